@@ -1,0 +1,81 @@
+"""Lazy decompression: the tiles of a `DequantResult`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvpact.attention.attend import query_groups
+from kvpact.attention.views import CHUNK, LayerView
+from kvpact.contract import AttendConfig, DequantResult, KVTile
+
+
+def dequant_result(
+    view: LayerView | None, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
+) -> DequantResult:
+    """Return K and V of the tokens held and of new ones, decompressed when read.
+
+    Parameters
+    ----------
+    view : LayerView or None
+        The tokens held before the new ones; None for an empty layer.
+    k, v : Tensor
+        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, the new tokens.
+    q : Tensor or None
+        `[B, H_q, new, D]`. With a method that has a bias (TurboQuant prod), K comes without it and
+        the result has a `logit_bias` in units of the scaled logits; without q the bias is in K.
+    config : AttendConfig
+        The softmax' scale is what the bias needs.
+    """
+    biased = view is not None and q is not None and view.k.codec.has_bias
+    held = view.length if view is not None else 0
+
+    def tiles() -> Iterator[KVTile]:
+        if view is not None:
+            view.k.check()
+            for start, end in view.chunks():
+                yield _view_tile(view, start, end, k.dtype, v.dtype, q if biased else None, config)
+        for start in range(0, k.shape[2], CHUNK):
+            part = slice(start, start + CHUNK)
+            bias = None
+            if biased and q is not None:
+                bias = torch.zeros(*q.shape[:3], k[:, :, part].shape[2], device=q.device)
+            end = held + min(start + CHUNK, k.shape[2])
+            yield KVTile(held + start, end, k[:, :, part], v[:, :, part], bias)
+
+    return DequantResult(tiles, held + k.shape[2], biased)
+
+
+def _view_tile(
+    view: LayerView,
+    start: int,
+    end: int,
+    k_dtype: torch.dtype,
+    v_dtype: torch.dtype,
+    q: Tensor | None,
+    config: AttendConfig,
+) -> KVTile:
+    bias = None
+    if start >= view.k.exact_from:
+        k = view.k.read_exact(start, end)
+        if q is not None:
+            bias = torch.zeros(*q.shape[:3], end - start, device=q.device)
+    elif q is None:
+        k = view.k.dequantize(start, end, k_dtype)
+    else:
+        k = view.k.dequantize_without_bias(start, end, k_dtype)
+        bias = _bias(view, start, end, q, config)
+    packed = start < view.v.exact_from
+    v = view.v.dequantize(start, end, v_dtype) if packed else view.v.read_exact(start, end)
+    return KVTile(start, end, k, v, bias)
+
+
+def _bias(view: LayerView, start: int, end: int, q: Tensor, config: AttendConfig) -> Tensor:
+    """Return `softmax_scale * <R q, bias part of K>`: `[B, H_q, q_len, end - start]`."""
+    scale = config.softmax_scale if config.softmax_scale is not None else q.shape[-1] ** -0.5
+    part = view.k.read(start, end, view.k.codec.decode_bias)
+    groups = query_groups(q.shape[1], part.shape[1], config)
+    rotated = view.k.codec.transform.forward(q.float() * scale)
+    return rotated @ part.repeat_interleave(groups, dim=1).mT

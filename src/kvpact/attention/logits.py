@@ -1,0 +1,109 @@
+"""What happens to logits between `q k` and the softmax: cap, masks, windows, padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpact.contract import AttendConfig
+from kvpact.errors import GeometryError
+
+
+@dataclass(frozen=True)
+class LogitRules:
+    """The rules of one call.
+
+    Parameters
+    ----------
+    config : AttendConfig
+        Softcap, mask, causality, sliding window.
+    padding : Tensor or None
+        `[B]` left-padding tokens.
+    first : int
+        Position of the first query.
+    queries : int
+        Queries per head (q_len).
+    heads, groups : int
+        KV heads, and query heads per KV head.
+    """
+
+    config: AttendConfig
+    padding: Tensor | None
+    first: int
+    queries: int
+    heads: int
+    groups: int
+
+    def check_mask(self, batch: int, total: int) -> None:
+        """Raise `GeometryError` unless the mask fits."""
+        mask = self.config.mask
+        if mask is None:
+            return
+        wanted = (batch, self.heads * self.groups, self.queries, total)
+        fits = mask.dim() == 4 and all(
+            m == w or (i < 3 and m == 1)
+            for i, (m, w) in enumerate(zip(mask.shape, wanted, strict=True))
+        )
+        if not fits:
+            raise GeometryError(
+                f"mask has shape {tuple(mask.shape)}; it should broadcast to {wanted} "
+                "(batch, query heads, queries, tokens held and new)"
+            )
+
+    def apply(self, logits: Tensor, start: int) -> Tensor:
+        """Apply all rules to the logits of the tokens from `start` on.
+
+        Parameters
+        ----------
+        logits : Tensor
+            `[B, H_kv, G * q_len, t]` fp32, scaled.
+
+        Returns
+        -------
+        Tensor
+            Same shape; -inf where a token may not be seen.
+        """
+        cap = self.config.softcap
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        count = logits.shape[-1]
+        x = torch.unflatten(logits, 2, (self.groups, self.queries))
+        x = self._apply_mask(x, start, count)
+        hidden = self._hidden(start, count, logits.device)
+        if hidden is not None:
+            x = x.masked_fill(hidden, -torch.inf)
+        return x.flatten(2, 3)
+
+    def _apply_mask(self, x: Tensor, start: int, count: int) -> Tensor:
+        mask = self.config.mask
+        if mask is None:
+            return x
+        mask = mask[..., start : start + count].to(x.device)
+        if mask.shape[1] != 1:
+            mask = torch.unflatten(mask, 1, (self.heads, self.groups))
+        else:
+            mask = mask.unsqueeze(2)
+        if mask.dtype == torch.bool:
+            return x.masked_fill(~mask, -torch.inf)
+        # An additive mask marks hidden tokens with the lowest number of its dtype; as a sum that
+        # would still let a row of hidden tokens attend to all of them.
+        lowest = torch.finfo(mask.dtype).min
+        return (x + mask).masked_fill(mask <= lowest / 2, -torch.inf)
+
+    def _hidden(self, start: int, count: int, device: torch.device) -> Tensor | None:
+        """`[B or 1, 1, 1, q_len or 1, t]`, True where a query may not see a token; or None."""
+        tokens = torch.arange(start, start + count, device=device)
+        queries = torch.arange(self.first, self.first + self.queries, device=device).unsqueeze(-1)
+        hidden: Tensor | None = None
+        if self.config.is_causal and start + count - 1 > self.first:
+            hidden = (tokens > queries).expand(1, 1, 1, -1, -1)
+        window = self.config.sliding_window
+        if window is not None and start <= self.first + self.queries - 1 - window:
+            outside = (tokens <= queries - window).expand(1, 1, 1, -1, -1)
+            hidden = outside if hidden is None else hidden | outside
+        if self.padding is not None:
+            pad = tokens < self.padding.to(device).view(-1, 1, 1, 1, 1)
+            hidden = pad if hidden is None else hidden | pad
+        return hidden

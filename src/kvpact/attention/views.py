@@ -1,0 +1,143 @@
+"""What the attention sees of one layer: packed slots read in tiles, and exact tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kvpact.methods import Codec
+
+CHUNK = 256
+"""Tokens that are decoded at a time."""
+
+Decoder = Callable[[dict[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class StreamView:
+    """K or V of one layer at one moment.
+
+    Parameters
+    ----------
+    codec : Codec
+        Decodes the slots.
+    segments : tuple of dict
+        Storage by field name, `segment_tokens` tokens each.
+    segment_tokens : int
+        Tokens per segment.
+    exact_from : int
+        Tokens from here on are in `tail`; those before are packed.
+    tail : Tensor
+        `[B, H, length - exact_from, D]`, the exact recent tokens.
+    sinks : Tensor or None
+        `[B, H, S, D]`, exact copies of each row's first tokens.
+    sink_positions : Tensor or None
+        `[B, S]`, where they stand.
+    sink_end : int
+        No sink token stands at or behind this position.
+    check : callable
+        Raises `StaleResult` if the view's slots are no longer there.
+    """
+
+    codec: Codec
+    segments: tuple[dict[str, Tensor], ...]
+    segment_tokens: int
+    exact_from: int
+    tail: Tensor
+    sinks: Tensor | None
+    sink_positions: Tensor | None
+    sink_end: int
+    check: Callable[[], None]
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return self.exact_from + self.tail.shape[2]
+
+    def read(self, start: int, end: int, decode: Decoder | None = None) -> Tensor:
+        """Decode packed tokens, still transformed, the sink tokens put in their places.
+
+        Parameters
+        ----------
+        start, end : int
+            Tokens, `0 <= start < end <= exact_from`.
+        decode : callable, optional
+            `codec.decode` if omitted. With another one, sink tokens are zero.
+
+        Returns
+        -------
+        Tensor
+            `[B, H, end - start, D]` fp32.
+        """
+        first, last = start // self.segment_tokens, -(-end // self.segment_tokens)
+        arrays = {}
+        for field in self.codec.fields:
+            parts = [segment[field.name] for segment in self.segments[first:last]]
+            arrays[field.name] = field.read(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
+        offset = first * self.segment_tokens
+        y = (decode or self.codec.decode)(arrays)[:, :, start - offset : end - offset]
+        if decode is not None:
+            return self._place_sinks(y, start, torch.zeros_like)
+        return self._place_sinks(y, start, self.codec.transform.forward)
+
+    def read_exact(self, start: int, end: int) -> Tensor:
+        """Return tokens of the tail, `[B, H, end - start, D]`."""
+        return self.tail[:, :, start - self.exact_from : end - self.exact_from]
+
+    def dequantize(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return packed tokens in the original space, sink tokens as they were given."""
+        x = self.codec.transform.inverse(self.read(start, end)).to(dtype)
+        return self._place_sinks(x, start, lambda sinks: sinks)
+
+    def dequantize_without_bias(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+        """Return packed tokens less the part that `bias` covers."""
+        codec = self.codec
+        y = self.read(start, end, lambda arrays: codec.decode(arrays) - codec.decode_bias(arrays))
+        x = codec.transform.inverse(y).to(dtype)
+        return self._place_sinks(x, start, lambda sinks: sinks)
+
+    def _place_sinks(self, y: Tensor, start: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.sinks is None or self.sink_positions is None or start >= self.sink_end:
+            return y
+        inside = (self.sink_positions >= start) & (self.sink_positions < start + y.shape[2])
+        row, slot = inside.nonzero(as_tuple=True)
+        y = y.clone()
+        y[row, :, self.sink_positions[row, slot] - start] = make(self.sinks[row, :, slot]).to(y)
+        return y
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """K and V of one layer at one moment, and each row's padding.
+
+    Parameters
+    ----------
+    k, v : StreamView
+        The streams; both hold `length` tokens.
+    padding : Tensor or None
+        `[B]` left-padding tokens.
+    """
+
+    k: StreamView
+    v: StreamView
+    padding: Tensor | None
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return self.k.length
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """Iterate over token ranges in each of which K is all packed or all exact, and so is V."""
+        step = max(CHUNK // self.k.segment_tokens, 1) * self.k.segment_tokens
+        cuts = sorted({0, self.k.exact_from, self.v.exact_from, self.length})
+        for low, high in pairwise(cuts):
+            start = low
+            while start < high:
+                end = min((start // step + 1) * step, high)
+                yield start, end
+                start = end

@@ -1,0 +1,90 @@
+"""What may be stored: every wrong input is named before anything changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexError, NonFiniteError
+from kvpact.geometry import CacheGeometry
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_layer(layer: int, num_layers: int) -> None:
+    """Raise `LayerIndexError` unless the layer is there."""
+    if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < num_layers:
+        raise LayerIndexError(f"layer {layer!r} is not one of 0 … {num_layers - 1}")
+
+
+def check_tokens(
+    geometry: CacheGeometry, k: Tensor, v: Tensor, q: Tensor | None, held: Tensor | None
+) -> None:
+    """Raise a named error unless new tokens fit the geometry, each other and what is held.
+
+    Parameters
+    ----------
+    geometry : CacheGeometry
+        What the cache was made for.
+    k, v, q : Tensor
+        `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]`, `[B, H_q, new, D]` or None.
+    held : Tensor or None
+        A tensor that the layer holds, for its batch, dtype and device.
+
+    Raises
+    ------
+    GeometryError
+        Wrong rank, heads, width, batch or number of tokens.
+    DtypeError
+        A dtype other than fp32, fp16, bf16; or not that of the tokens held.
+    DeviceError
+        Tensors on different devices.
+    NonFiniteError
+        NaN or infinity.
+    """
+    heads = geometry.num_kv_heads
+    given: list[tuple[str, Tensor, int | None, int]]
+    given = [("k", k, heads, geometry.head_dim), ("v", v, heads, geometry.value_dim)]
+    if q is not None:
+        given.append(("q", q, None, geometry.head_dim))
+    for name, x, wanted_heads, dim in given:
+        _check_tensor(name, x, wanted_heads, dim)
+    batch, _, new, _ = k.shape
+    for name, x, _, _ in given[1:]:
+        if (x.shape[0], x.shape[2]) != (batch, new):
+            raise GeometryError(
+                f"{name} has batch {x.shape[0]} and {x.shape[2]} tokens, k has {batch} and {new}"
+            )
+        if x.device != k.device:
+            raise DeviceError(f"{name} is on {x.device}, k on {k.device}; move one of them")
+    wanted = held.dtype if held is not None else geometry.dtype
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != (wanted or k.dtype):
+            raise DtypeError(f"{name} is {x.dtype}, the cache holds {wanted or k.dtype}; cast it")
+    if held is not None:
+        if held.shape[0] != batch:
+            raise GeometryError(
+                f"batch {batch}, but the cache holds {held.shape[0]} rows; reset, select or repeat"
+            )
+        if held.device != k.device:
+            raise DeviceError(f"k is on {k.device}, the layer's cache on {held.device}; move it")
+    for name, x, _, _ in given:
+        if not torch.isfinite(x).all():
+            raise NonFiniteError(f"{name} holds NaN or infinity; nothing was stored")
+
+
+def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"{name} should be a torch tensor, not {type(x).__name__}")
+    if x.dim() != 4:
+        raise GeometryError(
+            f"{name} has {x.dim()} dimensions; it should be [batch, heads, tokens, width]"
+        )
+    if heads is not None and x.shape[1] != heads:
+        raise GeometryError(f"{name} has {x.shape[1]} heads, the cache {heads} KV heads")
+    if x.shape[3] != dim:
+        raise GeometryError(f"{name} has width {x.shape[3]}, the cache {dim}")
+    if x.shape[0] == 0 or x.shape[2] == 0:
+        raise GeometryError(f"{name} is empty: shape {tuple(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise DtypeError(f"{name} is {x.dtype}; fp32, fp16 and bf16 can be stored")

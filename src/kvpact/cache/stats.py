@@ -1,0 +1,120 @@
+"""Where the bytes of a cache go, counted from its tensors or planned from its format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import lcm, nan
+from typing import Any
+
+import torch
+
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.stream import SEGMENT_TOKENS, Stream
+from kvpact.geometry import CacheGeometry
+from kvpact.kernels.dispatch import choose
+from kvpact.methods import Codec, Method, bytes_per_slot
+from kvpact.spec import Spec
+
+
+def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
+    """Return what layers hold.
+
+    Returns
+    -------
+    dict
+        ``spec``, ``layout``, ``kernel``; ``tokens`` (the longest layer's), ``values`` (numbers of
+        K and V cached); ``bytes``: ``codes``, ``side`` (side information), ``sinks``, ``window``
+        (exact recent tokens, the open group included), ``unused`` (allocated, not yet used),
+        ``total``; ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and
+        side information per packed value); both NaN when nothing is held.
+
+    Notes
+    -----
+    Tables that a process needs once (codebooks, rotation signs: a few kilobytes) belong to no
+    cache and are not counted.
+    """
+    sizes = dict.fromkeys(("codes", "side", "sinks", "window", "unused"), 0)
+    tokens = values = packed = 0
+    layers = list(layers)
+    for layer in layers:
+        with layer.lock:
+            tokens = max(tokens, layer.length)
+            for stream in (layer.k, layer.v):
+                if stream is not None:
+                    batch, heads, _, dim = stream.tail.shape
+                    values += batch * heads * dim * stream.length
+                    packed += batch * heads * dim * stream.packed
+                    _count(stream, sizes)
+    total = sum(sizes.values())
+    used = sizes["codes"] + sizes["side"]
+    specs = {str(layer.spec) for layer in layers}
+    return {
+        "spec": specs.pop() if len(specs) == 1 else "mixed",
+        "layout": layout,
+        "kernel": choose(),
+        "tokens": tokens,
+        "values": values,
+        "bytes": {**sizes, "total": total},
+        "bits_per_value": total * 8 / values if values else nan,
+        "slot_bits_per_value": used * 8 / packed if packed else nan,
+    }
+
+
+def _count(stream: Stream, sizes: dict[str, int]) -> None:
+    batch, heads = stream.tail.shape[:2]
+    for field in stream.codec.fields:
+        held = sum(
+            segment[field.name].numel() * field.dtype.itemsize for segment in stream.segments
+        )
+        used = min(round(field.bytes_per_token * stream.packed * batch * heads), held)
+        sizes[field.kind] += used
+        sizes["unused"] += held - used
+    sizes["window"] += stream.tail.numel() * stream.tail.element_size()
+    if stream.sinks is not None:
+        sizes["sinks"] += stream.sinks.numel() * stream.sinks.element_size()
+
+
+def _codecs(spec: Spec, geometry: CacheGeometry) -> list[tuple[Method, Codec, int]]:
+    dtype = geometry.dtype or torch.float16
+    return [
+        (spec.key, spec.key.key_codec(geometry.head_dim, dtype), geometry.head_dim),
+        (spec.value, spec.value.value_codec(geometry.value_dim, dtype), geometry.value_dim),
+    ]
+
+
+def bytes_per_token(spec: Spec, geometry: CacheGeometry) -> dict[str, float]:
+    """Return the bytes of packed slots per token and layer: ``key_bytes`` and ``value_bytes``.
+
+    The dtype (it matters to method `none`) is the geometry's, or fp16.
+    """
+    key, value = (
+        bytes_per_slot(codec) * geometry.num_kv_heads for _, codec, _ in _codecs(spec, geometry)
+    )
+    return {"key_bytes": key, "value_bytes": value}
+
+
+def planned_bytes(
+    spec: Spec, geometry: CacheGeometry, tokens: int, batch: int = 1
+) -> dict[str, int]:
+    """Return the bytes that a contiguous cache holds after `tokens` tokens, without making one.
+
+    Returns
+    -------
+    dict
+        ``slots``, ``sinks``, ``window``, ``unused``, ``total``; equal to what `memory_usage` of
+        such a cache counts.
+    """
+    rows = batch * geometry.num_kv_heads * geometry.num_layers
+    itemsize = (geometry.dtype or torch.float16).itemsize
+    sizes = dict.fromkeys(("slots", "sinks", "window", "unused"), 0)
+    for method, codec, dim in _codecs(spec, geometry):
+        packed = tokens // codec.group * codec.group
+        segment = lcm(SEGMENT_TOKENS, codec.group)
+        held = -(-packed // segment) * segment
+        used = round(bytes_per_slot(codec) * packed * rows)
+        sizes["slots"] += used
+        sizes["unused"] += round(bytes_per_slot(codec) * held * rows) - used
+        tail = max(tokens - packed, min(method.window, tokens))
+        sizes["window"] += tail * dim * itemsize * rows
+        sizes["sinks"] += method.sinks * dim * itemsize * rows if tokens else 0
+    return {**sizes, "total": sum(sizes.values())}

@@ -1,0 +1,168 @@
+"""The contract between inference engines and KV-cache compression.
+
+An engine calls five methods of `CompressedKVCache`; a compression library implements them.
+Nothing in a model has to change. Calls for different layers may run in parallel: an
+implementation synchronises inside, one lock per layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendConfig:
+    """How attention is to be computed; keyword-only, so that fields can be added.
+
+    Parameters
+    ----------
+    softmax_scale : float, optional
+        Factor on the logits; `head_dim ** -0.5` if omitted.
+    n_kv_groups : int, optional
+        Query heads per KV head (`H_q / H_kv`); taken from the tensors if omitted, checked if given.
+    softcap : float, optional
+        Logits become `softcap * tanh(logits / softcap)` (Gemma 2).
+    sliding_window : int, optional
+        A query sees itself and the `sliding_window - 1` tokens before it.
+    sink_logits : Tensor, optional
+        `[H_q]`; one more logit per head in the softmax' denominator (GPT-OSS).
+    mask : Tensor, optional
+        `[B or 1, H_q or 1, q_len, total]`: boolean (True may be seen) or additive. `total` counts
+        the tokens held before the call plus the new ones.
+    is_causal : bool
+        New tokens see no later token. Set to False where `mask` says all.
+    padding : Tensor, optional
+        `[B]` integers: left-padding tokens of each row. They are never taken as sink tokens and
+        never attended to.
+    exact_new : bool
+        The tokens of this call are attended as given (True), or as they are stored (False: the
+        harsher way of measuring a codec).
+    """
+
+    softmax_scale: float | None = None
+    n_kv_groups: int | None = None
+    softcap: float | None = None
+    sliding_window: int | None = None
+    sink_logits: Tensor | None = None
+    mask: Tensor | None = None
+    is_causal: bool = True
+    padding: Tensor | None = None
+    exact_new: bool = True
+
+
+@dataclass(frozen=True)
+class KVTile:
+    """K and V of the tokens `start <= t < end`, decompressed: `[B, H_kv, end - start, D]` each."""
+
+    start: int
+    end: int
+    k: Tensor
+    v: Tensor
+    logit_bias: Tensor | None
+
+
+class DequantResult:
+    """K and V of all tokens held, decompressed only when read.
+
+    Parameters
+    ----------
+    tiles : callable
+        `tiles()` iterates over `KVTile`s in the order of the tokens.
+    total : int
+        Tokens in all.
+    has_bias : bool
+        Whether the tiles carry a `logit_bias`.
+
+    Notes
+    -----
+    The tokens of the call that made the result, sink tokens and window are exact; the rest is
+    what the cache stores. `k`, `v` and `logit_bias` stay with the result once they were read, and
+    can't be read for the first time after the cache was rolled back (`StaleResult`).
+    """
+
+    def __init__(
+        self, tiles: Callable[[], Iterator[KVTile]], total: int, has_bias: bool = False
+    ) -> None:
+        self._tiles = tiles
+        self.total = total
+        self._has_bias = has_bias
+
+    def tiles(self) -> Iterator[KVTile]:
+        """Iterate over K and V in tiles, so that they never exist as a whole."""
+        return self._tiles()
+
+    @cached_property
+    def _whole(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        tiles = list(self._tiles())
+        bias = torch.cat([t.logit_bias for t in tiles], dim=-1) if self._has_bias else None  # type: ignore[misc]
+        return torch.cat([t.k for t in tiles], dim=2), torch.cat([t.v for t in tiles], dim=2), bias
+
+    @property
+    def k(self) -> Tensor:
+        """Keys, `[B, H_kv, total, D]`."""
+        return self._whole[0]
+
+    @property
+    def v(self) -> Tensor:
+        """Values, `[B, H_kv, total, D_v]`."""
+        return self._whole[1]
+
+    @property
+    def logit_bias(self) -> Tensor | None:
+        """`[B, H_q, q_len, total]`, added to the scaled logits before the softmax; or None."""
+        return self._whole[2] if self._has_bias else None
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The cache computed the attention itself: `output` is `[B, H_q, q_len, D_v]`."""
+
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Dequantized:
+    """The caller computes the attention over `result`."""
+
+    result: DequantResult
+
+
+DecodeOutput = Fused | Dequantized
+
+
+@runtime_checkable
+class CompressedKVCache(Protocol):
+    """What an engine needs of a compressed KV cache.
+
+    Shapes: `k` `[B, H_kv, new, D]`, `v` `[B, H_kv, new, D_v]`, `q` `[B, H_q, new, D]`.
+    """
+
+    def prefill(
+        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
+    ) -> DequantResult:
+        """Store `new` tokens; return K and V of all tokens held."""
+        ...
+
+    def decode(
+        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    ) -> DecodeOutput:
+        """Store one token; return the attention's output or what it needs."""
+        ...
+
+    def seq_len(self, layer: int) -> int:
+        """Tokens held for a layer."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the tokens of all layers."""
+        ...
+
+    def memory_usage(self) -> int:
+        """Bytes held by the cache's tensors, unused capacity included."""
+        ...

@@ -1,0 +1,53 @@
+"""Every error that kvpact raises on purpose; each message says what to do."""
+
+
+class KVPactError(Exception):
+    """Base class of all errors that kvpact raises."""
+
+
+class SpecError(KVPactError, ValueError):
+    """A spec string, a recipe or a method's option is not what it should be."""
+
+
+class RegistrationError(KVPactError):
+    """A method can't be registered: its name is taken or the class is no method."""
+
+
+class GeometryError(KVPactError, ValueError):
+    """A tensor's rank, shape, heads, width or batch differ from what the cache holds."""
+
+
+class DtypeError(KVPactError, TypeError):
+    """A tensor's dtype (or the type itself) can't be stored."""
+
+
+class DeviceError(KVPactError, ValueError):
+    """Tensors that belong together live on different devices."""
+
+
+class NonFiniteError(KVPactError, ValueError):
+    """NaN, infinity, or a magnitude that the method's fp16 side information can't hold."""
+
+
+class LayerIndexError(KVPactError, IndexError):
+    """A layer index outside of the cache's layers."""
+
+
+class CacheFull(KVPactError):
+    """No room for the tokens; the cache is as before."""
+
+
+class StaleResult(KVPactError, RuntimeError):
+    """A lazy result was read after its cache had been rolled back, reordered or reset."""
+
+
+class FormatError(KVPactError, ValueError):
+    """Stored bytes are not in a format that this version can read."""
+
+
+class IntegrityError(KVPactError):
+    """Stored bytes were changed: a checksum does not match."""
+
+
+class BackendUnavailable(KVPactError, RuntimeError):
+    """A backend, an optional package or a model was asked for and is not there."""

@@ -1,0 +1,217 @@
+"""The kinds of fields: packed codes, numbers per token, numbers per group of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpact.formats.base import TILE, Field
+from kvpact.formats.bitpack import (
+    pack_by_channel,
+    pack_by_token,
+    unpack_by_channel,
+    unpack_by_token,
+    words_per_token,
+)
+
+HALF = TILE // 2
+
+
+def _tiled(values: Tensor, start: int, tokens: int) -> Tensor:
+    """Pad `[B, H, T, N]` with zero tokens to whole tiles and return `[B, H, tiles, 32, N]`."""
+    batch, heads, count, width = values.shape
+    tiles = -(-(start % TILE + count) // TILE)
+    padded = values.new_zeros(batch, heads, tiles * TILE, width)
+    padded[:, :, start % TILE : start % TILE + count] = values
+    return padded.view(batch, heads, tiles, TILE, width)
+
+
+@dataclass(frozen=True)
+class CodesField(Field):
+    """Codes of `bits` bits, `[B, H, T, dim]` uint8 on the outside, 32-bit words inside.
+
+    Parameters
+    ----------
+    bits : int
+        1 to 8; 3, 5, 6 and 7 are stored as planes of 4, 2 and 1 bits.
+    dim : int
+        Codes per token.
+    order : {"token", "channel"}
+        ``token`` (for K): a word holds consecutive channels of one token, `[2, words, 16]` per
+        tile, so that 16 tokens lie side by side. ``channel`` (for V): a word holds consecutive
+        tokens of one channel, `[bits, dim]` per tile.
+    """
+
+    bits: int
+    dim: int
+    order: Literal["token", "channel"]
+
+    @property
+    def kind(self) -> str:
+        """These are codes."""
+        return "codes"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """32-bit words; the sign bit is a bit like any other."""
+        return torch.int32
+
+    @property
+    def tokens(self) -> int:
+        """A unit is a tile."""
+        return TILE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Words of one tile."""
+        if self.order == "token":
+            return (2, words_per_token(self.bits, self.dim), HALF)
+        return (self.bits, self.dim)
+
+    def _pack(self, tiles: Tensor) -> Tensor:
+        pack = pack_by_token if self.order == "token" else pack_by_channel
+        return pack(tiles, self.bits)
+
+    def write(self, storage: Tensor, start: int, values: Tensor) -> None:
+        """OR the codes into place."""
+        words = self._pack(_tiled(values, start, TILE))
+        first = start // TILE
+        storage[:, :, first : first + words.shape[2]] |= words
+
+    def read(self, storage: Tensor) -> Tensor:
+        """Return codes `[B, H, T, dim]` as uint8."""
+        if self.order == "token":
+            tiles = unpack_by_token(storage, self.bits, self.dim)
+        else:
+            tiles = unpack_by_channel(storage, self.bits)
+        return tiles.flatten(2, 3)
+
+    def clear_from(self, storage: Tensor, start: int) -> None:
+        """Zero the codes of later tokens; other bits of their words stay."""
+        tile, inside = divmod(start, TILE)
+        if inside:
+            keep = torch.zeros(1, 1, 1, TILE, self.dim, dtype=torch.uint8, device=storage.device)
+            keep[..., :inside, :] = (1 << self.bits) - 1
+            storage[:, :, tile] &= self._pack(keep)[:, :, 0]
+            tile += 1
+        storage[:, :, tile:] = 0
+
+
+@dataclass(frozen=True)
+class TokenField(Field):
+    """`count` numbers per token, `[B, H, T, count]` outside, `[count, 32]` per tile inside.
+
+    Parameters
+    ----------
+    count : int
+        Numbers per token.
+    number : torch.dtype
+        Their dtype.
+    content : {"side", "codes"}
+        Side information, or (``codes``) what the method stores instead of codes.
+    """
+
+    count: int
+    number: torch.dtype = torch.float16
+    content: Literal["side", "codes"] = "side"
+
+    @property
+    def kind(self) -> str:
+        """As given by `content`."""
+        return self.content
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the numbers."""
+        return self.number
+
+    @property
+    def tokens(self) -> int:
+        """A unit is a tile."""
+        return TILE
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Tokens lie side by side."""
+        return (self.count, TILE)
+
+    def write(self, storage: Tensor, start: int, values: Tensor) -> None:
+        """Copy the numbers into place."""
+        end, done = start + values.shape[2], start
+        while done < end:
+            tile, inside = divmod(done, TILE)
+            take = min(TILE - inside, end - done)
+            if inside == 0 and end - done >= TILE:
+                tiles = (end - done) // TILE
+                take = tiles * TILE
+                chunk = values[:, :, done - start : done - start + take]
+                storage[:, :, tile : tile + tiles] = torch.unflatten(chunk, 2, (tiles, TILE)).mT
+            else:
+                chunk = values[:, :, done - start : done - start + take]
+                storage[:, :, tile, :, inside : inside + take] = chunk.mT
+            done += take
+
+    def read(self, storage: Tensor) -> Tensor:
+        """Return `[B, H, T, count]`."""
+        return storage.mT.flatten(2, 3)
+
+    def clear_from(self, storage: Tensor, start: int) -> None:
+        """Zero the numbers of later tokens."""
+        tile, inside = divmod(start, TILE)
+        if inside:
+            storage[:, :, tile, :, inside:] = 0
+            tile += 1
+        storage[:, :, tile:] = 0
+
+
+@dataclass(frozen=True)
+class GroupField(Field):
+    """`count` fp16 numbers per group of tokens, `[B, H, groups, count]` outside and inside.
+
+    Parameters
+    ----------
+    count : int
+        Numbers per group.
+    group : int
+        Tokens per group, a multiple of the tile.
+    """
+
+    per_group: ClassVar[bool] = True
+    count: int
+    group: int
+
+    @property
+    def kind(self) -> str:
+        """Side information."""
+        return "side"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Half precision."""
+        return torch.float16
+
+    @property
+    def tokens(self) -> int:
+        """A unit is a group."""
+        return self.group
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The numbers of one group."""
+        return (self.count,)
+
+    def write(self, storage: Tensor, start: int, values: Tensor) -> None:
+        """Copy the numbers of whole groups into place."""
+        first = start // self.group
+        storage[:, :, first : first + values.shape[2]] = values
+
+    def read(self, storage: Tensor) -> Tensor:
+        """Return `[B, H, groups, count]`."""
+        return storage
+
+    def clear_from(self, storage: Tensor, start: int) -> None:
+        """Zero the groups that begin at or behind `start`; a group that is cut stays."""
+        storage[:, :, -(-start // self.group) :] = 0

@@ -1,0 +1,55 @@
+"""The shape of a KV cache: what every method and layout has to agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpact.errors import GeometryError
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """Shape of the keys and values that one model caches.
+
+    Parameters
+    ----------
+    num_layers : int
+        Layers that hold K and V.
+    num_kv_heads : int
+        KV heads per layer (fewer than query heads in grouped-query attention).
+    head_dim : int
+        Width of one key vector, any positive number.
+    v_head_dim : int, optional
+        Width of one value vector; `head_dim` if omitted.
+    dtype : torch.dtype, optional
+        Dtype of K and V. If omitted, a cache takes the dtype of the first keys that it sees.
+
+    Raises
+    ------
+    GeometryError
+        A number is not a positive integer, or the dtype is not a floating-point dtype.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.v_head_dim is None:
+            object.__setattr__(self, "v_head_dim", self.head_dim)
+        for name in ("num_layers", "num_kv_heads", "head_dim", "v_head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise GeometryError(f"{name} must be a positive integer, not {value!r}")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise GeometryError(f"dtype must be a floating-point dtype, not {self.dtype}")
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one value vector."""
+        assert self.v_head_dim is not None
+        return self.v_head_dim

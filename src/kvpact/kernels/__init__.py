@@ -1,0 +1,1 @@
+"""Operations: `ops` defines them in torch, `dispatch` chooses the implementation."""

@@ -1,0 +1,62 @@
+"""Operations as plain torch bodies: what an optimised kernel has to reproduce.
+
+What decides on stored bytes is written with elementwise operations in a fixed order, never with
+a matrix product or a library reduction: those may round differently for other shapes, threads or
+devices, and then the same tokens would be stored as other bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
+    """Sum over `dim` (kept, size 1), pairwise and in a fixed order.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape.
+    dim : int
+        The dimension to sum over; may be empty (the sum is then 0).
+
+    Returns
+    -------
+    Tensor
+        `x` with `dim` of size 1.
+    """
+    size = x.shape[dim]
+    if size == 0:
+        return x.sum(dim, keepdim=True)
+    while size > 1:
+        half = size // 2
+        summed = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat([summed, x.narrow(dim, size - 1, 1)], dim) if size % 2 else summed
+        size = x.shape[dim]
+    return x
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Apply the orthonormal Walsh-Hadamard transform to the last axis; it is its own inverse.
+
+    Parameters
+    ----------
+    x : Tensor
+        `[..., n]` floating point, n a power of two.
+
+    Returns
+    -------
+    Tensor
+        Same shape and dtype.
+    """
+    n = x.shape[-1]
+    if n & (n - 1):
+        raise ValueError(f"the Hadamard transform needs a power of two, not {n}")
+    shape, step = x.shape, 1
+    while step < n:
+        pairs = x.reshape(-1, n // (2 * step), 2, step)
+        low, high = pairs[:, :, 0], pairs[:, :, 1]
+        x = torch.stack((low + high, low - high), dim=2)
+        step *= 2
+    return (x * float(n**-0.5)).reshape(shape)

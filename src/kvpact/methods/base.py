@@ -1,0 +1,118 @@
+"""What a method is: a frozen dataclass that makes a codec for K and one for V."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import SpecError
+from kvpact.formats import Field
+from kvpact.transforms import IDENTITY, Transform
+
+Arrays = Mapping[str, Tensor]
+
+
+class Codec(ABC):
+    """Encodes and decodes one stream (K or V of a layer).
+
+    Attributes
+    ----------
+    fields : tuple of Field
+        What is stored; the arrays that `encode` returns and `decode` takes go by their names.
+    group : int
+        Tokens that are quantised together; 1, or a multiple of the tile. Groups stand at absolute
+        positions; `encode` gets whole ones.
+    transform : Transform
+        `decode` returns transformed vectors; `transform.inverse` leads back.
+    has_bias : bool
+        Whether `decode_bias` gives a part.
+    """
+
+    fields: tuple[Field, ...]
+    group: int = 1
+    transform: Transform = IDENTITY
+    has_bias: bool = False
+
+    @abstractmethod
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Encode tokens.
+
+        Parameters
+        ----------
+        x : Tensor
+            `[B, H, T, D]` finite fp32, T a multiple of `group`.
+        frozen : mapping, optional
+            For tokens of a group that a rollback has cut: the group's side information
+            (`[B, H, 1, …]` by field name), to be used as it is. T is then any number, and the
+            fields of the group are not returned.
+
+        Returns
+        -------
+        dict
+            An array by field name: `[B, H, T, …]`, or `[B, H, T / group, …]` for group fields.
+        """
+
+    @abstractmethod
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Return the transformed vectors, `[B, H, T, D]` fp32, of what `encode` returned."""
+
+    def decode_bias(self, arrays: Arrays) -> Tensor:
+        """Return the part of `decode` that belongs to `DequantResult.logit_bias`."""
+        raise NotImplementedError(f"{type(self).__name__} has no bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method(ABC):
+    """Base of all methods; options are the fields of the dataclass.
+
+    Parameters
+    ----------
+    sinks : int
+        First tokens of each sequence that are also held exactly.
+    window : int
+        Most recent tokens that are also held exactly.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    paper: ClassVar[str] = ""
+    key_only: ClassVar[tuple[str, ...]] = ()
+    """Options that change the codec for K alone."""
+
+    sinks: int = 4
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        for option in ("sinks", "window"):
+            self.check(option, 0 <= getattr(self, option) <= 65_536, "a number from 0 to 65536")
+
+    def check(self, option: str, good: bool, wanted: str) -> None:
+        """Raise `SpecError` unless an option is good."""
+        if not good:
+            value = getattr(self, option)
+            raise SpecError(f"{self.name!r}: {option}={value!r} should be {wanted}")
+
+    def check_choice(self, option: str, choices: Iterable[Any]) -> None:
+        """Raise `SpecError` unless an option is one of `choices`."""
+        choices = list(choices)
+        value = getattr(self, option)
+        good = value in choices and type(value) in {type(choice) for choice in choices}
+        self.check(option, good, "one of " + ", ".join(map(str, choices)))
+
+    @abstractmethod
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for keys of width `dim`, given in `dtype`."""
+
+    @abstractmethod
+    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for values of width `dim`, given in `dtype`."""
+
+
+def bytes_per_slot(codec: Codec) -> float:
+    """Bytes of packed codes and side information per token and head."""
+    return sum(field.bytes_per_token for field in codec.fields)

@@ -1,0 +1,97 @@
+"""Integers of 2 to 8 bits, per token, in groups of channels (round to nearest).
+
+Symmetric: `x = scale * (code - 2**(bits - 1))`, scale fp16 per group, exactly as GGUF's q8_0 and
+q4_0 where bits is 8 or 4 and group is 32. With ``zero=true``: `x = zero + scale * code`, both fp16.
+Bits per value: bits + 16/group, or bits + 32/group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import CodesField, TokenField
+from kvpact.methods.base import Arrays, Codec, Method
+from kvpact.quantizers import uniform
+
+
+class IntegerCodec(Codec):
+    """Codes in groups of channels; the last group is shorter where the width asks for it."""
+
+    def __init__(
+        self, dim: int, bits: int, group: int, zero: bool, order: Literal["token", "channel"]
+    ) -> None:
+        self._dim, self._bits, self._group, self._zero = dim, bits, min(group, dim), zero
+        groups = -(-dim // self._group)
+        side = ("scale", "zero") if zero else ("scale",)
+        self.fields = (
+            CodesField("codes", bits, dim, order),
+            *(TokenField(name, groups) for name in side),
+        )
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """Split the channels into groups; a short last group repeats its last channel."""
+        missing = -self._dim % self._group
+        if missing:
+            x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1)
+        return torch.unflatten(x, -1, (-1, self._group))
+
+    def _flat(self, x: Tensor) -> Tensor:
+        return x.flatten(-2)[..., : self._dim]
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Round each group on a grid of its own."""
+        x = self._grouped(x)
+        if self._zero:
+            scale, zero = uniform.affine_grid(x, self._bits)
+            codes = uniform.quantize_affine(x, scale, zero, self._bits)
+            return {
+                "codes": self._flat(codes),
+                "scale": scale.squeeze(-1),
+                "zero": zero.squeeze(-1),
+            }
+        codes, scale = uniform.quantize_symmetric(x, self._bits)
+        return {"codes": self._flat(codes), "scale": scale.squeeze(-1)}
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Undo `encode`."""
+        codes, scale = self._grouped(arrays["codes"]), arrays["scale"].unsqueeze(-1)
+        if self._zero:
+            return self._flat(uniform.dequantize_affine(codes, scale, arrays["zero"].unsqueeze(-1)))
+        return self._flat(uniform.dequantize_symmetric(codes, scale, self._bits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Integer(Method):
+    """Round to nearest integers of 2 to 8 bits, per token in groups of channels.
+
+    Parameters
+    ----------
+    bits : int
+        2 to 8.
+    group : int
+        Channels that share a scale.
+    zero : bool
+        Store a zero point too, and use the whole range between minimum and maximum.
+    """
+
+    name: ClassVar[str] = "int"
+    bits: int = 8
+    group: int = 32
+    zero: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("bits", range(2, 9))
+        self.check("group", self.group >= 1, "at least 1")
+
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for keys."""
+        return IntegerCodec(dim, self.bits, self.group, self.zero, "token")
+
+    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for values."""
+        return IntegerCodec(dim, self.bits, self.group, self.zero, "channel")

@@ -1,0 +1,208 @@
+"""KVarN: variance balancing on both axes of a tile, then round to nearest (arXiv:2606.03458).
+
+A tile of `group` tokens is rotated (signs, Hadamard), then divided by a scale per row and a scale
+per column until all rows and columns have about the same standard deviation (Sinkhorn's way;
+SWEEPS rounds, the most even one is kept). Rows are the channels for K and the tokens for V. Each
+row is rounded on a grid between its minimum and maximum:
+`x = (zero[row] + scale[row] * code) * balance[column]`, all three fp16, the row's own balance
+folded into scale and zero. The tile's overall deviation is taken out first, so that the limits on
+the scales mean the same for data of any magnitude. Bits per value: bits + 32/group + 16/D for K,
+bits + 32/D + 16/group for V. Presets of the paper: ``kvarn:bits=2`` to ``kvarn:bits=4``, group 64
+or 128, and 4 bits for K with 2 for V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import CodesField, GroupField, TokenField
+from kvpact.kernels.ops import tree_sum
+from kvpact.methods.base import Arrays, Codec, Method
+from kvpact.quantizers import uniform
+from kvpact.quantizers.numbers import half
+from kvpact.transforms import RandomHadamard
+
+SWEEPS = 16
+SCALE_MIN, SCALE_MAX = 0.740818, 22026.47  # exp(-0.3), exp(10): the reference's limits
+STD_MIN, STD_MAX = 1e-3, 1e3
+
+
+def _std(x: Tensor, dim: int) -> Tensor:
+    count = x.shape[dim]
+    mean = tree_sum(x, dim) / count
+    return (tree_sum((x - mean).square(), dim) / count).sqrt()
+
+
+def _spread(std: Tensor, dim: int) -> Tensor:
+    std = std.clamp(STD_MIN, STD_MAX)
+    return std.amax(dim, keepdim=True) / std.amin(dim, keepdim=True)
+
+
+def balance(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Find scales that even out the deviations of rows and columns.
+
+    Parameters
+    ----------
+    x : Tensor
+        `[..., rows, columns]` fp32.
+
+    Returns
+    -------
+    rows, columns : Tensor
+        `[..., rows, 1]` and `[..., 1, columns]`; `x / rows / columns` is balanced.
+    """
+    whole = _std(x.flatten(-2), -1).unsqueeze(-1)
+    whole = torch.where(whole == 0, torch.ones_like(whole), whole)
+    x = x / whole
+    column, row = torch.ones_like(x[..., :1, :]), torch.ones_like(x[..., :, :1])
+    best_column, best_row = column, row
+    current, best = x, torch.full_like(whole, torch.inf)
+    for _ in range(SWEEPS):
+        step = _std(current, -2).clamp(STD_MIN, STD_MAX)
+        column = (column * step).clamp(SCALE_MIN, SCALE_MAX)
+        step = _std(x / column / row, -1).clamp(STD_MIN, STD_MAX)
+        row = (row * step).clamp(SCALE_MIN, SCALE_MAX)
+        current = x / column / row
+        uneven = _spread(_std(current, -2), -1) + _spread(_std(current, -1), -2)
+        better = uneven < best
+        best = torch.where(better, uneven, best)
+        best_column = torch.where(better, column, best_column)
+        best_row = torch.where(better, row, best_row)
+    return best_row * whole, best_column
+
+
+class _KVarNCodec(Codec):
+    """What K and V share: rotation, tiles, the arithmetic of a row."""
+
+    def __init__(self, dim: int, bits: int, group: int, seed: int) -> None:
+        self._bits, self.group = bits, group
+        self.transform = RandomHadamard(dim, seed)
+
+    def _encode_rows(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return codes, scale, zero and column balance of `[..., rows, columns]`."""
+        row, column = balance(x)
+        column = half(column, "balance")
+        balanced = x / column.to(torch.float32)
+        low, high = (balanced / row).aminmax(dim=-1, keepdim=True)
+        scale = half(row * ((high - low) / ((1 << self._bits) - 1)), "scale of a group")
+        zero = half(row * low, "zero of a group")
+        return uniform.quantize_affine(balanced, scale, zero, self._bits), scale, zero, column
+
+
+class KVarNKeyCodec(_KVarNCodec):
+    """Rows are channels: scale and zero per channel and tile, balance per token."""
+
+    def __init__(self, dim: int, bits: int, group: int, seed: int) -> None:
+        super().__init__(dim, bits, group, seed)
+        self.fields = (
+            CodesField("codes", bits, dim, "token"),
+            GroupField("scale", dim, group),
+            GroupField("zero", dim, group),
+            TokenField("balance", 1),
+        )
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Rotate, balance, round."""
+        x = self.transform.forward(x)
+        if frozen is not None:
+            return self._encode_frozen(x, frozen["scale"], frozen["zero"])
+        tiles = torch.unflatten(x, 2, (-1, self.group)).mT
+        codes, scale, zero, column = self._encode_rows(tiles)
+        return {
+            "codes": codes.mT.flatten(2, 3),
+            "scale": scale.squeeze(-1),
+            "zero": zero.squeeze(-1),
+            "balance": column.mT.flatten(2, 3),
+        }
+
+    def _encode_frozen(self, x: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
+        """Choose the token's balance so that its energy is that of an average token of the grid."""
+        steps = float((1 << self._bits) - 1)
+        middle = zero.to(torch.float32) + scale.to(torch.float32) * (steps / 2)
+        spread = (scale.to(torch.float32) * steps).square() / 12
+        expected = tree_sum(middle.square() + spread)
+        expected = torch.where(expected == 0, torch.ones_like(expected), expected)
+        column = half((tree_sum(x.square()) / expected).sqrt(), "balance")
+        safe = torch.where(column == 0, torch.ones_like(column), column).to(torch.float32)
+        codes = uniform.quantize_affine(x / safe, scale, zero, self._bits)
+        return {"codes": codes, "balance": column}
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Undo all but the rotation."""
+        codes = torch.unflatten(arrays["codes"], 2, (-1, self.group))
+        scale, zero = arrays["scale"].unsqueeze(3), arrays["zero"].unsqueeze(3)
+        rows = uniform.dequantize_affine(codes, scale, zero).flatten(2, 3)
+        return rows * arrays["balance"].to(torch.float32)
+
+
+class KVarNValueCodec(_KVarNCodec):
+    """Rows are tokens: scale and zero per token, balance per channel and tile."""
+
+    def __init__(self, dim: int, bits: int, group: int, seed: int) -> None:
+        super().__init__(dim, bits, group, seed)
+        self.fields = (
+            CodesField("codes", bits, dim, "channel"),
+            TokenField("scale", 1),
+            TokenField("zero", 1),
+            GroupField("balance", dim, group),
+        )
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Rotate, balance, round."""
+        x = self.transform.forward(x)
+        if frozen is not None:
+            balanced = x / frozen["balance"].to(torch.float32)
+            scale, zero = uniform.affine_grid(balanced, self._bits)
+            codes = uniform.quantize_affine(balanced, scale, zero, self._bits)
+            return {"codes": codes, "scale": scale, "zero": zero}
+        codes, scale, zero, column = self._encode_rows(torch.unflatten(x, 2, (-1, self.group)))
+        return {
+            "codes": codes.flatten(2, 3),
+            "scale": scale.flatten(2, 3),
+            "zero": zero.flatten(2, 3),
+            "balance": column.squeeze(-2),
+        }
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Undo all but the rotation."""
+        rows = uniform.dequantize_affine(arrays["codes"], arrays["scale"], arrays["zero"])
+        column = arrays["balance"].to(torch.float32).unsqueeze(3)
+        return (torch.unflatten(rows, 2, (-1, self.group)) * column).flatten(2, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVarN(Method):
+    """Rotation, then variances balanced over tokens and channels; K per channel, V per token.
+
+    Parameters
+    ----------
+    bits : int
+        2 to 8.
+    group : {32, 64, 128}
+        Tokens of a tile.
+    seed : int
+        Chooses the rotation's signs.
+    """
+
+    name: ClassVar[str] = "kvarn"
+    paper: ClassVar[str] = "arXiv:2606.03458"
+    bits: int = 4
+    group: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("bits", range(2, 9))
+        self.check_choice("group", (32, 64, 128))
+
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for keys."""
+        return KVarNKeyCodec(dim, self.bits, self.group, self.seed)
+
+    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for values."""
+        return KVarNValueCodec(dim, self.bits, self.group, self.seed)

@@ -1,0 +1,58 @@
+"""No compression: K and V as they are, or cast to a 16-bit format.
+
+The reference of all others, held in the same layouts. Bits per value: those of the dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import TokenField
+from kvpact.methods.base import Arrays, Codec, Method
+from kvpact.quantizers.numbers import CASTS, cast
+
+
+class ExactCodec(Codec):
+    """Stores the numbers themselves."""
+
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
+        self.fields = (TokenField("values", dim, dtype, "codes"),)
+        self._dtype = dtype
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Cast."""
+        return {"values": cast(x, self._dtype, "a value")}
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Cast back to fp32."""
+        return arrays["values"].to(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact(Method):
+    """No compression: K and V as they are, or cast.
+
+    Parameters
+    ----------
+    dtype : {"auto", "fp16", "bf16", "fp32"}
+        Stored dtype; ``auto`` is the dtype of the input.
+    """
+
+    name: ClassVar[str] = "none"
+    sinks: int = 0
+    window: int = 0
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("dtype", ("auto", *CASTS))
+
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for keys."""
+        return ExactCodec(dim, CASTS.get(self.dtype, dtype))
+
+    value_codec = key_codec

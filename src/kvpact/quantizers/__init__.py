@@ -1,0 +1,1 @@
+"""Quantisers: values to codes and side information."""

@@ -1,0 +1,74 @@
+"""Casts of side information and of whole values, with a named error where they overflow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import NonFiniteError
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def cast(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
+    """Cast finite values to `dtype`.
+
+    Parameters
+    ----------
+    x : Tensor
+        Finite values.
+    dtype : torch.dtype
+        fp16, bf16 or fp32.
+    what : str
+        What the values are, for the error.
+
+    Raises
+    ------
+    NonFiniteError
+        A value is beyond the range of `dtype`.
+    """
+    y = x.to(dtype)
+    if not torch.isfinite(y).all():
+        limit = torch.finfo(dtype).max
+        raise NonFiniteError(
+            f"{what}: magnitude {x.abs().max():.4g} is beyond {dtype} ({limit:.6g}); "
+            "scale the input down or keep this layer at 'none'"
+        )
+    return y
+
+
+def half(x: Tensor, what: str) -> Tensor:
+    """Cast side information to fp16; see `cast`."""
+    return cast(x, torch.float16, what)
+
+
+def to_fp8(x: Tensor, kind: str, saturate: bool) -> Tensor:
+    """Round to fp8 and return the bytes as uint8.
+
+    Parameters
+    ----------
+    x : Tensor
+        Finite fp32 values.
+    kind : {"e4m3", "e5m2"}
+        The format.
+    saturate : bool
+        Clamp to the largest number (True), or raise where a value is beyond it.
+
+    Raises
+    ------
+    NonFiniteError
+        A value is beyond the range and `saturate` is False.
+    """
+    limit = torch.finfo(FP8[kind]).max
+    if not saturate and (x.abs() > limit).any():
+        raise NonFiniteError(
+            f"fp8 {kind} without a scale holds magnitudes up to {limit:g}, not "
+            f"{x.abs().max():.4g}; use scale=token"
+        )
+    return x.clamp(-limit, limit).to(FP8[kind]).view(torch.uint8)
+
+
+def from_fp8(codes: Tensor, kind: str) -> Tensor:
+    """Undo `to_fp8`: fp32."""
+    return codes.contiguous().view(FP8[kind]).to(torch.float32)

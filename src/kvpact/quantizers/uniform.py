@@ -1,0 +1,81 @@
+"""Uniform quantisers over the last axis: one scale (and zero) for each slice of it.
+
+A method chooses what the last axis is: channels of one token, or one channel of a group of tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpact.quantizers.numbers import half
+
+
+def _round_half_away(x: Tensor) -> Tensor:
+    """Round to nearest, ties away from zero, as GGUF's quantisers do."""
+    magnitude = x.abs()
+    floored = magnitude.floor()
+    return torch.copysign(floored + (2 * (magnitude - floored)).floor(), x)
+
+
+def _reciprocal(scale: Tensor) -> Tensor:
+    return torch.where(scale == 0, torch.zeros_like(scale), 1.0 / scale)
+
+
+def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Quantise without a zero point, as GGUF's q8_0 (8 bits) and q4_0 (fewer) do.
+
+    With 8 bits the largest magnitude becomes 127; with fewer, the value of largest magnitude
+    becomes `-2**(bits - 1)`, so that all codes are used.
+
+    Parameters
+    ----------
+    x : Tensor
+        `[..., n]` finite fp32.
+    bits : int
+        2 to 8.
+
+    Returns
+    -------
+    codes : Tensor
+        `[..., n]` uint8, offset by `2**(bits - 1)`.
+    scale : Tensor
+        `[..., 1]` fp16.
+    """
+    offset = 1 << (bits - 1)
+    if bits == 8:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        codes = _round_half_away(x * _reciprocal(scale)) + offset
+    else:
+        extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+        scale = extreme / -offset
+        codes = (x * _reciprocal(scale) + (offset + 0.5)).trunc()
+    codes = codes.clamp(0, 2 * offset - 1).to(torch.uint8)
+    return codes, half(scale, "scale of a group")
+
+
+def dequantize_symmetric(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """Undo `quantize_symmetric`: `[..., n]` fp32."""
+    return (codes.to(torch.float32) - (1 << (bits - 1))) * scale.to(torch.float32)
+
+
+def affine_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return scale and zero, `[..., 1]` fp16 each, that span the values of `[..., n]`."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale = (high - low) / ((1 << bits) - 1)
+    return half(scale, "scale of a group"), half(low, "zero of a group")
+
+
+def quantize_affine(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Return codes of `x` on the grid `zero + code * scale` as stored (fp16), uint8.
+
+    Values outside of the grid take its nearest end.
+    """
+    scale, zero = scale.to(torch.float32), zero.to(torch.float32)
+    codes = ((x - zero) * _reciprocal(scale)).round()
+    return codes.clamp(0, (1 << bits) - 1).to(torch.uint8)
+
+
+def dequantize_affine(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Undo `quantize_affine`: fp32."""
+    return codes.to(torch.float32) * scale.to(torch.float32) + zero.to(torch.float32)

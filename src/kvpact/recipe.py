@@ -1,0 +1,71 @@
+"""Recipes: one spec for most layers, others for named layers, in TOML, JSON or a mapping.
+
+```toml
+default = "turboquant:bits=3,center=64"
+[layers]
+0 = "int:bits=8"
+-1 = "int:bits=8"
+```
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from kvpact.errors import SpecError
+from kvpact.spec import Spec, parse_spec
+
+SpecLike = str | Spec | PathLike[str] | Mapping[str, Any]
+
+
+def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
+    """Return the spec of every layer.
+
+    Parameters
+    ----------
+    source : str, Spec, path or mapping
+        A spec (the same for all layers), or a recipe: a mapping, or the path of a ``.toml`` or
+        ``.json`` file that holds one. Layers count from 0, or from the end with -1, -2, ….
+    num_layers : int
+        Layers of the cache.
+
+    Raises
+    ------
+    SpecError
+        The recipe can't be read, or names a layer that is not there.
+    """
+    if isinstance(source, PathLike) or (
+        isinstance(source, str) and source.endswith((".toml", ".json"))
+    ):
+        source = _read(Path(source))
+    if not isinstance(source, Mapping):
+        return [parse_spec(source)] * num_layers
+    unknown = set(source) - {"default", "layers"}
+    if unknown or "default" not in source or not isinstance(source.get("layers", {}), Mapping):
+        raise SpecError("a recipe has 'default' (a spec) and, if wanted, 'layers' (index -> spec)")
+    specs = [parse_spec(source["default"])] * num_layers
+    for key, text in source.get("layers", {}).items():
+        try:
+            index = int(key)
+        except (TypeError, ValueError):
+            raise SpecError(f"recipe: layer {key!r} should be a whole number") from None
+        if not -num_layers <= index < num_layers:
+            raise SpecError(f"recipe: layer {index} is not among {num_layers} layers")
+        specs[index] = parse_spec(text)
+    return specs
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"recipe {path} can't be read: {error}") from error
+    if not isinstance(data, Mapping):
+        raise SpecError(f"recipe {path} should be a table with 'default' and 'layers'")
+    return data

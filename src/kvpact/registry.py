@@ -1,0 +1,138 @@
+"""Methods by name: registered in the process, or found through entry points when first asked for.
+
+A distribution offers a method through the entry-point group ``kvpact.methods``; the package's own
+methods come the same way. Nothing is imported before its name is used.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kvpact.errors import RegistrationError, SpecError
+
+ENTRY_POINT_GROUP = "kvpact.methods"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A name used elsewhere that expands to exactly what it means there."""
+
+    name: str
+    spec: str
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A name used elsewhere for something that kvpact has no equal of; refused."""
+
+    name: str
+    nearest: str
+    difference: str
+
+
+_lock = threading.Lock()
+_registered: dict[str, Any] = {}
+
+
+@cache
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _checked(name: str, entry: Any) -> Any:
+    if isinstance(entry, Alias | Foreign):
+        return entry
+    missing = [a for a in ("name", "version", "key_codec", "value_codec") if not hasattr(entry, a)]
+    if not isinstance(entry, type) or missing:
+        raise RegistrationError(
+            f"{name!r}: a method is a frozen dataclass derived from kvpact.methods.Method; "
+            f"{entry!r} lacks {', '.join(missing) or 'being a class'}"
+        )
+    if entry.name != name:  # type: ignore[attr-defined]
+        raise RegistrationError(f"the class registered as {name!r} calls itself {entry.name!r}")  # type: ignore[attr-defined]
+    return entry
+
+
+def register_method(method: type) -> type:
+    """Register a method class under its `name`; usable as a decorator.
+
+    Parameters
+    ----------
+    method : type
+        A frozen dataclass derived from `kvpact.methods.Method`.
+
+    Returns
+    -------
+    type
+        The class, unchanged.
+
+    Raises
+    ------
+    RegistrationError
+        The name is taken by another class, or the class is no method.
+    """
+    name = getattr(method, "name", "")
+    _checked(name, method)
+    with _lock:
+        if name in _entry_points() or _registered.get(name, method) is not method:
+            raise RegistrationError(f"a method named {name!r} is there already; choose another")
+        _registered[name] = method
+    return method
+
+
+def unregister_method(name: str) -> None:
+    """Take a method that `register_method` added out again.
+
+    Raises
+    ------
+    RegistrationError
+        No method of that name was registered in this process.
+    """
+    with _lock:
+        if _registered.pop(name, None) is None:
+            raise RegistrationError(f"no method named {name!r} was registered in this process")
+
+
+def find_method(name: str) -> Any:
+    """Return what is registered under `name`: a method class, an `Alias` or a `Foreign` name.
+
+    Raises
+    ------
+    SpecError
+        Nothing has that name.
+    RegistrationError
+        The entry point can't be imported or isn't a method.
+    """
+    with _lock:
+        if name in _registered:
+            return _registered[name]
+    point = _entry_points().get(name)
+    if point is None:
+        known = known_names()
+        near = get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise SpecError(f"unknown method {name!r}{hint} Known: {', '.join(known)}")
+    try:
+        entry = point.load()
+    except Exception as error:
+        raise RegistrationError(
+            f"method {name!r} can't be loaded ({point.value}): {error}"
+        ) from error
+    return _checked(name, entry)
+
+
+def known_names() -> list[str]:
+    """Return the names of all methods and aliases, sorted; nothing is imported."""
+    with _lock:
+        return sorted({*_registered, *_entry_points()})
+
+
+def list_methods() -> dict[str, Any]:
+    """Return every method class and `Alias` by name (foreign names left out)."""
+    found = {name: find_method(name) for name in known_names()}
+    return {name: entry for name, entry in found.items() if not isinstance(entry, Foreign)}

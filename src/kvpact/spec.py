@@ -1,0 +1,199 @@
+"""Specs: which method for K, which for V, with which options, as text and as JSON.
+
+`NAME[:key=value,...]`, K and V apart by a slash. The dataclass of a method is the only source of
+what can be written: parsing, printing, JSON and equality all come from its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpact.errors import SpecError
+from kvpact.registry import Alias, Foreign, find_method
+
+SPEC_VERSION = 1
+_ALWAYS_WRITTEN = ("bits",)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A method for the keys and a method for the values.
+
+    Parameters
+    ----------
+    key, value : Method
+        Frozen dataclasses of `kvpact.methods`; the same one for both in most cases.
+    """
+
+    key: Any
+    value: Any
+
+    def __post_init__(self) -> None:
+        if self.key == self.value:
+            return
+        for name in self.value.key_only:
+            if getattr(self.value, name) != _options(type(self.value))[name]:
+                text = method_text(self.value)
+                raise SpecError(f"{text!r} for V: {name!r} applies to K only, leave it out")
+
+    def __str__(self) -> str:
+        key, value = method_text(self.key), method_text(self.value)
+        return key if key == value else f"{key}/{value}"
+
+    def with_options(self, **options: Any) -> Spec:
+        """Return this spec with options of both sides replaced, e.g. ``sinks=0, window=0``."""
+        return Spec(_replace(self.key, options), _replace(self.value, options))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole spec, defaults written out, as JSON-ready data with versions."""
+        return {
+            "version": SPEC_VERSION,
+            "key": _method_json(self.key),
+            "value": _method_json(self.value),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | str) -> Spec:
+        """Read what `to_json` gave (data or text).
+
+        Raises
+        ------
+        SpecError
+            Not such data, an unknown version, method or option.
+        """
+        if isinstance(data, str):
+            try:
+                data = json.loads(data)
+            except (json.JSONDecodeError, RecursionError) as error:
+                raise SpecError(f"a spec's JSON can't be read: {error}") from error
+        if not isinstance(data, Mapping) or set(data) != {"version", "key", "value"}:
+            raise SpecError("a spec's JSON is an object of version, key and value")
+        if data["version"] != SPEC_VERSION:
+            raise SpecError(
+                f"spec version {data['version']!r} is not known; this is {SPEC_VERSION}"
+            )
+        return cls(_method_from_json(data["key"]), _method_from_json(data["value"]))
+
+
+def parse_spec(text: str | Spec) -> Spec:
+    """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
+
+    Parameters
+    ----------
+    text : str or Spec
+        A `Spec` is returned as it is.
+
+    Raises
+    ------
+    SpecError
+        Unknown method, unknown or repeated option, a value of the wrong type or out of range.
+    """
+    if isinstance(text, Spec):
+        return text
+    if not isinstance(text, str) or not text.strip():
+        raise SpecError(f"a spec is text such as 'turboquant:bits=4', not {text!r}")
+    sides = text.strip().split("/")
+    if len(sides) > 2:
+        raise SpecError(f"{text!r}: at most one slash, between the method for K and the one for V")
+    parsed = [_parse_side(side) for side in sides]
+    return Spec(parsed[0][0], parsed[-1][1])
+
+
+def method_text(method: Any) -> str:
+    """Return a method's canonical text: its name and the options that are not at their default."""
+    options = [
+        f"{name}={_value_text(getattr(method, name))}"
+        for name, default in _options(type(method)).items()
+        if getattr(method, name) != default or name in _ALWAYS_WRITTEN
+    ]
+    return str(method.name) + (":" + ",".join(options) if options else "")
+
+
+def _options(method: type) -> dict[str, Any]:
+    """Return a method's options and their defaults, its own before the inherited ones."""
+    own = set(vars(method).get("__annotations__", ()))
+    fields = sorted(dataclasses.fields(method), key=lambda field: field.name not in own)
+    return {field.name: field.default for field in fields}
+
+
+def option_types(method: type) -> dict[str, type]:
+    """Return a method's options and their types."""
+    hints = typing.get_type_hints(method)
+    return {name: hints[name] for name in _options(method)}
+
+
+def _parse_side(text: str) -> tuple[Any, Any]:
+    """Return the method for K and for V that one side names (they differ in some aliases)."""
+    name, colon, rest = text.strip().partition(":")
+    entry = find_method(name)
+    if isinstance(entry, Foreign):
+        raise SpecError(f"{name!r} is not offered: {entry.difference}; nearest: {entry.nearest!r}")
+    if isinstance(entry, Alias):
+        if colon:
+            raise SpecError(f"{name!r} takes no options, it is exactly {entry.spec!r}; write that")
+        spec = parse_spec(entry.spec)
+        return spec.key, spec.value
+    types, options = option_types(entry), {}
+    if colon and not rest:
+        raise SpecError(f"{text!r}: after the colon come options such as {next(iter(types))}=…")
+    for item in rest.split(",") if rest else ():
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise SpecError(f"{text!r}: {item!r} is no key=value")
+        if key in options:
+            raise SpecError(f"{text!r}: {key!r} stands twice")
+        options[key] = _parse_value(name, key, value, types)
+    method = entry(**options)
+    return method, method
+
+
+def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) -> Any:
+    if key not in types:
+        raise SpecError(f"{method!r} has no option {key!r}; it has {', '.join(types)}")
+    kind = types[key]
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise SpecError(f"{method!r}: {key}={text!r} should be of type {kind.__name__}") from None
+
+
+def _value_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _replace(method: Any, options: Mapping[str, Any]) -> Any:
+    unknown = [name for name in options if name not in option_types(type(method))]
+    if unknown:
+        raise SpecError(f"{method.name!r} has no option {unknown[0]!r}")
+    return dataclasses.replace(method, **options)
+
+
+def _method_json(method: Any) -> dict[str, Any]:
+    return {"method": method.name, "version": method.version, **dataclasses.asdict(method)}
+
+
+def _method_from_json(data: Any) -> Any:
+    if not isinstance(data, Mapping) or not isinstance(data.get("method"), str):
+        raise SpecError("a method's JSON is an object with its name under 'method'")
+    entry = find_method(data["method"])
+    if isinstance(entry, Alias | Foreign):
+        raise SpecError(f"{data['method']!r} is an alias; JSON names the method itself")
+    if data.get("version") != entry.version:
+        raise SpecError(
+            f"{entry.name!r} version {data.get('version')!r} is not known; this is {entry.version}"
+        )
+    options = {key: value for key, value in data.items() if key not in ("method", "version")}
+    types = option_types(entry)
+    for key, value in options.items():
+        if key not in types:
+            raise SpecError(f"{entry.name!r} has no option {key!r}; it has {', '.join(types)}")
+        if type(value) is not types[key]:
+            raise SpecError(f"{entry.name!r}: {key}={value!r} should be a {types[key].__name__}")
+    return entry(**options)
