@@ -37,7 +37,7 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
     Raises
     ------
     SpecError
-        The recipe can't be read, or names a layer that is not there.
+        The recipe can't be read, or names a layer that is not there or one layer twice.
     """
     if isinstance(source, PathLike) or (
         isinstance(source, str) and source.endswith((".toml", ".json"))
@@ -49,13 +49,17 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
     if unknown or "default" not in source or not isinstance(source.get("layers", {}), Mapping):
         raise SpecError("a recipe has 'default' (a spec) and, if wanted, 'layers' (index -> spec)")
     specs = [parse_spec(source["default"])] * num_layers
+    named: set[int] = set()
     for key, text in source.get("layers", {}).items():
         try:
-            index = int(key)
+            index = int(str(key))
         except (TypeError, ValueError):
             raise SpecError(f"recipe: layer {key!r} should be a whole number") from None
         if not -num_layers <= index < num_layers:
             raise SpecError(f"recipe: layer {index} is not among {num_layers} layers")
+        if index % num_layers in named:
+            raise SpecError(f"recipe: layer {index} stands twice")
+        named.add(index % num_layers)
         specs[index] = parse_spec(text)
     return specs
 
@@ -63,9 +67,18 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         text = path.read_text("utf-8")
-        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        data = tomllib.loads(text) if path.suffix == ".toml" else _read_json(text)
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"recipe {path} can't be read: {error}") from error
     if not isinstance(data, Mapping):
         raise SpecError(f"recipe {path} should be a table with 'default' and 'layers'")
     return data
+
+
+def _read_json(text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError(f"a key stands twice among {[key for key, _ in pairs]}")
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=unique)

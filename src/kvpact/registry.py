@@ -6,8 +6,9 @@ methods come the same way. Nothing is imported before its name is used.
 
 from __future__ import annotations
 
+import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -44,17 +45,29 @@ def _entry_points() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
+@cache
+def _offers(name: str) -> list[str]:
+    points = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    return sorted({point.value for point in points})
+
+
 def _checked(name: str, entry: Any) -> Any:
     if isinstance(entry, Alias | Foreign):
         return entry
     missing = [a for a in ("name", "version", "key_codec", "value_codec") if not hasattr(entry, a)]
-    if not isinstance(entry, type) or missing:
+    if not isinstance(entry, type) or not is_dataclass(entry):
+        missing.append("being a dataclass")
+    if missing:
         raise RegistrationError(
             f"{name!r}: a method is a frozen dataclass derived from kvpact.methods.Method; "
-            f"{entry!r} lacks {', '.join(missing) or 'being a class'}"
+            f"{entry!r} lacks {', '.join(missing)}"
         )
-    if entry.name != name:  # type: ignore[attr-defined]
-        raise RegistrationError(f"the class registered as {name!r} calls itself {entry.name!r}")  # type: ignore[attr-defined]
+    if entry.name != name:
+        raise RegistrationError(f"the class registered as {name!r} calls itself {entry.name!r}")
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+        raise RegistrationError(
+            f"a method's name has letters, digits, '_', '-' and '.', not {name!r}"
+        )
     return entry
 
 
@@ -79,7 +92,7 @@ def register_method(method: type) -> type:
     name = getattr(method, "name", "")
     _checked(name, method)
     with _lock:
-        if name in _entry_points() or _registered.get(name, method) is not method:
+        if name in _entry_points() or _registered.get(name) not in (None, method):
             raise RegistrationError(f"a method named {name!r} is there already; choose another")
         _registered[name] = method
     return method
@@ -106,7 +119,7 @@ def find_method(name: str) -> Any:
     SpecError
         Nothing has that name.
     RegistrationError
-        The entry point can't be imported or isn't a method.
+        The entry point can't be imported, isn't a method, or two distributions offer the name.
     """
     with _lock:
         if name in _registered:
@@ -115,8 +128,11 @@ def find_method(name: str) -> Any:
     if point is None:
         known = known_names()
         near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise SpecError(f"unknown method {name!r}{hint} Known: {', '.join(known)}")
+    if len(_offers(name)) > 1:
+        offers = " and ".join(_offers(name))
+        raise RegistrationError(f"method {name!r} is offered by {offers}; uninstall one")
     try:
         entry = point.load()
     except Exception as error:

@@ -35,7 +35,7 @@ def attend(
         `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, attended as given; they follow the view's
         tokens. None where the new tokens are in the view already.
     q : Tensor
-        `[B, H_q, new, D]`.
+        `[B, H_q, q_len, D]`, the queries of the last `q_len` tokens.
     config : AttendConfig
         How to attend.
     padding : Tensor, optional
@@ -44,21 +44,24 @@ def attend(
     Returns
     -------
     Tensor
-        `[B, H_q, new, D_v]` in q's dtype. A query that may see no token gets zeros.
+        `[B, H_q, q_len, D_v]` in q's dtype. A query that may see no token gets zeros.
     """
-    batch, q_heads, new, dim = q.shape
+    batch, q_heads, queries, dim = q.shape
     shapes = k if k is not None else (view.k.tail if view is not None else None)
     values = v if v is not None else (view.v.tail if view is not None else None)
     assert shapes is not None and values is not None
     heads, held = shapes.shape[1], view.length if view is not None else 0
     groups = query_groups(q_heads, heads, config)
-    first = held if k is not None else held - new
-    rules = LogitRules(config, padding, first, new, heads, groups)
-    rules.check_mask(batch, first + new)
+    new = k.shape[2] if k is not None else 0
+    rules = LogitRules(config, padding, held + new - queries, queries, heads, groups)
+    rules.check_mask(batch, held + new)
     scale = config.softmax_scale if config.softmax_scale is not None else dim**-0.5
     rows = torch.unflatten(q.float() * scale, 1, (heads, groups)).flatten(2, 3)
     softmax = OnlineSoftmax(
-        (batch, heads, groups * new), values.shape[-1], q.device, _sink_rows(config, heads, new)
+        (batch, heads, groups * queries),
+        values.shape[-1],
+        q.device,
+        _sink_rows(config, heads, groups, queries),
     )
     if view is not None:
         _attend_view(view, rows, rules, softmax)
@@ -70,7 +73,7 @@ def attend(
     exact, transformed = softmax.result()
     if view is not None:
         exact = exact + view.v.codec.transform.inverse(transformed)
-    return torch.unflatten(exact, 2, (groups, new)).flatten(1, 2).to(q.dtype)
+    return torch.unflatten(exact, 2, (groups, queries)).flatten(1, 2).to(q.dtype)
 
 
 def _attend_view(view: LayerView, rows: Tensor, rules: LogitRules, softmax: OnlineSoftmax) -> None:
@@ -104,8 +107,11 @@ def query_groups(q_heads: int, kv_heads: int, config: AttendConfig) -> int:
     return groups
 
 
-def _sink_rows(config: AttendConfig, heads: int, new: int) -> Tensor | None:
+def _sink_rows(config: AttendConfig, heads: int, groups: int, queries: int) -> Tensor | None:
     if config.sink_logits is None:
         return None
-    per_head = config.sink_logits.float().reshape(1, heads, -1, 1)
-    return per_head.expand(-1, -1, -1, new).flatten(2, 3)
+    if config.sink_logits.shape != (heads * groups,):
+        shape = tuple(config.sink_logits.shape)
+        raise GeometryError(f"sink_logits has shape {shape}; it should be [{heads * groups}]")
+    per_head = config.sink_logits.float().view(1, heads, groups, 1)
+    return per_head.expand(-1, -1, -1, queries).flatten(2, 3)

@@ -34,8 +34,8 @@ def dequant_result(
 
     def tiles() -> Iterator[KVTile]:
         if view is not None:
-            view.k.check()
             for start, end in view.chunks():
+                view.k.check()  # before each tile: a rollback may come between two
                 yield _view_tile(view, start, end, k.dtype, v.dtype, q if biased else None, config)
         for start in range(0, k.shape[2], CHUNK):
             part = slice(start, start + CHUNK)

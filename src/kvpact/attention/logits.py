@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.errors import GeometryError
+from kvpact.errors import DtypeError, GeometryError
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,12 @@ class LogitRules:
     groups: int
 
     def check_mask(self, batch: int, total: int) -> None:
-        """Raise `GeometryError` unless the mask fits."""
+        """Raise `GeometryError` (or `DtypeError`) unless the mask fits."""
         mask = self.config.mask
         if mask is None:
             return
+        if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+            raise DtypeError(f"mask is {mask.dtype}; boolean and floating-point masks are known")
         wanted = (batch, self.heads * self.groups, self.queries, total)
         fits = mask.dim() == 4 and all(
             m == w or (i < 3 and m == 1)
@@ -58,7 +60,7 @@ class LogitRules:
         Parameters
         ----------
         logits : Tensor
-            `[B, H_kv, G * q_len, t]` fp32, scaled.
+            `[B, H_kv, G * q_len, t]` fp32, scaled; overwritten.
 
         Returns
         -------
@@ -67,13 +69,13 @@ class LogitRules:
         """
         cap = self.config.softcap
         if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
+            logits = logits.div_(cap).tanh_().mul_(cap)
         count = logits.shape[-1]
         x = torch.unflatten(logits, 2, (self.groups, self.queries))
         x = self._apply_mask(x, start, count)
         hidden = self._hidden(start, count, logits.device)
         if hidden is not None:
-            x = x.masked_fill(hidden, -torch.inf)
+            x = x.masked_fill_(hidden, -torch.inf)
         return x.flatten(2, 3)
 
     def _apply_mask(self, x: Tensor, start: int, count: int) -> Tensor:
@@ -86,11 +88,11 @@ class LogitRules:
         else:
             mask = mask.unsqueeze(2)
         if mask.dtype == torch.bool:
-            return x.masked_fill(~mask, -torch.inf)
+            return x.masked_fill_(~mask, -torch.inf)
         # An additive mask marks hidden tokens with the lowest number of its dtype; as a sum that
         # would still let a row of hidden tokens attend to all of them.
         lowest = torch.finfo(mask.dtype).min
-        return (x + mask).masked_fill(mask <= lowest / 2, -torch.inf)
+        return x.add_(mask).masked_fill_(mask <= lowest / 2, -torch.inf)
 
     def _hidden(self, start: int, count: int, device: torch.device) -> Tensor | None:
         """`[B or 1, 1, 1, q_len or 1, t]`, True where a query may not see a token; or None."""

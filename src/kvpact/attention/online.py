@@ -45,7 +45,7 @@ class OnlineSoftmax:
         Parameters
         ----------
         logits : Tensor
-            `[B, H_kv, R, t]` fp32, -inf where a token may not be seen.
+            `[B, H_kv, R, t]` fp32, -inf where a token may not be seen; overwritten.
         values : Tensor
             `[B, H_kv, t, D_v]`.
         transformed : bool
@@ -56,7 +56,7 @@ class OnlineSoftmax:
         # exp(-inf - 0) is 0 and not NaN.
         safe = torch.where(peak == -torch.inf, torch.zeros_like(peak), peak)
         decay = torch.exp(self.peak - safe)
-        weights = torch.exp(logits - safe)
+        weights = logits.sub_(safe).exp_()
         self.total = self.total * decay + weights.sum(-1, keepdim=True)
         self._exact *= decay
         self._transformed *= decay

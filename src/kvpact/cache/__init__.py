@@ -2,6 +2,14 @@
 
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.create import create_cache
-from kvpact.cache.stats import bytes_per_token, planned_bytes
+from kvpact.cache.stats import bytes_per_token, merge_stats, planned_bytes
+from kvpact.cache.step import Step
 
-__all__ = ["ContiguousCache", "bytes_per_token", "create_cache", "planned_bytes"]
+__all__ = [
+    "ContiguousCache",
+    "Step",
+    "bytes_per_token",
+    "create_cache",
+    "merge_stats",
+    "planned_bytes",
+]

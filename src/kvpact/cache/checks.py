@@ -76,6 +76,8 @@ def check_tokens(
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:
     if not isinstance(x, Tensor):
         raise DtypeError(f"{name} should be a torch tensor, not {type(x).__name__}")
+    if x.is_meta:
+        raise DeviceError(f"{name} is on the meta device and holds no numbers; move it")
     if x.dim() != 4:
         raise GeometryError(
             f"{name} has {x.dim()} dimensions; it should be [batch, heads, tokens, width]"

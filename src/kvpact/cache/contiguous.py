@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpact.attention.attend import query_groups
 from kvpact.cache.checks import check_layer, check_tokens
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.stats import cache_stats
+from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, Fused
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.geometry import CacheGeometry
@@ -52,6 +54,10 @@ class ContiguousCache:
         entry.lock.acquire()
         try:
             check_tokens(self.geometry, k, v, q, entry.k.tail if entry.k is not None else None)
+            if self.batch_size not in (None, k.shape[0]):
+                raise GeometryError(f"batch {k.shape[0]}, but other layers hold {self.batch_size}")
+            if q is not None:
+                query_groups(q.shape[1], self.geometry.num_kv_heads, config)
             total = entry.length + k.shape[2]
             if self.max_tokens is not None and total > self.max_tokens:
                 raise CacheFull(
@@ -67,6 +73,7 @@ class ContiguousCache:
             raise
         return entry
 
+    @torch.no_grad()
     def attend(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
@@ -101,6 +108,27 @@ class ContiguousCache:
         finally:
             entry.lock.release()
 
+    @torch.no_grad()
+    def store(
+        self,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        config: AttendConfig | None = None,
+        q: Tensor | None = None,
+    ) -> Step:
+        """Store new tokens; return a `Step` that attends over them and the past, or decompresses.
+
+        For engines that get K and V before the query. Parameters and errors as in `attend`; of
+        `config` only `padding` and `exact_new` matter here, and `q`, if given, is only checked.
+        """
+        config = config or _DEFAULT
+        entry = self._layer(layer, k, v, q, config)
+        try:
+            return entry.store(k, v, config)
+        finally:
+            entry.lock.release()
+
     def prefill(
         self,
         layer: int,
@@ -114,11 +142,7 @@ class ContiguousCache:
         Parameters and errors as in `attend`; without `q` there is no `logit_bias`, K holds it all.
         """
         config = config or _DEFAULT
-        entry = self._layer(layer, k, v, q, config)
-        try:
-            return entry.prefill(k, v, q, config)
-        finally:
-            entry.lock.release()
+        return self.store(layer, k, v, config, q).dequantize(q, config)
 
     def decode(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -127,6 +151,11 @@ class ContiguousCache:
         if isinstance(k, Tensor) and k.dim() == 4 and k.shape[2] != 1:
             raise GeometryError(f"decode takes one token, not {k.shape[2]}; use attend or prefill")
         return Fused(self.attend(layer, k, v, q, config))
+
+    def dequantize(self, layer: int, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of all tokens held, decompressed: `[B, H_kv, T, D]`."""
+        check_layer(layer, len(self._layers))
+        return self._layers[layer].dequantize(side)
 
     def seq_len(self, layer: int = 0) -> int:
         """Tokens that a layer holds (padding included)."""
@@ -162,7 +191,11 @@ class ContiguousCache:
     def select(self, indices: Tensor) -> None:
         """Keep the batch rows `indices` (`[N]` integers), in this order; rows may repeat."""
         batch = self.batch_size
-        if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
+        if (
+            not isinstance(indices, Tensor)
+            or indices.dim() != 1
+            or indices.dtype not in (torch.int32, torch.int64)
+        ):
             raise GeometryError("indices should be a 1-D tensor of integers")
         if batch is None:
             return
@@ -174,7 +207,7 @@ class ContiguousCache:
     def reorder(self, indices: Tensor) -> None:
         """Rearrange the batch rows (beam search): `select` with as many rows as there are."""
         batch = self.batch_size
-        if batch is not None and indices.numel() != batch:
+        if isinstance(indices, Tensor) and batch not in (None, indices.numel()):
             raise GeometryError(f"reorder takes {batch} indices, not {indices.numel()}")
         self.select(indices)
 
@@ -188,8 +221,9 @@ class ContiguousCache:
     @property
     def batch_size(self) -> int | None:
         """Rows of the batch; None while nothing is held."""
-        sizes = {layer.k.tail.shape[0] for layer in self._layers if layer.k is not None}
-        return max(sizes, default=None)
+        # Read once: another thread may reset a layer in between.
+        streams = [layer.k for layer in self._layers]
+        return max((s.tail.shape[0] for s in streams if s is not None), default=None)
 
     def memory_usage(self) -> int:
         """Bytes of all tensors held: slots, side information, sinks, window, unused capacity."""

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpact.attention import LayerView, StreamView, attend, dequant_result
+from kvpact.attention import LayerView, StreamView
+from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
-from kvpact.contract import AttendConfig, DequantResult
-from kvpact.errors import StaleResult
+from kvpact.contract import AttendConfig
+from kvpact.errors import GeometryError, StaleResult
 from kvpact.spec import Spec
 
 
@@ -35,33 +36,36 @@ class CacheLayer:
     @property
     def length(self) -> int:
         """Tokens held."""
-        return 0 if self.k is None else self.k.length
+        with self.lock:
+            return 0 if self.k is None else self.k.length
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes that the rows' padding takes."""
+        return 0 if self._padding is None else self._padding.nbytes
 
     def attend(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the tokens held and the new ones, and store these; all or nothing."""
         with self.lock:
-            padding = self._next_padding(config, k.shape[0])
-            if config.exact_new:
-                output = attend(self._view(padding), k, v, q, config, padding)
-                self._append(k, v, padding)
+            if not config.exact_new:
+                trial = self.fork()
+                output = trial.store(k, v, config).attend(q, config)
+                self.k, self.v, self._padding = trial.k, trial.v, trial._padding
                 return output
-            trial = self.fork()
-            trial._append(k, v, padding)
-            output = attend(trial._view(padding), None, None, q, config, padding)
-            self.k, self.v, self._padding = trial.k, trial.v, padding
+            padding = self._next_padding(config, k.shape[0])
+            output = Step(self._view(padding), k, v, padding).attend(q, config)
+            self._append(k, v, padding)
             return output
 
-    def prefill(
-        self, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
-    ) -> DequantResult:
-        """Store new tokens; return all, decompressed when read."""
+    def store(self, k: Tensor, v: Tensor, config: AttendConfig) -> Step:
+        """Store new tokens and return them beside a view of the past."""
         with self.lock:
             padding = self._next_padding(config, k.shape[0])
             view = self._view(padding)
             self._append(k, v, padding)
             if config.exact_new:
-                return dequant_result(view, k, v, q, config)
-            return dequant_result(self._view(padding), k[:, :, :0], v[:, :, :0], q, config)
+                return Step(view, k, v, padding)
+            return Step(self._view(padding), k[:, :, :0], v[:, :, :0], padding)
 
     def _next_padding(self, config: AttendConfig, batch: int) -> Tensor | None:
         """Return the padding with what `config` says of rows that hold no real token yet."""
@@ -128,6 +132,16 @@ class CacheLayer:
             sink_end=0 if positions is None else int(positions.max()) + 1,
             check=check,
         )
+
+    def dequantize(self, side: str) -> Tensor:
+        """Return K or V of all tokens held, decompressed."""
+        with self.lock:
+            stream = self.k if side == "k" else self.v
+            if stream is None:
+                raise GeometryError("the layer holds no tokens yet")
+            view = self._stream_view(stream, self._padding, lambda: None)
+            packed = [view.dequantize(0, view.exact_from, view.tail.dtype)] if view.exact_from else []
+            return torch.cat([*packed, view.tail], dim=2)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on; nothing if there are no more than that."""

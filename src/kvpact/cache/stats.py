@@ -23,10 +23,11 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
     -------
     dict
         ``spec``, ``layout``, ``kernel``; ``tokens`` (the longest layer's), ``values`` (numbers of
-        K and V cached); ``bytes``: ``codes``, ``side`` (side information), ``sinks``, ``window``
-        (exact recent tokens, the open group included), ``unused`` (allocated, not yet used),
-        ``total``; ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and
-        side information per packed value); both NaN when nothing is held.
+        K and V cached), ``packed_values`` (those that have slots); ``bytes``: ``codes``, ``side``
+        (side information), ``sinks`` (and where each row's stand), ``window`` (exact recent
+        tokens, the open group included), ``unused`` (allocated, not yet used), ``total``;
+        ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and side
+        information per packed value); both NaN when nothing is held.
 
     Notes
     -----
@@ -39,6 +40,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
     for layer in layers:
         with layer.lock:
             tokens = max(tokens, layer.length)
+            sizes["sinks"] += layer.padding_bytes
             for stream in (layer.k, layer.v):
                 if stream is not None:
                     batch, heads, _, dim = stream.tail.shape
@@ -54,9 +56,27 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
         "kernel": choose(),
         "tokens": tokens,
         "values": values,
+        "packed_values": packed,
         "bytes": {**sizes, "total": total},
         "bits_per_value": total * 8 / values if values else nan,
         "slot_bits_per_value": used * 8 / packed if packed else nan,
+    }
+
+
+def merge_stats(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the statistics of several caches as those of one."""
+    sizes = {name: sum(part["bytes"][name] for part in parts) for name in parts[0]["bytes"]}
+    values, packed = (sum(part[name] for part in parts) for name in ("values", "packed_values"))
+    specs = {part["spec"] for part in parts}
+    return {
+        **parts[0],
+        "spec": specs.pop() if len(specs) == 1 else "mixed",
+        "tokens": max(part["tokens"] for part in parts),
+        "values": values,
+        "packed_values": packed,
+        "bytes": sizes,
+        "bits_per_value": sizes["total"] * 8 / values if values else nan,
+        "slot_bits_per_value": (sizes["codes"] + sizes["side"]) * 8 / packed if packed else nan,
     }
 
 

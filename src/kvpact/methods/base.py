@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpact.errors import SpecError
 from kvpact.formats import Field
+from kvpact.spec import option_types
 from kvpact.transforms import IDENTITY, Transform
 
 Arrays = Mapping[str, Tensor]
@@ -88,6 +89,8 @@ class Method(ABC):
     window: int = 64
 
     def __post_init__(self) -> None:
+        for option, kind in option_types(type(self)).items():
+            self.check(option, type(getattr(self, option)) is kind, f"of type {kind.__name__}")
         for option in ("sinks", "window"):
             self.check(option, 0 <= getattr(self, option) <= 65_536, "a number from 0 to 65536")
 

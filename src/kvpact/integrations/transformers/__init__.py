@@ -1,0 +1,16 @@
+"""kvpact inside Hugging Face transformers: `CompressedCache` goes in as `past_key_values=`."""
+
+from kvpact.errors import BackendUnavailable
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise BackendUnavailable(
+        "transformers is not installed; run: pip install 'kvpact[transformers]'"
+    ) from error
+
+from kvpact.integrations.transformers.attention import ATTENTION, register_attention
+from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.handles import FallbackWarning
+
+__all__ = ["ATTENTION", "CompressedCache", "FallbackWarning", "register_attention"]

@@ -1,0 +1,124 @@
+"""The attention function ``kvpact``: over packed slots where K and V are handles.
+
+For any other K and V it does what transformers' ``sdpa`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kvpact.attention import attend
+from kvpact.contract import AttendConfig
+from kvpact.errors import KVPactError
+from kvpact.integrations.transformers.handles import KVHandle, say_once
+
+ATTENTION = "kvpact"
+
+
+def register_attention() -> None:
+    """Make ``attn_implementation="kvpact"`` known to transformers; may be called often."""
+    AttentionInterface.register(ATTENTION, attention_forward)
+    # Without a mask function of that name the mask would silently be None.
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' interface asks for it.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer.
+    query, key, value : Tensor
+        `[B, H_q, S, D]`, `[B, H_kv, T, D]`, `[B, H_kv, T, D_v]`; handles or tensors.
+    attention_mask : Tensor or None
+        `[B, 1 or H_q, S, T]`, boolean or additive.
+    dropout, scaling, is_causal
+        As in transformers. Dropout is refused.
+    **kwargs
+        ``softcap``, ``s_aux`` (sink logits), ``sliding_window`` and ``position_bias`` are
+        honoured.
+
+    Returns
+    -------
+    tuple
+        Output `[B, S, H_q, D_v]`, and None for the weights, which never exist.
+
+    Raises
+    ------
+    KVPactError
+        Training with a compressed cache.
+    """
+    handles = isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    if not handles and not _needs_own(kwargs):
+        output: Tensor = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )[0]
+        return output, None
+    if dropout:
+        raise KVPactError("a compressed cache is for inference; call model.eval() (dropout is on)")
+    if kwargs.get("output_attentions"):
+        say_once("attention weights never exist with a compressed cache; None is returned for them")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    config = AttendConfig(
+        softmax_scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sink_logits=kwargs.get("s_aux"),
+        # Where there is a mask, the window is in it.
+        sliding_window=kwargs.get("sliding_window") if attention_mask is None else None,
+        mask=_with_bias(attention_mask, kwargs.get("position_bias"), is_causal),
+        is_causal=attention_mask is None and is_causal,
+        padding=left_padding(attention_mask) if handles else None,
+    )
+    if isinstance(key, KVHandle) and isinstance(value, KVHandle):
+        output = key.pending.attend(query, config)
+    else:
+        output = attend(None, key, value, query, config)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _needs_own(kwargs: dict[str, Any]) -> bool:
+    """Whether plain tensors come with something that ``sdpa`` can't do."""
+    return kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor | None:
+    if bias is None or mask is None:
+        return mask if bias is None else bias
+    if mask.dtype == torch.bool:
+        return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    return mask + bias
+
+
+def left_padding(mask: Tensor | None) -> Tensor | None:
+    """Return `[B]`: tokens at the beginning of each row that no query may see; None if there are none.
+
+    Parameters
+    ----------
+    mask : Tensor or None
+        `[B, 1 or H_q, S, T]`, boolean or additive.
+    """
+    if mask is None:
+        return None
+    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    columns = seen.flatten(1, 2).any(1)
+    first = columns.int().argmax(1)
+    first = torch.where(columns.any(1), first, torch.full_like(first, mask.shape[-1]))
+    return first if first.any() else None

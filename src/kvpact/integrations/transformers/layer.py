@@ -1,0 +1,160 @@
+"""One full-attention layer of a model on a compressed cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvpact.cache import ContiguousCache, create_cache
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.transformers.handles import KVHandle, Pending
+from kvpact.spec import Spec
+
+
+class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """transformers' cache layer over a `ContiguousCache` of one layer.
+
+    Parameters
+    ----------
+    spec : Spec
+        Methods for K and V.
+    exact_new : bool
+        As in `AttendConfig`.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, spec: Spec, exact_new: bool = True) -> None:
+        # The base class would set `keys` and `values`, which are computed here.
+        self.spec, self._exact_new = spec, exact_new
+        self.cache: ContiguousCache | None = None
+        self._pending: Pending | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the layer has seen tokens."""
+        return self.cache is not None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take the geometry from the first tokens."""
+        geometry = CacheGeometry(
+            1, key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype
+        )
+        self.cache = create_cache(self.spec, geometry)
+        self.dtype, self.device = key_states.dtype, key_states.device
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take new tokens; return handles for K and V of all.
+
+        Parameters
+        ----------
+        key_states, value_states : Tensor
+            `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`.
+        """
+        cache = self.flushed()
+        if cache is None:
+            self.lazy_initialization(key_states, value_states)
+            assert self.cache is not None
+            cache = self.cache
+        total = cache.seq_len() + key_states.shape[2]
+        pending = Pending(cache, key_states.detach(), value_states.detach(), self._exact_new)
+        self._pending = pending
+        return KVHandle(pending, "k", total), KVHandle(pending, "v", total)
+
+    def flushed(self) -> ContiguousCache | None:
+        """Return the cache with all tokens stored."""
+        if self._pending is not None:
+            self._pending.store()
+            self._pending = None
+        return self.cache
+
+    def _whole(self, side: str) -> Tensor | None:
+        cache = self.flushed()
+        return None if cache is None or cache.seq_len() == 0 else cache.dequantize(0, side)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """K of all tokens, decompressed for code that looks at it."""
+        return self._whole("k")
+
+    @property
+    def values(self) -> Tensor | None:
+        """V of all tokens, decompressed for code that looks at it."""
+        return self._whole("v")
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch; not there before the first tokens."""
+        cache = self.flushed()
+        if cache is None or cache.batch_size is None:
+            raise AttributeError("no tokens yet")
+        return cache.batch_size
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        waiting = self._pending
+        held = 0 if self.cache is None else self.cache.seq_len()
+        return held if waiting is None or waiting.stored else held + waiting.k.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next update returns."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; called with 0 in every assisted step."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes a negative number of tokens to remove, not {tokens_to_remove}"
+            )
+        cache = self.flushed() if tokens_to_remove else None
+        if cache is not None:
+            cache.truncate(max(cache.seq_len() + tokens_to_remove, 0))
+
+    def reset(self) -> None:
+        """Forget all tokens and the geometry."""
+        self._pending = self.cache = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rearrange the batch rows."""
+        cache = self.flushed()
+        if cache is not None:
+            cache.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every batch row."""
+        cache = self.flushed()
+        if cache is not None:
+            cache.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some batch rows (indices, or a boolean mask)."""
+        cache = self.flushed()
+        if cache is not None:
+            rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
+            cache.select(rows)
+
+    def offload(self) -> None:
+        """Do nothing: a compressed layer stays where it is."""
+
+    def prefetch(self) -> None:
+        """Do nothing: a compressed layer stays where it is."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
+        other = CompressedLayer(self.spec, self._exact_new)
+        cache = self.flushed()
+        if cache is not None:
+            other.cache = cache.fork()
+            other.dtype, other.device = self.dtype, self.device
+        return other
