@@ -74,7 +74,10 @@ def attention_forward(
     if dropout:
         raise KVPactError("a compressed cache is for inference; call model.eval() (dropout is on)")
     if kwargs.get("output_attentions"):
-        say_once("attention weights never exist with a compressed cache; None is returned for them")
+        say_once(
+            "output_attentions",
+            "attention weights never exist with a compressed cache; None is returned for them",
+        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     config = AttendConfig(
@@ -108,7 +111,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Ten
 
 
 def left_padding(mask: Tensor | None) -> Tensor | None:
-    """Return `[B]`: tokens at the beginning of each row that no query may see; None if there are none.
+    """Return `[B]`: first tokens of each row that no query may see; None where there are none.
 
     Parameters
     ----------

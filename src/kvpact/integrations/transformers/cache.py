@@ -83,8 +83,9 @@ class CompressedCache(Cache):  # type: ignore[misc]
             config._attn_implementation = ATTENTION
         elif attention == "auto" and current != ATTENTION:
             say_once(
+                "decompressed",
                 f"the model's attention is {current!r}, which will read decompressed K and V; "
-                "model.set_attn_implementation('kvpact') attends over the compressed cache"
+                "model.set_attn_implementation('kvpact') attends over the compressed cache",
             )
 
     def _stats(self) -> list[dict[str, Any]]:

@@ -24,10 +24,10 @@ class FallbackWarning(UserWarning):
 _said: set[str] = set()
 
 
-def say_once(message: str) -> None:
-    """Warn with a `FallbackWarning`, once per message and process."""
-    if message not in _said:
-        _said.add(message)
+def say_once(key: str, message: str) -> None:
+    """Warn with a `FallbackWarning`, once per `key` and process."""
+    if key not in _said:
+        _said.add(key)
         warnings.warn(message, FallbackWarning, stacklevel=3)
 
 
@@ -107,9 +107,10 @@ class KVHandle(Tensor):
     ) -> Any:
         """Run any operation on decompressed tensors."""
         say_once(
+            "decompressed",
             f"{func.__name__.split('.')[0]!r} reads K or V, which are decompressed for it in every "
             "step: right, but slower and with a whole layer in memory. For attention over the "
-            "compressed cache call model.set_attn_implementation('kvpact')"
+            "compressed cache call model.set_attn_implementation('kvpact')",
         )
         args, kwargs = torch.utils._pytree.tree_map_only(
             KVHandle, lambda handle: handle.materialize(), (args, kwargs or {})

@@ -1,0 +1,84 @@
+"""Tiny random models, made from configs: no hub, no downloads."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging
+
+from kvpact.integrations.transformers import handles
+
+logging.set_verbosity_error()
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture
+def make_model():
+    """Return a function that makes a random model of a config."""
+
+    def make(config, attention="sdpa", seed=0):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        # Random weights this large give logits that differ clearly, so that equal greedy tokens
+        # of exact caches mean something.
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture
+def sizes():
+    """Return the sizes that every tiny config starts from."""
+    return dict(SIZES)
+
+
+@pytest.fixture
+def llama(make_model):
+    """Return a two-layer Llama with grouped-query attention."""
+    return make_model(LlamaConfig(**SIZES))
+
+
+@pytest.fixture
+def prompt():
+    """Return ids and mask of two rows, the first padded by 7 on the left."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 128, (2, 40), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+@pytest.fixture
+def greedy():
+    """Return options of greedy generation that never stops early."""
+    return {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@pytest.fixture
+def fallbacks():
+    """Return a function that runs a call and gives the messages of its fallbacks."""
+
+    def record(call):
+        handles._said.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = call()
+        said = [w for w in caught if issubclass(w.category, handles.FallbackWarning)]
+        return result, [str(w.message) for w in said]
+
+    return record

@@ -1,0 +1,225 @@
+"""`CompressedCache` as transformers' `Cache`: state, bookkeeping, fallbacks, bytes."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvpact.errors import KVPactError
+from kvpact.integrations.transformers import CompressedCache
+
+
+def prefilled(model, prompt, spec="turboquant:bits=4", **options):
+    cache = CompressedCache(model.config, spec, **options)
+    with torch.no_grad():
+        model(**prompt, past_key_values=cache)
+    return cache
+
+
+def inner(cache, layer=0):
+    return cache.layers[layer].flushed()._layers[0]
+
+
+def test_padding_is_never_a_sink(llama, prompt):
+    cache = prefilled(llama, prompt, "turboquant:bits=2,sinks=3,window=0")
+    exact = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(**prompt, past_key_values=exact)
+    stream = inner(cache).k
+    assert torch.equal(stream.sinks[0], exact.layers[0].keys[0, :, 7:10])
+    assert torch.equal(stream.sinks[1], exact.layers[0].keys[1, :, 0:3])
+
+
+def test_padding_longer_than_the_first_chunk(llama, prompt):
+    """With chunks of 4, the first row's first chunk is nothing but padding."""
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    cache, exact = CompressedCache(llama.config, "int:bits=4,sinks=3,window=0"), DynamicCache()
+    for start in range(0, 40, 4):
+        end = start + 4
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, start:end]
+        for held in (cache, exact):
+            with torch.no_grad():
+                llama(
+                    input_ids=ids[:, start:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions,
+                    past_key_values=held,
+                )
+    sinks = inner(cache).k.sinks
+    assert torch.equal(sinks[0], exact.layers[0].keys[0, :, 7:10])
+
+
+def test_mask_sizes_and_lengths(llama, prompt):
+    cache = prefilled(llama, prompt)
+    layer = cache.layers[0]
+    assert (layer.get_seq_length(), layer.get_mask_sizes(5), layer.get_max_length()) == (
+        40,
+        (45, 0),
+        -1,
+    )
+    assert (cache.batch_size, cache.is_compileable, cache.is_croppable) == (2, False, True)
+    assert cache.is_initialized is False or cache.layers[0].is_initialized
+
+
+def test_tokens_count_before_they_are_attended(llama):
+    """Between `update` and attention the tokens are waiting, and count already."""
+    layer = CompressedCache(llama.config, "none").layers[0]
+    k = torch.ones(1, 2, 3, 16)
+    handle, _ = layer.update(k, k)
+    assert layer.get_seq_length() == 3
+    assert tuple(handle.shape) == (1, 2, 3, 16)
+    layer.update(2 * k, 2 * k)
+    assert layer.get_seq_length() == 6
+    assert torch.equal(layer.keys, torch.cat([k, 2 * k], dim=2))
+
+
+@pytest.mark.parametrize("spec", ["none", "turboquant:bits=3", "kivi:bits=2", "kvarn:bits=4"])
+def test_crop(llama, prompt, spec):
+    cache, short = CompressedCache(llama.config, spec), CompressedCache(llama.config, spec)
+    with torch.no_grad():
+        llama(**prompt, past_key_values=cache)
+        llama(**{k: v[:, :33] for k, v in prompt.items()}, past_key_values=short)
+    cache.crop(0)
+    assert cache.get_seq_length() == 40
+    cache.crop(-7)
+    assert cache.get_seq_length() == 33
+    for got, wanted in zip(inner(cache).tensors(), inner(short).tensors(), strict=True):
+        assert torch.equal(got, wanted)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(5)
+
+
+def test_batch_operations(llama, prompt):
+    cache = prefilled(llama, prompt)
+    keys = cache.layers[1].keys
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(cache.layers[1].keys, keys[[1, 0]])
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[1].keys, keys[[1, 1, 0, 0]])
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert torch.equal(cache.layers[1].keys, keys[[0, 1]])
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert torch.equal(cache.layers[1].keys, keys[[1]])
+
+
+def test_deepcopy_is_independent(llama, prompt):
+    cache = prefilled(llama, prompt)
+    keys = cache.layers[0].keys
+    twin = copy.deepcopy(cache)
+    twin.crop(-20)
+    with torch.no_grad():
+        llama(prompt["input_ids"][:, :5], past_key_values=twin)
+    assert (cache.get_seq_length(), twin.get_seq_length()) == (40, 25)
+    assert torch.equal(cache.layers[0].keys, keys)
+    assert torch.equal(twin.layers[0].keys[:, :, :20], keys[:, :, :20])
+
+
+def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, fallbacks):
+    llama.set_attn_implementation("eager")
+    cache = CompressedCache(llama.config, "turboquant:bits=4", attention="keep")
+    slow, said = fallbacks(lambda: llama.generate(**prompt, **greedy, past_key_values=cache))
+    assert llama.config._attn_implementation == "eager"
+    assert len(said) == 1
+    llama.set_attn_implementation("kvpact")
+    fused, said = fallbacks(
+        lambda: llama.generate(
+            **prompt, **greedy, past_key_values=CompressedCache(llama.config, "turboquant:bits=4")
+        )
+    )
+    assert said == []
+    assert torch.equal(slow, fused)
+
+
+def test_fused_attention_never_materialises(llama, prompt, greedy, monkeypatch):
+    from kvpact.integrations.transformers.handles import KVHandle
+
+    def refuse(self):
+        raise AssertionError("K or V was decompressed as a whole")
+
+    monkeypatch.setattr(KVHandle, "materialize", refuse)
+    cache = CompressedCache(llama.config, "turboquant:bits=4")
+    assert llama.generate(**prompt, **greedy, past_key_values=cache).shape == (2, 64)
+
+
+def test_handles_can_be_read_after_attention(llama):
+    """A model may attend and then look at K: it sees all tokens, the new ones as given."""
+    layer = CompressedCache(llama.config, "int:bits=4,sinks=0,window=0").layers[0]
+    k = torch.randn(1, 2, 10, 16, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        handle, _ = layer.update(k, k)
+        from kvpact.contract import AttendConfig
+
+        handle.pending.attend(k.repeat(1, 2, 1, 1), AttendConfig())
+    assert layer.get_seq_length() == 20
+    assert torch.equal((handle + 0)[:, :, 10:], k)
+    assert not torch.equal((handle + 0)[:, :, :10], k)
+
+
+def test_training_is_refused(llama, prompt):
+    llama.config.attention_dropout = 0.1
+    for layer in llama.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    llama.train()
+    with pytest.raises(KVPactError, match=r"model\.eval"):
+        llama(**prompt, past_key_values=CompressedCache(llama.config, "int:bits=8"))
+
+
+def test_uses_less_memory_than_the_exact_cache(llama):
+    ids = torch.randint(3, 128, (1, 500), generator=torch.Generator().manual_seed(1))
+    cache, exact = CompressedCache(llama.config, "turboquant:bits=4"), DynamicCache()
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        llama(ids, past_key_values=exact)
+    held = sum(x.nbytes for layer in exact.layers for x in (layer.keys, layer.values))
+    tensors = [x for i in range(2) for x in inner(cache, i).tensors()]
+    assert cache.memory_usage() == sum(x.untyped_storage().nbytes() for x in tensors)
+    assert cache.memory_usage() < 0.4 * held
+    assert cache.stats()["bytes"]["total"] == cache.memory_usage()
+
+
+def test_layers_are_independent(llama, prompt):
+    cache = prefilled(llama, prompt, "int:bits=8")
+    assert not torch.equal(cache.layers[0].keys, cache.layers[1].keys)
+
+
+def test_empty_cache(llama):
+    cache = CompressedCache(llama.config, "int:bits=8")
+    assert (cache.get_seq_length(), cache.memory_usage(), cache.batch_size) == (0, 0, -1)
+    assert cache.layers[0].keys is None
+    with pytest.raises(KVPactError, match="empty"):
+        cache.stats()
+
+
+@pytest.mark.parametrize("spec", ["turboquant:bits=4", "kivi:bits=2", "kvarn:bits=2"])
+def test_old_tokens_are_never_quantised_again(spec):
+    """transformers' QuantizedCache requantises: its first keys' error triples in 160 steps."""
+    from transformers import LlamaConfig
+
+    generator = torch.Generator().manual_seed(0)
+    cache = CompressedCache(LlamaConfig(num_hidden_layers=1), f"{spec},sinks=0,window=0")
+    layer = cache.layers[0]
+    first = torch.randn(1, 1, 128, 80, generator=generator)
+    layer.update(first, first)
+    before = layer.keys
+    for _ in range(160):
+        token = torch.randn(1, 1, 1, 80, generator=generator)
+        layer.update(token, token)
+    assert torch.equal(layer.keys[:, :, :128], before)
+    assert not torch.equal(before, first)
+
+
+def test_packed_only_attends_to_stored_slots(llama, prompt):
+    """With `exact_new=False` the first chunk's logits differ already; otherwise they can't."""
+    spec, inputs = "int:bits=2,sinks=0,window=0", {"input_ids": prompt["input_ids"][1:]}
+    logits = {}
+    for name, options in {
+        "exact": {"spec": "none"},
+        "new exact": {"spec": spec},
+        "packed": {"spec": spec, "exact_new": False},
+    }.items():
+        cache = CompressedCache(llama.config, **options)
+        with torch.no_grad():
+            logits[name] = llama(**inputs, past_key_values=cache).logits
+    assert torch.allclose(logits["exact"], logits["new exact"], atol=1e-5)
+    assert (logits["exact"] - logits["packed"]).abs().max() > 1e-2

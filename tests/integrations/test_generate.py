@@ -1,0 +1,131 @@
+"""Every way of generating gives with an exact cache what transformers' own cache gives."""
+
+import copy
+
+import pytest
+import torch
+
+from kvpact.integrations.transformers import CompressedCache
+
+
+def both(model, options, **inputs):
+    """Generate with transformers' cache and with ours; return both token tensors."""
+    model.set_attn_implementation("sdpa")
+    torch.manual_seed(5)
+    wanted = model.generate(**inputs, **options)
+    torch.manual_seed(5)
+    cache = CompressedCache(model.config, "none")
+    assert model.config._attn_implementation == "kvpact"
+    got = model.generate(**inputs, **options, past_key_values=cache)
+    return wanted, got
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"do_sample": True, "temperature": 1.5},
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"prefill_chunk_size": 6},
+    ],
+    ids=["greedy", "sampling", "beams", "beams-returned", "samples-returned", "chunked-prefill"],
+)
+def test_left_padded_batch(llama, prompt, greedy, extra):
+    wanted, got = both(llama, {**greedy, **extra}, **prompt)
+    assert torch.equal(wanted, got)
+
+
+def one_row(prompt):
+    return {"input_ids": prompt["input_ids"][1:], "attention_mask": prompt["attention_mask"][1:]}
+
+
+def test_prompt_lookup(llama, prompt, greedy):
+    row = one_row(prompt)
+    row["input_ids"] = row["input_ids"][:, :10].repeat(1, 4)
+    wanted, got = both(llama, {**greedy, "prompt_lookup_num_tokens": 3}, **row)
+    assert torch.equal(wanted, got)
+
+
+def test_assisted_decoding_equals_the_target_alone(llama, make_model, prompt, greedy):
+    draft = make_model(copy.deepcopy(llama.config), seed=1)
+    alone = llama.generate(**one_row(prompt), **greedy)
+    _, got = both(llama, {**greedy, "assistant_model": draft}, **one_row(prompt))
+    assert torch.equal(alone, got)
+
+
+def test_assisted_decoding_with_a_compressed_cache_rolls_back(llama, prompt, greedy):
+    """A lossy cache with rollbacks ends with the tokens that it says it holds."""
+    cache = CompressedCache(llama.config, "turboquant:bits=4,window=16")
+    tokens = llama.generate(
+        **one_row(prompt), **greedy, prompt_lookup_num_tokens=4, past_key_values=cache
+    )
+    assert tokens.shape[1] == 40 + greedy["max_new_tokens"]
+    assert cache.get_seq_length() == tokens.shape[1] - 1
+
+
+def test_stops_at_eos(llama, prompt, greedy):
+    free = llama.generate(**one_row(prompt), **greedy)
+    eos = int(free[0, 45])
+    wanted, got = both(llama, {**greedy, "eos_token_id": eos}, **one_row(prompt))
+    assert torch.equal(wanted, got)
+    assert got[0, -1] == eos
+    assert got.shape[1] <= 46
+
+
+def test_deepcopy_reuses_a_prefix(llama, prompt, greedy):
+    ids = one_row(prompt)["input_ids"]
+    wanted = llama.generate(ids, **greedy)
+    prefix = CompressedCache(llama.config, "none")
+    llama(ids[:, :30], past_key_values=prefix)
+    for _ in range(2):
+        cache = copy.deepcopy(prefix)
+        assert torch.equal(llama.generate(ids, **greedy, past_key_values=cache), wanted)
+        assert prefix.get_seq_length() == 30
+
+
+def test_several_turns(llama, prompt, greedy):
+    cache = CompressedCache(llama.config, "none")
+    first = llama.generate(**one_row(prompt), **greedy, past_key_values=cache)
+    second = torch.cat([first, first[:, 5:12]], dim=1)
+    got = llama.generate(second, **greedy, past_key_values=cache)
+    assert torch.equal(got, llama.generate(second, **greedy))
+
+
+def test_continues_from_embeddings(llama, prompt, greedy):
+    embeddings = llama.get_input_embeddings()(prompt["input_ids"])
+    options = {"inputs_embeds": embeddings, "attention_mask": prompt["attention_mask"], **greedy}
+    wanted = llama.generate(**options)
+    got = llama.generate(**options, past_key_values=CompressedCache(llama.config, "none"))
+    assert torch.equal(wanted, got)
+
+
+def test_reset_makes_the_cache_new(llama, prompt, greedy):
+    cache = CompressedCache(llama.config, "turboquant:bits=4")
+    first = llama.generate(**prompt, **greedy, past_key_values=cache)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again = llama.generate(**one_row(prompt), **greedy, past_key_values=cache)
+    assert again.shape[0] == 1
+    assert first.shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    "spec", ["fp8", "int:bits=8", "turboquant:bits=4", "kvarn:bits=4", "kivi:bits=4"]
+)
+def test_lossy_logits_stay_near_the_exact_ones(llama, prompt, spec):
+    """Chunked, padded, window off: the error comes from stored slots and is small, not zero."""
+    ids, mask = prompt["input_ids"].repeat(1, 4), prompt["attention_mask"]
+    mask = torch.cat([mask, torch.ones_like(mask).repeat(1, 3)], dim=1)
+    outputs = []
+    for name in ("none", f"{spec},window=0" if ":" in spec else f"{spec}:window=0"):
+        cache = CompressedCache(llama.config, name)
+        parts = [
+            llama(ids[:, s : s + 20], attention_mask=mask[:, : s + 20], past_key_values=cache)
+            for s in range(0, 160, 20)
+        ]
+        outputs.append(torch.cat([part.logits for part in parts], dim=1)[:, 20:])
+    exact, lossy = outputs
+    error = (lossy - exact).norm() / exact.norm()
+    assert 0 < error < 0.15
