@@ -49,6 +49,7 @@ class CacheLayer:
         with self.lock:
             if not config.exact_new:
                 trial = self.fork()
+                trial.lock = self.lock  # nobody else knows it: one lock will do
                 output = trial.store(k, v, config).attend(q, config)
                 self.k, self.v, self._padding = trial.k, trial.v, trial._padding
                 return output

@@ -11,6 +11,26 @@ import torch
 from torch import Tensor
 
 
+def divide(x: Tensor, number: float) -> Tensor:
+    """Divide by a number, correctly rounded on every device.
+
+    `x / number` is a product with the reciprocal on a GPU, which may differ in the last bit.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape, floating point.
+    number : float
+        The divisor.
+
+    Returns
+    -------
+    Tensor
+        As `x`.
+    """
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
+
+
 def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
     """Sum over `dim` (kept, size 1), pairwise and in a fixed order.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import TokenField
+from kvpact.kernels.ops import divide
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import numbers
 from kvpact.quantizers.numbers import from_fp8, half, to_fp8
@@ -32,9 +33,8 @@ class FP8Codec(Codec):
         """Scale and round."""
         if not self._scaled:
             return {"codes": to_fp8(x, self._kind, saturate=False)}
-        scale = half(
-            x.abs().amax(-1, keepdim=True) / torch.finfo(numbers.FP8[self._kind]).max, "scale"
-        )
+        limit = torch.finfo(numbers.FP8[self._kind]).max
+        scale = half(divide(x.abs().amax(-1, keepdim=True), limit), "scale")
         # A scale that underflows to zero stores zeros; rounding of the scale can carry the
         # largest value just over the limit, hence saturate.
         safe = torch.where(scale == 0, torch.ones_like(scale), scale).to(torch.float32)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, GroupField, TokenField
-from kvpact.kernels.ops import tree_sum
+from kvpact.kernels.ops import divide, tree_sum
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import uniform
 from kvpact.quantizers.numbers import half
@@ -33,8 +33,8 @@ STD_MIN, STD_MAX = 1e-3, 1e3
 
 def _std(x: Tensor, dim: int) -> Tensor:
     count = x.shape[dim]
-    mean = tree_sum(x, dim) / count
-    return (tree_sum((x - mean).square(), dim) / count).sqrt()
+    mean = divide(tree_sum(x, dim), count)
+    return divide(tree_sum((x - mean).square(), dim), count).sqrt()
 
 
 def _spread(std: Tensor, dim: int) -> Tensor:
@@ -88,7 +88,7 @@ class _KVarNCodec(Codec):
         column = half(column, "balance")
         balanced = x / column.to(torch.float32)
         low, high = (balanced / row).aminmax(dim=-1, keepdim=True)
-        scale = half(row * ((high - low) / ((1 << self._bits) - 1)), "scale of a group")
+        scale = half(row * divide(high - low, (1 << self._bits) - 1), "scale of a group")
         zero = half(row * low, "zero of a group")
         return uniform.quantize_affine(balanced, scale, zero, self._bits), scale, zero, column
 
@@ -123,7 +123,7 @@ class KVarNKeyCodec(_KVarNCodec):
         """Choose the token's balance so that its energy is that of an average token of the grid."""
         steps = float((1 << self._bits) - 1)
         middle = zero.to(torch.float32) + scale.to(torch.float32) * (steps / 2)
-        spread = (scale.to(torch.float32) * steps).square() / 12
+        spread = divide((scale.to(torch.float32) * steps).square(), 12)
         expected = tree_sum(middle.square() + spread)
         expected = torch.where(expected == 0, torch.ones_like(expected), expected)
         column = half((tree_sum(x.square()) / expected).sqrt(), "balance")

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, Field, GroupField, TokenField
-from kvpact.kernels.ops import tree_sum
+from kvpact.kernels.ops import divide, tree_sum
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import lloyd_max
 from kvpact.quantizers.numbers import half
@@ -99,7 +99,7 @@ class TurboQuantCodec(Codec):
 
     def _choose_scale(self, y: Tensor, points: Tensor, energy: Tensor, norm: Tensor) -> Tensor:
         if self._scale == "l2":
-            return norm / math.sqrt(self._dim)
+            return divide(norm, math.sqrt(self._dim))
         product = tree_sum(points * y)
         if self._scale == "ls":
             return product / tree_sum(points.square())

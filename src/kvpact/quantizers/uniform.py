@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpact.kernels.ops import divide
 from kvpact.quantizers.numbers import half
 
 
@@ -44,7 +45,7 @@ def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     offset = 1 << (bits - 1)
     if bits == 8:
-        scale = x.abs().amax(-1, keepdim=True) / 127
+        scale = divide(x.abs().amax(-1, keepdim=True), 127)
         codes = _round_half_away(x * _reciprocal(scale)) + offset
     else:
         extreme = x.gather(-1, x.abs().argmax(-1, keepdim=True))
@@ -62,7 +63,7 @@ def dequantize_symmetric(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
 def affine_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return scale and zero, `[..., 1]` fp16 each, that span the values of `[..., n]`."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    scale = (high - low) / ((1 << bits) - 1)
+    scale = divide(high - low, (1 << bits) - 1)
     return half(scale, "scale of a group"), half(low, "zero of a group")
 
 

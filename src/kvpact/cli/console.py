@@ -1,0 +1,97 @@
+"""Consoles, tables and progress, alike in all commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+
+PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squeezed into 80
+
+
+def output_console() -> Console:
+    """Return a console on stdout, for results."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, PIPE_WIDTH))
+
+
+def error_console() -> Console:
+    """Return a console on stderr, for progress, notes and errors."""
+    return Console(stderr=True)
+
+
+def note(message: str) -> None:
+    """Print a line on stderr."""
+    error_console().print(message, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def table(columns: Iterable[str], *, title: str = "", left: int = 1) -> Table:
+    """Return an empty table whose first `left` columns are text and the others numbers."""
+    result = Table(
+        title=title or None,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for index, column in enumerate(columns):
+        if index < left:
+            # Numbers are never cut: on a narrow terminal the text gives way, but not wholly.
+            result.add_column(column, overflow="fold", min_width=0 if index else 12)
+        else:
+            result.add_column(column, justify="right", no_wrap=True)
+    return result
+
+
+def size_text(count: float) -> str:
+    """Return bytes in the unit that reads best, powers of 1,000 as in the reports."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Yield ``report(done, total, what)``: a bar on a terminal, now and then a line elsewhere."""
+    console = error_console()
+    if not console.is_terminal:
+        printed = 0
+
+        def line(done: int, total: int, what: str) -> None:
+            nonlocal printed
+            if done * 10 // total > printed or done == total:
+                printed = done * 10 // total
+                note(f"{title}: {done}/{total}")
+
+        yield line
+        return
+    columns = (
+        TextColumn(title),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn(
+            "{task.description}",
+            style="dim",
+            table_column=Column(no_wrap=True, overflow="ellipsis"),
+        ),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=what
+        )

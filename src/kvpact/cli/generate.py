@@ -1,0 +1,155 @@
+"""``kvpact generate``: continue a text on a compressed cache, and say what the cache took."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from kvpact.cli.console import output_console, size_text, table
+from kvpact.cli.inputs import InputError, open_model, read_text, set_threads, text_config
+from kvpact.evaluate import Candidate, compressed_cache
+
+
+@dataclass
+class Stream:
+    """What `generate` of transformers calls a streamer: prints text and takes the times.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        Turns tokens into text.
+    """
+
+    tokenizer: Any
+    started: float = 0.0
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    _printed: int = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt (the first call), then one token a call."""
+        now = time.perf_counter()
+        if not self.started:
+            self.started = now
+            return
+        self.times.append(now)
+        self.tokens += value.flatten().tolist()
+        self._print(self.tokenizer.decode(self.tokens, skip_special_tokens=True), final=False)
+
+    def end(self) -> None:
+        """Print what is left."""
+        self._print(self.tokenizer.decode(self.tokens, skip_special_tokens=True), final=True)
+        sys.stdout.write("\n")
+
+    def _print(self, text: str, *, final: bool) -> None:
+        # A character can span tokens: until its last byte is there it decodes to U+FFFD.
+        end = len(text) if final else len(text.rstrip("\ufffd"))
+        sys.stdout.write(text[self._printed : end])
+        sys.stdout.flush()
+        self._printed = max(end, self._printed)
+
+
+def generate(
+    prompt: str | None = typer.Argument(None, help="Text to continue."),
+    file: Path | None = typer.Option(
+        None, help="UTF-8 file (- for stdin) in front of the prompt.", show_default=False
+    ),
+    spec: str = typer.Option("turboquant:bits=4", help="Spec or recipe of the cache."),
+    model: str = typer.Option("smollm2", help="Name, hub id or folder of a model."),
+    max_new_tokens: int = typer.Option(128, min=1, help="Tokens to generate at most."),
+    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
+    top_p: float | None = typer.Option(None, min=0.0, max=1.0, help="Nucleus sampling."),
+    seed: int = typer.Option(0, help="For sampling."),
+    chunk: int | None = typer.Option(None, min=1, help="Prefill in chunks of so many tokens."),
+    chat: bool = typer.Option(False, "--chat", help="Put the prompt into the chat template."),
+    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    threads: int | None = typer.Option(None, help="CPU threads.", show_default=False),
+) -> None:
+    """Generate text on a compressed cache; prints memory and speed."""
+    candidate = Candidate(spec)
+    if not candidate.is_recipe:
+        candidate.layers(1)  # a bad spec is told before the model is loaded
+    parts = [read_text(file)] if file is not None else []
+    parts += [prompt] if prompt else []
+    if not parts:
+        raise InputError("nothing to continue; give a prompt or --file")
+    set_threads(threads)
+    network, tokenizer = open_model(model, dtype)
+    inputs = encode(tokenizer, "\n\n".join(parts), chat=chat)
+    length = inputs["input_ids"].shape[1]
+    limit = getattr(text_config(network), "max_position_embeddings", None)
+    if length == 0 or (limit is not None and length + max_new_tokens > limit):
+        raise InputError(
+            f"{length} prompt tokens and {max_new_tokens} new ones do not fit the model's "
+            f"{limit} positions; shorten the prompt or lower --max-new-tokens"
+        )
+    cache = compressed_cache(network.config, candidate)
+    sampling = temperature > 0 or top_p is not None
+    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
+    if sampling:
+        torch.manual_seed(seed)
+        options = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
+    stream = Stream(tokenizer)
+    network.generate(
+        **inputs.to(network.device),
+        **options,
+        top_k=None,
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        prefill_chunk_size=chunk,
+        streamer=stream,
+    )
+    show(spec, cache, stream, length, network.dtype)
+
+
+def encode(tokenizer: Any, text: str, *, chat: bool) -> Any:
+    """Return the model's inputs ``[1, T]`` for a text.
+
+    Raises
+    ------
+    InputError
+        The chat template was asked for and the tokenizer has none.
+    """
+    if not chat:
+        return tokenizer(text, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise InputError("this model's tokenizer has no chat template; leave --chat out")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+
+
+def show(spec: str, cache: Any, stream: Stream, length: int, dtype: torch.dtype) -> None:
+    """Print what the cache holds and how fast it went."""
+    stats, held = cache.stats(), cache.memory_usage()
+    new = len(stream.tokens)
+    prefill = stream.times[0] - stream.started
+    decode = stream.times[-1] - stream.times[0]
+    grid = table(("cache", spec))
+    grid.add_row("prompt tokens", str(length))
+    grid.add_row("new tokens", str(new))
+    parts = stats["bytes"]
+    grid.add_row("bytes held", size_text(held))
+    grid.add_row("  packed slots", size_text(parts["codes"] + parts["side"]))
+    grid.add_row("  exact sinks and window", size_text(parts["sinks"] + parts["window"]))
+    grid.add_row("  allocated, not yet used", size_text(parts["unused"]))
+    exact = {torch.float16: "fp16", dtype: str(dtype).removeprefix("torch.")}
+    for kind, name in exact.items():
+        exact_bytes = stats["values"] * kind.itemsize
+        times = f" ({exact_bytes / held:.2f} x)" if held else ""
+        grid.add_row(f"bytes of an exact cache, {name}", size_text(exact_bytes) + times)
+    grid.add_row("bits per value", f"{stats['bits_per_value']:.2f}")
+    grid.add_row("bits per value, packed slots", f"{stats['slot_bits_per_value']:.2f}")
+    grid.add_row("layers compressed / native", "{compressed} / {native}".format(**stats["layers"]))
+    grid.add_row("prefill, tokens/s", f"{length / prefill:.1f}")
+    grid.add_row("decode, tokens/s", f"{(new - 1) / decode:.1f}" if new > 1 else "-")
+    output_console().print(grid)

@@ -1,0 +1,117 @@
+"""What commands are given: text files, a model, threads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvpact.cli.console import note
+from kvpact.errors import BackendUnavailable, KVPactError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class InputError(KVPactError, ValueError):
+    """A command was given something it can't use."""
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, or of stdin for ``-``.
+
+    Raises
+    ------
+    InputError
+        No such file, a folder, no permission, not UTF-8, or nothing but white space in it.
+    """
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path} can't be read: {error.strerror}; give a text file") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text; convert it first") from error
+    if not text.strip():
+        raise InputError(f"{path} holds no text; give a text file")
+    return text
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder for results, before the work is done that fills it.
+
+    Raises
+    ------
+    InputError
+        It can't be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+    except OSError as error:
+        raise InputError(f"{path} can't be made: {error.strerror}; give another --out") from error
+    if not writable:
+        raise InputError(f"{path} can't be written to; give another --out")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype called `name`.
+
+    Raises
+    ------
+    InputError
+        None of `DTYPES`.
+    """
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r} is not offered; take one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def require(*packages: str, extra: str) -> None:
+    """Raise `BackendUnavailable` with the pip command where a package of an extra is missing."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise BackendUnavailable(
+            f"{' and '.join(missing)} not installed; pip install 'kvpact[{extra}]'"
+        )
+
+
+def set_threads(count: int | None) -> None:
+    """Let torch use `count` CPU threads; None leaves its choice.
+
+    Raises
+    ------
+    InputError
+        Less than one.
+    """
+    if count is not None:
+        if count < 1:
+            raise InputError(f"--threads {count} is not possible; take 1 or more")
+        torch.set_num_threads(count)
+
+
+def open_model(name: str, dtype: str = "float32") -> tuple[Any, Any]:
+    """Load a model and its tokenizer, saying so on stderr.
+
+    Raises
+    ------
+    KVPactError
+        transformers or the model's package is not installed, or the model can't be loaded.
+    """
+    torch_dtype = dtype_of(dtype)
+    require("transformers", extra="transformers")
+    from transformers.utils.logging import set_verbosity
+
+    from kvpact.integrations.models import load_model
+
+    set_verbosity(logging.ERROR)  # its advice is about options that these commands do not have
+    note(f"loading model {name}")
+    return load_model(name, dtype=torch_dtype)
+
+
+def text_config(model: Any) -> Any:
+    """Return the config of a model's language part."""
+    return model.config.get_text_config(decoder=True)

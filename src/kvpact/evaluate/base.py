@@ -1,0 +1,167 @@
+"""What an evaluation is given and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from kvpact.errors import KVPactError
+from kvpact.recipe import SpecLike, layer_specs
+from kvpact.spec import Spec
+
+Progress = Callable[[int, int, str], None]
+"""Called as ``progress(done, total, what)`` after each step."""
+
+
+class EvaluationError(KVPactError, ValueError):
+    """The text, the number of tokens or the chunk does not allow an evaluation."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One cache to evaluate.
+
+    Parameters
+    ----------
+    source : str, Spec, path or mapping
+        A spec, or a recipe (one spec a layer).
+    packed_only : bool
+        No exact sinks, no window, and new tokens attend to one another as stored, too.
+    """
+
+    source: SpecLike
+    packed_only: bool = False
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether `source` is a recipe."""
+        if isinstance(self.source, str | Spec):
+            return str(self.source).endswith((".toml", ".json"))
+        return True
+
+    @property
+    def label(self) -> str:
+        """The spec as it was given, or the name of the recipe's file."""
+        if isinstance(self.source, Mapping):
+            return "recipe"
+        text = str(self.source).strip()
+        return PurePath(text).name if self.is_recipe else text
+
+    def layers(self, num_layers: int) -> list[Spec]:
+        """Return the spec of every layer as it is evaluated.
+
+        Raises
+        ------
+        SpecError
+            `source` is no spec or recipe, or a recipe for another number of layers.
+        """
+        specs = layer_specs(self.source, num_layers)
+        if self.packed_only:
+            return [spec.with_options(sinks=0, window=0) for spec in specs]
+        return specs
+
+    def spec_for_cache(self, num_layers: int) -> SpecLike:
+        """Return what `CompressedCache` is to be built with."""
+        specs = self.layers(num_layers)
+        if all(spec == specs[0] for spec in specs):
+            return specs[0]
+        return {"default": specs[0], "layers": dict(enumerate(specs))}
+
+
+def exact_tokens(specs: list[Spec], option: str) -> int:
+    """Return the largest `option` (``sinks`` or ``window``) of any layer."""
+    return max(int(getattr(side, option)) for spec in specs for side in (spec.key, spec.value))
+
+
+@dataclass(frozen=True)
+class EvalRow:
+    """The result of one candidate; its fields are the keys of ``eval.json``.
+
+    Parameters
+    ----------
+    spec : str
+        The spec as it was given, or the name of a recipe's file.
+    bits_per_value : float
+        All bytes held (codes, side information, sinks, window, unused capacity) times 8, over the
+        K and V numbers cached. `slot_bits_per_value` counts packed slots alone.
+    bytes : int
+        Bytes held at the end.
+    perplexity, perplexity_change, perplexity_change_se : float
+        Perplexity, its change in percent against the exact cache, and that change's paired
+        standard error in percentage points.
+    kl_mean, kl_median, kl_p99, kl_max : float
+        KL(exact || this) of the next-token distributions, nats per token.
+    top1 : float
+        Percent of tokens for which both caches put the same token first.
+    seconds : float
+        Time of all forward passes through this cache.
+    sinks, window : int
+        First and last tokens that are also held exactly.
+    packed_only : bool
+        Whether new tokens, too, were attended as stored.
+    layers_compressed, layers_native : int
+        Layers held by the method, and layers left to transformers' own cache.
+    """
+
+    spec: str
+    bits_per_value: float
+    bytes: int
+    perplexity: float
+    perplexity_change: float
+    kl_mean: float
+    kl_p99: float
+    top1: float
+    seconds: float
+    slot_bits_per_value: float
+    kl_median: float
+    kl_max: float
+    perplexity_change_se: float
+    sinks: int
+    window: int
+    packed_only: bool
+    layers_compressed: int
+    layers_native: int
+
+
+def row_name(row: EvalRow, quote: str = "") -> str:
+    """Return a row's name: its spec, marked where only packed slots were attended to."""
+    return f"{quote}{row.spec}{quote}" + (" (packed only)" if row.packed_only else "")
+
+
+@dataclass(frozen=True)
+class EvalProtocol:
+    """What was measured, on what, with what: the header of a report.
+
+    Parameters
+    ----------
+    tokens, chunk, scored : int
+        Tokens fed, tokens a chunk, tokens that entered the metrics.
+    reference_perplexity : float
+        Perplexity with the exact cache over the scored tokens.
+    model, text, dtype, device : str
+        Names for the report.
+    threads : int
+        CPU threads of torch.
+    versions : mapping
+        Versions of kvpact, torch and transformers.
+    """
+
+    tokens: int
+    chunk: int
+    scored: int
+    reference_perplexity: float
+    model: str
+    text: str
+    dtype: str
+    device: str
+    threads: int
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Rows in the order of the candidates, and the protocol they were measured by."""
+
+    rows: list[EvalRow]
+    protocol: EvalProtocol

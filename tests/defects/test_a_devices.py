@@ -1,0 +1,107 @@
+"""A10: tensors that were computed once lived on the first layer's device."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpact
+from kvpact import CacheGeometry
+from kvpact.cache import contiguous
+from kvpact.errors import DeviceError
+from kvpact.methods import Codec
+from kvpact.quantizers import lloyd_max, numbers
+from kvpact.transforms.hadamard import random_signs
+
+METHODS = ["fp8", "int:bits=4", "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod",
+           "kivi:bits=2", "kvarn:bits=3"]  # fmt: skip
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def kvq(tokens: int, dim: int = 64, batch: int = 1, heads: int = 2, groups: int = 2, seed: int = 0):
+    k, v = (normal(batch, heads, tokens, dim, seed=seed + i) for i in (1, 2))
+    return k, v, normal(batch, heads * groups, tokens, dim, seed=seed + 3)
+
+
+def tensors_in(thing: object, depth: int = 3) -> list[Tensor]:
+    if isinstance(thing, Tensor):
+        return [thing]
+    if depth == 0:
+        return []
+    if isinstance(thing, (list, tuple)):
+        return [t for item in thing for t in tensors_in(item, depth - 1)]
+    return [
+        t for item in getattr(thing, "__dict__", {}).values() for t in tensors_in(item, depth - 1)
+    ]
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a10_codecs_hold_no_tensors(spec):
+    parsed = kvpact.parse_spec(spec)
+    for make in (parsed.key.key_codec, parsed.value.value_codec):
+        codec = make(80, torch.float32)
+        codec.decode(codec.encode(normal(1, 1, 128, 80)))
+        assert isinstance(codec, Codec)
+        assert tensors_in(codec) == []
+
+
+@pytest.mark.parametrize("spec", METHODS)
+def test_a10_layers_may_live_on_different_devices(spec, monkeypatch):
+    # The meta device stands for a second one: operations over two devices fail there, too. Checks
+    # that look at values (finiteness) and the sinks' placement can't run on it; they are left out,
+    # here only.
+    spec += ",sinks=0" if ":" in spec else ":sinks=0"
+    cache = kvpact.create_cache(spec, CacheGeometry(3, 2, 80))
+    k, v, q = kvq(300, dim=80)
+    output = cache.attend(0, k, v, q)  # the first layer, and the first use of every constant
+    with monkeypatch.context() as patch:
+        patch.setattr(numbers, "cast", lambda x, dtype, what: x.to(dtype))
+        patch.setattr(contiguous, "check_tokens", lambda *_: None)
+        far = [x.to("meta") for x in (k, v, q)]
+        for _ in range(2):
+            assert cache.attend(1, *far).device.type == "meta"
+        result = cache.prefill(1, *far)
+        assert result.k.device.type == result.v.device.type == "meta"
+        assert cache.seq_len(1) == 900
+        assert {t.device.type for t in cache._layers[1].tensors()} == {"meta"}
+    # Layers on the first device go on as before, bit for bit.
+    assert torch.equal(cache.attend(2, k, v, q), output)
+    for layer in (0, 2):
+        assert {t.device.type for t in cache._layers[layer].tensors()} == {"cpu"}
+
+
+def test_a10_constants_are_made_for_each_device():
+    for device in map(torch.device, ("cpu", "meta", "cpu")):
+        assert random_signs(64, 0, device).device == device
+        assert lloyd_max.levels(3, device).device == device
+        assert lloyd_max.boundaries(3, device).device == device
+
+
+def test_a10_tensors_of_one_call_on_two_devices_are_refused():
+    k, v, q = kvq(8)
+    cache = kvpact.create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64))
+    cache.prefill(0, k, v)
+    for i in range(3):
+        given = [k, v, q]
+        given[i] = given[i].to("meta")
+        with pytest.raises(DeviceError):
+            cache.attend(0, *given)
+    assert cache.seq_len(0) == 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device")
+@pytest.mark.parametrize("spec", METHODS)
+def test_a10_a_model_over_two_real_devices_stores_the_same_bytes(spec):
+    cache = kvpact.create_cache(spec, CacheGeometry(2, 2, 128))
+    k, v, q = kvq(300, dim=128)
+    for start, end in ((0, 200), (200, 300)):
+        part = [x[:, :, start:end] for x in (k, v, q)]
+        near = cache.attend(0, *part)
+        far = cache.attend(1, *(x.cuda() for x in part))
+        torch.testing.assert_close(far.cpu(), near, rtol=1e-4, atol=1e-5)
+    one, other = (layer.tensors() for layer in cache._layers)
+    for near, far in zip(one, other, strict=True):
+        assert far.is_cuda
+        assert torch.equal(near.view(torch.uint8), far.cpu().view(torch.uint8))

@@ -1,0 +1,299 @@
+"""`attend` against attention written out in float64, over an uncompressed cache."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvpact
+from kvpact import AttendConfig
+from kvpact.attention import CHUNK
+from kvpact.errors import GeometryError, KVPactError
+
+DIM, VALUE_DIM = 16, 24
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, config: AttendConfig) -> Tensor:
+    """Attend for the last `q_len` tokens, one rule after the other: `[B, H_q, q_len, D_v]`."""
+    q, k, v = q.double(), k.double(), v.double()
+    groups, queries, total = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    scale = config.softmax_scale if config.softmax_scale is not None else q.shape[-1] ** -0.5
+    logits = q @ k.mT * scale
+    if config.softcap is not None:
+        logits = config.softcap * torch.tanh(logits / config.softcap)
+    seen = torch.ones(q.shape[0], 1, queries, total, dtype=torch.bool)
+    at = torch.arange(total - queries, total)[:, None]
+    token = torch.arange(total)
+    if config.is_causal:
+        seen = seen & (token <= at)
+    if config.sliding_window is not None:
+        seen = seen & (token > at - config.sliding_window)
+    if config.padding is not None:
+        seen = seen & (token >= config.padding[:, None, None, None])
+    if config.mask is not None and config.mask.dtype == torch.bool:
+        seen = seen & config.mask
+    elif config.mask is not None:
+        logits = logits + config.mask.double()
+        seen = seen & (config.mask > torch.finfo(config.mask.dtype).min / 2)
+    logits = logits.masked_fill(~seen, -math.inf)
+    if config.sink_logits is not None:
+        sinks = config.sink_logits.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., :total]
+    return weights @ v
+
+
+def tensors(batch=2, q_heads=6, kv_heads=2, total=70, queries=None, seed=0, dtype=torch.float32):
+    """Return q of the last `queries` tokens and K and V of all `total`."""
+    g = torch.Generator().manual_seed(seed)
+    k = torch.randn(batch, kv_heads, total, DIM, generator=g).to(dtype)
+    v = torch.randn(batch, kv_heads, total, VALUE_DIM, generator=g).to(dtype)
+    q = torch.randn(batch, q_heads, total, DIM, generator=g).to(dtype)
+    return q[:, :, total - (queries or total) :], k, v
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, config: AttendConfig, spec="none", chunks=None):
+    """Store all but the last `q_len` tokens, then attend for these."""
+    geometry = kvpact.CacheGeometry(1, k.shape[1], k.shape[3], v.shape[3])
+    cache = kvpact.create_cache(spec, geometry)
+    held = k.shape[2] - q.shape[2]
+    if held:
+        past = AttendConfig(padding=config.padding)
+        cache.prefill(0, k[:, :, :held], v[:, :, :held], None, past)
+    output = cache.attend(0, k[:, :, held:], v[:, :, held:], q, config)
+    assert cache.seq_len(0) == k.shape[2]
+    return output
+
+
+def check(config: AttendConfig, **shape) -> Tensor:
+    q, k, v = tensors(**shape)
+    output = attended(q, k, v, config)
+    assert output.shape == (*q.shape[:3], VALUE_DIM) and output.dtype == q.dtype
+    torch.testing.assert_close(output.double(), reference(q, k, v, config), rtol=1e-5, atol=1e-6)
+    return output
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("queries", [1, 7, 70])
+def test_grouped_queries(kv_heads, queries):
+    check(AttendConfig(n_kv_groups=6 // kv_heads), kv_heads=kv_heads, queries=queries)
+
+
+@pytest.mark.parametrize("groups", [1, 3, 4])
+def test_query_heads_of_a_group_stand_next_to_each_other(groups):
+    q, k, v = tensors(q_heads=2 * groups, queries=1)
+    output = attended(q, k, v, AttendConfig())
+    for head in range(2 * groups):
+        kv = slice(head // groups, head // groups + 1)
+        alone = reference(q[:, head : head + 1], k[:, kv], v[:, kv], AttendConfig())
+        torch.testing.assert_close(output[:, head : head + 1].double(), alone, rtol=1e-5, atol=1e-6)
+
+
+# Around the attention's chunk of 256 tokens and twice that, packed or new.
+@pytest.mark.parametrize("total", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 1])
+@pytest.mark.parametrize("queries", [1, 2, None])
+def test_lengths_around_the_chunk(total, queries):
+    check(
+        AttendConfig(),
+        batch=1,
+        q_heads=2,
+        kv_heads=1,
+        total=total,
+        queries=queries and min(queries, total),
+    )
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 0.05, 1.0])
+def test_softmax_scale(scale):
+    check(AttendConfig(softmax_scale=scale), queries=5)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0, 50.0])
+def test_softcap(softcap):
+    check(AttendConfig(softcap=softcap, softmax_scale=1.0), queries=9)
+
+
+@pytest.mark.parametrize("window", [1, 2, 30, 69, 70, 400])
+@pytest.mark.parametrize("queries", [1, 33, 70])
+def test_sliding_window(window, queries):
+    check(AttendConfig(sliding_window=window), queries=queries)
+
+
+@pytest.mark.parametrize("window", [3, 255, 256, 300])
+def test_sliding_window_over_several_chunks(window):
+    shape = {"batch": 1, "q_heads": 2, "total": 600, "queries": 280}
+    check(AttendConfig(sliding_window=window), **shape)
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_sink_logits(queries):
+    sinks = torch.tensor([-1e4, -2.0, 0.0, 1.0, 5.0, 1e4])
+    output = check(AttendConfig(sink_logits=sinks), queries=queries)
+    assert output[:, 5].abs().max() == 0  # all weight is on the sink
+
+
+@pytest.mark.parametrize("heads", [1, 6])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("kind", ["bool", "float32", "bfloat16", "infinite"])
+def test_masks(heads, rows, kind):
+    queries, total = 6, 70
+    g = torch.Generator().manual_seed(1)
+    mask = torch.rand(rows, heads, queries, total, generator=g) < 0.6
+    mask[..., 0] = True
+    if kind != "bool":
+        dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+        lowest = -math.inf if kind == "infinite" else torch.finfo(dtype).min
+        slopes = torch.linspace(-2, 2, total).expand(mask.shape)
+        mask = torch.where(mask, slopes, lowest).to(dtype)
+    for causal in (True, False):
+        check(AttendConfig(mask=mask, is_causal=causal), queries=queries)
+
+
+def test_masks_over_several_chunks():
+    total, queries = 2 * CHUNK + 40, CHUNK + 20
+    mask = torch.rand(1, 2, queries, total, generator=torch.Generator().manual_seed(2)) < 0.5
+    shape = {"batch": 1, "q_heads": 2, "kv_heads": 1, "total": total, "queries": queries}
+    check(AttendConfig(mask=mask, is_causal=False), **shape)
+
+
+def test_a_mask_of_one_query_serves_all():
+    mask = torch.rand(2, 1, 1, 70, generator=torch.Generator().manual_seed(3)) < 0.5
+    check(AttendConfig(mask=mask), queries=9)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 6, 5, 69), (2, 6, 4, 70), (2, 2, 5, 70), (3, 1, 5, 70), (5, 70)]
+)
+def test_masks_of_a_wrong_shape_are_refused(shape):
+    q, k, v = tensors(queries=5)
+    with pytest.raises(GeometryError, match="mask has shape"):
+        attended(q, k, v, AttendConfig(mask=torch.ones(shape, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("queries", [1, 20, 70])
+def test_left_padding(queries):
+    padding = torch.tensor([0, 13])
+    q, k, v = tensors(queries=queries)
+    config = AttendConfig(padding=padding)
+    output = attended(q, k, v, config)
+    torch.testing.assert_close(output.double(), reference(q, k, v, config), rtol=1e-5, atol=1e-6)
+    # What stands in the padding is of no account.
+    k[1, :, :13], v[1, :, :13] = 100.0, -100.0
+    assert torch.equal(attended(q, k, v, config), output)
+
+
+def test_no_causality():
+    check(AttendConfig(is_causal=False), queries=17)
+    check(AttendConfig(is_causal=False), queries=70)
+
+
+def test_all_rules_together():
+    g = torch.Generator().manual_seed(4)
+    config = AttendConfig(
+        softmax_scale=0.3,
+        n_kv_groups=3,
+        softcap=4.0,
+        sliding_window=290,
+        sink_logits=torch.randn(6, generator=g),
+        mask=torch.rand(2, 6, 9, 600, generator=g) < 0.7,
+        padding=torch.tensor([0, 320]),
+    )
+    check(config, total=600, queries=9)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_queries_that_see_nothing_get_zeros(queries):
+    mask = torch.ones(2, 6, queries, 70, dtype=torch.bool)
+    mask[0, 2], mask[1, :, 0] = False, False
+    for kind in (mask, torch.where(mask, 0.0, -math.inf), torch.where(mask, 0.0, -3.4e38)):
+        output = check(AttendConfig(mask=kind), queries=queries)
+        assert not output[0, 2].any() and not output[1, :, 0].any()
+        assert output[0, 3].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_in_and_out_fp32_inside(dtype):
+    q, k, v = tensors(dtype=dtype, queries=11)
+    output = attended(q, k, v, AttendConfig())
+    wanted = reference(q, k, v, AttendConfig())
+    assert output.dtype == dtype
+    # Right up to the rounding of the output (and fp32 before it), not of what is inside.
+    step = torch.finfo(dtype).eps / 2 * wanted.abs().clamp(min=torch.finfo(dtype).tiny)
+    assert ((output.double() - wanted).abs() <= 1.01 * step + 1e-6).all()
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 70, (33, 1, 36), (64, 6), (69, 1)])
+def test_in_chunks_as_in_one_go(sizes):
+    q, k, v = tensors()
+    whole = attended(q, k, v, AttendConfig())
+    cache = kvpact.create_cache("none", kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
+    parts = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
+    pieces = [cache.attend(0, kp, vp, qp) for qp, kp, vp in parts]
+    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("magnitude", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("descending", [False, True])
+def test_extreme_logits_stay_finite_and_right(magnitude, descending):
+    # Logits from -magnitude to magnitude, the largest in the first chunk or in the last.
+    total = 2 * CHUNK + 88
+    line = torch.linspace(-1, 1, total).flip(0) if descending else torch.linspace(-1, 1, total)
+    k = torch.zeros(1, 1, total, DIM)
+    k[0, 0, :, 0] = line
+    v = torch.randn(1, 1, total, VALUE_DIM, generator=torch.Generator().manual_seed(9))
+    q = torch.zeros(1, 1, 1, DIM)
+    q[..., 0] = magnitude
+    config = AttendConfig(softmax_scale=1.0)
+    output = attended(q, k, v, config)
+    assert torch.isfinite(output).all()
+    # The logits' own rounding in fp32 is what is left.
+    torch.testing.assert_close(
+        output.double(), reference(q, k, v, config), rtol=1e-4, atol=3e-7 * magnitude**0.5 + 1e-6
+    )
+    with_sink = AttendConfig(softmax_scale=1.0, sink_logits=torch.tensor([magnitude + 200]))
+    assert not attended(q, k, v, with_sink).any()
+
+
+def test_a_compressed_cache_attends_over_what_it_stores():
+    # The same rules over packed slots: equal to the reference over K and V as `prefill` shows them.
+    g = torch.Generator().manual_seed(6)
+    padding = torch.tensor([0, 5])
+    q, k, v = tensors(total=300, queries=3)
+    config = AttendConfig(
+        softcap=6.0, sliding_window=280, sink_logits=torch.randn(6, generator=g), padding=padding
+    )
+    for spec in ("turboquant:bits=3", "kivi:bits=2,window=10/int:bits=4", "kvarn:sinks=0"):
+        output = attended(q, k, v, config, spec)
+        cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
+        cache.prefill(0, k[:, :, :297], v[:, :, :297], None, AttendConfig(padding=padding))
+        shown = cache.prefill(0, k[:, :, 297:], v[:, :, 297:], None, config)
+        assert not torch.allclose(shown.k, k, atol=1e-2)
+        wanted = reference(q, shown.k, shown.v, config)
+        torch.testing.assert_close(output.double(), wanted, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (AttendConfig(n_kv_groups=2), "n_kv_groups is 2, but 6 query heads"),
+        (AttendConfig(sink_logits=torch.zeros(5)), "sink_logits has shape"),
+        (AttendConfig(sink_logits=torch.zeros(6, 1)), "sink_logits has shape"),
+        (AttendConfig(padding=torch.zeros(3, dtype=torch.long)), "padding has shape"),
+        (AttendConfig(mask=torch.ones(2, 1, 1, 70, dtype=torch.long)), "mask is torch.int64"),
+    ],
+)
+def test_configs_that_dont_fit_are_refused_and_nothing_is_stored(config, message):
+    q, k, v = tensors()
+    cache = kvpact.create_cache("none", kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
+    with pytest.raises(KVPactError, match=message):
+        cache.attend(0, k, v, q, config)
+    assert cache.seq_len(0) == 0 and cache.memory_usage() == 0
+
+
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_query_heads_that_cant_share_are_refused(heads):
+    q, k, v = tensors(q_heads=heads)
+    with pytest.raises(GeometryError, match=f"{heads} query heads can't share 2 KV heads"):
+        attended(q, k, v, AttendConfig())

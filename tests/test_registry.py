@@ -1,0 +1,133 @@
+"""Methods by name: registration, duplicates, entry points that fail."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import ClassVar
+
+import pytest
+
+import kvpact
+from kvpact import registry
+from kvpact.errors import RegistrationError, SpecError
+from kvpact.methods.none import Exact
+from kvpact.registry import Alias, Foreign, find_method, known_names, unregister_method
+
+
+def make_method(method_name: str = "sample_method"):
+    @dataclass(frozen=True, kw_only=True)
+    class Sample(Exact):
+        name: ClassVar[str] = method_name
+
+    return Sample
+
+
+@pytest.fixture
+def sample():
+    method = kvpact.register_method(make_method())
+    yield method
+    unregister_method("sample_method")
+
+
+def test_a_registered_method_is_found_listed_and_parsed(sample):
+    assert find_method("sample_method") is sample
+    assert kvpact.list_methods()["sample_method"] is sample
+    assert str(kvpact.parse_spec("sample_method:dtype=fp16")) == "sample_method:dtype=fp16"
+    cache = kvpact.create_cache("sample_method/fp8", kvpact.CacheGeometry(1, 1, 8))
+    assert isinstance(cache.specs[0].key, sample)
+
+
+def test_registering_the_same_class_again_changes_nothing(sample):
+    assert kvpact.register_method(sample) is sample
+
+
+def test_a_taken_name_is_refused(sample):
+    with pytest.raises(RegistrationError, match="'sample_method' is there already"):
+        kvpact.register_method(make_method())
+    assert find_method("sample_method") is sample
+
+
+@pytest.mark.parametrize("name", ["turboquant", "none", "q8_0", "turboquant_k8v4"])
+def test_names_of_the_packages_methods_aliases_and_refused_names_are_taken(name):
+    before = find_method(name)
+    with pytest.raises(RegistrationError, match="is there already"):
+        kvpact.register_method(make_method(name))
+    assert find_method(name) is before
+
+
+def test_unregistering():
+    kvpact.register_method(make_method("fleeting"))
+    unregister_method("fleeting")
+    assert "fleeting" not in known_names()
+    with pytest.raises(SpecError, match="unknown method 'fleeting'"):
+        kvpact.parse_spec("fleeting")
+    for name in ("fleeting", "turboquant"):
+        with pytest.raises(RegistrationError, match="no method named"):
+            unregister_method(name)
+
+
+class NoDataclass:
+    name = "no_dataclass"
+    version = 1
+    key_codec = value_codec = None
+
+
+@pytest.mark.parametrize("thing", [int, "text", None, NoDataclass, NoDataclass(), Exact()])
+def test_what_is_no_method_class_is_refused(thing):
+    with pytest.raises(RegistrationError):
+        kvpact.register_method(thing)
+    assert "no_dataclass" not in known_names()
+
+
+@pytest.mark.parametrize("name", ["", "a:b", "a/b", "a,b", "a=b", "a b", ":", 5])
+def test_names_that_no_spec_could_hold_are_refused(name):
+    before = known_names()
+    with pytest.raises(RegistrationError):
+        kvpact.register_method(make_method(name))
+    assert known_names() == before
+
+
+def test_foreign_names_are_known_but_not_listed():
+    foreign = [name for name in known_names() if isinstance(find_method(name), Foreign)]
+    assert len(foreign) == 4
+    assert not set(foreign) & set(kvpact.list_methods())
+    for name in foreign:
+        kvpact.parse_spec(find_method(name).nearest)  # can be copied from the message
+
+
+def test_every_alias_expands_to_methods():
+    aliases = {n: e for n, e in kvpact.list_methods().items() if isinstance(e, Alias)}
+    assert len(aliases) == 7
+    for name, alias in aliases.items():
+        assert alias.name == name
+        assert kvpact.parse_spec(name) == kvpact.parse_spec(alias.spec)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_such_module_anywhere:Thing", "can't be loaded"),
+        ("kvpact.methods.none:NoSuchName", "can't be loaded"),
+        ("kvpact.methods.none:ExactCodec", "lacks"),
+        ("kvpact.methods.none:Exact", "calls itself 'none'"),
+    ],
+)
+def test_a_broken_entry_point_is_named_when_it_is_used(monkeypatch, target, message):
+    point = EntryPoint("broken", target, registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "_entry_points", lambda: {"broken": point})
+    assert "broken" in known_names()  # nothing is imported for a list of names
+    with pytest.raises(RegistrationError, match=message):
+        kvpact.parse_spec("broken")
+
+
+def test_methods_are_imported_when_their_name_is_used():
+    code = (
+        "import sys, kvpact\n"
+        "names = ['turboquant', 'kvarn', 'kivi', 'fp8', 'integer', 'aliases']\n"
+        "assert not [n for n in names if 'kvpact.methods.' + n in sys.modules]\n"
+        "kvpact.parse_spec('kvarn')\n"
+        "loaded = [n for n in names if 'kvpact.methods.' + n in sys.modules]\n"
+        "assert loaded == ['kvarn'], loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
