@@ -11,6 +11,10 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 READY := $(VENV)/.installed
 
+# Torch's threads spin while they wait for each other. Where something else runs on a core, that made
+# everything ten times slower; waiting passively costs next to nothing on an idle machine.
+export OMP_WAIT_POLICY ?= passive
+
 # One test process per core, at most four, each with one torch thread: more of either is slower.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile

@@ -73,7 +73,7 @@ class Spec:
                 raise SpecError(f"a spec's JSON can't be read: {error}") from error
         if not isinstance(data, Mapping) or set(data) != {"version", "key", "value"}:
             raise SpecError("a spec's JSON is an object of version, key and value")
-        if data["version"] != SPEC_VERSION:
+        if type(data["version"]) is not int or data["version"] != SPEC_VERSION:
             raise SpecError(
                 f"spec version {data['version']!r} is not known; this is {SPEC_VERSION}"
             )
@@ -191,6 +191,11 @@ def _method_from_json(data: Any) -> Any:
         )
     options = {key: value for key, value in data.items() if key not in ("method", "version")}
     types = option_types(entry)
+    missing = [key for key in types if key not in options]
+    if missing:
+        raise SpecError(
+            f"{entry.name!r}: the JSON lacks {', '.join(missing)}; it names all options"
+        )
     for key, value in options.items():
         if key not in types:
             raise SpecError(f"{entry.name!r} has no option {key!r}; it has {', '.join(types)}")

@@ -174,10 +174,12 @@ class ContiguousCache:
         for layer in self._layers:
             layer.truncate(length)
 
-    def reset(self) -> None:
-        """Forget all tokens of all layers, and the batch size."""
-        for layer in self._layers:
-            layer.reset()
+    def reset(self, layer: int | None = None) -> None:
+        """Forget all tokens, and the batch size, of one layer or (None) of all."""
+        if layer is not None:
+            check_layer(layer, len(self._layers))
+        for entry in self._layers if layer is None else [self._layers[layer]]:
+            entry.reset()
 
     def fork(self) -> ContiguousCache:
         """Return an independent copy; slots are shared until one side writes to them."""

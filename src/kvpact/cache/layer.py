@@ -141,7 +141,9 @@ class CacheLayer:
             if stream is None:
                 raise GeometryError("the layer holds no tokens yet")
             view = self._stream_view(stream, self._padding, lambda: None)
-            packed = [view.dequantize(0, view.exact_from, view.tail.dtype)] if view.exact_from else []
+            packed = (
+                [view.dequantize(0, view.exact_from, view.tail.dtype)] if view.exact_from else []
+            )
             return torch.cat([*packed, view.tail], dim=2)
 
     def truncate(self, length: int) -> None:
