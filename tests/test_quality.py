@@ -1,4 +1,4 @@
-"""Quality of the methods on the real model: 3,000 tokens of a book, in chunks (`make test-slow`)."""
+"""Quality on the real model: 3,000 tokens of a book in chunks of 256 (`make test-slow`)."""
 
 import pytest
 import torch

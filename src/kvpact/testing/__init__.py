@@ -1,0 +1,56 @@
+"""The public conformance kit: what a method and a cache have to keep to, as pytest classes.
+
+```python
+from kvpact.testing import CacheContract, MethodContract
+
+class TestMine(MethodContract):        # the codecs, their slots, their bytes
+    spec = "mine:bits=4"
+
+class TestMineInACache(CacheContract):  # the same method in kvpact's own cache
+    spec = "mine:bits=4"
+
+class TestMyCache(CacheContract):       # a cache of one's own
+    def make_cache(self, geometry, max_tokens=None):
+        return MyCache(geometry, max_tokens)
+```
+
+Needs pytest. Every check is a method whose name begins with ``test_``; a subclass sets a few class
+attributes (`MethodContract`, `CacheContract` list them) and changes nothing else.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite(
+    *(
+        f"kvpact.testing.{name}"
+        for name in (
+            "cache_append",
+            "cache_attention",
+            "cache_bytes",
+            "cache_input",
+            "cache_rollback",
+            "cache_rows",
+            "method_codec",
+            "method_slots",
+            "method_spec",
+        )
+    )
+)
+
+from kvpact.testing.cache import CacheContract  # noqa: E402
+from kvpact.testing.data import SHAPES, Shape, random_tokens  # noqa: E402
+from kvpact.testing.held import held_bytes, held_tensors, same_bytes  # noqa: E402
+from kvpact.testing.method import MethodContract  # noqa: E402
+from kvpact.testing.reference import reference_attention  # noqa: E402
+
+__all__ = [
+    "SHAPES",
+    "CacheContract",
+    "MethodContract",
+    "Shape",
+    "held_bytes",
+    "held_tensors",
+    "random_tokens",
+    "reference_attention",
+    "same_bytes",
+]

@@ -1,0 +1,133 @@
+"""Checks of the attention: what `attend` returns is attention over what `prefill` shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpact.contract import AttendConfig, Dequantized, Fused
+from kvpact.testing.cache_base import CacheKit, Tokens
+from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.reference import reference_attention
+
+ROWS, HEADS, NEW, HELD = 2, 2, 5, 131
+SHAPE = Shape(ROWS, HEADS, (66, 1, 64), 32, 48, torch.float32)
+_TOTAL = HELD + NEW
+_SEEN = torch.rand(ROWS, 1, NEW, _TOTAL, generator=torch.Generator().manual_seed(3)) < 0.5
+_PADDING = torch.tensor([0, 7])
+CONFIGS = {
+    "none": None,
+    "scale": AttendConfig(softmax_scale=0.3, n_kv_groups=2),
+    "softcap": AttendConfig(softcap=2.0),
+    "sliding window": AttendConfig(sliding_window=40),
+    "a narrow sliding window": AttendConfig(sliding_window=1),
+    "sink logits": AttendConfig(sink_logits=torch.tensor([0.0, 1.0, -1.0, 3.0])),
+    "boolean mask": AttendConfig(mask=_SEEN),
+    "mask alone": AttendConfig(mask=_SEEN, is_causal=False),
+    "mask per head": AttendConfig(mask=_SEEN.expand(-1, 2 * HEADS, -1, -1)),
+    "nothing seen": AttendConfig(mask=torch.zeros(1, 1, 1, _TOTAL, dtype=torch.bool)),
+    "additive mask": AttendConfig(mask=random_tokens(1, 1, NEW, _TOTAL)),
+    "lowest numbers": AttendConfig(
+        mask=torch.zeros(_SEEN.shape).masked_fill(~_SEEN, torch.finfo(torch.float32).min)
+    ),
+    "not causal": AttendConfig(is_causal=False),
+    "padding": AttendConfig(padding=_PADDING),
+    "all at once": AttendConfig(
+        softmax_scale=0.2,
+        softcap=5.0,
+        sliding_window=90,
+        sink_logits=torch.zeros(4),
+        mask=_SEEN,
+        padding=_PADDING,
+    ),
+    "as stored": AttendConfig(exact_new=False),
+}
+_BOOLEAN = {"boolean", "mask", "lowest"}
+
+
+class AttentionChecks(CacheKit):
+    """`attend` and `decode` against attention written out."""
+
+    def _expected(self, cache: Any, tokens: Tokens, config: AttendConfig | None) -> Tensor:
+        result = cache.fork().prefill(0, *tokens, config)
+        if config is not None and config.mask is not None and config.mask.dtype != torch.bool:
+            seen = config.mask > torch.finfo(config.mask.dtype).min
+            if not seen.all():
+                config = AttendConfig(mask=seen, is_causal=config.is_causal)
+        return reference_attention(tokens[2], result.k, result.v, config, result.logit_bias)
+
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_attend_is_attention_over_what_is_shown(self, name: str) -> None:
+        """Every option of `AttendConfig`, several new tokens."""
+        self.needs("attend", "fork")
+        config = CONFIGS[name]
+        padded = AttendConfig(padding=config.padding) if config is not None else None
+        cache = self.filled(SHAPE, config=padded)
+        tokens = self.tokens(SHAPE, NEW, seed=1)
+        expected = self._expected(cache, tokens, config)
+        output = cache.attend(0, *tokens, config)
+        assert output.dtype == tokens[2].dtype
+        assert torch.isfinite(output).all()
+        torch.testing.assert_close(output.double(), expected, atol=2e-4, rtol=2e-4)
+        assert cache.seq_len(0) == HELD + NEW
+
+    @pytest.mark.parametrize("held", [0, 1, 63, 65, 300])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_decode_and_chunks(self, held: int, dtype: torch.dtype) -> None:
+        """One token, and a chunk, after any number of tokens; more than one tile of new ones."""
+        self.needs("fork")
+        shape = Shape(1, 1, (held,), 32, 48, dtype)
+        tolerance = 2e-4 if dtype == torch.float32 else 3e-2
+        for new in (1, 260):
+            cache = self.make_cache(shape.geometry())
+            if held:
+                self.append(cache, self.tokens(shape, held))
+            tokens = self.tokens(shape, new, seed=1, queries=3)
+            expected = self._expected(cache, tokens, None)
+            if new == 1:
+                answer = cache.decode(0, *tokens, AttendConfig())
+                assert isinstance(answer, Fused | Dequantized)
+                if isinstance(answer, Dequantized):
+                    shown = answer.result
+                    output = reference_attention(
+                        tokens[2], shown.k, shown.v, None, shown.logit_bias
+                    ).to(dtype)
+                else:
+                    output = answer.output
+            else:
+                self.needs("attend")
+                output = cache.attend(0, *tokens, None)
+            assert output.dtype == dtype
+            torch.testing.assert_close(
+                output.double(), expected, atol=tolerance, rtol=tolerance, check_dtype=False
+            )
+
+    def test_bias_follows_the_scale(self) -> None:
+        """A `logit_bias` is in units of the scaled logits, and zero where K is exact."""
+        self.needs("fork")
+        cache = self.filled(SHAPE)
+        tokens = self.tokens(SHAPE, NEW, seed=1)
+        results = [
+            cache.fork().prefill(0, *tokens, AttendConfig(softmax_scale=scale))
+            for scale in (1.0, 0.25)
+        ]
+        if results[0].logit_bias is None:
+            assert results[1].logit_bias is None
+            return
+        full, quarter = (result.logit_bias for result in results)
+        assert full.shape == (ROWS, 2 * HEADS, NEW, HELD + NEW)
+        torch.testing.assert_close(full * 0.25, quarter, atol=1e-6, rtol=1e-5)
+        assert not full[..., HELD:].any()
+        assert bool(full.any())
+
+    def test_rows_of_padding_only_are_finite(self) -> None:
+        """A row that has seen nothing but padding gets zeros, not NaN."""
+        self.needs("attend")
+        cache = self.make_cache(SHAPE.geometry())
+        config = AttendConfig(padding=torch.tensor([0, 9]))
+        output = cache.attend(0, *self.tokens(SHAPE, 6), config)
+        assert torch.isfinite(output).all()
+        assert not output[1].any()

@@ -1,0 +1,124 @@
+"""What the checks of a cache share: making, filling and reading one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpact.cache import create_cache
+from kvpact.contract import AttendConfig
+from kvpact.geometry import CacheGeometry
+from kvpact.spec import parse_spec
+from kvpact.testing.data import SHAPES, Shape, random_tokens
+from kvpact.testing.held import copied_tensors, difference, held_tensors
+
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+SMALL = Shape(2, 2, (70, 1, 64), 32, 48, torch.float32)
+"""For checks to which the widths don't matter: two rows, a group of 128 and one of 64 cut."""
+
+Tokens = tuple[Tensor, Tensor, Tensor]
+
+
+class CacheKit:
+    """The cache under test.
+
+    Attributes
+    ----------
+    spec : str
+        The spec of the cache that `make_cache` makes.
+    operations : tuple of str
+        What the cache can do beside the protocol `CompressedKVCache`. A cache that lacks one
+        leaves it out here, and the checks that need it are skipped.
+    """
+
+    spec: ClassVar[str] = "none"
+    operations: ClassVar[tuple[str, ...]] = (
+        "attend",
+        "truncate",
+        "fork",
+        "select",
+        "reorder",
+        "repeat",
+        "stats",
+    )
+
+    def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
+        """Return a new empty cache; override this to test a cache of your own."""
+        return create_cache(self.spec, geometry, max_tokens=max_tokens)
+
+    def exact_tokens(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return (sinks, window) for K and for V: tokens that read back exactly."""
+        spec = parse_spec(self.spec)
+        return (spec.key.sinks, spec.key.window), (spec.value.sinks, spec.value.window)
+
+    def groups(self) -> tuple[int, int]:
+        """Return the tokens that are quantised together, for K and for V."""
+        spec, dtype = parse_spec(self.spec), torch.float32
+        return spec.key.key_codec(64, dtype).group, spec.value.value_codec(64, dtype).group
+
+    def needs(self, *operations: str) -> None:
+        """Skip the running check unless the cache has these operations."""
+        for name in operations:
+            if name not in self.operations:
+                pytest.skip(f"the cache has no {name}")
+
+    def tokens(self, shape: Shape, count: int, seed: int = 0, queries: int = 2) -> Tokens:
+        """Return k, v and q of `count` tokens; `queries` query heads per KV head."""
+        rows, heads, dtype = shape.batch, shape.heads, shape.dtype
+        k = random_tokens(rows, heads, count, shape.dim, seed=seed, dtype=dtype, offset=1.0)
+        v = random_tokens(rows, heads, count, shape.v_dim, seed=seed + 1000, dtype=dtype)
+        q = random_tokens(rows, heads * queries, count, shape.dim, seed=seed + 2000, dtype=dtype)
+        return k, v, q
+
+    def append(
+        self, cache: Any, tokens: Tokens, config: AttendConfig | None = None, layer: int = 0
+    ) -> None:
+        """Store tokens."""
+        cache.prefill(layer, *tokens, config)
+
+    def filled(
+        self,
+        shape: Shape,
+        pieces: Iterable[int] | None = None,
+        seed: int = 0,
+        config: AttendConfig | None = None,
+        layers: int = 1,
+    ) -> Any:
+        """Return a cache that holds the shape's tokens in all layers, appended in pieces."""
+        cache = self.make_cache(shape.geometry(layers))
+        k, v, q = self.tokens(shape, shape.tokens, seed)
+        start = 0
+        for count in shape.pieces if pieces is None else pieces:
+            part = slice(start, start + count)
+            for layer in range(layers):
+                self.append(cache, (k[:, :, part], v[:, :, part], q[:, :, part]), config, layer)
+            start += count
+        return cache
+
+    def read(self, cache: Any, shape: Shape, layer: int = 0) -> tuple[Tensor, Tensor]:
+        """Return K and V of the tokens that a cache holds; the cache stays as it is."""
+        probe = self.tokens(replace(shape, batch=self.rows(cache, shape)), 1, seed=99)
+        held = cache.seq_len(layer)
+        result = cache.fork().prefill(layer, *probe)
+        assert result.total == held + 1
+        return result.k[:, :, :held], result.v[:, :, :held]
+
+    def rows(self, cache: Any, shape: Shape) -> int:
+        """Return how many rows a cache holds (those of the shape unless it says otherwise)."""
+        rows = getattr(cache, "batch_size", None)
+        return shape.batch if rows is None else int(rows)
+
+    def state(self, cache: Any) -> dict[str, Tensor]:
+        """Return copies of all tensors that a cache holds."""
+        return copied_tensors(cache)
+
+    def assert_same(self, a: Any, b: Any) -> None:
+        """Check that two caches hold the same tensors, byte by byte."""
+        left, right = (x if isinstance(x, dict) else held_tensors(x) for x in (a, b))
+        different = difference(left, right)
+        assert not different, f"not the same bytes: {different}"

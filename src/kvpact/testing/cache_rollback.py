@@ -1,0 +1,189 @@
+"""Checks of truncate and fork."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvpact.errors import KVPactError, StaleResult
+from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
+from kvpact.testing.data import Shape
+from kvpact.testing.held import same_bytes
+
+
+class RollbackChecks(CacheKit):
+    """A cache that was rolled back or forked."""
+
+    @every_shape
+    def test_truncate_is_never_having_appended(self, shape: Shape) -> None:
+        """A cut between groups: after the window has refilled, all bytes are those of a new cache.
+
+        Nothing of the tokens that went is left: not in the slots, not in the sinks.
+        """
+        self.needs("truncate")
+        group, total = max(self.groups()), shape.tokens
+        cuts = {total, total // 2, 0} if group == 1 else {total, total // group * group, group, 0}
+        window = max(window for _, window in self.exact_tokens())
+        for kept in sorted(cut for cut in cuts if 0 <= cut <= total):
+            cache = self.filled(shape)
+            cache.truncate(kept)
+            assert cache.seq_len(0) == kept
+            fresh = self.make_cache(shape.geometry())
+            k, v, q = self.tokens(shape, total)
+            if kept:
+                self.append(fresh, (k[:, :, :kept], v[:, :, :kept], q[:, :, :kept]))
+            more = self.tokens(shape, window + 2 * group + 3, seed=1)
+            for one in (cache, fresh):
+                self.append(one, more)
+            self.assert_same(cache, fresh)
+
+    @every_shape
+    def test_truncate_keeps_what_was_stored(self, shape: Shape) -> None:
+        """A cut anywhere: the tokens that stay are shown as stored before; later ones are close.
+
+        What was packed stays packed, with the side information of its group.
+        """
+        self.needs("truncate", "fork")
+        before = self.filled(shape)
+        shown, total = self.read(before, shape), shape.tokens
+        exact = self.exact_tokens()
+        stored_end = [total - w - g + 1 for (_, w), g in zip(exact, self.groups(), strict=True)]
+        given = self.tokens(shape, total)[:2]
+        for kept in sorted({total - 1, total // 2 + 1, 1, min(33, total)} - {0}):
+            cache = before.fork()
+            cache.truncate(kept)
+            assert cache.seq_len(0) == kept
+            now = self.read(cache, shape)
+            for x, was, is_, end in zip(given, shown, now, stored_end, strict=True):
+                packed = max(min(end, kept), 0)
+                assert same_bytes(is_[:, :, :packed], was[:, :, :packed])
+                assert is_.shape[2] == kept
+                assert _close(is_, x[:, :, :kept])
+            more = self.tokens(shape, 66, seed=1)
+            self.append(cache, more)
+            again = self.read(cache, shape)
+            for x, was, is_, (_, window) in zip(more, now, again, exact, strict=False):
+                settled = max(kept - window - max(self.groups()) + 1, 0)
+                assert same_bytes(is_[:, :, :settled], was[:, :, :settled])
+                assert _close(is_[:, :, kept:], x)
+
+    def test_truncate_within_the_window_is_exact(self) -> None:
+        """A rollback of a few tokens leaves the window's tokens as they were given."""
+        self.needs("truncate", "fork")
+        cache = self.filled(SMALL)
+        given, total = self.tokens(SMALL, SMALL.tokens)[:2], SMALL.tokens
+        for kept in (total - 1, total - 5):
+            cache.truncate(kept)
+            for x, got, (_, window) in zip(
+                given, self.read(cache, SMALL), self.exact_tokens(), strict=True
+            ):
+                if window:
+                    part = slice(total - window, kept)
+                    assert same_bytes(got[:, :, part], x[:, :, part])
+
+    def test_truncate_never_extends(self) -> None:
+        """To more tokens than there are, or below zero: nothing changes."""
+        self.needs("truncate")
+        cache = self.filled(SMALL, layers=2)
+        before = self.state(cache)
+        cache.truncate(SMALL.tokens)
+        cache.truncate(SMALL.tokens + 7)
+        for wrong in (-1, 1.5, None, True):
+            with pytest.raises(KVPactError):
+                cache.truncate(wrong)
+        self.assert_same(before, cache)
+        empty = self.make_cache(SMALL.geometry())
+        empty.truncate(5)
+        assert empty.seq_len(0) == 0
+
+    def test_truncate_covers_all_layers(self) -> None:
+        """All layers are cut, shorter ones stay."""
+        self.needs("truncate")
+        cache = self.make_cache(SMALL.geometry(3))
+        for layer, count in enumerate((70, 10, 0)):
+            if count:
+                self.append(cache, self.tokens(SMALL, count), layer=layer)
+        cache.truncate(20)
+        assert [cache.seq_len(layer) for layer in range(3)] == [20, 10, 0]
+
+    def test_a_result_from_before_is_stale(self) -> None:
+        """What was read before a rollback stays; what wasn't is as it was, or can't be read."""
+        self.needs("truncate")
+        for change in self._changes():
+            cache, twin = self.filled(SMALL), self.filled(SMALL)
+            for one in (cache, twin):
+                self.append(one, self.tokens(SMALL, 300, seed=1))
+            tokens = self.tokens(SMALL, 2, seed=2)
+            read, unread, started = (cache.prefill(0, *tokens, None) for _ in range(3))
+            expected = [twin.prefill(0, *tokens, None) for _ in range(3)]
+            wanted = [(result.k.clone(), result.v.clone()) for result in expected]
+            assert same_bytes(read.k, wanted[0][0])
+            tiles = started.tiles()
+            first = next(tiles)
+            change(cache)
+            rows = replace(SMALL, batch=self.rows(cache, SMALL))
+            self.append(cache, self.tokens(rows, 40, seed=3))
+            assert same_bytes(read.k, wanted[0][0])
+            assert same_bytes(read.v, wanted[0][1])
+            with suppress(StaleResult):
+                assert same_bytes(unread.v, wanted[1][1])
+            with suppress(StaleResult):
+                joined = torch.cat([first.k, *(tile.k for tile in tiles)], 2)
+                assert same_bytes(joined, wanted[2][0])
+
+    def _changes(self) -> list[Callable[[Any], None]]:
+        changes: list[Callable[[Any], None]] = [lambda c: c.truncate(40), lambda c: c.reset()]
+        if "select" in self.operations:
+            changes.append(lambda c: c.select(torch.tensor([1])))
+        return changes
+
+    def _replace(self, cache: Any, kept: int, count: int) -> None:
+        cache.truncate(kept)
+        self.append(cache, self.tokens(SMALL, count, seed=7))
+
+    @pytest.mark.parametrize("writer", ["original", "fork"])
+    def test_forks_are_independent(self, writer: str) -> None:
+        """Whatever one side does, the other's bytes stay."""
+        self.needs("fork", "truncate")
+        operations: list[Callable[[Any], None]] = [
+            *self._changes(),
+            lambda c: self.append(c, self.tokens(SMALL, 1, seed=5)),
+            lambda c: self.append(c, self.tokens(SMALL, 200, seed=6)),
+            lambda c: self._replace(c, 65, 5),
+            lambda c: self._replace(c, 0, 70),
+        ]
+        for operation in operations:
+            original = self.filled(SMALL)
+            fork = original.fork()
+            self.assert_same(original, fork)
+            active, other = (original, fork) if writer == "original" else (fork, original)
+            before, alone = self.state(other), self.filled(SMALL)
+            operation(active)
+            self.assert_same(before, other)
+            operation(alone)
+            self.assert_same(alone, active)
+            self.append(other, self.tokens(SMALL, 3, seed=9))
+            self.assert_same(alone, active)
+
+    def test_forks_of_forks(self) -> None:
+        """A fork outlives what it was made from."""
+        self.needs("fork", "truncate")
+        first = self.filled(SMALL)
+        second = first.fork()
+        third = second.fork()
+        state = self.state(third)
+        self.append(second, self.tokens(SMALL, 9, seed=1))
+        first.reset()
+        second.truncate(3)
+        self.assert_same(state, third)
+
+
+def _close(shown: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether decompressed tokens are nearer to what was given than zeros are."""
+    error = (shown.double() - given.double()).norm()
+    return bool(torch.isfinite(shown).all()) and bool(error < given.double().norm())

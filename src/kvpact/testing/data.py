@@ -1,0 +1,83 @@
+"""Shapes and tokens that the checks are made with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpact.geometry import CacheGeometry
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One odd shape.
+
+    Parameters
+    ----------
+    batch, heads : int
+        Rows, and KV heads.
+    pieces : tuple of int
+        Tokens, as they come piece by piece.
+    dim, v_dim : int
+        Width of K and of V.
+    dtype : torch.dtype
+        Of K and V.
+    """
+
+    batch: int
+    heads: int
+    pieces: tuple[int, ...]
+    dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"B{self.batch}-H{self.heads}-T{self.tokens}-D{self.dim}x{self.v_dim}-{dtype}"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return sum(self.pieces)
+
+    def geometry(self, layers: int = 1) -> CacheGeometry:
+        """Return the geometry of a cache of that shape."""
+        return CacheGeometry(layers, self.heads, self.dim, self.v_dim, self.dtype)
+
+
+# Every width, number of heads, rows, tokens and dtype of interest, in few combinations: few tokens
+# one by one, groups of 32, 64 and 128 tokens that are cut by pieces, more than two segments.
+SHAPES = (
+    Shape(1, 1, (1,), 64, 64, torch.float32),
+    Shape(2, 3, (62, 1), 80, 96, torch.float16),
+    Shape(1, 3, (1, 63, 1), 96, 80, torch.bfloat16),
+    Shape(1, 1, (1,) * 65, 64, 128, torch.float32),
+    Shape(2, 1, (129, 63, 65, 1), 128, 64, torch.float16),
+    Shape(1, 1, (63, 65, 1, 64), 576, 512, torch.float32),
+)
+
+
+def random_tokens(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, offset: float = 0.0
+) -> Tensor:
+    """Return N(0, 1) numbers, the same ones for the same arguments.
+
+    Parameters
+    ----------
+    *shape : int
+        `B, H, T, D`.
+    seed : int
+        Chooses the numbers.
+    dtype : torch.dtype
+        They are rounded to it.
+    offset : float
+        Standard deviation of a constant that is added to each channel, as keys have it.
+    """
+    generator = torch.Generator().manual_seed(seed * 2 + 1)
+    x = torch.randn(*shape, generator=generator)
+    if offset:
+        # The constants depend on the width alone, so that every piece has the same.
+        x = x + offset * torch.randn(shape[-1], generator=torch.Generator().manual_seed(7))
+    return x.to(dtype)

@@ -1,0 +1,93 @@
+"""What the checks of a method share."""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpact.formats import TILE
+from kvpact.methods import Codec
+from kvpact.spec import Spec, parse_spec
+from kvpact.testing.data import SHAPES, Shape, random_tokens
+
+Arrays = dict[str, Tensor]
+
+# Marks stand on each check: one on a class of checks would reach all that a subclass inherits.
+both_sides = pytest.mark.parametrize("side", ["key", "value"])
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+class MethodKit:
+    """The method under test and how to get at its codecs.
+
+    Attributes
+    ----------
+    spec : str
+        The spec to be tested.
+    max_relative_error : float
+        `|decoded - x| / |x|` over normally distributed tokens stays below it.
+    """
+
+    spec: ClassVar[str]
+    max_relative_error: ClassVar[float] = 1.0
+
+    def parsed(self) -> Spec:
+        """Return the spec, parsed."""
+        return parse_spec(self.spec)
+
+    def codec(self, side: str, dim: int, dtype: torch.dtype = torch.float32) -> Codec:
+        """Return a new codec for K (``key``) or V (``value``)."""
+        spec = self.parsed()
+        if side == "key":
+            codec: Codec = spec.key.key_codec(dim, dtype)
+        else:
+            codec = spec.value.value_codec(dim, dtype)
+        return codec
+
+    def sample(self, side: str, shape: Shape, seed: int = 0) -> tuple[Codec, Tensor]:
+        """Return a codec and tokens for it: fp32, rounded to the shape's dtype, whole groups."""
+        dim = shape.dim if side == "key" else shape.v_dim
+        codec = self.codec(side, dim, shape.dtype)
+        tokens = -(-shape.tokens // codec.group) * codec.group
+        x = random_tokens(shape.batch, shape.heads, tokens, dim, seed=seed, dtype=shape.dtype)
+        return codec, x.float()
+
+
+def capacity(codec: Codec, tokens: int) -> int:
+    """Return the least number of tokens from `tokens` on that is whole units of every field."""
+    unit = lcm(TILE, codec.group, *(field.tokens for field in codec.fields))
+    return -(-tokens // unit) * unit
+
+
+def allocate(codec: Codec, x: Tensor, tokens: int) -> Arrays:
+    """Return empty storage for `tokens` tokens of the rows and heads of `x`, by field name."""
+    batch, heads = x.shape[:2]
+    return {field.name: field.allocate(batch, heads, tokens, x.device) for field in codec.fields}
+
+
+def write(codec: Codec, storage: Arrays, start: int, arrays: Arrays) -> None:
+    """Write what `encode` returned into storage."""
+    for field in codec.fields:
+        if field.name in arrays:
+            field.write(storage[field.name], start, arrays[field.name])
+
+
+def stored(codec: Codec, x: Tensor, tokens: int | None = None) -> Arrays:
+    """Return storage that holds the encoded `x`."""
+    storage = allocate(codec, x, capacity(codec, tokens or x.shape[2]))
+    write(codec, storage, 0, codec.encode(x))
+    return storage
+
+
+def decode_storage(codec: Codec, storage: Arrays) -> Tensor:
+    """Return all tokens of storage, still transformed."""
+    return codec.decode({field.name: field.read(storage[field.name]) for field in codec.fields})
+
+
+def relative_error(x: Tensor, y: Tensor) -> float:
+    """Return `|y - x| / |x|`."""
+    return float((y.double() - x.double()).norm() / x.double().norm())

@@ -1,0 +1,122 @@
+"""Checks of a codec's arithmetic: names, shapes, determinism, distortion, hard input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpact.errors import KVPactError
+from kvpact.formats import TILE, CodesField
+from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.held import copied_tensors, difference, same_bytes
+from kvpact.testing.method_base import MethodKit, both_sides, every_shape, relative_error
+
+HARD = {
+    "zeros": 0.0,
+    "a constant": 3.0,
+    "the largest fp16 numbers": 6e4,
+    "beyond fp16": 1e9,
+    "beyond the square root of fp32's range": 1e30,
+    "near the end of fp32": 3e38,
+    "tiny": 1e-30,
+    "denormal": 1e-40,
+}
+
+
+class CodecChecks(MethodKit):
+    """`encode` and `decode` on arrays."""
+
+    @both_sides
+    @every_shape
+    def test_arrays_are_as_declared(self, side: str, shape: Shape) -> None:
+        """Group, field names, shapes, dtypes and code ranges are those that the fields say."""
+        codec, x = self.sample(side, shape)
+        assert codec.group == 1 or codec.group % TILE == 0
+        names = [field.name for field in codec.fields]
+        assert len(set(names)) == len(names)
+        before = x.clone()
+        arrays = codec.encode(x)
+        assert same_bytes(x, before), "encode changed its input"
+        assert set(arrays) == set(names), "encode's names differ from the fields'"
+        for field in codec.fields:
+            array = arrays[field.name]
+            units = x.shape[2] // codec.group if field.per_group else x.shape[2]
+            assert array.shape[:3] == (*x.shape[:2], units), field.name
+            if isinstance(field, CodesField):
+                assert array.dtype == torch.uint8
+                assert array.shape[3] == field.dim
+                assert int(array.max()) < 1 << field.bits
+            else:
+                assert array.dtype == field.dtype, field.name
+        decoded = codec.decode(arrays)
+        assert decoded.dtype == torch.float32
+        assert decoded.shape == x.shape
+
+    @both_sides
+    @every_shape
+    def test_distortion(self, side: str, shape: Shape) -> None:
+        """Normally distributed tokens come back with less than `max_relative_error`."""
+        codec, x = self.sample(side, shape)
+        y = codec.transform.inverse(codec.decode(codec.encode(x)))
+        assert torch.isfinite(y).all()
+        assert relative_error(x, y) < self.max_relative_error
+
+    @both_sides
+    @every_shape
+    def test_rows_heads_and_groups_are_independent(self, side: str, shape: Shape) -> None:
+        """A token's bytes depend on its own group alone; encoding twice gives the same bytes."""
+        codec, x = self.sample(side, shape)
+        whole, again = codec.encode(x), self.sample(side, shape)[0].encode(x.clone())
+        assert not difference(whole, again)
+        row, head = x.shape[0] - 1, x.shape[1] - 1
+        last = codec.encode(x[row:, head:, -codec.group :].clone())
+        for field in codec.fields:
+            count = 1 if field.per_group else codec.group
+            assert same_bytes(whole[field.name][row:, head:, -count:], last[field.name]), field.name
+
+    @both_sides
+    def test_nothing_stays_in_the_codec(self, side: str) -> None:
+        """A codec has no memory: what isn't in a field would be in no count of bytes."""
+        codec = self.codec(side, 64)
+        first = random_tokens(1, 1, max(codec.group, 64), 64)
+        codec.decode(codec.encode(first))
+        before = copied_tensors(codec)
+        x = random_tokens(2, 2, 2 * max(codec.group, 64), 64, seed=1)
+        codec.decode(codec.encode(x))
+        assert not difference(before, copied_tensors(codec))
+
+    @both_sides
+    def test_transform_is_orthogonal(self, side: str) -> None:
+        """Inner products survive the transform, and `inverse` undoes it."""
+        for dim in (1, 64, 80, 96, 576):
+            transform = self.codec(side, dim).transform
+            x, y = random_tokens(1, 1, 3, dim), random_tokens(1, 1, 3, dim, seed=1)
+            torch.testing.assert_close(
+                transform.inverse(transform.forward(x)), x, atol=1e-5, rtol=0
+            )
+            products = transform.forward(x) @ transform.forward(y).mT
+            torch.testing.assert_close(products, x @ y.mT, atol=1e-3, rtol=1e-4)
+
+    @both_sides
+    @pytest.mark.parametrize("magnitude", HARD.values(), ids=HARD)
+    @pytest.mark.parametrize("varied", [False, True], ids=["constant", "varied"])
+    def test_hard_input_is_finite_or_refused(
+        self, side: str, magnitude: float, varied: bool
+    ) -> None:
+        """Whatever is finite comes back finite, or is refused with a named error."""
+        codec = self.codec(side, 80)
+        x = torch.full((1, 1, 2 * codec.group, 80), magnitude)
+        if varied:
+            x = x * (1 - torch.arange(80) / 64) * (-1) ** torch.arange(x.shape[2]).view(-1, 1)
+        try:
+            arrays = codec.encode(x)
+        except KVPactError:
+            assert magnitude > 1e4, "ordinary input was refused"
+            return
+        assert all(torch.isfinite(array.float()).all() for array in arrays.values())
+        y = codec.transform.inverse(codec.decode(arrays))
+        assert torch.isfinite(y).all()
+        if magnitude <= 6e4:
+            # fp16 side information has a resolution: tiny input may become zero, but not large.
+            limit = 1.01 * max(x.abs().max().item() * 80**0.5, 1e-5)
+            assert y.abs().max() <= limit

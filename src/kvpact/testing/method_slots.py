@@ -1,0 +1,155 @@
+"""Checks of the bytes: what is written can be read, counted, cleared, and continued after a cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpact.errors import KVPactError
+from kvpact.methods import bytes_per_slot
+from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.held import difference, held_bytes, same_bytes
+from kvpact.testing.method_base import (
+    MethodKit,
+    allocate,
+    both_sides,
+    capacity,
+    decode_storage,
+    every_shape,
+    relative_error,
+    stored,
+    write,
+)
+
+
+class SlotChecks(MethodKit):
+    """A codec's fields in storage."""
+
+    @both_sides
+    @every_shape
+    def test_storage_gives_back_what_was_written(self, side: str, shape: Shape) -> None:
+        """Arrays read from storage decode to the same numbers, bit for bit."""
+        codec, x = self.sample(side, shape)
+        arrays, count = codec.encode(x), x.shape[2]
+        storage = allocate(codec, x, capacity(codec, count))
+        write(codec, storage, 0, arrays)
+        for field in codec.fields:
+            units = count // codec.group if field.per_group else count
+            read = field.read(storage[field.name])[:, :, :units]
+            assert same_bytes(read, arrays[field.name]), field.name
+        decoded = decode_storage(codec, storage)[:, :, :count]
+        assert same_bytes(decoded, codec.decode(arrays))
+
+    @both_sides
+    @every_shape
+    def test_pieces_are_the_whole(self, side: str, shape: Shape) -> None:
+        """Written in pieces or at once, cleared and written again: the same bytes."""
+        codec, x = self.sample(side, shape)
+        whole = stored(codec, x)
+        pieces = allocate(codec, x, capacity(codec, x.shape[2]))
+        step, start = codec.group if codec.group > 1 else 7, 0
+        while start < x.shape[2]:
+            part = x[:, :, start : start + step]
+            write(codec, pieces, start, codec.encode(part))
+            start += part.shape[2]
+        assert not difference(whole, pieces)
+        kept = x.shape[2] // 2 // codec.group * codec.group
+        for field in codec.fields:
+            field.clear_from(pieces[field.name], kept)
+        cleared = allocate(codec, x, capacity(codec, x.shape[2]))
+        if kept:
+            write(codec, cleared, 0, codec.encode(x[:, :, :kept]))
+        assert not difference(cleared, pieces)
+        write(codec, pieces, kept, codec.encode(x[:, :, kept:]))
+        assert not difference(whole, pieces)
+
+    @both_sides
+    @every_shape
+    def test_bytes_are_those_declared(self, side: str, shape: Shape) -> None:
+        """`bytes_per_slot` is what storage takes, and the fields know their storage's shape."""
+        codec, x = self.sample(side, shape)
+        tokens = capacity(codec, 2 * x.shape[2])
+        storage = allocate(codec, x, tokens)
+        for field in codec.fields:
+            units = tokens // field.tokens
+            wanted = (*x.shape[:2], units, *field.shape)
+            assert storage[field.name].shape == wanted, field.name
+            assert storage[field.name].dtype == field.dtype, field.name
+            assert field.kind in ("codes", "side")
+        rows = x.shape[0] * x.shape[1]
+        assert held_bytes(storage) == bytes_per_slot(codec) * tokens * rows
+
+    @both_sides
+    def test_unused_slots_are_zero_and_never_read(self, side: str) -> None:
+        """Slots that nobody wrote are zero; garbage in them doesn't change what is read."""
+        for dim in (64, 96):
+            codec = self.codec(side, dim)
+            used = codec.group if codec.group > 1 else 63
+            x = random_tokens(2, 1, used, dim)
+            storage = stored(codec, x, 4 * max(used, 64))
+            wanted = decode_storage(codec, storage)[:, :, :used].clone()
+            for field in codec.fields:
+                first = -(-used // field.tokens)
+                unused = storage[field.name][:, :, first:]
+                assert not unused.contiguous().flatten().view(torch.uint8).any(), field.name
+                unused.fill_(torch.nan if field.dtype.is_floating_point else 0xAA - 0x55)
+            assert same_bytes(decode_storage(codec, storage)[:, :, :used], wanted)
+
+    @both_sides
+    def test_a_cut_group_continues(self, side: str) -> None:
+        """After a rollback into a group its side information stays and codes new tokens."""
+        for dim in (64, 80):
+            codec = self.codec(side, dim)
+            if codec.group == 1:
+                pytest.skip("no groups of tokens")
+            x = random_tokens(2, 2, 2 * codec.group, dim, offset=2.0)
+            new = random_tokens(2, 2, codec.group, dim, seed=1, offset=2.0)
+            for kept in (1, codec.group // 2 + 1, codec.group - 1):
+                storage, cut = stored(codec, x), codec.group + kept
+                before = decode_storage(codec, storage)[:, :, :cut].clone()
+                for field in codec.fields:
+                    field.clear_from(storage[field.name], cut)
+                frozen = {
+                    field.name: field.read(storage[field.name])[:, :, 1:2].clone()
+                    for field in codec.fields
+                    if field.per_group
+                }
+                arrays = codec.encode(new[:, :, kept:], frozen)
+                per_token = {field.name for field in codec.fields if not field.per_group}
+                assert set(arrays) == per_token, "a frozen group's side information came again"
+                write(codec, storage, cut, arrays)
+                decoded = decode_storage(codec, storage)
+                assert same_bytes(decoded[:, :, :cut], before)
+                again = codec.transform.inverse(decoded[:, :, cut:])
+                assert relative_error(new[:, :, kept:], again) < self.max_relative_error
+
+    @both_sides
+    def test_a_cut_group_of_any_kind_continues(self, side: str) -> None:
+        """Whatever a group held, ordinary and hard tokens after a cut are finite or refused."""
+        codec = self.codec(side, 64)
+        if codec.group == 1:
+            pytest.skip("no groups of tokens")
+        ordinary = random_tokens(1, 1, codec.group, 64)
+        for held in (0.0, 1e-30, 1e-6, 1e3, 3.0 + 0 * ordinary, ordinary * 1e-6):
+            arrays = codec.encode(ordinary * 0 + held)
+            per_group = {f.name for f in codec.fields if f.per_group}
+            frozen = {name: arrays[name] for name in per_group}
+            for scale in (0.0, 1e-30, 1.0, 6e4, 1e30):
+                try:
+                    later = codec.encode(ordinary * scale, frozen)
+                except KVPactError:
+                    assert scale != 0, "zeros were refused"
+                    continue
+                assert torch.isfinite(codec.decode({**later, **frozen})).all()
+
+    @both_sides
+    def test_bias_is_a_part_of_the_whole(self, side: str) -> None:
+        """A codec with a bias gives it apart, finite, in the same space."""
+        codec = self.codec(side, 96)
+        arrays = codec.encode(random_tokens(1, 2, max(codec.group, 32), 96))
+        if not codec.has_bias:
+            pytest.skip("no bias")
+        bias = codec.decode_bias(arrays)
+        assert bias.shape == codec.decode(arrays).shape
+        assert torch.isfinite(bias).all()
+        assert bool(bias.any())
