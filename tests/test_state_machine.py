@@ -24,7 +24,7 @@ from kvpact.testing import held_bytes, random_tokens, reference_attention, same_
 
 HEADS, DIM, V_DIM = 2, 16, 8
 SETTINGS = settings(
-    max_examples=20,
+    max_examples=40,
     stateful_step_count=20,
     derandomize=True,
     deadline=None,
@@ -191,7 +191,7 @@ class Histories(RuleBasedStateMachine):
         return k, v, q
 
     @initialize(
-        count=st.integers(60, 200),
+        count=st.one_of(st.integers(60, 200), st.integers(1, 5)),
         how=st.sampled_from(["attend", "prefill"]),
         rows=st.lists(st.integers(0, 6), min_size=1, max_size=3),
         padded=st.booleans(),
@@ -233,6 +233,12 @@ class Histories(RuleBasedStateMachine):
         wanted = reference_attention(q, *expected, config)
         tolerance = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}[self.dtype]
         torch.testing.assert_close(output.double(), wanted, atol=tolerance, rtol=tolerance)
+
+    @precondition(lambda self: self.oracle.length)
+    @rule(count=st.integers(20, 70), how=st.sampled_from(["attend", "prefill"]))
+    def append_more(self, count, how):
+        # Histories without many tokens never see a window move on.
+        self.append(count, how, [0], False)
 
     @precondition(lambda self: self.oracle.length)
     @rule(

@@ -113,6 +113,11 @@ class AppendChecks(CacheKit):
             start += count
         self.append(caches[1], given, config)
         self.assert_same(*caches)
+        # What is known of a row that holds real tokens isn't changed by a later call.
+        more, other = self.tokens(SMALL, 9, seed=2), AttendConfig(padding=padding + 1)
+        self.append(caches[0], more, other)
+        self.append(caches[1], more)
+        self.assert_same(*caches)
         result = caches[0].prefill(0, *self.tokens(SMALL, 1, seed=1), config)
         for x, got, (sinks, _) in zip(
             given[:2], (result.k, result.v), self.exact_tokens(), strict=True
@@ -120,6 +125,17 @@ class AppendChecks(CacheKit):
             for row, first in enumerate(padding.tolist()):
                 part = slice(first, first + sinks)
                 assert same_bytes(got[row, :, part], x[row, :, part])
+
+    def test_attended_as_stored_is_stored_the_same(self) -> None:
+        """`exact_new=False` changes what is attended, not what is stored; padding included."""
+        self.needs("attend")
+        caches = [self.make_cache(SMALL.geometry()) for _ in range(2)]
+        for seed, count in enumerate((3, 70, 1, 130)):
+            padding = torch.tensor([0, 5]) if seed < 2 else None
+            for exact, cache in zip((True, False), caches, strict=True):
+                config = AttendConfig(padding=padding, exact_new=exact)
+                cache.attend(0, *self.tokens(SMALL, count, seed), config)
+        self.assert_same(*caches)
 
     def test_rows_are_independent(self) -> None:
         """A row's numbers are those of a cache that holds this row alone."""

@@ -88,16 +88,17 @@ class CacheKit:
         seed: int = 0,
         config: AttendConfig | None = None,
         layers: int = 1,
+        count: int | None = None,
     ) -> Any:
-        """Return a cache that holds the shape's tokens in all layers, appended in pieces."""
+        """Return a cache that holds the shape's first tokens in all layers, appended in pieces."""
         cache = self.make_cache(shape.geometry(layers))
-        k, v, q = self.tokens(shape, shape.tokens, seed)
+        k, v, q = self.tokens(shape, shape.tokens if count is None else count, seed)
         start = 0
-        for count in shape.pieces if pieces is None else pieces:
-            part = slice(start, start + count)
+        for piece in shape.pieces if pieces is None else pieces:
+            part = slice(start, start + piece)
             for layer in range(layers):
                 self.append(cache, (k[:, :, part], v[:, :, part], q[:, :, part]), config, layer)
-            start += count
+            start += piece
         return cache
 
     def read(self, cache: Any, shape: Shape, layer: int = 0) -> tuple[Tensor, Tensor]:

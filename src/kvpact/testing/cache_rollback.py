@@ -21,26 +21,45 @@ class RollbackChecks(CacheKit):
 
     @every_shape
     def test_truncate_is_never_having_appended(self, shape: Shape) -> None:
-        """A cut between groups: after the window has refilled, all bytes are those of a new cache.
+        """A cut that leaves no group in part: all bytes become those of a new cache.
 
-        Nothing of the tokens that went is left: not in the slots, not in the sinks.
+        At once where the window holds the same tokens in both, else when it has refilled. Nothing
+        of the tokens that went is left: not in the slots, not in the sinks.
         """
         self.needs("truncate")
-        group, total = max(self.groups()), shape.tokens
-        cuts = {total, total // 2, 0} if group == 1 else {total, total // group * group, group, 0}
+        total, group = shape.tokens, max(self.groups())
         window = max(window for _, window in self.exact_tokens())
+        k, v, q = self.tokens(shape, total)
+        cuts = {total, total - 5, total // 2, total // group * group, group, 2, 0}
         for kept in sorted(cut for cut in cuts if 0 <= cut <= total):
-            cache = self.filled(shape)
+            whole, at_once = self._cut(total, kept)
+            if not whole:
+                continue
+            cache, fresh = self.filled(shape), self.make_cache(shape.geometry())
             cache.truncate(kept)
             assert cache.seq_len(0) == kept
-            fresh = self.make_cache(shape.geometry())
-            k, v, q = self.tokens(shape, total)
             if kept:
                 self.append(fresh, (k[:, :, :kept], v[:, :, :kept], q[:, :, :kept]))
+                if at_once:
+                    self.assert_same(cache, fresh)
             more = self.tokens(shape, window + 2 * group + 3, seed=1)
             for one in (cache, fresh):
                 self.append(one, more)
             self.assert_same(cache, fresh)
+
+    def _cut(self, total: int, kept: int) -> tuple[bool, bool]:
+        """Return whether no group is left in part, and whether the windows are the same."""
+        whole = same = True
+        for group, (_, window) in zip(self.groups(), self.exact_tokens(), strict=True):
+
+            def tail_start(length: int, group: int = group, window: int = window) -> int:
+                return max(min(length // group * group, length - window), 0)
+
+            reached, start = total // group * group, kept // group * group
+            open_again = kept >= reached or start == kept or start >= tail_start(total)
+            whole = whole and open_again
+            same = same and min(tail_start(total), kept) == tail_start(kept)
+        return whole, same
 
     @every_shape
     def test_truncate_keeps_what_was_stored(self, shape: Shape) -> None:
@@ -169,6 +188,20 @@ class RollbackChecks(CacheKit):
             self.assert_same(alone, active)
             self.append(other, self.tokens(SMALL, 3, seed=9))
             self.assert_same(alone, active)
+
+    def test_forks_of_a_short_cache(self) -> None:
+        """Two tokens, fewer than there are sinks: each side goes on with its own."""
+        self.needs("fork")
+        original = self.filled(SMALL, (2,), count=2)
+        forks = [original.fork() for _ in range(3)]
+        before = self.state(original)
+        for seed, fork in enumerate(forks):
+            self.append(fork, self.tokens(SMALL, 3, seed))
+        self.assert_same(before, original)
+        for seed, fork in enumerate(forks):
+            alone = self.filled(SMALL, (2,), count=2)
+            self.append(alone, self.tokens(SMALL, 3, seed))
+            self.assert_same(alone, fork)
 
     def test_forks_of_forks(self) -> None:
         """A fork outlives what it was made from."""
