@@ -19,7 +19,7 @@ from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.recipe import SpecLike, layer_specs
 
 
-class CompressedCache(Cache):  # type: ignore[misc]
+class CompressedCache(Cache):
     """A compressed KV cache for `model(…, past_key_values=cache)` and `model.generate`.
 
     Full-attention layers are compressed; all others (sliding, chunked, linear, …) keep

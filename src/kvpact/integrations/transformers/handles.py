@@ -87,7 +87,7 @@ class KVHandle(Tensor):
         """Make a handle for ``k`` or ``v`` of `total` tokens."""
         new = pending.k if side == "k" else pending.v
         shape = (*new.shape[:2], total, new.shape[3])
-        handle: KVHandle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        handle: KVHandle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=new.dtype, device=new.device
         )
         handle.pending, handle.side = pending, side
@@ -98,11 +98,11 @@ class KVHandle(Tensor):
         result = self.pending.dequantize()
         return result.k if self.side == "k" else result.v
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run any operation on decompressed tensors."""

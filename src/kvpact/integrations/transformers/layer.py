@@ -14,7 +14,7 @@ from kvpact.integrations.transformers.handles import KVHandle, Pending
 from kvpact.spec import Spec
 
 
-class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
+class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """transformers' cache layer over a `ContiguousCache` of one layer.
 
     Parameters
@@ -37,7 +37,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._pending: Pending | None = None
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the layer has seen tokens."""
         return self.cache is not None
 
@@ -81,12 +81,12 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[misc]
         return None if cache is None or cache.seq_len() == 0 else cache.dequantize(0, side)
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]
         """K of all tokens, decompressed for code that looks at it."""
         return self._whole("k")
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]
         """V of all tokens, decompressed for code that looks at it."""
         return self._whole("v")
 
