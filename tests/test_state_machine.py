@@ -78,7 +78,8 @@ class StreamOracle:
                 self._show(self.groups[-1])
             else:
                 break
-        self.tail_start = max(self.tail_start, min(self.packed, length - self.window))
+        begin = max(length - self.window, 0)
+        self.tail_start = max(self.tail_start, min(self.packed, begin - begin % group))
 
     def _continue(self, x, inside):
         """Add tokens to a group that a rollback has cut, with the group's side information."""
@@ -108,9 +109,10 @@ class StreamOracle:
         self.groups = [{name: a[indices] for name, a in g.items()} for g in self.groups]
 
     def read(self, padding):
-        """What the cache should show: sinks and the tail as given, the rest as stored."""
+        """What the cache should show: sinks and the window as given, the rest as stored."""
         x = self.given.clone()
-        x[:, :, : self.tail_start] = self.shown[:, :, : self.tail_start]
+        start = max(self.tail_start, min(self.packed, max(x.shape[2] - self.window, 0)))
+        x[:, :, :start] = self.shown[:, :, :start]
         for row, first in enumerate(padding):
             part = slice(first, first + self.sinks)
             x[row, :, part] = self.given[row, :, part]

@@ -91,7 +91,7 @@ class DequantResult:
     ) -> None:
         self._tiles = tiles
         self.total = total
-        self._has_bias = has_bias
+        self.has_bias = has_bias
 
     def tiles(self) -> Iterator[KVTile]:
         """Iterate over K and V in tiles, so that they never exist as a whole."""
@@ -100,7 +100,7 @@ class DequantResult:
     @cached_property
     def _whole(self) -> tuple[Tensor, Tensor, Tensor | None]:
         tiles = list(self._tiles())
-        bias = torch.cat([t.logit_bias for t in tiles], dim=-1) if self._has_bias else None  # type: ignore[misc]
+        bias = torch.cat([t.logit_bias for t in tiles], dim=-1) if self.has_bias else None  # type: ignore[misc]
         return torch.cat([t.k for t in tiles], dim=2), torch.cat([t.v for t in tiles], dim=2), bias
 
     @property
@@ -116,7 +116,7 @@ class DequantResult:
     @property
     def logit_bias(self) -> Tensor | None:
         """`[B, H_q, q_len, total]`, added to the scaled logits before the softmax; or None."""
-        return self._whole[2] if self._has_bias else None
+        return self._whole[2] if self.has_bias else None
 
 
 @dataclass(frozen=True)

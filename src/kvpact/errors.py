@@ -33,6 +33,14 @@ class LayerIndexError(KVPactError, IndexError):
     """A layer index outside of the cache's layers."""
 
 
+class SequenceError(KVPactError, KeyError):
+    """A sequence id that was never allocated, was freed, or is named twice in one call."""
+
+    def __str__(self) -> str:
+        """Return the message (a KeyError would quote it)."""
+        return str(self.args[0]) if self.args else ""
+
+
 class CacheFull(KVPactError):
     """No room for the tokens; the cache is as before."""
 

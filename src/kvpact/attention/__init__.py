@@ -1,7 +1,15 @@
 """Attention over views of packed slots, in tiles, with an online softmax."""
 
-from kvpact.attention.attend import attend
+from kvpact.attention.attend import attend, check_queries
 from kvpact.attention.dequant import dequant_result
-from kvpact.attention.views import CHUNK, LayerView, StreamView
+from kvpact.attention.views import CHUNK, LayerView, SegmentSource, StreamView
 
-__all__ = ["CHUNK", "LayerView", "StreamView", "attend", "dequant_result"]
+__all__ = [
+    "CHUNK",
+    "LayerView",
+    "SegmentSource",
+    "StreamView",
+    "attend",
+    "check_queries",
+    "dequant_result",
+]

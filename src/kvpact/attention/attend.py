@@ -76,6 +76,19 @@ def attend(
     return torch.unflatten(exact, 2, (groups, queries)).flatten(1, 2).to(q.dtype)
 
 
+def check_queries(q: Tensor, kv_heads: int, total: int, config: AttendConfig) -> None:
+    """Raise what `attend` would raise for such queries over `total` tokens.
+
+    Raises
+    ------
+    GeometryError
+        The heads don't divide, or the mask does not fit.
+    """
+    groups = query_groups(q.shape[1], kv_heads, config)
+    rules = LogitRules(config, None, total - q.shape[2], q.shape[2], kv_heads, groups)
+    rules.check_mask(q.shape[0], total)
+
+
 def _attend_view(view: LayerView, rows: Tensor, rules: LogitRules, softmax: OnlineSoftmax) -> None:
     rotated = view.k.codec.transform.forward(rows) if view.k.exact_from else rows
     for start, end in view.chunks():

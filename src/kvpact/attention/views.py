@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ from kvpact.methods import Codec
 
 CHUNK = 256
 """Tokens that are decoded at a time."""
+
+
+class SegmentSource(Protocol):
+    """Reads the storage of a stream's slots, which lies in segments."""
+
+    segment_tokens: int
+
+    def gather(self, name: str, first: int, last: int) -> Tensor:
+        """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
+        ...
+
 
 Decoder = Callable[[dict[str, Tensor]], Tensor]
 
@@ -25,10 +37,8 @@ class StreamView:
     ----------
     codec : Codec
         Decodes the slots.
-    segments : tuple of dict
-        Storage by field name, `segment_tokens` tokens each.
-    segment_tokens : int
-        Tokens per segment.
+    source : SegmentSource
+        The slots.
     exact_from : int
         Tokens from here on are in `tail`; those before are packed.
     tail : Tensor
@@ -44,8 +54,7 @@ class StreamView:
     """
 
     codec: Codec
-    segments: tuple[dict[str, Tensor], ...]
-    segment_tokens: int
+    source: SegmentSource
     exact_from: int
     tail: Tensor
     sinks: Tensor | None
@@ -73,12 +82,12 @@ class StreamView:
         Tensor
             `[B, H, end - start, D]` fp32.
         """
-        first, last = start // self.segment_tokens, -(-end // self.segment_tokens)
+        size = self.source.segment_tokens
+        first, last = start // size, -(-end // size)
         arrays = {}
         for field in self.codec.fields:
-            parts = [segment[field.name] for segment in self.segments[first:last]]
-            arrays[field.name] = field.read(parts[0] if len(parts) == 1 else torch.cat(parts, 2))
-        offset = first * self.segment_tokens
+            arrays[field.name] = field.read(self.source.gather(field.name, first, last))
+        offset = first * size
         y = (decode or self.codec.decode)(arrays)[:, :, start - offset : end - offset]
         if decode is not None:
             return self._place_sinks(y, start, torch.zeros_like)
@@ -133,7 +142,8 @@ class LayerView:
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Iterate over token ranges in each of which K is all packed or all exact, and so is V."""
-        step = max(CHUNK // self.k.segment_tokens, 1) * self.k.segment_tokens
+        size = self.k.source.segment_tokens
+        step = max(CHUNK // size, 1) * size
         cuts = sorted({0, self.k.exact_from, self.v.exact_from, self.length})
         for low, high in pairwise(cuts):
             start = low

@@ -4,16 +4,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvpact.attention import LayerView, StreamView
+from kvpact.attention import LayerView, StreamView, check_queries
+from kvpact.cache.segments import SegmentList, SegmentStore
 from kvpact.cache.step import Step
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, StaleResult
+from kvpact.geometry import CacheGeometry
+from kvpact.methods import Codec
 from kvpact.spec import Spec
+
+MakeStore = Callable[[Codec, int, int, torch.device, str], SegmentStore]
+
+
+def _segment_list(
+    codec: Codec, batch: int, heads: int, device: torch.device, side: str
+) -> SegmentStore:
+    return SegmentList(codec, batch, heads, device)
+
+
+def _forked(stream: Stream, side: str, make_store: MakeStore | None) -> Stream:
+    if make_store is None:
+        return stream.fork()
+    batch, heads = stream.tail.shape[:2]
+    return stream.fork(make_store(stream.codec, batch, heads, stream.tail.device, side))
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """New tokens of a layer, encoded and not yet stored."""
+
+    streams: tuple[Stream, Stream]
+    appends: list[AppendPlan]
+    step: Step
+    exact_new: bool
 
 
 class CacheLayer:
@@ -23,10 +52,12 @@ class CacheLayer:
     ----------
     spec : Spec
         Methods for K and V.
+    make_store : callable
+        Makes the storage of a stream: ``(codec, batch, heads, device, side)``, side ``k`` or ``v``.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, make_store: MakeStore = _segment_list) -> None:
+        self.spec, self._make_store = spec, make_store
         self.lock = threading.RLock()
         self.k: Stream | None = None
         self.v: Stream | None = None
@@ -47,26 +78,57 @@ class CacheLayer:
     def attend(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the tokens held and the new ones, and store these; all or nothing."""
         with self.lock:
-            if not config.exact_new:
-                trial = self.fork()
-                trial.lock = self.lock  # nobody else knows it: one lock will do
-                output = trial.store(k, v, config).attend(q, config)
-                self.k, self.v, self._padding = trial.k, trial.v, trial._padding
+            plan = self.prepare(k, v, config)
+            if config.exact_new:
+                output = plan.step.attend(q, config)
+                self.commit(plan)
                 return output
-            padding = self._next_padding(config, k.shape[0])
-            output = Step(self._view(padding), k, v, padding).attend(q, config)
-            self._append(k, v, padding)
-            return output
+            check_queries(q, k.shape[1], self.length + k.shape[2], config)
+            return self.commit(plan).attend(q, config)
 
     def store(self, k: Tensor, v: Tensor, config: AttendConfig) -> Step:
         """Store new tokens and return them beside a view of the past."""
         with self.lock:
-            padding = self._next_padding(config, k.shape[0])
-            view = self._view(padding)
-            self._append(k, v, padding)
-            if config.exact_new:
-                return Step(view, k, v, padding)
-            return Step(self._view(padding), k[:, :, :0], v[:, :, :0], padding)
+            return self.commit(self.prepare(k, v, config))
+
+    def prepare(self, k: Tensor, v: Tensor, config: AttendConfig) -> LayerPlan:
+        """Encode new tokens and allocate what they need; the layer stays as it is."""
+        padding = self._next_padding(config, k.shape[0])
+        streams = (self.k or self._new_stream(k, True), self.v or self._new_stream(v, False))
+        appends = [
+            stream.prepare(x, self._sink_positions(stream, padding))
+            for stream, x in zip(streams, (k, v), strict=True)
+        ]
+        step = Step(self._view(padding), k, v, padding)
+        return LayerPlan(streams, appends, step, config.exact_new)
+
+    def commit(self, plan: LayerPlan) -> Step:
+        """Carry out a plan; nothing in it can fail: what needs memory or checks was prepared."""
+        for stream, append in zip(plan.streams, plan.appends, strict=True):
+            stream.commit(append)
+        self.k, self.v = plan.streams
+        self._padding = plan.step.padding
+        if plan.exact_new:
+            return plan.step
+        k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]
+        return Step(self._view(self._padding), k, v, self._padding)
+
+    def adopt(
+        self,
+        tokens: int,
+        geometry: CacheGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+        sinks: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Take over `tokens` tokens that are packed in the store already, with their sinks."""
+        with self.lock:
+            shape = (1, geometry.num_kv_heads, 0)
+            k = torch.zeros(*shape, geometry.head_dim, dtype=dtype, device=device)
+            v = torch.zeros(*shape, geometry.value_dim, dtype=dtype, device=device)
+            self.k, self.v = self._new_stream(k, True), self._new_stream(v, False)
+            self.k.adopt(tokens, sinks[0])
+            self.v.adopt(tokens, sinks[1])
 
     def _next_padding(self, config: AttendConfig, batch: int) -> Tensor | None:
         """Return the padding with what `config` says of rows that hold no real token yet."""
@@ -85,23 +147,14 @@ class CacheLayer:
         first = torch.zeros(batch, dtype=torch.long) if padding is None else padding
         return (first.unsqueeze(1) + torch.arange(sinks)).to(stream.sinks.device)
 
-    def _append(self, k: Tensor, v: Tensor, padding: Tensor | None) -> None:
-        streams = (self.k or self._new_stream(k, True), self.v or self._new_stream(v, False))
-        plans = [
-            stream.prepare(x, self._sink_positions(stream, padding))
-            for stream, x in zip(streams, (k, v), strict=True)
-        ]
-        # Nothing below can fail half way: the plans hold all that needed memory or checks.
-        for stream, plan in zip(streams, plans, strict=True):
-            stream.commit(plan)
-        self.k, self.v = streams
-        self._padding = padding
-
     def _new_stream(self, x: Tensor, key: bool) -> Stream:
         batch, heads, _, dim = x.shape
         method = self.spec.key if key else self.spec.value
         codec = (method.key_codec if key else method.value_codec)(dim, x.dtype)
-        return Stream(codec, batch, heads, dim, method.sinks, method.window, x.dtype, x.device)
+        store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
+        return Stream(
+            codec, batch, heads, dim, method.sinks, method.window, x.dtype, x.device, store
+        )
 
     def _view(self, padding: Tensor | None) -> LayerView | None:
         if self.k is None or self.v is None or self.length == 0:
@@ -124,10 +177,9 @@ class CacheLayer:
         positions = self._sink_positions(stream, padding)
         return StreamView(
             codec=stream.codec,
-            segments=tuple(stream.segments),
-            segment_tokens=stream.segment_tokens,
-            exact_from=stream.length - stream.tail.shape[2],
-            tail=stream.tail,
+            source=stream.store.source(),
+            exact_from=stream.exact_from,
+            tail=stream.exact_tail(),
             sinks=stream.sinks,
             sink_positions=positions,
             sink_end=0 if positions is None else int(positions.max()) + 1,
@@ -160,12 +212,17 @@ class CacheLayer:
             if length == 0:
                 self._padding = None
 
-    def fork(self) -> CacheLayer:
-        """Return a copy that shares the slots until one side writes."""
+    def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
+        """Return a copy that shares the slots until one side writes.
+
+        With `make_store` the copy's slots lie in stores of that making, which hold them already.
+        """
         with self.lock:
-            other = CacheLayer(self.spec)
+            other = CacheLayer(self.spec, make_store or self._make_store)
             if self.k is not None and self.v is not None:
-                other.k, other.v, other._padding = self.k.fork(), self.v.fork(), self._padding
+                other.k = _forked(self.k, "k", make_store)
+                other.v = _forked(self.v, "v", make_store)
+                other._padding = self._padding
             return other
 
     def select(self, indices: Tensor) -> None:
@@ -178,6 +235,10 @@ class CacheLayer:
             if self._padding is not None:
                 self._padding = self._padding[indices.cpu()]
 
+    def streams(self) -> list[Stream]:
+        """Return the streams, if there are any."""
+        return [stream for stream in (self.k, self.v) if stream is not None]
+
     def reset(self) -> None:
         """Forget everything, the batch size included."""
         with self.lock:
@@ -187,6 +248,5 @@ class CacheLayer:
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""
         with self.lock:
-            streams = [stream for stream in (self.k, self.v) if stream is not None]
-            held = [tensor for stream in streams for tensor in stream.tensors()]
+            held = [tensor for stream in self.streams() for tensor in stream.tensors()]
             return held + ([] if self._padding is None else [self._padding])

@@ -7,9 +7,11 @@ from math import lcm, nan
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import SEGMENT_TOKENS, Stream
+from kvpact.cache.segments import SEGMENT_TOKENS
+from kvpact.cache.stream import Stream
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels.dispatch import choose
 from kvpact.methods import Codec, Method, bytes_per_slot
@@ -63,6 +65,36 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
     }
 
 
+def paged_stats(
+    sequences: list[list[CacheLayer]], pool: list[Tensor], total: int
+) -> dict[str, Any]:
+    """Return `cache_stats` of sequences on a pool; bytes of slots are the pool's, used or not.
+
+    ``codes`` and ``side`` count the slots that sequences use, shared ones once per sequence but
+    never more than the pool; ``unused`` is the rest of the pool.
+    """
+    layers = [layer for sequence in sequences for layer in sequence]
+    stats = cache_stats(layers, "paged")
+    held = sum(tensor.nbytes for tensor in pool)
+    codes = side = 0.0
+    for layer in layers:
+        for stream in layer.streams():
+            for field in stream.codec.fields:
+                used = field.bytes_per_token * stream.packed * stream.tail.shape[1]
+                codes, side = (
+                    (codes + used, side) if field.kind == "codes" else (codes, side + used)
+                )
+    shrink = min(1.0, held / (codes + side)) if codes + side else 1.0
+    sizes = stats["bytes"]
+    sizes["codes"], sizes["side"] = round(codes * shrink), round(side * shrink)
+    sizes["unused"] = held - sizes["codes"] - sizes["side"]
+    sizes["total"] = total
+    values, packed = stats["values"], stats["packed_values"]
+    stats["bits_per_value"] = total * 8 / values if values else nan
+    stats["slot_bits_per_value"] = (codes + side) * 8 / packed if packed else nan
+    return stats
+
+
 def merge_stats(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the statistics of several caches as those of one."""
     sizes = {name: sum(part["bytes"][name] for part in parts) for name in parts[0]["bytes"]}
@@ -83,9 +115,7 @@ def merge_stats(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _count(stream: Stream, sizes: dict[str, int]) -> None:
     batch, heads = stream.tail.shape[:2]
     for field in stream.codec.fields:
-        held = sum(
-            segment[field.name].numel() * field.dtype.itemsize for segment in stream.segments
-        )
+        held = sum(tensor.nbytes for tensor in stream.store.tensors(field.name))
         used = min(round(field.bytes_per_token * stream.packed * batch * heads), held)
         sizes[field.kind] += used
         sizes["unused"] += held - used
@@ -134,7 +164,8 @@ def planned_bytes(
         used = round(bytes_per_slot(codec) * packed * rows)
         sizes["slots"] += used
         sizes["unused"] += round(bytes_per_slot(codec) * held * rows) - used
-        tail = max(tokens - packed, min(method.window, tokens))
+        begin = max(tokens - method.window, 0)
+        tail = tokens - min(packed, begin - begin % codec.group)
         sizes["window"] += tail * dim * itemsize * rows
         sizes["sinks"] += method.sinks * dim * itemsize * rows if tokens else 0
     return {**sizes, "total": sum(sizes.values())}

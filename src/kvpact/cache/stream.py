@@ -19,15 +19,12 @@ segment before it writes to it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
 
 import torch
 from torch import Tensor
 
+from kvpact.cache.segments import Segment, SegmentStore
 from kvpact.methods import Codec
-
-SEGMENT_TOKENS = 128
-Segment = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,8 @@ class Stream:
         Dtype of the exact tokens.
     device : torch.device
         Where everything lives.
+    store : SegmentStore
+        Where the slots lie.
     """
 
     def __init__(
@@ -77,11 +76,10 @@ class Stream:
         window: int,
         dtype: torch.dtype,
         device: torch.device,
+        store: SegmentStore,
     ) -> None:
         self.codec, self.window = codec, window
-        self.segment_tokens = lcm(SEGMENT_TOKENS, codec.group)
-        self.segments: list[Segment] = []
-        self._owned: list[bool] = []
+        self.store = store
         self.packed = 0
         self.tail = torch.zeros(batch, heads, 0, dim, dtype=dtype, device=device)
         self._tail_start = 0
@@ -94,12 +92,11 @@ class Stream:
         """Tokens held."""
         return self._tail_start + self.tail.shape[2]
 
-    def _new_segment(self) -> Segment:
-        batch, heads = self.tail.shape[:2]
-        return {
-            field.name: field.allocate(batch, heads, self.segment_tokens, self.tail.device)
-            for field in self.codec.fields
-        }
+    def adopt(self, tokens: int, sinks: Tensor | None) -> None:
+        """Begin an empty stream with tokens whose slots are in the store (whole groups)."""
+        self.packed = self._tail_start = tokens
+        if self.sinks is not None and sinks is not None:
+            self.sinks = sinks
 
     def prepare(self, x: Tensor, sink_positions: Tensor | None) -> AppendPlan:
         """Encode tokens and allocate what they need; the stream stays as it is.
@@ -114,15 +111,32 @@ class Stream:
         length = self.length + x.shape[2]
         known = torch.cat([self.tail, x.to(self.tail.dtype)], dim=2)
         pieces, packed = self._encode(known, length)
-        start = max(self._tail_start, min(packed, length - self.window))
+        start = max(self._tail_start, self._exact_start(packed, length, self.codec.group))
         # A slice would keep the whole of `known` alive behind it.
         tail = (
             known if start == self._tail_start else known[:, :, start - self._tail_start :].clone()
         )
-        missing = -(-packed // self.segment_tokens) - len(self.segments)
-        segments = [self._new_segment() for _ in range(missing)]
+        segments = self.store.missing(packed)
         sinks = self._fill_sinks(x, sink_positions)
         return AppendPlan(pieces, packed, start, tail, sinks, segments)
+
+    def _exact_start(self, packed: int, length: int, group: int = 1) -> int:
+        """Where the window begins, or the group that it begins in; never behind `packed`."""
+        begin = max(length - self.window, 0)
+        return min(packed, begin - begin % group)
+
+    @property
+    def exact_from(self) -> int:
+        """Tokens from here on are attended exactly: the window and the open group.
+
+        The tail may begin earlier, at the beginning of the window's first group: those tokens are
+        there so that a rollback inside the window can open their group again.
+        """
+        return max(self._tail_start, self._exact_start(self.packed, self.length))
+
+    def exact_tail(self) -> Tensor:
+        """Return the tokens from `exact_from` on."""
+        return self.tail[:, :, self.exact_from - self._tail_start :]
 
     def _encode(self, known: Tensor, length: int) -> tuple[list[_Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
@@ -140,10 +154,10 @@ class Stream:
 
     def _group_at(self, token: int) -> Segment:
         """Side information of the group that a token is in, `[B, H, 1, …]` by field name."""
-        segment, inside = divmod(token, self.segment_tokens)
+        segment, inside = divmod(token, self.store.segment_tokens)
         index = inside // self.codec.group
         return {
-            field.name: field.read(self.segments[segment][field.name])[:, :, index : index + 1]
+            field.name: field.read(self.store.segment(segment)[field.name])[:, :, index : index + 1]
             for field in self.codec.fields
             if field.per_group
         }
@@ -161,8 +175,7 @@ class Stream:
 
     def commit(self, plan: AppendPlan) -> None:
         """Carry out a plan."""
-        self.segments += plan.segments
-        self._owned += [True] * len(plan.segments)
+        self.store.extend(plan.segments)
         for piece in plan.pieces:
             self._write(piece)
         self.packed, self._tail_start = plan.packed, plan.tail_start
@@ -176,18 +189,12 @@ class Stream:
             unit = field.tokens if field.per_group else 1
             while done < values.shape[2]:
                 token = piece.start + done * unit
-                segment, inside = divmod(token, self.segment_tokens)
-                take = min((self.segment_tokens - inside) // unit, values.shape[2] - done)
-                self._own(segment)
+                segment, inside = divmod(token, self.store.segment_tokens)
+                take = min((self.store.segment_tokens - inside) // unit, values.shape[2] - done)
+                self.store.own(segment)
                 part = values[:, :, done : done + take]
-                field.write(self.segments[segment][field.name], inside, part)
+                field.write(self.store.segment(segment)[field.name], inside, part)
                 done += take
-
-    def _own(self, segment: int) -> None:
-        if not self._owned[segment]:
-            shared = self.segments[segment]
-            self.segments[segment] = {name: tensor.clone() for name, tensor in shared.items()}
-            self._owned[segment] = True
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on (at most what is held)."""
@@ -203,13 +210,16 @@ class Stream:
             self._clear_slots()
 
     def _clear_slots(self) -> None:
-        kept = -(-self.packed // self.segment_tokens)
-        del self.segments[kept:], self._owned[kept:]
-        inside = self.packed % self.segment_tokens
-        if inside:
-            self._own(kept - 1)
-            for field in self.codec.fields:
-                field.clear_from(self.segments[-1][field.name], inside)
+        segment, inside = divmod(self.packed, self.store.segment_tokens)
+        if inside and self.store.own(segment):
+            self.clear_segment(segment)
+        self.store.keep(segment + bool(inside))
+
+    def clear_segment(self, index: int) -> None:
+        """Zero what a segment holds of tokens from `packed` on."""
+        inside = max(self.packed - index * self.store.segment_tokens, 0)
+        for field in self.codec.fields:
+            field.clear_from(self.store.segment(index)[field.name], inside)
 
     def clear_sinks(self, sink_positions: Tensor, length: int) -> None:
         """Zero the sink tokens that stand at or behind `length`."""
@@ -218,13 +228,11 @@ class Stream:
             self.sinks = self.sinks.clone()
             self.sinks[row, :, slot] = 0
 
-    def fork(self) -> Stream:
-        """Return a copy that shares the slots until one side writes."""
+    def fork(self, store: SegmentStore | None = None) -> Stream:
+        """Return a copy that shares the slots until one side writes (or has another store)."""
         other = object.__new__(Stream)
         other.__dict__.update(self.__dict__)
-        other.segments = list(self.segments)
-        self._owned = [False] * len(self.segments)
-        other._owned = [False] * len(self.segments)
+        other.store = self.store.fork() if store is None else store
         return other
 
     def select(self, indices: Tensor) -> Stream:
@@ -232,16 +240,12 @@ class Stream:
         other = object.__new__(Stream)
         other.__dict__.update(self.__dict__)
         indices = indices.to(self.tail.device)
-        other.segments = [
-            {name: tensor.index_select(0, indices) for name, tensor in segment.items()}
-            for segment in self.segments
-        ]
-        other._owned = [True] * len(self.segments)
+        other.store = self.store.select(indices)
         other.tail = self.tail.index_select(0, indices)
         other.sinks = None if self.sinks is None else self.sinks.index_select(0, indices)
         return other
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""
-        held = [tensor for segment in self.segments for tensor in segment.values()]
+        held = [tensor for field in self.codec.fields for tensor in self.store.tensors(field.name)]
         return [*held, self.tail, *([] if self.sinks is None else [self.sinks])]

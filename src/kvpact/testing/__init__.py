@@ -27,6 +27,8 @@ pytest.register_assert_rewrite(
             "cache_append",
             "cache_attention",
             "cache_bytes",
+            "cache_exact",
+            "cache_fork",
             "cache_input",
             "cache_rollback",
             "cache_rows",

@@ -5,13 +5,22 @@ from __future__ import annotations
 from kvpact.testing.cache_append import AppendChecks
 from kvpact.testing.cache_attention import AttentionChecks
 from kvpact.testing.cache_bytes import ByteChecks
+from kvpact.testing.cache_exact import ExactChecks
+from kvpact.testing.cache_fork import ForkChecks
 from kvpact.testing.cache_input import InputChecks
 from kvpact.testing.cache_rollback import RollbackChecks
 from kvpact.testing.cache_rows import RowChecks
 
 
 class CacheContract(
-    AppendChecks, RollbackChecks, RowChecks, ByteChecks, AttentionChecks, InputChecks
+    AppendChecks,
+    ExactChecks,
+    RollbackChecks,
+    ForkChecks,
+    RowChecks,
+    ByteChecks,
+    AttentionChecks,
+    InputChecks,
 ):
     """Inherit this in a test module; pytest does the rest.
 

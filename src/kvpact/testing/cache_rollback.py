@@ -1,4 +1,4 @@
-"""Checks of truncate and fork."""
+"""Checks of truncate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvpact.testing.held import same_bytes
 
 
 class RollbackChecks(CacheKit):
-    """A cache that was rolled back or forked."""
+    """A cache that was rolled back."""
 
     @every_shape
     def test_truncate_is_never_having_appended(self, shape: Shape) -> None:
@@ -53,7 +53,8 @@ class RollbackChecks(CacheKit):
         for group, (_, window) in zip(self.groups(), self.exact_tokens(), strict=True):
 
             def tail_start(length: int, group: int = group, window: int = window) -> int:
-                return max(min(length // group * group, length - window), 0)
+                begin = max(length - window, 0)
+                return min(length, begin) // group * group
 
             reached, start = total // group * group, kept // group * group
             open_again = kept >= reached or start == kept or start >= tail_start(total)
@@ -133,7 +134,7 @@ class RollbackChecks(CacheKit):
     def test_a_result_from_before_is_stale(self) -> None:
         """What was read before a rollback stays; what wasn't is as it was, or can't be read."""
         self.needs("truncate")
-        for change in self._changes():
+        for change in rollbacks(self):
             cache, twin = self.filled(SMALL), self.filled(SMALL)
             for one in (cache, twin):
                 self.append(one, self.tokens(SMALL, 300, seed=1))
@@ -155,68 +156,16 @@ class RollbackChecks(CacheKit):
                 joined = torch.cat([first.k, *(tile.k for tile in tiles)], 2)
                 assert same_bytes(joined, wanted[2][0])
 
-    def _changes(self) -> list[Callable[[Any], None]]:
-        changes: list[Callable[[Any], None]] = [lambda c: c.truncate(40), lambda c: c.reset()]
-        if "select" in self.operations:
-            changes.append(lambda c: c.select(torch.tensor([1])))
-        return changes
-
-    def _replace(self, cache: Any, kept: int, count: int) -> None:
-        cache.truncate(kept)
-        self.append(cache, self.tokens(SMALL, count, seed=7))
-
-    @pytest.mark.parametrize("writer", ["original", "fork"])
-    def test_forks_are_independent(self, writer: str) -> None:
-        """Whatever one side does, the other's bytes stay."""
-        self.needs("fork", "truncate")
-        operations: list[Callable[[Any], None]] = [
-            *self._changes(),
-            lambda c: self.append(c, self.tokens(SMALL, 1, seed=5)),
-            lambda c: self.append(c, self.tokens(SMALL, 200, seed=6)),
-            lambda c: self._replace(c, 65, 5),
-            lambda c: self._replace(c, 0, 70),
-        ]
-        for operation in operations:
-            original = self.filled(SMALL)
-            fork = original.fork()
-            self.assert_same(original, fork)
-            active, other = (original, fork) if writer == "original" else (fork, original)
-            before, alone = self.state(other), self.filled(SMALL)
-            operation(active)
-            self.assert_same(before, other)
-            operation(alone)
-            self.assert_same(alone, active)
-            self.append(other, self.tokens(SMALL, 3, seed=9))
-            self.assert_same(alone, active)
-
-    def test_forks_of_a_short_cache(self) -> None:
-        """Two tokens, fewer than there are sinks: each side goes on with its own."""
-        self.needs("fork")
-        original = self.filled(SMALL, (2,), count=2)
-        forks = [original.fork() for _ in range(3)]
-        before = self.state(original)
-        for seed, fork in enumerate(forks):
-            self.append(fork, self.tokens(SMALL, 3, seed))
-        self.assert_same(before, original)
-        for seed, fork in enumerate(forks):
-            alone = self.filled(SMALL, (2,), count=2)
-            self.append(alone, self.tokens(SMALL, 3, seed))
-            self.assert_same(alone, fork)
-
-    def test_forks_of_forks(self) -> None:
-        """A fork outlives what it was made from."""
-        self.needs("fork", "truncate")
-        first = self.filled(SMALL)
-        second = first.fork()
-        third = second.fork()
-        state = self.state(third)
-        self.append(second, self.tokens(SMALL, 9, seed=1))
-        first.reset()
-        second.truncate(3)
-        self.assert_same(state, third)
-
 
 def _close(shown: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether decompressed tokens are nearer to what was given than zeros are."""
     error = (shown.double() - given.double()).norm()
     return bool(torch.isfinite(shown).all()) and bool(error < given.double().norm())
+
+
+def rollbacks(kit: CacheKit) -> list[Callable[[Any], None]]:
+    """Return changes of a cache after which slots are no longer what they were."""
+    changes: list[Callable[[Any], None]] = [lambda c: c.truncate(40), lambda c: c.reset()]
+    if "select" in kit.operations:
+        changes.append(lambda c: c.select(torch.tensor([1])))
+    return changes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpact.cache import ContiguousCache, create_cache
+from kvpact.cache import ContiguousCache
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.handles import KVHandle, Pending
 from kvpact.spec import Spec
@@ -46,7 +46,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         geometry = CacheGeometry(
             1, key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype
         )
-        self.cache = create_cache(self.spec, geometry)
+        self.cache = ContiguousCache([self.spec], geometry)
         self.dtype, self.device = key_states.dtype, key_states.device
 
     def update(

@@ -1,0 +1,219 @@
+"""Pages: one preallocated pool shared by all layers and sequences.
+
+A page holds `page_size` tokens of K and of V in **all** layers, so one block table serves them all
+and a sequence takes its pages for all layers at once. The bytes in a page are those of a segment
+of the contiguous cache. Pages are counted by reference: sequences that share a prefix share its
+pages, and nobody writes to a page that somebody else holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from kvpact.attention import SegmentSource
+from kvpact.cache.segments import Segment
+from kvpact.errors import CacheFull, GeometryError
+from kvpact.formats import TILE
+from kvpact.geometry import CacheGeometry
+from kvpact.methods import Codec
+from kvpact.spec import Spec
+
+SIDES = ("k", "v")
+
+
+def default_page_size(codecs: Sequence[Codec]) -> int:
+    """Return the least common multiple of the tile and all groups."""
+    return lcm(TILE, *(codec.group for codec in codecs))
+
+
+class PagePool:
+    """Storage of all pages, their reference counts, and the free ones.
+
+    Parameters
+    ----------
+    specs : list of Spec
+        One per layer.
+    geometry : CacheGeometry
+        With its dtype.
+    num_pages : int
+        Pages to allocate, at once.
+    page_size : int, optional
+        Tokens per page, a multiple of the tile (32) and of the methods' groups; the least common
+        multiple of them if omitted.
+    device : torch.device
+        Where the pool lives.
+
+    Raises
+    ------
+    GeometryError
+        Not a positive number of pages, or a page size that cuts a tile or a group.
+    """
+
+    def __init__(
+        self,
+        specs: list[Spec],
+        geometry: CacheGeometry,
+        num_pages: int,
+        page_size: int | None,
+        device: torch.device,
+    ) -> None:
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
+            raise GeometryError(f"num_pages should be a positive number, not {num_pages!r}")
+        dtype = geometry.dtype or torch.float32
+        codecs = [
+            {
+                "k": spec.key.key_codec(geometry.head_dim, dtype),
+                "v": spec.value.value_codec(geometry.value_dim, dtype),
+            }
+            for spec in specs
+        ]
+        smallest = default_page_size([codec for pair in codecs for codec in pair.values()])
+        self.page_size = smallest if page_size is None else page_size
+        if self.page_size < 1 or self.page_size % smallest:
+            raise GeometryError(f"page_size should be a multiple of {smallest}, not {page_size!r}")
+        heads = geometry.num_kv_heads
+        # [P, H, units, ...]: a field allocated for P "rows" of one page each.
+        self.storage = [
+            {
+                side: {
+                    field.name: field.allocate(num_pages, heads, self.page_size, device)
+                    for field in pair[side].fields
+                }
+                for side in SIDES
+            }
+            for pair in codecs
+        ]
+        self.lock = threading.RLock()
+        self.references = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return len(self.references)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the pool's tensors."""
+        return [t for pair in self.storage for fields in pair.values() for t in fields.values()]
+
+    def take(self, count: int, why: str) -> list[int]:
+        """Return pages, zeroed, with one reference each.
+
+        Raises
+        ------
+        CacheFull
+            There are fewer free ones; none is taken.
+        """
+        with self.lock:
+            if count > len(self._free):
+                raise CacheFull(
+                    f"{why}: {count} pages of {self.page_size} tokens wanted, {len(self._free)} of "
+                    f"{self.num_pages} free; free a sequence or make a larger pool"
+                )
+            pages = [self._free.pop() for _ in range(count)]
+            for page in pages:
+                self.references[page] = 1
+            if pages:
+                index = torch.tensor(pages, device=self.tensors()[0].device)
+                for tensor in self.tensors():
+                    tensor.index_fill_(0, index, 0)
+            return pages
+
+    def retain(self, page: int) -> None:
+        """Add a reference."""
+        with self.lock:
+            self.references[page] += 1
+
+    def release(self, page: int) -> bool:
+        """Take a reference away; True if that freed the page."""
+        with self.lock:
+            assert self.references[page] > 0, "a page was released twice"
+            self.references[page] -= 1
+            if self.references[page]:
+                return False
+            self._free.append(page)
+            return True
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page, all layers of it."""
+        for tensor in self.tensors():
+            tensor[target] = tensor[source]
+
+
+class PageStore:
+    """A `SegmentStore` of one sequence's pages in one stream.
+
+    Parameters
+    ----------
+    pool : PagePool
+        Holds the pages.
+    fields : dict
+        The pool's storage of this layer and side.
+    table : list of int
+        The sequence's pages, in order; shared by all of its streams, changed by its cache alone.
+    """
+
+    def __init__(self, pool: PagePool, fields: Segment, table: list[int]) -> None:
+        self._pool, self._fields, self._table = pool, fields, table
+        self.segment_tokens = pool.page_size
+
+    def missing(self, tokens: int) -> list[Segment]:
+        """Return nothing: pages are reserved for all layers before a stream appends."""
+        pages = -(-tokens // self.segment_tokens)
+        if pages > len(self._table):
+            raise CacheFull(f"{pages} pages needed, {len(self._table)} reserved; call reserve")
+        return []
+
+    def extend(self, segments: list[Segment]) -> None:
+        """Do nothing: see `missing`."""
+
+    def segment(self, index: int) -> Segment:
+        """Return a page as a segment of one row."""
+        page = self._table[index]
+        return {name: tensor[page : page + 1] for name, tensor in self._fields.items()}
+
+    def own(self, index: int) -> bool:
+        """Whether the page is this sequence's alone."""
+        return self._pool.references[self._table[index]] == 1
+
+    def keep(self, count: int) -> None:
+        """Do nothing: the cache gives pages back for all layers at once."""
+
+    def source(self) -> SegmentSource:
+        """Return the pages as they are now."""
+        return _PageSource(self._fields, tuple(self._table), self.segment_tokens)
+
+    def fork(self) -> PageStore:
+        """Not used: a fork of a sequence has a table of its own."""
+        raise AssertionError("a paged stream is forked with its sequence")
+
+    def select(self, indices: Tensor) -> PageStore:
+        """Not used: a sequence is one row."""
+        raise AssertionError("rows of a paged cache are sequences")
+
+    def tensors(self, name: str) -> list[Tensor]:
+        """Return nothing: the pool holds the tensors."""
+        return []
+
+
+class _PageSource:
+    """Reads pages by gathering them."""
+
+    def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:
+        self._fields, self._pages, self.segment_tokens = fields, pages, page_size
+
+    def gather(self, name: str, first: int, last: int) -> Tensor:
+        """Return a field's units of the pages `first <= i < last`, in the sequence's order."""
+        tensor = self._fields[name]
+        pages = torch.tensor(self._pages[first:last], device=tensor.device)
+        return tensor.index_select(0, pages).transpose(0, 1).flatten(1, 2).unsqueeze(0)

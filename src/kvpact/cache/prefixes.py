@@ -1,0 +1,74 @@
+"""Full pages by the tokens in them and in all pages before: prefix sharing inside a pool."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Sinks = list[tuple[Tensor | None, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class SharedPage:
+    """A page that new sequences may share, and the sink tokens of its sequence by layer."""
+
+    page: int
+    sinks: Sinks
+
+
+def page_keys(token_ids: Sequence[int], page_size: int) -> list[bytes]:
+    """Return a key for each full page: a hash chain, so a key stands for all tokens up to it.
+
+    Parameters
+    ----------
+    token_ids : sequence of int
+        From the sequence's first token on.
+    page_size : int
+        Tokens per page.
+    """
+    keys, last = [], b""
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        part = token_ids[start : start + page_size]
+        digest = hashlib.blake2b(last, digest_size=32)
+        digest.update(struct.pack(f"<{page_size}q", *(int(token) for token in part)))
+        last = digest.digest()
+        keys.append(last)
+    return keys
+
+
+class PrefixTable:
+    """Key of a page -> the page, for as long as somebody holds it unchanged."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, SharedPage] = {}
+        self._keys: dict[int, bytes] = {}
+
+    def match(self, keys: Sequence[bytes]) -> list[SharedPage]:
+        """Return the shared pages of the longest known prefix."""
+        found = []
+        for key in keys:
+            if key not in self._pages:
+                break
+            found.append(self._pages[key])
+        return found
+
+    def add(self, key: bytes, shared: SharedPage) -> None:
+        """Offer a page; the first page of a key stays."""
+        if key not in self._pages and shared.page not in self._keys:
+            self._pages[key] = shared
+            self._keys[shared.page] = key
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors held."""
+        pairs = [pair for shared in self._pages.values() for pair in shared.sinks]
+        return [sinks for pair in pairs for sinks in pair if sinks is not None]
+
+    def drop(self, page: int) -> None:
+        """Forget a page that was freed or is about to change."""
+        key = self._keys.pop(page, None)
+        if key is not None:
+            del self._pages[key]

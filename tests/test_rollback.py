@@ -1,0 +1,46 @@
+"""A rollback inside the window leaves the cache as if the tokens had never come."""
+
+import pytest
+import torch
+
+from kvpact import CacheGeometry, create_cache
+
+GROUPED = ["turboquant:bits=3,center=64", "turboquant:bits=2,center=128,window=40",
+           "kvarn:bits=3", "kivi:bits=2,window=33"]  # fmt: skip
+
+
+def tokens(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(1, 2, count, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def shown(cache) -> list[torch.Tensor]:
+    return [cache.dequantize(0, side) for side in ("k", "v")]
+
+
+@pytest.mark.parametrize("spec", GROUPED)
+@pytest.mark.parametrize("held", [129, 193, 250, 256, 300])
+@pytest.mark.parametrize("removed", [1, 2, 32])
+def test_tokens_after_a_rollback_are_stored_as_if_nothing_had_been(spec, held, removed):
+    """The group that the rollback cuts began before the window: its first tokens are held, too."""
+    first, more = tokens(held, 0), tokens(200, 1)
+    rolled, straight = (create_cache(spec, CacheGeometry(1, 2, 64)) for _ in range(2))
+    rolled.prefill(0, first, first)
+    rolled.truncate(held - removed)
+    straight.prefill(0, first[:, :, :-removed], first[:, :, :-removed])
+    for cache in (rolled, straight):
+        cache.prefill(0, more, more)
+    assert all(map(torch.equal, shown(rolled), shown(straight)))
+
+
+@pytest.mark.parametrize("spec", GROUPED)
+def test_window_is_what_the_spec_says(spec):
+    """Tokens kept for rollbacks are not attended exactly: the window is as wide as it says."""
+    x = tokens(330, 0)
+    cache = create_cache(spec, CacheGeometry(1, 2, 64))
+    cache.prefill(0, x, x)
+    window = cache.specs[0].key.window
+    stored = min(330 - window, 330 // 128 * 128)
+    for got in shown(cache):
+        exact = (got == x).all(-1).all(1)[0]
+        assert exact[330 - window :].all()
+        assert not exact[4:stored].any()
