@@ -43,6 +43,7 @@ lint: $(READY) ## ruff, mypy --strict, import-linter
 
 bench: $(READY) ## speed and bytes on this machine
 	@$(PY) benchmarks/bench.py
+	@$(PY) benchmarks/paged.py
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

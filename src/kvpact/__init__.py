@@ -1,7 +1,7 @@
 """kvpact: one contract between LLM inference engines and KV-cache compression."""
 
 from kvpact import errors
-from kvpact.cache import ContiguousCache, create_cache
+from kvpact.cache import ContiguousCache, PagedKVCache, create_cache
 from kvpact.contract import (
     AttendConfig,
     CompressedKVCache,
@@ -29,6 +29,7 @@ __all__ = [
     "Fused",
     "KVPactError",
     "KVTile",
+    "PagedKVCache",
     "Spec",
     "create_cache",
     "errors",

@@ -223,3 +223,28 @@ def test_packed_only_attends_to_stored_slots(llama, prompt):
             logits[name] = llama(**inputs, past_key_values=cache).logits
     assert torch.allclose(logits["exact"], logits["new exact"], atol=1e-5)
     assert (logits["exact"] - logits["packed"]).abs().max() > 1e-2
+
+
+def test_latent_attention_keeps_the_rotated_part_at_eight_bits(make_model, sizes, prompt):
+    """DeepSeek's models cache the rotated part of the key in the place of V."""
+    from transformers import DeepseekV3Config
+
+    config = DeepseekV3Config(
+        **{**sizes, "num_key_value_heads": 4},
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=32,
+        q_lora_rank=16,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=2,
+        n_shared_experts=1,
+    )
+    cache = prefilled(make_model(config), prompt, "turboquant:bits=2,window=8")
+    assert str(cache.layers[0].spec) == "turboquant:bits=2,window=8/int:bits=8,window=8"
+    assert cache.layers[0].keys.shape == (2, 1, 40, 32)
+    assert cache.layers[0].values.shape == (2, 1, 40, 16)

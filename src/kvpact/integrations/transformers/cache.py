@@ -16,7 +16,18 @@ from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.attention import ATTENTION, register_attention
 from kvpact.integrations.transformers.handles import say_once
 from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.methods.integer import Integer
+from kvpact.methods.none import Exact
 from kvpact.recipe import SpecLike, layer_specs
+from kvpact.spec import Spec
+
+
+def _for_latents(spec: Spec) -> Spec:
+    """Return the spec with 8-bit integers for the rotated part of the key, which needs them."""
+    if isinstance(spec.key, Exact):
+        return Spec(spec.key, spec.key)
+    rope = Integer(bits=8, sinks=spec.key.sinks, window=spec.key.window)
+    return Spec(spec.key, rope)
 
 
 class CompressedCache(Cache):
@@ -25,6 +36,10 @@ class CompressedCache(Cache):
     Full-attention layers are compressed; all others (sliding, chunked, linear, …) keep
     transformers' own cache layer. Attention goes over the packed slots if the model's attention
     implementation is ``kvpact``; any other sees decompressed K and V, which is right but slower.
+
+    Models with latent attention (MLA: DeepSeek V2 and V3, …) cache a latent in K's place and the
+    rotated part of the key in V's: the spec's method for K stores the latent, and 8-bit integers
+    the rotated part, whatever the spec says of V.
 
     Parameters
     ----------
@@ -59,6 +74,8 @@ class CompressedCache(Cache):
         decoder = config.get_text_config(decoder=True)
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
+        if getattr(decoder, "kv_lora_rank", None):
+            specs = [_for_latents(each) for each in specs]
         layers: list[Any] = []
         for layer_type, layer_options, layer_spec in zip(types, options, specs, strict=True):
             if layer_type == "full_attention":
