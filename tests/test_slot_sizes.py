@@ -45,6 +45,16 @@ SIZES = [
     ("kvarn:bits=4", 64, 38, 38),
     ("kvarn:bits=3", 128, 58, 56),
     ("kvarn:bits=2,group=128", 128, 38, 38),
+    ("polarquant", 128, 62, 62),
+    ("polarquant", 64, 31, 31),
+    ("polarquant", 80, 38.75, 38.75),
+    # 36 angles of 4 bits, 18 + 9 + 4 of 2 bits, 4 radii of 16 channels and one of 8.
+    ("polarquant", 72, 35.75, 35.75),
+    ("polarquant:levels=3,first=5", 64, 42, 42),
+    ("qjl", 128, 34, 48),
+    ("qjl:sketch=1,value_bits=4,value_group=64", 64, 10, 36),
+    # 240 signs of a token in whole words.
+    ("qjl:sketch=3", 80, 34, 32),
     ("fp8", 128, 130, 130),
     ("fp8:format=e5m2,scale=none", 80, 80, 80),
     ("fp8_e4m3", 128, 128, 128),

@@ -35,6 +35,34 @@ OWN_OPTIONS = {
         "group": st.sampled_from([32, 64, 128]),
         "seed": st.integers(-5, 5),
     },
+    "polarquant": {
+        "levels": st.integers(1, 6),
+        "first": st.integers(1, 8),
+        "seed": st.integers(-5, 5),
+    },
+    "qjl": {
+        "sketch": st.integers(1, 4),
+        "value_bits": WIDTHS,
+        "value_group": st.sampled_from([32, 64, 128]),
+        "seed": st.integers(-5, 5),
+    },
+    "lowrank": {
+        "rank": st.integers(1, 65536),
+        "energy": st.floats(0, 1),
+        "per_head": st.booleans(),
+    },
+    "vq": {
+        "codebook_size": st.integers(2, 65536),
+        "dims": st.integers(1, 64),
+        "stages": st.sampled_from([1, 2]),
+        "seed": st.integers(0, 2**63 - 1),
+    },
+    "hybrid": {
+        "rank": st.integers(1, 65536),
+        "quant_bits": st.sampled_from([4, 8]),
+        "group": st.integers(1, 1024),
+        "per_head": st.booleans(),
+    },
 }
 COMMON = {"sinks": st.integers(0, 65536), "window": st.integers(0, 65536)}
 
@@ -58,7 +86,8 @@ SPECS = st.one_of(
 
 def test_strategies_cover_every_method_and_option():
     assert set(OWN_OPTIONS) == set(METHODS) == {
-        "none", "fp8", "int", "turboquant", "kivi", "kvarn",
+        "none", "fp8", "int", "turboquant", "kivi", "kvarn", "polarquant", "qjl",
+        "lowrank", "vq", "hybrid",
     }  # fmt: skip
     for name, cls in METHODS.items():
         assert set(option_types(cls)) == {*OWN_OPTIONS[name], *COMMON}
@@ -74,7 +103,7 @@ def test_text_and_json_lead_back_to_an_equal_spec(spec):
     data = json.loads(json.dumps(spec.to_json()))
     assert Spec.from_json(data) == spec
     assert Spec.from_json(json.dumps(data)) == spec
-    assert set(text) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-:=,/")
+    assert set(text) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-:=,/.")
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -151,7 +180,7 @@ REFUSED = {
     "  ": "a spec is text such as",
     "turboquat": "did you mean 'turboquant'",
     "TurboQuant:bits=4": "did you mean 'turboquant'",
-    "zzz": "Known: fp8, fp8_e4m3, int, kivi, kvarn, none, pqo3",
+    "zzz": "Known: fp8, fp8_e4m3, hybrid, int, kivi, kvarn, lowrank, none, polarquant, pqo3",
     "turboquant:bit=4": f"no option 'bit'; it has {KNOWN_OPTIONS}",
     "kivi:bits=2,centre=64": "no option 'centre'; it has bits, group, sinks, window",
     "turboquant:bits=4,bits=4": "'bits' stands twice",

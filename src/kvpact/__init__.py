@@ -2,6 +2,7 @@
 
 from kvpact import errors
 from kvpact.cache import ContiguousCache, PagedKVCache, create_cache
+from kvpact.compressor import CompressedKV, KVCacheCompressor
 from kvpact.contract import (
     AttendConfig,
     CompressedKVCache,
@@ -13,6 +14,9 @@ from kvpact.contract import (
 )
 from kvpact.errors import KVPactError
 from kvpact.geometry import CacheGeometry
+from kvpact.methods.hybrid import Hybrid
+from kvpact.methods.lowrank import LowRank
+from kvpact.methods.vq import VectorQuantization
 from kvpact.registry import list_methods, register_method
 from kvpact.spec import Spec, parse_spec
 
@@ -21,16 +25,21 @@ __version__ = "0.1.0"
 __all__ = [
     "AttendConfig",
     "CacheGeometry",
+    "CompressedKV",
     "CompressedKVCache",
     "ContiguousCache",
     "DecodeOutput",
     "DequantResult",
     "Dequantized",
     "Fused",
+    "Hybrid",
+    "KVCacheCompressor",
     "KVPactError",
     "KVTile",
+    "LowRank",
     "PagedKVCache",
     "Spec",
+    "VectorQuantization",
     "create_cache",
     "errors",
     "list_methods",

@@ -44,6 +44,11 @@ CASES = {
     ],
     "kivi": ["kivi:bits=2/kivi:bits=2", "kivi:bits=4,group=64/kivi:bits=3"],
     "kvarn": ["kvarn:bits=4/kvarn:bits=2", "kvarn:bits=3,group=32/kvarn:bits=3,group=32"],
+    "polarquant": [
+        "polarquant/polarquant",
+        "polarquant:levels=6,first=3,seed=3/polarquant:levels=2,first=7",
+    ],
+    "qjl": ["qjl", "qjl:sketch=1,seed=9/qjl:value_bits=3,value_group=64"],
 }
 
 

@@ -52,6 +52,8 @@ class PagePool:
     ------
     GeometryError
         Not a positive number of pages, or a page size that cuts a tile or a group.
+    SpecError
+        A method that learns from the first tokens (low rank, vector quantisation).
     """
 
     def __init__(
@@ -72,6 +74,10 @@ class PagePool:
             }
             for spec in specs
         ]
+        for pair in codecs:
+            for codec in pair.values():
+                # Pages are shared by sequences; a basis that one of them learnt can't be.
+                codec.require_fitted()
         smallest = default_page_size([codec for pair in codecs for codec in pair.values()])
         self.page_size = smallest if page_size is None else page_size
         if self.page_size < 1 or self.page_size % smallest:

@@ -119,6 +119,7 @@ def _count(stream: Stream, sizes: dict[str, int]) -> None:
         used = min(round(field.bytes_per_token * stream.packed * batch * heads), held)
         sizes[field.kind] += used
         sizes["unused"] += held - used
+    sizes["side"] += sum(tensor.nbytes for tensor in stream.codec.state().values())
     sizes["window"] += stream.tail.numel() * stream.tail.element_size()
     if stream.sinks is not None:
         sizes["sinks"] += stream.sinks.numel() * stream.sinks.element_size()

@@ -248,4 +248,5 @@ class Stream:
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""
         held = [tensor for field in self.codec.fields for tensor in self.store.tensors(field.name)]
-        return [*held, self.tail, *([] if self.sinks is None else [self.sinks])]
+        learnt = self.codec.state().values()
+        return [*held, *learnt, self.tail, *([] if self.sinks is None else [self.sinks])]

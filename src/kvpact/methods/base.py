@@ -62,6 +62,14 @@ class Codec(ABC):
     def decode(self, arrays: Arrays) -> Tensor:
         """Return the transformed vectors, `[B, H, T, D]` fp32, of what `encode` returned."""
 
+    def state(self) -> dict[str, Tensor]:
+        """Return what the codec has learnt from tokens (see `methods.fitted`); mostly nothing."""
+        return {}
+
+    def require_fitted(self) -> None:
+        """Raise `SpecError` if the codec would learn from the tokens that it encodes first."""
+        return None
+
     def decode_bias(self, arrays: Arrays) -> Tensor:
         """Return the part of `decode` that belongs to `DequantResult.logit_bias`."""
         raise NotImplementedError(f"{type(self).__name__} has no bias")

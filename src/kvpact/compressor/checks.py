@@ -1,0 +1,56 @@
+"""What may be compressed: every wrong input is named before anything happens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import DeviceError, DtypeError, GeometryError, NonFiniteError
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+AXES = {3: "[heads, tokens, width]", 4: "[batch, heads, tokens, width]"}
+
+
+def check_pair(k: Tensor, v: Tensor, dims: int) -> None:
+    """Raise a named error unless K and V can be compressed together.
+
+    Parameters
+    ----------
+    k, v : Tensor
+        Equal in everything but their width.
+    dims : {3, 4}
+        Dimensions that they should have.
+
+    Raises
+    ------
+    DtypeError
+        No tensor, a dtype other than fp32, fp16 and bf16, or unlike dtypes.
+    GeometryError
+        Another number of dimensions, an empty tensor, unlike batch, heads or tokens.
+    DeviceError
+        Unlike devices, or the meta device.
+    NonFiniteError
+        NaN or infinity.
+    """
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise DtypeError(f"{name} should be a torch tensor, not {type(x).__name__}")
+        if x.is_meta:
+            raise DeviceError(f"{name} is on the meta device and holds no numbers; move it")
+        if x.dim() != dims:
+            raise GeometryError(f"{name} has {x.dim()} dimensions; it should be {AXES[dims]}")
+        if x.numel() == 0:
+            raise GeometryError(f"{name} is empty: shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise DtypeError(f"{name} is {x.dtype}; fp32, fp16 and bf16 can be compressed")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise GeometryError(
+            f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}; only the width may differ"
+        )
+    if k.dtype != v.dtype:
+        raise DtypeError(f"k is {k.dtype} and v {v.dtype}; cast one of them")
+    if k.device != v.device:
+        raise DeviceError(f"k is on {k.device}, v on {v.device}; move one of them")
+    for name, x in (("k", k), ("v", v)):
+        if not torch.isfinite(x).all():
+            raise NonFiniteError(f"{name} holds NaN or infinity; nothing was compressed")

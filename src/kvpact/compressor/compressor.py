@@ -1,0 +1,193 @@
+"""The compressor: any method, K and V in, packed slots out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvpact.cache import PagedKVCache
+from kvpact.compressor import paged
+from kvpact.compressor.checks import check_pair
+from kvpact.compressor.compressed import CompressedKV, Layout, flat
+from kvpact.compressor.stream import PackedStream
+from kvpact.errors import DtypeError, GeometryError, SpecError
+from kvpact.methods import Method
+from kvpact.methods.hybrid import Hybrid
+from kvpact.spec import Spec, parse_spec
+
+
+class KVCacheCompressor:
+    """Compresses K and V of a layer as a whole.
+
+    Parameters
+    ----------
+    method : Method, Spec or str
+        `LowRank`, `VectorQuantization`, `Hybrid` or any other method; a spec such as
+        ``lowrank:rank=16`` or ``int:bits=8/vq``. Sinks and window don't apply: all tokens are
+        packed, the last ones of an incomplete group are held exactly.
+    quant_bits : {4, 8}
+        Bits of a ``hybrid`` whose spec string names none.
+
+    Attributes
+    ----------
+    spec : Spec
+        The methods for K and V.
+
+    Raises
+    ------
+    SpecError
+        No method, an option out of range, `quant_bits` other than 4 and 8.
+    """
+
+    def __init__(self, method: Method | Spec | str, quant_bits: int = 8) -> None:
+        if type(quant_bits) is not int or quant_bits not in (4, 8):
+            raise SpecError(f"quant_bits={quant_bits!r} should be one of 4, 8")
+        self._quant_bits = quant_bits
+        if isinstance(method, Method):
+            self.spec = Spec(method, method)
+        elif isinstance(method, str):
+            self.spec = self._with_default_bits(method)
+        elif isinstance(method, Spec):
+            self.spec = method
+        else:
+            raise SpecError(
+                f"a method is a spec such as 'lowrank:rank=16' or a Method, not {method!r}"
+            )
+        self._method: Method | Spec = method if isinstance(method, Method) else self.spec
+
+    def _with_default_bits(self, text: str) -> Spec:
+        spec = parse_spec(text)
+        sides = text.split("/")
+        methods = [
+            replace(method, quant_bits=self._quant_bits)
+            if isinstance(method, Hybrid) and "quant_bits" not in side
+            else method
+            for method, side in ((spec.key, sides[0]), (spec.value, sides[-1]))
+        ]
+        return Spec(*methods)
+
+    @property
+    def method(self) -> Method | Spec:
+        """The method as given; a `Spec` for a string."""
+        return self._method
+
+    @property
+    def quant_bits(self) -> int:
+        """Bits of a ``hybrid`` whose spec string names none."""
+        return self._quant_bits
+
+    def compress_kv(self, k: Tensor, v: Tensor) -> CompressedKV:
+        """Compress K and V.
+
+        Parameters
+        ----------
+        k, v : Tensor
+            `[B, H, T, D]` and `[B, H, T, D_v]`, fp32, fp16 or bf16.
+
+        Raises
+        ------
+        GeometryError, DtypeError, DeviceError, NonFiniteError
+            The tensors are empty, don't fit each other, or hold what the method can't.
+        """
+        check_pair(k, v, 4)
+        return self._compress(k, v, "batched")
+
+    def compress_kv_3d(self, k: Tensor, v: Tensor) -> CompressedKV:
+        """Compress K and V without a batch dimension: `[H, T, D]` and `[H, T, D_v]`.
+
+        Raises
+        ------
+        GeometryError, DtypeError, DeviceError, NonFiniteError
+            As for `compress_kv`.
+        """
+        check_pair(k, v, 3)
+        return self._compress(k, v, "unbatched")
+
+    def _compress(self, k: Tensor, v: Tensor, layout: Layout) -> CompressedKV:
+        key = self.spec.key.key_codec(k.shape[-1], k.dtype)
+        value = self.spec.value.value_codec(v.shape[-1], v.dtype)
+        streams = [
+            PackedStream.empty(codec, x).fitted(x).append(x)
+            for codec, x in ((key, flat(k)), (value, flat(v)))
+        ]
+        batch = k.shape[0] if layout == "batched" else 1
+        return CompressedKV(self.spec, layout, batch, *streams)
+
+    def decompress_kv(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
+        """Return K and V `[B, H, T, D]`, whatever method compressed them.
+
+        What had no batch dimension comes back as a batch of one.
+
+        Raises
+        ------
+        DtypeError
+            It is no `CompressedKV`.
+        """
+        k, v = _checked(compressed).decompress()
+        return (k, v) if k.dim() == 4 else (k.unsqueeze(0), v.unsqueeze(0))
+
+    def decompress_kv_3d(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
+        """Return K and V `[H, T, D]`.
+
+        Raises
+        ------
+        GeometryError
+            They are a batch of more than one row.
+        DtypeError
+            It is no `CompressedKV`.
+        """
+        if _checked(compressed).batch > 1:
+            raise GeometryError(f"a batch of {compressed.batch} rows; use decompress_kv")
+        k, v = compressed.decompress()
+        return (k, v) if k.dim() == 3 else (k.squeeze(0), v.squeeze(0))
+
+    def compress_paged_cache(self, cache: PagedKVCache, layer: int, seq_id: int) -> CompressedKV:
+        """Compress a sequence of a paged cache.
+
+        Where the cache has the same method, the packed slots are copied as they are: nothing is
+        quantised twice, and the error is not known (NaN). Else what the cache gives back is
+        compressed, and the error is that of the second compression.
+
+        Parameters
+        ----------
+        cache : PagedKVCache
+            Stays as it is.
+        layer : int
+            Layer index.
+        seq_id : int
+            The sequence.
+
+        Raises
+        ------
+        LayerIndexError, SequenceError
+            No such layer or sequence.
+        GeometryError
+            The sequence holds no tokens in this layer.
+        """
+        return paged.compress(cache, layer, seq_id, self.spec)
+
+    def decompress_to_paged_cache(
+        self, compressed: CompressedKV, cache: PagedKVCache, layer: int, seq_id: int
+    ) -> None:
+        """Append to a sequence of a paged cache; all of it, or nothing.
+
+        Where the cache has the same method and the sequence is empty in this layer, packed slots
+        are copied as they are. Its sinks are then what the slots say of them.
+
+        Raises
+        ------
+        LayerIndexError, SequenceError
+            No such layer or sequence.
+        GeometryError
+            Heads or widths differ from the cache's, or there is more than one row.
+        CacheFull
+            The pool has too few pages.
+        """
+        paged.decompress(_checked(compressed), cache, layer, seq_id)
+
+
+def _checked(compressed: CompressedKV) -> CompressedKV:
+    if not isinstance(compressed, CompressedKV):
+        raise DtypeError(f"a CompressedKV is wanted, not {type(compressed).__name__}")
+    return compressed

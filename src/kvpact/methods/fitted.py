@@ -1,0 +1,125 @@
+"""Codecs that learn from tokens before they encode: a basis, a codebook, scales of channels.
+
+What is learnt is the codec's *state*: tensors that count among the bytes of whatever holds the
+codec. `fit` returns a fitted codec. A codec that was never fitted learns from the first tokens that
+it encodes and keeps that: then, other than with every other codec, the bytes of later tokens depend
+on how many came first.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError, GeometryError, NonFiniteError, SpecError
+from kvpact.methods.base import Arrays, Codec, Method
+
+
+class FittedCodec(Codec):
+    """A codec with a learnt state, frozen once it is there.
+
+    Parameters
+    ----------
+    dim : int
+        Width of the vectors.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._state: dict[str, Tensor] = {}
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the state is there."""
+        return bool(self._state)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors learnt, by name; empty before."""
+        return dict(self._state)
+
+    def require_fitted(self) -> None:
+        """Raise `SpecError` unless the state is there."""
+        if not self.fitted:
+            raise SpecError(
+                f"{type(self).__name__} is not fitted yet; call fit with calibration tokens"
+            )
+
+    def fit(self, x: Tensor) -> Self:
+        """Return a codec that learnt from calibration tokens; this one stays as it is.
+
+        Parameters
+        ----------
+        x : Tensor
+            `[B, H, T, D]`, at least one token.
+
+        Raises
+        ------
+        GeometryError
+            Another rank or width, or no token.
+        NonFiniteError
+            NaN or infinity.
+        """
+        if x.dim() != 4 or x.shape[3] != self._dim or x.numel() == 0:
+            raise GeometryError(
+                f"calibration tokens have shape {tuple(x.shape)}; they should be [batch, heads, "
+                f"tokens, {self._dim}] and not empty"
+            )
+        if not torch.isfinite(x).all():
+            raise NonFiniteError("calibration tokens hold NaN or infinity")
+        return self.restore(self._learn(x.to(torch.float32)))
+
+    def restore(self, state: Mapping[str, Tensor]) -> Self:
+        """Return a codec with a state that `state` gave.
+
+        Raises
+        ------
+        FormatError
+            It is no state of this codec.
+        """
+        self._check_state(state)
+        other = copy.copy(self)
+        other._set(state)
+        return other
+
+    def _set(self, state: Mapping[str, Tensor]) -> None:
+        self._state = dict(state)
+
+    def _check(self, good: bool, what: str) -> None:
+        if not good:
+            raise FormatError(f"{type(self).__name__}: not a state of this codec: {what}")
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Encode tokens; learn from them first if nothing was learnt yet."""
+        if not self.fitted:
+            self._set(self._learn(x))
+        return self._encode(x)
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Undo `encode` but for the transform."""
+        self.require_fitted()
+        return self._decode(arrays)
+
+    @abstractmethod
+    def _learn(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the state that tokens `[B, H, T, D]` (fp32) lead to, never empty."""
+
+    @abstractmethod
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `FormatError` unless `state` is one of this codec."""
+
+    @abstractmethod
+    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+        """Encode with the state."""
+
+    @abstractmethod
+    def _decode(self, arrays: Arrays) -> Tensor:
+        """Decode with the state."""
+
+
+class FittedMethod(Method):
+    """A method whose codecs are `FittedCodec`s."""

@@ -1,0 +1,164 @@
+"""Low rank: vectors as coefficients on the principal directions of the first tokens.
+
+The truncated SVD `X ~ (X Q) Q^T` has the least error of all matrices of rank r; Q, `[D, r]`, has
+the r leading right singular vectors of X. With ``per_head=true`` each head has its own Q, so that
+whatever has rank r head by head comes back exactly (also a matrix `[T, H * D]` of rank r); else one
+Q is shared by all heads of the layer, fitted to `[T * H, D]`: H times fewer bytes of factors.
+
+Coefficients keep the input's dtype; Q is fp16 for 16-bit input and fp32 otherwise. Where the rank
+is the width, Q is left out: it would be a rotation that changes nothing. Bits per value: b r / D
+with b bits per number of the input, and the factors. See ShadowKV (arXiv:2410.21465), Palu
+(arXiv:2407.21118).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import TokenField
+from kvpact.methods.base import Arrays, Codec
+from kvpact.methods.fitted import FittedCodec, FittedMethod
+from kvpact.quantizers.numbers import cast
+from kvpact.transforms.subspace import expand, principal_directions, project
+
+
+class LowRankCodec(FittedCodec):
+    """Coefficients on a frozen basis.
+
+    Parameters
+    ----------
+    dim : int
+        Width of the vectors.
+    rank, energy, per_head
+        As in `LowRank`.
+    dtype : torch.dtype
+        Dtype of the coefficients.
+    """
+
+    def __init__(
+        self, dim: int, rank: int, energy: float, per_head: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__(dim)
+        self._energy, self._per_head, self._dtype = energy, per_head, dtype
+        # With `energy` the rank is known once the codec is fitted; before, it is at most the width.
+        self.rank = dim if energy else min(rank, dim)
+        self.fields = (self._field(),)
+
+    def _field(self) -> TokenField:
+        return TokenField("coefficients", self.rank, self._dtype, "codes")
+
+    @property
+    def lost(self) -> float:
+        """Share of the calibration tokens' energy that the basis does not hold."""
+        self.require_fitted()
+        return float(self._state["lost"])
+
+    def _factor(self, directions: Tensor) -> Tensor:
+        return directions.to(torch.float32 if self._dtype is torch.float32 else torch.float16)
+
+    def _learn(self, x: Tensor) -> dict[str, Tensor]:
+        energy, directions = principal_directions(x, self._per_head)
+        total = energy.sum().clamp(min=torch.finfo(energy.dtype).tiny)
+        kept = energy.sum(0).cumsum(0) / total
+        rank = self.rank
+        if self._energy:
+            rank = min(int((kept < self._energy).sum()) + 1, self._dim)
+        lost = (1 - kept[rank - 1]).clamp(min=0).to(torch.float32)
+        if rank == self._dim:
+            return {"lost": lost}
+        return {"lost": lost, "basis": self._factor(directions[..., :rank]).contiguous()}
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        self._check({"lost"} <= set(state) <= {"lost", "basis"}, ", ".join(sorted(state)))
+        self._check(state["lost"].shape == (), "lost is no single number")
+        if "basis" in state:
+            basis = state["basis"]
+            good = basis.dim() == 3 and basis.is_floating_point() and basis.shape[1] == self._dim
+            self._check(good and 1 <= basis.shape[2] <= self._dim, "shape of the basis")
+            self._check(bool(torch.isfinite(basis).all()), "numbers of the basis")
+
+    def _set(self, state: Mapping[str, Tensor]) -> None:
+        super()._set(state)
+        self.rank = state["basis"].shape[2] if "basis" in state else self._dim
+        self.fields = (self._field(),)
+
+    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+        if "basis" in self._state:
+            x = project(x, self._state["basis"])
+        return {"coefficients": cast(x, self._dtype, "a coefficient")}
+
+    def _decode(self, arrays: Arrays) -> Tensor:
+        x = arrays["coefficients"].to(torch.float32)
+        return expand(x, self._state["basis"]) if "basis" in self._state else x
+
+    def extended(self, x: Tensor, bound: float | None = None) -> LowRankCodec:
+        """Return a codec whose basis holds new tokens too; this one where it does already.
+
+        The new directions follow the old ones, which stay: coefficients that are stored get zeros
+        behind them.
+
+        Parameters
+        ----------
+        x : Tensor
+            `[B, H, T, D]` fp32.
+        bound : float, optional
+            Share of the tokens' energy that may be lost; if omitted, twice what was lost of the
+            calibration tokens and 0.001 more.
+        """
+        self.require_fitted()
+        bound = 2 * self.lost + 1e-3 if bound is None else bound
+        basis = self._state.get("basis")
+        total = float(x.double().square().sum())
+        if basis is None or total == 0:
+            return self
+        residual = x - expand(project(x, basis), basis)
+        if float(residual.double().square().sum()) <= bound * total:
+            return self
+        energy, directions = principal_directions(residual, basis.shape[0] > 1)
+        left = energy.sum() - energy.sum(0).cumsum(0)
+        rank = basis.shape[2] + min(int((left > bound * total).sum()) + 1, self._dim)
+        if rank >= self._dim:
+            rank, directions = self._dim, self._complement(basis)
+        new = self._factor(directions[..., : rank - basis.shape[2]])
+        return self.restore({**self._state, "basis": torch.cat([basis, new], -1)})
+
+    def _complement(self, basis: Tensor) -> Tensor:
+        """Return all directions that are orthogonal to the basis."""
+        full: Tensor = torch.linalg.qr(basis.double(), mode="complete")[0]
+        return full[..., basis.shape[2] :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(FittedMethod):
+    """Coefficients on the leading singular vectors of the first tokens.
+
+    Parameters
+    ----------
+    rank : int
+        Coefficients per vector, at most its width.
+    energy : float
+        Above 0: the least rank that keeps this share of the energy, in place of `rank`.
+    per_head : bool
+        A basis for each head, or one for all heads of a layer.
+    """
+
+    name: ClassVar[str] = "lowrank"
+    rank: int = 32
+    energy: float = 0.0
+    per_head: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("rank", 1 <= self.rank <= 65_536, "a number from 1 to 65536")
+        self.check("energy", 0 <= self.energy <= 1, "a number from 0 to 1")
+
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return a codec for keys, not fitted yet."""
+        return LowRankCodec(dim, self.rank, self.energy, self.per_head, dtype)
+
+    value_codec = key_codec

@@ -1,0 +1,200 @@
+"""PolarQuant (Han, Kacham, Karbasi, Mirrokni, Zandieh, arXiv:2502.02617): recursive polar angles.
+
+Rotate, `y = R x`. Level 1 turns pairs of channels into a radius and an angle in [0, 2 pi); level
+l > 1 turns pairs of radii `(r, s)` into the radius `sqrt(r^2 + s^2)` and the angle `atan(s / r)`
+in [0, pi/2]. The radii of the last level are stored in fp16. The angles of normal coordinates are
+independent: level 1 is uniform, level l has the density `~ sin^(2^(l-1) - 1)(2 angle)`. So level 1
+takes `first` bits of equal sectors, every other one the Lloyd-Max codebook of 2 bits of its
+density; no scale and no zero are needed. (A PolarQuant of the same year, arXiv:2502.00527, that
+quantises channel pairs of K over groups of tokens, is another method.)
+
+A last channel or radius without a partner is stored in fp16 as it is, so any width will do.
+
+Bits per value where 2^levels divides the width: first/2, 2 (1/4 + … + 1/2^levels), 16/2^levels;
+the paper's preset, and the default, is 3.875 (``first=4,levels=4``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import CodesField, TokenField
+from kvpact.methods.base import Arrays, Codec, Method
+from kvpact.quantizers.numbers import half
+from kvpact.transforms import RandomHadamard
+
+# Lloyd-Max levels of 2 bits for the density of levels 2 to 6: pi/4 plus and minus these. Constants
+# for the reason given in `lloyd_max`; a test derives them again.
+_OFFSETS = {
+    2: (0.1514179, 0.4756420),
+    3: (0.1110132, 0.3591485),
+    4: (0.0794888, 0.2611841),
+    5: (0.0564453, 0.1868949),
+    6: (0.0399745, 0.1328576),
+}
+_WORD = 32
+
+
+def codebook(level: int, first: int) -> tuple[list[float], list[float]]:
+    """Return the angles of a level's codes, and the boundaries between them, ascending.
+
+    Parameters
+    ----------
+    level : int
+        1 to 6.
+    first : int
+        Bits of level 1.
+    """
+    if level == 1:
+        width = 2 * math.pi / 2**first
+        angles = [width * (code + 0.5) for code in range(2**first)]
+        return angles, [width * code for code in range(1, 2**first)]
+    near, far = _OFFSETS[level]
+    angles = [math.pi / 4 + offset for offset in (-far, -near, near, far)]
+    middle = (near + far) / 2
+    return angles, [math.pi / 4 + offset for offset in (-middle, 0.0, middle)]
+
+
+@lru_cache(maxsize=64)
+def _directions(level: int, first: int, inner: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, fp32, of a level's angles or (`inner`) of its boundaries.
+
+    The boundary below code i stands at i; those of level 1 that are beyond pi are left out.
+    """
+    points, boundaries = codebook(level, first)
+    if inner:
+        points = [0.0, *boundaries]
+        points = points[: len(points) // 2] if level == 1 else points
+    cosines = torch.tensor([math.cos(point) for point in points], dtype=torch.float32)
+    sines = torch.tensor([math.sin(point) for point in points], dtype=torch.float32)
+    return cosines.to(device), sines.to(device)
+
+
+def _assign(x: Tensor, y: Tensor, level: int, first: int) -> Tensor:
+    """Return the code of the angle of each `(x, y)`, uint8.
+
+    An angle is never computed: its arc tangent may round differently from device to device, or
+    between the body and the tail of a vectorised loop. A point lies behind a boundary b where the
+    cross product `y cos b - x sin b` is positive, provided that both are less than pi apart. Hence
+    the points below the x axis are turned by pi and get the other half of the codes.
+    """
+    cosines, sines = _directions(level, first, True, x.device)
+    code = torch.zeros_like(x, dtype=torch.int32)
+    below = y < 0
+    if level == 1:
+        x, y = torch.where(below, -x, x), y.abs()
+    step = len(cosines) // 2
+    while step:
+        further = code + step
+        code = torch.where(y * cosines[further] > x * sines[further], further, code)
+        step //= 2
+    if level == 1:
+        code = torch.where(below, code + len(cosines), code)
+    return code.to(torch.uint8)
+
+
+class PolarCodec(Codec):
+    """One stream.
+
+    Parameters
+    ----------
+    dim, levels, first, seed
+        As in `PolarQuant`.
+    order : {"token", "channel"}
+        Order of the packed codes.
+    """
+
+    def __init__(
+        self, dim: int, levels: int, first: int, order: Literal["token", "channel"], seed: int = 0
+    ) -> None:
+        self._first = first
+        self.transform = RandomHadamard(dim, seed)
+        self._pairs: list[int] = []  # angles of each level
+        self._left: list[bool] = []  # whether a level leaves one without a partner
+        nodes = dim
+        while len(self._pairs) < levels and nodes > 1:
+            self._left.append(nodes % 2 == 1)
+            nodes //= 2
+            self._pairs.append(nodes)
+        fields = []
+        for level, pairs in enumerate(self._pairs, 1):
+            bits = first if level == 1 else 2
+            # The few codes of the upper levels would leave words of one token partly empty.
+            filled = pairs * bits % _WORD == 0
+            fields.append(CodesField(f"angles{level}", bits, pairs, order if filled else "channel"))
+        self.fields = (*fields, TokenField("radii", nodes + sum(self._left)))
+
+    @staticmethod
+    def _unit(level: int) -> float:
+        """About the square root of what a radius is made of: its fp16 reaches as far as x's."""
+        return float(2 ** (level // 2))
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Rotate, then pair channels, and radii, level by level."""
+        nodes = self.transform.forward(x)
+        out, radii = {}, []
+        for level, (pairs, left) in enumerate(zip(self._pairs, self._left, strict=True), 1):
+            if left:
+                radii.append(nodes[..., -1:] / self._unit(level - 1))
+            both = torch.unflatten(nodes[..., : 2 * pairs], -1, (-1, 2))
+            r, s = both[..., 0], both[..., 1]
+            out[f"angles{level}"] = _assign(r, s, level, self._first)
+            nodes = (r.square() + s.square()).sqrt()
+        radii.append(nodes / self._unit(len(self._pairs)))
+        out["radii"] = half(torch.cat(radii, dim=-1), "radius of a token")
+        return out
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Undo all but the rotation."""
+        radii = arrays["radii"].to(torch.float32)
+        left = sum(self._left)
+        nodes = radii[..., left:] * self._unit(len(self._pairs))
+        for level in range(len(self._pairs), 0, -1):
+            codes = arrays[f"angles{level}"].to(torch.int32)
+            cosines, sines = _directions(level, self._first, False, codes.device)
+            nodes = torch.stack((nodes * cosines[codes], nodes * sines[codes]), dim=-1).flatten(-2)
+            if self._left[level - 1]:
+                left -= 1
+                last = radii[..., left : left + 1] * self._unit(level - 1)
+                nodes = torch.cat([nodes, last], dim=-1)
+        return nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolarQuant(Method):
+    """Random rotation, then recursive polar coordinates: quantised angles and fp16 radii.
+
+    Parameters
+    ----------
+    levels : int
+        1 to 6; a radius is stored for 2^levels channels.
+    first : int
+        1 to 8, the bits of an angle of level 1; all others take 2.
+    seed : int
+        Chooses the rotation's signs.
+    """
+
+    name: ClassVar[str] = "polarquant"
+    paper: ClassVar[str] = "arXiv:2502.02617"
+    levels: int = 4
+    first: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("levels", range(1, 7))
+        self.check_choice("first", range(1, 9))
+
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for keys."""
+        return PolarCodec(dim, self.levels, self.first, "token", self.seed)
+
+    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for values."""
+        return PolarCodec(dim, self.levels, self.first, "channel", self.seed)

@@ -1,0 +1,171 @@
+"""Vector quantisation: sub-vectors as words of a codebook that k-means fits (product VQ).
+
+Rotate (random signs, Hadamard), normalise to a mean square of 1, cut the D coordinates into
+sub-vectors of `dims`, replace each by the nearest of `codebook_size` words. After the rotation all
+positions are alike, so one codebook serves them all. With ``stages=2`` a second codebook codes the
+residual (residual VQ). The fp16 scale of a token is the least-squares one, `<c, y> / |c|^2`.
+
+Words are fp16. Where the calibration tokens give fewer than 64 sub-vectors per word, N(0, 1) ones
+are added: what rotated coordinates look like. Bits per value: stages log2(codebook_size) / dims +
+16/D, and the codebook. See product quantisation (Jegou, Douze, Schmid, TPAMI 2011).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import CodesField, Field, TokenField
+from kvpact.kernels.ops import tree_sum
+from kvpact.methods.base import Arrays, Codec
+from kvpact.methods.fitted import FittedCodec, FittedMethod
+from kvpact.quantizers.kmeans import kmeans, nearest
+from kvpact.quantizers.numbers import half
+from kvpact.transforms import RandomHadamard
+
+_LOW = 8
+_MOST_VECTORS = 1 << 18
+
+
+class VectorCodec(FittedCodec):
+    """Indices of words; beyond 8 bits the low and the high ones are fields of their own.
+
+    Parameters
+    ----------
+    dim : int
+        Width of the vectors.
+    codebook_size, dims, stages, seed
+        As in `VectorQuantization`.
+    order : {"token", "channel"}
+        Order of the packed codes.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        codebook_size: int,
+        dims: int,
+        stages: int,
+        seed: int,
+        order: Literal["token", "channel"],
+    ) -> None:
+        super().__init__(dim)
+        self._size, self._dims, self._stages, self._seed = codebook_size, dims, stages, seed
+        self.transform = RandomHadamard(dim, seed)
+        self._bits = (codebook_size - 1).bit_length()
+        count = -(-dim // dims)
+        fields: list[Field] = []
+        for stage in range(stages):
+            fields.append(CodesField(f"low{stage}", min(self._bits, _LOW), count, order))
+            if self._bits > _LOW:
+                fields.append(CodesField(f"high{stage}", self._bits - _LOW, count, order))
+        self.fields = (*fields, TokenField("scale", 1))
+
+    def _cut(self, y: Tensor) -> Tensor:
+        """Cut `[..., D]` into sub-vectors `[..., D / dims, dims]`, the last one padded."""
+        y = torch.nn.functional.pad(y, (0, -self._dim % self._dims))
+        return torch.unflatten(y, -1, (-1, self._dims))
+
+    def _normal(self, y: Tensor) -> Tensor:
+        norm = tree_sum(y.square()).sqrt()
+        safe = torch.where(norm == 0, torch.ones_like(norm), norm)
+        return y * (math.sqrt(self._dim) / safe)
+
+    def _learn(self, x: Tensor) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(self._seed)
+        vectors = self._cut(self._normal(self.transform.forward(x))).flatten(0, -2)
+        wanted = min(max(64 * self._size, 4096), _MOST_VECTORS)
+        if len(vectors) > wanted:
+            chosen = torch.randperm(len(vectors), generator=generator)[:wanted]
+            vectors = vectors[chosen.to(vectors.device)]
+        missing = wanted - len(vectors)
+        more = torch.randn(missing, self._dims, generator=generator).to(vectors.device)
+        vectors, codebooks = torch.cat([vectors, more]), []
+        for _ in range(self._stages):
+            words = kmeans(vectors, self._size, generator).to(torch.float16)
+            codebooks.append(words)
+            points = words.to(torch.float32)
+            vectors = vectors - points[nearest(vectors, points)]
+        return {"codebooks": torch.stack(codebooks)}
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        self._check(set(state) == {"codebooks"}, ", ".join(sorted(state)))
+        books = state["codebooks"]
+        wanted = (self._stages, self._size, self._dims)
+        self._check(books.shape == wanted and books.is_floating_point(), "shape of the codebooks")
+        self._check(bool(torch.isfinite(books).all()), "numbers of the codebooks")
+
+    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.transform.forward(x)
+        left, out = self._cut(self._normal(y)), {}
+        total = torch.zeros_like(left)
+        for stage, words in enumerate(self._state["codebooks"].to(torch.float32)):
+            index = nearest(left.flatten(0, -2), words).view(left.shape[:-1])
+            points = words[index]
+            left, total = left - points, total + points
+            out[f"low{stage}"] = (index & ((1 << _LOW) - 1)).to(torch.uint8)
+            if self._bits > _LOW:
+                out[f"high{stage}"] = (index >> _LOW).to(torch.uint8)
+        points = total.flatten(-2)[..., : self._dim]
+        energy = tree_sum(points.square())
+        safe = torch.where(energy == 0, torch.ones_like(energy), energy)
+        out["scale"] = half(tree_sum(points * y) / safe, "scale of a token")
+        return out
+
+    def _decode(self, arrays: Arrays) -> Tensor:
+        total: Tensor | None = None
+        for stage, words in enumerate(self._state["codebooks"].to(torch.float32)):
+            index = arrays[f"low{stage}"].to(torch.int32)
+            if self._bits > _LOW:
+                index = index | (arrays[f"high{stage}"].to(torch.int32) << _LOW)
+            # Slots that nobody wrote may hold anything; they must not lead out of the codebook.
+            points = words[index.clamp(max=self._size - 1)]
+            total = points if total is None else total + points
+        assert total is not None
+        return total.flatten(-2)[..., : self._dim] * arrays["scale"].to(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorQuantization(FittedMethod):
+    """Sub-vectors as words of a codebook that k-means fits to the first tokens.
+
+    Parameters
+    ----------
+    codebook_size : int
+        Words, 2 to 65536.
+    dims : int
+        Coordinates of a sub-vector.
+    stages : {1, 2}
+        2 codes the residual too, with a codebook of its own.
+    seed : int
+        Of the rotation and of k-means.
+    """
+
+    name: ClassVar[str] = "vq"
+    codebook_size: int = 256
+    dims: int = 4
+    stages: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check("codebook_size", 2 <= self.codebook_size <= 65_536, "a number from 2 to 65536")
+        self.check("dims", 1 <= self.dims <= 64, "a number from 1 to 64")
+        self.check_choice("stages", (1, 2))
+        self.check("seed", 0 <= self.seed < 1 << 63, "a number from 0 to 2**63 - 1")
+
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return a codec for keys, not fitted yet."""
+        return self._codec(dim, "token")
+
+    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return a codec for values, not fitted yet."""
+        return self._codec(dim, "channel")
+
+    def _codec(self, dim: int, order: Literal["token", "channel"]) -> Codec:
+        return VectorCodec(dim, self.codebook_size, self.dims, self.stages, self.seed, order)

@@ -1,0 +1,44 @@
+"""Write the golden files of fitted methods: `python tests/compressor/golden/make.py`.
+
+Never run by the tests. A file holds what was learnt and the slots; later versions have to read it
+and to encode the same tokens with it to the same bytes. Files that are there stay.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvpact import KVCacheCompressor
+
+FOLDER = Path(__file__).parent
+CASES = {
+    "lowrank": "lowrank:rank=12/lowrank:rank=9,per_head=false",
+    "vq": "vq:codebook_size=16/vq:codebook_size=300,dims=5,stages=2",
+    "hybrid": "hybrid:rank=24/hybrid:rank=64,quant_bits=8",
+    "hybrid-exact": "hybrid:rank=80/hybrid:rank=60,group=20,per_head=false",
+}
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K with offsets and an outlier channel, V with tokens of unlike size."""
+    rng = np.random.default_rng(20)
+    k = rng.standard_normal((1, 2, 66, 80)) + 2 * rng.standard_normal(80)
+    k[..., 11] *= 12
+    v = rng.standard_normal((1, 2, 66, 64)) * np.exp(rng.standard_normal((1, 1, 66, 1)))
+    return torch.from_numpy(k).half(), torch.from_numpy(v).half()
+
+
+def main() -> None:
+    """Write the files that are not there."""
+    for name, spec in CASES.items():
+        path = FOLDER / f"{name}-v1.safetensors"
+        if not path.exists():
+            KVCacheCompressor(spec).compress_kv(*inputs()).save(path)
+            print(f"{path.name}: {path.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

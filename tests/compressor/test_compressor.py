@@ -1,0 +1,154 @@
+"""The compressor: every method both ways, appending, and an extended basis."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpact import Hybrid, KVCacheCompressor, LowRank, Spec, VectorQuantization, parse_spec
+from kvpact.errors import GeometryError, NonFiniteError
+from kvpact.testing.held import held_bytes, same_bytes
+
+# Limits of the normalised error of N(0, 1) tokens.
+METHODS = {
+    "none": 0.0,
+    "fp8": 0.001,
+    "int:bits=4": 0.01,
+    "turboquant:bits=3": 0.04,
+    "turboquant:bits=3,mode=prod": 0.08,
+    "turboquant:bits=3,center=64": 0.04,
+    "kivi:bits=4": 0.01,
+    "kvarn:bits=4": 0.01,
+    "int:bits=8/turboquant:bits=4": 0.011,
+    "q8_0": 0.0001,
+    "lowrank:rank=200": 0.0,
+    "lowrank:rank=32,per_head=false": 0.75,
+    "lowrank:energy=0.9": 0.11,
+    "vq": 0.12,
+    "vq:codebook_size=300,dims=5,stages=2": 0.02,
+    "hybrid:rank=200": 0.02,
+    "hybrid:rank=64,quant_bits=8": 0.4,
+}
+GROUPED = {"turboquant:bits=3,center=64": 64, "kivi:bits=4": 32, "kvarn:bits=4": 128}
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@each_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_there_and_back(method: str, dtype: torch.dtype):
+    k, v = normal(2, 3, 141, 80).to(dtype), normal(2, 3, 141, 64, seed=1).to(dtype)
+    compressor = KVCacheCompressor(method)
+    compressed = compressor.compress_kv(k, v)
+    again = compressor.decompress_kv(compressed)
+    assert (compressed.tokens, compressed.dtype, compressed.layout) == (141, dtype, "batched")
+    for x, y, error in zip((k, v), again, compressed.error, strict=True):
+        assert (y.shape, y.dtype) == (x.shape, dtype)
+        lost = (y.double() - x.double()).square().sum() / x.double().square().sum()
+        assert float(lost) == pytest.approx(error, rel=1e-6, abs=1e-12)
+        assert error <= METHODS[method]
+    assert held_bytes(compressed) == compressed.nbytes
+    rest = 141 % GROUPED.get(method, 1)
+    assert same_bytes(again[0][:, :, 141 - rest :], k[:, :, 141 - rest :])
+
+
+@each_method
+def test_without_a_batch(method: str):
+    k, v = normal(3, 70, 64), normal(3, 70, 96, seed=1)
+    compressor = KVCacheCompressor(method)
+    compressed = compressor.compress_kv_3d(k, v)
+    assert (compressed.k_shape, compressed.v_shape) == (k.shape, v.shape)
+    unbatched, batched = (f(compressed) for f in (compressor.decompress_kv_3d,
+                                                  compressor.decompress_kv))  # fmt: skip
+    assert [x.shape for x in unbatched] == [k.shape, v.shape]
+    one = compressor.compress_kv(k.unsqueeze(0), v.unsqueeze(0))
+    for x, y, z in zip(unbatched, batched, compressor.decompress_kv_3d(one), strict=True):
+        assert same_bytes(x, y[0]) and same_bytes(x, z)
+
+
+@each_method
+def test_append_leaves_the_old_one_and_changes_no_token(method: str):
+    k, v = normal(2, 2, 200, 64), normal(2, 2, 200, 64, seed=1)
+    first = KVCacheCompressor(method).compress_kv(k[:, :, :130], v[:, :, :130])
+    before = {name: x.clone() for name, x in first.tensors().items()}
+    second = first
+    for start, end in ((130, 131), (131, 190), (190, 200)):
+        second = second.append(k[:, :, start:end], v[:, :, start:end])
+    assert first.tokens == 130
+    assert all(same_bytes(x, before[name]) for name, x in first.tensors().items())
+    assert second.tokens == 200
+    assert held_bytes(second) == second.nbytes
+    old, new = first.decompress(), second.decompress()
+    packed = 130 // GROUPED.get(method, 1) * GROUPED.get(method, 1)
+    torch.testing.assert_close(new[0][:, :, :packed], old[0][:, :, :packed], rtol=0, atol=1e-6)
+    lost = (new[1].double() - v.double()).square().sum() / v.double().square().sum()
+    assert second.error.v == pytest.approx(float(lost), rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if not m.startswith(("low", "vq", "hyb"))])
+def test_pieces_are_the_whole(method: str):
+    k, v = normal(1, 2, 200, 64), normal(1, 2, 200, 64, seed=1)
+    whole = KVCacheCompressor(method).compress_kv(k, v)
+    pieces = KVCacheCompressor(method).compress_kv(k[:, :, :7], v[:, :, :7])
+    for start, end in ((7, 100), (100, 101), (101, 200)):
+        pieces = pieces.append(k[:, :, start:end], v[:, :, start:end])
+    assert whole.tensors().keys() == pieces.tensors().keys()
+    assert all(same_bytes(x, pieces.tensors()[name]) for name, x in whole.tensors().items())
+
+
+def rank(*shape: int, of: int, seed: int) -> Tensor:
+    return normal(*shape[:-1], of, seed=seed) @ normal(of, shape[-1], seed=seed + 1)
+
+
+def test_a_basis_is_extended_when_new_tokens_leave_it():
+    k, v = rank(1, 2, 100, 64, of=8, seed=1), rank(1, 2, 100, 64, of=8, seed=3)
+    more = rank(1, 2, 50, 64, of=4, seed=5)
+    first = KVCacheCompressor(LowRank(rank=8)).compress_kv(k, v)
+    same = first.append(k[:, :, :50], v[:, :, :50])
+    assert same.tensors()["k.state.basis"].shape[-1] == 8
+    extended = first.append(more, v[:, :, :50])
+    assert extended.tensors()["k.state.basis"].shape[-1] in range(9, 13)
+    assert extended.tensors()["v.state.basis"].shape[-1] == 8
+    assert extended.error.k < 1e-3
+    got = extended.decompress()[0]
+    torch.testing.assert_close(got[:, :, :100], first.decompress()[0], rtol=0, atol=1e-5)
+    frozen = first.append(more, v[:, :, :50], bound=1.0)
+    assert frozen.tensors()["k.state.basis"].shape[-1] == 8
+    assert frozen.error.k > 0.1
+    # An impossible bound ends at the full width.
+    full = first.append(normal(1, 2, 80, 64), v[:, :, :80], bound=0.0)
+    assert full.tensors()["k.state.basis"].shape[-1] == 64
+    assert full.error.k < 1e-8
+    with pytest.raises(GeometryError):
+        first.append(more, v[:, :, :50], bound=2.0)
+
+
+def test_a_refused_append_changes_nothing():
+    k, v = normal(1, 2, 40, 64), normal(1, 2, 40, 64, seed=1)
+    for method in ("int:bits=4", "hybrid:rank=64"):
+        compressed = KVCacheCompressor(method).compress_kv(k, v)
+        with pytest.raises(NonFiniteError):
+            compressed.append(k, v * 1e30)
+        assert compressed.tokens == 40
+
+
+def test_quant_bits_fill_in_for_a_hybrid_without():
+    bits = [
+        (side.quant_bits if isinstance(side, Hybrid) else None)
+        for text in ("hybrid", "hybrid:rank=8", "hybrid:quant_bits=4", "vq/hybrid")
+        for side in [KVCacheCompressor(text, quant_bits=8).spec.value]
+    ]
+    assert bits == [8, 8, 4, 8]
+    assert KVCacheCompressor(Hybrid(quant_bits=4), quant_bits=8).spec.key.quant_bits == 4
+    assert KVCacheCompressor("vq").quant_bits == 8
+
+
+@pytest.mark.parametrize(
+    "method", [LowRank(rank=3), VectorQuantization(seed=1), parse_spec("q8_0")]
+)
+def test_method_is_what_was_given(method):
+    assert KVCacheCompressor(method).method == method
+    spec = method if isinstance(method, Spec) else Spec(method, method)
+    assert KVCacheCompressor(str(spec)).method == spec

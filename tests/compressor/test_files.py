@@ -1,0 +1,135 @@
+"""Compressed K and V as files: the same bytes again, and nothing damaged gets in."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvpact import CompressedKV, KVCacheCompressor
+from kvpact.errors import FormatError, IntegrityError, KVPactError
+from kvpact.testing.held import same_bytes
+
+METHODS = ["none", "int:bits=4", "turboquant:bits=3,center=64/kivi", "kvarn", "lowrank:rank=8",
+           "vq:codebook_size=300", "hybrid:rank=64", "hybrid:rank=8"]  # fmt: skip
+
+
+def compressed(method: str = "lowrank:rank=8", tokens: int = 141) -> CompressedKV:
+    k = torch.randn(2, 2, tokens, 64, generator=torch.Generator().manual_seed(1))
+    return KVCacheCompressor(method).compress_kv(k.half(), k[..., :48].half())
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tokens", [3, 141])
+def test_round_trip(method: str, tokens: int, tmp_path):
+    given = compressed(method, tokens)
+    given.save(tmp_path / "a.safetensors")
+    again = CompressedKV.load(tmp_path / "a.safetensors")
+    assert (again.spec, again.layout, again.error) == (given.spec, given.layout, given.error)
+    assert (again.k_shape, again.v_shape, again.dtype) == (
+        given.k_shape,
+        given.v_shape,
+        given.dtype,
+    )
+    assert given.tensors().keys() == again.tensors().keys()
+    assert all(same_bytes(x, again.tensors()[name]) for name, x in given.tensors().items())
+    for x, y in zip(given.decompress(), again.decompress(), strict=True):
+        assert same_bytes(x, y)
+    again.save(tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    k = torch.randn(2, 2, 9, 64).half()
+    for x, y in zip(
+        given.append(k, k[..., :48]).decompress(),
+        again.append(k, k[..., :48]).decompress(),
+        strict=True,
+    ):
+        assert same_bytes(x, y)
+
+
+@pytest.mark.parametrize("method", ["lowrank:rank=8", "kivi"])
+def test_every_damage_is_found(method: str, tmp_path):
+    path = tmp_path / "x.safetensors"
+    compressed(method, 40).save(path)
+    data = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(data), (150,), generator=generator).tolist()
+    for place in [*range(0, 400, 7), *places, len(data) - 1]:
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x41]) + data[place + 1 :])
+        with pytest.raises(KVPactError):
+            CompressedKV.load(path)
+    for length in (0, 4, 8, 100, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:length])
+        with pytest.raises(FormatError):
+            CompressedKV.load(path)
+
+
+def rewritten(path, change) -> None:
+    with safe_open(str(path), framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        manifest = json.loads(file.metadata()["manifest"])
+    change(manifest, tensors)
+    save_file(tensors, str(path), {"manifest": json.dumps(manifest)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest, tensors: manifest.update(version=2),
+        lambda manifest, tensors: manifest.update(format="other"),
+        lambda manifest, tensors: manifest.update(slots=99),
+        lambda manifest, tensors: manifest.update(layout="square"),
+        lambda manifest, tensors: manifest.update(batch=3),
+        lambda manifest, tensors: manifest.update(batch="2"),
+        lambda manifest, tensors: manifest.update(dtype="int8"),
+        lambda manifest, tensors: manifest.pop("spec"),
+        lambda manifest, tensors: manifest["k"].pop("packed"),
+        lambda manifest, tensors: manifest["k"].update(packed=10**9),
+        lambda manifest, tensors: manifest["k"].update(packed=-1),
+        lambda manifest, tensors: manifest["k"].update(energy="much"),
+        lambda manifest, tensors: manifest["v"].update(open=1),
+        lambda manifest, tensors: manifest["v"].update(dim=10**6),
+        lambda manifest, tensors: manifest.update(k=[]),
+        lambda manifest, tensors: manifest.update(sha256={}),
+        lambda manifest, tensors: tensors.pop("k.slots.coefficients"),
+        lambda manifest, tensors: tensors.update(other=torch.zeros(1)),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(change, tmp_path):
+    path = tmp_path / "x.safetensors"
+    compressed(tokens=40).save(path)
+    rewritten(path, change)
+    with pytest.raises(FormatError):
+        CompressedKV.load(path)
+
+
+def test_a_changed_tensor_is_named(tmp_path):
+    path = tmp_path / "x.safetensors"
+    compressed(tokens=40).save(path)
+    rewritten(path, lambda manifest, tensors: tensors["k.state.basis"].mul_(2))
+    with pytest.raises(IntegrityError, match="basis"):
+        CompressedKV.load(path)
+
+
+def test_other_files_are_refused(tmp_path):
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(2)}, str(path))
+    with pytest.raises(FormatError):
+        CompressedKV.load(path)
+    with pytest.raises(FileNotFoundError):
+        CompressedKV.load(tmp_path / "none.safetensors")
+
+
+def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    compressed(tokens=3).save(path)
+    data = path.read_bytes()
+
+    def fail(*names: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        compressed(tokens=5).save(path)
+    assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]

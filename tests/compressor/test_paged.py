@@ -1,0 +1,89 @@
+"""Sequences of paged caches, compressed and back."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpact import CacheGeometry, CompressedKV, KVCacheCompressor, PagedKVCache
+from kvpact.errors import CacheFull
+from kvpact.testing.held import same_bytes
+
+GEOMETRY = CacheGeometry(2, 3, 64, 80)
+METHODS = ["none", "int:bits=4", "turboquant:bits=4", "turboquant:bits=3,center=64/kivi",
+           "kivi", "kvarn", "polarquant", "qjl"]  # fmt: skip
+
+
+def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((3, count, 64), (3, count, 80))
+    k, v = (torch.randn(*shape, generator=generator) for shape in shapes)
+    return k, v
+
+
+def filled(spec: str, count: int, pages: int = 32) -> tuple[PagedKVCache, int]:
+    cache = PagedKVCache(spec, GEOMETRY, pages)
+    seq = cache.allocate()
+    for layer in range(2):
+        cache.append(layer, {seq: tokens(count, layer)})
+    return cache, seq
+
+
+def same(a: CompressedKV, b: CompressedKV) -> bool:
+    x, y = a.tensors(), b.tensors()
+    return x.keys() == y.keys() and all(same_bytes(x[name], y[name]) for name in x)
+
+
+@pytest.mark.parametrize("spec", METHODS)
+@pytest.mark.parametrize("count", [1, 31, 300])
+def test_slots_go_there_and_back(spec: str, count: int, tmp_path):
+    cache, seq = filled(spec, count)
+    compressor = KVCacheCompressor(spec)
+    first = compressor.compress_paged_cache(cache, 1, seq)
+    assert same(first, compressor.compress_kv_3d(*tokens(count, 1)))
+    first.save(tmp_path / "x.safetensors")
+    first = CompressedKV.load(tmp_path / "x.safetensors")
+    other = PagedKVCache(spec, GEOMETRY, 32)
+    target = other.allocate()
+    for layer in range(2):
+        compressor.decompress_to_paged_cache(first, other, layer, target)
+    assert other.seq_len(target, 1) == count
+    assert same(first, compressor.compress_paged_cache(other, 1, target))
+    for layer in range(2):
+        other.append(layer, {target: tokens(40, 7)})
+    again = compressor.compress_paged_cache(other, 1, target)
+    assert again.tokens == count + 40
+    other.free(target)
+    assert other.num_free_pages == other.num_pages
+
+
+def test_after_a_rollback_and_beside_a_fork():
+    for spec in ("kivi", "turboquant:bits=4", "kvarn"):
+        cache, seq = filled(spec, 300)
+        fork = cache.fork(seq)
+        cache.truncate(seq, 150)
+        compressor = KVCacheCompressor(spec)
+        cut = compressor.compress_paged_cache(cache, 0, seq)
+        assert cut.tokens == 150
+        whole = compressor.compress_paged_cache(cache, 0, fork).decompress()
+        for x, y in zip(cut.decompress(), whole, strict=True):
+            torch.testing.assert_close(x[:, :96], y[:, :96], rtol=0, atol=0)
+
+
+def test_another_method_takes_what_the_cache_gives():
+    cache, seq = filled("int:bits=8", 200)
+    compressor = KVCacheCompressor("lowrank:rank=80")
+    compressed = compressor.compress_paged_cache(cache, 0, seq)
+    assert max(compressed.error) < 1e-6
+    for x, y in zip(compressor.decompress_kv_3d(compressed), tokens(200), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0.05)
+    compressor.decompress_to_paged_cache(compressed, cache, 1, seq)
+    assert cache.seq_len(seq, 1) == 400
+
+
+def test_a_full_pool_changes_nothing():
+    cache, seq = filled("int:bits=4", 100, pages=4)
+    compressed = KVCacheCompressor("int:bits=4").compress_paged_cache(cache, 0, seq)
+    other = cache.allocate()
+    with pytest.raises(CacheFull):
+        KVCacheCompressor("int:bits=4").decompress_to_paged_cache(compressed, cache, 0, other)
+    assert (cache.seq_len(other), cache.num_free_pages) == (0, 0)
