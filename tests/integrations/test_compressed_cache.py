@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvpact.errors import KVPactError
+from kvpact.errors import KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
 
 
@@ -248,3 +248,17 @@ def test_latent_attention_keeps_the_rotated_part_at_eight_bits(make_model, sizes
     assert str(cache.layers[0].spec) == "turboquant:bits=2,window=8/int:bits=8,window=8"
     assert cache.layers[0].keys.shape == (2, 1, 40, 32)
     assert cache.layers[0].values.shape == (2, 1, 40, 16)
+
+
+def test_tokens_that_cannot_be_stored_leave_the_cache_as_it_was(llama, prompt):
+    """The error comes once; the cache goes on without the tokens that caused it."""
+    cache = prefilled(llama, prompt)
+    before = [t.clone() for t in inner(cache).tensors()]
+    embeddings = torch.full((2, 1, 64), torch.nan)
+    with pytest.raises(NonFiniteError), torch.no_grad():
+        llama(inputs_embeds=embeddings, past_key_values=cache)
+    assert cache.get_seq_length() == 40
+    assert all(map(torch.equal, inner(cache).tensors(), before))
+    with torch.no_grad():
+        llama(prompt["input_ids"][:, :3], past_key_values=cache)
+    assert cache.get_seq_length() == 43

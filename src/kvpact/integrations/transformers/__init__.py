@@ -1,4 +1,7 @@
-"""kvpact inside Hugging Face transformers: `CompressedCache` goes in as `past_key_values=`."""
+"""kvpact inside Hugging Face transformers: `CompressedCache` goes in as `past_key_values=`.
+
+`PagedBatch` does the same for sequences of a `PagedKVCache`.
+"""
 
 from kvpact.errors import BackendUnavailable
 
@@ -12,5 +15,6 @@ except ImportError as error:
 from kvpact.integrations.transformers.attention import ATTENTION, register_attention
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.handles import FallbackWarning
+from kvpact.integrations.transformers.paged import PagedBatch
 
-__all__ = ["ATTENTION", "CompressedCache", "FallbackWarning", "register_attention"]
+__all__ = ["ATTENTION", "CompressedCache", "FallbackWarning", "PagedBatch", "register_attention"]

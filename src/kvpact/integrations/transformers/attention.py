@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.attention import attend
 from kvpact.contract import AttendConfig
-from kvpact.errors import KVPactError
+from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.handles import KVHandle, say_once
 
 ATTENTION = "kvpact"
@@ -26,6 +26,35 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION, attention_forward)
     # Without a mask function of that name the mask would silently be None.
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def choose_attention(config: PreTrainedConfig, attention: str) -> None:
+    """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        The decoder's.
+    attention : {"auto", "keep"}
+        ``keep`` leaves the config alone.
+
+    Raises
+    ------
+    SpecError
+        `attention` is neither.
+    """
+    if attention not in ("auto", "keep"):
+        raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
+    register_attention()
+    current = config._attn_implementation
+    if attention == "auto" and current in ("sdpa", None):
+        config._attn_implementation = ATTENTION
+    elif attention == "auto" and current != ATTENTION:
+        say_once(
+            "decompressed",
+            f"the model's attention is {current!r}, which will read decompressed K and V; "
+            "model.set_attn_implementation('kvpact') attends over the compressed cache",
+        )
 
 
 def attention_forward(

@@ -12,9 +12,8 @@ from transformers.cache_utils import (
 )
 
 from kvpact.cache import merge_stats
-from kvpact.errors import KVPactError, SpecError
-from kvpact.integrations.transformers.attention import ATTENTION, register_attention
-from kvpact.integrations.transformers.handles import say_once
+from kvpact.errors import KVPactError
+from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.methods.integer import Integer
 from kvpact.methods.none import Exact
@@ -69,8 +68,6 @@ class CompressedCache(Cache):
         attention: str = "auto",
         exact_new: bool = True,
     ) -> None:
-        if attention not in ("auto", "keep"):
-            raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
         decoder = config.get_text_config(decoder=True)
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
@@ -91,19 +88,7 @@ class CompressedCache(Cache):
                 "there is nothing to compress"
             )
         super().__init__(layers=layers)
-        register_attention()
-        self._choose_attention(decoder, attention)
-
-    def _choose_attention(self, config: PreTrainedConfig, attention: str) -> None:
-        current = config._attn_implementation
-        if attention == "auto" and current in ("sdpa", None):
-            config._attn_implementation = ATTENTION
-        elif attention == "auto" and current != ATTENTION:
-            say_once(
-                "decompressed",
-                f"the model's attention is {current!r}, which will read decompressed K and V; "
-                "model.set_attn_implementation('kvpact') attends over the compressed cache",
-            )
+        choose_attention(decoder, attention)
 
     def _stats(self) -> list[dict[str, Any]]:
         caches = [layer.flushed() for layer in self._compressed]

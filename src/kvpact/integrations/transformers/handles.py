@@ -8,7 +8,7 @@ K or V instead: right in every model, only slower, and said once.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ def say_once(key: str, message: str) -> None:
         warnings.warn(message, FallbackWarning, stacklevel=3)
 
 
+class NewTokens(Protocol):
+    """The tokens of one `update`, on their way into a cache: what a handle stands for."""
+
+    k: Tensor
+    v: Tensor
+
+    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend over the past and these tokens."""
+
+    def dequantize(self) -> DequantResult:
+        """Return K and V of all tokens."""
+
+
 class Pending:
     """The tokens of one `update`, stored when they are first used.
 
@@ -50,18 +63,16 @@ class Pending:
     def __init__(self, cache: ContiguousCache, k: Tensor, v: Tensor, exact_new: bool) -> None:
         self.k, self.v = k, v
         self._cache, self._exact_new = cache, exact_new
+        self.waiting = True
         self._step: Step | None = None
         self._result: DequantResult | None = None
-
-    @property
-    def stored(self) -> bool:
-        """Whether the tokens are in the cache already."""
-        return self._step is not None
 
     def store(self, padding: Tensor | None = None) -> Step:
         """Store the tokens unless that was done; return what attention needs."""
         if self._step is None:
             config = AttendConfig(padding=padding, exact_new=self._exact_new)
+            # Tokens that can't be stored are dropped with the error: the cache is as before them.
+            self.waiting = False
             self._step = self._cache.store(0, self.k, self.v, config)
         return self._step
 
@@ -79,11 +90,11 @@ class Pending:
 class KVHandle(Tensor):
     """K or V of all tokens of a layer, without the numbers."""
 
-    pending: Pending
+    pending: NewTokens
     side: str
 
     @staticmethod
-    def __new__(cls, pending: Pending, side: str, total: int) -> KVHandle:
+    def __new__(cls, pending: NewTokens, side: str, total: int) -> KVHandle:
         """Make a handle for ``k`` or ``v`` of `total` tokens."""
         new = pending.k if side == "k" else pending.v
         shape = (*new.shape[:2], total, new.shape[3])

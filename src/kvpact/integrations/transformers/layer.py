@@ -71,9 +71,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def flushed(self) -> ContiguousCache | None:
         """Return the cache with all tokens stored."""
-        if self._pending is not None:
-            self._pending.store()
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.waiting:
+            pending.store()
         return self.cache
 
     def _whole(self, side: str) -> Tensor | None:
@@ -100,9 +100,9 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_seq_length(self) -> int:
         """Tokens held."""
-        waiting = self._pending
+        pending = self._pending
         held = 0 if self.cache is None else self.cache.seq_len()
-        return held if waiting is None or waiting.stored else held + waiting.k.shape[2]
+        return held + pending.k.shape[2] if pending is not None and pending.waiting else held
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next update returns."""
