@@ -25,7 +25,7 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 demo: $(READY) ## a real model on compressed caches: a table, a plot, texts side by side (build/demo)
-	@$(VENV)/bin/kvpact demo
+	@$(VENV)/bin/kvpact demo --out build/demo
 
 test: lint ## lint, types, layers, then the tests
 	@echo "testing …"

@@ -297,3 +297,31 @@ def test_query_heads_that_cant_share_are_refused(heads):
     q, k, v = tensors(q_heads=heads)
     with pytest.raises(GeometryError, match=f"{heads} query heads can't share 2 KV heads"):
         attended(q, k, v, AttendConfig())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("sliding_window", 0, kvpact.errors.GeometryError),
+        ("sliding_window", -3, kvpact.errors.GeometryError),
+        ("softcap", 0.0, kvpact.errors.GeometryError),
+        ("softmax_scale", float("nan"), kvpact.errors.GeometryError),
+        ("padding", torch.tensor([-1]), kvpact.errors.GeometryError),
+        ("padding", torch.tensor([1.7]), kvpact.errors.GeometryError),
+        ("padding", [1], kvpact.errors.DtypeError),
+        ("mask", torch.full((1, 1, 1, 1), float("nan")), kvpact.errors.NonFiniteError),
+        ("sink_logits", torch.tensor([float("nan")]), kvpact.errors.NonFiniteError),
+    ],
+)
+def test_config_that_cannot_be_meant_is_refused(field, value, error):
+    with pytest.raises(error, match=field):
+        kvpact.AttendConfig(**{field: value})
+
+
+def test_wrong_sink_logits_store_nothing_even_when_new_tokens_are_attended_as_stored():
+    cache = kvpact.create_cache("int:bits=4", kvpact.CacheGeometry(1, 2, 64))
+    x = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(0))
+    config = kvpact.AttendConfig(exact_new=False, sink_logits=torch.zeros(3))
+    with pytest.raises(kvpact.errors.GeometryError, match="sink_logits"):
+        cache.attend(0, x, x, x, config)
+    assert cache.seq_len(0) == 0

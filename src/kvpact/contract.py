@@ -7,6 +7,7 @@ implementation synchronises inside, one lock per layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from kvpact.errors import DtypeError, GeometryError, NonFiniteError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,11 @@ class AttendConfig:
     exact_new : bool
         The tokens of this call are attended as given (True), or as they are stored (False: the
         harsher way of measuring a codec).
+
+    Raises
+    ------
+    DtypeError, GeometryError, NonFiniteError
+        A field that can't be meant: no tensor, not positive, NaN.
     """
 
     softmax_scale: float | None = None
@@ -54,6 +62,25 @@ class AttendConfig:
     is_causal: bool = True
     padding: Tensor | None = None
     exact_new: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("sink_logits", "mask", "padding"):
+            if not isinstance(getattr(self, name), Tensor | None):
+                raise DtypeError(f"{name} should be a tensor, not {getattr(self, name)!r}")
+        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
+            raise GeometryError(f"softmax_scale should be finite, not {self.softmax_scale!r}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise GeometryError(f"softcap should be a positive number, not {self.softcap!r}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise GeometryError(f"sliding_window should be 1 or more, not {self.sliding_window}")
+        if self.padding is not None and (
+            self.padding.dtype not in (torch.int32, torch.int64) or (self.padding < 0).any()
+        ):
+            raise GeometryError("padding should be a tensor of whole numbers from 0 on")
+        for name in ("sink_logits", "mask"):
+            value = getattr(self, name)
+            if value is not None and value.is_floating_point() and value.isnan().any():
+                raise NonFiniteError(f"{name} holds NaN")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from kvpact.errors import KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.testing import held_bytes
 
 
 def prefilled(model, prompt, spec="turboquant:bits=4", **options):
@@ -157,12 +158,27 @@ def test_handles_can_be_read_after_attention(llama):
 
 
 def test_training_is_refused(llama, prompt):
-    llama.config.attention_dropout = 0.1
-    for layer in llama.model.layers:
-        layer.self_attn.attention_dropout = 0.1
     llama.train()
     with pytest.raises(KVPactError, match=r"model\.eval"):
         llama(**prompt, past_key_values=CompressedCache(llama.config, "int:bits=8"))
+
+
+def test_gradients_are_refused_rather_than_wrong(llama, prompt):
+    loss = llama(**prompt, past_key_values=CompressedCache(llama.config, "none")).logits.sum()
+    with pytest.raises(KVPactError, match="no gradients"):
+        loss.backward()
+
+
+def test_exact_tokens_are_let_go_once_they_are_stored(llama):
+    """After a forward nothing but the cache's own tensors is alive, and `stats` counts those."""
+    ids = torch.randint(3, 128, (1, 300), generator=torch.Generator().manual_seed(1))
+    for attention in ("kvpact", "sdpa"):
+        llama.set_attn_implementation(attention)
+        cache = CompressedCache(llama.config, "turboquant:bits=4", attention="keep")
+        with torch.no_grad():
+            llama(ids, past_key_values=cache)
+        assert all(layer._pending is None for layer in cache.layers)
+        assert cache.memory_usage() == sum(held_bytes(layer) for layer in cache.layers)
 
 
 def test_uses_less_memory_than_the_exact_cache(llama):

@@ -87,6 +87,7 @@ def check_queries(q: Tensor, kv_heads: int, total: int, config: AttendConfig) ->
     groups = query_groups(q.shape[1], kv_heads, config)
     rules = LogitRules(config, None, total - q.shape[2], q.shape[2], kv_heads, groups)
     rules.check_mask(q.shape[0], total)
+    _sink_rows(config, kv_heads, groups, q.shape[2])
 
 
 def _attend_view(view: LayerView, rows: Tensor, rules: LogitRules, softmax: OnlineSoftmax) -> None:

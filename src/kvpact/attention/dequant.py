@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,12 @@ from kvpact.contract import AttendConfig, DequantResult, KVTile
 
 
 def dequant_result(
-    view: LayerView | None, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
+    view: LayerView | None,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor | None,
+    config: AttendConfig,
+    lock: AbstractContextManager[Any],
 ) -> DequantResult:
     """Return K and V of the tokens held and of new ones, decompressed when read.
 
@@ -28,6 +35,8 @@ def dequant_result(
         the result has a `logit_bias` in units of the scaled logits; without q the bias is in K.
     config : AttendConfig
         The softmax' scale is what the bias needs.
+    lock : lock
+        Held while a tile of the past is read.
     """
     biased = view is not None and q is not None and view.k.codec.has_bias
     held = view.length if view is not None else 0
@@ -35,8 +44,12 @@ def dequant_result(
     def tiles() -> Iterator[KVTile]:
         if view is not None:
             for start, end in view.chunks():
-                view.k.check()  # before each tile: a rollback may come between two
-                yield _view_tile(view, start, end, k.dtype, v.dtype, q if biased else None, config)
+                with lock:
+                    view.k.check()  # before each tile: a rollback may come between two
+                    tile = _view_tile(
+                        view, start, end, k.dtype, v.dtype, q if biased else None, config
+                    )
+                yield tile
         for start in range(0, k.shape[2], CHUNK):
             part = slice(start, start + CHUNK)
             bias = None

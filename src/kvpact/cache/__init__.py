@@ -2,8 +2,9 @@
 
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.create import create_cache
-from kvpact.cache.paged import Page, PagedKVCache
+from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
+from kvpact.cache.sequences import Page
 from kvpact.cache.stats import bytes_per_token, merge_stats, planned_bytes
 from kvpact.cache.step import Step
 

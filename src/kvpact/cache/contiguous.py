@@ -13,7 +13,7 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.cache.stats import cache_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, Fused
-from kvpact.errors import CacheFull, GeometryError
+from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.spec import Spec
 
@@ -102,6 +102,8 @@ class ContiguousCache:
             Wrong input (see `kvpact.errors`); the cache is as before.
         """
         config = config or _DEFAULT
+        if not isinstance(q, Tensor):
+            raise DtypeError(f"q should be a torch tensor, not {type(q).__name__}")
         entry = self._layer(layer, k, v, q, config)
         try:
             return entry.attend(k, v, q, config)

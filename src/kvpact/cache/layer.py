@@ -54,10 +54,17 @@ class CacheLayer:
         Methods for K and V.
     make_store : callable
         Makes the storage of a stream: ``(codec, batch, heads, device, side)``, side ``k`` or ``v``.
+    codecs : tuple of Codec, optional
+        The codecs for K and V; made from the spec when the first tokens come if omitted.
     """
 
-    def __init__(self, spec: Spec, make_store: MakeStore = _segment_list) -> None:
-        self.spec, self._make_store = spec, make_store
+    def __init__(
+        self,
+        spec: Spec,
+        make_store: MakeStore = _segment_list,
+        codecs: tuple[Codec, Codec] | None = None,
+    ) -> None:
+        self.spec, self._make_store, self._codecs = spec, make_store, codecs
         self.lock = threading.RLock()
         self.k: Stream | None = None
         self.v: Stream | None = None
@@ -99,7 +106,7 @@ class CacheLayer:
             stream.prepare(x, self._sink_positions(stream, padding))
             for stream, x in zip(streams, (k, v), strict=True)
         ]
-        step = Step(self._view(padding), k, v, padding)
+        step = Step(self._view(padding), k, v, padding, self.lock)
         return LayerPlan(streams, appends, step, config.exact_new)
 
     def commit(self, plan: LayerPlan) -> Step:
@@ -111,7 +118,7 @@ class CacheLayer:
         if plan.exact_new:
             return plan.step
         k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]
-        return Step(self._view(self._padding), k, v, self._padding)
+        return Step(self._view(self._padding), k, v, self._padding, self.lock)
 
     def adopt(
         self,
@@ -150,7 +157,10 @@ class CacheLayer:
     def _new_stream(self, x: Tensor, key: bool) -> Stream:
         batch, heads, _, dim = x.shape
         method = self.spec.key if key else self.spec.value
-        codec = (method.key_codec if key else method.value_codec)(dim, x.dtype)
+        if self._codecs is not None:
+            codec = self._codecs[0 if key else 1]
+        else:
+            codec = (method.key_codec if key else method.value_codec)(dim, x.dtype)
         store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
         return Stream(
             codec, batch, heads, dim, method.sinks, method.window, x.dtype, x.device, store
@@ -218,7 +228,7 @@ class CacheLayer:
         With `make_store` the copy's slots lie in stores of that making, which hold them already.
         """
         with self.lock:
-            other = CacheLayer(self.spec, make_store or self._make_store)
+            other = CacheLayer(self.spec, make_store or self._make_store, self._codecs)
             if self.k is not None and self.v is not None:
                 other.k = _forked(self.k, "k", make_store)
                 other.v = _forked(self.v, "v", make_store)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.checks import check_layer, check_tokens
-from kvpact.cache.layer import CacheLayer, LayerPlan, MakeStore
-from kvpact.cache.pages import PagePool, PageStore
+from kvpact.cache.layer import CacheLayer, MakeStore
+from kvpact.cache.paged_step import PagedStep
+from kvpact.cache.pages import Calibration, PagePool, PageStore
 from kvpact.cache.prefixes import PrefixTable, SharedPage, page_keys
 from kvpact.cache.segments import SegmentStore
+from kvpact.cache.sequences import Page, PagedSequence, distinct_bytes, packed_tokens
 from kvpact.cache.stats import paged_stats
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, SequenceError
@@ -23,42 +25,6 @@ from kvpact.recipe import SpecLike, layer_specs
 
 if TYPE_CHECKING:
     from kvpact.cache.paged_view import PagedView
-
-
-class Page(NamedTuple):
-    """One page of a sequence: its number in the pool and the tokens that stand on it."""
-
-    page: int
-    start: int
-    end: int
-
-
-class _Sequence:
-    """A sequence: its block table and its layers, each a cache of one row."""
-
-    def __init__(self, table: list[int], layers: list[CacheLayer]) -> None:
-        self.table, self.layers = table, layers
-        # A page that was shared when a rollback cut it may still hold tokens that went.
-        self.unclean = False
-
-    @property
-    def length(self) -> int:
-        return max(layer.length for layer in self.layers)
-
-    @property
-    def packed(self) -> int:
-        """Tokens packed in every stream of every layer."""
-        return min(_packed(layer) for layer in self.layers)
-
-
-def _packed(layer: CacheLayer) -> int:
-    return min((stream.packed for stream in layer.streams()), default=0)
-
-
-def _distinct(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors; forks share exact tokens until one side appends."""
-    held = {x.untyped_storage().data_ptr(): x.nbytes for x in tensors if x.nbytes}
-    return sum(held.values())
 
 
 class PagedKVCache:
@@ -77,6 +43,9 @@ class PagedKVCache:
         if omitted.
     device : torch.device or str
         Where the pool lives.
+    calibration : mapping, optional
+        Layer -> K and V, `[B, H_kv, T, D]`: what methods that learn from tokens (low rank, vector
+        quantisation) learn, once, for all sequences. Such methods can't be paged without.
 
     Notes
     -----
@@ -94,17 +63,16 @@ class PagedKVCache:
         num_pages: int,
         page_size: int | None = None,
         device: torch.device | str = "cpu",
+        calibration: Calibration | None = None,
     ) -> None:
         self.geometry, self.device = geometry, torch.device(device)
         self._dtype = geometry.dtype or torch.float32
         self.specs = layer_specs(spec, geometry.num_layers)
-        self.pool = PagePool(self.specs, geometry, num_pages, page_size, self.device)
-        self._sequences: dict[int, _Sequence] = {}
+        self.pool = PagePool(self.specs, geometry, num_pages, page_size, self.device, calibration)
+        self._sequences: dict[int, PagedSequence] = {}
         self._next = 0
         self._prefixes = PrefixTable()
         self._layer_locks = [threading.RLock() for _ in self.specs]
-
-    # --- sequences
 
     def _maker(self, layer: int, table: list[int]) -> MakeStore:
         def make(
@@ -114,7 +82,7 @@ class PagedKVCache:
 
         return make
 
-    def _sequence(self, seq: int) -> _Sequence:
+    def _sequence(self, seq: int) -> PagedSequence:
         named = isinstance(seq, int) and not isinstance(seq, bool)
         found = self._sequences.get(seq) if named else None
         if found is None:
@@ -123,7 +91,7 @@ class PagedKVCache:
             raise SequenceError(f"sequence {seq!r} {reason}")
         return found
 
-    def _add(self, sequence: _Sequence) -> int:
+    def _add(self, sequence: PagedSequence) -> int:
         seq, self._next = self._next, self._next + 1
         self._sequences[seq] = sequence
         return seq
@@ -140,14 +108,17 @@ class PagedKVCache:
         """
         with self.pool.lock:
             table: list[int] = []
-            layers = [CacheLayer(spec, self._maker(i, table)) for i, spec in enumerate(self.specs)]
-            sequence = _Sequence(table, layers)
+            layers = [
+                CacheLayer(spec, self._maker(i, table), self.pool.codecs[i])
+                for i, spec in enumerate(self.specs)
+            ]
+            sequence = PagedSequence(table, layers)
             if token_ids is not None:
                 keys = page_keys(token_ids[: max(len(token_ids) - 1, 0)], self.pool.page_size)
                 self._share(sequence, self._prefixes.match(keys))
             return self._add(sequence)
 
-    def _share(self, sequence: _Sequence, pages: list[SharedPage]) -> None:
+    def _share(self, sequence: PagedSequence, pages: list[SharedPage]) -> None:
         if not pages:
             return
         for shared in pages:
@@ -200,7 +171,7 @@ class PagedKVCache:
             for page in table:
                 self.pool.retain(page)
             layers = [layer.fork(self._maker(i, table)) for i, layer in enumerate(source.layers)]
-            sequence = _Sequence(table, layers)
+            sequence = PagedSequence(table, layers)
             sequence.unclean = source.unclean
             return self._add(sequence)
 
@@ -219,7 +190,7 @@ class PagedKVCache:
             self._trim(sequence, -(-sequence.length // self.pool.page_size))
             self._clean(sequence)
 
-    def _clean(self, sequence: _Sequence) -> None:
+    def _clean(self, sequence: PagedSequence) -> None:
         """Zero what a sequence's own pages hold of tokens that went; shared ones wait."""
         size = self.pool.page_size
         sequence.unclean = False
@@ -230,13 +201,13 @@ class PagedKVCache:
                 self._prefixes.drop(sequence.table[index])
                 self._clear(sequence, index)
 
-    def _clear(self, sequence: _Sequence, index: int) -> None:
+    def _clear(self, sequence: PagedSequence, index: int) -> None:
         for layer in sequence.layers:
             for stream in layer.streams():
                 if stream.packed < (index + 1) * self.pool.page_size:
                     stream.clear_segment(index)
 
-    def _trim(self, sequence: _Sequence, pages: int) -> None:
+    def _trim(self, sequence: PagedSequence, pages: int) -> None:
         while len(sequence.table) > pages:
             self._release(sequence.table.pop())
 
@@ -258,8 +229,6 @@ class PagedKVCache:
         check_layer(layer, len(self.specs))
         return self._sequence(seq).layers[layer].length
 
-    # --- tokens
-
     def reserve(
         self, seqs: Sequence[int], tokens: int | Sequence[int], layer: int | None = None
     ) -> None:
@@ -276,6 +245,10 @@ class PagedKVCache:
             An unknown or freed sequence, or one named twice.
         """
         counts = [tokens] * len(seqs) if isinstance(tokens, int) else list(tokens)
+        if len(counts) != len(seqs):
+            raise GeometryError(f"{len(counts)} numbers of tokens for {len(seqs)} sequences")
+        if len(counts) != len(seqs) or any(count < 0 for count in counts):
+            raise GeometryError("reserve takes a number of tokens from 0 on for each sequence")
         if len(set(seqs)) != len(seqs):
             raise SequenceError("a sequence is named twice in one call")
         with self.pool.lock:
@@ -293,7 +266,9 @@ class PagedKVCache:
                 if sequence.unclean:
                     self._clean(sequence)
 
-    def _needs(self, sequence: _Sequence, tokens: int, layer: int | None) -> tuple[list[int], int]:
+    def _needs(
+        self, sequence: PagedSequence, tokens: int, layer: int | None
+    ) -> tuple[list[int], int]:
         """Return the places of the table whose pages have to be copied, and the new pages."""
         size, table = self.pool.page_size, sequence.table
         # Layers are at unlike lengths while a step goes through the model: the shortest has most
@@ -301,11 +276,11 @@ class PagedKVCache:
         layers = sequence.layers if layer is None else [sequence.layers[layer]]
         shortest = min(entry.length for entry in layers)
         new = max(-(-(shortest + tokens) // size) - len(table), 0)
-        first = min(_packed(entry) for entry in layers) // size
+        first = min(packed_tokens(entry) for entry in layers) // size
         copies = [i for i in range(first, len(table)) if self.pool.references[table[i]] > 1]
         return copies if tokens else [], new
 
-    def _replace(self, sequence: _Sequence, index: int, page: int) -> None:
+    def _replace(self, sequence: PagedSequence, index: int, page: int) -> None:
         old = sequence.table[index]
         self.pool.copy(old, page)
         sequence.table[index] = page
@@ -329,7 +304,10 @@ class PagedKVCache:
         KVPactError
             Wrong input or a full pool; no sequence changed.
         """
-        given = {seq: (k.unsqueeze(0), v.unsqueeze(0)) for seq, (k, v) in tokens.items()}
+        given = {
+            seq: (k[None] if isinstance(k, Tensor) else k, v[None] if isinstance(v, Tensor) else v)
+            for seq, (k, v) in tokens.items()
+        }
         with self.step(layer, given) as plans:
             for entry, plan in plans:
                 entry.commit(plan)
@@ -339,10 +317,10 @@ class PagedKVCache:
         layer: int,
         tokens: Mapping[int, tuple[Tensor, Tensor]],
         configs: Mapping[int, AttendConfig] | None = None,
-    ) -> _StepContext:
+    ) -> PagedStep:
         """Return a context with a prepared plan per sequence; pages go back if it fails."""
         check_layer(layer, len(self.specs))
-        return _StepContext(self, layer, tokens, configs or {})
+        return PagedStep(self, layer, tokens, configs or {})
 
     def check(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
         """Raise a named error unless new tokens (`[B, H_kv, new, D]`) can be stored in a layer."""
@@ -356,8 +334,6 @@ class PagedKVCache:
         from kvpact.cache.paged_view import PagedView
 
         return PagedView(self, seqs)
-
-    # --- pages
 
     @property
     def num_pages(self) -> int:
@@ -397,8 +373,11 @@ class PagedKVCache:
     def memory_usage(self) -> int:
         """Bytes of all tensors held: the pool, and the exact tokens of the sequences."""
         exact = [t for layers in self._all_layers() for layer in layers for t in layer.tensors()]
-        exact += self._prefixes.tensors()
-        return sum(t.nbytes for t in self.pool.tensors()) + _distinct(exact)
+        exact += self._prefixes.tensors() + self._learnt()
+        return sum(t.nbytes for t in self.pool.tensors()) + distinct_bytes(exact)
+
+    def _learnt(self) -> list[Tensor]:
+        return [t for pair in self.pool.codecs for codec in pair for t in codec.state().values()]
 
     def _all_layers(self) -> list[list[CacheLayer]]:
         return [sequence.layers for sequence in self._sequences.values()]
@@ -408,53 +387,9 @@ class PagedKVCache:
         total, pool = self.memory_usage(), self.pool.tensors()
         stats = paged_stats(self._all_layers(), pool, total)
         layers = [layer for layers in self._all_layers() for layer in layers]
-        tails = _distinct(stream.tail for layer in layers for stream in layer.streams())
+        tails = distinct_bytes(stream.tail for layer in layers for stream in layer.streams())
+        learnt = distinct_bytes(self._learnt())
+        stats["bytes"]["side"] += learnt
         stats["bytes"]["window"] = tails
-        stats["bytes"]["sinks"] = total - tails - sum(tensor.nbytes for tensor in pool)
+        stats["bytes"]["sinks"] = total - tails - learnt - sum(tensor.nbytes for tensor in pool)
         return stats
-
-
-class _StepContext:
-    """Plans for one layer and many sequences, made on entry, undone (pages too) on an error."""
-
-    def __init__(
-        self,
-        cache: PagedKVCache,
-        layer: int,
-        tokens: Mapping[int, tuple[Tensor, Tensor]],
-        configs: Mapping[int, AttendConfig],
-    ) -> None:
-        self._cache, self._layer, self._tokens, self._configs = cache, layer, tokens, configs
-
-    def __enter__(self) -> list[tuple[CacheLayer, LayerPlan]]:
-        cache, layer = self._cache, self._layer
-        for k, v in self._tokens.values():
-            cache.check(layer, k, v)
-        self._before = {seq: len(cache._sequence(seq).table) for seq in self._tokens}
-        cache.reserve(list(self._tokens), [k.shape[2] for k, _ in self._tokens.values()], layer)
-        self._lock = cache._layer_locks[layer]
-        self._lock.acquire()
-        try:
-            plans = []
-            for seq, (k, v) in self._tokens.items():
-                entry = cache._sequence(seq).layers[layer]
-                plans.append((entry, entry.prepare(k, v, self._configs.get(seq, AttendConfig()))))
-            return plans
-        except BaseException:
-            self._undo()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self._undo()
-        else:
-            self._lock.release()
-
-    def _undo(self) -> None:
-        self._lock.release()
-        with self._cache.pool.lock:
-            for seq, pages in self._before.items():
-                sequence = self._cache._sequence(seq)
-                # Another layer may have got here in the meantime.
-                used = -(-sequence.length // self._cache.pool.page_size)
-                self._cache._trim(sequence, max(pages, used))

@@ -9,7 +9,7 @@ pages, and nobody writes to a page that somebody else holds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm
 
 import torch
@@ -21,9 +21,11 @@ from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
+from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 
 SIDES = ("k", "v")
+Calibration = Mapping[int, tuple[Tensor, Tensor]]
 
 
 def default_page_size(codecs: Sequence[Codec]) -> int:
@@ -47,13 +49,15 @@ class PagePool:
         multiple of them if omitted.
     device : torch.device
         Where the pool lives.
+    calibration : mapping, optional
+        Layer -> K and V, `[B, H_kv, T, D]`, for methods that learn from tokens.
 
     Raises
     ------
     GeometryError
         Not a positive number of pages, or a page size that cuts a tile or a group.
     SpecError
-        A method that learns from the first tokens (low rank, vector quantisation).
+        A method that learns from tokens (low rank, vector quantisation) without calibration.
     """
 
     def __init__(
@@ -63,22 +67,16 @@ class PagePool:
         num_pages: int,
         page_size: int | None,
         device: torch.device,
+        calibration: Calibration | None = None,
     ) -> None:
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
             raise GeometryError(f"num_pages should be a positive number, not {num_pages!r}")
         dtype = geometry.dtype or torch.float32
-        codecs = [
-            {
-                "k": spec.key.key_codec(geometry.head_dim, dtype),
-                "v": spec.value.value_codec(geometry.value_dim, dtype),
-            }
-            for spec in specs
+        self.codecs = [
+            self._fitted(spec, geometry, dtype, (calibration or {}).get(layer))
+            for layer, spec in enumerate(specs)
         ]
-        for pair in codecs:
-            for codec in pair.values():
-                # Pages are shared by sequences; a basis that one of them learnt can't be.
-                codec.require_fitted()
-        smallest = default_page_size([codec for pair in codecs for codec in pair.values()])
+        smallest = default_page_size([codec for pair in self.codecs for codec in pair])
         self.page_size = smallest if page_size is None else page_size
         if self.page_size < 1 or self.page_size % smallest:
             raise GeometryError(f"page_size should be a multiple of {smallest}, not {page_size!r}")
@@ -88,15 +86,32 @@ class PagePool:
             {
                 side: {
                     field.name: field.allocate(num_pages, heads, self.page_size, device)
-                    for field in pair[side].fields
+                    for field in codec.fields
                 }
-                for side in SIDES
+                for side, codec in zip(SIDES, pair, strict=True)
             }
-            for pair in codecs
+            for pair in self.codecs
         ]
         self.lock = threading.RLock()
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+
+    @staticmethod
+    def _fitted(
+        spec: Spec,
+        geometry: CacheGeometry,
+        dtype: torch.dtype,
+        tokens: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Codec, Codec]:
+        """Return a layer's codecs; what a single sequence learnt could not be shared with pages."""
+        k = spec.key.key_codec(geometry.head_dim, dtype)
+        v = spec.value.value_codec(geometry.value_dim, dtype)
+        if tokens is not None:
+            k = k.fit(tokens[0]) if isinstance(k, FittedCodec) else k
+            v = v.fit(tokens[1]) if isinstance(v, FittedCodec) else v
+        k.require_fitted()
+        v.require_fitted()
+        return k, v
 
     @property
     def num_pages(self) -> int:

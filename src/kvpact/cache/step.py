@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +25,15 @@ class Step:
         `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]` as given; no tokens with `exact_new=False`.
     padding : Tensor or None
         `[B]` left-padding tokens.
+    lock : lock
+        The layer's: the past is read under it, so that nobody rolls it back meanwhile.
     """
 
     view: LayerView | None
     k: Tensor
     v: Tensor
     padding: Tensor | None
+    lock: AbstractContextManager[Any]
 
     @torch.no_grad()
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
@@ -41,11 +46,15 @@ class Step:
         StaleResult
             The cache was rolled back, reordered or reset since.
         """
-        if self.view is not None:
-            self.view.k.check()
         k, v = (self.k, self.v) if self.k.shape[2] else (None, None)
-        return attend(self.view, k, v, q, config, self.padding)
+        with self.lock:
+            if self.view is not None:
+                self.view.k.check()
+            return attend(self.view, k, v, q, config, self.padding)
 
     def dequantize(self, q: Tensor | None, config: AttendConfig) -> DequantResult:
-        """Return K and V of all tokens, decompressed when read."""
-        return dequant_result(self.view, self.k, self.v, q, config)
+        """Return K and V of all tokens, decompressed when read.
+
+        The new tokens are the tensors that were given: they may not be overwritten before.
+        """
+        return dequant_result(self.view, self.k, self.v, q, config, self.lock)

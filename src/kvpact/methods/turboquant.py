@@ -15,7 +15,8 @@ signs of a second rotation `S r` and its norm g in fp16;
 Gaussian matrix.
 
 center (K only): the mean of each channel over a tile of 64 or 128 tokens is taken out before the
-codebook (it is stored rotated, in fp16): `y = m + s c`. At 2.4 bits this halves the KL.
+codebook (it is stored rotated, in fp16): `y = m + s c`. Wants the first tokens exact (sinks): they
+are outliers of their tile and move its mean.
 
 Bits per value: bits + 16/D; prod 16/D more; center 16/center more.
 Presets of the paper: ``turboquant:bits=2`` to ``bits=4``.

@@ -2,7 +2,7 @@
 
 `y = H D x` with D a diagonal of random signs and H the Walsh-Hadamard matrix over sqrt(n). The
 signs come first: a Hadamard transform followed by signs would leave a constant offset of all
-channels in one coordinate (SEEDS A3).
+channels in one coordinate.
 
 Where the width is no power of two, let n be the largest power of two below it. The transform is
 applied to the first n channels, then (with signs of its own) to the last n; the two blocks overlap,

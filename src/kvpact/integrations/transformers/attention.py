@@ -79,7 +79,7 @@ def attention_forward(
     attention_mask : Tensor or None
         `[B, 1 or H_q, S, T]`, boolean or additive.
     dropout, scaling, is_causal
-        As in transformers. Dropout is refused.
+        As in transformers; dropout is for training, which is refused.
     **kwargs
         ``softcap``, ``s_aux`` (sink logits), ``sliding_window`` and ``position_bias`` are
         honoured.
@@ -100,8 +100,8 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )[0]
         return output, None
-    if dropout:
-        raise KVPactError("a compressed cache is for inference; call model.eval() (dropout is on)")
+    if handles and module.training:
+        raise KVPactError("a compressed cache is for inference; call model.eval() first")
     if kwargs.get("output_attentions"):
         say_once(
             "output_attentions",
@@ -123,7 +123,21 @@ def attention_forward(
         output = key.pending.attend(query, config)
     else:
         output = attend(None, key, value, query, config)
+    if handles and torch.is_grad_enabled() and query.requires_grad:
+        output = _NoGradient.apply(query, output)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None
+
+
+class _NoGradient(torch.autograd.Function):
+    """Stands where gradients would have to pass a compressed cache, and refuses them."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, output: Tensor) -> Tensor:
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise KVPactError("there are no gradients through a compressed cache; run without one")
 
 
 def _needs_own(kwargs: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ K or V instead: right in every model, only slower, and said once.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -58,10 +59,20 @@ class Pending:
         `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`.
     exact_new : bool
         As in `AttendConfig`.
+    forget : callable
+        Called once when the tokens are stored (or can't be): from then on only the handles, which
+        live as long as the model's layer looks at them, keep the exact tokens.
     """
 
-    def __init__(self, cache: ContiguousCache, k: Tensor, v: Tensor, exact_new: bool) -> None:
-        self.k, self.v = k, v
+    def __init__(
+        self,
+        cache: ContiguousCache,
+        k: Tensor,
+        v: Tensor,
+        exact_new: bool,
+        forget: Callable[[], None],
+    ) -> None:
+        self.k, self.v, self._forget = k, v, forget
         self._cache, self._exact_new = cache, exact_new
         self.waiting = True
         self._step: Step | None = None
@@ -73,6 +84,7 @@ class Pending:
             config = AttendConfig(padding=padding, exact_new=self._exact_new)
             # Tokens that can't be stored are dropped with the error: the cache is as before them.
             self.waiting = False
+            self._forget()
             self._step = self._cache.store(0, self.k, self.v, config)
         return self._step
 
@@ -120,7 +132,8 @@ class KVHandle(Tensor):
         say_once(
             "decompressed",
             f"{func.__name__.split('.')[0]!r} reads K or V, which are decompressed for it in every "
-            "step: right, but slower and with a whole layer in memory. For attention over the "
+            "step: right, but slower and with a whole layer in memory; the padding of a batch is "
+            "not known on this way and may be held as sink tokens. For attention over the "
             "compressed cache call model.set_attn_implementation('kvpact')",
         )
         args, kwargs = torch.utils._pytree.tree_map_only(

@@ -65,9 +65,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             assert self.cache is not None
             cache = self.cache
         total = cache.seq_len() + key_states.shape[2]
-        pending = Pending(cache, key_states.detach(), value_states.detach(), self._exact_new)
+        pending = Pending(
+            cache, key_states.detach(), value_states.detach(), self._exact_new, self._forget
+        )
         self._pending = pending
         return KVHandle(pending, "k", total), KVHandle(pending, "v", total)
+
+    def _forget(self) -> None:
+        self._pending = None
 
     def flushed(self) -> ContiguousCache | None:
         """Return the cache with all tokens stored."""

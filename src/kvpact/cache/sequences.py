@@ -1,0 +1,48 @@
+"""What a paged cache knows of one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvpact.cache.layer import CacheLayer
+
+
+class Page(NamedTuple):
+    """One page of a sequence: its number in the pool and the tokens that stand on it."""
+
+    page: int
+    start: int
+    end: int
+
+
+class PagedSequence:
+    """A sequence: its block table and its layers, each a cache of one row."""
+
+    def __init__(self, table: list[int], layers: list[CacheLayer]) -> None:
+        self.table, self.layers = table, layers
+        # A page that was shared when a rollback cut it may still hold tokens that went.
+        self.unclean = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest layer."""
+        return max(layer.length for layer in self.layers)
+
+    @property
+    def packed(self) -> int:
+        """Tokens packed in every stream of every layer."""
+        return min(packed_tokens(layer) for layer in self.layers)
+
+
+def packed_tokens(layer: CacheLayer) -> int:
+    """Return the tokens that are packed in both streams of a layer."""
+    return min((stream.packed for stream in layer.streams()), default=0)
+
+
+def distinct_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors; forks share exact tokens until one side appends."""
+    held = {x.untyped_storage().data_ptr(): x.nbytes for x in tensors if x.nbytes}
+    return sum(held.values())
