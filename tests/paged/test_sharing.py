@@ -1,0 +1,227 @@
+"""Pages that several sequences hold: forks, published prefixes, rollbacks of either."""
+
+import pytest
+import torch
+
+from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
+from kvpact.errors import GeometryError, SequenceError, StaleResult
+from kvpact.testing import held_bytes, random_tokens, same_bytes
+
+GEOMETRY = CacheGeometry(2, 2, 32, 48)
+LOSSY = "int:bits=4,sinks=2,window=0"
+IDS = list(range(300))
+
+
+def kv(tokens, seed=0, start=0):
+    """The same tokens of a seed stand at the same places, whatever pieces they come in."""
+    k = random_tokens(2, 300, 32, seed=seed, offset=1.0)[:, start : start + tokens]
+    return k, random_tokens(2, 300, 48, seed=seed + 500)[:, start : start + tokens]
+
+
+def fill(cache, seq, tokens, seed=0):
+    for layer in range(2):
+        cache.append(layer, {seq: kv(tokens, seed, cache.seq_len(seq, layer))})
+
+
+def shown(cache, seq, layer=1):
+    entry = cache._sequence(seq).layers[layer]
+    return entry.dequantize("k"), entry.dequantize("v")
+
+
+def assert_shows(cache, seq, twin):
+    for layer in range(2):
+        for x, side in zip(shown(cache, seq, layer), ("k", "v"), strict=True):
+            assert same_bytes(x, twin.dequantize(layer, side))
+
+
+def twin_of(spec, *pieces):
+    twin = create_cache(spec, GEOMETRY)
+    for tokens, seed in pieces:
+        for layer in range(2):
+            twin.prefill(layer, *(x[None] for x in kv(tokens, seed, twin.seq_len(layer))))
+    return twin
+
+
+# --- forks
+
+
+def test_a_fork_takes_pages_when_it_writes():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
+    seq = cache.allocate()
+    fill(cache, seq, 70)  # pages of 32: two full ones and one begun
+    free = cache.num_free_pages
+    fork = cache.fork(seq)
+    assert cache.num_free_pages == free
+    assert torch.equal(cache.block_table(seq), cache.block_table(fork))
+    cache.append(0, {fork: kv(1, 3)})
+    assert cache.num_free_pages == free - 1  # the last page, in all layers
+    cache.append(1, {fork: kv(1, 3)})
+    fill(cache, seq, 5, 4)  # it is alone on its last page now
+    assert cache.num_free_pages == free - 1
+    tables = cache.block_table([seq, fork])
+    assert torch.equal(tables[0, :2], tables[1, :2])
+    assert tables[0, 2] != tables[1, 2]
+    cache.free(seq)
+    assert cache.num_free_pages == free - 1 + 1
+    cache.free(fork)
+    assert cache.num_free_pages == 16
+
+
+def test_a_fork_at_the_end_of_a_page_copies_nothing():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
+    seq = cache.allocate()
+    fill(cache, seq, 64)
+    fork = cache.fork(seq)
+    free = cache.num_free_pages
+    fill(cache, fork, 1)
+    fill(cache, seq, 1)
+    assert cache.num_free_pages == free - 2
+
+
+@pytest.mark.parametrize("spec", ["int:bits=4", "kivi:bits=2", "turboquant:bits=3,center=64"])
+def test_a_page_that_was_shared_when_it_was_cut(spec):
+    """Nobody cleared it then; its last holder writes on it as if it were new."""
+    cache = PagedKVCache(spec, GEOMETRY, 16, 64)
+    seq = cache.allocate()
+    fill(cache, seq, 256)
+    fork = cache.fork(seq)
+    twin = twin_of(spec, (256, 0))
+    cache.truncate(fork, 140)
+    twin.truncate(140)
+    cache.free(seq)
+    fill(cache, fork, 100, seed=8)
+    for layer in range(2):
+        twin.prefill(layer, *(x[None] for x in kv(100, 8, 140)))
+    assert_shows(cache, fork, twin)
+
+
+def test_a_result_from_before_is_never_another_sequences():
+    cache = PagedKVCache(LOSSY, GEOMETRY, 8)
+    seq = cache.allocate()
+    fill(cache, seq, 100)
+    k, v = (x[None] for x in kv(1, 1))
+    result = cache.view([seq]).prefill(0, k, v)
+    cache.free(seq)
+    other = cache.allocate()
+    fill(cache, other, 120, seed=5)
+    with pytest.raises(StaleResult):
+        _ = result.k
+
+
+# --- prefixes
+
+
+@pytest.mark.parametrize("spec", ["none", LOSSY, "turboquant:bits=3,center=64,window=0"])
+def test_a_published_prefix_is_shared(spec):
+    cache = PagedKVCache(spec, GEOMETRY, 24, 64)
+    seq = cache.allocate()
+    fill(cache, seq, 200)
+    free = cache.num_free_pages
+    assert cache.publish(seq, IDS[:200]) == 3
+    other = cache.allocate(IDS[:250])
+    assert cache.seq_len(other, 0) == cache.seq_len(other, 1) == 192
+    assert cache.num_free_pages == free
+    assert torch.equal(cache.block_table(other), cache.block_table(seq)[:3])
+    # It goes on where the prefix ends, and holds what it would have computed.
+    fill(cache, other, 40)
+    assert_shows(cache, other, twin_of(spec, (192, 0), (40, 0)))
+    assert_shows(cache, seq, twin_of(spec, (200, 0)))
+    assert cache.memory_usage() == held_bytes(cache)
+    cache.free(seq)
+    assert_shows(cache, other, twin_of(spec, (192, 0), (40, 0)))
+    assert cache.memory_usage() == held_bytes(cache)
+    cache.free(other)
+    assert cache.num_free_pages == 24
+
+
+def test_what_matches():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 24)
+    seq = cache.allocate()
+    fill(cache, seq, 100)
+    cache.publish(seq, IDS[:100])
+
+    def matched(ids):
+        other = cache.allocate(ids)
+        found = cache.seq_len(other)
+        cache.free(other)
+        return found
+
+    assert matched(IDS[:97]) == 96
+    assert matched(IDS[:96]) == 64  # the last token is left to be computed
+    assert matched(IDS[:33]) == 32
+    assert matched(IDS[:32]) == 0
+    assert matched([]) == 0
+    assert matched([*IDS[:40], -1, *IDS[41:100]]) == 32
+    assert matched([-1, *IDS[1:100]]) == 0
+    # The same page of tokens after another prefix is another page.
+    assert matched([-1] * 32 + IDS[32:100]) == 0
+    assert matched(IDS[32:100]) == 0
+    with pytest.raises(GeometryError):
+        cache.publish(seq, IDS[:101])
+
+
+def test_pages_of_an_unfinished_layer_are_not_offered():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 24)
+    seq = cache.allocate()
+    cache.append(0, {seq: kv(100)})
+    assert cache.publish(seq, IDS[:100]) == 0
+    cache.append(1, {seq: kv(40)})
+    assert cache.publish(seq, IDS[:100]) == 1
+
+
+def test_freed_pages_never_match():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 8)
+    seq = cache.allocate()
+    fill(cache, seq, 100)
+    cache.publish(seq, IDS[:100])
+    cache.free(seq)
+    other = cache.allocate(IDS)
+    assert cache.seq_len(other) == 0
+    fill(cache, other, 100, seed=3)  # on the same pages, other tokens
+    assert cache.seq_len(cache.allocate(IDS)) == 0
+
+
+def test_a_cut_page_matches_no_more_unless_somebody_holds_it():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
+    seq = cache.allocate()
+    fill(cache, seq, 100)
+    cache.publish(seq, IDS[:100])
+    cache.truncate(seq, 70)  # the third page
+    assert cache.seq_len(cache.allocate(IDS)) == 64
+    # Two hold the first two now: a cut of one leaves them on offer.
+    cache.truncate(seq, 40)
+    again = cache.allocate(IDS)
+    assert cache.seq_len(again) == 64
+    assert_shows(cache, again, twin_of("int:bits=4,window=0", (64, 0)))
+
+
+def test_a_cut_page_is_withdrawn_before_it_is_written():
+    cache = PagedKVCache("int:bits=4,window=0", GEOMETRY, 16)
+    seq = cache.allocate()
+    fill(cache, seq, 64)
+    cache.publish(seq, IDS[:64])
+    fork = cache.fork(seq)
+    cache.truncate(fork, 40)  # shared: stays on offer
+    cache.free(seq)
+    fill(cache, fork, 24, seed=9)  # other tokens on that page
+    other = cache.allocate(IDS)
+    assert cache.seq_len(other) == 32
+    assert_shows(cache, other, twin_of("int:bits=4,window=0", (32, 0)))
+
+
+def test_padded_sequences_are_not_offered():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
+    view = cache.view()
+    k, v = (x[None] for x in kv(70))
+    for layer in range(2):
+        view.prefill(layer, k, v, None, AttendConfig(padding=torch.tensor([3])))
+    with pytest.raises(GeometryError):
+        cache.publish(view.seqs[0], IDS[:70])
+
+
+def test_a_prefix_of_a_freed_sequence_is_unknown():
+    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
+    seq = cache.allocate()
+    cache.free(seq)
+    with pytest.raises(SequenceError):
+        cache.publish(seq, [])

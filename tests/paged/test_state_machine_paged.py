@@ -1,0 +1,300 @@
+"""Random histories of a small pool against a plain dictionary of tensors.
+
+What a token's K and V are follows from its layer, its place and all ids up to it, so a sequence
+that shares another's pages has to hold what it would have computed. Lossy methods are compared with
+a contiguous cache per sequence that is given the same tokens.
+"""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvpact
+from kvpact import CacheGeometry, PagedKVCache
+from kvpact.errors import CacheFull, SequenceError
+from kvpact.testing import random_tokens, same_bytes
+
+LAYERS, HEADS, DIM, V_DIM, LONGEST = 2, 2, 16, 8, 256
+SETTINGS = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+# Spec: pages, and whether sequences share published prefixes. A shared prefix has slots alone and
+# a contiguous cache a window, too, so lossy methods with a window do without.
+SPECS = {
+    "none": (14, True),
+    "turboquant:bits=3,center=64,sinks=3,window=0": (9, True),
+    "kivi:bits=2,sinks=2,window=40/int:bits=4,sinks=5,window=0": (14, False),
+}
+
+
+def _ids(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 50, (LONGEST,), generator=generator).tolist()
+
+
+# The second leaves the first after 100 tokens; the third has its later tokens, not its first ones.
+PROMPTS = [_ids(1), _ids(1)[:100] + _ids(2)[100:], _ids(3)[:32] + _ids(1)[32:]]
+# [layers, ids or places, H, D]
+K_OF_ID, K_OF_PLACE = random_tokens(LAYERS, 50, HEADS, DIM), random_tokens(LAYERS, 256, 1, DIM)
+V_OF_ID, V_OF_PLACE = random_tokens(LAYERS, 50, HEADS, V_DIM), random_tokens(LAYERS, 256, 1, V_DIM)
+
+
+def kv(layer, ids, start):
+    """K and V `[H, new, D]` of the tokens from `start` on; all ids before them matter."""
+    places = slice(start, len(ids))
+    known = torch.tensor(ids).cumsum(0)[places] % 50
+    k = K_OF_ID[layer, known] + K_OF_PLACE[layer, places]
+    v = V_OF_ID[layer, known] + V_OF_PLACE[layer, places]
+    return k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+
+
+class Model:
+    """One sequence: its token ids, its tensors by layer, and its contiguous twin."""
+
+    def __init__(self, spec):
+        self.ids, self.prompt, self.published, self.whole_groups = [], 0, 0, True
+        self.k = [torch.zeros(HEADS, 0, DIM) for _ in range(LAYERS)]
+        self.v = [torch.zeros(HEADS, 0, V_DIM) for _ in range(LAYERS)]
+        self.twin = kvpact.create_cache(spec, CacheGeometry(LAYERS, HEADS, DIM, V_DIM))
+
+    def lengths(self):
+        return [x.shape[1] for x in self.k]
+
+    def append(self, layer, k, v):
+        self.k[layer] = torch.cat([self.k[layer], k], 1)
+        self.v[layer] = torch.cat([self.v[layer], v], 1)
+        self.twin.prefill(layer, k[None], v[None])
+
+    def truncate(self, length):
+        self.k = [x[:, :length] for x in self.k]
+        self.v = [x[:, :length] for x in self.v]
+        self.ids = self.ids[: max(self.lengths())]
+        self.twin.truncate(length)
+
+    def fork(self):
+        other = object.__new__(Model)
+        other.__dict__.update(self.__dict__)
+        other.k, other.v, other.ids = list(self.k), list(self.v), list(self.ids)
+        other.twin, other.published = self.twin.fork(), 0
+        return other
+
+
+class Pages(RuleBasedStateMachine):
+    spec, num_pages, shares = "none", 14, True
+
+    def __init__(self):
+        super().__init__()
+        geometry = CacheGeometry(LAYERS, HEADS, DIM, V_DIM)
+        self.cache = PagedKVCache(self.spec, geometry, self.num_pages)
+        self.size = self.cache.pool.page_size
+        self.models, self.freed = {}, []
+
+    def _pick(self, which):
+        return sorted(self.models)[which % len(self.models)]
+
+    def _references(self):
+        counts = [0] * self.num_pages
+        for seq in self.models:
+            for page in self.cache.block_table(seq).tolist():
+                counts[page] += 1
+        return counts
+
+    @initialize(counts=st.lists(st.integers(30, 90), min_size=2, max_size=2))
+    def begin(self, counts):
+        self.allocate(0)
+        self.allocate(2)
+        self.append([0, 1], counts, True, True)
+
+    @precondition(lambda self: len(self.models) < 6)
+    @rule(prompt=st.integers(0, 2))
+    def allocate(self, prompt):
+        seq, model = self.cache.allocate(), Model(self.spec)
+        model.prompt = prompt
+        assert seq not in self.models
+        assert seq not in self.freed
+        self.models[seq] = model
+
+    @precondition(lambda self: self.models)
+    @rule(
+        which=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+        counts=st.lists(
+            st.one_of(st.sampled_from([1, 31, 32, 33, 64]), st.integers(1, 90)),
+            min_size=3,
+            max_size=3,
+        ),
+        all_layers=st.sampled_from([True, True, True, False]),
+        offer=st.booleans(),
+    )
+    def append(self, which, counts, all_layers, offer):
+        seqs = list(dict.fromkeys(self._pick(i) for i in which))
+        together = all(len(set(self.models[seq].lengths())) == 1 for seq in seqs)
+        before = self._state()
+        for layer in range(LAYERS if all_layers else 1):
+            tokens = {}
+            for seq, count in zip(seqs, counts, strict=False):
+                model = self.models[seq]
+                start = model.lengths()[layer]
+                end = min(start + count, LONGEST)
+                if end > len(model.ids):
+                    model.ids += PROMPTS[model.prompt][len(model.ids) : end]
+                if end > start:
+                    tokens[seq] = kv(layer, model.ids[:end], start)
+            try:
+                self.cache.append(layer, tokens)
+            except CacheFull:
+                # The first layer took the pages of all.
+                assert layer == 0 or not together
+                assert layer > 0 or self._state() == before
+                break
+            for seq, pair in tokens.items():
+                self.models[seq].append(layer, *pair)
+        for seq in seqs:
+            model = self.models[seq]
+            model.ids = model.ids[: max(model.lengths())]
+            if offer and self.shares:
+                self._publish(seq)
+
+    def _state(self):
+        tables = [self.cache.block_table(seq).tolist() for seq in sorted(self.models)]
+        return self.cache.num_free_pages, tables
+
+    @precondition(lambda self: self.models and len(self.models) < 6)
+    @rule(which=st.integers(0, 5), prompt=st.integers(0, 2))
+    def fork(self, which, prompt):
+        seq = self._pick(which)
+        free = self.cache.num_free_pages
+        other = self.cache.fork(seq)
+        assert self.cache.num_free_pages == free
+        self.models[other] = self.models[seq].fork()
+        self.models[other].prompt = prompt
+
+    @precondition(lambda self: self.models)
+    @rule(
+        which=st.integers(0, 5),
+        share=st.one_of(st.floats(0, 1.1), st.sampled_from([0.5, 0.9, 0.99])),
+        even=st.booleans(),
+    )
+    def truncate(self, which, share, even):
+        seq = self._pick(which)
+        model = self.models[seq]
+        kept = round(share * max(model.lengths()))
+        kept = kept // self.size * self.size if even else kept
+        if kept < max(model.lengths()) and kept % self.size:
+            model.whole_groups = False
+        model.published = min(model.published, kept // self.size)
+        self.cache.truncate(seq, kept)
+        model.truncate(kept)
+
+    @precondition(lambda self: self.models)
+    @rule(which=st.integers(0, 5))
+    def free(self, which):
+        seq = self._pick(which)
+        self.cache.free(seq)
+        del self.models[seq]
+        self.freed.append(seq)
+
+    @precondition(lambda self: self.freed)
+    @rule(which=st.integers(0, 5))
+    def free_again(self, which):
+        seq = self.freed[which % len(self.freed)]
+        with pytest.raises(SequenceError):
+            self.cache.free(seq)
+
+    @precondition(lambda self: self.models and self.shares)
+    @rule(which=st.integers(0, 5))
+    def publish(self, which):
+        self._publish(self._pick(which))
+
+    def _publish(self, seq):
+        model = self.models[seq]
+        # A group that a rollback cut has other bytes than one that came whole.
+        if self.spec == "none" or model.whole_groups:
+            model.published = self.cache.publish(seq, model.ids)
+            assert model.published == min(model.lengths()) // self.size
+
+    @precondition(lambda self: self.shares and len(self.models) < 6)
+    @rule(which=st.integers(0, 5), prompt=st.integers(0, 2), count=st.integers(1, LONGEST))
+    def allocate_with_prefix(self, which, prompt, count):
+        ids = PROMPTS[prompt][:count]
+        if self.models and which % 2:
+            ids = self.models[self._pick(which)].ids or ids
+        free = self.cache.num_free_pages
+        seq = self.cache.allocate(ids)
+        matched = self.cache.seq_len(seq)
+        assert self.cache.num_free_pages == free
+        assert matched % self.size == 0
+        assert matched < len(ids)
+        for other in self.models.values():
+            known = other.published * self.size
+            if other.ids[:known] == ids[:known] and known < len(ids):
+                assert matched >= known
+        model = Model(self.spec)
+        model.prompt, model.ids = prompt, ids[:matched]
+        self.models[seq] = model
+        counts = self._references()
+        assert all(counts[page] > 1 for page in self.cache.block_table(seq).tolist())
+        if matched:
+            for layer in range(LAYERS):
+                assert self.cache.seq_len(seq, layer) == matched
+                model.append(layer, *kv(layer, model.ids, 0))
+
+    @invariant()
+    def no_page_is_lost_or_held_twice(self):
+        counts, pool = self._references(), self.cache.pool
+        assert pool.references == counts
+        assert sorted(pool._free) == [page for page, count in enumerate(counts) if not count]
+        assert self.cache.num_free_pages == counts.count(0)
+
+    @invariant()
+    def contents_are_the_dictionary(self):
+        for seq, model in self.models.items():
+            for layer, length in enumerate(model.lengths()):
+                assert self.cache.seq_len(seq, layer) == length
+                if not length:
+                    continue
+                entry = self.cache._sequence(seq).layers[layer]
+                for side, plain in (("k", model.k[layer]), ("v", model.v[layer])):
+                    shown = entry.dequantize(side)
+                    assert same_bytes(shown, model.twin.dequantize(layer, side))
+                    if self.spec == "none":
+                        assert same_bytes(shown[0], plain)
+
+    @invariant()
+    def nothing_is_left_on_a_sequences_own_pages(self):
+        # Writing is an OR: what stood there before would come through.
+        for seq in self.models:
+            for index, page in enumerate(self.cache.block_table(seq).tolist()):
+                if self.cache.pool.references[page] > 1 or self.cache._sequence(seq).unclean:
+                    continue
+                for layer in self.cache._sequence(seq).layers:
+                    for stream in layer.streams():
+                        inside = min(max(stream.packed - index * self.size, 0), self.size)
+                        for field in stream.codec.fields:
+                            units = stream.store.segment(index)[field.name]
+                            clean = units.clone()
+                            field.clear_from(clean, inside)
+                            assert same_bytes(clean, units)
+
+    def teardown(self):
+        for seq in list(self.models):
+            self.cache.free(seq)
+        assert self.cache.num_free_pages == self.num_pages
+        assert not any(self.cache.pool.references)
+        assert not self.cache._prefixes._pages
+        assert self.cache.memory_usage() == sum(t.nbytes for t in self.cache.pool.tensors())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_histories(spec):
+    pages, shares = SPECS[spec]
+    members = {"spec": spec, "num_pages": pages, "shares": shares}
+    case = type("Machine", (Pages,), members).TestCase
+    case.settings = settings(SETTINGS, max_examples=80) if spec == "none" else SETTINGS
+    case("runTest").runTest()
