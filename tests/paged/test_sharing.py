@@ -225,3 +225,10 @@ def test_a_prefix_of_a_freed_sequence_is_unknown():
     cache.free(seq)
     with pytest.raises(SequenceError):
         cache.publish(seq, [])
+
+
+@pytest.mark.parametrize("ids", [[1.5] * 65, ["a"] * 65, [2**63] * 65])
+def test_token_ids_that_are_none_are_refused(ids):
+    cache = PagedKVCache("int:bits=4", CacheGeometry(1, 1, 32), 4)
+    with pytest.raises(GeometryError, match="token ids"):
+        cache.allocate(ids)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from kvpact.errors import GeometryError
 
 Sinks = list[tuple[Tensor | None, Tensor | None]]
 
@@ -29,12 +32,23 @@ def page_keys(token_ids: Sequence[int], page_size: int) -> list[bytes]:
         From the sequence's first token on.
     page_size : int
         Tokens per page.
+
+    Raises
+    ------
+    GeometryError
+        An id is no whole number of at most 64 bits.
     """
+    try:
+        ids = [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise GeometryError("token ids should be whole numbers") from None
+    if any(not -(2**63) <= token < 2**63 for token in ids):
+        raise GeometryError("token ids should fit into 64 bits")
     keys, last = [], b""
     for start in range(0, len(token_ids) - page_size + 1, page_size):
-        part = token_ids[start : start + page_size]
+        part = ids[start : start + page_size]
         digest = hashlib.blake2b(last, digest_size=32)
-        digest.update(struct.pack(f"<{page_size}q", *(int(token) for token in part)))
+        digest.update(struct.pack(f"<{page_size}q", *part))
         last = digest.digest()
         keys.append(last)
     return keys
