@@ -1,0 +1,45 @@
+"""A `Step` reads the past under its layer's lock: nobody rolls it back meanwhile."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact.attention import StreamView
+
+
+class Lock:
+    """A lock that knows whether it is held."""
+
+    held = False
+
+    def __enter__(self):
+        self.held = True
+
+    def __exit__(self, *_):
+        self.held = False
+
+
+@pytest.mark.parametrize("how", ["attend", "dequantize"])
+def test_the_past_is_read_under_the_lock(how, monkeypatch):
+    x = torch.randn(1, 2, 130, 64, generator=torch.Generator().manual_seed(0))
+    cache = create_cache("turboquant:bits=4,sinks=0,window=0", CacheGeometry(1, 2, 64))
+    cache.store(0, x, x)
+    step = cache.store(0, x[:, :, :1], x[:, :, :1])
+    assert step.lock is cache._layers[0].lock
+    lock, seen, read = Lock(), [], StreamView.read
+
+    def spy(self, *args):
+        seen.append(lock.held)
+        return read(self, *args)
+
+    monkeypatch.setattr(StreamView, "read", spy)
+    step = dataclasses.replace(step, lock=lock)
+    if how == "attend":
+        step.attend(x[:, :, :1], AttendConfig())
+    else:
+        assert step.dequantize(None, AttendConfig()).k.shape[2] == 131
+    assert seen
+    assert all(seen)
+    assert not lock.held
