@@ -2,6 +2,13 @@
 
 from kvpact.attention.attend import attend, check_queries
 from kvpact.attention.dequant import dequant_result
+from kvpact.attention.latent import (
+    absorb_query,
+    attend_latent,
+    check_latent_config,
+    expand_output,
+)
+from kvpact.attention.rows import query_groups
 from kvpact.attention.views import CHUNK, LayerView, SegmentSource, StreamView
 
 __all__ = [
@@ -9,7 +16,12 @@ __all__ = [
     "LayerView",
     "SegmentSource",
     "StreamView",
+    "absorb_query",
     "attend",
+    "attend_latent",
+    "check_latent_config",
     "check_queries",
     "dequant_result",
+    "expand_output",
+    "query_groups",
 ]

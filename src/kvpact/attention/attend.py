@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from kvpact.attention.logits import LogitRules
+from kvpact.attention.native import attend_native, refusal
 from kvpact.attention.online import OnlineSoftmax
+from kvpact.attention.rows import query_groups, sink_rows
 from kvpact.attention.views import CHUNK, LayerView
 from kvpact.contract import AttendConfig
-from kvpact.errors import GeometryError
+from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.ops import saturated
 
 
 def attend(
@@ -53,6 +56,10 @@ def attend(
     heads, held = shapes.shape[1], view.length if view is not None else 0
     groups = query_groups(q_heads, heads, config)
     new = k.shape[2] if k is not None else 0
+    if view is not None and view.kernel is not None:
+        output = _by_kernel(view.kernel, view, (k, v), q, config, padding)
+        if output is not None:
+            return output
     rules = LogitRules(config, padding, held + new - queries, queries, heads, groups)
     rules.check_mask(batch, held + new)
     scale = config.softmax_scale if config.softmax_scale is not None else dim**-0.5
@@ -61,7 +68,7 @@ def attend(
         (batch, heads, groups * queries),
         values.shape[-1],
         q.device,
-        _sink_rows(config, heads, groups, queries),
+        sink_rows(config, heads, groups, queries),
     )
     if view is not None:
         _attend_view(view, rows, rules, softmax)
@@ -73,7 +80,37 @@ def attend(
     exact, transformed = softmax.result()
     if view is not None:
         exact = exact + view.v.codec.transform.inverse(transformed)
-    return torch.unflatten(exact, 2, (groups, queries)).flatten(1, 2).to(q.dtype)
+    return saturated(torch.unflatten(exact, 2, (groups, queries)).flatten(1, 2), q.dtype)
+
+
+def _by_kernel(
+    kernel: Kernel,
+    view: LayerView,
+    tokens: tuple[Tensor | None, Tensor | None],
+    q: Tensor,
+    config: AttendConfig,
+    padding: Tensor | None,
+) -> Tensor | None:
+    """Attend natively, or return None and note why the torch body has to do it."""
+    if kernel.library is None:
+        kernel.calls["torch"] += 1
+        return None
+    reason = refusal(view, q, config)
+    if not reason:
+        if config.mask is not None or config.sink_logits is not None:
+            check_queries(q, view.k.tail.shape[1], view.length + count_of(tokens[0]), config)
+        output = attend_native(kernel, view, *tokens, q, config, padding)
+        if output is not None:
+            kernel.calls["cpu"] += 1
+            return output
+        reason = "slots with gaps in memory"
+    kernel.calls[f"torch: {reason}"] += 1
+    return None
+
+
+def count_of(tokens: Tensor | None) -> int:
+    """Return how many tokens `[B, H, T, D]` holds."""
+    return 0 if tokens is None else tokens.shape[2]
 
 
 def check_queries(q: Tensor, kv_heads: int, total: int, config: AttendConfig) -> None:
@@ -87,7 +124,7 @@ def check_queries(q: Tensor, kv_heads: int, total: int, config: AttendConfig) ->
     groups = query_groups(q.shape[1], kv_heads, config)
     rules = LogitRules(config, None, total - q.shape[2], q.shape[2], kv_heads, groups)
     rules.check_mask(q.shape[0], total)
-    _sink_rows(config, kv_heads, groups, q.shape[2])
+    sink_rows(config, kv_heads, groups, q.shape[2])
 
 
 def _attend_view(view: LayerView, rows: Tensor, rules: LogitRules, softmax: OnlineSoftmax) -> None:
@@ -100,32 +137,3 @@ def _attend_view(view: LayerView, rows: Tensor, rules: LogitRules, softmax: Onli
         packed = start < view.v.exact_from
         values = view.v.read(start, end) if packed else view.v.read_exact(start, end)
         softmax.add(rules.apply(logits, start), values, transformed=packed)
-
-
-def query_groups(q_heads: int, kv_heads: int, config: AttendConfig) -> int:
-    """Return query heads per KV head.
-
-    Raises
-    ------
-    GeometryError
-        The heads don't divide, or differ from `config.n_kv_groups`.
-    """
-    groups, rest = divmod(q_heads, kv_heads)
-    if rest or groups == 0:
-        raise GeometryError(f"{q_heads} query heads can't share {kv_heads} KV heads evenly")
-    if config.n_kv_groups not in (None, groups):
-        raise GeometryError(
-            f"config.n_kv_groups is {config.n_kv_groups}, but {q_heads} query heads over "
-            f"{kv_heads} KV heads make {groups}"
-        )
-    return groups
-
-
-def _sink_rows(config: AttendConfig, heads: int, groups: int, queries: int) -> Tensor | None:
-    if config.sink_logits is None:
-        return None
-    if config.sink_logits.shape != (heads * groups,):
-        shape = tuple(config.sink_logits.shape)
-        raise GeometryError(f"sink_logits has shape {shape}; it should be [{heads * groups}]")
-    per_head = config.sink_logits.float().view(1, heads, groups, 1)
-    return per_head.expand(-1, -1, -1, queries).flatten(2, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.attention.attend import query_groups
+from kvpact.attention.rows import query_groups
 from kvpact.attention.views import CHUNK, LayerView
 from kvpact.contract import AttendConfig, DequantResult, KVTile
 
@@ -21,6 +21,7 @@ def dequant_result(
     q: Tensor | None,
     config: AttendConfig,
     lock: AbstractContextManager[Any],
+    latent: bool = False,
 ) -> DequantResult:
     """Return K and V of the tokens held and of new ones, decompressed when read.
 
@@ -37,11 +38,15 @@ def dequant_result(
         The softmax' scale is what the bias needs.
     lock : lock
         Held while a tile of the past is read.
+    latent : bool
+        `k` and `v` are MLA latents and rotated keys. The result is what absorbed attention sees:
+        K is `[c_kv, k_rope]`, V is `c_kv`, and there is no `logit_bias`.
     """
-    biased = view is not None and q is not None and view.k.codec.has_bias
+    # A latent is key and value at once: as a value it has to be whole.
+    biased = view is not None and q is not None and view.k.codec.has_bias and not latent
     held = view.length if view is not None else 0
 
-    def tiles() -> Iterator[KVTile]:
+    def stored() -> Iterator[KVTile]:
         if view is not None:
             for start, end in view.chunks():
                 with lock:
@@ -57,6 +62,10 @@ def dequant_result(
                 bias = torch.zeros(*q.shape[:3], k[:, :, part].shape[2], device=q.device)
             end = held + min(start + CHUNK, k.shape[2])
             yield KVTile(held + start, end, k[:, :, part], v[:, :, part], bias)
+
+    def tiles() -> Iterator[KVTile]:
+        for tile in stored():
+            yield _absorbed(tile) if latent else tile
 
     return DequantResult(tiles, held + k.shape[2], biased)
 
@@ -83,6 +92,12 @@ def _view_tile(
     packed = start < view.v.exact_from
     v = view.v.dequantize(start, end, v_dtype) if packed else view.v.read_exact(start, end)
     return KVTile(start, end, k, v, bias)
+
+
+def _absorbed(tile: KVTile) -> KVTile:
+    """Return latents and rotated keys as the one key and the one value of absorbed attention."""
+    keys = torch.cat([tile.k, tile.v], dim=-1)
+    return KVTile(tile.start, tile.end, keys, tile.k, tile.logit_bias)
 
 
 def _bias(view: LayerView, start: int, end: int, q: Tensor, config: AttendConfig) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.ops import saturated
 from kvpact.methods import Codec
 
 CHUNK = 256
@@ -23,6 +25,18 @@ class SegmentSource(Protocol):
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
+        ...
+
+    def addresses(self, name: str) -> tuple[int, int, int] | None:
+        """Return where a field lies, for compiled kernels.
+
+        Returns
+        -------
+        tuple or None
+            Address of an array with the address of each segment, valid while the source lives;
+            bytes from one row to the next, and from one head to the next. None where segments do
+            not lie in memory alike and without gaps.
+        """
         ...
 
 
@@ -94,19 +108,22 @@ class StreamView:
         return self._place_sinks(y, start, self.codec.transform.forward)
 
     def read_exact(self, start: int, end: int) -> Tensor:
-        """Return tokens of the tail, `[B, H, end - start, D]`."""
-        return self.tail[:, :, start - self.exact_from : end - self.exact_from]
+        """Return tokens of the tail, `[B, H, end - start, D]`.
+
+        Contiguous: a product's last bits depend on strides, and the tail's tell of its history.
+        """
+        return self.tail[:, :, start - self.exact_from : end - self.exact_from].contiguous()
 
     def dequantize(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return packed tokens in the original space, sink tokens as they were given."""
-        x = self.codec.transform.inverse(self.read(start, end)).to(dtype)
+        x = saturated(self.codec.transform.inverse(self.read(start, end)), dtype)
         return self._place_sinks(x, start, lambda sinks: sinks)
 
     def dequantize_without_bias(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return packed tokens less the part that `bias` covers."""
         codec = self.codec
         y = self.read(start, end, lambda arrays: codec.decode(arrays) - codec.decode_bias(arrays))
-        x = codec.transform.inverse(y).to(dtype)
+        x = saturated(codec.transform.inverse(y), dtype)
         return self._place_sinks(x, start, lambda sinks: sinks)
 
     def _place_sinks(self, y: Tensor, start: int, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -129,11 +146,14 @@ class LayerView:
         The streams; both hold `length` tokens.
     padding : Tensor or None
         `[B]` left-padding tokens.
+    kernel : Kernel, optional
+        What computes; torch if omitted.
     """
 
     k: StreamView
     v: StreamView
     padding: Tensor | None
+    kernel: Kernel | None = None
 
     @property
     def length(self) -> int:

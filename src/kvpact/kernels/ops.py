@@ -31,6 +31,41 @@ def divide(x: Tensor, number: float) -> Tensor:
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
+def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast decompressed numbers; what rounding took beyond fp16's range becomes its largest number.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape, fp32.
+    dtype : torch.dtype
+        The dtype wanted.
+    """
+    if dtype == torch.float16:
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)
+
+
+def square_root(x: Tensor) -> Tensor:
+    """Take the square root, correctly rounded on every device.
+
+    `x.sqrt()` may come out of a vector library that is a last bit off, another one per processor.
+
+    Parameters
+    ----------
+    x : Tensor
+        Any shape, fp32, not negative.
+
+    Returns
+    -------
+    Tensor
+        As `x`.
+    """
+    # No root of an fp32 number lies so near to the middle of two that fp64 could not tell.
+    return x.double().sqrt().to(x.dtype)
+
+
 def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
     """Sum over `dim` (kept, size 1), pairwise and in a fixed order.
 

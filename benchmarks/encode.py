@@ -1,0 +1,156 @@
+"""Encoding into slots, beside torch's: many tokens at once, and one token more.
+
+    python benchmarks/encode.py [--specs SPEC …] [--tokens 4096] [--rounds 9] [--out DIR]
+
+CPU time of one thread, which other work on the machine disturbs least. Many tokens: G values/s, K
+and V of 8 heads, D = 128 and 64, fp32 in, random data; the native kernel, the torch body, and
+torch's rotation alone as a matrix product take turns in each round. One token: microseconds of
+`store` for one layer's K and V (8 heads, D = 128), the whole path through Python, on caches of 1k
+and of `--long` tokens, native and torch in turns. Medians and ratios in this run are printed, and
+written to DIR/encode.json and encode.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from kvpact import CacheGeometry, create_cache, parse_spec
+from kvpact.cache.encoder import SlotWriter
+from kvpact.cache.segments import SegmentList
+from kvpact.errors import BackendUnavailable
+from kvpact.kernels.cpu import library
+
+SPECS = (
+    "turboquant:bits=4",
+    "turboquant:bits=3",
+    "turboquant:bits=2",
+    "turboquant:bits=4,center=64",
+    "int:bits=8",
+    "int:bits=4",
+    "fp8",
+    "kivi:bits=2",
+)
+HEADS = 8
+Row = dict[str, object]
+
+
+def rounds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each call; all take turns in each round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.thread_time()
+            call()
+            if index:  # the first round warms up
+                times[name].append(time.thread_time() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> Row:
+    """Time encoding of `tokens` tokens."""
+    method = parse_spec(spec).key
+    codec = (method.key_codec if side == "k" else method.value_codec)(dim, torch.float32)
+    x = torch.randn(1, HEADS, tokens, dim, generator=torch.Generator().manual_seed(0))
+    store = SegmentList(codec, 1, HEADS, torch.device("cpu"))
+    segments, size = store.missing(tokens), store.segment_tokens
+    matrix, writer, native = torch.randn(dim, dim), SlotWriter(codec), library()
+
+    def body() -> None:
+        # In chunks, as a prefill comes.
+        for start in range(0, tokens, size):
+            arrays = codec.encode(x[:, :, start : start + size])
+            for field in codec.fields:
+                field.write(segments[start // size][field.name], 0, arrays[field.name])
+
+    times = rounds_of(
+        {
+            "native": lambda: writer.write(native, segments, size, x, 0),
+            "torch": body,
+            "matmul": lambda: x @ matrix,
+        },
+        rounds,
+    )
+    speed = {name: x.numel() / seconds / 1e9 for name, seconds in times.items()}
+    return {
+        "spec": spec,
+        "side": side,
+        "dim": dim,
+        **speed,
+        "ratio": times["torch"] / times["native"],
+    }
+
+
+def one_token(spec: str, held: tuple[int, ...], rounds: int) -> Row:
+    """Time `store` of one token."""
+    geometry = CacheGeometry(1, HEADS, 128, None, torch.float32)
+    k, v = torch.randn(2, 1, HEADS, 1, 128, generator=torch.Generator().manual_seed(1))
+    calls: dict[str, Callable[[], object]] = {}
+    for kernel, count in (("exact", held[0]), ("exact", held[-1]), ("torch", held[0])):
+        cache = create_cache(spec, geometry, kernel=kernel)
+        for start in range(0, count, 4096):
+            part = torch.randn(2, 1, HEADS, min(4096, count - start), 128)
+            cache.store(0, *part)
+        name = f"{'native' if kernel == 'exact' else kernel} at {count}"
+        calls[name] = lambda cache=cache: cache.store(0, k, v)
+    times = rounds_of(calls, rounds)
+    found: Row = {name: seconds * 1e6 for name, seconds in times.items()}
+    first, last, body = times.values()
+    return {"spec": spec, **found, "ratio": body / first, "growth": last / first}
+
+
+def table(rows: list[Row]) -> str:
+    """Return rows as a Markdown table."""
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    for row in rows:
+        cells = (f"{x:.3g}" if isinstance(x, float) else str(x) for x in row.values())
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--specs", nargs="+", default=SPECS)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--long", type=int, default=100_000)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    try:
+        level = library().level
+    except BackendUnavailable as error:
+        raise SystemExit(f"nothing to compare: {error}") from None
+    torch.set_num_threads(1)
+    speeds = [
+        many(spec, side, dim, options.tokens, options.rounds)
+        for spec in options.specs
+        for dim in (128, 64)
+        for side in "kv"
+    ]
+    steps = [one_token(spec, (1024, options.long), 40 * options.rounds) for spec in options.specs]
+    processor = platform.processor() or platform.machine()
+    machine = f"{processor}, {level}, 1 thread, torch {torch.__version__}"
+    text = (
+        f"Encoding, {machine}.\n\nMany tokens, G values/s; `ratio`: over the torch body.\n\n"
+        f"{table(speeds)}\nOne token's K and V, us; `growth`: the long cache over the short "
+        f"one.\n\n"
+        f"{table(steps)}"
+    )
+    print(text)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "encode.md").write_text(text)
+        found = {"machine": machine, "many": speeds, "one": steps}
+        (options.out / "encode.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

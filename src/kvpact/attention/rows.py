@@ -1,0 +1,44 @@
+"""How query heads share KV heads, and the extra logits that come with them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvpact.contract import AttendConfig
+from kvpact.errors import GeometryError
+
+
+def query_groups(q_heads: int, kv_heads: int, config: AttendConfig) -> int:
+    """Return query heads per KV head.
+
+    Raises
+    ------
+    GeometryError
+        The heads don't divide, or differ from `config.n_kv_groups`.
+    """
+    groups, rest = divmod(q_heads, kv_heads)
+    if rest or groups == 0:
+        raise GeometryError(f"{q_heads} query heads can't share {kv_heads} KV heads evenly")
+    if config.n_kv_groups not in (None, groups):
+        raise GeometryError(
+            f"config.n_kv_groups is {config.n_kv_groups}, but {q_heads} query heads over "
+            f"{kv_heads} KV heads make {groups}"
+        )
+    return groups
+
+
+def sink_rows(config: AttendConfig, heads: int, groups: int, queries: int) -> Tensor | None:
+    """Return `config.sink_logits` for every row of queries, `[1, H_kv, G * q_len]`; or None.
+
+    Raises
+    ------
+    GeometryError
+        There is not one per query head.
+    """
+    if config.sink_logits is None:
+        return None
+    if config.sink_logits.shape != (heads * groups,):
+        shape = tuple(config.sink_logits.shape)
+        raise GeometryError(f"sink_logits has shape {shape}; it should be [{heads * groups}]")
+    per_head = config.sink_logits.float().view(1, heads, groups, 1)
+    return per_head.expand(-1, -1, -1, queries).flatten(2, 3)

@@ -1,0 +1,122 @@
+"""Finds and loads the shared library, and chooses the instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from ctypes import POINTER, c_float, c_int, c_int64, c_uint64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+
+from kvpact.errors import BackendUnavailable
+from kvpact.kernels.cpu.structs import ABI, AttendArgs
+
+LEVELS = {"none": 1, "avx2": 2, "avx512": 4}
+"""Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand."""
+
+FILE = "libkvpact_cpu.so"
+
+
+class NativeLibrary:
+    """The loaded library at one instruction set.
+
+    Parameters
+    ----------
+    path : Path
+        The shared library.
+    level : str
+        A key of `LEVELS`.
+    """
+
+    def __init__(self, path: Path, level: str) -> None:
+        self.path, self.level = path, level
+        loaded = ctypes.CDLL(str(path))
+        self.attend = loaded.kvp_attend
+        self.attend.argtypes = [c_int, POINTER(AttendArgs)]
+        self.attend.restype = c_int
+        self._read = loaded.kvp_read
+        self._read.argtypes = [c_int, c_int64, c_int64, POINTER(c_void_p), c_int64]
+        self._read.restype = c_uint64
+        self.encode = loaded.kvp_encode
+        self.encode.argtypes = [c_int, c_void_p, c_int64]
+        self.encode.restype = c_int
+        self.magnitude = loaded.kvp_magnitude
+        self.magnitude.argtypes = [c_int, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]
+        self.magnitude.restype = c_float
+        self.bit = LEVELS[level]
+
+    def read(self, addresses: list[int], size: int, threads: int) -> int:
+        """Read `size` bytes at each address: a lower bound for all that reads them.
+
+        The memory has to be there; benchmarks alone need this.
+        """
+        pointers = (c_void_p * len(addresses))(*addresses)
+        return int(self._read(self.bit, threads, len(addresses), pointers, size))
+
+
+def _find() -> Path | None:
+    """Return the library that was installed, or the one that ``KVPACT_NATIVE`` names."""
+    from kvpact.kernels import cpu
+
+    named = os.environ.get("KVPACT_NATIVE")
+    if named:
+        return Path(named)
+
+    # An editable install has two folders: the sources, and what was built from them.
+    for folder in cpu.__path__:
+        path = Path(folder) / FILE
+        if path.is_file():
+            return path
+    return None
+
+
+def cap() -> str:
+    """Return the highest instruction set that ``KVPACT_SIMD`` allows.
+
+    Raises
+    ------
+    BackendUnavailable
+        The variable holds something else.
+    """
+    wanted = os.environ.get("KVPACT_SIMD", "").strip().lower() or "avx512"
+    if wanted not in LEVELS:
+        raise BackendUnavailable(f"KVPACT_SIMD={wanted!r} is not one of {', '.join(LEVELS)}")
+    return wanted
+
+
+@lru_cache(maxsize=1)
+def _load() -> NativeLibrary | str:
+    path = _find()
+    if path is None:
+        return "not built: kvpact was installed without CMake or a C++17 compiler"
+    try:
+        loaded = ctypes.CDLL(str(path))
+        loaded.kvp_abi.restype = loaded.kvp_levels.restype = c_int
+        if loaded.kvp_abi() != ABI:
+            return f"{path.name} is of another version of kvpact; install kvpact again"
+        found = loaded.kvp_levels()
+    except (OSError, AttributeError) as error:
+        return f"{path.name} can't be loaded: {error}"
+    try:
+        limit = LEVELS[cap()]
+    except BackendUnavailable as error:
+        return str(error)
+    level = [name for name, bit in LEVELS.items() if found & bit and bit <= limit][-1]
+    try:
+        return NativeLibrary(path, level)
+    except AttributeError:  # built from older sources: a function is not there yet
+        return f"{path.name} is of another version of kvpact; install kvpact again"
+
+
+def library() -> NativeLibrary:
+    """Return the library, loaded once per process.
+
+    Raises
+    ------
+    BackendUnavailable
+        It is not there, or can't be loaded; the message says why.
+    """
+    found = _load()
+    if isinstance(found, str):
+        raise BackendUnavailable(found)
+    return found

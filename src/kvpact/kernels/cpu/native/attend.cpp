@@ -1,0 +1,166 @@
+// Decode attention over packed slots: blocks of tokens, an online softmax, two accumulators (exact
+// values, and values in the codec's space). The torch body is attention/attend.py.
+#include "exact_tokens.h"
+#include "rotate.h"
+
+namespace KVP_NS {
+
+// Softcap, masks, window, padding (attention/logits.py).
+static void apply_rules(Pass &p, int64_t t, int64_t n) {
+    const kvp_attend_args &a = p.a;
+    for (int r = 0; r < p.rows; r++) {
+        float *s = p.score[r];
+        const int64_t row = p.r0 + r, query = row % a.queries, head = p.h * a.groups + row / a.queries;
+        if (a.softcap > 0) soft_cap(s, n, a.softcap);
+        if (a.mask) {
+            const char *mask = a.mask + p.b * a.mask_row + head * a.mask_head + query * a.mask_query;
+            if (a.mask_float)
+                for (int64_t i = 0; i < n; i++) s[i] += ((const float *)mask)[t + i];
+            else
+                for (int64_t i = 0; i < n; i++)
+                    if (!mask[t + i]) s[i] = -INFINITY;
+        }
+        const int64_t at = a.first + query;
+        int64_t low = a.window ? from(at - a.window + 1, 0) : 0, high = a.held + a.fresh;
+        if (a.padding) low = from(low, a.padding[p.b]);
+        if (a.causal) high = upto(high, at + 1);
+        for (int64_t i = 0; i < upto(low - t, n); i++) s[i] = -INFINITY;
+        for (int64_t i = from(high - t, 0); i < n; i++) s[i] = -INFINITY;
+        for (int64_t i = n; i < (n + TILE - 1) / TILE * TILE; i++) s[i] = -INFINITY;
+    }
+}
+
+static void block(Pass &p, float *partial, int64_t t, int64_t n) {
+    const kvp_attend_args &a = p.a;
+    const int64_t stride = p.job.partial_row(), width = p.job.v_width;
+    const int64_t packed_k = upto(a.k.exact_from - t, n), packed_v = upto(a.v.exact_from - t, n);
+    if (packed_k > 0) packed_scores(p, t, packed_k);
+    exact_scores(p, t, n);
+    apply_rules(p, t, n);
+    const float log2e = 1.44269504088896340736f;
+    const int64_t padded = (n + TILE - 1) / TILE * TILE;
+    for (int r = 0; r < p.passed; r++) {
+        if (r >= p.rows) {
+            memset(p.weight[r], 0, sizeof(float) * BLOCK);
+            continue;
+        }
+        float *state = partial + r * stride;
+        vf top = load(p.score[r]);
+        for (int64_t i = W; i < padded; i += W) top = max(top, load(p.score[r] + i));
+        const float before = state[0], peak = highest(top) > before ? highest(top) : before;
+        if (peak == -INFINITY) {
+            memset(p.weight[r], 0, sizeof(float) * BLOCK);
+            continue;
+        }
+        vf total = zero();
+        const vf high = set1(peak), factor = set1(log2e);
+        for (int64_t i = 0; i < padded; i += W) {
+            vf w = exp2_(mul(sub(load(p.score[r] + i), high), factor));
+            total = add(total, w);
+            store(p.weight[r] + i, w);
+        }
+        if (peak > before && before != -INFINITY) {
+            const float decay = expf(before - peak);
+            state[1] *= decay;
+            scale_by(state + 2, decay, 2 * width);
+        }
+        state[0] = peak;
+        state[1] += sum(total);
+    }
+    exact_values(p, partial + 2 + width, t, n);
+    if (packed_v > 0) packed_values(p, partial + 2, t, packed_v);
+}
+
+void task(const Job &job, int64_t index) {
+    const kvp_attend_args &a = *job.args;
+    const int64_t head = index / job.splits, split = index % job.splits;
+    const int64_t begin = job.begin + split * job.chunk, end = upto(begin + job.chunk, job.end);
+    float *partial = job.partial + index * job.rows * job.partial_row();
+    for (int64_t r = 0; r < job.rows; r++) {
+        float *state = partial + r * job.partial_row();
+        memset(state, 0, sizeof(float) * job.partial_row());
+        state[0] = -INFINITY;
+    }
+    alignas(64) static thread_local Scratch scratch;
+    const Sizes k_size(a.k, true), v_size(a.v, false);
+#if defined(KVP_AVX512)
+    scratch.fast_row = -1;
+    if (a.fast && fast_format(a.v)) {
+        const ByteLevels levels(a.v);
+        scratch.values.table = levels.vector(-128);
+        scratch.values.step = levels.step;
+    }
+#endif
+    for (int64_t t = begin; t < end;) {
+        const int64_t next = upto((t / BLOCK + 1) * BLOCK, end);
+        const int64_t first = t / TILE * TILE;
+        for (int64_t r = 0; r < job.rows;) {
+            Pass p{job, a, k_size, v_size, head / a.heads, head % a.heads, r, 0, 0, scratch, scratch.score, scratch.weight};
+            p.rows = next_rows(a, job.rows - r, &p.passed);
+            block(p, partial + r * job.partial_row(), first, next - first);
+            r += p.rows;
+        }
+        t = next;
+    }
+}
+
+void prepare(const Job &job) {
+    const kvp_attend_args &a = *job.args;
+    for (int64_t i = 0; i < a.batch * a.heads; i++) {
+        float *q = job.q + i * job.q_size(), *rotated = job.rotated + i * job.q_size();
+        memset(q, 0, sizeof(float) * job.q_size());
+        for (int64_t r = 0; r < job.rows; r++) {
+            const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
+            const char *from = a.q + b * a.q_row + h * a.q_head + r % a.queries * a.q_token;
+            to_floats(q + r * job.k_width, from, a.q_dtype, a.k.dim);
+            scale_by(q + r * job.k_width, a.scale, job.k_width);
+        }
+        if (rotated == q) continue;
+        memcpy(rotated, q, sizeof(float) * job.q_size());
+        for (int64_t r = 0; r < job.rows; r++) rotate(rotated + r * job.k_width, a.k.signs, a.k.dim);
+    }
+}
+
+void finish(const Job &job) {
+    const kvp_attend_args &a = *job.args;
+    const int64_t stride = job.partial_row(), width = job.v_width;
+    for (int64_t i = 0; i < a.batch * a.heads; i++)
+        for (int64_t r = 0; r < job.rows; r++) {
+            const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
+            float *all = job.partial + (i * job.splits * job.rows + r) * stride;
+            float peak = a.sink_logits ? a.sink_logits[h] : -INFINITY;
+            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.rows * stride]);
+            float *out = a.out + ((b * a.heads * a.groups + h) * a.queries + r % a.queries) * a.v.dim;
+            if (peak == -INFINITY) {
+                memset(out, 0, sizeof(float) * a.v.dim);
+                continue;
+            }
+            float total = a.sink_logits ? expf(a.sink_logits[h] - peak) : 0;
+            for (int64_t s = 0; s < job.splits; s++) {
+                float *state = all + s * job.rows * stride;
+                const float decay = expf(state[0] - peak);
+                total += state[1] * decay;
+                scale_by(state + 2, decay, 2 * width);
+                if (s) add_scaled(all + 2, state + 2, 1.0f, 2 * width);
+            }
+            if (a.v.signs) rotate_back(all + 2, a.v.signs, a.v.dim);
+            const float share = 1.0f / total;
+            for (int c = 0; c < a.v.dim; c++) out[c] = (all[2 + c] + all[2 + width + c]) * share;
+        }
+}
+
+uint64_t read(const char *data, int64_t bytes) {
+    constexpr int N = 8;
+    vf acc[N];
+    for (int k = 0; k < N; k++) acc[k] = zero();
+    int64_t i = 0;
+    for (; i + N * W * 4 <= bytes; i += N * W * 4)
+        for (int k = 0; k < N; k++) acc[k] = max(acc[k], load((const float *)(data + i) + k * W));
+    for (int k = 1; k < N; k++) acc[0] = max(acc[0], acc[k]);
+    float all[W];
+    store(all, acc[0]);
+    uint64_t sum = 0;
+    memcpy(&sum, all, sizeof sum);
+    return sum;
+}
+} // namespace KVP_NS

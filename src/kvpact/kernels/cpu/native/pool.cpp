@@ -1,0 +1,99 @@
+#include "pool.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+namespace {
+
+struct Pool {
+    std::mutex owner; // held by the call that uses the threads
+    std::mutex lock;
+    std::condition_variable wake, done;
+    std::vector<std::thread> threads;
+    uint64_t round = 0;
+    int64_t wanted = 0, running = 0, count = 0;
+    std::atomic<int64_t> next{0};
+    kvp_work work = nullptr;
+    void *context = nullptr;
+
+    void take() {
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(context, i);
+    }
+
+    void serve(int64_t index) {
+        uint64_t seen = 0;
+        std::unique_lock<std::mutex> guard(lock);
+        for (;;) {
+            wake.wait(guard, [&] { return round != seen; });
+            seen = round;
+            if (index >= wanted) continue;
+            guard.unlock();
+            take();
+            guard.lock();
+            if (--running == 0) done.notify_one();
+        }
+    }
+
+    void run(int64_t others, int64_t n, kvp_work f, void *c) {
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            while ((int64_t)threads.size() < others) {
+                const int64_t index = (int64_t)threads.size();
+                try {
+                    threads.emplace_back([this, index] { serve(index); });
+                } catch (...) {
+                    others = index; // the system gives no more threads
+                }
+            }
+            wanted = running = others;
+            count = n;
+            work = f;
+            context = c;
+            next.store(0, std::memory_order_relaxed);
+            round++;
+        }
+        wake.notify_all();
+        take();
+        std::unique_lock<std::mutex> guard(lock);
+        done.wait(guard, [&] { return running == 0; });
+    }
+};
+
+// Never destroyed: its threads sleep until the process ends. A child of fork has none of them, so
+// it begins with a new pool.
+std::atomic<Pool *> pool{nullptr};
+
+Pool *current() {
+    Pool *p = pool.load();
+    if (p) return p;
+    Pool *made = new Pool;
+    if (pool.compare_exchange_strong(p, made)) {
+#if !defined(_WIN32)
+        static std::once_flag once;
+        std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); }); });
+#endif
+        return made;
+    }
+    delete made;
+    return p;
+}
+} // namespace
+
+void kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context) {
+    if (threads > count) threads = count;
+    if (threads > 1) {
+        Pool *p = current();
+        if (p->owner.try_lock()) {
+            p->run(threads - 1, count, work, context);
+            p->owner.unlock();
+            return;
+        }
+    }
+    for (int64_t i = 0; i < count; i++) work(context, i);
+}

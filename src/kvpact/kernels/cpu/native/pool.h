@@ -1,0 +1,9 @@
+// A few threads of our own, shared by all calls of the process.
+#pragma once
+#include <stdint.h>
+
+typedef void (*kvp_work)(void *context, int64_t index);
+
+// Calls work(context, i) for 0 <= i < count on the caller and at most `threads` - 1 others. Where
+// the others are busy for somebody else, the caller does it all: no two calls share cores.
+void kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context);

@@ -1,0 +1,63 @@
+"""How numbers become the slots of a stream, told in a way that compiled kernels understand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a codec's `encode` does; `encode` itself is the definition, to the bit.
+
+    Parameters
+    ----------
+    kind : {"codebook", "symmetric", "affine", "channel", "float8"}
+        Levels of a codebook (`quantizers.lloyd_max`); GGUF's integers, or integers with a zero
+        point (`quantizers.uniform`), per token; the latter per channel and group of tokens; 8-bit
+        floating point.
+    bits : int
+        Width of the codes.
+    limit : float
+        Tokens without a larger magnitude can be encoded, whatever else they are.
+    choice : {"ls", "l2", "unbiased", "e4m3", "e5m2", ""}
+        The scale of a codebook, or the kind of 8-bit number.
+    group : int
+        Tokens that are encoded together; 1 for none. With a codebook, their mean is taken out.
+    channels : int
+        Channels that share a scale; 0 for all.
+    levels, boundaries : tuple of float
+        The codebook, and what is between its levels.
+    codes, scale, zero, mean : str or None
+        Names of the fields.
+    """
+
+    kind: Literal["codebook", "symmetric", "affine", "channel", "float8"]
+    bits: int
+    limit: float
+    choice: str = ""
+    group: int = 1
+    channels: int = 0
+    levels: tuple[float, ...] = ()
+    boundaries: tuple[float, ...] = ()
+    codes: str = "codes"
+    scale: str | None = "scale"
+    zero: str | None = None
+    mean: str | None = None
+
+
+def search_tree(boundaries: tuple[float, ...]) -> list[float]:
+    """Return ascending boundaries as a search tree: the root at 1, the ends of i at 2i and 2i + 1.
+
+    Parameters
+    ----------
+    boundaries : tuple of float
+        `2**n - 1` of them.
+    """
+    count = len(boundaries) + 1
+    tree, width = [0.0] * count, count
+    for first in (1 << depth for depth in range(count.bit_length() - 1)):
+        for i in range(first):
+            tree[first + i] = boundaries[i * width + width // 2 - 1]
+        width //= 2
+    return tree

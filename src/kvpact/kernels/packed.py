@@ -1,0 +1,78 @@
+"""How the slots of a stream become numbers, told in a way that compiled kernels understand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class PackedFormat:
+    """One stream's slots.
+
+    With `level` the number that a code stands for, a vector is, K and V alike::
+
+        scale[token, channel group] * level + zero[token, channel group]
+
+    or, with numbers per channel and group of tokens (`fold`, `shift`)::
+
+        K: scale[token] * (fold * level + shift)    if shift_scaled
+        K: scale[token] * (fold * level) + shift    otherwise
+        V: fold * (scale[token] * level + zero[token])
+
+    What is not named is 1 (scale, fold) or 0 (zero, shift).
+
+    Parameters
+    ----------
+    kind : {"table", "linear", "raw", "e4m3", "e5m2"}
+        Codes index `levels`; codes are numbers to which ``levels[0]`` is added; or one number of
+        that format per channel and token.
+    bits : int
+        Width of the codes (of the numbers, where they are no codes).
+    levels : tuple of float
+        As above.
+    codes, scale, zero, fold, shift : str or None
+        Names of the fields.
+    channels : int
+        Channels that share a scale and a zero; 0 for all.
+    group : int
+        Tokens that share fold and shift; 0 where there are none.
+    shift_scaled : bool
+        As above.
+    middle : float
+        Taken off the levels: with a zero or a shift, `level + middle` stands in place of `level`.
+        A grid that begins at its least number would lose bits where sums cancel.
+    """
+
+    kind: Literal["table", "linear", "raw", "e4m3", "e5m2"]
+    bits: int
+    levels: tuple[float, ...] = ()
+    codes: str = "codes"
+    scale: str | None = None
+    zero: str | None = None
+    fold: str | None = None
+    shift: str | None = None
+    channels: int = 0
+    group: int = 0
+    shift_scaled: bool = False
+    middle: float = 0.0
+
+
+def integer_format(bits: int, offset: int | None, **fields: Any) -> PackedFormat:
+    """Return the format of codes that are numbers, `offset` taken off.
+
+    Parameters
+    ----------
+    bits : int
+        Width of the codes.
+    offset : int or None
+        The code of zero; None where the grid has a zero or a shift of its own.
+    **fields
+        The other parameters of `PackedFormat`.
+    """
+    # Whole, because kernels add levels to 2**23, where fp32 has no fractions.
+    middle = float(1 << (bits - 1)) if offset is None else 0.0
+    levels = tuple(float(code - (offset or middle)) for code in range(1 << bits))
+    # Up to 16 levels fit into the table of one vector register; more are computed.
+    kind: Literal["table", "linear"] = "table" if bits <= 4 else "linear"
+    return PackedFormat(kind, bits, levels, middle=middle, **fields)

@@ -1,0 +1,131 @@
+"""Slots by the native encoder against those of the torch body; a script for other SIMD levels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import torch
+
+from kvpact import parse_spec
+from kvpact.cache.encoder import SlotWriter, can_hold, refusal
+from kvpact.kernels.cpu import library
+
+FORMATS = (
+    *(f"turboquant:bits={bits}" for bits in range(1, 9)),
+    "turboquant:bits=4,scale=l2,seed=5",
+    "turboquant:bits=3,scale=unbiased",
+    "turboquant:bits=4,center=64",
+    "turboquant:bits=2,center=128,scale=l2",
+    *(f"int:bits={bits}" for bits in range(2, 9)),
+    "int:bits=4,group=48",
+    "int:bits=6,zero=true",
+    "int:bits=8,zero=true,group=64",
+    "fp8",
+    "fp8:format=e5m2",
+    "fp8:scale=none",
+    "fp8:scale=none,format=e5m2",
+    "kivi:bits=2",
+    "kivi:bits=4,group=64",
+    "kivi:bits=3,group=128",
+)
+WIDTHS = (64, 80, 96, 128, 256, 576)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GUARD = 64
+SEGMENT = 128
+
+
+def codec_of(spec: str, side: str, dim: int, dtype: torch.dtype):
+    method = parse_spec(spec).key
+    return (method.key_codec if side == "k" else method.value_codec)(dim, dtype)
+
+
+def guarded(field, batch: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return zeroed storage of a segment, and the memory around it, which holds guards."""
+    plain = field.allocate(batch, heads, SEGMENT, torch.device("cpu"))
+    whole = torch.full((plain.numel() + 2 * GUARD,), 85).to(plain.dtype)
+    storage = whole[GUARD:-GUARD].view(plain.shape).zero_()
+    return storage, whole
+
+
+def torch_slots(codec, x: torch.Tensor, start: int) -> list[dict[str, torch.Tensor]]:
+    """Return the segments after `encode` and `write`."""
+    batch, heads, count, _ = x.shape
+    segments = [
+        {f.name: f.allocate(batch, heads, SEGMENT, x.device) for f in codec.fields}
+        for _ in range(-(-(start + count) // SEGMENT))
+    ]
+    arrays = codec.encode(x.float())
+    for field in codec.fields:
+        unit, values, done = field.tokens if field.per_group else 1, arrays[field.name], 0
+        while done < values.shape[2]:
+            index, inside = divmod(start + done * unit, SEGMENT)
+            take = min((SEGMENT - inside) // unit, values.shape[2] - done)
+            field.write(segments[index][field.name], inside, values[:, :, done : done + take])
+            done += take
+    return segments
+
+
+def native_slots(
+    codec, pieces: list[torch.Tensor], start: int
+) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    """Return the segments after the native encoder took pieces in turn, and the guarded memory."""
+    batch, heads = pieces[0].shape[:2]
+    total = start + sum(piece.shape[2] for piece in pieces)
+    segments, memory = [], []
+    for _ in range(-(-total // SEGMENT)):
+        made = {f.name: guarded(f, batch, heads) for f in codec.fields}
+        segments.append({name: storage for name, (storage, _) in made.items()})
+        memory += [whole for _, whole in made.values()]
+    writer = SlotWriter(codec)
+    for piece in pieces:
+        assert refusal(codec, piece) == "" and can_hold(library(), codec, piece)
+        first, last = start // SEGMENT, -(-(start + piece.shape[2]) // SEGMENT)
+        writer.write(library(), segments[first:last], SEGMENT, piece, start)
+        start += piece.shape[2]
+    return segments, memory
+
+
+def compare(spec: str, side: str, pieces: list[torch.Tensor], start: int = 0) -> str:
+    """Return what differs between the native slots of pieces and torch's of the whole."""
+    codec = codec_of(spec, side, pieces[0].shape[3], pieces[0].dtype)
+    expected = torch_slots(codec, torch.cat(pieces, 2), start)
+    found, memory = native_slots(codec, pieces, start)
+    for whole in memory:
+        wanted = torch.tensor(85).to(whole.dtype)
+        if not ((whole[:GUARD] == wanted).all() and (whole[-GUARD:] == wanted).all()):
+            return "guards overwritten"
+    for index, (a, b) in enumerate(zip(expected, found, strict=True)):
+        for name in a:
+            left, right = (t.contiguous().view(torch.uint8) for t in (a[name], b[name]))
+            if not torch.equal(left, right):
+                return f"{name} of segment {index}: {int((left != right).sum())} bytes"
+    return ""
+
+
+def random_pieces(
+    spec: str, side: str, dim: int, count: int, start: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[list[torch.Tensor], int]:
+    """Return tokens (whole groups of the codec) and where they begin."""
+    group = codec_of(spec, side, dim, dtype).group
+    count, start = -(-count // group) * group, start // group * group
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, count, dim, generator=generator).to(dtype)], start
+
+
+def main() -> None:
+    """Compare all formats, sides, widths and dtypes at this process's level; print a line."""
+    count, bad = 0, []
+    places = ((1, 0), (1, 37), (3, 30), (31, 0), (33, 5), (140, 100))
+    for spec, dim, side in itertools.product(FORMATS, (20, 33, *WIDTHS), "kv"):
+        for (tokens, start), dtype in zip(places, DTYPES * 2, strict=True):
+            pieces, begin = random_pieces(spec, side, dim, tokens, start, dtype)
+            difference = compare(spec, side, pieces, begin)
+            count += 1
+            if difference:
+                bad.append((spec, side, dim, tokens, start, str(dtype), difference))
+    print(json.dumps({"level": library().level, "cases": count, "bad": bad}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Encoding by the native kernel gives the torch body's bytes, at every SIMD level."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from encode_compare import DTYPES, FORMATS, WIDTHS, codec_of, compare, random_pieces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpact import CacheGeometry, create_cache
+from kvpact.cache.encoder import SlotWriter, magnitude, refusal
+from kvpact.errors import GeometryError, NonFiniteError
+from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu.library import _load
+from kvpact.kernels.encoding import search_tree
+from kvpact.kernels.ops import square_root
+from kvpact.quantizers import uniform
+
+pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
+
+SPECIAL = (
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-40,
+    1.2e-38,
+    1e-30,
+    6e-8,
+    -3e-5,
+    0.5,
+    1.0,
+    -1.0,
+    2.5,
+    -400.0,
+    400.0,
+)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_format_at_every_level(level):
+    if LEVELS[level] > LEVELS[library().level]:
+        pytest.skip(f"this processor (or KVPACT_SIMD) ends at {library().level}")
+    script = Path(__file__).parent / "encode_compare.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "KVPACT_SIMD": level},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["level"] == level
+    assert found["cases"] == len(FORMATS) * 8 * 2 * 6
+    assert found["bad"] == []
+
+
+@pytest.mark.parametrize("side", "kv")
+@pytest.mark.parametrize("spec", FORMATS)
+def test_special_values(spec, side):
+    """Zeros of both signs, subnormal and tiny numbers, ties, large numbers beside small ones."""
+    group = codec_of(spec, side, 64, torch.float32).group
+    generator = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        values = torch.tensor(SPECIAL).to(dtype)
+        index = torch.randint(
+            len(SPECIAL), (1, 2, -(-96 // group) * group, 64), generator=generator
+        )
+        tokens = values[index]
+        for i, value in enumerate(values):
+            tokens[0, 0, i] = value  # a token of one number
+        tokens[0, 1, ::2] *= values.abs()[6].to(dtype)
+        assert compare(spec, side, [tokens]) == ""
+
+
+@pytest.mark.parametrize(
+    "spec", ("int:bits=8", "int:bits=4", "kivi:bits=4", "int:bits=4,zero=true")
+)
+def test_ties(spec):
+    codes = torch.arange(-128, 128).repeat(32, 1)[None, None]
+    for halves in (codes / 2, codes + 0.5, codes * 0.25):
+        assert compare(spec, "k", [halves.float()]) == ""
+        assert compare(spec, "v", [halves.float()]) == ""
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.sampled_from(FORMATS),
+    st.sampled_from("kv"),
+    st.integers(1, 70) | st.sampled_from(WIDTHS),
+    st.lists(st.integers(1, 70), min_size=1, max_size=4),
+    st.integers(0, 130),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+    st.sampled_from((1.0, 1e-6, 1e-3, 50.0)),
+)
+def test_any_pieces_are_the_whole(spec, side, dim, counts, start, dtype, seed, size):
+    group = codec_of(spec, side, dim, dtype).group
+    counts = [-(-count // group) * group for count in counts]
+    (tokens,), start = random_pieces(spec, side, dim, sum(counts), start, dtype, seed)
+    assert compare(spec, side, list((tokens * size).split(counts, 2)), start) == ""
+
+
+@pytest.mark.parametrize("spec", ("turboquant:bits=4", "int:bits=8", "fp8", "kivi:bits=2"))
+def test_views(spec):
+    """Transposed, sliced, unaligned and expanded tokens."""
+    generator = torch.Generator().manual_seed(2)
+    for dtype in DTYPES:
+        wide = torch.randn(2, 64, 4, 83, generator=generator).to(dtype)
+        views = [
+            wide.transpose(1, 2)[:, 1:3, :, 3:],
+            wide.permute(0, 3, 1, 2)[:, :3, :, :].permute(0, 1, 2, 3),
+            wide[:1, :, :, 1:65].expand(3, -1, -1, -1).transpose(1, 2)[:, ::2],
+            wide[..., ::2].transpose(1, 2),
+        ]
+        for view in views:
+            assert compare(spec, "k", [view]) == "", view.stride()
+            assert compare(spec, "v", [view]) == "", view.stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_magnitude(dtype):
+    generator = torch.Generator().manual_seed(3)
+    for count in (1, 7, 100):
+        x = torch.randn(2, 3, count, 37, generator=generator).to(dtype)
+        for view in (x, x[..., 1:], x.transpose(1, 2), x[:, :, :, ::3], x * 1e-39):
+            assert magnitude(library(), view) == float(view.abs().max())
+        for wrong in (torch.inf, -torch.inf, torch.nan):
+            x[1, 2, count - 1, 36] = wrong
+            assert not magnitude(library(), x) < torch.inf
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "paged"))
+@pytest.mark.parametrize("spec", ("turboquant:bits=4", "int:bits=8/kivi:bits=2", "fp8"))
+def test_caches_hold_the_same_bytes(spec, layout):
+    """Through prefill, decode, rollback and fork, with either kernel."""
+    held = []
+    for kernel in ("torch", "exact"):
+        generator = torch.Generator().manual_seed(4)
+        options = {"num_pages": 40, "page_size": 32} if layout == "paged" else {}
+        geometry = CacheGeometry(2, 3, 64, None, torch.float32)
+        cache = create_cache(spec, geometry, layout, kernel=kernel, **options)
+        for count in (50, 1, 1, 90, *[1] * 40, 3):
+            for layer in range(2):
+                k, v = torch.randn(2, 1, 3, count, 64, generator=generator)
+                cache.prefill(layer, k, v)
+            if count == 90:
+                cache.truncate(131)
+        k, v = torch.randn(2, 1, 3, 1, 64, generator=generator)
+        results = [cache.prefill(layer, k, v) for layer in range(2)]
+        held.append([x for result in results for x in (result.k, result.v)])
+        encodes = cache.stats()["kernel"]["encodes"]
+    for a, b in zip(*held, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+    assert encodes["cpu"] > 0 and "torch" not in encodes
+
+
+def test_forks_write_behind_their_own_tails():
+    cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64, None, torch.float32))
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randn(40, 2, 1, 2, 1, 64, generator=generator)
+    for k, v in tokens[:10]:
+        cache.store(0, k, v)
+    before = cache.store(0, *tokens[10])
+    fork = cache.fork()
+    cache.store(0, *tokens[11])
+    fork.store(0, *tokens[12])
+    cache.truncate(8)
+    cache.store(0, *tokens[13])
+    exact = [cache.dequantize(0, "k"), fork.dequantize(0, "k")]
+    order = [[*range(8), 13], [*range(11), 12]]
+    for got, which in zip(exact, order, strict=True):
+        assert torch.equal(got, tokens[which, 0, 0, :, 0].transpose(0, 1)[None])
+    assert torch.equal(before.k, tokens[10, 0])
+
+
+def test_what_is_not_native_is_torch_and_says_why():
+    generator = torch.Generator().manual_seed(6)
+    k, v = torch.randn(2, 1, 2, 64, 64, generator=generator)
+    geometry = CacheGeometry(1, 2, 64, None, torch.float32)
+    cache = create_cache("kvarn:bits=4/turboquant:bits=4", geometry, kernel="exact")
+    cache.prefill(0, k, v)
+    encodes = cache.stats()["kernel"]["encodes"]
+    assert encodes == {"torch: no native encoding for KVarNKeyCodec": 1, "cpu": 1}
+
+
+def test_numbers_beyond_the_format_are_refused_as_by_torch():
+    geometry = CacheGeometry(1, 2, 64, None, torch.float32)
+    for spec, size in (("turboquant:bits=4", 1e6), ("int:bits=8", 1e8), ("fp8:scale=none", 500.0)):
+        messages = []
+        for kernel in ("torch", "exact"):
+            cache = create_cache(spec, geometry, kernel=kernel)
+            with pytest.raises(NonFiniteError) as caught:
+                cache.prefill(0, *torch.full((2, 1, 2, 5, 64), size))
+            messages.append(str(caught.value))
+            assert cache.seq_len(0) == 0
+        assert messages[0] == messages[1]
+
+
+def test_what_the_kernel_can_not_take_raises_before_it_is_called():
+    codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
+    assert "dtype" in refusal(codec, torch.zeros(1, 1, 1, 64, dtype=torch.float64))
+    assert "width" in refusal(codec_of("fp8", "k", 2048, torch.float32), torch.zeros(1, 1, 1, 2048))
+    gaps = {
+        field.name: field.allocate(1, 1, 256, torch.device("cpu"))[:, :, ::2]
+        for field in codec.fields
+    }
+    with pytest.raises(GeometryError, match="gaps"):
+        SlotWriter(codec).write(library(), [gaps], 128, torch.zeros(1, 1, 1, 64), 0)
+
+
+def test_the_search_tree_finds_the_number_of_boundaries_below():
+    boundaries = tuple(float(i) for i in range(15))
+    tree = search_tree(boundaries)
+    for x in (-1.0, 0.0, 0.5, 7.0, 7.5, 14.0, 20.0):
+        i = 1
+        while i < 16:
+            i = 2 * i + (x > tree[i])
+        assert i - 16 == sum(b < x for b in boundaries)
+
+
+def test_square_roots_are_correctly_rounded():
+    """torch's own may be a last bit off, on some processors, and so would stored bytes be."""
+    x = torch.rand(10_000, generator=torch.Generator().manual_seed(7)) * 1000
+    y = square_root(x)
+    for number, root in zip(x[:200].tolist(), y[:200].tolist(), strict=True):
+        middle = [
+            (root + float(torch.tensor(root).nextafter(torch.tensor(e)))) / 2 for e in (0.0, 1e9)
+        ]
+        assert middle[0] ** 2 <= number <= middle[1] ** 2
+    assert square_root(torch.tensor([602.577880859375])).item() == 24.547462463378906
+
+
+def test_the_least_zero_has_no_sign():
+    scale, zero = uniform.affine_grid(torch.tensor([[0.0, -0.0], [-0.0, 0.0], [-0.0, -0.0]]), 4)
+    assert zero.view(torch.int16).tolist() == [[0], [0], [0]]
+    assert scale.tolist() == [[0.0]] * 3
+
+
+def test_tiny_numbers_have_codes_of_zero():
+    codes, scale = uniform.quantize_symmetric(torch.tensor([[1e-44, -1e-38, 1e-39]]), 8)
+    assert codes.tolist() == [[128, 128, 128]] and scale.item() == 0.0
