@@ -1,0 +1,152 @@
+"""`EncryptedStore`: what another store holds, sealed. Needs ``kvpact[encryption]``."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, Literal
+
+from kvpact.errors import StoreError
+from kvpact.stores.base import (
+    Blob,
+    GCReport,
+    Key,
+    Progress,
+    Store,
+    StoreStats,
+    StoreWarning,
+    check_blob,
+    check_key,
+    optional,
+)
+
+MAGIC = b"kvpactE1"
+_CIPHERS = {"aes-256-gcm": ("AESGCM", b"\x01"), "chacha20-poly1305": ("ChaCha20Poly1305", b"\x02")}
+_NONCE = 12
+_HEAD = len(MAGIC) + 1 + 8
+
+
+class EncryptedStore(Store):
+    """Encrypts and authenticates blobs (AEAD); the entry's key is part of what is authenticated.
+
+    So nobody who can write to the store can change an entry, or put one in another's place. Keys of
+    entries, sizes and times stay readable. An entry that was forged is a miss, and removed; one
+    that was sealed with another secret is a miss, and left alone. Every entry has a fresh random
+    nonce: change the secret before 2^32 puts.
+
+    Parameters
+    ----------
+    inner : Store
+        Holds the entries; closed with this one.
+    secret : bytes
+        32 random bytes (``secrets.token_bytes(32)``), kept elsewhere.
+    cipher : str
+        ``aes-256-gcm``, or ``chacha20-poly1305`` for machines without AES instructions. Either
+        reads what itself wrote.
+
+    Raises
+    ------
+    BackendUnavailable
+        cryptography is not installed.
+    StoreError
+        The secret has another length, or the cipher is unknown.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        secret: bytes,
+        *,
+        cipher: Literal["aes-256-gcm", "chacha20-poly1305"] = "aes-256-gcm",
+    ) -> None:
+        if not isinstance(secret, bytes) or len(secret) != 32:
+            raise StoreError("the secret should be 32 random bytes: secrets.token_bytes(32)")
+        if cipher not in _CIPHERS:
+            raise StoreError(f"cipher={cipher!r}; known: {', '.join(_CIPHERS)}")
+        self._inner = inner
+        name, code = _CIPHERS[cipher]
+        module = optional("cryptography.hazmat.primitives.ciphers.aead", "encryption")
+        self._cipher: Any = getattr(module, name)(secret)
+        self._refused: type[Exception] = optional(
+            "cryptography.exceptions", "encryption"
+        ).InvalidTag
+        identity = blake2b(code, key=secret, digest_size=8, person=b"kvpact-store").digest()
+        self._head = MAGIC + code + identity
+        self._lock = threading.Lock()
+        self._damaged = self._missed = 0
+
+    def __repr__(self) -> str:
+        return f"EncryptedStore({self._inner!r})"
+
+    def put(self, key: Key, blob: Blob) -> None:
+        """Seal and store a blob; see `Store.put`."""
+        name, nonce = check_key(key), secrets.token_bytes(_NONCE)
+        sealed = self._cipher.encrypt(nonce, check_blob(blob), self._head + name.encode())
+        self._inner.put(name, b"".join((self._head, nonce, sealed)))
+
+    def get(self, key: Key) -> bytes | None:
+        """Return a blob, authenticated; see `Store.get`."""
+        name = check_key(key)
+        sealed = self._inner.get(name)
+        if sealed is None:
+            return None
+        blob = self._open(name, sealed)
+        with self._lock:
+            self._missed += blob is None
+        return blob
+
+    def _open(self, name: str, sealed: bytes) -> bytes | None:
+        if not sealed.startswith(self._head):
+            other = "with another secret or cipher" if sealed.startswith(MAGIC) else "not at all"
+            warnings.warn(f"{self!r}: {name} was sealed {other}", StoreWarning, stacklevel=3)
+            return None
+        try:
+            nonce, rest = sealed[_HEAD : _HEAD + _NONCE], memoryview(sealed)[_HEAD + _NONCE :]
+            blob: bytes = self._cipher.decrypt(nonce, rest, self._head + name.encode())
+            return blob
+        except (self._refused, ValueError):
+            with self._lock:
+                self._damaged += 1
+            self._inner.delete(name)
+            message = f"{self!r}: {name} was forged: it fails its authentication; removed"
+            warnings.warn(message, StoreWarning, stacklevel=3)
+            return None
+
+    def contains(self, key: Key) -> bool:
+        """Tell whether there is an entry; see `Store.contains`."""
+        return self._inner.contains(key)
+
+    def delete(self, key: Key) -> bool:
+        """Remove an entry; see `Store.delete`."""
+        return self._inner.delete(key)
+
+    def keys(self) -> Iterator[str]:
+        """Iterate over the keys; see `Store.keys`."""
+        return self._inner.keys()
+
+    def stats(self) -> StoreStats:
+        """Return the inner store's numbers, entries that failed here counted as misses."""
+        stats = self._inner.stats()
+        with self._lock:
+            return replace(
+                stats,
+                hits=stats.hits - self._missed,
+                misses=stats.misses + self._missed,
+                damaged=stats.damaged + self._damaged,
+            )
+
+    def gc(self, *, verify: bool = False, progress: Progress | None = None) -> GCReport:
+        """Collect in the inner store, which verifies its own checksums; see `Store.gc`."""
+        return self._inner.gc(verify=verify, progress=progress)
+
+    def flush(self) -> None:
+        """Flush the inner store."""
+        self._inner.flush()
+
+    def close(self) -> None:
+        """Close the inner store."""
+        self._inner.close()

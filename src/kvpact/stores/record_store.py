@@ -1,0 +1,232 @@
+"""`RecordStore`: what stores that hold records have in common; a store adds where they lie."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from kvpact.errors import FormatError, IntegrityError, StoreError, StoreFull
+from kvpact.stores.base import (
+    Blob,
+    GCReport,
+    Key,
+    Progress,
+    Store,
+    StoreStats,
+    StoreWarning,
+    check_blob,
+    check_key,
+)
+from kvpact.stores.records import Entry, seal, unseal
+
+
+class RecordStore(Store):
+    """A store that seals and checks entries; subclasses only move bytes.
+
+    Parameters
+    ----------
+    ttl : float, optional
+        Seconds after which an entry is gone.
+    max_bytes : int, optional
+        Bytes of all entries, headers included; the least recently used ones make room.
+    clock : callable
+        Gives seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        ttl: float | None = None,
+        max_bytes: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if ttl is not None and not ttl > 0:
+            raise StoreError(f"ttl={ttl!r} should be a number of seconds above 0")
+        if max_bytes is not None and max_bytes < 0:
+            raise StoreError(f"max_bytes={max_bytes!r} should be 0 or more")
+        self._ttl, self._max_bytes, self._clock = ttl, max_bytes, clock
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
+        self._closed = False
+
+    # What a store adds. A token stands for one version of an entry, so that what is removed is
+    # what was read, and not what another process put there since.
+
+    @abstractmethod
+    def _read(self, name: str, *, use: bool = True) -> tuple[bytes, Any] | None:
+        """Return the record and its token, or None; `use` says whether it counts as used."""
+
+    @abstractmethod
+    def _write(self, name: str, head: bytes, blob: memoryview, created: float) -> None:
+        """Store a record, whole or not at all."""
+
+    @abstractmethod
+    def _discard(self, name: str, token: Any) -> None:
+        """Remove an entry if it is still the one that was read."""
+
+    @abstractmethod
+    def _contains(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def _delete(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def _names(self) -> Iterator[str]: ...
+
+    @abstractmethod
+    def _held(self) -> tuple[int | None, int | None]:
+        """Return entries and bytes."""
+
+    def _collect(self) -> GCReport:
+        """Remove what is too old, over the budget, or was left behind."""
+        return GCReport()
+
+    def _flush(self) -> None: ...
+
+    def _close(self) -> None: ...
+
+    # The interface.
+
+    def put(self, key: Key, blob: Blob) -> None:
+        """Store a blob; see `Store.put`."""
+        name, view = check_key(key), check_blob(blob)
+        self._check_open()
+        created = self._clock()
+        head, view = seal(name, view, created)
+        try:
+            self._check_size(len(head) + view.nbytes)
+            self._write(name, head, view, created)
+        except Exception:
+            self._count("errors")
+            raise
+
+    def get(self, key: Key) -> bytes | None:
+        """Return a blob; see `Store.get`."""
+        name = check_key(key)
+        self._check_open()
+        try:
+            found = self._read(name)
+            entry = None if found is None else self._verified(name, *found)
+        except StoreError as error:
+            self._failed(error)
+            entry = None
+        self._count("misses" if entry is None else "hits")
+        return None if entry is None else entry.blob
+
+    def contains(self, key: Key) -> bool:
+        """Tell whether there is an entry; see `Store.contains`."""
+        name = check_key(key)
+        self._check_open()
+        try:
+            return self._contains(name)
+        except StoreError as error:
+            self._failed(error)
+            return False
+
+    def delete(self, key: Key) -> bool:
+        """Remove an entry; see `Store.delete`."""
+        name = check_key(key)
+        self._check_open()
+        return self._delete(name)
+
+    def keys(self) -> Iterator[str]:
+        """Iterate over the keys; see `Store.keys`."""
+        self._check_open()
+        return self._names()
+
+    def stats(self) -> StoreStats:
+        """Return numbers; see `Store.stats`."""
+        self._check_open()
+        entries, held = self._held()
+        with self._counts_lock:
+            counts = {name: self._counts[name] for name in _COUNTED}
+        return StoreStats(entries=entries, bytes=held, **counts)
+
+    def gc(self, *, verify: bool = False, progress: Progress | None = None) -> GCReport:
+        """Remove what is of no use; see `Store.gc`."""
+        self._check_open()
+        report = self._collect()
+        names = list(self._names()) if verify else []
+        for done, name in enumerate(names, 1):
+            if progress is not None:
+                progress(done, len(names), name)
+            found = self._read(name, use=False)
+            if found is not None and not self._intact(name, found[0]):
+                self._count("damaged")
+                self._discard(name, found[1])
+                freed = report.freed + len(found[0])
+                report = replace(report, damaged=report.damaged + 1, freed=freed)
+        return report
+
+    def flush(self) -> None:
+        """Store what waits; see `Store.flush`."""
+        self._check_open()
+        self._flush()
+
+    def close(self) -> None:
+        """Let go of everything; see `Store.close`."""
+        if not self._closed:
+            try:
+                self._flush()
+            finally:
+                self._closed = True
+                self._close()
+
+    # Shared parts.
+
+    def _failed(self, error: StoreError) -> None:
+        self._count("errors")
+        warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=3)
+
+    def _verified(self, name: str, record: bytes, token: Any) -> Entry | None:
+        try:
+            entry = unseal(name, record)
+        except FormatError as error:
+            warnings.warn(f"{self!r}: {error}; taken as a miss", StoreWarning, stacklevel=3)
+            return None
+        except IntegrityError as error:
+            self._count("damaged")
+            self._discard(name, token)
+            warnings.warn(f"{self!r}: {error}; removed", StoreWarning, stacklevel=3)
+            return None
+        if self._expired(entry.created):
+            self._count("evictions")
+            self._discard(name, token)
+            return None
+        return entry
+
+    @staticmethod
+    def _intact(name: str, record: bytes) -> bool:
+        try:
+            unseal(name, record)
+        except IntegrityError:
+            return False
+        except FormatError:
+            pass  # a later version's, and whole
+        return True
+
+    def _expired(self, created: float) -> bool:
+        return self._ttl is not None and self._clock() - created >= self._ttl
+
+    def _check_size(self, size: int) -> None:
+        if self._max_bytes is not None and size > self._max_bytes:
+            raise StoreFull(
+                f"{self!r}: an entry of {size} bytes does not fit into max_bytes={self._max_bytes}"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError(f"{self!r} is closed; open it again")
+
+    def _count(self, name: str, by: int = 1) -> None:
+        with self._counts_lock:
+            self._counts[name] += by
+
+
+_COUNTED = ("hits", "misses", "evictions", "damaged", "errors")

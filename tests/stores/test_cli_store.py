@@ -1,0 +1,74 @@
+"""``kvpact store ls|stats|gc``."""
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpact.cli.app import app
+from kvpact.stores import DirectoryStore
+
+
+def invoke(*args, **options):
+    return CliRunner().invoke(app, ["store", *map(str, args)], **options)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with DirectoryStore(tmp_path / "store") as store:
+        for index in range(12):
+            store.put(f"k{index:02}", bytes(1000))
+    return tmp_path / "store"
+
+
+def test_ls_prints_the_keys(folder):
+    result = invoke("ls", folder)
+    assert result.exit_code == 0
+    assert result.stdout.split() == [f"k{index:02}" for index in range(12)]
+    assert invoke("ls", folder.as_uri()).stdout == result.stdout
+
+
+def test_stats_prints_entries_and_bytes(folder):
+    result = invoke("stats", folder)
+    assert result.exit_code == 0
+    line = next(line for line in result.stdout.splitlines() if "DirectoryStore" in line)
+    assert line.split()[-5:] == ["12", "12.76", "kB", "1.06", "kB"]
+
+
+def row(output, name):
+    return next(line.split()[-1] for line in output.splitlines() if line.startswith(f" {name}"))
+
+
+def test_gc_removes_and_says_so(folder):
+    file = min(folder.glob("blobs/*/*"))
+    file.write_bytes(b"damaged")
+    (folder / "tmp" / "left").write_bytes(b"torn")
+    result = invoke("gc", folder, "--verify")
+    assert result.exit_code == 0
+    assert (row(result.stdout, "damaged"), row(result.stdout, "leftovers")) == ("1", "1")
+    assert "reading: 12/12" in result.stderr
+    result = invoke("gc", folder, "--max-bytes", 5000)
+    assert row(result.stdout, "evicted") == "7" and "7.44 kB freed" in result.stdout
+    assert len(invoke("ls", folder).stdout.split()) == 4
+    result = invoke("gc", folder, "--ttl", 1e-9)
+    assert row(result.stdout, "expired") == "4"
+    assert invoke("ls", folder).stdout == ""
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "gc"])
+def test_what_is_no_store_is_one_line(tmp_path, command):
+    for url in (tmp_path / "nothing", tmp_path, "nosuchscheme://x"):
+        result = invoke(command, url)
+        assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+        assert result.stderr.startswith("error:")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_that_is_away_is_said(start_server, tmp_path):
+    server = start_server(tmp_path)
+    env = {"KVPACT_STORE_PASSWORD": server.password}
+    assert invoke("stats", server.url, env=env).exit_code == 0
+    result = invoke("stats", server.url)
+    assert result.exit_code == 2 and "refuses user or password" in result.stderr
+    server.kill()
+    for command in ("ls", "stats", "gc"):
+        result = invoke(command, server.url, "--verify" if command == "gc" else "--password=x")
+        assert result.exit_code == 2 and "does not answer" in result.stderr
