@@ -1,0 +1,20 @@
+"""The state of a cache as a file: checked, readable in slices, without pickle."""
+
+from kvpact.snapshot.container import Container
+from kvpact.snapshot.files import write_atomic
+from kvpact.snapshot.manifest import Manifest
+from kvpact.snapshot.snapshot import Snapshot
+from kvpact.snapshot.state import FieldInfo, Identity, LayerState, StreamState
+from kvpact.snapshot.tensors import token_hash
+
+__all__ = [
+    "Container",
+    "FieldInfo",
+    "Identity",
+    "LayerState",
+    "Manifest",
+    "Snapshot",
+    "StreamState",
+    "token_hash",
+    "write_atomic",
+]

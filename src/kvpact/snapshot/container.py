@@ -1,0 +1,270 @@
+"""A safetensors file or buffer whose bytes are all under a checksum, section by section.
+
+The bytes behind the table of checksums are cut into *sections*, one after the other; each has a
+BLAKE2b-128 in the table, so a section can be read and checked alone. A BLAKE2b-256 over header and
+table stands in the header and thus over everything. See docs/snapshot-format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from os import PathLike
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError, IntegrityError
+from kvpact.snapshot.files import write_atomic
+from kvpact.snapshot.header import (
+    dump_json,
+    header_bytes,
+    header_length,
+    layout,
+    parse_header,
+    parse_json,
+)
+
+TABLE = "checksums"
+_SUM = 16
+_ROOT_AT = 8 + len('{"__metadata__":{"blake2b":"')
+_ZEROS = "0" * 64
+Runs = Sequence[tuple[int, Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Sections of the same sizes, repeated: the first one's number, where it begins."""
+
+    first: int
+    begin: int
+    repeat: int
+    ends: list[int]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes, `[n]` uint8 on the CPU."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+def _sum(data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=_SUM).digest()
+
+
+def _root(head: bytes | bytearray, table: Any) -> str:
+    blank = head[:_ROOT_AT] + _ZEROS.encode() + head[_ROOT_AT + 64 :]
+    digest = hashlib.blake2b(blank, digest_size=32)
+    digest.update(table)
+    return digest.hexdigest()
+
+
+class Container:
+    """A file's header, its manifest, and its sections.
+
+    Parameters
+    ----------
+    buffer : bytes-like
+        The whole file; `open` maps it. Only header and table are read and checked now.
+    kind : str
+        The format wanted.
+    version : int
+        The version wanted.
+
+    Raises
+    ------
+    FormatError
+        Not this format or version, or damaged.
+    IntegrityError
+        Header or table were changed.
+    """
+
+    def __init__(self, buffer: Any, kind: str, version: int) -> None:
+        self.buffer = memoryview(buffer).cast("B")
+        total = len(self.buffer)
+        length = header_length(bytes(self.buffer[:8]), total)
+        self._data = 8 + length
+        head = bytes(self.buffer[: self._data])
+        header = parse_header(head[8:], total - self._data)
+        given = header.metadata
+        if given.get("format") != kind or given.get("version") != str(version):
+            named = f"{given.get('format', '')[:40]!r} version {given.get('version', '')[:10]!r}"
+            raise FormatError(f"this is {named}; {kind!r} version {version} can be read")
+        if set(given) != {"blake2b", "format", "manifest", "version"}:
+            raise FormatError("the header's metadata has other keys than it should")
+        self.manifest: dict[str, Any] = self._parse_manifest(given["manifest"])
+        self.entries = header.entries
+        self._runs = self._sections()
+        table = self.buffer[self._data : self._data + self.entries[TABLE].end]
+        self._table = bytes(table)
+        self.digest = given["blake2b"]
+        if _root(head, self._table) != self.digest:
+            raise IntegrityError("header or checksums were changed: the checksum does not match")
+
+    @staticmethod
+    def _parse_manifest(text: str) -> dict[str, Any]:
+        manifest = parse_json(text, "the manifest")
+        if not isinstance(manifest, dict) or list(manifest) != sorted(manifest):
+            raise FormatError("the manifest should be an object with its keys in order")
+        return manifest
+
+    def _sections(self) -> list[_Run]:
+        """Return the runs of sections; never as a list of all, which could be long."""
+        first = next(iter(self.entries), None)
+        if first != TABLE or self.entries[TABLE].dtype != torch.uint8:
+            raise FormatError("the first tensor should be the table of checksums")
+        table = self.entries[TABLE]
+        if any(e.begin == e.end for name, e in self.entries.items() if name != TABLE):
+            raise FormatError("a tensor is empty; such tensors are left out")
+        runs = self.manifest.get("sections")
+        if len(table.shape) != 2 or table.shape[1] != _SUM or not isinstance(runs, list):
+            raise FormatError("the table of checksums or the list of sections is damaged")
+        sections = size = 0
+        found = []
+        for run in runs:
+            good = isinstance(run, list) and len(run) == 2 and isinstance(run[1], list)
+            if not good or any(type(n) is not int or n < 0 for n in (run[0], *run[1])):
+                raise FormatError("the list of sections is damaged")
+            found.append(_Run(sections, size, run[0], [0, *accumulate(run[1])]))
+            sections += run[0] * len(run[1])
+            size += run[0] * sum(run[1])
+        if sections != table.shape[0]:
+            raise FormatError(f"{sections} sections, but {table.shape[0]} checksums")
+        if size != len(self.buffer) - self._data - table.end:
+            raise FormatError("the sections don't cover the file")
+        return found
+
+    @classmethod
+    def build(
+        cls,
+        kind: str,
+        version: int,
+        manifest: Mapping[str, Any],
+        tensors: Sequence[tuple[str, Tensor]],
+        runs: Runs,
+    ) -> Self:
+        """Make a container in memory.
+
+        Parameters
+        ----------
+        kind, version : str, int
+            The format's name and version.
+        manifest : mapping
+            JSON-ready data; ``sections`` is added.
+        tensors : sequence of (str, Tensor)
+            In the order of their bytes.
+        runs : sequence of (int, sequence of int)
+            Repetitions and byte lengths: how the tensors' bytes are cut into sections.
+        """
+        count = sum(repeat * len(sizes) for repeat, sizes in runs)
+        named: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
+            (TABLE, torch.uint8, (count, _SUM))
+        ]
+        named += [(name, x.dtype, tuple(x.shape)) for name, x in tensors]
+        entries = layout(named)
+        full = {**manifest, "sections": [[repeat, list(sizes)] for repeat, sizes in runs]}
+        metadata = {
+            "blake2b": _ZEROS,
+            "format": kind,
+            "manifest": dump_json(dict(sorted(full.items()))),
+            "version": str(version),
+        }
+        head = header_bytes(metadata, entries)
+        total = len(head) + max(entry.end for entry in entries.values())
+        buffer = bytearray(total)
+        buffer[: len(head)] = head
+        whole = torch.frombuffer(buffer, dtype=torch.uint8)
+        for name, tensor in tensors:
+            begin, end = entries[name].begin, entries[name].end
+            whole[len(head) + begin : len(head) + end] = as_bytes(tensor)
+        place = len(head) + entries[TABLE].end
+        view, table = memoryview(buffer), bytearray()
+        for repeat, sizes in runs:
+            for size in list(sizes) * repeat:
+                table += _sum(view[place : place + size])
+                place += size
+        buffer[len(head) : len(head) + len(table)] = table
+        buffer[_ROOT_AT : _ROOT_AT + 64] = _root(head, table).encode()
+        return cls(buffer, kind, version)
+
+    @classmethod
+    def open(cls, path: str | PathLike[str], kind: str, version: int) -> Self:
+        """Map a file; header and table are read and checked, sections when they are used.
+
+        The file may be replaced or deleted meanwhile, but not cut short.
+        """
+        with open(path, "rb") as file:
+            try:
+                buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except ValueError:
+                raise FormatError(f"{path} is empty") from None
+        return cls(buffer, kind, version)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return len(self.buffer)
+
+    @property
+    def num_sections(self) -> int:
+        """Sections in all."""
+        return self.entries[TABLE].shape[0]
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """Return where a section begins and ends, counted from the end of the table."""
+        run = next(run for run in reversed(self._runs) if run.first <= index and run.ends[1:])
+        repeat, inside = divmod(index - run.first, len(run.ends) - 1)
+        begin = run.begin + repeat * run.ends[-1]
+        return begin + run.ends[inside], begin + run.ends[inside + 1]
+
+    def section(self, index: int) -> Tensor:
+        """Return a copy of a section, `[n]` uint8, checked after it was copied."""
+        begin, end = self._bounds(index)
+        base = self._data + self.entries[TABLE].end
+        copy = torch.empty(end - begin, dtype=torch.uint8)
+        data = copy.numpy()
+        data[:] = np.frombuffer(self.buffer[base + begin : base + end], dtype=np.uint8)
+        if _sum(data) != self._table[_SUM * index : _SUM * (index + 1)]:
+            raise IntegrityError(f"section {index} was changed: its checksum does not match")
+        return copy
+
+    def tensors(self, index: int) -> dict[str, Tensor]:
+        """Return the tensors that lie wholly in a section, checked, by name."""
+        begin, end = self._bounds(index)
+        base = self.entries[TABLE].end
+        data, found = self.section(index), {}
+        for name, entry in self.entries.items():
+            first, last = entry.begin - base, entry.end - base
+            if name != TABLE and begin <= first and last <= end:
+                part = data[first - begin : last - begin].clone()
+                found[name] = part.view(entry.dtype).view(entry.shape)
+        return found
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Check every section; `progress(done, total)` is called after each.
+
+        Raises
+        ------
+        IntegrityError
+            One was changed.
+        """
+        place = self._data + self.entries[TABLE].end
+        for index in range(self.num_sections):
+            begin, end = self._bounds(index)
+            found = _sum(self.buffer[place + begin : place + end])
+            if found != self._table[_SUM * index : _SUM * (index + 1)]:
+                raise IntegrityError(f"section {index} was changed: its checksum does not match")
+            if progress is not None:
+                progress(index + 1, self.num_sections)
+
+    def to_bytes(self) -> bytes:
+        """Return the whole as bytes."""
+        return bytes(self.buffer)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a file, whole or not at all (see `write_atomic`)."""
+        write_atomic(path, self.buffer)

@@ -1,0 +1,74 @@
+"""Slots page by page: for each page all fields of a stream, so that a page can be read alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError
+from kvpact.snapshot.state import FieldInfo, StreamState
+
+
+def pack_pages(streams: Sequence[StreamState], pages: int, page_size: int) -> Tensor:
+    """Return the bytes of streams, `[P, n]` uint8: in a page stream after stream, field by field.
+
+    Parameters
+    ----------
+    streams : sequence of StreamState
+        K and V of a layer. Their slots begin where the pages do.
+    pages, page_size : int
+        How many pages, and tokens per page.
+    """
+    parts = [
+        _paged(stream.slots.get(field.name), field, pages, page_size, stream.tail.shape[:2])
+        for stream in streams
+        for field in stream.fields
+    ]
+    return torch.cat(parts, dim=1) if parts else torch.zeros(pages, 0, dtype=torch.uint8)
+
+
+def _paged(
+    slots: Tensor | None, field: FieldInfo, pages: int, page_size: int, rows: Sequence[int]
+) -> Tensor:
+    units = page_size // field.tokens
+    storage = torch.zeros(*rows, pages * units, *field.shape, dtype=field.dtype)
+    if slots is not None:
+        held = slots[:, :, : pages * units].detach().cpu()
+        storage[:, :, : held.shape[2]] = held
+    by_page = storage.view(*rows, pages, units, *field.shape)
+    return by_page.movedim(2, 0).contiguous().view(torch.uint8).flatten(1)
+
+
+def unpack_pages(
+    data: Tensor, fields: Sequence[tuple[FieldInfo, ...]], rows: tuple[int, int], page_size: int
+) -> list[Mapping[str, Tensor]]:
+    """Return the slots of each stream, `[B, H, units, *shape]` by field name.
+
+    Parameters
+    ----------
+    data : Tensor
+        `[P, n]` uint8, what `pack_pages` gave.
+    fields : sequence of tuple of FieldInfo
+        Of each stream.
+    rows : tuple of int
+        Batch and heads.
+    page_size : int
+        Tokens per page.
+    """
+    found: list[Mapping[str, Tensor]] = []
+    pages, place = data.shape[0], 0
+    for stream in fields:
+        slots = {}
+        for field in stream:
+            shape = (*rows, page_size // field.tokens, *field.shape)
+            size = torch.Size(shape).numel() * field.dtype.itemsize
+            part = data[:, place : place + size].contiguous().flatten().view(field.dtype)
+            storage = part.view(pages, *shape).movedim(0, 2)
+            slots[field.name] = storage.flatten(2, 3).contiguous()
+            place += size
+        found.append(slots)
+    if place != data.shape[1]:
+        raise FormatError(f"a page has {data.shape[1]} bytes, its fields {place}")
+    return found

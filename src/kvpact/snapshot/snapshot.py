@@ -1,0 +1,397 @@
+"""`Snapshot`: the state of a cache as one checked file or buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError, GeometryError, MismatchError
+from kvpact.geometry import CacheGeometry
+from kvpact.snapshot.container import Container
+from kvpact.snapshot.header import DTYPE_NAMES
+from kvpact.snapshot.manifest import Manifest, manifest_json, read_manifest
+from kvpact.snapshot.pages import pack_pages, unpack_pages
+from kvpact.snapshot.parts import cut, joined, select_rows
+from kvpact.snapshot.state import SIDES, Identity, LayerState, StreamState
+from kvpact.snapshot.tensors import exact_tensors, sizes, token_hash, token_rows
+
+KIND = "kvpact.snapshot"
+VERSION = 1
+TOKEN_IDS = "token_ids"
+_PAGES = "pages"
+
+
+class Snapshot:
+    """What a cache held: packed slots as they lay there, exact tokens, and a manifest.
+
+    Made by `cache.snapshot()`, read with `load`, `open` or `from_bytes`.
+
+    Parameters
+    ----------
+    container : Container
+        The file; header, manifest and the tensors' places are checked, tensors are not read.
+
+    Raises
+    ------
+    FormatError
+        The manifest and the tensors don't fit together.
+    """
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self.manifest: Manifest = read_manifest(container.manifest)
+        self._check_tensors()
+
+    @classmethod
+    def build(
+        cls,
+        layers: Sequence[LayerState],
+        *,
+        slots: int,
+        geometry: CacheGeometry,
+        layout: str,
+        page_size: int,
+        begin: int = 0,
+        identity: Identity | None = None,
+        token_ids: Tensor | None = None,
+        hash_only: bool = False,
+    ) -> Snapshot:
+        """Make a snapshot of plain state; caches call this.
+
+        Parameters
+        ----------
+        layers : sequence of LayerState
+            One per layer of the geometry.
+        slots : int
+            `FORMAT_VERSION` of the slots.
+        geometry, layout : CacheGeometry, str
+            Of the cache.
+        page_size : int
+            Tokens per page of the file, a multiple of every field's unit.
+        begin : int
+            Token with which the slots begin.
+        identity : Identity, optional
+            Model, adapter, tenant.
+        token_ids : Tensor, optional
+            `[T]` or `[B, T]` integers: the tokens held.
+        hash_only : bool
+            Store their hash alone.
+        """
+        streams = [stream for layer in layers for stream in layer.streams or ()]
+        batch = streams[0].tail.shape[0] if streams else 0
+        packed = max((stream.packed for stream in streams), default=0)
+        pages = max(-(-(packed - begin) // page_size), 0)
+        ids = None if token_ids is None else token_rows(token_ids, batch)
+        manifest = manifest_json(
+            layers,
+            slots=slots,
+            geometry=geometry,
+            layout=layout,
+            batch=batch,
+            page_size=page_size,
+            begin=begin,
+            pages=pages,
+            identity=identity or Identity(),
+            token_hash=None if ids is None else token_hash(ids),
+        )
+        tensors: list[tuple[str, Tensor]] = []
+        if ids is not None and ids.numel() and not hash_only:
+            tensors.append((TOKEN_IDS, ids))
+        sizes = [sum(tensor.nbytes for _, tensor in tensors)]
+        parts = []
+        for index, layer in enumerate(layers):
+            exact = exact_tensors(index, layer)
+            sizes.append(sum(tensor.nbytes for _, tensor in exact))
+            tensors += exact
+            parts.append(pack_pages(layer.streams or (), pages, page_size))
+        whole = torch.cat(parts, dim=1)
+        if whole.numel():
+            tensors.append((_PAGES, whole))
+        runs = [(1, sizes), (pages, [part.shape[1] for part in parts])]
+        return cls(Container.build(KIND, VERSION, manifest, tensors, runs))
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> Snapshot:
+        """Map a file and read its header alone; tensors are read and checked when used.
+
+        Raises
+        ------
+        FormatError
+            It is no snapshot, of an unknown version, or damaged.
+        IntegrityError
+            The header was changed.
+        FileNotFoundError
+            There is no such file.
+        """
+        return cls(Container.open(path, KIND, VERSION))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Snapshot:
+        """Read a file into memory and check all of it; errors as in `open` and `verify`."""
+        cls.open(path)
+        return cls.from_bytes(Path(path).read_bytes())
+
+    @classmethod
+    def from_buffer(cls, data: bytes | bytearray | memoryview) -> Snapshot:
+        """Read a buffer's header alone, as `open` does a file's."""
+        return cls(Container(data, KIND, VERSION))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Snapshot:
+        """Read a buffer and check all of it; errors as in `open` and `verify`."""
+        snapshot = cls.from_buffer(data)
+        snapshot.verify()
+        return snapshot
+
+    def to_bytes(self) -> bytes:
+        """Return the whole as bytes."""
+        return self._container.to_bytes()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a file (mode 0600): whole, on the disk when this returns, or not at all.
+
+        Raises
+        ------
+        OSError
+            It can't be written; what was there before is there still.
+        """
+        self._container.save(path)
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Check the checksums of everything; `progress(done, total)` is called now and then.
+
+        Raises
+        ------
+        IntegrityError
+            Something was changed.
+        """
+        self._container.verify(progress)
+
+    def sizes(self) -> dict[str, int]:
+        """Return bytes by what they are for; together they are `nbytes`."""
+        return sizes(self._container.entries, self.nbytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the manifest as it stands in the file."""
+        return self._container.manifest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self._container.nbytes
+
+    @property
+    def digest(self) -> str:
+        """BLAKE2b-256 that covers everything; equal digests are equal snapshots."""
+        return self._container.digest
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """Shape of K and V."""
+        return self.manifest.geometry
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held by the longest layer."""
+        return self.manifest.tokens
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """Token ids `[B, T]`, if they were stored."""
+        if TOKEN_IDS not in self._container.entries:
+            return None
+        return self._container.tensors(0)[TOKEN_IDS].to(torch.int64)
+
+    def require(self, **wanted: str | None) -> None:
+        """Raise `MismatchError` unless ``model``, ``adapter``, ``tenant`` are those given."""
+        held = self.manifest.identity.to_json()
+        for name, value in Identity(**wanted).to_json().items():
+            if name in wanted and held[name] != value:
+                raise MismatchError(
+                    f"the snapshot's {name} is {held[name]!r}, not {value!r}: these tokens would "
+                    "have other K and V; compute them anew"
+                )
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        return (
+            f"Snapshot(tokens={m.tokens}, batch={m.batch}, layers={len(m.layers)}, "
+            f"nbytes={self.nbytes})"
+        )
+
+    def layer(self, index: int, first: int = 0, last: int | None = None) -> LayerState:
+        """Return a layer's state; only its own bytes are read, and checked.
+
+        Parameters
+        ----------
+        index : int
+            The layer.
+        first, last : int
+            The pages `first <= p < last` of the file; all if omitted.
+
+        Raises
+        ------
+        IntegrityError
+            Its bytes were changed.
+        """
+        m = self.manifest
+        if not 0 <= index < len(m.layers):
+            raise GeometryError(f"layer {index!r} is not one of 0 … {len(m.layers) - 1}")
+        entry = m.layers[index]
+        if entry.streams is None:
+            return LayerState(entry.spec, None, None)
+        last = m.pages if last is None else last
+        if not 0 <= first <= last <= m.pages:
+            raise GeometryError(f"pages {first} to {last} are not among {m.pages}")
+        exact = self._container.tensors(1 + index)
+        data = torch.empty(last - first, m.page_bytes(index), dtype=torch.uint8)
+        for page in range(first, last):
+            data[page - first] = self._container.section(1 + len(m.layers) * (page + 1) + index)
+        rows = (m.batch, m.geometry.num_kv_heads)
+        slots = unpack_pages(data, [stream.fields for stream in entry.streams], rows, m.page_size)
+        dims = (m.geometry.head_dim, m.geometry.value_dim)
+        streams = []
+        for side, stream, held, dim in zip(SIDES, entry.streams, slots, dims, strict=True):
+            name = f"layer.{index}.{side}"
+            empty = torch.zeros(*rows, 0, dim, dtype=entry.dtype)
+            streams.append(
+                StreamState(
+                    stream.fields,
+                    held,
+                    stream.packed,
+                    stream.start,
+                    exact.get(f"{name}.tail", empty),
+                    exact[f"{name}.sinks"] if stream.sinks else None,
+                    {part: exact[f"{name}.learnt.{part}"] for part in stream.learnt},
+                )
+            )
+        return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
+
+    def select(self, rows: Sequence[int]) -> Snapshot:
+        """Return a snapshot of these rows of the batch, in this order; without token ids."""
+        return self._like([select_rows(self.layer(i), rows) for i in range(self.num_layers)])
+
+    def slice(self, start: int, end: int | None = None) -> Snapshot:
+        """Return the tokens `start <= t < end` as a snapshot of their own.
+
+        Only their pages are read. What begins with token 0 can be restored as it is: a prefix,
+        with its sinks and an empty window, as if it had been cut there. What begins later is a
+        part, to be put together again with `join`.
+
+        Parameters
+        ----------
+        start : int
+            A multiple of the file's page size.
+        end : int, optional
+            A multiple of the page size, with all tokens before it packed; if omitted, everything
+            to the end comes along, window included.
+
+        Raises
+        ------
+        GeometryError
+            The tokens can't be cut there.
+        """
+        m = self.manifest
+        if start < m.begin or start % m.page_size or (end is not None and end % m.page_size):
+            raise GeometryError(f"cut at multiples of {m.page_size} tokens, from {m.begin} on")
+        packed = [s.packed for entry in m.layers for s in entry.streams or ()]
+        if start > min(packed, default=0) or not start <= (start if end is None else end) <= max(
+            min(packed, default=0), start
+        ):
+            raise GeometryError(f"tokens {start} to {end} are not all packed")
+        last = m.pages if end is None else (end - m.begin) // m.page_size
+        first = (start - m.begin) // m.page_size
+        states = [self.layer(i, first, last) for i in range(self.num_layers)]
+        if end is not None:
+            states = [cut(state, end) for state in states]
+        ids = self.token_ids if start == m.begin == 0 else None
+        return self._like(states, start, None if ids is None else ids[:, :end])
+
+    @classmethod
+    def join(cls, parts: Sequence[Snapshot], token_ids: Tensor | None = None) -> Snapshot:
+        """Put slices together that follow each other; the last says how it ends.
+
+        Raises
+        ------
+        GeometryError
+            They don't follow each other.
+        MismatchError
+            They are of unlike caches or identities.
+        """
+        if not parts:
+            raise GeometryError("there is nothing to join")
+        for one, other in pairwise(parts):
+            a, b = one.manifest, other.manifest
+            if a.kind() != b.kind():
+                raise MismatchError("the parts are of unlike caches, models or tenants")
+            ends = {s.packed for entry in a.layers for s in entry.streams or ()}
+            if ends - {b.begin}:
+                raise GeometryError(f"a part ends at {ends}, the next begins at {b.begin}")
+        states = [joined([p.layer(i) for p in parts]) for i in range(parts[0].num_layers)]
+        return parts[0]._like(states, parts[0].manifest.begin, token_ids)
+
+    def _like(
+        self, states: Sequence[LayerState], begin: int | None = None, ids: Tensor | None = None
+    ) -> Snapshot:
+        m = self.manifest
+        return Snapshot.build(
+            states,
+            slots=m.slots,
+            geometry=m.geometry,
+            layout=m.layout,
+            page_size=m.page_size,
+            begin=m.begin if begin is None else begin,
+            identity=m.identity,
+            token_ids=ids,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the cache."""
+        return len(self.manifest.layers)
+
+    def _check_tensors(self) -> None:
+        """Raise `FormatError` unless the tensors are exactly those that the manifest speaks of."""
+        m, entries = self.manifest, self._container.entries
+        rest = list(entries)[1:]
+        if rest and rest[0] == TOKEN_IDS:
+            ids = entries[rest.pop(0)]
+            good = len(ids.shape) == 2 and DTYPE_NAMES[ids.dtype] in ("I32", "I64")
+            if not good or ids.shape[0] != m.batch or m.token_hash is None:
+                raise FormatError("the token ids don't fit the manifest")
+        sizes = [entries[TOKEN_IDS].end - entries[TOKEN_IDS].begin if TOKEN_IDS in entries else 0]
+        dims = (m.geometry.head_dim, m.geometry.value_dim)
+        rows = (m.batch, m.geometry.num_kv_heads)
+        for index, layer in enumerate(m.layers):
+            sizes.append(0)
+            for side, stream, dim in zip(SIDES, layer.streams or (), dims, strict=False):
+                name = f"layer.{index}.{side}"
+                wanted: list[tuple[str, int | None]]
+                wanted = [(f"{name}.learnt.{part}", None) for part in stream.learnt]
+                wanted += [(f"{name}.sinks", stream.sinks)] if stream.sinks else []
+                wanted += [(f"{name}.tail", stream.tail)] if stream.tail else []
+                for tensor, count in wanted:
+                    if not rest or rest.pop(0) != tensor:
+                        raise FormatError(f"tensor {tensor!r} is not where it should be")
+                    found = entries[tensor]
+                    if count is not None and (found.shape, found.dtype) != (
+                        (*rows, count, dim),
+                        layer.dtype,
+                    ):
+                        raise FormatError(f"tensor {tensor!r} has another shape or dtype")
+                    sizes[-1] += found.end - found.begin
+        page = [m.page_bytes(index) for index in range(len(m.layers))]
+        if sum(page) * m.pages:
+            pages = entries.get(rest.pop(0)) if rest == [_PAGES] else None
+            if pages is None or pages.shape != (m.pages, sum(page)) or pages.dtype != torch.uint8:
+                raise FormatError("the pages are not as the manifest says")
+        if rest:
+            raise FormatError(f"tensor {rest[0]!r} should not be there")
+        if self._container.manifest["sections"] != [[1, sizes], [m.pages, page]]:
+            raise FormatError("the sections are not as the manifest says")

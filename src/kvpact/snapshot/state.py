@@ -1,0 +1,163 @@
+"""The state of a cache as plain data: what goes into a snapshot and comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError, KVPactError
+from kvpact.geometry import CacheGeometry
+from kvpact.snapshot.header import DTYPE_NAMES, DTYPES
+
+SIDES = ("k", "v")
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """One stored tensor of a stream: its storage is `[B, H, units, *shape]`.
+
+    Parameters
+    ----------
+    name : str
+        Within the stream.
+    dtype : torch.dtype
+        Of the storage.
+    shape : tuple of int
+        Of one unit.
+    tokens : int
+        Tokens that a unit covers.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        return {
+            "dtype": DTYPE_NAMES[self.dtype],
+            "name": self.name,
+            "shape": list(self.shape),
+            "tokens": self.tokens,
+        }
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """K or V of a layer.
+
+    Parameters
+    ----------
+    fields : tuple of FieldInfo
+        What is stored per token or group.
+    slots : dict
+        Packed slots by field name, `[B, H, units, *shape]`, as they lie in the cache; units of
+        tokens from `packed` on are zero or not there.
+    packed : int
+        Tokens from the sequence's first on that have slots.
+    start : int
+        Where the exact tail begins.
+    tail : Tensor
+        `[B, H, n, D]`, exact tokens up to the end of the stream.
+    sinks : Tensor or None
+        `[B, H, S, D]`, exact first tokens.
+    learnt : dict
+        What the codec learnt, by name.
+    """
+
+    fields: tuple[FieldInfo, ...]
+    slots: Mapping[str, Tensor]
+    packed: int
+    start: int
+    tail: Tensor
+    sinks: Tensor | None
+    learnt: Mapping[str, Tensor]
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.start + self.tail.shape[2]
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer.
+
+    Parameters
+    ----------
+    spec : dict
+        The spec as JSON-ready data, whole.
+    streams : tuple of StreamState or None
+        K and V; None if the layer holds nothing, not even a batch size.
+    padding : tuple of int or None
+        Left-padding tokens of each row.
+    """
+
+    spec: dict[str, Any]
+    streams: tuple[StreamState, StreamState] | None
+    padding: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Whose tokens these are: what makes K and V differ beside the tokens and the cache's spec.
+
+    Parameters
+    ----------
+    model : str, optional
+        Fingerprint of config and weights, e.g. of `kvpact.integrations.fingerprint`.
+    adapter : str, optional
+        Name or fingerprint of the adapter (LoRA) in use.
+    tenant : str, optional
+        A salt that keeps tenants apart. It is stored as it is: give a hash of what is secret.
+    """
+
+    model: str | None = None
+    adapter: str | None = None
+    tenant: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.to_json().items():
+            if value is not None and (not isinstance(value, str) or len(value) > 1000):
+                raise FormatError(f"{name} should be text of at most 1,000 characters")
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return JSON-ready data."""
+        return {"adapter": self.adapter, "model": self.model, "tenant": self.tenant}
+
+
+def geometry_json(geometry: CacheGeometry) -> dict[str, Any]:
+    """Return all fields of a geometry as JSON-ready data."""
+    given = {field.name: getattr(geometry, field.name) for field in fields(geometry)}
+    dtype = {"dtype": None if geometry.dtype is None else DTYPE_NAMES[geometry.dtype]}
+    return dict(sorted({**given, **dtype}.items()))
+
+
+def geometry_from_json(data: Any) -> CacheGeometry:
+    """Read what `geometry_json` gave; fields that came later take their defaults.
+
+    Raises
+    ------
+    FormatError
+        It is no geometry.
+    """
+    known = {field.name for field in fields(CacheGeometry)}
+    if not isinstance(data, dict) or set(data) - known or not {"num_layers", "dtype"} <= set(data):
+        raise FormatError("the geometry has other fields than this version knows")
+    dtype = data["dtype"]
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
+        raise FormatError("the geometry's dtype is not known")
+    if any(type(x) not in (int, bool, type(None)) for n, x in data.items() if n != "dtype"):
+        raise FormatError("the geometry's fields should be numbers")
+    try:
+        geometry = CacheGeometry(**{**data, "dtype": None if dtype is None else DTYPES[dtype]})
+    except (KVPactError, TypeError) as error:
+        raise FormatError(f"the geometry can't be right: {error}") from None
+    if max(geometry.num_layers, geometry.num_kv_heads) > 1 << 20:
+        raise FormatError("the geometry can't be right: it is too large")
+    return geometry

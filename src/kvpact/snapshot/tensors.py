@@ -1,0 +1,64 @@
+"""The tensors of a snapshot beside its pages: token ids, what codecs learnt, exact tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError, GeometryError
+from kvpact.snapshot.header import Entry
+from kvpact.snapshot.state import SIDES, LayerState
+
+
+def token_hash(token_ids: Tensor) -> str:
+    """Return the BLAKE2b-256 of token ids: int64, little-endian, row after row."""
+    data = token_ids.to("cpu", torch.int64).contiguous().numpy().astype("<i8").tobytes()
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def token_rows(token_ids: Any, batch: int) -> Tensor:
+    """Return token ids as `[B, T]`, int32 where they fit; `GeometryError` if they are none."""
+    if not isinstance(token_ids, Tensor):
+        try:
+            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise GeometryError("token ids should be whole numbers of 64 bits") from None
+    if token_ids.dtype not in (torch.int32, torch.int64) or token_ids.dim() not in (1, 2):
+        raise GeometryError("token ids should be integers [T] or [B, T]")
+    ids: Tensor = token_ids.detach().to("cpu", torch.int64)
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.shape[0] != batch:
+        raise GeometryError(f"token ids have {ids.shape[0]} rows, the cache holds {batch}")
+    small = not ids.numel() or (ids.min() >= -(2**31) and ids.max() < 2**31)
+    return ids.to(torch.int32) if small else ids
+
+
+def exact_tensors(index: int, layer: LayerState) -> list[tuple[str, Tensor]]:
+    """Return a layer's learnt and exact tensors by their names in the file, empty ones left out."""
+    found = []
+    for side, stream in zip(SIDES, layer.streams or (), strict=False):
+        name = f"layer.{index}.{side}"
+        for part in sorted(stream.learnt):
+            if not stream.learnt[part].numel():
+                raise FormatError(f"the codec's state {part!r} is empty")
+            found.append((f"{name}.learnt.{part}", stream.learnt[part]))
+        if stream.sinks is not None:
+            found.append((f"{name}.sinks", stream.sinks))
+        if stream.tail.numel():
+            found.append((f"{name}.tail", stream.tail))
+    return found
+
+
+def sizes(entries: Mapping[str, Entry], total: int) -> dict[str, int]:
+    """Return bytes of a snapshot's tensors by what they are for, and of what is around them."""
+    found = {"packed slots": 0, "sinks": 0, "window": 0, "learnt": 0, "token ids": 0}
+    names = {"sinks": "sinks", "tail": "window", "pages": "packed slots", "token_ids": "token ids"}
+    for name, entry in entries.items():
+        kind = "learnt" if ".learnt." in name else names.get(name.rpartition(".")[2])
+        if kind is not None:
+            found[kind] += entry.end - entry.begin
+    return {**found, "header and checksums": total - sum(found.values())}

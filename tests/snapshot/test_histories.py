@@ -1,0 +1,142 @@
+"""After any history a restored cache goes on as the one that never stopped, byte for byte.
+
+Histories are of appends, rollbacks (into groups, too) and forks, on either layout; the snapshot
+goes through bytes and into the other layout as well.
+"""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from kvpact import AttendConfig, CacheGeometry, PagedKVCache, Snapshot, create_cache
+from kvpact.testing import random_tokens
+
+ROWS, LAYERS, HEADS, DIM, V_DIM = 2, 2, 2, 16, 8
+SPECS = {
+    "none": torch.bfloat16,
+    "fp8": torch.float16,
+    "int:bits=3,sinks=0,window=0": torch.float32,
+    "turboquant:bits=3,mode=prod,sinks=2,window=9": torch.float32,
+    "turboquant:bits=3,center=64": torch.float32,
+    "kivi:bits=2,sinks=3,window=40": torch.float16,
+    "kvarn:bits=4,group=32,sinks=0,window=0/int:bits=8,sinks=5,window=70": torch.float32,
+    "polarquant": torch.float32,
+    "qjl": torch.float16,
+    "lowrank:rank=6": torch.float32,
+    "lowrank:energy=0.9,window=5": torch.float16,
+    "vq:codebook_size=20": torch.float32,
+    "hybrid:rank=6,window=3": torch.float32,
+    "hybrid:rank=80": torch.float16,
+}
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 70)),
+        st.tuples(st.just("truncate"), st.floats(0, 1)),
+        st.tuples(st.just("fork"), st.integers(1, 40)),
+    ),
+    max_size=6,
+)
+SETTINGS = settings(
+    max_examples=5,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def tokens(count: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    k = random_tokens(ROWS, HEADS, count, DIM, seed=seed, dtype=dtype, offset=1.0)
+    v = random_tokens(ROWS, HEADS, count, V_DIM, seed=seed + 10**6, dtype=dtype)
+    q = random_tokens(ROWS, 2 * HEADS, count, DIM, seed=seed + 10**7, dtype=dtype)
+    return k, v, q
+
+
+def attend(cache, count: int, seed: int, dtype: torch.dtype, padding=None) -> list[torch.Tensor]:
+    config = AttendConfig(padding=padding)
+    return [
+        cache.attend(layer, *tokens(count, seed + 100 * layer, dtype), config)
+        for layer in range(LAYERS)
+    ]
+
+
+def make(layout: str, spec: str, dtype: torch.dtype, calibration):
+    geometry = CacheGeometry(LAYERS, HEADS, DIM, V_DIM, dtype)
+    if layout == "contiguous":
+        return create_cache(spec, geometry)
+    return PagedKVCache(spec, geometry, 90, calibration=calibration).view()
+
+
+def run(cache, steps, dtype: torch.dtype) -> list:
+    """Carry out a history; return the forks that have to stay alive."""
+    alive = []
+    for number, (what, amount) in enumerate(steps):
+        if what == "append":
+            attend(cache, amount, 1000 * number, dtype)
+        elif what == "truncate":
+            cache.truncate(int(amount * cache.seq_len(0)))
+        else:
+            alive.append(cache.fork())
+            attend(alive[-1], amount, 1000 * number, dtype)
+    return alive
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("spec", SPECS)
+@SETTINGS
+@given(
+    first=st.integers(1, 150),
+    padding=st.booleans(),
+    steps=STEPS,
+    after=st.lists(st.one_of(st.integers(1, 66), st.floats(0, 1)), min_size=1, max_size=3),
+    page=st.sampled_from([None, 1, 3]),
+)
+def test_goes_on_as_if_it_had_never_stopped(layout, spec, first, padding, steps, after, page):
+    dtype = SPECS[spec]
+    seen = {layer: tokens(100, 7, dtype)[:2] for layer in range(LAYERS)}
+    cache = make(layout, spec, dtype, seen)
+    attend(cache, first, 5, dtype, torch.tensor([min(3, first), 0]) if padding else None)
+    alive = run(cache, steps, dtype)
+    whole = cache.snapshot()
+    assert cache.snapshot().digest == whole.digest
+    size = None if page is None else page * 128
+    data = cache.snapshot(page_size=size).to_bytes()
+    copies = []
+    for kind in ("contiguous", "paged"):
+        copy = make(kind, spec, dtype, Snapshot.from_bytes(data))
+        attend(copy, 3, 99, dtype)  # what is there goes
+        copy.restore(Snapshot.from_bytes(data))
+        copies.append(copy)
+    row = make("contiguous", spec, dtype, None)
+    row.restore(Snapshot.from_bytes(data).select([1]))
+    for number, step in enumerate(after):
+        if isinstance(step, float):
+            length = int(step * cache.seq_len(0))
+            for one in (cache, *copies, row):
+                one.truncate(length)
+            continue
+        wanted = attend(cache, step, 5000 + number, dtype)
+        for one in copies:
+            got = attend(one, step, 5000 + number, dtype)
+            if one.layout == layout:
+                assert all(map(torch.equal, got, wanted))
+            # A matrix product may round differently for another number of rows.
+            for x, y in zip(got, wanted, strict=True):
+                torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+        for layer in range(LAYERS):
+            k, v, q = (x[1:] for x in tokens(step, 5000 + number + 100 * layer, dtype))
+            got = row.attend(layer, k, v, q)
+            torch.testing.assert_close(got, wanted[layer][1:], rtol=2e-2, atol=2e-2)
+    final = states(cache.snapshot())
+    # `is True`: the bytes themselves would make a long message.
+    assert all(states(one.snapshot()) == final for one in copies) is True
+    assert (states(row.snapshot()) == states(cache.snapshot().select([1]))) is True
+    del alive
+
+
+def states(snapshot: Snapshot) -> tuple:
+    """All that a snapshot holds but the name of the layout, as something that can be compared."""
+    container = snapshot._container
+    manifest = {name: x for name, x in container.manifest.items() if name != "layout"}
+    return manifest, bytes(container.buffer[container._data :])
