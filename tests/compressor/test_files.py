@@ -1,14 +1,13 @@
 """Compressed K and V as files: the same bytes again, and nothing damaged gets in."""
 
-import json
-
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvpact import CompressedKV, KVCacheCompressor
+from kvpact.compressor.files import FORMAT, VERSION
 from kvpact.errors import FormatError, IntegrityError, KVPactError
+from kvpact.snapshot import Container
 from kvpact.testing.held import same_bytes
 
 METHODS = ["none", "int:bits=4", "turboquant:bits=3,center=64/kivi", "kvarn", "lowrank:rank=8",
@@ -65,18 +64,18 @@ def test_every_damage_is_found(method: str, tmp_path):
 
 
 def rewritten(path, change) -> None:
-    with safe_open(str(path), framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        manifest = json.loads(file.metadata()["manifest"])
+    """Write a changed file whose checksums are right."""
+    file = Container.open(path, FORMAT, VERSION)
+    tensors = {n: x for i in range(file.num_sections) for n, x in file.tensors(i).items()}
+    manifest = dict(file.manifest)
     change(manifest, tensors)
-    save_file(tensors, str(path), {"manifest": json.dumps(manifest)})
+    runs = [(1, [tensor.nbytes for tensor in tensors.values()])]
+    Container.build(FORMAT, VERSION, manifest, list(tensors.items()), runs).save(path)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda manifest, tensors: manifest.update(version=2),
-        lambda manifest, tensors: manifest.update(format="other"),
         lambda manifest, tensors: manifest.update(slots=99),
         lambda manifest, tensors: manifest.update(layout="square"),
         lambda manifest, tensors: manifest.update(batch=3),
@@ -90,7 +89,6 @@ def rewritten(path, change) -> None:
         lambda manifest, tensors: manifest["v"].update(open=1),
         lambda manifest, tensors: manifest["v"].update(dim=10**6),
         lambda manifest, tensors: manifest.update(k=[]),
-        lambda manifest, tensors: manifest.update(sha256={}),
         lambda manifest, tensors: tensors.pop("k.slots.coefficients"),
         lambda manifest, tensors: tensors.update(other=torch.zeros(1)),
     ],
@@ -103,11 +101,21 @@ def test_a_manifest_that_does_not_fit_is_refused(change, tmp_path):
         CompressedKV.load(path)
 
 
-def test_a_changed_tensor_is_named(tmp_path):
+@pytest.mark.parametrize(("kind", "version"), [("other", VERSION), (FORMAT, VERSION + 1)])
+def test_other_formats_and_versions_are_refused(kind, version, tmp_path):
+    path = tmp_path / "x.safetensors"
+    Container.build(kind, version, {}, [("x", torch.zeros(2))], [(1, [8])]).save(path)
+    with pytest.raises(FormatError, match="can be read"):
+        CompressedKV.load(path)
+
+
+def test_a_changed_tensor_is_found(tmp_path):
     path = tmp_path / "x.safetensors"
     compressed(tokens=40).save(path)
-    rewritten(path, lambda manifest, tensors: tensors["k.state.basis"].mul_(2))
-    with pytest.raises(IntegrityError, match="basis"):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError):
         CompressedKV.load(path)
 
 

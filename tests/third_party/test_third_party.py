@@ -28,8 +28,22 @@ BROKEN = {
     "TestSharingFork": {"test_forks_are_independent"},
     "TestUndercounting": {"test_memory_is_what_is_held"},
     "TestHalfStoring": {"test_wrong_tensors"},
+    "TestRelearning": {"test_nothing_stays_in_the_codec", "test_pieces_are_the_whole"},
+    "TestRelearningOnPages": {"test_pieces_are_the_whole", "test_rows_are_independent"},
+    "TestInPlace": {"test_fit_returns_another_codec"},
+    "TestSecret": {"test_state_is_all_that_was_learnt"},
+    "TestSecretInACache": {"test_memory_is_what_is_held"},
+    "TestTrusting": {"test_wrong_states_are_refused"},
 }
-GOOD = {"TestTernary", "TestTernaryInACache", "TestListCache"}
+GOOD = {
+    "TestTernary",
+    "TestTernaryInACache",
+    "TestTernaryOnPages",
+    "TestScaled",
+    "TestScaledInACache",
+    "TestScaledOnPages",
+    "TestListCache",
+}
 
 
 @pytest.fixture(scope="module")

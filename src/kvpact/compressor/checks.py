@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import DeviceError, DtypeError, GeometryError, NonFiniteError
+from kvpact.quantizers.numbers import all_finite
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 AXES = {3: "[heads, tokens, width]", 4: "[batch, heads, tokens, width]"}
@@ -52,5 +53,5 @@ def check_pair(k: Tensor, v: Tensor, dims: int) -> None:
     if k.device != v.device:
         raise DeviceError(f"k is on {k.device}, v on {v.device}; move one of them")
     for name, x in (("k", k), ("v", v)):
-        if not torch.isfinite(x).all():
+        if not all_finite(x):
             raise NonFiniteError(f"{name} holds NaN or infinity; nothing was compressed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from os import PathLike
 from typing import Literal, NamedTuple
 
@@ -180,4 +181,4 @@ class CompressedKV:
 
 def flat(x: Tensor) -> Tensor:
     """Put rows of the batch beside the heads: `[1, B * H, T, D]`."""
-    return x.reshape(1, -1, *x.shape[-2:])
+    return x.reshape(1, prod(x.shape[:-2]), *x.shape[-2:])

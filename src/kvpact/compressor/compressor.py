@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvpact.cache import PagedKVCache
-from kvpact.compressor import paged
+from kvpact.cache import ContiguousCache, PagedKVCache
+from kvpact.cache.specs import latent_spec
+from kvpact.compressor import caches
 from kvpact.compressor.checks import check_pair
 from kvpact.compressor.compressed import CompressedKV, Layout, flat
 from kvpact.compressor.stream import PackedStream
@@ -65,7 +66,7 @@ class KVCacheCompressor:
             else method
             for method, side in ((spec.key, sides[0]), (spec.value, sides[-1]))
         ]
-        return Spec(*methods)
+        return Spec(methods[0], methods[1], spec.slashed)
 
     @property
     def method(self) -> Method | Spec:
@@ -165,7 +166,7 @@ class KVCacheCompressor:
         GeometryError
             The sequence holds no tokens in this layer.
         """
-        return paged.compress(cache, layer, seq_id, self.spec)
+        return caches.compress(cache, layer, seq_id, self.spec)
 
     def decompress_to_paged_cache(
         self, compressed: CompressedKV, cache: PagedKVCache, layer: int, seq_id: int
@@ -184,7 +185,64 @@ class KVCacheCompressor:
         CacheFull
             The pool has too few pages.
         """
-        paged.decompress(_checked(compressed), cache, layer, seq_id)
+        caches.decompress(_checked(compressed), cache, layer, seq_id)
+
+    def compress_mla_cache(
+        self, cache: ContiguousCache | PagedKVCache, layer: int, seq_id: int | None = None
+    ) -> CompressedKV:
+        """Compress the latents of a layer as they are; heads are never expanded.
+
+        In the result K is `c_kv` and V `k_rope`. The compressor's spec is completed as a cache's
+        is: `k_rope` gets 8-bit integers unless a method stands for it behind the slash.
+
+        Parameters
+        ----------
+        cache : MLACache, another ContiguousCache of latents, or PagedKVCache of latents
+            Stays as it is.
+        layer : int
+            Layer index.
+        seq_id : int, optional
+            The sequence, in a paged cache.
+
+        Raises
+        ------
+        LayerIndexError, SequenceError
+            No such layer or sequence.
+        GeometryError
+            The cache holds no latents, or no tokens in this layer.
+        """
+        _check_latent(cache)
+        return caches.compress(cache, layer, seq_id, latent_spec(self.spec))
+
+    def decompress_to_mla_cache(
+        self,
+        compressed: CompressedKV,
+        cache: ContiguousCache | PagedKVCache,
+        layer: int,
+        seq_id: int | None = None,
+    ) -> None:
+        """Append latents to a layer; all of them, or nothing.
+
+        Packed slots are copied as they are where `decompress_to_paged_cache` would do so.
+
+        Raises
+        ------
+        LayerIndexError, SequenceError
+            No such layer or sequence.
+        GeometryError
+            The cache holds no latents, or widths or rows differ from the cache's.
+        CacheFull
+            There is no room.
+        """
+        _check_latent(cache)
+        caches.decompress(_checked(compressed), cache, layer, seq_id)
+
+
+def _check_latent(cache: ContiguousCache | PagedKVCache) -> None:
+    if not isinstance(cache, ContiguousCache | PagedKVCache):
+        raise DtypeError(f"an MLACache is wanted, not {type(cache).__name__}")
+    if not cache.geometry.latent:
+        raise GeometryError("the cache holds K and V of heads, no latents; use compress_kv")
 
 
 def _checked(compressed: CompressedKV) -> CompressedKV:

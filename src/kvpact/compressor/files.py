@@ -1,42 +1,31 @@
-"""`CompressedKV` as a file: safetensors, with a manifest of JSON in the metadata.
+"""`CompressedKV` as a file: a checked container (see `kvpact.snapshot`) with one section a tensor.
 
-The manifest has a version, the spec, the shapes and a SHA-256 of every tensor. All of it is checked
-against what the spec's codecs say before anything is used.
+The manifest has the version of the slots, the spec and the shapes. All of it is checked against
+what the spec's codecs say before anything is used.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import tempfile
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save as to_bytes
 from torch import Tensor
 
 from kvpact.compressor.checks import DTYPES
 from kvpact.compressor.compressed import CompressedKV
 from kvpact.compressor.stream import PackedStream
-from kvpact.errors import FormatError, IntegrityError, KVPactError
+from kvpact.errors import FormatError, KVPactError
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
+from kvpact.snapshot import Container
 from kvpact.spec import Spec
 
 FORMAT = "kvpact.compressed_kv"
 VERSION = 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-
-
-def _digest(tensor: Tensor) -> str:
-    data = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
 
 
 def _finite(number: float) -> float | None:
@@ -55,6 +44,22 @@ def _stream_entry(stream: PackedStream) -> dict[str, Any]:
     }
 
 
+def container(compressed: CompressedKV) -> Container:
+    """Return a container; equal contents give equal bytes."""
+    tensors = list(compressed.tensors().items())
+    manifest = {
+        "slots": FORMAT_VERSION,
+        "spec": compressed.spec.to_json(),
+        "layout": compressed.layout,
+        "batch": compressed.batch,
+        "dtype": str(compressed.dtype).removeprefix("torch."),
+        "k": _stream_entry(compressed.k),
+        "v": _stream_entry(compressed.v),
+    }
+    runs = [(1, [tensor.nbytes for _, tensor in tensors])]
+    return Container.build(FORMAT, VERSION, manifest, tensors, runs)
+
+
 def save(compressed: CompressedKV, path: str | PathLike[str]) -> None:
     """Write a file, whole or not at all; equal contents give equal bytes.
 
@@ -65,30 +70,7 @@ def save(compressed: CompressedKV, path: str | PathLike[str]) -> None:
     path : path
         Where to; replaced if it is there.
     """
-    tensors = {name: x.cpu().contiguous() for name, x in compressed.tensors().items()}
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "slots": FORMAT_VERSION,
-        "spec": compressed.spec.to_json(),
-        "layout": compressed.layout,
-        "batch": compressed.batch,
-        "dtype": str(compressed.dtype).removeprefix("torch."),
-        "k": _stream_entry(compressed.k),
-        "v": _stream_entry(compressed.v),
-        "sha256": {name: _digest(x) for name, x in tensors.items()},
-    }
-    # One entry: the order of several would differ from file to file.
-    data = to_bytes(tensors, {"manifest": json.dumps(manifest, sort_keys=True, allow_nan=False)})
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    container(compressed).save(path)
 
 
 def load(path: str | PathLike[str]) -> CompressedKV:
@@ -103,23 +85,18 @@ def load(path: str | PathLike[str]) -> CompressedKV:
     SpecError
         It was made with a method that is not there.
     """
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            text = (file.metadata() or {}).get("manifest", "")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise FormatError(f"{path} is no safetensors file, or damaged: {error}") from error
-    try:
-        manifest = json.loads(text)
-        known = (manifest["format"], manifest["version"], manifest["slots"])
-    except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
-        raise FormatError(f"{path} has no manifest of compressed K and V") from error
-    if known != (FORMAT, VERSION, FORMAT_VERSION):
+    file = Container.open(path, FORMAT, VERSION)
+    manifest = file.manifest
+    if manifest.get("slots") != FORMAT_VERSION:
         raise FormatError(
-            f"{path} is {known[0]!r} version {known[1]!r} with slots of version {known[2]!r}; this "
-            f"reads {FORMAT!r} version {VERSION} with slots of version {FORMAT_VERSION}"
+            f"{path} has slots of version {manifest.get('slots')!r}; this reads {FORMAT_VERSION}"
         )
+    tensors: dict[str, Tensor] = {}
+    for index in range(file.num_sections):
+        tensors |= file.tensors(index)
     try:
+        if len(tensors) != len(file.entries) - 1:
+            raise FormatError("the sections are not the tensors")
         return _rebuild(manifest, tensors)
     except KVPactError:
         raise
@@ -128,12 +105,9 @@ def load(path: str | PathLike[str]) -> CompressedKV:
 
 
 def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> CompressedKV:
-    digests = manifest["sha256"]
-    if set(digests) != set(tensors):
-        raise FormatError("the manifest names other tensors than the file has")
-    for name, tensor in tensors.items():
-        if _digest(tensor) != digests[name]:
-            raise IntegrityError(f"tensor {name!r} was changed: its checksum does not match")
+    strange = [name for name in tensors if not name.startswith(("k.", "v."))]
+    if strange:
+        raise FormatError(f"unknown tensors: {', '.join(strange)}")
     spec, dtype = Spec.from_json(manifest["spec"]), _DTYPES[manifest["dtype"]]
     batch, layout = manifest["batch"], manifest["layout"]
     if layout not in ("batched", "unbatched") or type(batch) is not int or batch < 1:

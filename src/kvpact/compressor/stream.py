@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import TILE
+from kvpact.kernels.ops import saturated
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.lowrank import LowRankCodec
@@ -91,7 +92,13 @@ class PackedStream:
             `[1, N, new, D]`.
         bound : float, optional
             See `LowRankCodec.extended`.
+
+        Raises
+        ------
+        NonFiniteError
+            A token that the codec can't hold.
         """
+        self.codec.check_range(x)
         known = torch.cat([self.open, x], dim=2)
         count = known.shape[2] // self.codec.group * self.codec.group
         energy = self.energy + float(x.double().square().sum())
@@ -155,7 +162,7 @@ class PackedStream:
             units = slice(first // field.tokens, -(-end // self.unit) * self.unit // field.tokens)
             arrays[field.name] = field.read(self.slots[field.name][:, :, units])
         y = self.codec.decode(arrays)[:, :, start - first : end - first]
-        return self.codec.transform.inverse(y).to(self.open.dtype)
+        return saturated(self.codec.transform.inverse(y), self.open.dtype)
 
     def decompress(self) -> Tensor:
         """Return all tokens, `[1, N, T, D]` in the input's dtype."""

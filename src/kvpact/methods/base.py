@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpact.errors import SpecError
+from kvpact.errors import NonFiniteError, SpecError
 from kvpact.formats import Field
+from kvpact.kernels.encoding import Encoding
+from kvpact.kernels.packed import PackedFormat
 from kvpact.spec import option_types
 from kvpact.transforms import IDENTITY, Transform
 
@@ -32,12 +35,34 @@ class Codec(ABC):
         `decode` returns transformed vectors; `transform.inverse` leads back.
     has_bias : bool
         Whether `decode_bias` gives a part.
+    max_abs, max_norm : float
+        The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
+        whatever stands beside it in its group. A codec with groups encodes later than its tokens
+        come, so it has to declare what it can hold; others may leave the refusal to `encode`.
     """
 
     fields: tuple[Field, ...]
     group: int = 1
     transform: Transform = IDENTITY
     has_bias: bool = False
+    max_abs: float = math.inf
+    max_norm: float = math.inf
+
+    def check_range(self, x: Tensor) -> None:
+        """Raise `NonFiniteError` where a vector of `x` (`[..., D]`) is beyond the codec's range."""
+        if self.max_abs == self.max_norm == math.inf or x.is_meta or not x.numel():
+            return
+        low, high = torch.aminmax(x)
+        size, what, limit = max(-float(low), float(high)), "a number", self.max_abs
+        # No vector is longer than its largest number times sqrt(D).
+        if size <= limit and size * math.sqrt(x.shape[-1]) > self.max_norm:
+            size = float(torch.linalg.vector_norm(x.to(torch.float32), dim=-1).max())
+            what, limit = "the norm of a vector", self.max_norm
+        if not size <= limit:
+            raise NonFiniteError(
+                f"{what} is {size:.4g}, beyond the {limit:.6g} that this method can hold; "
+                "scale the input down or keep this layer at 'none'"
+            )
 
     @abstractmethod
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
@@ -62,9 +87,26 @@ class Codec(ABC):
     def decode(self, arrays: Arrays) -> Tensor:
         """Return the transformed vectors, `[B, H, T, D]` fp32, of what `encode` returned."""
 
+    def packed_format(self) -> PackedFormat | None:
+        """Return how compiled kernels decode the slots; None where only `decode` can."""
+        return None
+
+    def encoding(self) -> Encoding | None:
+        """Return how compiled kernels encode; None where only `encode` can."""
+        return None
+
     def state(self) -> dict[str, Tensor]:
         """Return what the codec has learnt from tokens (see `methods.fitted`); mostly nothing."""
         return {}
+
+    def state_bytes(self, heads: int) -> int:
+        """Return the bytes that `state` will have for `heads` heads, once it is there."""
+        return 0
+
+    @property
+    def unplanned(self) -> str:
+        """What of the bytes only the tokens decide, in words; empty where nothing."""
+        return ""
 
     def require_fitted(self) -> None:
         """Raise `SpecError` if the codec would learn from the tokens that it encodes first."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, NonFiniteError, SpecError
 from kvpact.methods.base import Arrays, Codec, Method
+from kvpact.quantizers.numbers import all_finite
 
 
 class FittedCodec(Codec):
@@ -69,7 +70,7 @@ class FittedCodec(Codec):
                 f"calibration tokens have shape {tuple(x.shape)}; they should be [batch, heads, "
                 f"tokens, {self._dim}] and not empty"
             )
-        if not torch.isfinite(x).all():
+        if not all_finite(x):
             raise NonFiniteError("calibration tokens hold NaN or infinity")
         return self.restore(self._learn(x.to(torch.float32)))
 

@@ -9,13 +9,15 @@ plus 16/D with a scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpact.formats import TokenField
+from kvpact.kernels.encoding import Encoding
 from kvpact.kernels.ops import divide
+from kvpact.kernels.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import numbers
 from kvpact.quantizers.numbers import from_fp8, half, to_fp8
@@ -44,6 +46,18 @@ class FP8Codec(Codec):
         """Undo the scaling."""
         x = from_fp8(arrays["codes"], self._kind)
         return x * arrays["scale"].to(torch.float32) if self._scaled else x
+
+    def packed_format(self) -> PackedFormat:
+        """8-bit numbers, a scale per token or none."""
+        kind: Literal["e4m3", "e5m2"] = "e4m3" if self._kind == "e4m3" else "e5m2"
+        return PackedFormat(kind, 8, scale="scale" if self._scaled else None)
+
+    def encoding(self) -> Encoding:
+        """8-bit numbers."""
+        most = torch.finfo(numbers.FP8[self._kind]).max
+        if not self._scaled:
+            return Encoding("float8", 8, most, self._kind, scale=None)
+        return Encoding("float8", 8, 0.99 * numbers.HALF_MAX * most, self._kind)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,6 +72,19 @@ class HybridCodec(FittedCodec):
             fields = (*fields, TokenField("exact", exact, torch.float16, "codes"))
         self.fields = fields
 
+    def state_bytes(self, heads: int) -> int:
+        """Return the bytes of the basis or order, of sigma, and of the exact ones' number."""
+        heads = heads if self._per_head else 1
+        table = self._dim * (self._rank if self._rank < self._dim else 1) * torch.float16.itemsize
+        return heads * (table + self._rank * torch.float32.itemsize) + torch.int32.itemsize
+
+    @property
+    def unplanned(self) -> str:
+        """The tokens decide on how many coefficients are exact."""
+        if self.fitted:
+            return ""
+        return f"hybrid: exact coefficients, up to {_MAX_EXTRA} bits per coefficient, come on top"
+
     def _learn(self, x: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         if self._rank < self._dim:

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, TokenField
+from kvpact.kernels.encoding import Encoding
+from kvpact.kernels.packed import PackedFormat, integer_format
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import uniform
+from kvpact.quantizers.numbers import HALF_MAX
 
 
 class IntegerCodec(Codec):
@@ -62,6 +65,19 @@ class IntegerCodec(Codec):
         if self._zero:
             return self._flat(uniform.dequantize_affine(codes, scale, arrays["zero"].unsqueeze(-1)))
         return self._flat(uniform.dequantize_symmetric(codes, scale, self._bits))
+
+    def packed_format(self) -> PackedFormat:
+        """Whole numbers, a scale (and a zero) per token and group of channels."""
+        offset = None if self._zero else 1 << (self._bits - 1)
+        zero = "zero" if self._zero else None
+        return integer_format(self._bits, offset, scale="scale", zero=zero, channels=self._group)
+
+    def encoding(self) -> Encoding:
+        """Integers per token and group of channels."""
+        if self._zero:
+            return Encoding("affine", self._bits, HALF_MAX, channels=self._group, zero="zero")
+        limit = 0.99 * HALF_MAX * (127 if self._bits == 8 else 1 << (self._bits - 1))
+        return Encoding("symmetric", self._bits, limit, channels=self._group)
 
 
 @dataclass(frozen=True, kw_only=True)

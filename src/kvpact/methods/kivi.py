@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, GroupField
+from kvpact.kernels.encoding import Encoding
+from kvpact.kernels.packed import PackedFormat, integer_format
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.methods.integer import IntegerCodec
 from kvpact.quantizers import uniform
+from kvpact.quantizers.numbers import HALF_MAX
 
 
 class ChannelCodec(Codec):
     """One grid per channel and group of tokens."""
+
+    max_abs = HALF_MAX
 
     def __init__(self, dim: int, bits: int, group: int) -> None:
         self._bits, self.group = bits, group
@@ -51,6 +56,14 @@ class ChannelCodec(Codec):
         codes = torch.unflatten(arrays["codes"], 2, (-1, self.group))
         scale, zero = arrays["scale"].unsqueeze(3), arrays["zero"].unsqueeze(3)
         return uniform.dequantize_affine(codes, scale, zero).flatten(2, 3)
+
+    def packed_format(self) -> PackedFormat:
+        """Whole numbers, scale and zero per channel and group of tokens."""
+        return integer_format(self._bits, None, fold="scale", shift="zero", group=self.group)
+
+    def encoding(self) -> Encoding:
+        """Integers per channel and group of tokens."""
+        return Encoding("channel", self._bits, HALF_MAX, group=self.group, zero="zero")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,9 @@ SWEEPS rounds, the most even one is kept). Rows are the channels for K and the t
 row is rounded on a grid between its minimum and maximum:
 `x = (zero[row] + scale[row] * code) * balance[column]`, all three fp16, the row's own balance
 folded into scale and zero. The tile's overall deviation is taken out first, so that the limits on
-the scales mean the same for data of any magnitude. Bits per value: bits + 32/group + 16/D for K,
+the scales mean the same for data of any magnitude. In tiles of K below 1 the balance holds the
+magnitude and the grid is of order 1: a rollback may cut such a tile, and then tokens of any size
+are coded on its grid. Bits per value: bits + 32/group + 16/D for K,
 bits + 32/D + 16/group for V. Presets of the paper: ``kvarn:bits=2`` to ``kvarn:bits=4``, group 64
 or 128, and 4 bits for K with 2 for V.
 """
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, GroupField, TokenField
-from kvpact.kernels.ops import divide, tree_sum
+from kvpact.kernels.ops import divide, square_root, tree_sum
+from kvpact.kernels.packed import PackedFormat, integer_format
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import uniform
 from kvpact.quantizers.numbers import half
@@ -29,12 +32,14 @@ from kvpact.transforms import RandomHadamard
 SWEEPS = 16
 SCALE_MIN, SCALE_MAX = 0.740818, 22026.47  # exp(-0.3), exp(10): the reference's limits
 STD_MIN, STD_MAX = 1e-3, 1e3
+LONGEST = 48_000.0  # over SCALE_MIN it is within fp16, hence scale and zero of every row are
+UNIT_MIN = 2.0**-20  # tiles of K below it are stored as zeros
 
 
 def _std(x: Tensor, dim: int) -> Tensor:
     count = x.shape[dim]
     mean = divide(tree_sum(x, dim), count)
-    return divide(tree_sum((x - mean).square(), dim), count).sqrt()
+    return square_root(divide(tree_sum((x - mean).square(), dim), count))
 
 
 def _spread(std: Tensor, dim: int) -> Tensor:
@@ -80,12 +85,18 @@ class _KVarNCodec(Codec):
 
     def __init__(self, dim: int, bits: int, group: int, seed: int) -> None:
         self._bits, self.group = bits, group
+        self.max_norm = LONGEST
         self.transform = RandomHadamard(dim, seed)
 
-    def _encode_rows(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return codes, scale, zero and column balance of `[..., rows, columns]`."""
+    def _encode_rows(
+        self, x: Tensor, unit: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return codes, scale, zero and column balance of `[..., rows, columns]`.
+
+        The balance is a multiple of `unit`, which scale and zero lack.
+        """
         row, column = balance(x)
-        column = half(column, "balance")
+        row, column = row / unit, half(column * unit, "balance")
         balanced = x / column.to(torch.float32)
         low, high = (balanced / row).aminmax(dim=-1, keepdim=True)
         scale = half(row * divide(high - low, (1 << self._bits) - 1), "scale of a group")
@@ -111,13 +122,24 @@ class KVarNKeyCodec(_KVarNCodec):
         if frozen is not None:
             return self._encode_frozen(x, frozen["scale"], frozen["zero"])
         tiles = torch.unflatten(x, 2, (-1, self.group)).mT
-        codes, scale, zero, column = self._encode_rows(tiles)
+        codes, scale, zero, column = self._encode_tiles(tiles)
         return {
             "codes": codes.mT.flatten(2, 3),
             "scale": scale.squeeze(-1),
             "zero": zero.squeeze(-1),
             "balance": column.mT.flatten(2, 3),
         }
+
+    def _encode_tiles(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `_encode_rows`, the magnitude of small tiles in the balance."""
+        size = x.abs().amax((-2, -1), keepdim=True)
+        empty = size < UNIT_MIN
+        unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent)
+        unit = unit.clamp(UNIT_MIN, 1)
+        codes, scale, zero, column = self._encode_rows(x.masked_fill(empty, 0), unit)
+        # A tile of zeros gets a grid too: tokens that follow after a rollback need one.
+        scale = scale.masked_fill(empty, 2 / ((1 << self._bits) - 1))
+        return codes, scale, zero.masked_fill(empty, -1), column.masked_fill(empty, 0)
 
     def _encode_frozen(self, x: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
         """Choose the token's balance so that its energy is that of an average token of the grid."""
@@ -126,7 +148,7 @@ class KVarNKeyCodec(_KVarNCodec):
         spread = divide((scale.to(torch.float32) * steps).square(), 12)
         expected = tree_sum(middle.square() + spread)
         expected = torch.where(expected == 0, torch.ones_like(expected), expected)
-        column = half((tree_sum(x.square()) / expected).sqrt(), "balance")
+        column = half(square_root(tree_sum(x.square()) / expected), "balance")
         safe = torch.where(column == 0, torch.ones_like(column), column).to(torch.float32)
         codes = uniform.quantize_affine(x / safe, scale, zero, self._bits)
         return {"codes": codes, "balance": column}
@@ -137,6 +159,18 @@ class KVarNKeyCodec(_KVarNCodec):
         scale, zero = arrays["scale"].unsqueeze(3), arrays["zero"].unsqueeze(3)
         rows = uniform.dequantize_affine(codes, scale, zero).flatten(2, 3)
         return rows * arrays["balance"].to(torch.float32)
+
+    def packed_format(self) -> PackedFormat:
+        """Whole numbers, scale and zero per channel and tile, balance per token."""
+        return integer_format(
+            self._bits,
+            None,
+            scale="balance",
+            fold="scale",
+            shift="zero",
+            group=self.group,
+            shift_scaled=True,
+        )
 
 
 class KVarNValueCodec(_KVarNCodec):
@@ -172,6 +206,12 @@ class KVarNValueCodec(_KVarNCodec):
         rows = uniform.dequantize_affine(arrays["codes"], arrays["scale"], arrays["zero"])
         column = arrays["balance"].to(torch.float32).unsqueeze(3)
         return (torch.unflatten(rows, 2, (-1, self.group)) * column).flatten(2, 3)
+
+    def packed_format(self) -> PackedFormat:
+        """Whole numbers, scale and zero per token, balance per channel and tile."""
+        return integer_format(
+            self._bits, None, scale="scale", zero="zero", fold="balance", group=self.group
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ class LowRankCodec(FittedCodec):
         super().__init__(dim)
         self._energy, self._per_head, self._dtype = energy, per_head, dtype
         # With `energy` the rank is known once the codec is fitted; before, it is at most the width.
-        self.rank = dim if energy else min(rank, dim)
+        self._least = self.rank = dim if energy else min(rank, dim)
         self.fields = (self._field(),)
 
     def _field(self) -> TokenField:
@@ -57,6 +57,19 @@ class LowRankCodec(FittedCodec):
         """Share of the calibration tokens' energy that the basis does not hold."""
         self.require_fitted()
         return float(self._state["lost"])
+
+    def state_bytes(self, heads: int) -> int:
+        """Return the bytes of the basis and of the share lost; with `energy` of the latter."""
+        width = torch.float32.itemsize if self._dtype is torch.float32 else torch.float16.itemsize
+        basis = (heads if self._per_head else 1) * self._dim * self.rank * width
+        return torch.float32.itemsize + (basis if self.rank < self._dim else 0)
+
+    @property
+    def unplanned(self) -> str:
+        """With `energy` the tokens decide on the rank."""
+        if not self._energy or self.fitted:
+            return ""
+        return "lowrank: the tokens decide on the rank (energy=); counted is the full width"
 
     def _factor(self, directions: Tensor) -> Tensor:
         return directions.to(torch.float32 if self._dtype is torch.float32 else torch.float16)
@@ -70,13 +83,16 @@ class LowRankCodec(FittedCodec):
             rank = min(int((kept < self._energy).sum()) + 1, self._dim)
         lost = (1 - kept[rank - 1]).clamp(min=0).to(torch.float32)
         if rank == self._dim:
-            return {"lost": lost}
+            return {"lost": torch.zeros_like(lost)}
         return {"lost": lost, "basis": self._factor(directions[..., :rank]).contiguous()}
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
         self._check({"lost"} <= set(state) <= {"lost", "basis"}, ", ".join(sorted(state)))
-        self._check(state["lost"].shape == (), "lost is no single number")
-        if "basis" in state:
+        lost = state["lost"]
+        self._check(lost.shape == () and 0 <= float(lost) <= 1, "lost is no share")
+        if "basis" not in state:
+            self._check(self._least == self._dim and not lost, "the basis is missing")
+        else:
             basis = state["basis"]
             good = basis.dim() == 3 and basis.is_floating_point() and basis.shape[1] == self._dim
             self._check(good and 1 <= basis.shape[2] <= self._dim, "shape of the basis")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import TokenField
+from kvpact.kernels.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers.numbers import CASTS, cast
 
@@ -30,6 +31,10 @@ class ExactCodec(Codec):
     def decode(self, arrays: Arrays) -> Tensor:
         """Cast back to fp32."""
         return arrays["values"].to(torch.float32)
+
+    def packed_format(self) -> PackedFormat:
+        """Numbers as they are."""
+        return PackedFormat("raw", 8 * self._dtype.itemsize, codes="values")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, TokenField
+from kvpact.kernels.ops import square_root
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers.numbers import half
 from kvpact.transforms import RandomHadamard
@@ -145,7 +146,7 @@ class PolarCodec(Codec):
             both = torch.unflatten(nodes[..., : 2 * pairs], -1, (-1, 2))
             r, s = both[..., 0], both[..., 1]
             out[f"angles{level}"] = _assign(r, s, level, self._first)
-            nodes = (r.square() + s.square()).sqrt()
+            nodes = square_root(r.square() + s.square())
         radii.append(nodes / self._unit(len(self._pairs)))
         out["radii"] = half(torch.cat(radii, dim=-1), "radius of a token")
         return out

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, TokenField
-from kvpact.kernels.ops import divide, tree_sum
+from kvpact.kernels.ops import divide, square_root, tree_sum
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.methods.integer import IntegerCodec
 from kvpact.quantizers.numbers import half
@@ -76,7 +76,7 @@ class SignCodec(Codec):
         """Project, keep the signs."""
         y = self.transform.forward(x)
         blocks = torch.cat([y, *(block.forward(y) for block in self._further)], dim=-1)
-        size = divide(tree_sum(y.square()).sqrt(), math.sqrt(y.shape[-1]))
+        size = divide(square_root(tree_sum(y.square())), math.sqrt(y.shape[-1]))
         return {"signs": (blocks > 0).to(torch.uint8), "scale": half(size, "size of a token")}
 
     def decode(self, arrays: Arrays) -> Tensor:

@@ -32,10 +32,12 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, Field, GroupField, TokenField
-from kvpact.kernels.ops import divide, tree_sum
+from kvpact.kernels.encoding import Encoding
+from kvpact.kernels.ops import divide, square_root, tree_sum
+from kvpact.kernels.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import lloyd_max
-from kvpact.quantizers.numbers import half
+from kvpact.quantizers.numbers import HALF_MAX, half
 from kvpact.transforms import RandomHadamard
 
 
@@ -66,6 +68,8 @@ class TurboQuantCodec(Codec):
         self._bits = bits - 1 if residual_signs else bits
         self.has_bias = residual_signs
         self.group = center or 1
+        if center:
+            self.max_norm = self._longest(residual_signs)
         self.transform = RandomHadamard(dim, seed)
         self._sketch = RandomHadamard(dim, seed + 1)
         fields: list[Field] = [CodesField("codes", self._bits, dim, order), TokenField("scale", 1)]
@@ -74,6 +78,18 @@ class TurboQuantCodec(Codec):
         if residual_signs:
             fields += [CodesField("signs", 1, dim, order), TokenField("residual_norm", 1)]
         self.fields = tuple(fields)
+
+    def _longest(self, residual_signs: bool) -> float:
+        """Return the norm up to which no tile's side information can be beyond fp16.
+
+        Less its tile's mean a token is at most twice as long as the longest; its scale is at most
+        3.1 / 2 of that (a level is at least 1 / 2.17 of what is rounded to it, and the last one
+        above 0.79). The residual is at most 3.5 times as long as the token; at an unbiased scale
+        sqrt(D) times, for a token in one coordinate.
+        """
+        if not residual_signs:
+            return 20_000.0
+        return 20_000.0 / math.sqrt(self._dim) if self._scale == "unbiased" else 5_000.0
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Rotate, take the mean out, round to levels, choose the scale."""
@@ -85,7 +101,7 @@ class TurboQuantCodec(Codec):
         elif frozen is not None:
             y = y - frozen["mean"].to(torch.float32)
         energy = tree_sum(y.square())
-        norm = energy.sqrt()
+        norm = square_root(energy)
         safe = torch.where(norm == 0, torch.ones_like(norm), norm)
         codes = lloyd_max.assign(y * (math.sqrt(self._dim) / safe), self._bits)
         points = lloyd_max.lookup(codes, self._bits)
@@ -94,7 +110,7 @@ class TurboQuantCodec(Codec):
         if self.has_bias:
             residual = y - points * scale.to(torch.float32)
             out["signs"] = (self._sketch.forward(residual) > 0).to(torch.uint8)
-            norm = tree_sum(residual.square()).sqrt()
+            norm = square_root(tree_sum(residual.square()))
             out["residual_norm"] = half(norm, "norm of a residual")
         return out
 
@@ -113,6 +129,41 @@ class TurboQuantCodec(Codec):
             mean = arrays["mean"].to(torch.float32).unsqueeze(3)
             y = (torch.unflatten(y, 2, (-1, self._center)) + mean).flatten(2, 3)
         return y + self.decode_bias(arrays) if self.has_bias else y
+
+    def packed_format(self) -> PackedFormat | None:
+        """Levels times the token's scale, and the mean of a tile; QJL has none."""
+        if self.has_bias:
+            return None
+        levels = tuple(lloyd_max.levels(self._bits, torch.device("cpu")).tolist())
+        return PackedFormat(
+            "table",
+            self._bits,
+            levels,
+            scale="scale",
+            shift="mean" if self._center else None,
+            group=self._center,
+        )
+
+    def encoding(self) -> Encoding | None:
+        """A codebook after a rotation; QJL has none."""
+        if self.has_bias:
+            return None
+        cpu = torch.device("cpu")
+        levels = lloyd_max.levels(self._bits, cpu)
+        # No scale is larger than that many times the largest magnitude: the rotation keeps the
+        # length, and no level is smaller than the least one.
+        growth = 1.0 if self._scale == "l2" else 1 / float(levels.abs().min())
+        growth *= math.sqrt(self._dim) if self._scale == "unbiased" else 1
+        return Encoding(
+            "codebook",
+            self._bits,
+            math.inf if self._center else 0.9 * HALF_MAX / growth,
+            self._scale,
+            self._center or 1,
+            levels=tuple(levels.tolist()),
+            boundaries=tuple(lloyd_max.boundaries(self._bits, cpu).tolist()),
+            mean="mean" if self._center else None,
+        )
 
     def decode_bias(self, arrays: Arrays) -> Tensor:
         """Return the residual's estimate; its product with q is the logits' bias."""

@@ -20,8 +20,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpact.errors import NonFiniteError
 from kvpact.formats import CodesField, Field, TokenField
-from kvpact.kernels.ops import tree_sum
+from kvpact.kernels.ops import square_root, tree_sum
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.fitted import FittedCodec, FittedMethod
 from kvpact.quantizers.kmeans import kmeans, nearest
@@ -66,19 +67,25 @@ class VectorCodec(FittedCodec):
                 fields.append(CodesField(f"high{stage}", self._bits - _LOW, count, order))
         self.fields = (*fields, TokenField("scale", 1))
 
+    def state_bytes(self, heads: int) -> int:
+        """Return the bytes of the codebooks."""
+        return self._stages * self._size * self._dims * torch.float16.itemsize
+
     def _cut(self, y: Tensor) -> Tensor:
         """Cut `[..., D]` into sub-vectors `[..., D / dims, dims]`, the last one padded."""
         y = torch.nn.functional.pad(y, (0, -self._dim % self._dims))
         return torch.unflatten(y, -1, (-1, self._dims))
 
     def _normal(self, y: Tensor) -> Tensor:
-        norm = tree_sum(y.square()).sqrt()
+        norm = square_root(tree_sum(y.square()))
         safe = torch.where(norm == 0, torch.ones_like(norm), norm)
         return y * (math.sqrt(self._dim) / safe)
 
     def _learn(self, x: Tensor) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self._seed)
         vectors = self._cut(self._normal(self.transform.forward(x))).flatten(0, -2)
+        if not torch.isfinite(vectors).all():
+            raise NonFiniteError("calibration tokens are too large to be rotated")
         wanted = min(max(64 * self._size, 4096), _MOST_VECTORS)
         if len(vectors) > wanted:
             chosen = torch.randperm(len(vectors), generator=generator)[:wanted]
@@ -137,7 +144,8 @@ class VectorQuantization(FittedMethod):
     Parameters
     ----------
     codebook_size : int
-        Words, 2 to 65536.
+        Words, 2 to 65536. Each takes `2 dims` bytes, and fitting grows with them: 65,536 words take
+        tens of seconds and want 262,144 sub-vectors; what is missing is made up for (see above).
     dims : int
         Coordinates of a sub-vector.
     stages : {1, 2}

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from kvpact.errors import NonFiniteError
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+HALF_MAX = torch.finfo(torch.float16).max
 CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def all_finite(x: Tensor) -> bool:
+    """Return whether a tensor has neither NaN nor infinity; many times faster than `isfinite`."""
+    if x.is_meta or not x.numel():
+        return True
+    low, high = torch.aminmax(x)  # both are NaN where one number is
+    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def cast(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
@@ -29,7 +40,7 @@ def cast(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         A value is beyond the range of `dtype`.
     """
     y = x.to(dtype)
-    if not torch.isfinite(y).all():
+    if not all_finite(y):
         limit = torch.finfo(dtype).max
         raise NonFiniteError(
             f"{what}: magnitude {x.abs().max():.4g} is beyond {dtype} ({limit:.6g}); "

@@ -20,7 +20,9 @@ def _round_half_away(x: Tensor) -> Tensor:
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    return torch.where(scale == 0, torch.zeros_like(scale), 1.0 / scale)
+    """Return `1 / scale`, or 0 where that is no number: codes of such values all mean zero."""
+    inverse = 1.0 / scale
+    return torch.where(inverse.isinf(), torch.zeros_like(scale), inverse)
 
 
 def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -64,7 +66,8 @@ def affine_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return scale and zero, `[..., 1]` fp16 each, that span the values of `[..., n]`."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
     scale = divide(high - low, (1 << bits) - 1)
-    return half(scale, "scale of a group"), half(low, "zero of a group")
+    # Which zero is the least of 0.0 and -0.0 depends on the order: the sum is 0.0.
+    return half(scale, "scale of a group"), half(low + 0.0, "zero of a group")
 
 
 def quantize_affine(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The public conformance kit: what a method and a cache have to keep to, as pytest classes.
+"""The public conformance kit: what methods, caches and stores keep to, as pytest classes.
 
 ```python
 from kvpact.testing import CacheContract, MethodContract
@@ -9,13 +9,23 @@ class TestMine(MethodContract):        # the codecs, their slots, their bytes
 class TestMineInACache(CacheContract):  # the same method in kvpact's own cache
     spec = "mine:bits=4"
 
+class TestMineOnPages(PagedCacheContract):
+    spec = "mine:bits=4"
+
 class TestMyCache(CacheContract):       # a cache of one's own
     def make_cache(self, geometry, max_tokens=None):
         return MyCache(geometry, max_tokens)
+
+class TestMyStore(StoreContract):       # a store of one's own
+    def make_store(self, place, **options):
+        return MyStore(place, **options)
 ```
 
+A method that learns from tokens first (`kvpact.methods.fitted`) inherits `FittedMethodContract`,
+`FittedCacheContract` and `FittedPagedCacheContract` in their place.
+
 Needs pytest. Every check is a method whose name begins with ``test_``; a subclass sets a few class
-attributes (`MethodContract`, `CacheContract` list them) and changes nothing else.
+attributes (`MethodContract`, `CacheContract`, `StoreContract` list them) and changes nothing else.
 """
 
 import pytest
@@ -30,26 +40,45 @@ pytest.register_assert_rewrite(
             "cache_exact",
             "cache_fork",
             "cache_input",
+            "cache_paged",
             "cache_rollback",
             "cache_rows",
+            "fitted",
+            "fitted_checks",
             "method_codec",
             "method_slots",
             "method_spec",
+            "store",
+            "store_entries",
+            "store_limits",
+            "store_machine",
         )
     )
 )
 
 from kvpact.testing.cache import CacheContract  # noqa: E402
+from kvpact.testing.cache_paged import PagedCacheContract  # noqa: E402
 from kvpact.testing.data import SHAPES, Shape, random_tokens  # noqa: E402
+from kvpact.testing.fitted import (  # noqa: E402
+    FittedCacheContract,
+    FittedMethodContract,
+    FittedPagedCacheContract,
+)
 from kvpact.testing.held import held_bytes, held_tensors, same_bytes  # noqa: E402
 from kvpact.testing.method import MethodContract  # noqa: E402
 from kvpact.testing.reference import reference_attention  # noqa: E402
+from kvpact.testing.store import StoreContract  # noqa: E402
 
 __all__ = [
     "SHAPES",
     "CacheContract",
+    "FittedCacheContract",
+    "FittedMethodContract",
+    "FittedPagedCacheContract",
     "MethodContract",
+    "PagedCacheContract",
     "Shape",
+    "StoreContract",
     "held_bytes",
     "held_tensors",
     "random_tokens",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,7 +30,7 @@ class AppendChecks(CacheKit):
         for operation in self.operations:
             assert callable(getattr(cache, operation)), operation
         assert [cache.seq_len(layer) for layer in range(2)] == [0, 0]
-        assert cache.memory_usage() == 0
+        assert cache.memory_usage() == self.empty_bytes(cache, SMALL.geometry(2))
         result = cache.prefill(1, *self.tokens(shape, 70), None)
         assert isinstance(result, DequantResult)
         assert result.k.shape == (2, 2, 70, 32)
@@ -41,7 +44,7 @@ class AppendChecks(CacheKit):
         assert [cache.seq_len(layer) for layer in range(2)] == [0, 71]
         cache.reset()
         assert [cache.seq_len(layer) for layer in range(2)] == [0, 0]
-        assert cache.memory_usage() == 0
+        assert cache.memory_usage() == self.empty_bytes(cache, SMALL.geometry(2))
         cache.prefill(0, *self.tokens(Shape(3, 2, (), 32, 48, torch.float32), 5), None)
         assert cache.seq_len(0) == 5
 
@@ -103,6 +106,20 @@ class AppendChecks(CacheKit):
             cache.prefill(0, k.requires_grad_(), v.requires_grad_(), q, None)
         held = held_tensors(cache)
         assert not [path for path, tensor in held.items() if tensor.requires_grad]
+
+    def test_layers_in_threads(self) -> None:
+        """Layers that are filled at the same time hold what they hold when filled in turn."""
+        cache, alone = (self.make_cache(SMALL.geometry(3)) for _ in range(2))
+
+        def fill(filled: Any, layer: int) -> None:
+            for seed, count in enumerate((70, 1, 1, 65)):
+                self.append(filled, self.tokens(SMALL, count, 10 * layer + seed), layer=layer)
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(lambda layer: fill(cache, layer), range(3)))
+        for layer in range(3):
+            fill(alone, layer)
+        self.assert_same(cache, alone)
 
     @pytest.mark.parametrize("layer", [0, 2])
     def test_layers_are_independent(self, layer: int) -> None:

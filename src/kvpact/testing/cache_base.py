@@ -22,6 +22,7 @@ SMALL = Shape(2, 2, (70, 1, 64), 32, 48, torch.float32)
 """For checks to which the widths don't matter: two rows, a group of 128 and one of 64 cut."""
 
 Tokens = tuple[Tensor, Tensor, Tensor]
+Learnt = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 class CacheKit:
@@ -49,7 +50,22 @@ class CacheKit:
 
     def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
         """Return a new empty cache; override this to test a cache of your own."""
-        return create_cache(self.spec, geometry, max_tokens=max_tokens)
+        return create_cache(
+            self.spec, geometry, max_tokens=max_tokens, calibration=self.calibration(geometry)
+        )
+
+    def calibration(self, geometry: CacheGeometry) -> dict[int, Learnt]:
+        """Return what codecs have learnt before, by layer: nothing, but for fitted methods."""
+        return {}
+
+    def learnt_bytes(self, geometry: CacheGeometry) -> int:
+        """Return the bytes of what the codecs of all layers have learnt."""
+        states = [state for pair in self.calibration(geometry).values() for state in pair]
+        return sum(tensor.nbytes for state in states for tensor in state.values())
+
+    def empty_bytes(self, cache: Any, geometry: CacheGeometry) -> int:
+        """Return the bytes that an empty cache holds: what its codecs have learnt."""
+        return self.learnt_bytes(geometry)
 
     def exact_tokens(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (sinks, window) for K and for V: tokens that read back exactly."""

@@ -155,6 +155,21 @@ class InputChecks(CacheKit):
         self._refused(cache, errors.CacheFull, cache.decode, 0, *one, AttendConfig())
         assert cache.seq_len(0) == 72
 
+    @pytest.mark.parametrize("number", [7e4, 1e6, 1e30, 3e38])
+    @pytest.mark.parametrize("side", [K, V], ids=["k", "v"])
+    def test_what_is_out_of_range_is_refused_when_it_comes(self, side: int, number: float) -> None:
+        """A token that is taken is never refused later, when its group is complete."""
+        cache = self.filled(SMALL, layers=2)
+        wrong = _with(side, _put(number))(self.tokens(SMALL, 1, seed=1))
+        for call in self._calls(cache):
+            before = self.state(cache)
+            try:
+                call(1, *wrong, None)
+            except errors.NonFiniteError:
+                self.assert_same(before, cache)
+        for seed in range(2, 5):
+            self.append(cache, self.tokens(SMALL, 90, seed), layer=1)
+
     @pytest.mark.parametrize("exact_new", [True, False], ids=["exact", "as stored"])
     @pytest.mark.parametrize("side", ["key", "value"])
     def test_an_error_in_the_middle(
@@ -166,14 +181,16 @@ class InputChecks(CacheKit):
 
         def make_fragile(*args: Any) -> Any:
             codec = make(*args)
-            encode = codec.encode
+            kind: Any = type(codec)
 
-            def fragile(*arrays: Any) -> Any:
+            def fragile(self: Any, *arrays: Any) -> Any:
                 if broken[0]:
                     raise errors.NonFiniteError("the codec refuses these tokens")
-                return encode(*arrays)
+                return kind.encode(self, *arrays)
 
-            codec.encode = fragile
+            # A subclass and no attribute: a codec that `fit` copies would keep the latter, bound to
+            # the one that was copied.
+            codec.__class__ = type(kind.__name__, (kind,), {"__slots__": (), "encode": fragile})
             return codec
 
         monkeypatch.setattr(method, f"{side}_codec", make_fragile)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
-from kvpact.errors import KVPactError
-from kvpact.methods import bytes_per_slot
+from kvpact.errors import KVPactError, NonFiniteError
+from kvpact.methods import Codec, bytes_per_slot
 from kvpact.testing.data import Shape, random_tokens
 from kvpact.testing.held import difference, held_bytes, same_bytes
 from kvpact.testing.method_base import (
@@ -143,6 +146,40 @@ class SlotChecks(MethodKit):
                 assert torch.isfinite(codec.decode({**later, **frozen})).all()
 
     @both_sides
+    def test_what_is_in_range_fits_every_group(self, side: str) -> None:
+        """A codec with groups encodes later than tokens come: `check_range` has to suffice."""
+        for dim in (1, 64, 80):
+            codec = self.codec(side, dim)
+            if codec.group == 1:
+                pytest.skip("no groups of tokens")
+            for x in _largest(codec, dim):
+                codec.check_range(x)
+                arrays = codec.encode(x)
+                assert torch.isfinite(codec.decode(arrays)).all()
+                ordinary = codec.encode(x * 0 + 1.0)
+                frozen = {f.name: ordinary[f.name] for f in codec.fields if f.per_group}
+                assert torch.isfinite(codec.decode({**codec.encode(x, frozen), **frozen})).all()
+                with pytest.raises(NonFiniteError):
+                    codec.check_range(x * 1.01)
+            with pytest.raises(NonFiniteError):
+                codec.check_range(torch.full((1, 1, 1, dim), 3e38))
+
+    @both_sides
+    def test_a_cut_group_of_tiny_tokens_takes_ordinary_ones(self, side: str) -> None:
+        """What a group held before a rollback never makes ordinary tokens impossible."""
+        for dim in (64, 80):
+            codec = self.codec(side, dim)
+            if codec.group == 1:
+                pytest.skip("no groups of tokens")
+            ordinary = random_tokens(1, 2, codec.group, dim)
+            for held in (0.0, 1e-30, 1e-8, 1e-6, 1e-4, 1e-2):
+                arrays = codec.encode(random_tokens(1, 2, codec.group, dim, seed=1) * held)
+                frozen = {f.name: arrays[f.name] for f in codec.fields if f.per_group}
+                for scale in (1.0, 50.0):
+                    later = codec.encode(ordinary * scale, frozen)
+                    assert torch.isfinite(codec.decode({**later, **frozen})).all()
+
+    @both_sides
     def test_bias_is_a_part_of_the_whole(self, side: str) -> None:
         """A codec with a bias gives it apart, finite, in the same space."""
         codec = self.codec(side, 96)
@@ -153,3 +190,26 @@ class SlotChecks(MethodKit):
         assert bias.shape == codec.decode(arrays).shape
         assert torch.isfinite(bias).all()
         assert bool(bias.any())
+
+
+def _largest(codec: Codec, dim: int) -> list[Tensor]:
+    """Return groups of tokens at the limits of a codec's range: even, random, in one coordinate."""
+    signs = (-1.0) ** torch.arange(codec.group).view(-1, 1)
+    first = torch.arange(dim) == 0
+    kinds = [
+        torch.ones(codec.group, dim),
+        torch.ones(codec.group, dim) * signs,
+        random_tokens(1, 1, codec.group, dim)[0, 0],
+        first.expand(codec.group, dim) * signs,
+        torch.diag_embed(torch.ones(codec.group))[:, :1] * first + 1e-6 * signs,
+    ]
+    # In the space of the codec one coordinate is the hardest to scale.
+    kinds += [codec.transform.inverse(x) for x in kinds[3:]]
+    found = []
+    for x in kinds:
+        scales = []
+        for limit, order in ((codec.max_abs, math.inf), (codec.max_norm, 2)):
+            size = torch.linalg.vector_norm(x, order, dim=-1).max()
+            scales.append(limit * 0.9999 / float(size))
+        found.append((x * min(scales))[None, None])
+    return found

@@ -2,7 +2,14 @@
 
 import kvpact_listcache
 
-from kvpact.testing import CacheContract, MethodContract
+from kvpact.testing import (
+    CacheContract,
+    FittedCacheContract,
+    FittedMethodContract,
+    FittedPagedCacheContract,
+    MethodContract,
+    PagedCacheContract,
+)
 
 
 class TestTernary(MethodContract):
@@ -70,3 +77,44 @@ class TestUndercounting(TestListCache):
 class TestHalfStoring(TestListCache):
     def make_cache(self, geometry, max_tokens=None):
         return kvpact_listcache.HalfStoring(geometry, max_tokens)
+
+
+class TestTernaryOnPages(PagedCacheContract):
+    spec = "ternary"
+
+
+class TestScaled(FittedMethodContract):
+    spec = "scaled"
+    max_relative_error = 0.6
+
+
+class TestScaledInACache(FittedCacheContract):
+    spec = "scaled:window=8"
+
+
+class TestScaledOnPages(FittedPagedCacheContract):
+    spec = "scaled/turboquant:bits=4"
+
+
+class TestRelearning(FittedMethodContract):
+    spec = "scaled_relearning"
+
+
+class TestRelearningOnPages(FittedPagedCacheContract):
+    spec = "scaled_relearning"
+
+
+class TestInPlace(FittedMethodContract):
+    spec = "scaled_in_place"
+
+
+class TestSecret(FittedMethodContract):
+    spec = "scaled_secret"
+
+
+class TestSecretInACache(FittedCacheContract):
+    spec = "scaled_secret"
+
+
+class TestTrusting(FittedMethodContract):
+    spec = "scaled_trusting"

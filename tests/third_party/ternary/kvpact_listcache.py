@@ -5,7 +5,7 @@ import copy
 import torch
 
 from kvpact import Dequantized, DequantResult, KVTile, errors
-from kvpact.attention.attend import query_groups
+from kvpact.attention import query_groups
 from kvpact.cache.checks import check_layer, check_tokens
 from kvpact.contract import AttendConfig
 

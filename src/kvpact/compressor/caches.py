@@ -1,0 +1,197 @@
+"""K and V of a layer of a cache, compressed and back: packed slots stay packed where they can.
+
+A sequence of a paged cache is one row without a batch dimension; a contiguous cache (of latents)
+is a batch of rows. Rows of a batch lie beside the heads in a `CompressedKV`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvpact.cache import ContiguousCache, PagedKVCache
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.stream import Stream
+from kvpact.compressor.compressed import CompressedKV, flat
+from kvpact.compressor.stream import PackedStream
+from kvpact.errors import CacheFull, GeometryError, SequenceError
+from kvpact.geometry import CacheGeometry
+from kvpact.methods import Codec, Method
+from kvpact.methods.fitted import FittedCodec
+from kvpact.spec import Spec
+
+AnyCache = ContiguousCache | PagedKVCache
+
+
+def compress(cache: AnyCache, layer: int, seq_id: int | None, spec: Spec) -> CompressedKV:
+    """Compress a layer: see `KVCacheCompressor.compress_paged_cache`."""
+    entry = _entry(cache, layer, seq_id)
+    with entry.lock:
+        if entry.k is None or entry.v is None or entry.length == 0:
+            held = "the cache" if seq_id is None else f"sequence {seq_id}"
+            raise GeometryError(f"{held} holds no tokens in layer {layer}")
+        if entry.padding is not None and entry.padding.any():
+            raise GeometryError(
+                "rows with padding can't be compressed together: what is padding would be lost; "
+                "select a row, or take a snapshot of the cache"
+            )
+        k = _stream(entry, "k", entry.k, spec.key, entry.spec.key)
+        v = _stream(entry, "v", entry.v, spec.value, entry.spec.value)
+        if seq_id is None:
+            return CompressedKV(spec, "batched", entry.k.tail.shape[0], k, v)
+    return CompressedKV(spec, "unbatched", 1, k, v)
+
+
+def decompress(compressed: CompressedKV, cache: AnyCache, layer: int, seq_id: int | None) -> None:
+    """Append to a layer: see `KVCacheCompressor.decompress_to_paged_cache`."""
+    entry = _entry(cache, layer, seq_id)
+    if seq_id is not None and compressed.batch != 1:
+        raise GeometryError(f"{compressed.batch} rows can't become one sequence")
+    _check_fit(compressed, cache.geometry)
+    dtype = cache.geometry.dtype or (torch.float32 if seq_id is not None else compressed.dtype)
+    device = cache.device if isinstance(cache, PagedKVCache) else compressed.device
+    held = entry.k.tail.shape[0] if entry.k is not None else None
+    empty = entry.length == 0 and held in (None, compressed.batch)
+    if empty and dtype == compressed.dtype and _fits(compressed, entry):
+        if isinstance(cache, PagedKVCache):
+            assert seq_id is not None
+            cache.reserve([seq_id], compressed.tokens)
+        else:
+            _check_room(compressed, cache)
+        _adopt(compressed, entry, device)
+        return
+    k, v = (x.reshape(compressed.batch, -1, *x.shape[-2:]) for x in compressed.decompress())
+    k, v = k.to(device, dtype), v.to(device, dtype)
+    if isinstance(cache, PagedKVCache):
+        assert seq_id is not None
+        cache.append(layer, {seq_id: (k[0], v[0])})
+    else:
+        cache.store(layer, k, v)
+
+
+def _entry(cache: AnyCache, layer: int, seq_id: int | None) -> CacheLayer:
+    if isinstance(cache, PagedKVCache):
+        if seq_id is None:
+            raise SequenceError("a paged cache holds many sequences: name one with seq_id")
+        return cache.layer_of(seq_id, layer)
+    if seq_id is not None:
+        raise SequenceError("a contiguous cache has no sequences: leave seq_id out")
+    return cache.entry(layer)
+
+
+def _check_fit(compressed: CompressedKV, geometry: CacheGeometry) -> None:
+    heads = compressed.k.open.shape[1] // compressed.batch
+    widths = (compressed.k.open.shape[3], compressed.v.open.shape[3])
+    if (heads, *widths) != (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim):
+        raise GeometryError(
+            f"{heads} heads of width {widths} don't fit a cache of {geometry.num_kv_heads} heads "
+            f"of width ({geometry.head_dim}, {geometry.value_dim})"
+        )
+
+
+def _check_room(compressed: CompressedKV, cache: ContiguousCache) -> None:
+    if cache.batch_size not in (None, compressed.batch):
+        raise GeometryError(f"batch {compressed.batch}, but other layers hold {cache.batch_size}")
+    if cache.max_tokens is not None and compressed.tokens > cache.max_tokens:
+        raise CacheFull(f"{compressed.tokens} tokens wanted, {cache.max_tokens} allowed")
+
+
+def same_slots(a: Method, b: Method) -> bool:
+    """Whether two methods pack tokens alike; sinks and window are beside the slots."""
+    return replace(a, sinks=0, window=0) == replace(b, sinks=0, window=0)
+
+
+def _stream(
+    entry: CacheLayer, side: str, source: Stream, wanted: Method, held: Method
+) -> PackedStream:
+    # What a codec learnt has one part per head; rows of a batch would each need it.
+    shared = source.tail.shape[0] > 1 and isinstance(source.codec, FittedCodec)
+    if shared or not same_slots(wanted, held):
+        x = flat(entry.dequantize(side))
+        make = wanted.key_codec if side == "k" else wanted.value_codec
+        return PackedStream.empty(make(x.shape[3], x.dtype), x).fitted(x).append(x)
+    # A group that a rollback cut is not whole; its tokens go on as they are.
+    packed = source.packed - source.packed % source.codec.group
+    known = source.length - source.tail.shape[2]
+    if packed >= known:
+        rest = flat(source.tail[:, :, packed - known :]).clone()
+    else:
+        rest = flat(entry.dequantize(side)[:, :, packed:]).clone()
+    # What the tokens were before they were packed is not known any more, nor is the error.
+    stream = PackedStream(source.codec, {}, rest, packed, torch.nan, torch.nan)
+    if not packed:
+        return stream
+    slots, storages = {}, source.store.source()
+    tokens = -(-packed // stream.unit) * stream.unit
+    count = -(-packed // source.store.segment_tokens)
+    for field in source.codec.fields:
+        units = tokens // field.tokens
+        storage = storages.gather(field.name, 0, count)[:, :, :units].clone()
+        storage = storage.reshape(1, -1, *storage.shape[2:])
+        field.clear_from(storage, packed)
+        slots[field.name] = storage
+    return replace(stream, slots=slots)
+
+
+def _fits(compressed: CompressedKV, entry: CacheLayer) -> bool:
+    """Whether the cache would pack tokens to the same slots."""
+    methods = zip(_sides(compressed.spec), _sides(entry.spec), strict=True)
+    if not all(same_slots(a, b) for a, b in methods):
+        return False
+    wanted = (compressed.k, compressed.v)
+    made = (entry.new_stream(s.open, s is compressed.k).codec for s in wanted)
+    return all(_learnt_the_same(a.codec, b) for a, b in zip(wanted, made, strict=True))
+
+
+def _sides(spec: Spec) -> tuple[Method, Method]:
+    return spec.key, spec.value
+
+
+def _learnt_the_same(a: Codec, b: Codec) -> bool:
+    x, y = a.state(), b.state()
+    return x.keys() == y.keys() and all(torch.equal(x[name], y[name].to(x[name])) for name in x)
+
+
+def _adopt(compressed: CompressedKV, entry: CacheLayer, device: torch.device) -> None:
+    """Copy slots into an empty layer."""
+
+    def rows(x: Tensor) -> Tensor:
+        heads = x.shape[1] // compressed.batch
+        return x.reshape(compressed.batch, heads, *x.shape[2:]).to(device)
+
+    with entry.lock:
+        streams = [
+            _filled(entry.new_stream(rows(source.open), key), source, rows)
+            for source, key in ((compressed.k, True), (compressed.v, False))
+        ]
+        entry.k, entry.v = streams
+
+
+def _filled(target: Stream, source: PackedStream, rows: Callable[[Tensor], Tensor]) -> Stream:
+    store, size = target.store, target.store.segment_tokens
+    store.extend(store.missing(source.packed))
+    for index in range(-(-source.packed // size)):
+        segment = store.segment(index)
+        for field in source.codec.fields:
+            units = size // field.tokens
+            part = rows(source.slots[field.name][:, :, index * units : (index + 1) * units])
+            segment[field.name][:, :, : part.shape[2]] = part
+    target.adopt(source.packed, _sinks(target, source, rows))
+    if source.open.shape[2]:
+        target.commit(target.prepare(rows(source.open), None, 0))
+    return target
+
+
+def _sinks(target: Stream, source: PackedStream, rows: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """Return the sinks as the slots have them; nobody knows them better any more."""
+    if target.sinks is None:
+        return None
+    sinks, count = target.sinks.clone(), min(target.sinks.shape[2], source.length)
+    packed = min(count, source.packed)
+    if packed:
+        sinks[:, :, :packed] = rows(source.read(0, packed))
+    sinks[:, :, packed:count] = rows(source.open[:, :, : count - packed])
+    return sinks

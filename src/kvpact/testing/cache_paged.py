@@ -1,0 +1,167 @@
+"""`PagedCacheContract`: a method in kvpact's paged cache.
+
+A pool is allocated at once and shared by caches that were forked, so what the kit says of memory
+that comes and goes is said here of the pool instead; each such check says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpact.cache import create_cache
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.stream import Stream
+from kvpact.contract import AttendConfig
+from kvpact.errors import CacheFull
+from kvpact.geometry import CacheGeometry
+from kvpact.testing.cache import CacheContract
+from kvpact.testing.cache_base import SMALL, every_shape
+from kvpact.testing.data import Shape
+from kvpact.testing.held import difference
+
+
+def used_slots(stream: Stream) -> dict[str, Tensor]:
+    """Return the storage `[B, H, units, …]` of a stream's packed tokens, by field; copies."""
+    found = {}
+    for field in stream.codec.fields if stream.packed else ():
+        segments = -(-stream.packed // stream.store.segment_tokens)
+        units = stream.store.source().gather(field.name, 0, segments).clone()
+        # What a shared page holds behind `packed` is another sequence's.
+        field.clear_from(units, stream.packed)
+        found[field.name] = units[:, :, : -(-stream.packed // field.tokens)]
+    return found
+
+
+def _layer_tensors(layer: CacheLayer, path: str, row: int) -> dict[str, Tensor]:
+    """Return what one row of a layer holds: used slots, exact copies, lengths, what was learnt."""
+    found = {}
+    for name, stream in (("k", layer.k), ("v", layer.v)):
+        if stream is None:
+            continue
+        here = f"{path}.{name}"
+        found[f"{here}.length"] = torch.tensor([stream.length, stream.packed])
+        found[f"{here}.tail"] = stream.tail[row : row + 1]
+        if stream.sinks is not None:
+            found[f"{here}.sinks"] = stream.sinks[row : row + 1]
+        for field, units in used_slots(stream).items():
+            found[f"{here}.{field}"] = units[row : row + 1]
+        for learnt, tensor in stream.codec.state().items():
+            found[f"{here}.state.{learnt}"] = tensor
+    return found
+
+
+class PagedCacheContract(CacheContract):
+    """Inherit this and set `spec`: the whole of `CacheContract`, on pages.
+
+    Attributes
+    ----------
+    num_pages : int
+        Pages of the pool.
+    """
+
+    num_pages: ClassVar[int] = 64
+
+    def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
+        """Return a view of a new pool."""
+        if max_tokens is not None:
+            pytest.skip("a pool has pages and no limit of tokens: see test_full")
+        return self._view(geometry, self.num_pages)
+
+    def _view(self, geometry: CacheGeometry, num_pages: int) -> Any:
+        return create_cache(
+            self.spec,
+            geometry,
+            layout="paged",
+            num_pages=num_pages,
+            calibration=self.calibration(geometry),
+        )
+
+    def row_tensors(self, view: Any) -> dict[str, Tensor]:
+        """Return what the rows of a view hold: which pages it stands on is no part of it."""
+        found: dict[str, Tensor] = {}
+        for row, seq in enumerate(view.seqs or ()):
+            for index, layer in enumerate(view.cache._sequence(seq).layers):
+                found |= _layer_tensors(layer, f"{row}.{index}", 0)
+                if layer._padding is not None:
+                    found[f"{row}.{index}.padding"] = layer._padding
+        return found
+
+    def state(self, cache: Any) -> dict[str, Tensor]:
+        """Return contents of the rows: a fork lies in the same pool, on pages of its own."""
+        return {name: tensor.clone() for name, tensor in self.row_tensors(cache).items()}
+
+    def assert_same(self, a: Any, b: Any) -> None:
+        """Check that the rows of two views hold the same, byte by byte."""
+        left, right = (x if isinstance(x, dict) else self.row_tensors(x) for x in (a, b))
+        different = difference(left, right)
+        assert not different, f"not the same bytes: {different}"
+
+    def empty_bytes(self, cache: Any, geometry: CacheGeometry) -> int:
+        """Return what an empty cache holds: its pool, and what was learnt."""
+        pool: int = sum(tensor.nbytes for tensor in cache.cache.pool.tensors())
+        return pool + super().empty_bytes(cache, geometry)
+
+    @every_shape
+    def test_slots_are_those_of_the_contiguous_cache(self, shape: Shape) -> None:
+        """Slot for slot, byte for byte, in every row; after a rollback, too."""
+        geometry = shape.geometry()
+        paged = self.make_cache(geometry)
+        flat = create_cache(self.spec, geometry, calibration=self.calibration(geometry))
+        k, v, q = self.tokens(shape, shape.tokens)
+        start = 0
+        for piece in shape.pieces:
+            part = slice(start, start + piece)
+            for cache in (paged, flat):
+                self.append(cache, (k[:, :, part], v[:, :, part], q[:, :, part]))
+            start += piece
+        self._assert_same_slots(paged, flat)
+        for cache in (paged, flat):
+            cache.truncate(shape.tokens // 2 + 1)
+        self._assert_same_slots(paged, flat)
+        for cache in (paged, flat):
+            self.append(cache, self.tokens(shape, 70, seed=1))
+        self._assert_same_slots(paged, flat)
+
+    def _assert_same_slots(self, paged: Any, flat: Any) -> None:
+        rows: dict[str, Tensor] = {}
+        for row in range(flat.batch_size):
+            for index, layer in enumerate(flat._layers):
+                rows |= _layer_tensors(layer, f"{row}.{index}", row)
+        different = difference(rows, self.row_tensors(paged))
+        assert not different, f"not the same bytes: {different}"
+
+    def test_reset_gives_all_pages_back(self) -> None:
+        """An empty view holds no page, whatever it held."""
+        cache = self.filled(SMALL, layers=2)
+        assert cache.cache.num_free_pages < self.num_pages
+        cache.reset()
+        assert cache.cache.num_free_pages == self.num_pages
+
+    def test_little_is_unused(self) -> None:
+        """A pool is allocated before there are tokens; of its pages in use, little is unused."""
+        cache = self._view(CacheGeometry(1, 1, 64, dtype=torch.float16), 160)
+        shape = replace(SMALL, batch=1, heads=1, dim=64, v_dim=64, dtype=torch.float16)
+        for seed, count in enumerate((4096, 1, 127, 1)):
+            self.append(cache, self.tokens(shape, count, seed))
+            size = cache.cache.pool.page_size
+            used = cache.cache.num_pages - cache.cache.num_free_pages
+            assert used == -(-cache.seq_len(0) // size)
+            assert used * size <= 1.05 * cache.seq_len(0)
+
+    def test_full(self) -> None:
+        """A pool counts pages: what would be too much isn't stored in part, what fits is."""
+        size = self.make_cache(SMALL.geometry(2)).cache.pool.page_size
+        cache = self._view(SMALL.geometry(2), 4)
+        self.append(cache, self.tokens(SMALL, 2 * size - 2))
+        tokens = self.tokens(SMALL, 3, seed=1)
+        for call in self._calls(cache):
+            self._refused(cache, CacheFull, call, 0, *tokens, None)
+        self.append(cache, self.tokens(SMALL, 2, seed=1))
+        one = self.tokens(SMALL, 1, seed=1)
+        self._refused(cache, CacheFull, cache.decode, 0, *one, AttendConfig())
+        assert cache.seq_len(0) == 2 * size
