@@ -7,6 +7,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.attention import StreamView
+from kvpact.cache.segments import _ListSource
 
 
 class Lock:
@@ -21,20 +22,29 @@ class Lock:
         self.held = False
 
 
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
 @pytest.mark.parametrize("how", ["attend", "dequantize"])
-def test_the_past_is_read_under_the_lock(how, monkeypatch):
+def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
     x = torch.randn(1, 2, 130, 64, generator=torch.Generator().manual_seed(0))
-    cache = create_cache("turboquant:bits=4,sinks=0,window=0", CacheGeometry(1, 2, 64))
+    cache = create_cache(
+        "turboquant:bits=4,sinks=0,window=0", CacheGeometry(1, 2, 64), kernel=kernel
+    )
     cache.store(0, x, x)
     step = cache.store(0, x[:, :, :1], x[:, :, :1])
     assert step.lock is cache._layers[0].lock
-    lock, seen, read = Lock(), [], StreamView.read
+    lock, seen = Lock(), []
 
-    def spy(self, *args):
-        seen.append(lock.held)
-        return read(self, *args)
+    def watch(owner, name):
+        method = getattr(owner, name)
 
-    monkeypatch.setattr(StreamView, "read", spy)
+        def spy(self, *args):
+            seen.append(lock.held)
+            return method(self, *args)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    watch(StreamView, "read")  # torch
+    watch(_ListSource, "addresses")  # native kernels
     step = dataclasses.replace(step, lock=lock)
     if how == "attend":
         step.attend(x[:, :, :1], AttendConfig())

@@ -45,6 +45,10 @@ class CacheFull(KVPactError):
     """No room for the tokens; the cache is as before."""
 
 
+class IncompleteToken(KVPactError, RuntimeError):
+    """`KVCache.advance` before every layer had stored the token."""
+
+
 class StaleResult(KVPactError, RuntimeError):
     """A lazy result was read after its cache had been rolled back, reordered or reset."""
 
@@ -55,6 +59,30 @@ class FormatError(KVPactError, ValueError):
 
 class IntegrityError(KVPactError):
     """Stored bytes were changed: a checksum does not match."""
+
+
+class MismatchError(KVPactError, ValueError):
+    """A snapshot is of another model, adapter, tenant or learnt state than what it goes into."""
+
+
+class StoreError(KVPactError):
+    """A store can't do what was asked; the message names the store and the cause."""
+
+
+class StoreKeyError(StoreError, ValueError):
+    """A key that no store takes: empty, too long, or of other characters than a digest's."""
+
+
+class StoreFull(StoreError):
+    """No room for the entry, on disk or in the byte budget; what was stored is as before."""
+
+
+class StoreUnavailable(StoreError):
+    """The server of a store does not answer, or refuses the password."""
+
+
+class SnapshotError(KVPactError, RuntimeError):
+    """A cache holds something that a snapshot can't, or nothing yet."""
 
 
 class BackendUnavailable(KVPactError, RuntimeError):

@@ -25,11 +25,15 @@ class CacheGeometry:
         Width of one value vector; `head_dim` if omitted.
     dtype : torch.dtype, optional
         Dtype of K and V. If omitted, a cache takes the dtype of the first keys that it sees.
+    latent : bool
+        Multi-head latent attention (MLA, DeepSeek-V2, arXiv:2405.04434, section 2.1): one joint
+        latent `c_kv` stands in K's place and one shared rotated key `k_rope` in V's; see `mla`.
 
     Raises
     ------
     GeometryError
-        A number is not a positive integer, or the dtype is not a floating-point dtype.
+        A number is not a positive integer, the dtype is not a floating-point dtype, or latents
+        have more than one head.
     """
 
     num_layers: int
@@ -37,6 +41,7 @@ class CacheGeometry:
     head_dim: int
     v_head_dim: int | None = None
     dtype: torch.dtype | None = None
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.v_head_dim is None:
@@ -47,9 +52,37 @@ class CacheGeometry:
                 raise GeometryError(f"{name} must be a positive integer, not {value!r}")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise GeometryError(f"dtype must be a floating-point dtype, not {self.dtype}")
+        if self.latent and self.num_kv_heads != 1:
+            raise GeometryError(
+                f"latents have one head, shared by all query heads, not {self.num_kv_heads}"
+            )
+
+    @classmethod
+    def mla(
+        cls, num_layers: int, latent_dim: int, rope_dim: int, dtype: torch.dtype | None = None
+    ) -> CacheGeometry:
+        """Return the geometry of a cache of MLA latents.
+
+        Parameters
+        ----------
+        num_layers : int
+            Layers that hold latents.
+        latent_dim : int
+            Width r of the joint latent `c_kv` (512 in DeepSeek-V3).
+        rope_dim : int
+            Width of the shared rotated key `k_rope` (64 in DeepSeek-V3).
+        dtype : torch.dtype, optional
+            Dtype of both.
+        """
+        return cls(num_layers, 1, latent_dim, rope_dim, dtype, latent=True)
 
     @property
     def value_dim(self) -> int:
         """Width of one value vector."""
         assert self.v_head_dim is not None
         return self.v_head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Width of one query vector; over latents that of `c_kv` and `k_rope` together."""
+        return self.head_dim + self.value_dim if self.latent else self.head_dim

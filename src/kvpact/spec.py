@@ -10,7 +10,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpact.errors import SpecError
@@ -28,10 +28,14 @@ class Spec:
     ----------
     key, value : Method
         Frozen dataclasses of `kvpact.methods`; the same one for both in most cases.
+    slashed : bool
+        Whether both are written, equal ones too: for latents one method alone says nothing of the
+        other stream. It makes no difference to equality and JSON.
     """
 
     key: Any
     value: Any
+    slashed: bool = field(default=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.key == self.value:
@@ -43,11 +47,12 @@ class Spec:
 
     def __str__(self) -> str:
         key, value = method_text(self.key), method_text(self.value)
-        return key if key == value else f"{key}/{value}"
+        return key if key == value and not self.slashed else f"{key}/{value}"
 
     def with_options(self, **options: Any) -> Spec:
         """Return this spec with options of both sides replaced, e.g. ``sinks=0, window=0``."""
-        return Spec(_replace(self.key, options), _replace(self.value, options))
+        key, value = (_replace(method, options) for method in (self.key, self.value))
+        return Spec(key, value, self.slashed)
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole spec, defaults written out, as JSON-ready data with versions."""
@@ -101,7 +106,7 @@ def parse_spec(text: str | Spec) -> Spec:
     if len(sides) > 2:
         raise SpecError(f"{text!r}: at most one slash, between the method for K and the one for V")
     parsed = [_parse_side(side) for side in sides]
-    return Spec(parsed[0][0], parsed[-1][1])
+    return Spec(parsed[0][0], parsed[-1][1], slashed=len(sides) == 2)
 
 
 def method_text(method: Any) -> str:

@@ -237,3 +237,29 @@ def test_b8_bytes_are_those_of_the_tensors(method: str):
     assert compressed.nbytes == sum(x.nbytes for x in compressed.tensors().values())
     assert held_bytes(compressed) == compressed.nbytes
     assert compressed.bits_per_value == compressed.nbytes * 8 / (k.numel() + v.numel())
+
+
+# --- B5 (its latents) and B6: the latent was expanded first, and was a latent per head and side.
+
+
+def test_b6_a_token_has_one_latent_and_one_rotated_key_for_all_heads():
+    cache = kvpact.MLACache("none", 1, 512, 64, dtype=torch.bfloat16)
+    c_kv, k_rope = normal(1, 1, 40, 512).bfloat16(), normal(1, 1, 40, 64, seed=1).bfloat16()
+    cache.store(0, c_kv, k_rope)
+    # 128 heads or 4: what is held per token is r + d_rope numbers.
+    assert cache.stats()["values"] == 40 * (512 + 64)
+    assert torch.equal(cache.dequantize(0, "k"), c_kv)
+    assert torch.equal(cache.dequantize(0, "v"), k_rope)
+    for heads in (4, 128):
+        w_uk, w_uv = normal(heads, 128, 512).bfloat16(), normal(heads, 128, 512).bfloat16()
+        q_nope, q_rope = normal(1, heads, 1, 128).bfloat16(), normal(1, heads, 1, 64).bfloat16()
+        new = c_kv[:, :, :1], k_rope[:, :, :1]
+        output = cache.fork().attend_heads(0, *new, q_nope, q_rope, w_uk, w_uv)
+        assert output.shape == (1, heads, 1, 128)
+
+
+def test_b5_latents_are_compressed_as_latents():
+    cache = kvpact.MLACache("none", 1, 512, 64)
+    cache.store(0, normal(1, 1, 128, 512), normal(1, 1, 128, 64, seed=1))
+    found = KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
+    assert found.nbytes == 128 * (512 // 2 + 2 + 64 + 4)

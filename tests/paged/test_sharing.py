@@ -232,3 +232,20 @@ def test_token_ids_that_are_none_are_refused(ids):
     cache = PagedKVCache("int:bits=4", CacheGeometry(1, 1, 32), 4)
     with pytest.raises(GeometryError, match="token ids"):
         cache.allocate(ids)
+
+
+def test_a_prefix_published_twice_outlives_the_first_page():
+    """Two sequences computed and published the same page: it is offered while either is held."""
+    cache = PagedKVCache(LOSSY, GEOMETRY, 16)
+    first, second = cache.allocate(), cache.allocate()
+    for seq in (first, second):
+        fill(cache, seq, 40)
+        assert cache.publish(seq, IDS[:40]) == 1
+    cache.free(first)
+    third = cache.allocate(IDS[:40])
+    assert cache.seq_len(third) == 32
+    assert cache.block_table(third).tolist() == cache.block_table(second).tolist()[:1]
+    cache.free(second)
+    cache.free(third)
+    assert cache.seq_len(cache.allocate(IDS[:40])) == 0
+    assert cache.num_free_pages == 16

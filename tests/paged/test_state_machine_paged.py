@@ -18,13 +18,14 @@ from kvpact.testing import random_tokens, same_bytes
 
 LAYERS, HEADS, DIM, V_DIM, LONGEST = 2, 2, 16, 8, 256
 SETTINGS = settings(
-    max_examples=25,
+    max_examples=40,
     stateful_step_count=30,
     derandomize=True,
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+LEAST_CALLS = 1000
 # Spec: pages, and whether sequences share published prefixes. A shared prefix has slots alone and
 # a contiguous cache a window, too, so lossy methods with a window do without.
 SPECS = {
@@ -291,10 +292,25 @@ class Pages(RuleBasedStateMachine):
         assert self.cache.memory_usage() == sum(t.nbytes for t in self.cache.pool.tensors())
 
 
+OPERATIONS = ("allocate", "append", "fork", "truncate", "free", "publish")
+
+
 @pytest.mark.parametrize("spec", SPECS)
-def test_histories(spec):
+def test_histories(spec, monkeypatch):
     pages, shares = SPECS[spec]
+    called = []
+    for name in OPERATIONS:
+        operation = getattr(PagedKVCache, name)
+
+        def counted(*args, operation=operation, name=name, **options):
+            called.append(name)
+            return operation(*args, **options)
+
+        monkeypatch.setattr(PagedKVCache, name, counted)
     members = {"spec": spec, "num_pages": pages, "shares": shares}
     case = type("Machine", (Pages,), members).TestCase
     case.settings = settings(SETTINGS, max_examples=80) if spec == "none" else SETTINGS
     case("runTest").runTest()
+    # Thousands of operations, not only histories that were allowed to be long.
+    assert set(called) >= set(OPERATIONS[: 6 if shares else 5])
+    assert len(called) >= LEAST_CALLS

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpact.attention import check_latent_config, query_groups
+from kvpact.contract import AttendConfig
 from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexError, NonFiniteError
 from kvpact.geometry import CacheGeometry
+from kvpact.quantizers.numbers import all_finite
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -27,7 +30,8 @@ def check_tokens(
     geometry : CacheGeometry
         What the cache was made for.
     k, v, q : Tensor
-        `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]`, `[B, H_q, new, D]` or None.
+        `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]`, `[B, H_q, new, D]` or None; over latents
+        `[B, 1, new, r]`, `[B, 1, new, d_rope]`, `[B, H_q, new, r + d_rope]`.
     held : Tensor or None
         A tensor that the layer holds, for its batch, dtype and device.
 
@@ -46,7 +50,7 @@ def check_tokens(
     given: list[tuple[str, Tensor, int | None, int]]
     given = [("k", k, heads, geometry.head_dim), ("v", v, heads, geometry.value_dim)]
     if q is not None:
-        given.append(("q", q, None, geometry.head_dim))
+        given.append(("q", q, None, geometry.query_dim))
     for name, x, wanted_heads, dim in given:
         _check_tensor(name, x, wanted_heads, dim)
     batch, _, new, _ = k.shape
@@ -69,8 +73,15 @@ def check_tokens(
         if held.device != k.device:
             raise DeviceError(f"k is on {k.device}, the layer's cache on {held.device}; move it")
     for name, x, _, _ in given:
-        if not torch.isfinite(x).all():
+        if not all_finite(x):
             raise NonFiniteError(f"{name} holds NaN or infinity; nothing was stored")
+
+
+def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> None:
+    """Raise `GeometryError` unless query heads divide among KV heads and latents have a scale."""
+    query_groups(q.shape[1], geometry.num_kv_heads, config)
+    if geometry.latent:
+        check_latent_config(config)
 
 
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:

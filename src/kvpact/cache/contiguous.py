@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from kvpact.attention.attend import query_groups
-from kvpact.cache.checks import check_layer, check_tokens
+from kvpact.cache.checks import check_layer, check_query, check_tokens
+from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.rows import BatchRows
+from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
 from kvpact.cache.stats import cache_stats
 from kvpact.cache.step import Step
-from kvpact.contract import AttendConfig, DequantResult, Fused
+from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels.dispatch import Kernel, choose
+from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
 
 
-class ContiguousCache:
+class ContiguousCache(BatchRows):
     """A `CompressedKVCache` for one batch; rows have equal length, shorter ones padded on the left.
 
     Made by `kvpact.create_cache`. Calls for different layers may run in parallel; each layer has a
@@ -34,16 +41,36 @@ class ContiguousCache:
         Shape of K and V.
     max_tokens : int, optional
         Refuse more tokens than that per layer (`CacheFull`).
+    calibration : mapping, optional
+        Layer -> K and V, `[B, H_kv, T, D]`, that methods which learn from tokens learn from, or the
+        states of codecs that learnt before; without it, they learn from the first call's tokens.
+    kernel : Kernel, optional
+        What computes (`kernels.dispatch.choose`); the best that is there if omitted.
     """
 
     layout = "contiguous"
 
     def __init__(
-        self, specs: list[Spec], geometry: CacheGeometry, max_tokens: int | None = None
+        self,
+        specs: list[Spec],
+        geometry: CacheGeometry,
+        max_tokens: int | None = None,
+        calibration: Calibration | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
         self.geometry, self.max_tokens = geometry, max_tokens
         self.specs = list(specs)
-        self._layers = [CacheLayer(spec) for spec in specs]
+        self.kernel = kernel or choose()
+        codecs = layer_codecs(specs, geometry, calibration) if calibration else []
+        self._layers = [
+            CacheLayer(
+                spec,
+                codecs=codecs[i] if i in (calibration or {}) else None,
+                latent=geometry.latent,
+                kernel=self.kernel,
+            )
+            for i, spec in enumerate(specs)
+        ]
 
     def _layer(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
@@ -57,7 +84,7 @@ class ContiguousCache:
             if self.batch_size not in (None, k.shape[0]):
                 raise GeometryError(f"batch {k.shape[0]}, but other layers hold {self.batch_size}")
             if q is not None:
-                query_groups(q.shape[1], self.geometry.num_kv_heads, config)
+                check_query(self.geometry, q, config)
             total = entry.length + k.shape[2]
             if self.max_tokens is not None and total > self.max_tokens:
                 raise CacheFull(
@@ -88,6 +115,7 @@ class ContiguousCache:
             Layer index.
         k, v, q : Tensor
             `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]`, `[B, H_q, new, D]`; fp32, fp16 or bf16.
+            Over MLA latents `c_kv`, `k_rope` and the absorbed query (see `MLACache`).
         config : AttendConfig, optional
             Scale, masks, padding.
 
@@ -146,18 +174,15 @@ class ContiguousCache:
         config = config or _DEFAULT
         return self.store(layer, k, v, config, q).dequantize(q, config)
 
-    def decode(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
-    ) -> Fused:
-        """Store one token and attend over all; parameters and errors as in `attend`."""
-        if isinstance(k, Tensor) and k.dim() == 4 and k.shape[2] != 1:
-            raise GeometryError(f"decode takes one token, not {k.shape[2]}; use attend or prefill")
-        return Fused(self.attend(layer, k, v, q, config))
-
     def dequantize(self, layer: int, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of all tokens held, decompressed: `[B, H_kv, T, D]`."""
         check_layer(layer, len(self._layers))
         return self._layers[layer].dequantize(side)
+
+    def entry(self, layer: int) -> CacheLayer:
+        """Return a layer's streams, for code that moves packed slots."""
+        check_layer(layer, len(self._layers))
+        return self._layers[layer]
 
     def seq_len(self, layer: int = 0) -> int:
         """Tokens that a layer holds (padding included)."""
@@ -183,44 +208,109 @@ class ContiguousCache:
         for entry in self._layers if layer is None else [self._layers[layer]]:
             entry.reset()
 
-    def fork(self) -> ContiguousCache:
+    @torch.no_grad()
+    def snapshot(
+        self,
+        *,
+        token_ids: Tensor | None = None,
+        identity: Identity | None = None,
+        page_size: int | None = None,
+    ) -> Snapshot:
+        """Return what the cache holds, as it lies there; the cache stays as it is.
+
+        Parameters
+        ----------
+        token_ids : Tensor, optional
+            `[T]` or `[B, T]` integers, stored beside.
+        identity : Identity, optional
+            Model, adapter and tenant (`kvpact.snapshot.Identity`).
+        page_size : int, optional
+            Tokens per page of the snapshot, the smallest part that can be read alone: a multiple of
+            32 and of the methods' groups; the least one from 64 on if omitted.
+        """
+        states = [layer_state(layer) for layer in self._layers]
+        return build_snapshot(
+            states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
+        )
+
+    @torch.no_grad()
+    def restore(self, snapshot: Snapshot, *, device: torch.device | str | None = None) -> None:
+        """Hold what a snapshot holds, instead of what is held now.
+
+        Everything continues as if it had never stopped, byte for byte, whatever layout and row the
+        snapshot is from (`Snapshot.select` chooses rows).
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+            Read and checked as a whole before the cache changes.
+        device : torch.device, optional
+            Where the tokens go: where the cache's are, or to the CPU, if omitted.
+
+        Raises
+        ------
+        GeometryError, SpecError, DtypeError
+            It is of another geometry, spec or dtype.
+        FormatError, IntegrityError
+            It is damaged, of another version, or a part.
+        CacheFull
+            It has more than `max_tokens` tokens.
+        """
+        check_fits(snapshot, self.specs, self.geometry, self.geometry.dtype)
+        if self.max_tokens is not None and snapshot.tokens > self.max_tokens:
+            raise CacheFull(f"{snapshot.tokens} tokens, {self.max_tokens} allowed")
+        if device is None:
+            streams = [layer.k for layer in self._layers]
+            device = next((s.tail.device for s in streams if s is not None), "cpu")
+        built = [
+            restored_layer(
+                layer.emptied(), snapshot.layer(index), torch.device(device), shared=False
+            )
+            for index, layer in enumerate(self._layers)
+        ]
+        for layer, new in zip(self._layers, built, strict=True):
+            layer.take_over(new.k, new.v, new.padding)
+
+    def split(self) -> list[ContiguousCache]:
+        """Return a cache per layer that takes over what this one holds; use this one no more."""
+        parts = []
+        for spec, layer in zip(self.specs, self._layers, strict=True):
+            geometry = replace(self.geometry, num_layers=1)
+            part = ContiguousCache([spec], geometry, self.max_tokens, kernel=self.kernel)
+            part._layers = [layer]
+            parts.append(part)
+        return parts
+
+    @staticmethod
+    def joined(caches: Sequence[ContiguousCache]) -> ContiguousCache:
+        """Return one cache of the layers of several, which it shares.
+
+        Raises
+        ------
+        GeometryError
+            Their K and V have unlike shapes or dtypes.
+        """
+        kinds = {replace(cache.geometry, num_layers=1) for cache in caches}
+        if len(kinds) != 1:
+            raise GeometryError(f"caches of unlike geometry can't be joined: {len(kinds)} kinds")
+        specs = [spec for cache in caches for spec in cache.specs]
+        geometry = replace(kinds.pop(), num_layers=len(specs))
+        whole = ContiguousCache(specs, geometry, kernel=caches[0].kernel)
+        whole._layers = [layer for cache in caches for layer in cache._layers]
+        return whole
+
+    def fork(self) -> Self:
         """Return an independent copy; slots are shared until one side writes to them."""
-        other = ContiguousCache(self.specs, self.geometry, self.max_tokens)
+        other = copy(self)
         other._layers = [layer.fork() for layer in self._layers]
         return other
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ContiguousCache:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
 
-    def select(self, indices: Tensor) -> None:
-        """Keep the batch rows `indices` (`[N]` integers), in this order; rows may repeat."""
-        batch = self.batch_size
-        if (
-            not isinstance(indices, Tensor)
-            or indices.dim() != 1
-            or indices.dtype not in (torch.int32, torch.int64)
-        ):
-            raise GeometryError("indices should be a 1-D tensor of integers")
-        if batch is None:
-            return
-        if indices.numel() == 0 or indices.min() < 0 or indices.max() >= batch:
-            raise GeometryError(f"indices should be one or more of 0 … {batch - 1}")
+    def _keep_rows(self, indices: Tensor) -> None:
         for layer in self._layers:
             layer.select(indices)
-
-    def reorder(self, indices: Tensor) -> None:
-        """Rearrange the batch rows (beam search): `select` with as many rows as there are."""
-        batch = self.batch_size
-        if isinstance(indices, Tensor) and batch not in (None, indices.numel()):
-            raise GeometryError(f"reorder takes {batch} indices, not {indices.numel()}")
-        self.select(indices)
-
-    def repeat(self, repeats: int) -> None:
-        """Repeat every batch row `repeats` times, next to each other."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise GeometryError(f"repeat takes a number from 1 on, not {repeats!r}")
-        if self.batch_size is not None:
-            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     @property
     def batch_size(self) -> int | None:
@@ -229,10 +319,15 @@ class ContiguousCache:
         streams = [layer.k for layer in self._layers]
         return max((s.tail.shape[0] for s in streams if s is not None), default=None)
 
+    def tails(self) -> list[Tensor]:
+        """Return each layer's exact last keys, `[B, H_kv, n, D]`: what dtype and device it has."""
+        streams = [layer.k for layer in self._layers]
+        return [stream.tail for stream in streams if stream is not None]
+
     def memory_usage(self) -> int:
         """Bytes of all tensors held: slots, side information, sinks, window, unused capacity."""
         return sum(t.numel() * t.element_size() for layer in self._layers for t in layer.tensors())
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds, where its bytes go and what computes (see `cache.stats`)."""
-        return cache_stats(self._layers, self.layout)
+        return cache_stats(self._layers, self.layout, self.kernel)

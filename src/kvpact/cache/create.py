@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from kvpact.cache.codecs import Calibration
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
+from kvpact.cache.specs import cache_specs
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels.dispatch import choose
-from kvpact.recipe import SpecLike, layer_specs
+from kvpact.recipe import SpecLike
 
 
 def create_cache(
@@ -20,6 +22,7 @@ def create_cache(
     kernel: str = "auto",
     num_pages: int | None = None,
     page_size: int | None = None,
+    calibration: Calibration | None = None,
 ) -> ContiguousCache | PagedView:
     """Make a compressed KV cache.
 
@@ -29,17 +32,22 @@ def create_cache(
         A spec such as ``turboquant:bits=4``, or a recipe with a spec per layer (see
         `kvpact.recipe`).
     geometry : CacheGeometry
-        Shape of K and V.
+        Shape of K and V; of latents with `CacheGeometry.mla` (see `MLACache`).
     layout : {"contiguous", "paged"}
         How sequences lie in memory. ``paged`` gives a view of a `PagedKVCache` of its own; for
         many sequences that come and go make a `PagedKVCache` and take views of it.
     max_tokens : int, optional
         Tokens per layer after which `CacheFull` is raised; no limit if omitted.
-    kernel : {"auto", "torch"}
-        What computes; ``auto`` takes the best that is there.
-
+    kernel : {"auto", "exact", "fast", "torch"}
+        What computes: ``exact`` the native kernels, equal to torch to rounding; ``fast`` native
+        ones in 8-bit integers where there are such; ``auto`` the exact ones if they can run, else
+        torch. ``stats()["kernel"]`` tells what ran, and why.
     num_pages, page_size : int, optional
         Of the pool, with ``layout="paged"`` (see `PagedKVCache`).
+    calibration : mapping, optional
+        Layer -> K and V, `[B, H_kv, T, D]`, for methods that learn from tokens (low rank, vector
+        quantisation), or the states of codecs that learnt before. Without it a contiguous cache
+        learns from the tokens of the first call; pages need it.
 
     Returns
     -------
@@ -51,11 +59,11 @@ def create_cache(
     SpecError
         The spec, the recipe or the layout is not known.
     GeometryError
-        `max_tokens` is no positive number.
+        `max_tokens` is no positive number; calibration tokens of another shape than the cache's.
     BackendUnavailable
         The kernel asked for can't run.
     """
-    choose(kernel)
+    chosen = choose(kernel)
     if layout not in ("contiguous", "paged"):
         raise SpecError(f"layout {layout!r} is not known; there are 'contiguous' and 'paged'")
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
@@ -63,7 +71,9 @@ def create_cache(
     if layout == "paged":
         if num_pages is None or max_tokens is not None:
             raise GeometryError("layout 'paged' takes num_pages (and page_size), not max_tokens")
-        return PagedKVCache(spec, geometry, num_pages, page_size).view()
+        return PagedKVCache(
+            spec, geometry, num_pages, page_size, calibration=calibration, kernel=kernel
+        ).view()
     if num_pages is not None or page_size is not None:
         raise GeometryError("num_pages and page_size go with layout='paged'")
-    return ContiguousCache(layer_specs(spec, geometry.num_layers), geometry, max_tokens)
+    return ContiguousCache(cache_specs(spec, geometry), geometry, max_tokens, calibration, chosen)

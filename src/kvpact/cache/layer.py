@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, StaleResult
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels.dispatch import Kernel
 from kvpact.methods import Codec
 from kvpact.spec import Spec
 
@@ -26,6 +28,11 @@ def _segment_list(
     codec: Codec, batch: int, heads: int, device: torch.device, side: str
 ) -> SegmentStore:
     return SegmentList(codec, batch, heads, device)
+
+
+@lru_cache(maxsize=64)
+def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device).expand(batch, -1).contiguous()
 
 
 def _forked(stream: Stream, side: str, make_store: MakeStore | None) -> Stream:
@@ -56,6 +63,10 @@ class CacheLayer:
         Makes the storage of a stream: ``(codec, batch, heads, device, side)``, side ``k`` or ``v``.
     codecs : tuple of Codec, optional
         The codecs for K and V; made from the spec when the first tokens come if omitted.
+    latent : bool
+        K and V are MLA latents and rotated keys.
+    kernel : Kernel, optional
+        What computes; torch if omitted.
     """
 
     def __init__(
@@ -63,9 +74,11 @@ class CacheLayer:
         spec: Spec,
         make_store: MakeStore = _segment_list,
         codecs: tuple[Codec, Codec] | None = None,
+        latent: bool = False,
+        kernel: Kernel | None = None,
     ) -> None:
         self.spec, self._make_store, self._codecs = spec, make_store, codecs
-        self.lock = threading.RLock()
+        self.lock, self._latent, self.kernel = threading.RLock(), latent, kernel
         self.k: Stream | None = None
         self.v: Stream | None = None
         self._padding: Tensor | None = None
@@ -76,6 +89,16 @@ class CacheLayer:
         """Tokens held."""
         with self.lock:
             return 0 if self.k is None else self.k.length
+
+    @property
+    def padding(self) -> Tensor | None:
+        """Left-padding tokens of each row, `[B]`."""
+        return self._padding
+
+    @property
+    def codecs(self) -> tuple[Codec, Codec] | None:
+        """The codecs for K and V, where they were given and not made for the first tokens."""
+        return self._codecs
 
     @property
     def padding_bytes(self) -> int:
@@ -101,12 +124,12 @@ class CacheLayer:
     def prepare(self, k: Tensor, v: Tensor, config: AttendConfig) -> LayerPlan:
         """Encode new tokens and allocate what they need; the layer stays as it is."""
         padding = self._next_padding(config, k.shape[0])
-        streams = (self.k or self._new_stream(k, True), self.v or self._new_stream(v, False))
+        streams = (self.k or self.new_stream(k, True), self.v or self.new_stream(v, False))
         appends = [
-            stream.prepare(x, self._sink_positions(stream, padding))
+            stream.prepare(x, *self._sink_positions(stream, padding))
             for stream, x in zip(streams, (k, v), strict=True)
         ]
-        step = Step(self._view(padding), k, v, padding, self.lock)
+        step = Step(self._view(padding), k, v, padding, self.lock, self._latent)
         return LayerPlan(streams, appends, step, config.exact_new)
 
     def commit(self, plan: LayerPlan) -> Step:
@@ -118,7 +141,7 @@ class CacheLayer:
         if plan.exact_new:
             return plan.step
         k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]
-        return Step(self._view(self._padding), k, v, self._padding, self.lock)
+        return Step(self._view(self._padding), k, v, self._padding, self.lock, self._latent)
 
     def adopt(
         self,
@@ -133,7 +156,7 @@ class CacheLayer:
             shape = (1, geometry.num_kv_heads, 0)
             k = torch.zeros(*shape, geometry.head_dim, dtype=dtype, device=device)
             v = torch.zeros(*shape, geometry.value_dim, dtype=dtype, device=device)
-            self.k, self.v = self._new_stream(k, True), self._new_stream(v, False)
+            self.k, self.v = self.new_stream(k, True), self.new_stream(v, False)
             self.k.adopt(tokens, sinks[0])
             self.v.adopt(tokens, sinks[1])
 
@@ -147,24 +170,52 @@ class CacheLayer:
         merged = torch.where(open_rows, torch.maximum(given, known), known)
         return merged if merged.any() else None
 
-    def _sink_positions(self, stream: Stream, padding: Tensor | None) -> Tensor | None:
+    def _sink_positions(self, stream: Stream, padding: Tensor | None) -> tuple[Tensor | None, int]:
+        """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
         if stream.sinks is None:
-            return None
+            return None, 0
         batch, _, sinks, _ = stream.sinks.shape
-        first = torch.zeros(batch, dtype=torch.long) if padding is None else padding
-        return (first.unsqueeze(1) + torch.arange(sinks)).to(stream.sinks.device)
+        if padding is None:
+            return _first_tokens(batch, sinks, stream.sinks.device), sinks
+        positions = padding.unsqueeze(1) + torch.arange(sinks)
+        return positions.to(stream.sinks.device), int(padding.max()) + sinks
 
-    def _new_stream(self, x: Tensor, key: bool) -> Stream:
+    def make_codec(self, x: Tensor, key: bool) -> Codec:
+        """Return the codec for K or V like `x` (`[B, H, T, D]`), fitted if it is shared."""
+        if self._codecs is not None:
+            return self._codecs[0 if key else 1]
+        method = self.spec.key if key else self.spec.value
+        codec: Codec = (method.key_codec if key else method.value_codec)(x.shape[3], x.dtype)
+        return codec
+
+    def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
+        """Return an empty stream for K or V like `x`, not yet the layer's own."""
         batch, heads, _, dim = x.shape
         method = self.spec.key if key else self.spec.value
-        if self._codecs is not None:
-            codec = self._codecs[0 if key else 1]
-        else:
-            codec = (method.key_codec if key else method.value_codec)(dim, x.dtype)
+        codec = codec or self.make_codec(x, key)
         store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
         return Stream(
-            codec, batch, heads, dim, method.sinks, method.window, x.dtype, x.device, store
+            codec,
+            batch,
+            heads,
+            dim,
+            method.sinks,
+            method.window,
+            x.dtype,
+            x.device,
+            store,
+            self.kernel,
         )
+
+    def take_over(self, k: Stream | None, v: Stream | None, padding: Tensor | None) -> None:
+        """Hold other streams from now on."""
+        with self.lock:
+            self._version += 1
+            self.k, self.v, self._padding = k, v, padding
+
+    def emptied(self) -> CacheLayer:
+        """Return a layer like this one that holds nothing."""
+        return CacheLayer(self.spec, self._make_store, self._codecs, self._latent, self.kernel)
 
     def _view(self, padding: Tensor | None) -> LayerView | None:
         if self.k is None or self.v is None or self.length == 0:
@@ -179,12 +230,12 @@ class CacheLayer:
                 )
 
         k, v = (self._stream_view(stream, padding, check) for stream in (self.k, self.v))
-        return LayerView(k, v, padding)
+        return LayerView(k, v, padding, self.kernel)
 
     def _stream_view(
         self, stream: Stream, padding: Tensor | None, check: Callable[[], None]
     ) -> StreamView:
-        positions = self._sink_positions(stream, padding)
+        positions, sink_end = self._sink_positions(stream, padding)
         return StreamView(
             codec=stream.codec,
             source=stream.store.source(),
@@ -192,7 +243,7 @@ class CacheLayer:
             tail=stream.exact_tail(),
             sinks=stream.sinks,
             sink_positions=positions,
-            sink_end=0 if positions is None else int(positions.max()) + 1,
+            sink_end=sink_end,
             check=check,
         )
 
@@ -216,7 +267,7 @@ class CacheLayer:
             self._version += 1
             for stream in (self.k, self.v):
                 stream.truncate(length)
-                positions = self._sink_positions(stream, self._padding)
+                positions, _ = self._sink_positions(stream, self._padding)
                 if positions is not None:
                     stream.clear_sinks(positions, length)
             if length == 0:
@@ -228,7 +279,13 @@ class CacheLayer:
         With `make_store` the copy's slots lie in stores of that making, which hold them already.
         """
         with self.lock:
-            other = CacheLayer(self.spec, make_store or self._make_store, self._codecs)
+            other = CacheLayer(
+                self.spec,
+                make_store or self._make_store,
+                self._codecs,
+                self._latent,
+                self.kernel,
+            )
             if self.k is not None and self.v is not None:
                 other.k = _forked(self.k, "k", make_store)
                 other.v = _forked(self.v, "v", make_store)
@@ -255,8 +312,14 @@ class CacheLayer:
             self._version += 1
             self.k = self.v = self._padding = None
 
+    def waiting_state(self) -> list[Tensor]:
+        """Return what fitted codecs learnt, while there is no stream that holds it."""
+        codecs = self._codecs if self.k is None and self._codecs is not None else ()
+        return [tensor for codec in codecs for tensor in codec.state().values()]
+
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""
         with self.lock:
             held = [tensor for stream in self.streams() for tensor in stream.tensors()]
+            held += self.waiting_state()
             return held + ([] if self._padding is None else [self._padding])

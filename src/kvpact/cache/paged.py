@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kvpact.cache.block_tables import BlockTables
 from kvpact.cache.checks import check_layer, check_tokens
+from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer, MakeStore
 from kvpact.cache.paged_step import PagedStep
-from kvpact.cache.pages import Calibration, PagePool, PageStore
+from kvpact.cache.pages import PagePool, PageStore
 from kvpact.cache.prefixes import PrefixTable, SharedPage, page_keys
-from kvpact.cache.segments import SegmentStore
-from kvpact.cache.sequences import Page, PagedSequence, distinct_bytes, packed_tokens
+from kvpact.cache.saved_pages import PagedSnapshots
+from kvpact.cache.sequences import PagedSequence, distinct_bytes, packed_tokens
+from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import paged_stats
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
-from kvpact.methods import Codec
-from kvpact.recipe import SpecLike, layer_specs
+from kvpact.kernels.dispatch import choose
+from kvpact.recipe import SpecLike
+from kvpact.snapshot import Snapshot
+from kvpact.spec import Spec
 
 if TYPE_CHECKING:
     from kvpact.cache.paged_view import PagedView
 
 
-class PagedKVCache:
+class PagedKVCache(BlockTables, PagedSnapshots):
     """Sequences on pages of packed slots.
 
     Parameters
     ----------
-    spec : str, Spec, path or mapping
-        A spec, or a recipe with a spec per layer.
+    spec : str, Spec, path, mapping or sequence
+        A spec, or a recipe with a spec per layer; a sequence of `Spec`s, one per layer.
     geometry : CacheGeometry
         Shape of K and V. Its dtype (fp32 if it has none) is that of the tokens to come.
     num_pages : int
@@ -45,42 +51,59 @@ class PagedKVCache:
         Where the pool lives.
     calibration : mapping, optional
         Layer -> K and V, `[B, H_kv, T, D]`: what methods that learn from tokens (low rank, vector
-        quantisation) learn, once, for all sequences. Such methods can't be paged without.
+        quantisation) learn, once, for all sequences; or the states of codecs that learnt before.
+        Such methods can't be paged without. A `Snapshot` gives what the cache that it is from had
+        learnt.
+    kernel : {"auto", "exact", "fast", "torch"}
+        What computes (see `create_cache`).
 
     Notes
     -----
     A sequence's sinks and window are exact copies of its own, beside the pages. Calls for different
-    layers may run in parallel; `reserve` (which `append` calls) takes the pages of all layers at
-    once, under the pool's lock, before any layer's lock is taken.
+    layers may run in parallel, calls for one layer take turns; `reserve` (which `append` calls)
+    takes the pages of all layers at once, under the pool's lock.
     """
 
     layout = "paged"
 
     def __init__(
         self,
-        spec: SpecLike,
+        spec: SpecLike | Sequence[Spec],
         geometry: CacheGeometry,
         num_pages: int,
         page_size: int | None = None,
         device: torch.device | str = "cpu",
-        calibration: Calibration | None = None,
+        calibration: Calibration | Snapshot | None = None,
+        kernel: str = "auto",
     ) -> None:
+        self.kernel = choose(kernel)
         self.geometry, self.device = geometry, torch.device(device)
         self._dtype = geometry.dtype or torch.float32
-        self.specs = layer_specs(spec, geometry.num_layers)
+        self.specs = cache_specs(spec, geometry)
         self.pool = PagePool(self.specs, geometry, num_pages, page_size, self.device, calibration)
         self._sequences: dict[int, PagedSequence] = {}
         self._next = 0
         self._prefixes = PrefixTable()
         self._layer_locks = [threading.RLock() for _ in self.specs]
 
-    def _maker(self, layer: int, table: list[int]) -> MakeStore:
-        def make(
-            codec: Codec, batch: int, heads: int, device: torch.device, side: str
-        ) -> SegmentStore:
-            return PageStore(self.pool, self.pool.storage[layer][side], table)
+    @property
+    def token_geometry(self) -> CacheGeometry:
+        """The geometry with the dtype that tokens have to be of."""
+        return replace(self.geometry, dtype=self._dtype)
 
-        return make
+    def _maker(self, layer: int, table: list[int]) -> MakeStore:
+        fields = self.pool.storage[layer]
+        return lambda codec, batch, heads, device, side: PageStore(self.pool, fields[side], table)
+
+    def _empty_layer(self, layer: int, table: list[int]) -> CacheLayer:
+        """Return a layer of a sequence that has the pages of `table`."""
+        return CacheLayer(
+            self.specs[layer],
+            self._maker(layer, table),
+            self.pool.codecs[layer],
+            self.geometry.latent,
+            self.kernel,
+        )
 
     def _sequence(self, seq: int) -> PagedSequence:
         named = isinstance(seq, int) and not isinstance(seq, bool)
@@ -108,10 +131,7 @@ class PagedKVCache:
         """
         with self.pool.lock:
             table: list[int] = []
-            layers = [
-                CacheLayer(spec, self._maker(i, table), self.pool.codecs[i])
-                for i, spec in enumerate(self.specs)
-            ]
+            layers = [self._empty_layer(i, table) for i in range(len(self.specs))]
             sequence = PagedSequence(table, layers)
             if token_ids is not None:
                 keys = page_keys(token_ids[: max(len(token_ids) - 1, 0)], self.pool.page_size)
@@ -224,10 +244,14 @@ class PagedKVCache:
             for layer in sequence.layers:
                 layer.reset()
 
+    def layer_of(self, seq: int, layer: int) -> CacheLayer:
+        """Return what a sequence holds in a layer: its streams, to be read under its `lock`."""
+        check_layer(layer, len(self.specs))
+        return self._sequence(seq).layers[layer]
+
     def seq_len(self, seq: int, layer: int = 0) -> int:
         """Tokens that a sequence holds in a layer."""
-        check_layer(layer, len(self.specs))
-        return self._sequence(seq).layers[layer].length
+        return self.layer_of(seq, layer).length
 
     def reserve(
         self, seqs: Sequence[int], tokens: int | Sequence[int], layer: int | None = None
@@ -247,7 +271,7 @@ class PagedKVCache:
         counts = [tokens] * len(seqs) if isinstance(tokens, int) else list(tokens)
         if len(counts) != len(seqs):
             raise GeometryError(f"{len(counts)} numbers of tokens for {len(seqs)} sequences")
-        if len(counts) != len(seqs) or any(count < 0 for count in counts):
+        if any(count < 0 for count in counts):
             raise GeometryError("reserve takes a number of tokens from 0 on for each sequence")
         if len(set(seqs)) != len(seqs):
             raise SequenceError("a sequence is named twice in one call")
@@ -345,31 +369,6 @@ class PagedKVCache:
         """Pages that no sequence holds."""
         return self.pool.num_free
 
-    def iter_pages(self, seq: int) -> Iterator[Page]:
-        """Iterate over a sequence's pages and the tokens that stand on them."""
-        sequence, size = self._sequence(seq), self.pool.page_size
-        for index, page in enumerate(sequence.table):
-            yield Page(page, index * size, min((index + 1) * size, sequence.length))
-
-    def block_table(self, seqs: int | Sequence[int]) -> Tensor:
-        """Return pages: int32 `[N, pages]`, -1 behind a row's end; `[pages]` for one sequence."""
-        tables = [self._sequence(s).table for s in ([seqs] if isinstance(seqs, int) else seqs)]
-        width = max((len(table) for table in tables), default=0)
-        rows = [table + [-1] * (width - len(table)) for table in tables]
-        result = torch.tensor(rows, dtype=torch.int32, device=self.device).view(len(rows), width)
-        return result[0] if isinstance(seqs, int) else result
-
-    def slot_mapping(self, seq: int, start: int = 0, end: int | None = None) -> Tensor:
-        """Return where tokens stand: int64, `page * page_size + offset` for `start <= t < end`."""
-        sequence, size = self._sequence(seq), self.pool.page_size
-        limit = len(sequence.table) * size
-        end = sequence.length if end is None else end
-        if not 0 <= start <= end <= limit:
-            raise GeometryError(f"tokens {start} to {end} are not within the {limit} reserved")
-        tokens = torch.arange(start, end)
-        pages = torch.tensor(sequence.table, dtype=torch.long)
-        return (pages[tokens // size] * size + tokens % size).to(self.device)
-
     def memory_usage(self) -> int:
         """Bytes of all tensors held: the pool, and the exact tokens of the sequences."""
         exact = [t for layers in self._all_layers() for layer in layers for t in layer.tensors()]
@@ -385,9 +384,11 @@ class PagedKVCache:
     def stats(self) -> dict[str, Any]:
         """Return what is held, as `ContiguousCache.stats`; pages count once, however many share."""
         total, pool = self.memory_usage(), self.pool.tensors()
-        stats = paged_stats(self._all_layers(), pool, total)
+        stats = paged_stats(self._all_layers(), pool, total, self.kernel)
         layers = [layer for layers in self._all_layers() for layer in layers]
-        tails = distinct_bytes(stream.tail for layer in layers for stream in layer.streams())
+        tails = distinct_bytes(
+            stream.tail_memory() for layer in layers for stream in layer.streams()
+        )
         learnt = distinct_bytes(self._learnt())
         stats["bytes"]["side"] += learnt
         stats["bytes"]["window"] = tails

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer, LayerPlan
+from kvpact.cache.sequences import PagedSequence
 from kvpact.contract import AttendConfig
 
 if TYPE_CHECKING:
@@ -30,11 +31,19 @@ class PagedStep:
         cache, layer = self._cache, self._layer
         for k, v in self._tokens.values():
             cache.check(layer, k, v)
-        self._before = {seq: len(cache._sequence(seq).table) for seq in self._tokens}
-        cache.reserve(list(self._tokens), [k.shape[2] for k, _ in self._tokens.values()], layer)
+        counts = [k.shape[2] for k, _ in self._tokens.values()]
+        # Two steps of one layer go one after the other, from the count of their pages on.
         self._lock = cache._layer_locks[layer]
         self._lock.acquire()
+        self._before: dict[int, int] = {}
         try:
+            with cache.pool.lock:
+                before = {seq: len(cache._sequence(seq).table) for seq in self._tokens}
+                cache.reserve(list(self._tokens), counts, layer)
+                self._before = before
+                for seq, count in zip(self._tokens, counts, strict=True):
+                    sequence = cache._sequence(seq)
+                    sequence.coming[layer] = sequence.layers[layer].length + count
             plans = []
             for seq, (k, v) in self._tokens.items():
                 entry = cache._sequence(seq).layers[layer]
@@ -48,13 +57,27 @@ class PagedStep:
         if kind is not None:
             self._undo()
         else:
+            self._arrived()
             self._lock.release()
 
+    def _arrived(self) -> list[tuple[PagedSequence, int]]:
+        """Take the step's tokens off what is on its way; return its sequences, if not freed."""
+        cache = self._cache
+        with cache.pool.lock:
+            known = [
+                (cache._sequences[seq], pages)
+                for seq, pages in self._before.items()
+                if seq in cache._sequences
+            ]
+            for sequence, _ in known:
+                sequence.coming.pop(self._layer, None)
+        return known
+
     def _undo(self) -> None:
+        cache = self._cache
+        with cache.pool.lock:
+            for sequence, pages in self._arrived():
+                # Other layers may have got here in the meantime, or be on their way.
+                used = max([sequence.length, *sequence.coming.values()])
+                cache._trim(sequence, max(pages, -(-used // cache.pool.page_size)))
         self._lock.release()
-        with self._cache.pool.lock:
-            for seq, pages in self._before.items():
-                sequence = self._cache._sequence(seq)
-                # Another layer may have got here in the meantime.
-                used = -(-sequence.length // self._cache.pool.page_size)
-                self._cache._trim(sequence, max(pages, used))

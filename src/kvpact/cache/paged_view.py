@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +12,18 @@ import torch
 from torch import Tensor
 
 from kvpact.attention import check_queries
-from kvpact.attention.attend import query_groups
+from kvpact.cache.checks import check_query
 from kvpact.cache.paged import PagedKVCache
+from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step
-from kvpact.contract import AttendConfig, DequantResult, Fused, KVTile
+from kvpact.contract import AttendConfig, DequantResult, KVTile
 from kvpact.errors import GeometryError, SequenceError
+from kvpact.snapshot import Identity, Snapshot
 
 _DEFAULT = AttendConfig()
 
 
-class PagedView:
+class PagedView(BatchRows):
     """A `CompressedKVCache` over sequences of unlike lengths.
 
     Parameters
@@ -42,6 +46,10 @@ class PagedView:
         self.cache = cache
         self._owns = seqs is None
         self.seqs: list[int] | None = None if seqs is None else list(seqs)
+        # Layers of a model may bring their first tokens in threads: one of them makes the rows for
+        # all, and a failure takes them away only if no other call is about to fill them.
+        self._lock = threading.Lock()
+        self._calls, self._unfilled = 0, False
         for seq in self.seqs or ():
             cache.seq_len(seq)
         if len(set(self.seqs or ())) != len(self.seqs or ()):
@@ -52,12 +60,28 @@ class PagedView:
         """Rows; None while there are none."""
         return None if self.seqs is None else len(self.seqs)
 
-    def _rows(self, batch: int) -> list[int]:
-        if self.seqs is None:
-            self.seqs = [self.cache.allocate() for _ in range(batch)]
-        if len(self.seqs) != batch:
-            raise GeometryError(f"batch {batch}, but the view has {len(self.seqs)} sequences")
-        return self.seqs
+    @contextmanager
+    def _rows(self, batch: int) -> Iterator[list[int]]:
+        """Give the rows, made now if there are none; unmake them if nothing comes to be stored."""
+        with self._lock:
+            if self.seqs is None:
+                self.seqs = [self.cache.allocate() for _ in range(batch)]
+                self._unfilled = True
+            if len(self.seqs) != batch:
+                raise GeometryError(f"batch {batch}, but the view has {len(self.seqs)} sequences")
+            rows = self.seqs
+            self._calls += 1
+        stored = False
+        try:
+            yield rows
+            stored = True
+        finally:
+            with self._lock:
+                self._calls -= 1
+                self._unfilled = self._unfilled and not stored
+                if self._unfilled and not self._calls:
+                    self._unfilled = False
+                    self.reset()
 
     def _configs(self, layer: int, new: int, config: AttendConfig) -> dict[int, AttendConfig]:
         """Return each row's part of the config."""
@@ -88,13 +112,12 @@ class PagedView:
     def _store(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig, run: bool
     ) -> tuple[list[Step], list[AttendConfig], list[Tensor]]:
-        fresh = self.seqs is None
-        tokens, configs, outputs = {}, {}, []
-        try:
-            self.cache.check(layer, k, v, q)
-            if q is not None:
-                query_groups(q.shape[1], k.shape[1], config)
-            seqs, new = self._rows(k.shape[0]), k.shape[2]
+        self.cache.check(layer, k, v, q)
+        if q is not None:
+            check_query(self.cache.geometry, q, config)
+        outputs: list[Tensor] = []
+        with self._rows(k.shape[0]) as seqs:
+            new = k.shape[2]
             configs = self._configs(layer, new, config)
             tokens = {seq: (k[i : i + 1], v[i : i + 1]) for i, seq in enumerate(seqs)}
             with self.cache.step(layer, tokens, configs) as plans:
@@ -106,10 +129,6 @@ class PagedView:
                         else:
                             check_queries(row, k.shape[1], entry.length + new, rules)
                 steps = [entry.commit(plan) for entry, plan in plans]
-        except BaseException:
-            if fresh:
-                self.reset()
-            raise
         if run and q is not None and not config.exact_new:
             outputs = [
                 step.attend(q[i : i + 1], configs[seq])
@@ -161,14 +180,6 @@ class PagedView:
 
         return DequantResult(tiles, total, any(result.has_bias for result in results))
 
-    def decode(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
-    ) -> Fused:
-        """Store one token a row and attend over all."""
-        if isinstance(k, Tensor) and k.dim() == 4 and k.shape[2] != 1:
-            raise GeometryError(f"decode takes one token, not {k.shape[2]}; use attend or prefill")
-        return Fused(self.attend(layer, k, v, q, config))
-
     def seq_len(self, layer: int = 0) -> int:
         """Tokens of the longest row in a layer."""
         return max((self.cache.seq_len(seq, layer) for seq in self.seqs or ()), default=0)
@@ -187,6 +198,35 @@ class PagedView:
         else:
             self.truncate(0)
 
+    def snapshot(
+        self,
+        *,
+        token_ids: Tensor | None = None,
+        identity: Identity | None = None,
+        page_size: int | None = None,
+    ) -> Snapshot:
+        """Return what the rows hold; they have to be of equal length (`PagedKVCache.snapshot`)."""
+        return self.cache.snapshot(
+            self.seqs or [], token_ids=token_ids, identity=identity, page_size=page_size
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Hold what a snapshot holds, a sequence per row; see `PagedKVCache.restore`.
+
+        A view of sequences that it was given keeps their ids and takes as many rows as it has.
+        """
+        rows = list(range(snapshot.manifest.batch))
+        if self._owns:
+            old, self.seqs = self.seqs, self.cache.restore_rows(snapshot, rows) or None
+            for seq in old or ():
+                self.cache.free(seq)
+        elif len(rows) != len(self.seqs or ()):
+            raise GeometryError(
+                f"the snapshot has {len(rows)} rows, the view {len(self.seqs or ())} sequences"
+            )
+        else:
+            self.cache.restore_rows(snapshot, rows, self.seqs)
+
     def fork(self) -> PagedView:
         """Return a view of forked sequences."""
         other = PagedView(self.cache)
@@ -194,18 +234,9 @@ class PagedView:
             other.seqs = [self.cache.fork(seq) for seq in self.seqs]
         return other
 
-    def select(self, indices: Tensor) -> None:
-        """Keep the rows `indices`, in this order; rows may repeat. The others are freed."""
-        if not isinstance(indices, Tensor):
-            raise GeometryError("indices should be a tensor")
-        if indices.dim() != 1 or indices.dtype not in (torch.int32, torch.int64):
-            raise GeometryError("indices should be a 1-D tensor of integers")
-        if self.seqs is None:
-            return
-        rows = indices.tolist()
-        if not rows or min(rows) < 0 or max(rows) >= len(self.seqs):
-            raise GeometryError(f"indices should be one or more of 0 … {len(self.seqs) - 1}")
-        old = self.seqs
+    def _keep_rows(self, indices: Tensor) -> None:
+        """Fork rows that repeat, free those that are not kept."""
+        rows, old = indices.tolist(), self.seqs or []
         kept: set[int] = set()
         chosen = []
         for row in rows:
@@ -216,20 +247,6 @@ class PagedView:
             if seq not in kept:
                 self.cache.free(seq)
         self.seqs = chosen
-
-    def reorder(self, indices: Tensor) -> None:
-        """Rearrange the rows (beam search): `select` with as many rows as there are."""
-        count = indices.numel() if isinstance(indices, Tensor) else 0
-        if self.seqs is not None and count != len(self.seqs):
-            raise GeometryError(f"reorder takes a tensor of {len(self.seqs)} indices, not {count}")
-        self.select(indices)
-
-    def repeat(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, next to each other."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise GeometryError(f"repeat takes a number from 1 on, not {repeats!r}")
-        if self.seqs is not None:
-            self.select(torch.arange(len(self.seqs)).repeat_interleave(repeats))
 
     def memory_usage(self) -> int:
         """Bytes of the whole paged cache: its pool is one allocation."""

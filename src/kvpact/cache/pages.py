@@ -9,23 +9,27 @@ pages, and nobody writes to a page that somebody else holds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from math import lcm
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpact.attention import SegmentSource
+from kvpact.cache.codecs import Calibration, layer_codecs
+from kvpact.cache.saved import check_fits, learnt_states
 from kvpact.cache.segments import Segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
-from kvpact.methods.fitted import FittedCodec
+from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
 
 SIDES = ("k", "v")
-Calibration = Mapping[int, tuple[Tensor, Tensor]]
 
 
 def default_page_size(codecs: Sequence[Codec]) -> int:
@@ -50,7 +54,7 @@ class PagePool:
     device : torch.device
         Where the pool lives.
     calibration : mapping, optional
-        Layer -> K and V, `[B, H_kv, T, D]`, for methods that learn from tokens.
+        For methods that learn from tokens, see `kvpact.cache.codecs`.
 
     Raises
     ------
@@ -67,16 +71,18 @@ class PagePool:
         num_pages: int,
         page_size: int | None,
         device: torch.device,
-        calibration: Calibration | None = None,
+        calibration: Calibration | Snapshot | None = None,
     ) -> None:
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
             raise GeometryError(f"num_pages should be a positive number, not {num_pages!r}")
-        dtype = geometry.dtype or torch.float32
-        self.codecs = [
-            self._fitted(spec, geometry, dtype, (calibration or {}).get(layer))
-            for layer, spec in enumerate(specs)
-        ]
-        smallest = default_page_size([codec for pair in self.codecs for codec in pair])
+        if isinstance(calibration, Snapshot):
+            check_fits(calibration, specs, geometry, geometry.dtype or torch.float32)
+            calibration = learnt_states(calibration, device)
+        self.codecs = layer_codecs(specs, geometry, calibration)
+        codecs = [codec for pair in self.codecs for codec in pair]
+        for codec in codecs:
+            codec.require_fitted()  # what one sequence learnt could not be shared with others
+        smallest = default_page_size(codecs)
         self.page_size = smallest if page_size is None else page_size
         if self.page_size < 1 or self.page_size % smallest:
             raise GeometryError(f"page_size should be a multiple of {smallest}, not {page_size!r}")
@@ -95,23 +101,6 @@ class PagePool:
         self.lock = threading.RLock()
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-
-    @staticmethod
-    def _fitted(
-        spec: Spec,
-        geometry: CacheGeometry,
-        dtype: torch.dtype,
-        tokens: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Codec, Codec]:
-        """Return a layer's codecs; what a single sequence learnt could not be shared with pages."""
-        k = spec.key.key_codec(geometry.head_dim, dtype)
-        v = spec.value.value_codec(geometry.value_dim, dtype)
-        if tokens is not None:
-            k = k.fit(tokens[0]) if isinstance(k, FittedCodec) else k
-            v = v.fit(tokens[1]) if isinstance(v, FittedCodec) else v
-        k.require_fitted()
-        v.require_fitted()
-        return k, v
 
     @property
     def num_pages(self) -> int:
@@ -232,9 +221,24 @@ class _PageSource:
 
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:
         self._fields, self._pages, self.segment_tokens = fields, pages, page_size
+        self._arrays: list[np.ndarray[Any, Any]] = []
+
+    @cached_property
+    def _index(self) -> np.ndarray[Any, Any]:
+        return np.array(self._pages, dtype=np.int64)
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the pages `first <= i < last`, in the sequence's order."""
         tensor = self._fields[name]
         pages = torch.tensor(self._pages[first:last], device=tensor.device)
         return tensor.index_select(0, pages).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def addresses(self, name: str) -> tuple[int, int, int] | None:
+        """Return where a field's pages lie; there is one row."""
+        tensor = self._fields[name]
+        if not tensor.is_contiguous():
+            return None
+        size = tensor.element_size()
+        array = self._index * (tensor.stride(0) * size) + tensor.data_ptr()
+        self._arrays.append(array)
+        return int(array.ctypes.data), 0, tensor.stride(1) * size

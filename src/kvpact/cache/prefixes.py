@@ -23,7 +23,7 @@ class SharedPage:
     sinks: Sinks
 
 
-def page_keys(token_ids: Sequence[int], page_size: int) -> list[bytes]:
+def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
     """Return a key for each full page: a hash chain, so a key stands for all tokens up to it.
 
     Parameters
@@ -32,6 +32,8 @@ def page_keys(token_ids: Sequence[int], page_size: int) -> list[bytes]:
         From the sequence's first token on.
     page_size : int
         Tokens per page.
+    salt : bytes
+        What the chain begins with: other salts, other keys.
 
     Raises
     ------
@@ -44,7 +46,7 @@ def page_keys(token_ids: Sequence[int], page_size: int) -> list[bytes]:
         raise GeometryError("token ids should be whole numbers") from None
     if any(not -(2**63) <= token < 2**63 for token in ids):
         raise GeometryError("token ids should fit into 64 bits")
-    keys, last = [], b""
+    keys, last = [], salt
     for start in range(0, len(token_ids) - page_size + 1, page_size):
         part = ids[start : start + page_size]
         digest = hashlib.blake2b(last, digest_size=32)
@@ -58,7 +60,7 @@ class PrefixTable:
     """Key of a page -> the page, for as long as somebody holds it unchanged."""
 
     def __init__(self) -> None:
-        self._pages: dict[bytes, SharedPage] = {}
+        self._pages: dict[bytes, list[SharedPage]] = {}
         self._keys: dict[int, bytes] = {}
 
     def match(self, keys: Sequence[bytes]) -> list[SharedPage]:
@@ -67,22 +69,25 @@ class PrefixTable:
         for key in keys:
             if key not in self._pages:
                 break
-            found.append(self._pages[key])
+            found.append(self._pages[key][0])
         return found
 
     def add(self, key: bytes, shared: SharedPage) -> None:
-        """Offer a page; the first page of a key stays."""
-        if key not in self._pages and shared.page not in self._keys:
-            self._pages[key] = shared
+        """Offer a page; of equal ones the first is shared, then the next that is still held."""
+        if shared.page not in self._keys:
+            self._pages.setdefault(key, []).append(shared)
             self._keys[shared.page] = key
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors held."""
-        pairs = [pair for shared in self._pages.values() for pair in shared.sinks]
+        pairs = [pair for pages in self._pages.values() for page in pages for pair in page.sinks]
         return [sinks for pair in pairs for sinks in pair if sinks is not None]
 
     def drop(self, page: int) -> None:
         """Forget a page that was freed or is about to change."""
         key = self._keys.pop(page, None)
-        if key is not None:
+        if key is None:
+            return
+        self._pages[key] = [shared for shared in self._pages[key] if shared.page != page]
+        if not self._pages[key]:
             del self._pages[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import addressof, c_void_p
 from math import lcm
 from typing import Protocol
 
@@ -75,6 +76,7 @@ class SegmentList:
         self._codec, self._shape, self._device = codec, (batch, heads), device
         self._segments: list[Segment] = []
         self._owned: list[bool] = []
+        self._source: _ListSource | None = None
 
     def missing(self, tokens: int) -> list[Segment]:
         """Allocate what is missing."""
@@ -89,6 +91,8 @@ class SegmentList:
 
     def extend(self, segments: list[Segment]) -> None:
         """Add new segments."""
+        if segments:
+            self._source = None
         self._segments += segments
         self._owned += [True] * len(segments)
 
@@ -102,15 +106,20 @@ class SegmentList:
             shared = self._segments[index]
             self._segments[index] = {name: tensor.clone() for name, tensor in shared.items()}
             self._owned[index] = True
+            self._source = None
         return True
 
     def keep(self, count: int) -> None:
         """Drop later segments."""
+        if count < len(self._segments):
+            self._source = None
         del self._segments[count:], self._owned[count:]
 
     def source(self) -> SegmentSource:
         """Return the segments as they are now."""
-        return _ListSource(tuple(self._segments), self.segment_tokens)
+        if self._source is None:
+            self._source = _ListSource(tuple(self._segments), self.segment_tokens)
+        return self._source
 
     def fork(self) -> SegmentList:
         """Share all segments."""
@@ -139,13 +148,40 @@ class SegmentList:
         return [segment[name] for segment in self._segments]
 
 
+class PointerTable:
+    """Addresses of segments that have a shape and strides in common.
+
+    Parameters
+    ----------
+    tensors : list of Tensor
+        `[B, H, units, …]` each.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._tensors = tensors
+        self._array = (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+        strides = {tensor.stride() for tensor in tensors}
+        row, head, *_ = tensors[0].stride()
+        size = tensors[0].element_size()
+        regular = len(strides) == 1 and tensors[0][0, 0].is_contiguous()
+        self.entry = (addressof(self._array), row * size, head * size) if regular else None
+
+
 class _ListSource:
     """Reads segments by joining them."""
 
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
         self._segments, self.segment_tokens = segments, segment_tokens
+        self._pointers: dict[str, PointerTable] = {}
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the segments `first <= i < last`."""
         parts = [segment[name] for segment in self._segments[first:last]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def addresses(self, name: str) -> tuple[int, int, int] | None:
+        """Return where a field's segments lie."""
+        found = self._pointers.get(name)
+        if found is None:
+            found = self._pointers[name] = PointerTable([s[name] for s in self._segments])
+        return found.entry

@@ -25,6 +25,8 @@ class PagedSequence:
         self.table, self.layers = table, layers
         # A page that was shared when a rollback cut it may still hold tokens that went.
         self.unclean = False
+        # Layer -> the length that a step under way will bring it to: its pages are spoken for.
+        self.coming: dict[int, int] = {}
 
     @property
     def length(self) -> int:

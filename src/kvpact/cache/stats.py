@@ -13,21 +13,22 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.cache.segments import SEGMENT_TOKENS
 from kvpact.cache.stream import Stream
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.dispatch import choose
+from kvpact.kernels.dispatch import Kernel
 from kvpact.methods import Codec, Method, bytes_per_slot
 from kvpact.spec import Spec
 
 
-def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
+def cache_stats(layers: Iterable[CacheLayer], layout: str, kernel: Kernel) -> dict[str, Any]:
     """Return what layers hold.
 
     Returns
     -------
     dict
-        ``spec``, ``layout``, ``kernel``; ``tokens`` (the longest layer's), ``values`` (numbers of
-        K and V cached), ``packed_values`` (those that have slots); ``bytes``: ``codes``, ``side``
-        (side information), ``sinks`` (and where each row's stand), ``window`` (exact recent
-        tokens, the open group included), ``unused`` (allocated, not yet used), ``total``;
+        ``spec``, ``layout``, ``kernel`` (see `Kernel.stats`); ``tokens`` (the longest layer's),
+        ``values`` (numbers of K and V cached), ``packed_values`` (those that have slots);
+        ``bytes``: ``codes``, ``side`` (side information), ``sinks`` (and where each row's stand),
+        ``window`` (exact recent tokens, the open group included), ``unused`` (allocated, not yet
+        used), ``total``;
         ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and side
         information per packed value); both NaN when nothing is held.
 
@@ -43,6 +44,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
         with layer.lock:
             tokens = max(tokens, layer.length)
             sizes["sinks"] += layer.padding_bytes
+            sizes["side"] += sum(tensor.nbytes for tensor in layer.waiting_state())
             for stream in (layer.k, layer.v):
                 if stream is not None:
                     batch, heads, _, dim = stream.tail.shape
@@ -55,7 +57,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
     return {
         "spec": specs.pop() if len(specs) == 1 else "mixed",
         "layout": layout,
-        "kernel": choose(),
+        "kernel": kernel.stats(),
         "tokens": tokens,
         "values": values,
         "packed_values": packed,
@@ -66,7 +68,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str) -> dict[str, Any]:
 
 
 def paged_stats(
-    sequences: list[list[CacheLayer]], pool: list[Tensor], total: int
+    sequences: list[list[CacheLayer]], pool: list[Tensor], total: int, kernel: Kernel
 ) -> dict[str, Any]:
     """Return `cache_stats` of sequences on a pool; bytes of slots are the pool's, used or not.
 
@@ -74,7 +76,7 @@ def paged_stats(
     never more than the pool; ``unused`` is the rest of the pool.
     """
     layers = [layer for sequence in sequences for layer in sequence]
-    stats = cache_stats(layers, "paged")
+    stats = cache_stats(layers, "paged", kernel)
     held = sum(tensor.nbytes for tensor in pool)
     codes = side = 0.0
     for layer in layers:
@@ -96,7 +98,7 @@ def paged_stats(
 
 
 def merge_stats(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the statistics of several caches as those of one."""
+    """Return the statistics of several caches with one kernel as those of one."""
     sizes = {name: sum(part["bytes"][name] for part in parts) for name in parts[0]["bytes"]}
     values, packed = (sum(part[name] for part in parts) for name in ("values", "packed_values"))
     specs = {part["spec"] for part in parts}
@@ -120,7 +122,8 @@ def _count(stream: Stream, sizes: dict[str, int]) -> None:
         sizes[field.kind] += used
         sizes["unused"] += held - used
     sizes["side"] += sum(tensor.nbytes for tensor in stream.codec.state().values())
-    sizes["window"] += stream.tail.numel() * stream.tail.element_size()
+    sizes["window"] += stream.tail.nbytes
+    sizes["unused"] += stream.room
     if stream.sinks is not None:
         sizes["sinks"] += stream.sinks.numel() * stream.sinks.element_size()
 
@@ -144,6 +147,12 @@ def bytes_per_token(spec: Spec, geometry: CacheGeometry) -> dict[str, float]:
     return {"key_bytes": key, "value_bytes": value}
 
 
+def unplanned(spec: Spec, geometry: CacheGeometry) -> list[str]:
+    """Return what `planned_bytes` can't know before the tokens are there, in words."""
+    notes = [codec.unplanned for _, codec, _ in _codecs(spec, geometry)]
+    return sorted({note for note in notes if note})
+
+
 def planned_bytes(
     spec: Spec, geometry: CacheGeometry, tokens: int, batch: int = 1
 ) -> dict[str, int]:
@@ -152,12 +161,14 @@ def planned_bytes(
     Returns
     -------
     dict
-        ``slots``, ``sinks``, ``window``, ``unused``, ``total``; equal to what `memory_usage` of
-        such a cache counts.
+        ``slots``, ``factors`` (what codecs learn: a basis, a codebook), ``sinks``, ``window``,
+        ``unused``, ``total``; equal to what `memory_usage` of such a cache counts, but for what
+        `unplanned` names, and the room for a few tokens (`Stream.room`) that later appends of
+        single tokens leave behind the window.
     """
     rows = batch * geometry.num_kv_heads * geometry.num_layers
     itemsize = (geometry.dtype or torch.float16).itemsize
-    sizes = dict.fromkeys(("slots", "sinks", "window", "unused"), 0)
+    sizes = dict.fromkeys(("slots", "factors", "sinks", "window", "unused"), 0)
     for method, codec, dim in _codecs(spec, geometry):
         packed = tokens // codec.group * codec.group
         segment = lcm(SEGMENT_TOKENS, codec.group)
@@ -165,6 +176,8 @@ def planned_bytes(
         used = round(bytes_per_slot(codec) * packed * rows)
         sizes["slots"] += used
         sizes["unused"] += round(bytes_per_slot(codec) * held * rows) - used
+        factors = codec.state_bytes(geometry.num_kv_heads) if packed else 0
+        sizes["factors"] += factors * geometry.num_layers
         begin = max(tokens - method.window, 0)
         tail = tokens - min(packed, begin - begin % codec.group)
         sizes["window"] += tail * dim * itemsize * rows

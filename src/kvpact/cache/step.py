@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.attention import LayerView, attend, dequant_result
+from kvpact.attention import LayerView, attend, attend_latent, dequant_result
 from kvpact.contract import AttendConfig, DequantResult
 
 
@@ -27,6 +27,8 @@ class Step:
         `[B]` left-padding tokens.
     lock : lock
         The layer's: the past is read under it, so that nobody rolls it back meanwhile.
+    latent : bool
+        `k` and `v` are MLA latents and rotated keys (see `attention.latent`).
     """
 
     view: LayerView | None
@@ -34,10 +36,11 @@ class Step:
     v: Tensor
     padding: Tensor | None
     lock: AbstractContextManager[Any]
+    latent: bool = False
 
     @torch.no_grad()
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
-        """Attend over the past and the new tokens: `[B, H_q, q_len, D_v]`.
+        """Attend over the past and the new tokens: `[B, H_q, q_len, D_v]` (latents: `r`).
 
         Raises
         ------
@@ -50,11 +53,12 @@ class Step:
         with self.lock:
             if self.view is not None:
                 self.view.k.check()
-            return attend(self.view, k, v, q, config, self.padding)
+            compute = attend_latent if self.latent else attend
+            return compute(self.view, k, v, q, config, self.padding)
 
     def dequantize(self, q: Tensor | None, config: AttendConfig) -> DequantResult:
         """Return K and V of all tokens, decompressed when read.
 
         The new tokens are the tensors that were given: they may not be overwritten before.
         """
-        return dequant_result(self.view, self.k, self.v, q, config, self.lock)
+        return dequant_result(self.view, self.k, self.v, q, config, self.lock, self.latent)

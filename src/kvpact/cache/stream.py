@@ -23,16 +23,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpact.cache.encoder import SlotWriter, can_hold
+from kvpact.cache.encoder import refusal as native_refusal
 from kvpact.cache.segments import Segment, SegmentStore
+from kvpact.kernels.dispatch import Kernel
 from kvpact.methods import Codec
+
+MOST_STEP = 8
+"""Appends of so many tokens to what is held leave room behind the tail for the next ones."""
+SLACK = 8
+"""Tokens of that room."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Encoded arrays and the token that they begin with."""
+    """Encoded arrays, or tokens that are encoded into their slots, and where they begin."""
 
     start: int
-    arrays: dict[str, Tensor]
+    arrays: dict[str, Tensor] | None
+    tokens: Tensor
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class AppendPlan:
     packed: int
     tail_start: int
     tail: Tensor
+    room: int
     sinks: Tensor | None
     segments: list[Segment]
 
@@ -64,6 +74,8 @@ class Stream:
         Where everything lives.
     store : SegmentStore
         Where the slots lie.
+    kernel : Kernel, optional
+        What encodes; torch if omitted.
     """
 
     def __init__(
@@ -77,9 +89,12 @@ class Stream:
         dtype: torch.dtype,
         device: torch.device,
         store: SegmentStore,
+        kernel: Kernel | None = None,
     ) -> None:
-        self.codec, self.window = codec, window
+        self.codec, self.window, self.kernel = codec, window, kernel
         self.store = store
+        self._room = 0  # tokens that fit behind the tail, into its memory
+        self._writer = SlotWriter(codec)
         self.packed = 0
         self.tail = torch.zeros(batch, heads, 0, dim, dtype=dtype, device=device)
         self._tail_start = 0
@@ -98,7 +113,12 @@ class Stream:
         if self.sinks is not None and sinks is not None:
             self.sinks = sinks
 
-    def prepare(self, x: Tensor, sink_positions: Tensor | None) -> AppendPlan:
+    def take_over(self, packed: int, start: int, tail: Tensor, sinks: Tensor | None) -> None:
+        """Hold what another stream held; its slots are in the store already."""
+        self.packed, self._tail_start = packed, start
+        self.tail, self.sinks, self._room = tail, sinks, 0
+
+    def prepare(self, x: Tensor, sink_positions: Tensor | None, sink_end: int) -> AppendPlan:
         """Encode tokens and allocate what they need; the stream stays as it is.
 
         Parameters
@@ -107,18 +127,52 @@ class Stream:
             `[B, H, new, D]`, checked.
         sink_positions : Tensor or None
             `[B, S]`: where each row's sink tokens stand.
+        sink_end : int
+            No sink token stands at or behind this position.
+
+        Raises
+        ------
+        NonFiniteError
+            A token that the codec can't hold, be it now or when its group is complete.
         """
+        self.codec.check_range(x)
+        x = x.to(self.tail.dtype)
         length = self.length + x.shape[2]
-        known = torch.cat([self.tail, x.to(self.tail.dtype)], dim=2)
-        pieces, packed = self._encode(known, length)
+        pieces, packed = self._encode(x, length)
         start = max(self._tail_start, self._exact_start(packed, length, self.codec.group))
-        # A slice would keep the whole of `known` alive behind it.
-        tail = (
-            known if start == self._tail_start else known[:, :, start - self._tail_start :].clone()
-        )
+        tail, room = self._next_tail(x, start)
         segments = self.store.missing(packed)
-        sinks = self._fill_sinks(x, sink_positions)
-        return AppendPlan(pieces, packed, start, tail, sinks, segments)
+        sinks = self.sinks
+        if self.length < sink_end:
+            sinks = self._fill_sinks(x, sink_positions)
+        return AppendPlan(pieces, packed, start, tail, room, sinks, segments)
+
+    def _next_tail(self, x: Tensor, start: int) -> tuple[Tensor, int]:
+        """Return the tail from `start` on with new tokens behind it, and the room left behind them.
+
+        Room is written to at once: no view reaches there.
+        """
+        new, first = x.shape[2], start - self._tail_start
+        held = self.tail.shape[2]
+        kept = held - first
+        if kept < 0:
+            x, kept, new = x[:, :, -kept:], 0, new + kept
+        shape, strides = x.shape, self.tail.stride()
+        if kept and self._room >= new:
+            offset = self.tail.storage_offset()
+            behind = (*shape[:2], new, shape[3])
+            self.tail.as_strided(behind, strides, offset + held * strides[2]).copy_(x)
+            both = (*shape[:2], kept + new, shape[3])
+            tail = self.tail.as_strided(both, strides, offset + first * strides[2])
+            return tail, self._room - new
+        old = self.tail[:, :, first:]
+        if new > MOST_STEP or not self.length or kept + new == 0:
+            # A slice would keep the whole of `x` alive behind it.
+            return (torch.cat([old, x], 2) if kept else x.clone()), 0
+        tail = x.new_zeros(*shape[:2], kept + new + SLACK, shape[3])
+        tail[:, :, :kept] = old
+        tail[:, :, kept : kept + new] = x
+        return tail[:, :, : kept + new], SLACK
 
     def _exact_start(self, packed: int, length: int, group: int = 1) -> int:
         """Where the window begins, or the group that it begins in; never behind `packed`."""
@@ -138,19 +192,46 @@ class Stream:
         """Return the tokens from `exact_from` on."""
         return self.tail[:, :, self.exact_from - self._tail_start :]
 
-    def _encode(self, known: Tensor, length: int) -> tuple[list[_Piece], int]:
+    def _encode(self, x: Tensor, length: int) -> tuple[list[_Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
         cut = packed % group
         if cut and packed < length:
             end = min(packed + group - cut, length)
-            x = known[:, :, packed - self._tail_start : end - self._tail_start].float()
-            pieces.append(_Piece(packed, self.codec.encode(x, self._group_at(packed))))
+            tokens = self._tokens(x, packed, end)
+            self._note("torch: the rest of a group that was cut")
+            rest = self.codec.encode(tokens.float(), self._group_at(packed))
+            pieces.append(_Piece(packed, rest, tokens))
             packed = end
         end = packed + (length - packed) // group * group if packed % group == 0 else packed
         if end > packed:
-            x = known[:, :, packed - self._tail_start : end - self._tail_start].float()
-            pieces.append(_Piece(packed, self.codec.encode(x)))
+            tokens = self._tokens(x, packed, end)
+            native = self._encodes_natively(tokens)
+            encoded = None if native else self.codec.encode(tokens.float())
+            pieces.append(_Piece(packed, encoded, tokens))
         return pieces, max(end, packed)
+
+    def _tokens(self, x: Tensor, start: int, end: int) -> Tensor:
+        """Return tokens of the tail, and of the new ones behind it."""
+        held = self.length
+        if start >= held:
+            return x if end - start == x.shape[2] else x[:, :, start - held : end - held]
+        known = torch.cat([self.tail[:, :, start - self._tail_start :], x[:, :, : end - held]], 2)
+        return known[:, :, : end - start]
+
+    def _note(self, how: str) -> None:
+        if self.kernel is not None:
+            self.kernel.encodes[how] += 1
+
+    def _encodes_natively(self, tokens: Tensor) -> bool:
+        """Whether the native kernel encodes whole groups of tokens, when they are stored."""
+        if self.kernel is None or self.kernel.library is None:
+            self._note("torch")
+            return False
+        reason = native_refusal(self.codec, tokens)
+        if not reason and not can_hold(self.kernel.library, self.codec, tokens):
+            reason = "magnitudes that may be beyond the format"
+        self._note(f"torch: {reason}" if reason else "cpu")
+        return not reason
 
     def _group_at(self, token: int) -> Segment:
         """Side information of the group that a token is in, `[B, H, 1, …]` by field name."""
@@ -179,9 +260,12 @@ class Stream:
         for piece in plan.pieces:
             self._write(piece)
         self.packed, self._tail_start = plan.packed, plan.tail_start
-        self.tail, self.sinks = plan.tail, plan.sinks
+        self.tail, self._room, self.sinks = plan.tail, plan.room, plan.sinks
 
     def _write(self, piece: _Piece) -> None:
+        if piece.arrays is None:
+            self._write_tokens(piece)
+            return
         for field in self.codec.fields:
             if field.name not in piece.arrays:
                 continue
@@ -196,8 +280,19 @@ class Stream:
                 field.write(self.store.segment(segment)[field.name], inside, part)
                 done += take
 
+    def _write_tokens(self, piece: _Piece) -> None:
+        """Encode tokens into their slots."""
+        assert self.kernel is not None and self.kernel.library is not None
+        size = self.store.segment_tokens
+        indices = range(piece.start // size, -(-(piece.start + piece.tokens.shape[2]) // size))
+        for index in indices:
+            self.store.own(index)
+        segments = [self.store.segment(index) for index in indices]
+        self._writer.write(self.kernel.library, segments, size, piece.tokens, piece.start)
+
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on (at most what is held)."""
+        self._room = 0
         if length >= self._tail_start:
             self.tail = self.tail[:, :, : length - self._tail_start].clone()
         else:
@@ -230,8 +325,10 @@ class Stream:
 
     def fork(self, store: SegmentStore | None = None) -> Stream:
         """Return a copy that shares the slots until one side writes (or has another store)."""
+        self._room = 0  # nobody writes behind a tail that two share
         other = object.__new__(Stream)
         other.__dict__.update(self.__dict__)
+        other._writer = SlotWriter(self.codec)
         other.store = self.store.fork() if store is None else store
         return other
 
@@ -239,14 +336,25 @@ class Stream:
         """Return a copy with the given batch rows."""
         other = object.__new__(Stream)
         other.__dict__.update(self.__dict__)
+        other._room, other._writer = 0, SlotWriter(self.codec)
         indices = indices.to(self.tail.device)
         other.store = self.store.select(indices)
         other.tail = self.tail.index_select(0, indices)
         other.sinks = None if self.sinks is None else self.sinks.index_select(0, indices)
         return other
 
+    @property
+    def room(self) -> int:
+        """Bytes of the tail's memory that lie unused around it."""
+        return self.tail_memory().nbytes - self.tail.nbytes
+
+    def tail_memory(self) -> Tensor:
+        """Return the memory of the tail, with the room in it."""
+        count = self.tail.untyped_storage().nbytes() // self.tail.element_size()
+        return self.tail if count == self.tail.numel() else self.tail.as_strided((count,), (1,), 0)
+
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""
         held = [tensor for field in self.codec.fields for tensor in self.store.tensors(field.name)]
         learnt = self.codec.state().values()
-        return [*held, *learnt, self.tail, *([] if self.sinks is None else [self.sinks])]
+        return [*held, *learnt, self.tail_memory(), *([] if self.sinks is None else [self.sinks])]

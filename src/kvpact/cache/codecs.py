@@ -1,0 +1,90 @@
+"""The codecs of layers, fitted to calibration tokens where they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.checks import check_layer
+from kvpact.errors import DtypeError, GeometryError
+from kvpact.geometry import CacheGeometry
+from kvpact.methods import Codec
+from kvpact.methods.fitted import FittedCodec
+from kvpact.spec import Spec
+
+Learnt = Tensor | Mapping[str, Tensor]
+"""Tokens to learn from, `[B, H_kv, T, D]`, or what a codec learnt before (`Codec.state`)."""
+Calibration = Mapping[int, tuple[Learnt, Learnt]]
+"""Layer -> for K and for V."""
+
+
+def layer_codecs(
+    specs: Sequence[Spec], geometry: CacheGeometry, calibration: Calibration | None
+) -> list[tuple[Codec, Codec]]:
+    """Return a pair of codecs per layer, for K and for V.
+
+    Parameters
+    ----------
+    specs : sequence of Spec
+        One per layer.
+    geometry : CacheGeometry
+        Its dtype is that of the tokens to come; that of the calibration tokens (or fp32) if it has
+        none.
+    calibration : mapping, optional
+        For methods that learn from tokens; others have no use for it.
+
+    Raises
+    ------
+    DtypeError, GeometryError, NonFiniteError
+        Calibration that is no pair of floating-point tensors or states, of another shape than the
+        cache's, empty, or not finite.
+    FormatError
+        A state that is none of the codec.
+    LayerIndexError
+        A layer that is not there.
+    """
+    given = calibration or {}
+    for layer in given:
+        check_layer(layer, len(specs))
+    pairs = []
+    for layer, spec in enumerate(specs):
+        dtype = geometry.dtype or _dtype(layer, given)
+        k = spec.key.key_codec(geometry.head_dim, dtype)
+        v = spec.value.value_codec(geometry.value_dim, dtype)
+        if layer in given:
+            k, v = (
+                _fitted(codec, learnt, geometry.num_kv_heads)
+                for codec, learnt in zip((k, v), given[layer], strict=True)
+            )
+        pairs.append((k, v))
+    return pairs
+
+
+def _dtype(layer: int, given: Calibration) -> torch.dtype:
+    """Return the dtype of a layer's calibration tokens, checked to be tokens or states."""
+    dtype = torch.float32
+    if layer not in given:
+        return dtype
+    pair = given[layer]
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise DtypeError(f"calibration of layer {layer} should be a pair, for K and for V")
+    for learnt in pair:
+        if isinstance(learnt, Tensor) and learnt.is_floating_point():
+            dtype = learnt.dtype
+        elif not isinstance(learnt, Mapping):
+            raise DtypeError(
+                f"calibration of layer {layer} should be floating-point tokens or states"
+            )
+    return dtype
+
+
+def _fitted(codec: Codec, learnt: Learnt, heads: int) -> Codec:
+    if not isinstance(codec, FittedCodec):
+        return codec
+    if isinstance(learnt, Mapping):
+        return codec.restore(learnt) if learnt else codec
+    if learnt.dim() == 4 and learnt.shape[1] != heads:
+        raise GeometryError(f"calibration tokens have {learnt.shape[1]} heads, the cache {heads}")
+    return codec.fit(learnt)

@@ -1,0 +1,194 @@
+"""Encoding by the native kernel: what it covers, and its arguments.
+
+The codec's `encode` and the fields' `write` define the bytes. Everything is checked here, before
+C++ is entered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import GeometryError
+from kvpact.formats import CodesField, Field
+from kvpact.kernels.cpu import NativeLibrary, structs
+from kvpact.kernels.cpu.encode_structs import CHOICES, KINDS, EncodeArgs
+from kvpact.kernels.encoding import search_tree
+from kvpact.methods import Codec
+from kvpact.transforms import IDENTITY, RandomHadamard
+from kvpact.transforms.hadamard import random_signs
+
+MOST_DIM, MOST_GROUP = 1024, 128
+_DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
+_CPU = torch.device("cpu")
+
+
+class CodecEncoder:
+    """What of the kernel's arguments depends on the codec alone; or why there are none.
+
+    Parameters
+    ----------
+    codec : Codec
+        Whose `encode` is to be computed.
+
+    Attributes
+    ----------
+    reason : str
+        Why the kernel does not cover the codec; empty if it does.
+    limit : float
+        Tokens without a larger magnitude can't fail.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.reason, self.limit, self.args = "", 0.0, EncodeArgs()
+        self._alive: list[Tensor] = []
+        form, transform = codec.encoding(), codec.transform
+        if form is None:
+            self.reason = f"no native encoding for {type(codec).__name__}"
+            return
+        fields: dict[str, Field] = {field.name: field for field in codec.fields}
+        codes = fields[form.codes]
+        dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
+        if dim > MOST_DIM:
+            self.reason = f"width {dim} is above {MOST_DIM}"
+        elif transform is not IDENTITY and not isinstance(transform, RandomHadamard):
+            self.reason = f"transform {type(transform).__name__}"
+        elif form.group > 1 and MOST_GROUP % form.group:
+            self.reason = f"groups of {form.group} tokens"
+        self.limit, self.args = form.limit, EncodeArgs()
+        args = self.args
+        args.kind, args.bits, args.dim = KINDS[form.kind], form.bits, dim
+        args.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
+        args.choice, args.group = CHOICES[form.choice], form.group
+        args.channels = form.channels or dim
+        if isinstance(transform, RandomHadamard):
+            args.signs = self._keep(random_signs(dim + transform.block, transform.seed, _CPU))
+        if form.levels:
+            args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
+            tree = search_tree(form.boundaries)
+            args.steps = self._keep(torch.tensor(tree, dtype=torch.float32))
+        names = (("codes", form.codes), ("scale", form.scale), ("zero", form.zero))
+        self.fields = [(n, fields[f]) for n, f in (*names, ("mean", form.mean)) if f is not None]
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+
+_encoders: WeakKeyDictionary[Codec, CodecEncoder] = WeakKeyDictionary()
+
+
+def codec_encoder(codec: Codec) -> CodecEncoder:
+    """Return the encoder of a codec, made once."""
+    found = _encoders.get(codec)
+    if found is None:
+        found = _encoders[codec] = CodecEncoder(codec)
+    return found
+
+
+def refusal(codec: Codec, x: Tensor) -> str:
+    """Return why the native kernel does not encode such tokens; nothing if it does."""
+    if x.device.type != "cpu":
+        return f"device {x.device}"
+    if x.dtype not in _DTYPES:
+        return f"dtype {x.dtype}"
+    return codec_encoder(codec).reason
+
+
+def _tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
+    row, head, token, channel = x.stride()
+    if channel != 1 and x.shape[3] != 1:
+        x = x.contiguous()
+        row, head, token, _ = x.stride()
+    size = x.element_size()
+    return structs.Exact(x.data_ptr(), row * size, head * size, token * size), x
+
+
+def magnitude(library: NativeLibrary, x: Tensor) -> float:
+    """Return the largest magnitude in `[B, H, T, D]`; NaN or infinity where one number is."""
+    exact, x = _tokens(x)
+    found: float = library.magnitude(library.bit, ctypes.byref(exact), _DTYPES[x.dtype], *x.shape)
+    return found
+
+
+def can_hold(library: NativeLibrary, codec: Codec, x: Tensor) -> bool:
+    """Whether no token of `[B, H, T, D]` can be beyond what the codec's fields hold."""
+    limit = codec_encoder(codec).limit
+    return limit == math.inf or magnitude(library, x) <= limit
+
+
+class SlotWriter:
+    """Encodes a stream's tokens into its slots; not for two threads at once.
+
+    Parameters
+    ----------
+    codec : Codec
+        Whose slots they are.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self._args = codec, EncodeArgs()
+        self._known: list[tuple[int, tuple[int, ...]]] = []
+        self._arrays: list[ctypes.Array[ctypes.c_void_p]] = []
+
+    def write(
+        self,
+        library: NativeLibrary,
+        segments: Sequence[dict[str, Tensor]],
+        segment_tokens: int,
+        x: Tensor,
+        start: int,
+    ) -> None:
+        """Encode tokens.
+
+        Parameters
+        ----------
+        library : NativeLibrary
+            Encodes.
+        segments : sequence of dict
+            Storage by field name, `[B, H, units, …]` each, of consecutive segments.
+        segment_tokens : int
+            Tokens of a segment.
+        x : Tensor
+            `[B, H, T, D]`, checked: `refusal` has nothing to say, and `can_hold` is true.
+        start : int
+            Position of the first token, in the first segment.
+        """
+        encoder = codec_encoder(self._codec)
+        stored = [
+            (tensor.data_ptr(), tensor.stride())
+            for _, field in encoder.fields
+            for tensor in [segment[field.name] for segment in segments]
+        ]
+        # Most appends go where the last one went.
+        if stored != self._known:
+            self._prepare(encoder, segments)
+            self._known = stored
+        args = self._args
+        args.x, x = _tokens(x)
+        args.dtype = _DTYPES[x.dtype]
+        args.batch, args.heads, args.tokens, _ = x.shape
+        args.start, args.segment_tokens = start, segment_tokens
+        args.threads = torch.get_num_threads()
+        status = library.encode(library.bit, ctypes.byref(args), 1)
+        assert status == 0, f"the encoder refused its arguments ({status})"
+
+    def _prepare(self, encoder: CodecEncoder, segments: Sequence[dict[str, Tensor]]) -> None:
+        self._known, self._arrays = [], []
+        size = ctypes.sizeof(EncodeArgs)
+        ctypes.memmove(ctypes.byref(self._args), ctypes.byref(encoder.args), size)
+        for name, field in encoder.fields:
+            tensors = [segment[field.name] for segment in segments]
+            strides = tensors[0].stride()
+            for tensor in tensors:
+                if tensor.stride() != strides or not tensor[0, 0].is_contiguous():
+                    raise GeometryError(f"storage of {field.name} has gaps")
+            array = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+            self._arrays.append(array)
+            row, head = (stride * tensors[0].element_size() for stride in strides[:2])
+            setattr(self._args, name, structs.Field(ctypes.addressof(array), row, head))

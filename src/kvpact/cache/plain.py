@@ -1,0 +1,282 @@
+"""`KVCache`: K and V of every token as they are, one contiguous buffer per layer and side."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.checks import check_layer
+from kvpact.cache.plain_state import (
+    KVSnapshot,
+    Rows,
+    as_rows,
+    known_dtype,
+    read_payload,
+    write_payload,
+)
+from kvpact.cache.reserve import reserve
+from kvpact.errors import CacheFull, GeometryError, IncompleteToken
+
+
+class KVCache:
+    """A contiguous cache without compression, one token after the other: `[tokens, kv_dim]`.
+
+    A token is stored layer by layer with `store_kv`, seen at once by the layer that stored it, and
+    committed for all layers with `advance`.
+
+    Parameters
+    ----------
+    num_layers : int
+        Layers of the model.
+    max_seq_len : int
+        Tokens that there is room for.
+    kv_dim : int
+        Width of a token: KV heads times head_dim.
+    dtype : torch.dtype or str
+        fp32, fp16 or bf16: of what is held. Numbers given in another of the three are rounded.
+
+    Raises
+    ------
+    GeometryError, DtypeError
+        A size that is no number from 1 on, another dtype.
+    CacheFull
+        The system has no addresses left for `max_seq_len` tokens.
+
+    Notes
+    -----
+    Addresses for all tokens are reserved at once, memory is claimed in pages of the system (mostly
+    4 KB) as tokens are written. So K of a layer is one view, without a copy, however long it gets,
+    and a view stays valid: it shows its tokens until `truncate` and new ones replace them. What
+    `clear` and the restores replace lives on in views made before.
+
+    Calls for different layers may run in parallel. `advance`, `truncate`, `clear` and the restores
+    are for all layers: call them while no layer is being stored.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        max_seq_len: int,
+        kv_dim: int,
+        dtype: torch.dtype | str = torch.float32,
+    ) -> None:
+        sizes = {"num_layers": num_layers, "max_seq_len": max_seq_len, "kv_dim": kv_dim}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise GeometryError(f"{name} should be a number from 1 on, not {size!r}")
+        self._shape, self._dtype = (num_layers, 2, max_seq_len, kv_dim), known_dtype(dtype)
+        self._adopt(self._reserved(), 0)
+        self._locks = [threading.Lock() for _ in range(num_layers)]
+
+    def _reserved(self) -> Tensor:
+        return reserve(self._shape, self._dtype)
+
+    def _adopt(self, data: Tensor, tokens: int) -> None:
+        self._data, self._seq_len = data, tokens
+        self._flying = [0] * self.num_layers
+        self._touched = [tokens] * self.num_layers
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self._shape[0]
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that there is room for."""
+        return self._shape[2]
+
+    @property
+    def kv_dim(self) -> int:
+        """Numbers of a token's key (or value) in a layer."""
+        return self._shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of what is held."""
+        return self._dtype
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens committed; those in flight don't count."""
+        return self._seq_len
+
+    def store_kv(self, layer: int, key: Rows, value: Rows) -> None:
+        """Write tokens of a layer at the current position; they replace what is in flight there.
+
+        Parameters
+        ----------
+        layer : int
+            Layer index.
+        key, value : Tensor or ndarray
+            `[kv_dim]`, or `[n, kv_dim]` for n tokens at once; fp32, fp16 or bf16.
+
+        Raises
+        ------
+        CacheFull
+            No room for all of them; nothing is written.
+        KVPactError
+            Another layer, shape, dtype or device; NaN or infinity. The cache is as before.
+        """
+        check_layer(layer, self.num_layers)
+        k = as_rows("key", key, self.kv_dim, self._dtype)
+        v = as_rows("value", value, self.kv_dim, self._dtype)
+        count = len(k)
+        if count != len(v) or not count:
+            raise GeometryError(f"{count} keys and {len(v)} values; give as many, at least one")
+        with self._locks[layer]:
+            begin = self._seq_len
+            end = begin + count
+            if end > self.max_seq_len:
+                raise CacheFull(
+                    f"{count} tokens wanted, {self.max_seq_len - begin} of {self.max_seq_len} "
+                    "free; truncate, or make a longer cache"
+                )
+            if self._is_own(k) or self._is_own(v):
+                k, v = k.clone(), v.clone()
+            self._data[layer, 0, begin:end] = k
+            self._data[layer, 1, begin:end] = v
+            self._flying[layer] = count
+            self._touched[layer] = max(self._touched[layer], end)
+
+    def _is_own(self, rows: Tensor) -> bool:
+        return rows.untyped_storage().data_ptr() == self._data.untyped_storage().data_ptr()
+
+    def advance(self, tokens: int = 1) -> None:
+        """Commit tokens in flight, for all layers.
+
+        Raises
+        ------
+        IncompleteToken
+            A layer has not stored them; nothing is committed.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise GeometryError(f"advance by a number of tokens from 1 on, not {tokens!r}")
+        missing = [layer for layer, flying in enumerate(self._flying) if flying < tokens]
+        if missing:
+            raise IncompleteToken(
+                f"layer {missing[0]} has {self._flying[missing[0]]} of {tokens} tokens in flight; "
+                "store_kv them in every layer, then advance"
+            )
+        self._seq_len += tokens
+        self._flying = [flying - tokens for flying in self._flying]
+
+    def get_keys(self, layer: int) -> Tensor:
+        """Return the keys of a layer, `[tokens, kv_dim]`: those committed and those in flight.
+
+        A view of the cache, not a copy: to be read, not to be written to.
+        """
+        return self._view(layer, 0)
+
+    def get_values(self, layer: int) -> Tensor:
+        """Return the values of a layer; see `get_keys`."""
+        return self._view(layer, 1)
+
+    def _view(self, layer: int, side: int) -> Tensor:
+        check_layer(layer, self.num_layers)
+        with self._locks[layer]:
+            return self._data[layer, side, : self._seq_len + self._flying[layer]]
+
+    def for_each_key(self, layer: int) -> Iterator[tuple[int, Tensor]]:
+        """Iterate over (position, key) of a layer, `[kv_dim]` views, as `get_keys` shows them."""
+        return _each(self.get_keys(layer))
+
+    def for_each_value(self, layer: int) -> Iterator[tuple[int, Tensor]]:
+        """Iterate over (position, value) of a layer; see `for_each_key`."""
+        return _each(self.get_values(layer))
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on, in flight or not; never extends, touches no data."""
+        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
+            raise GeometryError(f"truncate to a number of tokens from 0 on, not {length!r}")
+        seq_len = min(self._seq_len, length)
+        self._flying = [
+            max(min(self._seq_len + flying, length) - seq_len, 0) for flying in self._flying
+        ]
+        self._seq_len = seq_len
+
+    def clear(self) -> None:
+        """Forget all tokens and give their memory back (once no view of it is left)."""
+        self._adopt(self._reserved(), 0)
+
+    def memory_usage(self) -> int:
+        """Bytes claimed: of all tokens ever written since `clear`, in whole pages of the system."""
+        row, page = self.kv_dim * self._dtype.itemsize, mmap.PAGESIZE
+        side, claimed, last = self.max_seq_len * row, 0, -1
+        for layer, tokens in enumerate(self._touched):
+            for start in (2 * layer * side, (2 * layer + 1) * side) if tokens else ():
+                first = max(start // page, last + 1)
+                last = (start + tokens * row - 1) // page
+                claimed += max(last + 1 - first, 0) * page
+        return claimed
+
+    def snapshot(self) -> KVSnapshot:
+        """Return copies of the tokens committed."""
+        sides = [
+            [self._data[layer, side, : self._seq_len].clone() for layer in range(self.num_layers)]
+            for side in (0, 1)
+        ]
+        return KVSnapshot(tuple(sides[0]), tuple(sides[1]), self._seq_len)
+
+    def restore_from_snapshot(self, snapshot: KVSnapshot) -> None:
+        """Hold the tokens of a snapshot, and no others.
+
+        Raises
+        ------
+        GeometryError
+            Another number of layers, another width, or not `seq_len` tokens in every layer.
+        CacheFull
+            More tokens than there is room for.
+        DtypeError, NonFiniteError
+            What can't be stored. After any error the cache is as before.
+        """
+        tokens, layers = snapshot.seq_len, self.num_layers
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise GeometryError(f"seq_len should be a number from 0 on, not {tokens!r}")
+        if (len(snapshot.keys), len(snapshot.values)) != (layers, layers):
+            raise GeometryError(
+                f"the snapshot has keys of {len(snapshot.keys)} layers and values of "
+                f"{len(snapshot.values)}, the cache {layers}"
+            )
+        if tokens > self.max_seq_len:
+            raise CacheFull(
+                f"the snapshot has {tokens} tokens, there is room for {self.max_seq_len}"
+            )
+        data = self._reserved()
+        for side, name, held in ((0, "keys", snapshot.keys), (1, "values", snapshot.values)):
+            for layer, given in enumerate(held):
+                rows = as_rows(f"{name} of layer {layer}", given, self.kv_dim, self._dtype)
+                if len(rows) != tokens:
+                    raise GeometryError(
+                        f"{name} of layer {layer} have {len(rows)} tokens, the snapshot {tokens}"
+                    )
+                data[layer, side, :tokens] = rows
+        self._adopt(data, tokens)
+
+    def to_payload(self) -> bytes:
+        """Return the tokens committed as bytes: safetensors with a checksum over everything."""
+        return write_payload(self.snapshot(), self.kv_dim, self._dtype)
+
+    def restore_from_payload(self, payload: Any) -> None:
+        """Hold the tokens of a payload, and no others.
+
+        Raises
+        ------
+        FormatError, IntegrityError
+            No payload of a `KVCache`, cut short, or changed in any bit.
+        GeometryError, DtypeError, CacheFull
+            That of a cache with other layers, width or dtype, or with more tokens than there is
+            room for. After any error the cache is as before.
+        """
+        held = read_payload(payload, self.num_layers, self.kv_dim, self._dtype)
+        self.restore_from_snapshot(held)
+
+
+def _each(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
+    for position in range(len(rows)):
+        yield position, rows[position]

@@ -1,0 +1,62 @@
+"""Memory that is reserved as addresses and claimed page by page, as it is written to."""
+
+from __future__ import annotations
+
+import mmap
+import platform
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import CacheFull
+
+_NORESERVE_ON = {("Linux", "x86_64"), ("Linux", "aarch64")}
+
+# Without it Linux refuses more than there is memory. Python's name for it is younger than 3.11.
+_NORESERVE = 0x4000 if (platform.system(), platform.machine()) in _NORESERVE_ON else 0
+
+
+def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor of zeros on the CPU whose memory the system claims when it is written to.
+
+    `torch.empty` would do so only where the allocator has no memory of its own to hand out again.
+    The pages are given back when the last view of the tensor is gone.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        Not empty.
+    dtype : torch.dtype
+        Of the numbers.
+
+    Raises
+    ------
+    CacheFull
+        The system has no room for so many addresses.
+    """
+    count = 1
+    for size in shape:
+        count *= size
+    try:
+        region = _map(count * dtype.itemsize)
+    except (OSError, OverflowError, ValueError) as error:
+        raise CacheFull(
+            f"the system can't reserve {count * dtype.itemsize:,} bytes ({error}); "
+            "take fewer tokens, or a 16-bit dtype"
+        ) from error
+    return torch.frombuffer(region, dtype=dtype, count=count).view(shape)
+
+
+def _map(size: int) -> mmap.mmap:
+    private = getattr(mmap, "MAP_PRIVATE", None)
+    if private is None:  # Windows: backed by the page file, and resident when touched
+        return mmap.mmap(-1, size)
+    flags = private | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", _NORESERVE)
+    region = mmap.mmap(-1, size, flags=flags)
+    # A huge page would claim 2 MB per layer for the first token.
+    advice = getattr(mmap, "MADV_NOHUGEPAGE", None)
+    if advice is not None:
+        with suppress(OSError):  # the kernel was built without huge pages
+            region.madvise(advice)
+    return region

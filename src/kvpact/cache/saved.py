@@ -1,0 +1,317 @@
+"""Caches as plain state and back: slots as they lie, exact tokens, what codecs learnt.
+
+Nothing is decompressed on the way. Whatever is read is built and checked as a whole before a cache
+takes it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.codecs import Calibration
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.stream import Stream
+from kvpact.errors import (
+    DtypeError,
+    FormatError,
+    GeometryError,
+    MismatchError,
+    NonFiniteError,
+    SpecError,
+)
+from kvpact.formats import TILE, Field
+from kvpact.formats.base import FORMAT_VERSION
+from kvpact.geometry import CacheGeometry
+from kvpact.methods import Codec
+from kvpact.methods.fitted import FittedCodec
+from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState
+from kvpact.spec import Spec
+
+PAGE_TOKENS = 64
+"""Least tokens per page of a snapshot: smaller pages cost checksums, larger ones empty slots."""
+
+
+def least_page_size(specs: Sequence[Spec], geometry: CacheGeometry) -> int:
+    """Return the tokens that pages have to be multiples of: whole tiles and groups."""
+    dtype, groups = geometry.dtype or torch.float32, set()
+    for spec in set(specs):
+        groups.add(spec.key.key_codec(geometry.head_dim, dtype).group)
+        groups.add(spec.value.value_codec(geometry.value_dim, dtype).group)
+    return lcm(TILE, *groups)
+
+
+def field_info(field: Field) -> FieldInfo:
+    """Return what a snapshot says of a field."""
+    return FieldInfo(field.name, field.dtype, tuple(field.shape), field.tokens)
+
+
+def _stream_state(stream: Stream) -> StreamState:
+    source, step = stream.store.source(), stream.store.segment_tokens
+    segments, slots = -(-stream.packed // step), {}
+    for field in stream.codec.fields:
+        if segments:
+            units = -(-stream.packed // field.tokens)
+            held = source.gather(field.name, 0, segments)
+            # One segment comes as it is, more are joined, which copies.
+            slots[field.name] = (held.clone() if segments == 1 else held)[:, :, :units]
+            # A page that is shared may hold tokens of another sequence behind this one's.
+            field.clear_from(slots[field.name], stream.packed)
+    fields = tuple(field_info(field) for field in stream.codec.fields)
+    start = stream.length - stream.tail.shape[2]
+    return StreamState(
+        fields, slots, stream.packed, start, stream.tail, stream.sinks, stream.codec.state()
+    )
+
+
+def layer_state(layer: CacheLayer) -> LayerState:
+    """Return a layer's state, which does not change when the layer does."""
+    with layer.lock:
+        spec, padding = layer.spec.to_json(), layer.padding
+        if layer.k is None or layer.v is None:
+            return LayerState(spec, None, None)
+        rows = None if padding is None else tuple(padding.tolist())
+        return LayerState(spec, (_stream_state(layer.k), _stream_state(layer.v)), rows)
+
+
+def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) -> LayerState:
+    """Return the tokens `first <= t < last` of a layer as a part: slots, and sinks among them.
+
+    Parameters
+    ----------
+    layer : CacheLayer
+        With one row without padding.
+    spec : dict
+        Its spec as JSON-ready data.
+    first, last : int
+        All packed; multiples of every field's unit.
+    """
+    with layer.lock:
+        k, v = (_packed_part(stream, first, last) for stream in layer.streams())
+        return LayerState(spec, (k, v), None)
+
+
+def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
+    source, step = stream.store.source(), stream.store.segment_tokens
+    begin, slots = first // step, {}
+    for field in stream.codec.fields:
+        held = source.gather(field.name, begin, -(-last // step))
+        unit = field.tokens
+        part = held[
+            :, :, first // unit - begin * step // unit : last // unit - begin * step // unit
+        ]
+        slots[field.name] = part
+    fields = tuple(field_info(field) for field in stream.codec.fields)
+    sinks = None if stream.sinks is None else stream.sinks[:, :, first:last]
+    return StreamState(
+        fields,
+        slots,
+        last,
+        last,
+        stream.tail[:, :, :0],
+        sinks if sinks is not None and sinks.shape[2] else None,
+        {},
+    )
+
+
+def check_fits(
+    snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, dtype: torch.dtype | None
+) -> None:
+    """Raise a named error unless a cache of these specs can take a snapshot.
+
+    Raises
+    ------
+    FormatError
+        Slots of another `FORMAT_VERSION`, or a part of a snapshot.
+    GeometryError, SpecError, DtypeError
+        Another geometry, spec or dtype.
+    """
+    m = snapshot.manifest
+    if m.slots != FORMAT_VERSION:
+        raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
+    if m.begin:
+        raise FormatError(f"a part that begins with token {m.begin}; join it with those before")
+    if replace(m.geometry, dtype=None) != replace(geometry, dtype=None):
+        raise GeometryError(f"the snapshot is of {m.geometry}, the cache of {geometry}")
+    for index, (entry, spec) in enumerate(zip(m.layers, specs, strict=True)):
+        if entry.spec != spec.to_json():
+            held = Spec.from_json(entry.spec)
+            raise SpecError(f"layer {index} of the snapshot is of {str(held)!r}, not {str(spec)!r}")
+        if entry.dtype is not None and entry.dtype != (dtype or entry.dtype):
+            raise DtypeError(f"the snapshot's tokens are {entry.dtype}, the cache's {dtype}")
+
+
+def restored_layer(
+    empty: CacheLayer, state: LayerState, device: torch.device, shared: bool
+) -> CacheLayer:
+    """Fill an empty layer with a state.
+
+    Parameters
+    ----------
+    empty : CacheLayer
+        With the spec and the storage wanted; storage has room already where it is reserved.
+    state : LayerState
+        Read from a snapshot.
+    device : torch.device
+        Where the tokens go.
+    shared : bool
+        Whether the layer's codecs serve others too and must have learnt the same already.
+
+    Raises
+    ------
+    FormatError
+        No cache could have been in this state.
+    MismatchError
+        A shared codec learnt something else.
+    """
+    if state.streams is None:
+        return empty
+    streams = []
+    for key, held in zip((True, False), state.streams, strict=True):
+        method = empty.spec.key if key else empty.spec.value
+        # First of all: an empty stream allocates its sinks.
+        sinks = 0 if held.sinks is None else held.sinks.shape[2]
+        _need(sinks == method.sinks, "number of sinks")
+        x = held.tail[:, :, :0].to(device)
+        codec = empty.make_codec(x, key)
+        if shared:
+            same_learnt(codec, held)
+        codec = fitted_codec(codec, held, device)
+        stream = empty.new_stream(x, key, codec)
+        _check_stream(stream, held)
+        _fill(stream, held)
+        streams.append(stream)
+    padding = None if state.padding is None else torch.tensor(state.padding, dtype=torch.long)
+    empty.take_over(streams[0], streams[1], padding)
+    return empty
+
+
+def _check_stream(stream: Stream, state: StreamState) -> None:
+    """Raise `FormatError` unless a stream's state is one that a cache could have been in."""
+    exact = [state.tail] if state.sinks is None else [state.tail, state.sinks]
+    finite = all(bool(torch.isfinite(tensor).all()) for tensor in exact)
+    _need(finite, "exact tokens that are not finite")
+    try:
+        stream.codec.check_range(state.tail)  # those of an open group are going to be packed
+    except NonFiniteError as error:
+        raise FormatError(f"the snapshot can't be right: {error}") from error
+    whole = state.length - state.length % stream.codec.group
+    # Complete groups are packed; a group that a rollback cut may be packed further.
+    _need(state.packed >= whole, "complete groups that are not packed")
+    _need(state.packed % stream.codec.group == 0 or state.packed == state.length, "a cut group")
+    check_slots(stream.codec, state)
+
+
+def _need(good: bool, what: str) -> None:
+    if not good:
+        raise FormatError(f"the snapshot can't be right: {what}")
+
+
+def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Codec:
+    """Return a codec with what the snapshot's learnt; the fields are checked.
+
+    Raises
+    ------
+    FormatError
+        Its state or fields are not such a codec's.
+    """
+    if isinstance(codec, FittedCodec):
+        learnt = {name: tensor.to(device) for name, tensor in stream.learnt.items()}
+        codec = codec.restore(learnt) if learnt else codec
+    elif stream.learnt:
+        raise FormatError("the snapshot has learnt what its method does not learn")
+    if tuple(field_info(field) for field in codec.fields) != stream.fields:
+        raise FormatError("the snapshot's fields are not those of its method")
+    return codec
+
+
+def learnt_states(snapshot: Snapshot, device: torch.device) -> Calibration:
+    """Return what the codecs of every layer had learnt, on a device."""
+    states = {}
+    for index in range(len(snapshot.manifest.layers)):
+        held = snapshot.layer(index, 0, 0).streams
+        if held is not None:
+            k, v = ({n: x.to(device) for n, x in stream.learnt.items()} for stream in held)
+            states[index] = (k, v)
+    return states
+
+
+def same_learnt(codec: Codec, stream: StreamState) -> None:
+    """Raise `MismatchError` unless a codec has learnt exactly what a snapshot's has."""
+    state = codec.state()
+    same = state.keys() == stream.learnt.keys() and all(
+        torch.equal(tensor.cpu(), stream.learnt[name]) for name, tensor in state.items()
+    )
+    if not same:
+        raise MismatchError(
+            "the snapshot's method learnt from other tokens than this cache's; make the cache "
+            "with calibration=snapshot, or calibrate both with the same tokens"
+        )
+
+
+def _fill(stream: Stream, state: StreamState) -> None:
+    """Put slots and exact tokens into an empty stream whose store has room for them."""
+    step = stream.store.segment_tokens
+    stream.store.extend(stream.store.missing(state.packed))
+    for field in stream.codec.fields:
+        held = state.slots.get(field.name)
+        if held is None:
+            continue
+        units = step // field.tokens
+        for index in range(-(-state.packed // step)):
+            part = held[:, :, index * units : (index + 1) * units]
+            stream.store.segment(index)[field.name][:, :, : part.shape[2]] = part
+    device = stream.tail.device
+    sinks = None if state.sinks is None else state.sinks.to(device)
+    stream.take_over(state.packed, state.start, state.tail.to(device), sinks)
+
+
+def check_slots(codec: Codec, state: StreamState) -> None:
+    """Raise `FormatError` unless the slots of tokens that are not there are zero."""
+    for field in codec.fields:
+        storage = state.slots.get(field.name)
+        if storage is None:
+            continue
+        first = state.packed // lcm(field.tokens, TILE) * lcm(field.tokens, TILE)
+        rest = storage[:, :, first // field.tokens :].clone()
+        before = rest.clone()
+        field.clear_from(rest, state.packed - first)
+        if not torch.equal(_bits(before), _bits(rest)):
+            raise FormatError(f"field {field.name!r} has slots of tokens that are not there")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def build_snapshot(
+    states: Sequence[LayerState],
+    specs: Sequence[Spec],
+    geometry: CacheGeometry,
+    layout: str,
+    token_ids: Tensor | None,
+    identity: Identity | None,
+    page_size: int | None,
+) -> Snapshot:
+    """Make a snapshot of layers' states (see `ContiguousCache.snapshot`)."""
+    least = least_page_size(specs, geometry)
+    size = lcm(PAGE_TOKENS, least) if page_size is None else page_size
+    if type(size) is not int or size < 1 or size % least:
+        raise GeometryError(f"page_size should be a multiple of {least}, not {page_size!r}")
+    batches = {s.tail.shape[0] for state in states for s in state.streams or ()}
+    if len(batches) > 1:
+        raise GeometryError(f"layers hold batches of unlike size: {sorted(batches)}")
+    return Snapshot.build(
+        states,
+        slots=FORMAT_VERSION,
+        geometry=geometry,
+        layout=layout,
+        page_size=size,
+        identity=identity,
+        token_ids=token_ids,
+    )

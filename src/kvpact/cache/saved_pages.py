@@ -1,0 +1,140 @@
+"""Sequences of a paged cache as plain state and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.pages import PagePool
+from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
+from kvpact.cache.sequences import PagedSequence
+from kvpact.errors import GeometryError, SequenceError
+from kvpact.geometry import CacheGeometry
+from kvpact.snapshot import Identity, LayerState, Snapshot
+from kvpact.snapshot.parts import select_rows, stack_rows
+from kvpact.spec import Spec
+
+
+def paged_states(specs: Sequence[Spec], sequences: Sequence[PagedSequence]) -> list[LayerState]:
+    """Return the state of each layer, a row per sequence.
+
+    Raises
+    ------
+    GeometryError
+        The sequences can't be rows of one snapshot.
+    """
+    if not sequences:
+        return [LayerState(spec.to_json(), None, None) for spec in specs]
+    return [
+        stack_rows([layer_state(sequence.layers[index]) for sequence in sequences])
+        for index in range(len(specs))
+    ]
+
+
+class PagedSnapshots:
+    """What a `PagedKVCache` does with snapshots."""
+
+    pool: PagePool
+    specs: list[Spec]
+    geometry: CacheGeometry
+    device: torch.device
+    layout: str
+    _dtype: torch.dtype
+    _sequences: dict[int, PagedSequence]
+    _sequence: Callable[[int], PagedSequence]
+    _add: Callable[[PagedSequence], int]
+    _trim: Callable[[PagedSequence, int], None]
+    _empty_layer: Callable[[int, list[int]], CacheLayer]
+
+    def snapshot(
+        self,
+        seqs: int | Sequence[int],
+        *,
+        token_ids: Tensor | None = None,
+        identity: Identity | None = None,
+        page_size: int | None = None,
+    ) -> Snapshot:
+        """Return what a sequence holds, or what several of equal length hold, as rows.
+
+        Parameters and errors as in `ContiguousCache.snapshot`.
+
+        Raises
+        ------
+        GeometryError
+            The sequences are of unlike length or were cut at unlike places.
+        """
+        rows = [seqs] if isinstance(seqs, int) else list(seqs)
+        with self.pool.lock:
+            states = paged_states(self.specs, [self._sequence(seq) for seq in rows])
+            return build_snapshot(
+                states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
+            )
+
+    def restore(self, snapshot: Snapshot, *, row: int = 0, seq: int | None = None) -> int:
+        """Make a sequence of a snapshot's row; return its id.
+
+        Parameters
+        ----------
+        snapshot : Snapshot
+            From a cache of any layout, read and checked as a whole before anything changes.
+        row : int
+            Which row.
+        seq : int, optional
+            A sequence to be replaced; its pages are freed when the new ones are there.
+
+        Raises
+        ------
+        GeometryError, SpecError, DtypeError, MismatchError
+            It is of another geometry, spec or dtype, or learnt other things.
+        FormatError, IntegrityError
+            It is damaged, of another version, or a part.
+        CacheFull
+            There are too few free pages.
+        """
+        return self.restore_rows(snapshot, [row], None if seq is None else [seq])[0]
+
+    def restore_rows(
+        self, snapshot: Snapshot, rows: Sequence[int], seqs: Sequence[int] | None = None
+    ) -> list[int]:
+        """Make a sequence of each of these rows, all or none; see `restore`."""
+        check_fits(snapshot, self.specs, self.geometry, self._dtype)
+        if seqs is not None and (len(seqs) != len(rows) or len(set(seqs)) != len(seqs)):
+            raise SequenceError(f"{len(rows)} rows go into as many different sequences, not {seqs}")
+        with self.pool.lock:
+            for seq in seqs or ():
+                self._sequence(seq)
+            built = self._restored(snapshot, rows)
+            if seqs is None:
+                return [self._add(sequence) for sequence in built]
+            for seq, new in zip(seqs, built, strict=True):
+                old, self._sequences[seq] = self._sequences[seq], new
+                self._trim(old, 0)
+                for layer in old.layers:
+                    layer.reset()
+            return list(seqs)
+
+    def _restored(self, snapshot: Snapshot, rows: Sequence[int]) -> list[PagedSequence]:
+        """Return new sequences, each on pages of its own; pages go back if one can't be made."""
+        batch, size = snapshot.manifest.batch, self.pool.page_size
+        for row in rows:
+            if type(row) is not int or not 0 <= row < max(batch, 1):
+                raise GeometryError(f"row {row!r} is not one of 0 … {max(batch, 1) - 1}")
+        per_row = -(-snapshot.tokens // size)
+        pages = self.pool.take(per_row * len(rows), f"{snapshot.tokens} tokens, {len(rows)} times")
+        tables = [pages[i * per_row : (i + 1) * per_row] for i in range(len(rows))]
+        layers: list[list[CacheLayer]] = [[] for _ in rows]
+        try:
+            for index in range(len(self.specs)):
+                state = snapshot.layer(index)
+                for row, table, made in zip(rows, tables, layers, strict=True):
+                    empty = self._empty_layer(index, table)
+                    one = select_rows(state, [row]) if state.streams is not None else state
+                    made.append(restored_layer(empty, one, self.device, shared=True))
+        except BaseException:
+            for page in pages:
+                self.pool.release(page)
+            raise
+        return [PagedSequence(*parts) for parts in zip(tables, layers, strict=True)]

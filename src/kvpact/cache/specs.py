@@ -1,0 +1,68 @@
+"""The spec of each layer, as the geometry of a cache wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpact.errors import GeometryError, SpecError
+from kvpact.geometry import CacheGeometry
+from kvpact.methods.integer import Integer
+from kvpact.methods.none import Exact
+from kvpact.recipe import SpecLike, layer_specs
+from kvpact.spec import Spec, parse_spec
+
+
+def cache_specs(source: SpecLike | Sequence[Spec], geometry: CacheGeometry) -> list[Spec]:
+    """Return a spec per layer.
+
+    Parameters
+    ----------
+    source : str, Spec, path, mapping or sequence of Spec
+        A spec or recipe, completed for latents (`latent_spec`); or one finished spec per layer.
+    geometry : CacheGeometry
+        Whose layers.
+
+    Raises
+    ------
+    SpecError
+        A spec or recipe can't be read.
+    GeometryError
+        A sequence of specs has another length than there are layers.
+    """
+    if isinstance(source, Sequence) and not isinstance(source, str):
+        if len(source) != geometry.num_layers:
+            raise GeometryError(f"{len(source)} specs for {geometry.num_layers} layers")
+        return list(source)
+    specs = layer_specs(source, geometry.num_layers)
+    return [latent_spec(spec) for spec in specs] if geometry.latent else specs
+
+
+def latent_spec(spec: Spec, rope: str | None = None) -> Spec:
+    """Return a spec for latents: its first method for `c_kv`, a second one for `k_rope`.
+
+    Parameters
+    ----------
+    spec : Spec
+        A method behind the slash is for `k_rope`.
+    rope : str, optional
+        The method for `k_rope`. If neither names one: 8-bit integers with the same sinks and
+        window, or exact where the latent is exact.
+
+    Raises
+    ------
+    SpecError
+        Both name a method for `k_rope`, or `rope` can't be read or names two.
+    """
+    two = spec.slashed or spec.key != spec.value
+    if rope is not None:
+        chosen = parse_spec(rope)
+        if two or chosen.key != chosen.value:
+            raise SpecError(
+                f"spec {str(spec)!r} and rope={rope!r} name more than one method for k_rope"
+            )
+        return Spec(spec.key, chosen.value, slashed=True)
+    if two or isinstance(spec.key, Exact):
+        return spec
+    return Spec(
+        spec.key, Integer(bits=8, sinks=spec.key.sinks, window=spec.key.window), slashed=True
+    )

@@ -1,0 +1,205 @@
+"""`KVCache`: snapshots and payloads, and what is refused of them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+
+import kvpact
+from kvpact import errors
+
+LAYERS, ROOM, WIDTH = 2, 8, 5
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def rows(count: int, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def filled(tokens: int, dtype: torch.dtype = torch.float32, room: int = ROOM) -> kvpact.KVCache:
+    cache = kvpact.KVCache(LAYERS, room, WIDTH, dtype)
+    if tokens:
+        for layer in range(LAYERS):
+            cache.store_kv(layer, rows(tokens, layer), rows(tokens, 10 + layer))
+        cache.advance(tokens)
+    return cache
+
+
+def state(cache: kvpact.KVCache) -> list:
+    sides = (cache.get_keys, cache.get_values)
+    return [cache.seq_len, [side(layer).tolist() for side in sides for layer in range(LAYERS)]]
+
+
+def assert_refused(cache, error, call, given, match=None):
+    before = state(cache)
+    with pytest.raises(error, match=match) as caught:
+        call(given)
+    assert isinstance(caught.value, errors.KVPactError)
+    assert state(cache) == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 5, ROOM])
+def test_restored_as_it_was(tokens, dtype):
+    cache = filled(tokens, dtype)
+    snapshot, payload = cache.snapshot(), cache.to_payload()
+    assert isinstance(payload, bytes) and snapshot.seq_len == tokens
+    for form in (snapshot, payload, bytearray(payload), memoryview(payload)):
+        other = filled(3, dtype)
+        if form is snapshot:
+            other.restore_from_snapshot(form)
+        else:
+            other.restore_from_payload(form)
+        assert state(cache) == state(other)
+        assert other.to_payload() == payload
+
+
+def test_a_payload_is_a_safetensors_file():
+    cache = filled(3)
+    tensors = load(cache.to_payload())
+    assert torch.equal(tensors["layer.1.k"], cache.get_keys(1))
+    assert torch.equal(tensors["layer.0.v"], cache.get_values(0))
+
+
+def test_a_snapshot_is_a_copy_without_what_is_in_flight():
+    cache = filled(3)
+    cache.store_kv(0, rows(1), rows(1))
+    snapshot, held = cache.snapshot(), cache.get_keys(1).clone()
+    cache.truncate(0)
+    cache.store_kv(1, rows(4, 50), rows(4, 51))
+    assert torch.equal(snapshot.keys[1], held) and len(snapshot.keys[0]) == 3
+    cache.restore_from_snapshot(snapshot)
+    assert cache.seq_len == 3 and all(len(cache.get_keys(i)) == 3 for i in range(LAYERS))
+    assert torch.equal(cache.get_keys(1), held)
+
+
+def test_a_snapshot_of_arrays_and_of_another_dtype():
+    keys = [rows(2, i).numpy() for i in range(2)]
+    values = [rows(2, 10 + i).half() for i in range(2)]
+    cache = filled(5, torch.bfloat16)
+    cache.restore_from_snapshot(kvpact.KVSnapshot(keys, values, 2))
+    assert torch.equal(cache.get_keys(1), rows(2, 1).bfloat16())
+    assert torch.equal(cache.get_values(0), rows(2, 10).half().bfloat16())
+
+
+def _changed(**changes):
+    def make():
+        held = filled(3).snapshot()
+        return replace(held, **{name: change(held) for name, change in changes.items()})
+
+    return make
+
+
+BAD = torch.full((3, WIDTH), torch.nan)
+WRONG = {
+    "layers": (_changed(keys=lambda s: s.keys[:1], values=lambda s: s.values[:1]), "layers"),
+    "layers of keys": (_changed(keys=lambda s: (*s.keys, s.keys[0])), "layers"),
+    "shorter": (_changed(values=lambda s: (s.values[0], s.values[1][:2])), "2 tokens"),
+    "longer": (_changed(seq_len=lambda s: 2), "3 tokens"),
+    "width": (_changed(keys=lambda s: (s.keys[0], rows(3, width=4))), "shape"),
+    "negative": (_changed(seq_len=lambda s: -1), "seq_len"),
+    "NaN": (_changed(values=lambda s: (s.values[0], BAD)), "NaN"),
+    "integers": (_changed(keys=lambda s: (s.keys[0], np.zeros((3, 5), int))), "cast"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_snapshots_change_nothing(name):
+    make, match = WRONG[name]
+    cache = filled(4)
+    cache.store_kv(1, rows(1), rows(1))
+    assert_refused(cache, errors.KVPactError, cache.restore_from_snapshot, make(), match=match)
+
+
+def test_what_is_too_long_is_not_cut():
+    cache, long = filled(4), filled(9, room=9)
+    for call, given in (
+        (cache.restore_from_snapshot, long.snapshot()),
+        (cache.restore_from_payload, long.to_payload()),
+    ):
+        assert_refused(cache, errors.CacheFull, call, given, match="9 tokens")
+
+
+def test_payloads_of_other_caches_change_nothing():
+    cache = filled(2)
+    others = {
+        errors.DtypeError: kvpact.KVCache(LAYERS, ROOM, WIDTH, "float16"),
+        errors.GeometryError: kvpact.KVCache(LAYERS, ROOM, WIDTH + 1),
+        ValueError: kvpact.KVCache(LAYERS + 1, ROOM, WIDTH),
+    }
+    for error, other in others.items():
+        assert_refused(cache, error, cache.restore_from_payload, other.to_payload())
+    for wrong in (None, "text", b"", b"\0" * 64, 5, [1, 2]):
+        assert_refused(cache, errors.FormatError, cache.restore_from_payload, wrong)
+
+
+def small() -> kvpact.KVCache:
+    cache = kvpact.KVCache(1, 2, 3, torch.float16)
+    cache.store_kv(0, rows(2, 1, width=3), rows(2, 2, width=3))
+    cache.advance(2)
+    return cache
+
+
+REFUSED = (errors.FormatError, errors.IntegrityError)
+
+
+def test_every_flipped_bit_is_refused():
+    payload, cache = bytearray(small().to_payload()), small()
+    keys, values = cache.get_keys(0).clone(), cache.get_values(0).clone()
+    for place in range(len(payload)):
+        for bit in range(8):
+            payload[place] ^= 1 << bit
+            with pytest.raises(REFUSED):
+                cache.restore_from_payload(payload)
+            payload[place] ^= 1 << bit
+    assert cache.seq_len == 2
+    assert torch.equal(cache.get_keys(0), keys) and torch.equal(cache.get_values(0), values)
+    cache.restore_from_payload(payload)
+
+
+def test_every_other_length_is_refused():
+    payload, cache = small().to_payload(), small()
+    for length in range(len(payload)):
+        with pytest.raises(REFUSED):
+            cache.restore_from_payload(payload[:length])
+    for more in (b"\0", b"\0" * 8, payload):
+        with pytest.raises(REFUSED):
+            cache.restore_from_payload(payload + more)
+    assert torch.equal(cache.get_keys(0), small().get_keys(0))
+
+
+MANIFESTS = {
+    "more layers": {"num_layers": 2},
+    "a million layers": {"num_layers": 1 << 60, "seq_len": 0},
+    "no layers": {"num_layers": 0, "seq_len": 0},
+    "negative": {"seq_len": -1},
+    "no number": {"kv_dim": True},
+    "fewer tokens": {"seq_len": 1},
+    "no tokens": {"seq_len": 0},
+    "width": {"kv_dim": 6},
+    "dtype": {"dtype": "float32"},
+    "unknown dtype": {"dtype": "object"},
+    "no dtype": {"dtype": ["float16"]},
+    "a key too many": {"more": 1},
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_that_do_not_fit_their_tensors_are_refused(name):
+    """Well-formed files, their checksums right."""
+    from kvpact.cache.plain_state import KIND, VERSION
+    from kvpact.snapshot import Container
+
+    good = Container(small().to_payload(), KIND, VERSION)
+    tensors = list(good.tensors(0).items())
+    manifest = {k: v for k, v in good.manifest.items() if k != "sections"}
+    sizes = good.manifest["sections"]
+    again = Container.build(KIND, VERSION, manifest, tensors, sizes)
+    assert again.to_bytes() == small().to_payload()
+    bad = Container.build(KIND, VERSION, manifest | MANIFESTS[name], tensors, sizes)
+    cache = small()
+    with pytest.raises(errors.KVPactError):
+        cache.restore_from_payload(bad.to_bytes())
+    assert torch.equal(cache.get_keys(0), small().get_keys(0))
