@@ -6,43 +6,17 @@ import sys
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import kvpact
+from kvpact import registry
 from kvpact.cli import entry
 from kvpact.cli.app import app
 from kvpact.cli.demo import SPECS, first_difference
 from kvpact.cli.generate import Stream
 from kvpact.cli.size import planned
 from kvpact.data import book_path
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    """A tiny Llama and a tokenizer of single ASCII characters."""
-    folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE(vocab={chr(i): i for i in range(128)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return str(folder)
 
 
 def invoke(*args):
@@ -200,6 +174,50 @@ def test_size_of_a_recipe(tmp_path):
     assert mixed == 128 * 2 * (32 * 2 + 32 * 4.5 / 8)
     args = ("--layers", 2, "--kv-heads", 1, "--head-dim", 32, "--tokens", 128)
     assert "plan.toml" in good("size", recipe, *args)
+
+
+@pytest.mark.parametrize("spec", ["lowrank:rank=8", "lowrank:rank=8,per_head=false", "lowrank",
+                                  "vq:codebook_size=16,stages=2", "hybrid:rank=8",
+                                  "hybrid"])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_size_counts_what_codecs_learn(spec, dtype):
+    geometry = kvpact.CacheGeometry(2, 3, 16, 32, dtype)
+    plan = planned(spec, geometry, 200, 2)
+    cache = kvpact.create_cache(spec, geometry)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        k = torch.randn(2, 3, 200, 16, generator=generator).to(dtype)
+        v = torch.randn(2, 3, 200, 32, generator=generator).to(dtype)
+        cache.prefill(layer, k, v)
+    codecs = [stream.codec for layer in cache._layers for stream in (layer.k, layer.v)]
+    held = sum(tensor.nbytes for codec in codecs for tensor in codec.state().values())
+    assert plan["factors"] == held > 0
+    if not spec.startswith("hybrid"):
+        assert plan["total"] == cache.memory_usage()
+
+
+def test_size_says_what_it_cannot_know():
+    args = ("--layers", 1, "--kv-heads", 1, "--head-dim", 32, "--tokens", 128)
+    out = good("size", "lowrank:energy=0.9", *args)
+    assert "Not known beforehand: lowrank: the tokens decide" in out
+    assert "Not known beforehand: hybrid: exact" in good("size", "hybrid", *args)
+    assert "Not known" not in good("size", "lowrank", "vq", "kivi", *args)
+
+
+class _Broken:
+    value, name = "nowhere:Thing", "broken_plugin"
+
+    def load(self):
+        raise ImportError("libnowhere.so is missing")
+
+
+def test_methods_lists_a_broken_plug_in_with_its_error(monkeypatch):
+    points = {**registry._entry_points(), "broken_plugin": _Broken()}
+    monkeypatch.setattr(registry, "_entry_points", lambda: points)
+    out = good("methods")
+    for words in ("broken_plugin", "libnowhere.so is missing", " turboquant ", " q8_0 "):
+        assert words in out
+    assert "arXiv:2504.19874" in good("methods", "turboquant")
 
 
 def test_methods_lists_all_and_explains_one():

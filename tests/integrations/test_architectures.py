@@ -42,11 +42,6 @@ FUSED = {
     "gpt2": lambda s: GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=128, bos_token_id=1, eos_token_id=2
     ),
-}
-MATERIALISED = {
-    "falcon": lambda s: FalconConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, alibi=False
-    ),
     "deepseek_v3_mla": lambda s: DeepseekV3Config(
         **{**s, "num_key_value_heads": 4},
         moe_intermediate_size=32,
@@ -61,6 +56,11 @@ MATERIALISED = {
         v_head_dim=16,
         first_k_dense_replace=2,
         n_shared_experts=1,
+    ),
+}
+MATERIALISED = {
+    "falcon": lambda s: FalconConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=128, alibi=False
     ),
 }
 NATIVE = {"gemma3": 2, "gemma2_softcap": 1, "gpt_oss_sinks": 1, "lfm2_conv": 1}

@@ -241,31 +241,6 @@ def test_packed_only_attends_to_stored_slots(llama, prompt):
     assert (logits["exact"] - logits["packed"]).abs().max() > 1e-2
 
 
-def test_latent_attention_keeps_the_rotated_part_at_eight_bits(make_model, sizes, prompt):
-    """DeepSeek's models cache the rotated part of the key in the place of V."""
-    from transformers import DeepseekV3Config
-
-    config = DeepseekV3Config(
-        **{**sizes, "num_key_value_heads": 4},
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=32,
-        q_lora_rank=16,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        first_k_dense_replace=2,
-        n_shared_experts=1,
-    )
-    cache = prefilled(make_model(config), prompt, "turboquant:bits=2,window=8")
-    assert str(cache.layers[0].spec) == "turboquant:bits=2,window=8/int:bits=8,window=8"
-    assert cache.layers[0].keys.shape == (2, 1, 40, 32)
-    assert cache.layers[0].values.shape == (2, 1, 40, 16)
-
-
 def test_tokens_that_cannot_be_stored_leave_the_cache_as_it_was(llama, prompt):
     """The error comes once; the cache goes on without the tokens that caused it."""
     cache = prefilled(llama, prompt)
@@ -278,3 +253,15 @@ def test_tokens_that_cannot_be_stored_leave_the_cache_as_it_was(llama, prompt):
     with torch.no_grad():
         llama(prompt["input_ids"][:, :3], past_key_values=cache)
     assert cache.get_seq_length() == 43
+
+
+def test_a_model_that_chooses_its_tokens_keeps_its_attention(llama, fallbacks, monkeypatch):
+    from kvpact.integrations.transformers import cache as module
+
+    types = ["full_attention", "indexed_attention"]
+    monkeypatch.setattr(module, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
+    made, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
+    assert llama.config._attn_implementation == "sdpa"
+    assert type(made.layers[1]).__name__ == "DynamicIndexedLayer"
+    assert len(said) == 1
+    assert "choose the tokens" in said[0]

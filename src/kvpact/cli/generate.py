@@ -13,6 +13,8 @@ import typer
 
 from kvpact.cli.console import output_console, size_text, table
 from kvpact.cli.inputs import InputError, open_model, read_text, set_threads, text_config
+from kvpact.cli.prefix import Prefix, prefix_of
+from kvpact.cli.store import PASSWORD
 from kvpact.evaluate import Candidate, compressed_cache
 
 
@@ -69,6 +71,14 @@ def generate(
     chunk: int | None = typer.Option(None, min=1, help="Prefill in chunks of so many tokens."),
     chat: bool = typer.Option(False, "--chat", help="Put the prompt into the chat template."),
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    prefix_store: str | None = typer.Option(
+        None,
+        metavar="STORE",
+        help="Load the longest known prefix from this store (a directory or URL), save new ones.",
+        show_default=False,
+    ),
+    tenant: str | None = typer.Option(None, help="Tenants share no prefixes.", show_default=False),
+    password: str | None = PASSWORD,
     threads: int | None = typer.Option(None, help="CPU threads.", show_default=False),
 ) -> None:
     """Generate text on a compressed cache; prints memory and speed."""
@@ -96,16 +106,20 @@ def generate(
         torch.manual_seed(seed)
         options = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
     stream = Stream(tokenizer)
-    network.generate(
-        **inputs.to(network.device),
-        **options,
-        top_k=None,
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        prefill_chunk_size=chunk,
-        streamer=stream,
-    )
-    show(spec, cache, stream, length, network.dtype)
+    with prefix_of(prefix_store, network, cache, tenant, password) as prefix:
+        ids = inputs["input_ids"]
+        prefix.load(ids)
+        tokens = network.generate(
+            **inputs.to(network.device),
+            **options,
+            top_k=None,
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            prefill_chunk_size=chunk,
+            streamer=stream,
+        )
+        prefix.save(tokens)
+    show(spec, cache, stream, length, network.dtype, prefix)
 
 
 def encode(tokenizer: Any, text: str, *, chat: bool) -> Any:
@@ -128,7 +142,9 @@ def encode(tokenizer: Any, text: str, *, chat: bool) -> Any:
     )
 
 
-def show(spec: str, cache: Any, stream: Stream, length: int, dtype: torch.dtype) -> None:
+def show(
+    spec: str, cache: Any, stream: Stream, length: int, dtype: torch.dtype, prefix: Prefix
+) -> None:
     """Print what the cache holds and how fast it went."""
     stats, held = cache.stats(), cache.memory_usage()
     new = len(stream.tokens)
@@ -150,6 +166,8 @@ def show(spec: str, cache: Any, stream: Stream, length: int, dtype: torch.dtype)
     grid.add_row("bits per value", f"{stats['bits_per_value']:.2f}")
     grid.add_row("bits per value, packed slots", f"{stats['slot_bits_per_value']:.2f}")
     grid.add_row("layers compressed / native", "{compressed} / {native}".format(**stats["layers"]))
-    grid.add_row("prefill, tokens/s", f"{length / prefill:.1f}")
+    grid.add_row("prefill, tokens/s", f"{(length - prefix.loaded) / prefill:.1f}")
     grid.add_row("decode, tokens/s", f"{(new - 1) / decode:.1f}" if new > 1 else "-")
+    for name, value in prefix.rows(stream.times[0]):
+        grid.add_row(name, value)
     output_console().print(grid)

@@ -12,7 +12,7 @@ import typer
 
 from kvpact.cli.console import output_console, table
 from kvpact.methods import bytes_per_slot
-from kvpact.registry import Alias, find_method, list_methods
+from kvpact.registry import Alias, Foreign, find_method, known_names
 from kvpact.spec import option_types, parse_spec
 
 
@@ -34,17 +34,19 @@ def slot_bits(method: Any, dim: int) -> tuple[float, float]:
 
 
 def _overview() -> None:
-    entries = list_methods()
     columns = ("method", "what it is", "options and defaults", "paper", "bits, D=128", "D=64")
     grid = table(columns, left=4)
     aliases = table(("alias", "stands for"), left=2)
-    for name, entry in sorted(entries.items()):
-        if isinstance(entry, Alias):
-            aliases.add_row(name, entry.spec)
-            continue
-        method = entry()
-        bits = [_bits_text(*slot_bits(method, dim)) for dim in (128, 64)]
-        grid.add_row(name, _summary(entry), _options(entry), entry.paper or "-", *bits)
+    broken = table(("can't be used", "why"), left=2)
+    for name in known_names():
+        try:
+            entry = find_method(name)
+            if isinstance(entry, Alias):
+                aliases.add_row(name, entry.spec)
+            elif not isinstance(entry, Foreign):
+                grid.add_row(name, *_row(entry))
+        except Exception as error:  # a plug-in may fail in any way; the others are there still
+            broken.add_row(name, f"{type(error).__name__}: {error}")
     console = output_console()
     console.print(grid)
     console.print(
@@ -55,12 +57,19 @@ def _overview() -> None:
         highlight=False,
     )
     console.print(aliases)
+    if broken.row_count:
+        console.print(broken)
+
+
+def _row(cls: Any) -> list[str]:
+    bits = [_bits_text(*slot_bits(cls(), dim)) for dim in (128, 64)]
+    return [_summary(cls), _options(cls), getattr(cls, "paper", "") or "-", *bits]
 
 
 def _details(name: str) -> None:
     spec = parse_spec(name)
     console = output_console()
-    entry = find_method(name) if name in list_methods() else None
+    entry = find_method(name) if name in known_names() else None
     if isinstance(entry, Alias):
         console.print(f"{name} stands for {entry.spec}", highlight=False)
     for side, method in (("K", spec.key), ("V", spec.value)):

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from kvpact.cache import planned_bytes
+from kvpact.cache import planned_bytes, unplanned
 from kvpact.cli.console import output_console, size_text, table
 from kvpact.cli.inputs import InputError, dtype_of, read_text
 from kvpact.geometry import CacheGeometry
@@ -48,13 +48,14 @@ def size(
     values = (batch * tokens * geometry.num_layers * geometry.num_kv_heads) * (
         geometry.head_dim + geometry.value_dim
     )
-    columns = "spec|slots|sinks+window|unused|total|bits/value|of fp16"
+    columns = "spec|slots|factors|sinks+window|unused|total|bits/value|of fp16"
     grid = table(columns.split("|"))
     for text in specs:
         held = planned(text, geometry, tokens, batch)
         grid.add_row(
             Path(text).name if text.endswith((".toml", ".json")) else text,
             size_text(held["slots"]),
+            size_text(held["factors"]),
             size_text(held["sinks"] + held["window"]),
             size_text(held["unused"]),
             size_text(held["total"]),
@@ -70,6 +71,14 @@ def size(
         style="dim",
         highlight=False,
     )
+    notes = {
+        note
+        for text in specs
+        for layer in layer_specs(text, geometry.num_layers)
+        for note in unplanned(layer, geometry)
+    }
+    for note in sorted(notes):
+        console.print(f"Not known beforehand: {note}.", style="dim", highlight=False)
 
 
 def planned(spec: str, geometry: CacheGeometry, tokens: int, batch: int) -> dict[str, int]:

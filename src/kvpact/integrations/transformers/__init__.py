@@ -14,7 +14,17 @@ except ImportError as error:
 
 from kvpact.integrations.transformers.attention import ATTENTION, register_attention
 from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.draft import CachedDraft
 from kvpact.integrations.transformers.handles import FallbackWarning
 from kvpact.integrations.transformers.paged import PagedBatch
+from kvpact.integrations.transformers.prefix import prefix_cache
 
-__all__ = ["ATTENTION", "CompressedCache", "FallbackWarning", "PagedBatch", "register_attention"]
+__all__ = [
+    "ATTENTION",
+    "CachedDraft",
+    "CompressedCache",
+    "FallbackWarning",
+    "PagedBatch",
+    "prefix_cache",
+    "register_attention",
+]

@@ -17,6 +17,7 @@ from kvpact.attention import attend
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.handles import KVHandle, say_once
+from kvpact.integrations.transformers.latent import read_before_stored
 
 ATTENTION = "kvpact"
 
@@ -28,7 +29,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def choose_attention(config: PreTrainedConfig, attention: str) -> None:
+def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> None:
     """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
 
     Parameters
@@ -37,6 +38,9 @@ def choose_attention(config: PreTrainedConfig, attention: str) -> None:
         The decoder's.
     attention : {"auto", "keep"}
         ``keep`` leaves the config alone.
+    sparse : bool
+        Whether some layers choose the tokens that they attend to. They say so in a mask only under
+        ``sdpa`` and ``eager``, so the config is left alone.
 
     Raises
     ------
@@ -47,6 +51,13 @@ def choose_attention(config: PreTrainedConfig, attention: str) -> None:
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
     register_attention()
     current = config._attn_implementation
+    if sparse and attention == "auto":
+        say_once(
+            "sparse",
+            "layers of this model choose the tokens they attend to, which works with attention "
+            f"{current!r} and not with 'kvpact': the compressed layers are read decompressed",
+        )
+        return
     if attention == "auto" and current in ("sdpa", None):
         config._attn_implementation = ATTENTION
     elif attention == "auto" and current != ATTENTION:
@@ -95,13 +106,17 @@ def attention_forward(
         Training with a compressed cache.
     """
     handles = isinstance(key, KVHandle) and isinstance(value, KVHandle)
+    fresh = None if handles else read_before_stored(module, key)
+    if fresh is not None:
+        _check_inference(module)
+        fresh.settle(left_padding(attention_mask))
     if not handles and not _needs_own(kwargs):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )[0]
-        return output, None
-    if handles and module.training:
-        raise KVPactError("a compressed cache is for inference; call model.eval() first")
+        return (output if fresh is None else _without_gradient(query, output)), None
+    if handles:
+        _check_inference(module)
     if kwargs.get("output_attentions"):
         say_once(
             "output_attentions",
@@ -123,9 +138,21 @@ def attention_forward(
         output = key.pending.attend(query, config)
     else:
         output = attend(None, key, value, query, config)
-    if handles and torch.is_grad_enabled() and query.requires_grad:
-        output = _NoGradient.apply(query, output)  # type: ignore[no-untyped-call]
+    if handles or fresh is not None:
+        output = _without_gradient(query, output)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _check_inference(module: torch.nn.Module) -> None:
+    if module.training:
+        raise KVPactError("a compressed cache is for inference; call model.eval() first")
+
+
+def _without_gradient(query: Tensor, output: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and query.requires_grad:
+        refusing: Tensor = _NoGradient.apply(query, output)  # type: ignore[no-untyped-call]
+        return refusing
+    return output
 
 
 class _NoGradient(torch.autograd.Function):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -11,22 +14,18 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from kvpact.cache import merge_stats
-from kvpact.errors import KVPactError
+from kvpact.cache import ContiguousCache, cache_specs, merge_stats
+from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.attention import choose_attention
+from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.methods.integer import Integer
-from kvpact.methods.none import Exact
+from kvpact.kernels.dispatch import choose
 from kvpact.recipe import SpecLike, layer_specs
+from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 
-
-def _for_latents(spec: Spec) -> Spec:
-    """Return the spec with 8-bit integers for the rotated part of the key, which needs them."""
-    if isinstance(spec.key, Exact):
-        return Spec(spec.key, spec.key)
-    rope = Integer(bits=8, sinks=spec.key.sinks, window=spec.key.window)
-    return Spec(spec.key, rope)
+_SPARSE = "indexed_attention"
 
 
 class CompressedCache(Cache):
@@ -38,7 +37,8 @@ class CompressedCache(Cache):
 
     Models with latent attention (MLA: DeepSeek V2 and V3, …) cache a latent in K's place and the
     rotated part of the key in V's: the spec's method for K stores the latent, and 8-bit integers
-    the rotated part, whatever the spec says of V.
+    the rotated part unless the spec names a method for it behind the slash. Attention goes over the
+    latents with the projections absorbed, without expanding them.
 
     Parameters
     ----------
@@ -51,6 +51,8 @@ class CompressedCache(Cache):
         every other cache that does exactly what ``sdpa`` does. ``keep`` leaves the config alone.
     exact_new : bool
         Whether new tokens are attended as given or as stored (see `AttendConfig`).
+    kernel : {"auto", "exact", "fast", "torch"}
+        What computes (see `create_cache`).
 
     Raises
     ------
@@ -67,16 +69,17 @@ class CompressedCache(Cache):
         *,
         attention: str = "auto",
         exact_new: bool = True,
+        kernel: str = "auto",
     ) -> None:
+        chosen = self._kernel = choose(kernel)
         decoder = config.get_text_config(decoder=True)
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
-        if getattr(decoder, "kv_lora_rank", None):
-            specs = [_for_latents(each) for each in specs]
+        latent_dim = getattr(decoder, "kv_lora_rank", None)
         layers: list[Any] = []
         for layer_type, layer_options, layer_spec in zip(types, options, specs, strict=True):
             if layer_type == "full_attention":
-                layers.append(CompressedLayer(layer_spec, exact_new))
+                layers.append(CompressedLayer(layer_spec, exact_new, latent_dim, chosen))
             elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_options))
             else:
@@ -88,7 +91,79 @@ class CompressedCache(Cache):
                 "there is nothing to compress"
             )
         super().__init__(layers=layers)
-        choose_attention(decoder, attention)
+        choose_attention(decoder, attention, sparse=_SPARSE in types)
+        if latent_dim:
+            hand_on(decoder)
+
+    def snapshot(
+        self, *, token_ids: Tensor | None = None, identity: Identity | None = None
+    ) -> Snapshot:
+        """Return what all layers hold (see `ContiguousCache.snapshot`).
+
+        Raises
+        ------
+        SnapshotError
+            The model has layers that transformers caches itself (sliding, linear, …), which can't
+            be saved; or nothing is held yet.
+        GeometryError
+            Layers have K and V of unlike shapes.
+        """
+        held = self.held()
+        if held is None:
+            raise SnapshotError("the cache is empty; run the model first")
+        return held.snapshot(token_ids=token_ids, identity=identity)
+
+    def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
+        """Hold what a snapshot holds, from whichever layout, on the model's `device`.
+
+        Errors as in `ContiguousCache.restore`; the cache is as before then.
+
+        Raises
+        ------
+        SnapshotError
+            The model has layers that transformers caches itself.
+        """
+        self._require_all_compressed()
+        count = len(self._compressed)
+        specs = self.specs_for(snapshot.geometry)
+        if snapshot.num_layers != count:
+            raise GeometryError(f"{snapshot.num_layers} layers, the model has {count}")
+        held, geometry = self._compressed[0].flushed(), snapshot.geometry
+        if held is not None:
+            mine = replace(held.geometry, num_layers=count, dtype=geometry.dtype)
+            if mine != geometry:
+                raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
+        whole = ContiguousCache(specs, geometry, kernel=self._kernel)
+        whole.restore(snapshot, device=device)
+        for layer, cache in zip(self._compressed, whole.split(), strict=True):
+            layer.take_over(cache)
+
+    def held(self) -> ContiguousCache | None:
+        """Return one cache of all layers, which it shares; None while one of them is empty.
+
+        Raises
+        ------
+        SnapshotError
+            The model has layers that transformers caches itself.
+        """
+        self._require_all_compressed()
+        caches = [layer.flushed() for layer in self._compressed]
+        held = [cache for cache in caches if cache is not None]
+        return ContiguousCache.joined(held) if len(held) == len(caches) else None
+
+    def specs_for(self, geometry: CacheGeometry) -> list[Spec]:
+        """Return each compressed layer's spec, completed for a geometry with latents."""
+        one = replace(geometry, num_layers=1)
+        return [spec for layer in self._compressed for spec in cache_specs(layer.spec, one)]
+
+    def _require_all_compressed(self) -> None:
+        native = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
+        if native:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in native}))
+            raise SnapshotError(
+                f"{len(native)} layers are cached by transformers itself ({kinds}); their state "
+                "can't be saved, so neither can this model's cache"
+            )
 
     def _stats(self) -> list[dict[str, Any]]:
         caches = [layer.flushed() for layer in self._compressed]

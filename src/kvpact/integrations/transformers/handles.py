@@ -35,14 +35,28 @@ def say_once(key: str, message: str) -> None:
 class NewTokens(Protocol):
     """The tokens of one `update`, on their way into a cache: what a handle stands for."""
 
-    k: Tensor
-    v: Tensor
+    @property
+    def fresh(self) -> bool:
+        """Whether they are a cache's first latents, not yet stored: read as they are."""
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and these tokens."""
 
-    def dequantize(self) -> DequantResult:
-        """Return K and V of all tokens."""
+    def part(self, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of all tokens, decompressed, as `update` was given them."""
+
+
+class FirstLatents(Protocol):
+    """Latents that may be `fresh`."""
+
+    k: Tensor
+
+    @property
+    def fresh(self) -> bool:
+        """Whether they are a cache's first latents, not yet stored."""
+
+    def settle(self, padding: Tensor | None) -> None:
+        """Store them."""
 
 
 class Pending:
@@ -74,9 +88,10 @@ class Pending:
     ) -> None:
         self.k, self.v, self._forget = k, v, forget
         self._cache, self._exact_new = cache, exact_new
+        self._latent = cache.geometry.latent
         self.waiting = True
         self._step: Step | None = None
-        self._result: DequantResult | None = None
+        self._parts: tuple[Tensor, Tensor] | None = None
 
     def store(self, padding: Tensor | None = None) -> Step:
         """Store the tokens unless that was done; return what attention needs."""
@@ -92,11 +107,29 @@ class Pending:
         """Attend over the past and these tokens."""
         return self.store(config.padding).attend(q, config)
 
-    def dequantize(self) -> DequantResult:
-        """Return K and V of all tokens."""
-        if self._result is None:
-            self._result = self.store().dequantize(None, AttendConfig())
-        return self._result
+    def part(self, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of all tokens, decompressed."""
+        if self._parts is None:
+            if self.fresh:
+                return self.k if side == "k" else self.v
+            result = self.store().dequantize(None, AttendConfig())
+            self._parts = latent_parts(result, self.k) if self._latent else (result.k, result.v)
+        return self._parts[0 if side == "k" else 1]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether these are the cache's first latents, not yet stored."""
+        first = self.waiting and self._cache.seq_len() == 0
+        return self._latent and self._exact_new and first
+
+    def settle(self, padding: Tensor | None) -> None:
+        """Store fresh latents; the model has read them already."""
+        self.store(padding)
+
+
+def latent_parts(result: DequantResult, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `c_kv` and `k_rope` of a result over latents: its K is both side by side."""
+    return result.v, result.k[..., latents.shape[-1] :]
 
 
 class KVHandle(Tensor):
@@ -106,20 +139,24 @@ class KVHandle(Tensor):
     side: str
 
     @staticmethod
-    def __new__(cls, pending: NewTokens, side: str, total: int) -> KVHandle:
-        """Make a handle for ``k`` or ``v`` of `total` tokens."""
-        new = pending.k if side == "k" else pending.v
-        shape = (*new.shape[:2], total, new.shape[3])
+    def __new__(
+        cls,
+        pending: NewTokens,
+        side: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVHandle:
+        """Make a handle for ``k`` or ``v``."""
         handle: KVHandle = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=new.dtype, device=new.device
+            cls, shape, dtype=dtype, device=device
         )
         handle.pending, handle.side = pending, side
         return handle
 
     def materialize(self) -> Tensor:
         """Return the decompressed tensor."""
-        result = self.pending.dequantize()
-        return result.k if self.side == "k" else result.v
+        return self.pending.part(self.side)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -129,14 +166,28 @@ class KVHandle(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run any operation on decompressed tensors."""
-        say_once(
-            "decompressed",
-            f"{func.__name__.split('.')[0]!r} reads K or V, which are decompressed for it in every "
-            "step: right, but slower and with a whole layer in memory; the padding of a batch is "
-            "not known on this way and may be held as sink tokens. For attention over the "
-            "compressed cache call model.set_attn_implementation('kvpact')",
-        )
+        given = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        if any(isinstance(x, KVHandle) and not x.pending.fresh for x in given):
+            say_once("decompressed", _decompressed(func))
         args, kwargs = torch.utils._pytree.tree_map_only(
             KVHandle, lambda handle: handle.materialize(), (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+
+def handle_pair(tokens: NewTokens, k: Tensor, v: Tensor, total: int) -> tuple[KVHandle, KVHandle]:
+    """Return handles for K and V of `total` tokens, like the new ones in everything else."""
+    made = [
+        KVHandle(tokens, side, (*x.shape[:2], total, x.shape[3]), x.dtype, x.device)
+        for side, x in (("k", k), ("v", v))
+    ]
+    return made[0], made[1]
+
+
+def _decompressed(func: Any) -> str:
+    return (
+        f"{func.__name__.split('.')[0]!r} reads K or V, which are decompressed for it in every "
+        "step: right, but slower and with a whole layer in memory; the padding of a batch is "
+        "not known on this way and may be held as sink tokens. For attention over the "
+        "compressed cache call model.set_attn_implementation('kvpact')"
+    )

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvpact.cache import ContiguousCache
+from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.handles import KVHandle, Pending
+from kvpact.integrations.transformers.handles import Pending, handle_pair
+from kvpact.kernels.dispatch import Kernel
 from kvpact.spec import Spec
 
 
@@ -23,6 +24,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Methods for K and V.
     exact_new : bool
         As in `AttendConfig`.
+    latent_dim : int, optional
+        Width of the latents of a model with latent attention (MLA).
+    kernel : Kernel, optional
+        What computes; the best that is there if omitted.
     """
 
     is_sliding = False
@@ -30,9 +35,16 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, spec: Spec, exact_new: bool = True) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        exact_new: bool = True,
+        latent_dim: int | None = None,
+        kernel: Kernel | None = None,
+    ) -> None:
         # The base class would set `keys` and `values`, which are computed here.
-        self.spec, self._exact_new = spec, exact_new
+        self.spec, self._exact_new, self._latent_dim = spec, exact_new, latent_dim
+        self._kernel = kernel
         self.cache: ContiguousCache | None = None
         self._pending: Pending | None = None
 
@@ -43,10 +55,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take the geometry from the first tokens."""
-        geometry = CacheGeometry(
-            1, key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype
-        )
-        self.cache = ContiguousCache([self.spec], geometry)
+        heads, width = key_states.shape[1], key_states.shape[3]
+        latent = heads == 1 and width == self._latent_dim
+        geometry = CacheGeometry(1, heads, width, value_states.shape[3], key_states.dtype, latent)
+        specs = cache_specs(self.spec, geometry)
+        self.cache = ContiguousCache(specs, geometry, kernel=self._kernel)
         self.dtype, self.device = key_states.dtype, key_states.device
 
     def update(
@@ -69,7 +82,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             cache, key_states.detach(), value_states.detach(), self._exact_new, self._forget
         )
         self._pending = pending
-        return KVHandle(pending, "k", total), KVHandle(pending, "v", total)
+        return handle_pair(pending, pending.k, pending.v, total)
+
+    def take_over(self, cache: ContiguousCache) -> None:
+        """Hold what a cache of one layer holds."""
+        self._pending, self.cache = None, cache if cache.batch_size is not None else None
+        tail = next(iter(cache.tails()), None)
+        if tail is not None:
+            self.dtype, self.device = tail.dtype, tail.device
 
     def _forget(self) -> None:
         self._pending = None
@@ -157,7 +177,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Do nothing: a compressed layer stays where it is."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
-        other = CompressedLayer(self.spec, self._exact_new)
+        other = CompressedLayer(self.spec, self._exact_new, self._latent_dim, self._kernel)
         cache = self.flushed()
         if cache is not None:
             other.cache = cache.fork()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.attention import choose_attention
-from kvpact.integrations.transformers.handles import KVHandle
+from kvpact.integrations.transformers.handles import handle_pair, latent_parts
+from kvpact.integrations.transformers.latent import hand_on
 
 
 class PagedTokens:
@@ -32,13 +33,24 @@ class PagedTokens:
         `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`.
     exact_new : bool
         As in `AttendConfig`.
+    forget : callable
+        Called when the tokens are used: from then on only the handles keep them.
     """
 
-    def __init__(self, view: PagedView, layer: int, k: Tensor, v: Tensor, exact_new: bool) -> None:
+    def __init__(
+        self,
+        view: PagedView,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        exact_new: bool,
+        forget: Callable[[], None],
+    ) -> None:
         # Used once: tokens of a call that failed are gone, and a later one doesn't store them.
-        self.k, self.v, self.used = k, v, False
+        self.k, self.v, self.used, self._forget = k, v, False, forget
         self._view, self._layer, self._exact_new = view, layer, exact_new
-        self._result: DequantResult | None = None
+        self._latent = view.cache.geometry.latent
+        self._parts: tuple[Tensor, Tensor] | None = None
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Store the tokens and attend over the past and them.
@@ -72,6 +84,7 @@ class PagedTokens:
                 "run on a paged batch; use CompressedCache"
             )
         self.used = True
+        self._forget()
 
     def store(self) -> DequantResult:
         """Store the tokens; return K and V of all, decompressed when read."""
@@ -79,23 +92,40 @@ class PagedTokens:
         config = AttendConfig(exact_new=self._exact_new)
         return self._view.prefill(self._layer, self.k, self.v, None, config)
 
-    def dequantize(self) -> DequantResult:
-        """Return K and V of all tokens.
+    def part(self, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of all tokens, decompressed.
 
         Raises
         ------
         KVPactError
             Rows have unlike lengths: the zeros in front of the shorter ones would be attended to.
         """
-        if self._result is None:
+        if self.fresh:
+            return self.k if side == "k" else self.v
+        if self._parts is None:
             if len(set(self._lengths())) > 1:
-                self.used = True
+                self._use()
+                remedy = "call model.set_attn_implementation('kvpact')"
+                if self._latent:
+                    remedy += "; 'kv_b_proj' has to be a plain linear layer (no adapter, no hooks)"
                 raise KVPactError(
                     "rows of unlike length can't be decompressed into one tensor for the model's "
-                    "own attention; call model.set_attn_implementation('kvpact')"
+                    f"own attention; {remedy}"
                 )
-            self._result = self.store()
-        return self._result
+            result = self.store()
+            self._parts = latent_parts(result, self.k) if self._latent else (result.k, result.v)
+        return self._parts[0 if side == "k" else 1]
+
+    @property
+    def fresh(self) -> bool:
+        """Whether these are the sequences' first latents, not yet stored."""
+        return self._latent and self._exact_new and not self.used and not any(self._lengths())
+
+    def settle(self, padding: Tensor | None) -> None:
+        """Store fresh latents; the model has read them already."""
+        self._use()
+        config = AttendConfig(padding=padding)
+        self._view.prefill(self._layer, self.k, self.v, None, config)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -138,8 +168,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.flush()
         total = self._view.seq_len(self._layer) + key_states.shape[2]
         k, v = key_states.detach(), value_states.detach()
-        self._pending = PagedTokens(self._view, self._layer, k, v, self._exact_new)
-        return KVHandle(self._pending, "k", total), KVHandle(self._pending, "v", total)
+        self._pending = PagedTokens(self._view, self._layer, k, v, self._exact_new, self.forget)
+        return handle_pair(self._pending, k, v, total)
 
     def flush(self) -> None:
         """Store tokens that nothing used."""
@@ -148,7 +178,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             pending.store()
 
     def forget(self) -> None:
-        """Drop tokens that nothing used."""
+        """Let go of tokens that were used, or that nothing is going to use."""
         self._pending = None
 
     @property
@@ -235,6 +265,8 @@ class PagedBatch(Cache):
         self._rows = [PagedLayer(self.view, layer, exact_new) for layer in range(len(types))]
         super().__init__(layers=list(self._rows))
         choose_attention(decoder, attention)
+        if cache.geometry.latent:
+            hand_on(decoder)
 
     @property
     def seqs(self) -> list[int]:

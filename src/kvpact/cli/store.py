@@ -1,0 +1,100 @@
+"""``kvpact store``: what a store holds, and room in it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from kvpact.cli.console import (
+    literal,
+    note,
+    output_console,
+    printable,
+    progress,
+    size_text,
+    table,
+)
+from kvpact.errors import StoreUnavailable
+from kvpact.stores import Store, StoreWarning, open_store
+
+store = typer.Typer(help="List, measure and clean stores of cache entries.", no_args_is_help=True)
+_URL = typer.Argument(
+    ..., metavar="STORE", help="A directory, redis://…, rediss://… or a URL of fsspec."
+)
+PASSWORD = typer.Option(
+    None, envvar="KVPACT_STORE_PASSWORD", help="Of a redis server.", show_default=False
+)
+
+
+@contextmanager
+def opened(
+    url: str, password: str | None, *, create: bool = False, **options: Any
+) -> Iterator[Store]:
+    """Open a store; warnings become notes on stderr.
+
+    Raises
+    ------
+    StoreError
+        There is none, and it is not to be created.
+    """
+    options = {name: value for name, value in options.items() if value is not None}
+    if not create and ("://" not in url or url.startswith("file://")):
+        options["create"] = False
+    if password is not None and url.startswith(("redis://", "rediss://", "unix://")):
+        options["password"] = password
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", StoreWarning)
+        try:
+            with open_store(url, **options) as held:
+                yield held
+        finally:
+            for text in dict.fromkeys(str(warning.message) for warning in caught):
+                note(text)
+
+
+@store.command("ls")
+def list_keys(url: str = _URL, password: str | None = PASSWORD) -> None:
+    """Print every key, one a line."""
+    with opened(url, password) as held:
+        for key in sorted(held.keys()):
+            typer.echo(printable(key))
+
+
+@store.command()
+def stats(url: str = _URL, password: str | None = PASSWORD) -> None:
+    """How many entries there are, and their bytes."""
+    with opened(url, password) as held:
+        found = held.stats()
+    if found.entries is None or found.bytes is None:
+        raise StoreUnavailable(f"{held!r} can't be reached")
+    grid = table(("store", "entries", "bytes", "mean"))
+    mean = size_text(found.bytes / found.entries) if found.entries else "-"
+    grid.add_row(literal(repr(held)), str(found.entries), size_text(found.bytes), mean)
+    output_console().print(grid)
+
+
+@store.command()
+def gc(
+    url: str = _URL,
+    password: str | None = PASSWORD,
+    verify: bool = typer.Option(False, help="Read all entries; remove those that are damaged."),
+    max_bytes: int | None = typer.Option(
+        None, help="Drop the least recently used entries above this.", show_default=False
+    ),
+    ttl: float | None = typer.Option(
+        None, help="Drop entries older than this many seconds.", show_default=False
+    ),
+) -> None:
+    """Remove what is too old, too much, damaged, or left by processes that were killed."""
+    with opened(url, password, max_bytes=max_bytes, ttl=ttl) as held, progress("reading") as show:
+        report = held.gc(verify=verify, progress=show)
+    grid = table(("removed", "entries"))
+    for name in ("expired", "evicted", "damaged", "leftovers"):
+        grid.add_row(name, str(getattr(report, name)))
+    console = output_console()
+    console.print(grid)
+    console.print(f"{size_text(report.freed)} freed", highlight=False)

@@ -1,0 +1,91 @@
+"""Fingerprints of models: from what they compute with, never from names or times of files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import MismatchError
+
+_LEFT_OUT = ("_name_or_path", "transformers_version", "_attn_implementation", "dtype")
+"""Keys of a config that say where a model came from, or how it is run."""
+
+
+def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+    """Return a BLAKE2b-256 over a config and all weights: names, dtypes, shapes and bytes.
+
+    Parameters
+    ----------
+    weights : mapping
+        Tensors by name, e.g. `model.state_dict()`. Every byte is read: about a second per gigabyte.
+    config : mapping
+        JSON-ready data, e.g. `model.config.to_dict()`.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits; equal for equal weights and configs, in any order, on any device.
+    """
+    digest = hashlib.blake2b(digest_size=32)
+
+    def add(data: bytes) -> None:
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+
+    known = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    add(json.dumps(known, sort_keys=True, default=str).encode())
+    for name in sorted(weights):
+        tensor = weights[name].detach().cpu().contiguous()
+        for text in (name, str(tensor.dtype), str(tuple(tensor.shape))):
+            add(text.encode())
+        data = tensor.flatten().view(torch.uint8).numpy()
+        digest.update(data.nbytes.to_bytes(8, "little"))
+        digest.update(data.data)
+    return digest.hexdigest()
+
+
+def has_adapters(model: Any) -> bool:
+    """Tell whether a model has adapters (PEFT) that are not merged into its weights."""
+    if getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False):
+        return True
+    return any(hasattr(module, "_active_adapter") for module in model.modules())
+
+
+def require_adapter_name(model: Any, adapter: str | None) -> None:
+    """Raise `MismatchError` if a model has adapters and `adapter` does not say which is active."""
+    if not adapter and has_adapters(model):
+        raise MismatchError(
+            "the model has adapters, and which one is active, and how strongly, is not in its "
+            "weights: say it with adapter=, a name per adapter and scaling, or merge the adapter"
+        )
+
+
+def model_fingerprint(model: Any, *, adapter: str | None = None) -> str:
+    """Return the `fingerprint` of a transformers model as it is loaded.
+
+    Adapters that are merged are in the weights. Of others the weights are seen, active or not, and
+    neither which one is active nor its scaling; so those have to be named.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    adapter : str, optional
+        Needed where the model has adapters: a name that stands for what is active now. It changes
+        nothing in the fingerprint of a model that has none.
+
+    Raises
+    ------
+    MismatchError
+        The model has adapters and `adapter` is missing.
+    """
+    require_adapter_name(model, adapter)
+    config = model.config.to_dict()
+    if has_adapters(model):
+        config["kvpact_adapter"] = adapter
+    return fingerprint(model.state_dict(), config)

@@ -1,0 +1,200 @@
+"""Models with latent attention (MLA: DeepSeek-V2 and V3 and their kin), absorbed.
+
+Their attention modules give the cache a latent and a rotated key, get both back for all tokens, and
+make K and V of the heads of them in `expand_kv`. When a compressed cache for such a model is made,
+that method of its class is wrapped: given handles by a plain module, it hands handles on, and
+attention goes over the latents with `kv_b_proj` absorbed (see `attention.latent`). Everything else
+passes through unchanged, and where something in between reads K or V of the heads, they are made of
+decompressed latents.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.attention import absorb_query, expand_output
+from kvpact.contract import AttendConfig
+from kvpact.integrations.transformers.handles import FirstLatents, KVHandle, NewTokens
+
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+_PROBES = 3  # random tokens on which an `expand_kv` is compared with what absorption assumes
+
+
+class HeadTokens:
+    """The tokens of one `update` as K and V of the heads, which exist when something reads them.
+
+    Parameters
+    ----------
+    latents : NewTokens
+        The tokens as latents and rotated keys.
+    module : torch.nn.Module
+        The attention layer.
+    expand : callable
+        Its own `expand_kv`.
+    """
+
+    def __init__(self, latents: NewTokens, module: Any, expand: Expand) -> None:
+        self._latents, self._module, self._expand = latents, module, expand
+        self._parts: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def fresh(self) -> bool:
+        """Never: these are handed on once tokens are stored."""
+        return False
+
+    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend over the latents, absorbed: `[B, H, S, d_nope + d_rope]` to `[B, H, S, d_v]`."""
+        w_uk, w_uv = _weights(self._module)
+        nope = w_uk.shape[1]
+        query = absorb_query(q[..., :nope], q[..., nope:], w_uk)
+        return expand_output(self._latents.attend(query, config), w_uv)
+
+    def part(self, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of the heads, made of decompressed latents."""
+        if self._parts is None:
+            latents, rope = self._latents.part("k"), self._latents.part("v")
+            self._parts = self._expand(latents, rope)
+        return self._parts[0 if side == "k" else 1]
+
+
+def hand_on(config: Any) -> None:
+    """Make the attention classes of a config's model hand handles on, before they are first used.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        The decoder's. Models from elsewhere are met in their first call to attention (`meet`).
+    """
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    for attention in list(vars(sys.modules.get(name, None) or object).values()):
+        if isinstance(attention, type):
+            meet(attention)
+
+
+def meet(attention: type) -> None:
+    """Make a class's `expand_kv`, if it has one, hand handles on; once per class."""
+    original = vars(attention).get("expand_kv")
+    if original is None or hasattr(original, "kvpact"):
+        return
+
+    @functools.wraps(original)
+    def expand_kv(module: Any, latents: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+        if not isinstance(latents, KVHandle) or not isinstance(rope, KVHandle):
+            k, v = original(module, latents, rope)
+            return k, v
+        expand = functools.partial(original, module)
+        if latents.pending.fresh:
+            k, v = expand(latents, rope)
+            _read.expanded = weakref.ref(k), weakref.ref(latents.pending)
+            return k, v
+        if not _is_plain(module, expand):
+            k, v = expand(latents, rope)
+            return k, v
+        return _handed_on(module, expand, latents, rope)
+
+    expand_kv.kvpact = True  # type: ignore[attr-defined]
+    attention.expand_kv = expand_kv  # type: ignore[attr-defined]
+
+
+class _Read(threading.local):
+    """K that this thread last made of fresh latents, and those latents."""
+
+    expanded: tuple[weakref.ref[Tensor], weakref.ref[Any]] | None = None
+
+
+_read = _Read()
+
+
+def read_before_stored(module: Any, key: Tensor) -> FirstLatents | None:
+    """Return the latents that `key` was just made of, where they are not stored yet.
+
+    The first tokens of a cache are always expanded: they are exact, and for a prompt that is the
+    faster way. But their padding is known only to attention.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The attention layer.
+    key : Tensor
+        K of the heads.
+    """
+    if not hasattr(module, "expand_kv"):
+        return None
+    for attention in type(module).__mro__:
+        meet(attention)
+    expanded, _read.expanded = _read.expanded, None
+    if expanded is None or expanded[0]() is not key:
+        return None
+    pending = expanded[1]()
+    return pending if pending is not None and pending.fresh else None
+
+
+def _handed_on(
+    module: Any, expand: Expand, latents: KVHandle, rope: KVHandle
+) -> tuple[KVHandle, KVHandle]:
+    tokens = HeadTokens(latents.pending, module, expand)
+    batch, _, total, _ = latents.shape
+    w_uk, w_uv = _weights(module)
+    heads, nope, _ = w_uk.shape
+    k, v = (
+        KVHandle(tokens, side, (batch, heads, total, width), latents.dtype, latents.device)
+        for side, width in (("k", nope + rope.shape[-1]), ("v", w_uv.shape[1]))
+    )
+    return k, v
+
+
+def _weights(module: Any) -> tuple[Tensor, Tensor]:
+    """Return W_UK `[H, d_nope, r]` and W_UV `[H, d_v, r]` of an attention layer."""
+    nope, v_dim = module.qk_nope_head_dim, module.v_head_dim
+    weight = module.kv_b_proj.weight.detach()
+    per_head = weight.view(-1, nope + v_dim, weight.shape[1])
+    return per_head[:, :nope], per_head[:, nope:]
+
+
+_seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _is_plain(module: Any, expand: Expand) -> bool:
+    """Whether `expand_kv` does what absorption assumes now.
+
+    Not so where `kv_b_proj` is no plain linear layer (quantised weights, an adapter), has a bias or
+    hooks, or is offloaded. What `expand_kv` itself does is seen on random tokens, once per module.
+    """
+    names = ("kv_b_proj", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
+    if not all(hasattr(module, name) for name in names):
+        return False
+    projection = module.kv_b_proj
+    if type(projection) is not torch.nn.Linear or getattr(projection, "bias", None) is not None:
+        return False
+    if projection._forward_hooks or projection._forward_pre_hooks or "forward" in vars(projection):
+        return False
+    weight = projection.weight
+    if weight.is_meta or weight.shape[0] % (module.qk_nope_head_dim + module.v_head_dim):
+        return False
+    if module not in _seen:
+        _seen[module] = _expands_plainly(module, expand)
+    return _seen[module]
+
+
+def _expands_plainly(module: Any, expand: Expand) -> bool:
+    weight = module.kv_b_proj.weight
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 1, _PROBES, weight.shape[1]), (1, 1, _PROBES, module.qk_rope_head_dim))
+    latents, rope = (torch.randn(shape, generator=generator).to(weight) for shape in shapes)
+    with torch.no_grad():
+        k, v = expand(latents, rope)
+        w_uk, w_uv = _weights(module)
+        wanted_k = torch.cat([latents @ w_uk.mT, rope.expand(-1, w_uk.shape[0], -1, -1)], dim=-1)
+        wanted_v = latents @ w_uv.mT
+    return all(
+        x.shape == y.shape and bool((x - y).float().norm() <= 0.02 * y.float().norm())
+        for x, y in ((k, wanted_k), (v, wanted_v))
+    )

@@ -1,0 +1,247 @@
+"""Chunks: the packed slots of some tokens in all layers, as one blob, and prefixes made of them.
+
+A blob is a checksummed container with two tensors of bytes: ``slots``, layer after layer as a page
+of a snapshot has them, and ``sinks``, the exact copies of those sink tokens that stand among the
+chunk's. What the bytes mean (specs, geometry, model, …) stands in it as one hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.saved import field_info, packed_part
+from kvpact.errors import FormatError
+from kvpact.formats.base import FORMAT_VERSION
+from kvpact.geometry import CacheGeometry
+from kvpact.methods import Codec
+from kvpact.snapshot import (
+    Container,
+    FieldInfo,
+    Identity,
+    LayerState,
+    Snapshot,
+    StreamState,
+    token_hash,
+)
+from kvpact.snapshot.pages import pack_pages, unpack_pages
+from kvpact.snapshot.state import geometry_json
+from kvpact.spec import Spec
+
+KIND = "kvpact.prefix"
+VERSION = 1
+SLOTS, SINKS = "slots", "sinks"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a blob holds, checked: bytes of the slots and of the sinks, `[n]` uint8."""
+
+    slots: Tensor
+    sinks: Tensor
+
+
+@dataclass(frozen=True)
+class ChunkKind:
+    """All that makes the bytes of equal tokens differ, and how bytes become a cache's state.
+
+    Parameters
+    ----------
+    specs : tuple of Spec
+        One per layer.
+    geometry : CacheGeometry
+        With its dtype.
+    codecs : tuple
+        The codecs of each layer, for K and V, fitted if they learn.
+    identity : Identity
+        Model, adapter, tenant.
+    size : int
+        Tokens per chunk.
+    """
+
+    specs: tuple[Spec, ...]
+    geometry: CacheGeometry
+    codecs: tuple[tuple[Codec, Codec], ...]
+    identity: Identity
+    size: int
+
+    @cached_property
+    def _specs_json(self) -> list[dict[str, Any]]:
+        texts = {spec: spec.to_json() for spec in set(self.specs)}
+        return [texts[spec] for spec in self.specs]
+
+    @cached_property
+    def _fields(self) -> list[tuple[tuple[FieldInfo, ...], ...]]:
+        """The fields of K and V, layer by layer."""
+        return [
+            tuple(tuple(field_info(f) for f in codec.fields) for codec in pair)
+            for pair in self.codecs
+        ]
+
+    @cached_property
+    def _slot_bytes(self) -> list[int]:
+        """Bytes of a chunk's slots in each layer."""
+        heads = self.geometry.num_kv_heads
+        return [
+            sum(
+                heads * self.size // f.tokens * prod(f.shape) * f.dtype.itemsize
+                for stream in fields
+                for f in stream
+            )
+            for fields in self._fields
+        ]
+
+    @cached_property
+    def salt(self) -> bytes:
+        """What the chain of keys begins with: a hash of everything here."""
+        learnt = hashlib.blake2b(digest_size=32)
+        for index, pair in enumerate(self.codecs):
+            for side, codec in zip("kv", pair, strict=True):
+                for name, tensor in sorted(codec.state().items()):
+                    what = f"{index} {side} {name} {tensor.dtype} {tuple(tensor.shape)}\n"
+                    learnt.update(what.encode())
+                    learnt.update(_bytes(tensor).numpy().data)
+        data = {
+            "chunk": self.size,
+            "format": [KIND, VERSION],
+            "geometry": geometry_json(self.geometry),
+            "identity": self.identity.to_json(),
+            "learnt": learnt.hexdigest(),
+            "slots": FORMAT_VERSION,
+            "specs": self._specs_json,
+        }
+        return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=32).digest()
+
+    def _manifest(self, index: int, ids: Sequence[int]) -> dict[str, Any]:
+        part = ids[index * self.size : (index + 1) * self.size]
+        return {
+            "begin": index * self.size,
+            "kind": self.salt.hex(),
+            "tokens": token_hash(torch.tensor([part], dtype=torch.int64)),
+        }
+
+    def pack(
+        self, layers: Sequence[CacheLayer], first: int, last: int, ids: Sequence[int]
+    ) -> Iterator[bytes]:
+        """Yield the blobs of a sequence's chunks `first <= i < last`, slots as they lie.
+
+        Parameters
+        ----------
+        layers : sequence of CacheLayer
+            What the sequence holds; the chunks' tokens are packed in all of them.
+        first, last : int
+            Which chunks.
+        ids : sequence of int
+            The sequence's token ids; their hash goes into the blobs.
+        """
+        states = [
+            packed_part(layer, spec, first * self.size, last * self.size)
+            for layer, spec in zip(layers, self._specs_json, strict=True)
+        ]
+        pages = [pack_pages(s.streams or (), last - first, self.size) for s in states]
+        rows, exact = torch.cat(pages, dim=1), [s.sinks for x in states for s in x.streams or ()]
+        for index in range(first, last):
+            begin = (index - first) * self.size
+            held = [_bytes(x[:, :, begin : begin + self.size]) for x in exact if x is not None]
+            named = [(SLOTS, rows[index - first]), (SINKS, torch.cat(held) if held else None)]
+            tensors = [(name, x) for name, x in named if x is not None and x.numel()]
+            runs = [(1, [sum(x.nbytes for _, x in tensors)])]
+            manifest = self._manifest(index, ids)
+            yield Container.build(KIND, VERSION, manifest, tensors, runs).to_bytes()
+
+    def unpack(self, blob: bytes, index: int, ids: Sequence[int]) -> Chunk:
+        """Return what a blob of `pack` holds, every byte checked.
+
+        Raises
+        ------
+        FormatError, IntegrityError
+            The blob is damaged, or another chunk than the one wanted.
+        """
+        held = Container(blob, KIND, VERSION)
+        wanted, sinks = self._manifest(index, ids), sum(self._sink_sizes(index))
+        if {k: v for k, v in held.manifest.items() if k != "sections"} != wanted:
+            raise FormatError("the chunk is of other tokens, or of another model or spec")
+        sizes = {SLOTS: sum(self._slot_bytes), SINKS: sinks}
+        sizes = {name: size for name, size in sizes.items() if size}
+        names = [name for name in held.entries if name in sizes]
+        if held.num_sections != 1 or len(held.entries) != 1 + len(names) or names != [*sizes]:
+            raise FormatError("the chunk's tensors are not those of its kind")
+        tensors = {name: x.flatten() for name, x in held.tensors(0).items()}
+        if any(tensors[n].dtype != torch.uint8 or tensors[n].numel() != sizes[n] for n in names):
+            raise FormatError("the chunk's tensors have other sizes than its kind")
+        empty = torch.zeros(0, dtype=torch.uint8)
+        exact, dtype = tensors.get(SINKS, empty), self.geometry.dtype
+        assert dtype is not None
+        if not torch.isfinite(exact.clone().view(dtype)).all():
+            raise FormatError("the chunk's exact tokens are not finite")
+        return Chunk(tensors.get(SLOTS, empty), exact)
+
+    def _sink_shapes(self, index: int) -> list[tuple[int, ...]]:
+        """Return the shapes of a chunk's sinks, of K and V, layer by layer."""
+        dims = (self.geometry.head_dim, self.geometry.value_dim)
+        first, heads = index * self.size, self.geometry.num_kv_heads
+        return [
+            (1, heads, min(max(method.sinks - first, 0), self.size), dim)
+            for spec in self.specs
+            for method, dim in zip((spec.key, spec.value), dims, strict=True)
+        ]
+
+    def _sink_sizes(self, index: int) -> list[int]:
+        assert self.geometry.dtype is not None
+        return [prod(shape) * self.geometry.dtype.itemsize for shape in self._sink_shapes(index)]
+
+    def _sinks(self, chunks: Sequence[Chunk]) -> list[Tensor | None]:
+        """Return the sinks of K and V, layer by layer; those behind the last chunk are zero."""
+        assert self.geometry.dtype is not None
+        parts: list[list[Tensor]] = [[] for _ in range(2 * len(self.specs))]
+        for index, chunk in enumerate(chunks):
+            split = torch.split(chunk.sinks, self._sink_sizes(index))
+            for held, data, shape in zip(parts, split, self._sink_shapes(index), strict=True):
+                held.append(data.clone().view(self.geometry.dtype).view(shape))
+        found: list[Tensor | None] = []
+        methods = [method for spec in self.specs for method in (spec.key, spec.value)]
+        for held, method in zip(parts, methods, strict=True):
+            one = torch.cat(held, 2)
+            missing = one.new_zeros(1, one.shape[1], method.sinks - one.shape[2], one.shape[3])
+            found.append(torch.cat([one, missing], 2) if method.sinks else None)
+        return found
+
+    def join(self, chunks: Sequence[Chunk]) -> Snapshot:
+        """Return the prefix that chunks make, in order from the first: sinks, and no window."""
+        data, sinks = torch.stack([chunk.slots for chunk in chunks]), self._sinks(chunks)
+        heads, end, states = self.geometry.num_kv_heads, len(chunks) * self.size, []
+        for index, (begin, stop) in enumerate(pairwise(accumulate(self._slot_bytes, initial=0))):
+            fields = self._fields[index]
+            slots = unpack_pages(data[:, begin:stop], fields, (1, heads), self.size)
+            streams = []
+            for side, codec in enumerate(self.codecs[index]):
+                dim = self.geometry.value_dim if side else self.geometry.head_dim
+                tail = torch.zeros(1, heads, 0, dim, dtype=self.geometry.dtype)
+                learnt = {name: x.detach().cpu() for name, x in codec.state().items()}
+                exact = sinks[2 * index + side]
+                streams.append(
+                    StreamState(fields[side], slots[side], end, end, tail, exact, learnt)
+                )
+            states.append(LayerState(self._specs_json[index], (streams[0], streams[1]), None))
+        return Snapshot.build(
+            states,
+            slots=FORMAT_VERSION,
+            geometry=self.geometry,
+            layout="contiguous",
+            page_size=self.size,
+            identity=self.identity,
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,312 @@
+"""`PrefixCache`: the longest known prefix of a prompt, out of a store and into a cache."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.prefixes import page_keys
+from kvpact.cache.saved import PAGE_TOKENS, least_page_size
+from kvpact.errors import FormatError, GeometryError, IntegrityError, MismatchError, StoreError
+from kvpact.methods import Codec
+from kvpact.methods.fitted import FittedCodec
+from kvpact.prefixes.chunks import ChunkKind
+from kvpact.prefixes.sources import PrefixSource, source_of
+from kvpact.snapshot import Identity
+from kvpact.stores import Store, StoreWarning
+
+Tokens = Sequence[int] | Tensor
+BATCH = 64
+"""Chunks that are packed at once: what saving takes of memory, beside the cache."""
+
+
+class PrefixCache:
+    """Prefixes in a store, in chunks of some tokens: one entry has all layers of one chunk.
+
+    A chunk's key is a hash chain over the token ids up to its end, so that a prefix that is held
+    once serves everything that extends it, and saving a longer chat writes the new chunks alone.
+    The chain begins with whatever else makes bytes differ: specs with all options and versions,
+    the version of the slots, geometry and dtype, what codecs have learnt, model, adapter, tenant
+    and chunk size. So entries of unlike kinds never meet, in one store or in several.
+
+    Entries hold packed slots as they lie in the cache, and the sink tokens. The window is not
+    saved: a cache that took a prefix reads the prefix's last tokens as stored, until new tokens
+    have come.
+
+    Parameters
+    ----------
+    store : Store
+        Where chunks lie, see `kvpact.stores.open_store`.
+    cache : ContiguousCache, PagedKVCache, PagedView or PrefixSource
+        What prefixes go into and come from. Its geometry has to name the dtype. A `MLACache` is a
+        contiguous one; for transformers' models see `kvpact.integrations.transformers`.
+    model : str
+        A fingerprint of config and weights (`kvpact.integrations.fingerprint`), or any name that is
+        never used for another model: under one name all K and V have to be the same.
+    adapter, tenant : str, optional
+        Other adapters have other K and V; tenants don't share.
+    chunk : int, optional
+        Tokens per entry, a multiple of 32 and of the methods' groups; the least one from 64 on if
+        omitted.
+    device : torch.device
+        Where a contiguous cache's tokens go.
+
+    Raises
+    ------
+    GeometryError
+        `chunk` cuts a tile or a group.
+    DtypeError
+        The cache's geometry has no dtype.
+    SpecError
+        A method that learns from tokens and has not learnt yet: make the cache with `calibration`.
+    MismatchError
+        `model` is empty.
+
+    Examples
+    --------
+    >>> prefixes = PrefixCache(store, cache, model=fingerprint)
+    >>> held = prefixes.load(token_ids[:-1])  # then compute token_ids[held:]
+    >>> prefixes.save(token_ids)  # all that are held
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cache: ContiguousCache | PagedKVCache | PagedView | PrefixSource,
+        *,
+        model: str,
+        adapter: str | None = None,
+        tenant: str | None = None,
+        chunk: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if not model:
+            raise MismatchError("name the model, by a fingerprint of its weights: K and V are its")
+        self.store = store
+        self._unreadable: set[str] = set()
+        """Keys that the store affirms and gave nothing usable for: `save` writes them anew."""
+        self._source = source_of(cache, device)
+        specs, geometry = self._source.specs, self._source.geometry
+        least = least_page_size(specs, geometry)
+        size = lcm(PAGE_TOKENS, least) if chunk is None else chunk
+        if type(size) is not int or size < 1 or size % least:
+            raise GeometryError(f"chunk should be a multiple of {least} tokens, not {chunk!r}")
+        self._kind = ChunkKind(
+            tuple(specs),
+            geometry,
+            self._codecs(),
+            Identity(model=model, adapter=adapter, tenant=tenant),
+            size,
+        )
+
+    def _codecs(self) -> tuple[tuple[Codec, Codec], ...]:
+        geometry, given = self._source.geometry, self._source.codecs()
+        dtype = geometry.dtype or torch.float32
+        pairs = given or [
+            (
+                spec.key.key_codec(geometry.head_dim, dtype),
+                spec.value.value_codec(geometry.value_dim, dtype),
+            )
+            for spec in self._source.specs
+        ]
+        for pair in pairs:
+            for codec in pair:
+                if isinstance(codec, FittedCodec):
+                    codec.require_fitted()  # else every sequence learns something else
+        return tuple(pairs)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens per entry."""
+        return self._kind.size
+
+    def keys(self, tokens: Tokens) -> list[str]:
+        """Return the store's keys of all full chunks of a sequence."""
+        return [key.hex() for key in page_keys(token_ids(tokens), self.chunk, self._kind.salt)]
+
+    def match(self, tokens: Tokens) -> int:
+        """Return how many of the first tokens the store holds; nothing is read.
+
+        Parameters
+        ----------
+        tokens : sequence of int or Tensor
+            Token ids, `[T]` or `[1, T]`, from the first on.
+        """
+        return self._held(self.keys(tokens)) * self.chunk
+
+    def _held(self, keys: Sequence[str]) -> int:
+        return next((i for i, key in enumerate(keys) if self._lacks(key)), len(keys))
+
+    def _lacks(self, key: str) -> bool:
+        return key in self._unreadable or not self.store.contains(key)
+
+    def load(self, tokens: Tokens, *, seq: int | None = None) -> int:
+        """Put the longest prefix that the store holds into an empty cache.
+
+        A chunk that is damaged, gone, or that the store can't read (it is another secret's, say)
+        shortens the prefix, with a `StoreWarning`. The next `save` of this object writes it anew.
+
+        Parameters
+        ----------
+        tokens : sequence of int or Tensor
+            Token ids, `[T]` or `[1, T]`. Leave the last one out if its logits are wanted.
+        seq : int, optional
+            The sequence of a `PagedKVCache`, allocated and empty.
+
+        Returns
+        -------
+        int
+            Tokens that the cache holds now.
+
+        Raises
+        ------
+        GeometryError
+            The cache holds tokens already.
+        CacheFull
+            The cache has no room for the prefix; it is as before.
+        """
+        if any(layer.length for layer in self._source.layers(seq)):
+            raise GeometryError("a prefix goes into an empty cache; reset this one first")
+        ids = token_ids(tokens)
+        keys = self.keys(ids)
+        self._unreadable.difference_update(keys)  # another process may have written them since
+        keys = keys[: self._held(keys)]
+        # The last chunk first: then the first ones, which all others need, are the latest used.
+        blobs = [self.store.get(key) for key in reversed(keys)][::-1]
+        chunks = []
+        for index, blob in enumerate(blobs):
+            if blob is None:
+                self._shorter(index, len(keys), "it is gone")
+                break
+            try:
+                chunks.append(self._kind.unpack(blob, index, ids))
+            except (FormatError, IntegrityError) as error:
+                self._drop([keys[index]])
+                self._shorter(index, len(keys), str(error))
+                break
+        self._unreadable.update(k for k, blob in zip(keys, blobs, strict=True) if blob is None)
+        if chunks:
+            try:
+                self._source.restore(self._kind.join(chunks), seq)
+            except (FormatError, IntegrityError) as error:  # each is whole, all of them are not
+                self._drop(keys[: len(chunks)])
+                self._shorter(0, len(keys), str(error))
+                return 0
+        return len(chunks) * self.chunk
+
+    def _drop(self, keys: Sequence[str]) -> None:
+        """Remove entries that are damaged; where that fails, `save` replaces them."""
+        self._unreadable.update(keys)
+        try:
+            for key in keys:
+                self.store.delete(key)
+        except StoreError as error:
+            warnings.warn(f"damaged chunks stay: {error}", StoreWarning, stacklevel=3)
+
+    def _shorter(self, index: int, count: int, why: str) -> None:
+        message = f"chunk {index} of {count} can't be used ({why}): the prefix ends before it"
+        warnings.warn(message, StoreWarning, stacklevel=3)
+
+    def save(self, tokens: Tokens, *, seq: int | None = None) -> int:
+        """Store those chunks of what the cache holds that the store has not yet.
+
+        Chunks that the last `load` could not read count as missing, and are replaced.
+
+        Chunks are saved as they lie. Where a rollback reached behind the window into a packed
+        group, its later tokens were coded with the scales of those rejected: what is saved, and
+        shared from then on, is less exact there than a fresh prefill's. Methods that code each
+        token alone have no such groups; else let the window be wider than what is rolled back.
+
+        Parameters
+        ----------
+        tokens : sequence of int or Tensor
+            The ids of the whole text, `[T]` or `[1, T]`: of all tokens held, and one more at most,
+            as generation's last token is not in the cache yet. What is no full chunk stays unsaved.
+        seq : int, optional
+            The sequence of a `PagedKVCache`.
+
+        Returns
+        -------
+        int
+            Chunks written.
+
+        Raises
+        ------
+        GeometryError
+            The ids are not of the tokens held: there are fewer, or more than one too many. Or the
+            cache has several rows, or padding.
+        MismatchError
+            The cache was restored from a snapshot whose codecs had learnt something else.
+        StoreError
+            The store could not write.
+        """
+        ids, layers = token_ids(tokens), self._source.layers(seq)
+        self._check(layers, len(ids))
+        packed = min((s.packed for layer in layers for s in layer.streams()), default=0)
+        keys = self.keys(ids)[: packed // self.chunk]
+        missing = [i for i, key in enumerate(keys) if self._lacks(key)]
+        for run in _runs(missing):
+            blobs = self._kind.pack(layers, run[0], run[-1] + 1, ids)
+            for index, blob in zip(run, blobs, strict=True):
+                self.store.put(keys[index], blob)
+                self._unreadable.discard(keys[index])
+        return len(missing)
+
+    def _check(self, layers: Sequence[CacheLayer], tokens: int) -> None:
+        held = min((layer.length for layer in layers), default=0)
+        if held not in (tokens - 1, tokens):
+            # More tokens than ids: something stands twice, and ids and slots don't belong together.
+            raise GeometryError(
+                f"{tokens} token ids, but the cache holds {held} tokens: give the ids of all of "
+                "them, and at most the one that was generated last"
+            )
+        rows = {s.tail.shape[0] for layer in layers for s in layer.streams()}
+        if rows - {1} or any(layer.padding_bytes for layer in layers):
+            raise GeometryError(
+                "prefixes are of one row without padding; save rows of a batch one by one"
+            )
+        for layer, pair in zip(layers, self._kind.codecs, strict=False):
+            for stream, codec in zip(layer.streams(), pair, strict=False):
+                if not _same(stream.codec.state(), codec.state()):
+                    raise MismatchError(
+                        "the cache holds tokens of codecs that learnt something else than its "
+                        "calibration: their slots would not be understood"
+                    )
+
+
+def token_ids(tokens: Tokens) -> list[int]:
+    """Return token ids, `[T]` or `[1, T]`, as a list.
+
+    Raises
+    ------
+    GeometryError
+        A tensor of another shape, or not of whole numbers.
+    """
+    if not isinstance(tokens, Tensor):
+        return list(tokens)
+    if tokens.dim() not in (1, 2) or (tokens.dim() == 2 and tokens.shape[0] != 1):
+        raise GeometryError(f"token ids should be [T] or [1, T], not {list(tokens.shape)}")
+    if tokens.is_floating_point() or tokens.dtype == torch.bool:
+        raise GeometryError("token ids should be whole numbers")
+    return [int(token) for token in tokens.flatten().tolist()]
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Return runs of numbers that follow each other, none too long to be packed at once."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < BATCH:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs

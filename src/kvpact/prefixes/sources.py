@@ -1,0 +1,119 @@
+"""What a `PrefixCache` needs of a cache, and how the caches of kvpact give it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
+from kvpact.cache.layer import CacheLayer
+from kvpact.errors import DtypeError, GeometryError
+from kvpact.geometry import CacheGeometry
+from kvpact.methods import Codec
+from kvpact.snapshot import Snapshot
+from kvpact.spec import Spec
+
+Codecs = list[tuple[Codec, Codec]]
+
+
+class PrefixSource(Protocol):
+    """A cache whose sequences have prefixes. `seq` names one, where there are several."""
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The spec of each layer."""
+        ...
+
+    @property
+    def geometry(self) -> CacheGeometry:
+        """Shape of K and V, with the dtype."""
+        ...
+
+    def codecs(self) -> Codecs | None:
+        """Return the codecs of each layer where they exist before any token."""
+        ...
+
+    def layers(self, seq: int | None) -> list[CacheLayer]:
+        """Return what a sequence holds, layer by layer; nothing while it holds nothing."""
+        ...
+
+    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
+        """Hold what a snapshot holds."""
+        ...
+
+
+class _Contiguous:
+    """The one row of a `ContiguousCache`."""
+
+    def __init__(self, cache: ContiguousCache, device: torch.device | str) -> None:
+        if cache.geometry.dtype is None:
+            raise DtypeError("make the cache with a geometry that has a dtype: keys depend on it")
+        self._cache, self._device = cache, device
+        self.specs, self.geometry = cache.specs, cache.geometry
+
+    def codecs(self) -> Codecs | None:
+        pairs = [self._cache.entry(i).codecs for i in range(len(self.specs))]
+        found = [pair for pair in pairs if pair is not None]
+        return found if len(found) == len(pairs) else None
+
+    def layers(self, seq: int | None) -> list[CacheLayer]:
+        _no_seq(seq)
+        return [self._cache.entry(i) for i in range(len(self.specs))]
+
+    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
+        _no_seq(seq)
+        self._cache.restore(snapshot, device=self._device)
+
+
+class _Paged:
+    """The sequences of a `PagedKVCache`."""
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._cache = cache
+        self.specs, self.geometry = cache.specs, cache.token_geometry
+
+    def codecs(self) -> Codecs | None:
+        return list(self._cache.pool.codecs)
+
+    def layers(self, seq: int | None) -> list[CacheLayer]:
+        if seq is None:
+            raise GeometryError("say which sequence: seq=")
+        return [self._cache.layer_of(seq, i) for i in range(len(self.specs))]
+
+    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
+        self._cache.restore(snapshot, seq=seq)
+
+
+class _View(_Paged):
+    """The one row of a `PagedView`."""
+
+    def __init__(self, view: PagedView) -> None:
+        super().__init__(view.cache)
+        self._view = view
+
+    def layers(self, seq: int | None) -> list[CacheLayer]:
+        _no_seq(seq)
+        seqs = self._view.seqs or []
+        if len(seqs) > 1:
+            raise GeometryError(f"the view has {len(seqs)} sequences; name one of the cache's own")
+        return super().layers(seqs[0]) if seqs else []
+
+    def restore(self, snapshot: Snapshot, seq: int | None) -> None:
+        self._view.restore(snapshot)
+
+
+def _no_seq(seq: int | None) -> None:
+    if seq is not None:
+        raise GeometryError("this cache has one sequence; leave seq out")
+
+
+def source_of(
+    cache: ContiguousCache | PagedKVCache | PagedView | PrefixSource, device: torch.device | str
+) -> PrefixSource:
+    """Return what gives a cache's sequences; a `PrefixSource` is returned as it is."""
+    if isinstance(cache, ContiguousCache):
+        return _Contiguous(cache, device)
+    if isinstance(cache, PagedKVCache):
+        return _Paged(cache)
+    return _View(cache) if isinstance(cache, PagedView) else cache

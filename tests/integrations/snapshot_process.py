@@ -1,0 +1,84 @@
+"""Run by `test_snapshot_restart.py`: writes snapshots and dies, or goes on from them.
+
+`python snapshot_process.py save|go FOLDER`
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils import logging
+
+import kvpact
+from kvpact import CacheGeometry, PagedKVCache, Snapshot
+from kvpact.integrations.fingerprint import model_fingerprint
+from kvpact.integrations.transformers import CompressedCache, PagedBatch
+from kvpact.registry import Alias
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+GEOMETRY = CacheGeometry(2, 2, 16, dtype=torch.float32)
+PROMPT = torch.arange(2 * 90).view(2, 90) * 7 % 96
+NEXT = torch.tensor([[5, 6, 7], [8, 9, 10]])
+
+
+def methods() -> list[str]:
+    return [name for name, m in kvpact.list_methods().items() if not isinstance(m, Alias)]
+
+
+def model():
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="sdpa").eval()
+
+
+def calibration() -> dict:
+    generator = torch.Generator().manual_seed(1)
+    return {i: tuple(torch.randn(1, 2, 300, 16, generator=generator) for _ in range(2))
+            for i in range(2)}  # fmt: skip
+
+
+@torch.no_grad()
+def contiguous(net, name: str, snapshot: Snapshot | None, folder: Path):
+    cache = CompressedCache(net.config, name)
+    if snapshot is None:
+        net(PROMPT, past_key_values=cache)
+        cache.snapshot(token_ids=PROMPT).save(folder / f"{name}.contiguous")
+    else:
+        cache.restore(snapshot)
+    return net(NEXT, past_key_values=cache).logits
+
+
+@torch.no_grad()
+def paged(net, name: str, snapshot: Snapshot | None, folder: Path):
+    held = PagedKVCache(name, GEOMETRY, 12, calibration=snapshot or calibration())
+    if snapshot is None:
+        seqs = [held.allocate() for _ in range(2)]
+        net(PROMPT, past_key_values=PagedBatch(net.config, held, seqs))
+        held.snapshot(seqs, token_ids=PROMPT).save(folder / f"{name}.paged")
+    else:
+        seqs = [held.restore(snapshot, row=row) for row in range(2)]
+    return net(NEXT, past_key_values=PagedBatch(net.config, held, seqs)).logits
+
+
+def main() -> None:
+    what, folder = sys.argv[1], Path(sys.argv[2])
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    net, found = model(), {}
+    for layout in (contiguous, paged):
+        for name in methods():
+            path = folder / f"{name}.{layout.__name__}"
+            snapshot = Snapshot.load(path) if what == "go" else None
+            logits = layout(net, name, snapshot, folder)
+            found[f"{name} {layout.__name__}"] = logits.numpy().tobytes().hex()
+    found["model"] = model_fingerprint(net)
+    (folder / f"{what}.json").write_text(json.dumps(found))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

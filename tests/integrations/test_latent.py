@@ -1,0 +1,268 @@
+"""Models with latent attention run on compressed latents, with no change in the model."""
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
+
+from kvpact import MLACache
+from kvpact.errors import KVPactError
+from kvpact.integrations.transformers import CompressedCache, PagedBatch, handles
+
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "n_shared_experts": 1,
+}
+
+
+@pytest.fixture(params=[DeepseekV2Config, DeepseekV3Config], ids=["v2", "v3"])
+def model(request, make_model, sizes, monkeypatch):
+    monkeypatch.setattr(handles, "_said", set())
+    made = make_model(request.param(**{**sizes, **LATENT}), "sdpa")
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.mul_(3)  # away from the ties of a new model
+    return made
+
+
+def expanded_tokens(model, monkeypatch):
+    """Count the tokens of every latent that goes through `kv_b_proj`."""
+    counts = []
+    for layer in model.model.layers:
+        # On the class of the projection: hooks and other classes would not be absorbed.
+        weight = layer.self_attn.kv_b_proj.weight
+        forward = torch.nn.Linear.forward
+
+        def counting(self, x, weight=weight, forward=forward):
+            if self.weight is weight:
+                counts.append(x.shape[2])
+            return forward(self, x)
+
+        monkeypatch.setattr(torch.nn.Linear, "forward", counting)
+    return counts
+
+
+def test_uncompressed_latents_give_the_same_tokens(model, prompt, greedy, fallbacks, monkeypatch):
+    wanted = model.generate(**prompt, **greedy, past_key_values=DynamicCache(config=model.config))
+    counts = expanded_tokens(model, monkeypatch)
+    layers = model.config.num_hidden_layers
+    for attempt in range(2):
+        counts.clear()
+        cache = CompressedCache(model.config, "none")
+        got, said = fallbacks(
+            lambda cache=cache: model.generate(**prompt, **greedy, past_key_values=cache)
+        )
+        assert torch.equal(got, wanted)
+        assert said == []
+        # The prompt is expanded once, and after that nothing; a new module is looked at, too.
+        probes = [3] * layers if attempt == 0 else []
+        assert sorted(counts) == sorted([40] * layers + probes)
+    assert all(layer.cache.geometry.latent for layer in cache.layers)
+
+
+def test_the_other_ways_to_generate(model, prompt, greedy):
+    def both(**options):
+        made = {**prompt, **greedy, **options}
+        wanted = model.generate(**made, past_key_values=DynamicCache(config=model.config))
+        got = model.generate(**made, past_key_values=CompressedCache(model.config, "none"))
+        return torch.equal(got, wanted)
+
+    assert both(num_beams=3)
+    assert both(prefill_chunk_size=16)
+    twin = copy.deepcopy(model)
+    cache = CompressedCache(twin.config, "none")
+    wanted = model.generate(**prompt, **greedy)
+    assert torch.equal(twin.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    # A copied module absorbs its own weights, not those of the one that it was copied from.
+    with torch.no_grad():
+        for layer in twin.model.layers:
+            layer.self_attn.kv_b_proj.weight.neg_()
+    wanted = twin.generate(**prompt, **greedy, past_key_values=DynamicCache(config=twin.config))
+    cache = CompressedCache(twin.config, "none")
+    assert torch.equal(twin.generate(**prompt, **greedy, past_key_values=cache), wanted)
+
+
+def test_chunks_and_padding(model, prompt):
+    def run(cache):
+        parts = []
+        with torch.no_grad():
+            for start in range(0, 40, 8):
+                mask = prompt["attention_mask"][:, : start + 8]
+                ids = prompt["input_ids"][:, start : start + 8]
+                parts.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+        return torch.cat(parts, 1)
+
+    cache = CompressedCache(model.config, "int:bits=8,sinks=2,window=0/none")
+    real = prompt["attention_mask"] == 1
+    wanted = run(DynamicCache(config=model.config))[real]
+    got = run(cache)[real]
+    assert 0 < (got - wanted).norm() < 0.05 * wanted.norm()
+    # Sinks are the first tokens that are no padding, for the first chunk too.
+    padding = 40 - prompt["attention_mask"].sum(1)
+    exact = CompressedCache(model.config, "none")
+    run(exact)
+    for row, first in enumerate(padding.tolist()):
+        entry = cache.layers[0].cache.entry(0)
+        wanted = exact.layers[0].keys[row, 0, first : first + 2]
+        assert torch.allclose(entry.k.sinks[row, 0], wanted, atol=1e-5)
+
+
+def test_bytes_of_latents_by_hand(model, prompt):
+    spec = "turboquant:bits=4,sinks=0,window=0"
+    cache = CompressedCache(model.config, spec)
+    ids = torch.arange(128).remainder(100).add(3).unsqueeze(0)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    # 32 numbers in 4 bits and an fp16 scale; 16 rotated ones in 8 bits, one fp16 scale for them.
+    by_hand = (32 // 2 + 2) + (16 + 2)
+    assert cache.memory_usage() == len(cache.layers) * 128 * by_hand
+    assert cache.stats()["spec"] == f"{spec}/int:bits=8,sinks=0,window=0"
+
+
+def test_paged_latents(model, prompt, greedy):
+    wanted = model.generate(**prompt, **greedy)
+    pool = MLACache.paged("none", model.config.num_hidden_layers, 32, 16, 64)
+    batch = PagedBatch(model.config, pool)
+    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=batch), wanted)
+    batch.reset()
+    assert pool.num_free_pages == pool.num_pages
+
+
+class Adapted(torch.nn.Module):
+    """A projection that is no plain linear layer, as an adapter makes it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) * 1.5
+
+
+def adapt(projection):
+    return Adapted(projection)
+
+
+def hook(projection):
+    projection.register_forward_hook(lambda module, given, output: output * 1.5)
+    return projection
+
+
+@pytest.mark.parametrize("change", [adapt, hook])
+@pytest.mark.parametrize("after_a_run", [False, True])
+def test_a_projection_that_can_not_be_absorbed_is_run_as_it_is(
+    model, prompt, greedy, fallbacks, change, after_a_run
+):
+    def run():
+        cache = CompressedCache(model.config, "none")
+        return model.generate(**prompt, **greedy, past_key_values=cache)
+
+    if after_a_run:
+        run()
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = change(layer.self_attn.kv_b_proj)
+    wanted = model.generate(**prompt, **greedy)
+    got, said = fallbacks(run)
+    assert torch.equal(got, wanted)
+    assert len(said) == 1
+    assert "decompressed" in said[0]
+
+
+def test_the_model_stays_what_it_was(model, prompt, greedy):
+    names, before = set(model.state_dict()), model.generate(**prompt, **greedy)
+    model.generate(**prompt, **greedy, past_key_values=CompressedCache(model.config, "none"))
+    attention = model.model.layers[0].self_attn
+    assert "expand_kv" not in vars(attention)
+    assert set(model.state_dict()) == names
+    file = io.BytesIO()
+    pickle.dump(model, file)
+    file.seek(0)
+    again = pickle.load(file)
+    assert torch.equal(again.generate(**prompt, **greedy), before)
+    alive = weakref.ref(attention)
+    del model, attention
+    # Only this test's fixture still holds the model.
+    assert alive() is not None
+
+
+def test_gradients_and_training_are_refused(model, prompt):
+    cache = CompressedCache(model.config, "none")
+    logits = model(**prompt, past_key_values=cache).logits
+    with pytest.raises(KVPactError, match="no gradients through a compressed cache"):
+        logits.sum().backward()
+    model.train()
+    with pytest.raises(KVPactError, match=r"model\.eval\(\) first"):
+        model(**prompt, past_key_values=CompressedCache(model.config, "none"))
+    # Without a compressed cache both work as ever.
+    model(**prompt).logits.sum().backward()
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.grad.abs().sum() > 0
+
+
+def test_two_models_do_not_take_each_others_tokens(model, prompt, make_model, sizes):
+    eager = make_model(DeepseekV3Config(**{**sizes, **LATENT}), "eager", seed=1)
+    held = CompressedCache(eager.config, "none", attention="keep")
+    exact = CompressedCache(model.config, "none")
+    with torch.no_grad():
+        eager(prompt["input_ids"][:1], past_key_values=held)
+        model(**prompt, past_key_values=DynamicCache(config=model.config))
+        model(**prompt, past_key_values=exact)
+    assert [layer.get_seq_length() for layer in held.layers] == [40, 40]
+    assert all(layer.keys.shape[0] == 1 for layer in held.layers)
+    assert all(layer.cache.entry(0).padding.tolist() == [7, 0] for layer in exact.layers)
+
+
+def test_rows_of_unlike_length_on_a_model_that_ran_nothing_yet(model, make_model):
+    pool = MLACache.paged("none", model.config.num_hidden_layers, 32, 16, 64)
+    ids = torch.arange(3, 63).unsqueeze(0)
+    seqs = []
+    for count in (20, 33):
+        batch = PagedBatch(model.config, pool)
+        with torch.no_grad():
+            model(ids[:, :count], past_key_values=batch)
+        seqs += batch.seqs
+    twin = copy.deepcopy(model)
+    new, positions = torch.tensor([[5], [6]]), torch.tensor([[20], [33]])
+    with torch.no_grad():
+        got = twin(
+            new, position_ids=positions, past_key_values=PagedBatch(twin.config, pool, seqs)
+        ).logits
+        for row, count in enumerate((20, 33)):
+            whole = torch.cat([ids[:, :count], new[row : row + 1]], 1)
+            wanted = model(whole).logits[:, -1:]
+            assert torch.allclose(got[row : row + 1], wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_other_attention_reads_expanded_latents(model, prompt, greedy):
+    wanted = model.generate(**prompt, **greedy)
+    cache = CompressedCache(model.config, "none", attention="keep")
+    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    cache = CompressedCache(model.config, "none")
+    model.generate(**prompt, **greedy, past_key_values=cache)  # the modules hand handles on now
+    model.set_attn_implementation("eager")
+    cache = CompressedCache(model.config, "none", attention="keep")
+    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=cache), wanted)
+
+
+def test_packed_only_stores_first(model, prompt, greedy):
+    cache = CompressedCache(model.config, "int:bits=8,sinks=0,window=0", exact_new=False)
+    model.generate(**prompt, **greedy, past_key_values=cache)
+    assert cache.get_seq_length() == 40 + greedy["max_new_tokens"] - 1

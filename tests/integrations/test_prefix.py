@@ -1,0 +1,218 @@
+"""Prefixes in transformers: what is loaded is not computed, and kinds never meet."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
+
+from kvpact.errors import GeometryError, SnapshotError, SpecError
+from kvpact.integrations.fingerprint import model_fingerprint
+from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.stores import DirectoryStore, MemoryStore
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 128, (1, 200), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Return a function that runs a call and gives the tokens that went through a model."""
+
+    def run(model, call):
+        seen = []
+        hook = model.model.embed_tokens.register_forward_hook(
+            lambda module, given, output: seen.append(given[0].shape[1])
+        )
+        try:
+            return call(), sum(seen)
+        finally:
+            hook.remove()
+
+    return run
+
+
+def generate(model, store, ids, greedy, spec="none", **options):
+    """Load, generate, save; return tokens, how many were loaded, and chunks written."""
+    cache = CompressedCache(model.config, spec)
+    prefixes = prefix_cache(store, model, cache, **options)
+    loaded = prefixes.load(ids[:, :-1])
+    tokens = model.generate(ids, past_key_values=cache, **greedy)
+    return tokens, loaded, prefixes.save(tokens)
+
+
+def test_only_the_rest_is_computed_and_the_tokens_are_the_same(
+    tmp_path, llama, make_model, ids, greedy, computed
+):
+    wanted = llama.generate(ids, **greedy)
+    with DirectoryStore(tmp_path) as store:
+        first, loaded, written = generate(llama, store, ids, greedy)
+        assert (loaded, written) == (0, 3)
+        assert torch.equal(first, wanted)
+    again = make_model(LlamaConfig(**_sizes(llama)))
+    with DirectoryStore(tmp_path) as store:
+        (second, loaded, written), count = computed(
+            again, lambda: generate(again, store, ids, greedy)
+        )
+    assert (loaded, written) == (192, 0)
+    assert torch.equal(second, wanted)
+    assert count == 1 + (200 - 192) + greedy["max_new_tokens"] - 1, "a probe, the rest, new tokens"
+
+
+def _sizes(model):
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "vocab_size", "max_position_embeddings", "bos_token_id",
+             "eos_token_id", "pad_token_id")  # fmt: skip
+    return {name: getattr(model.config, name) for name in names}
+
+
+def test_a_chat_goes_on_from_its_own_answers(llama, ids, greedy):
+    with MemoryStore() as store:
+        first, _, written = generate(llama, store, ids, greedy)
+        assert written == 3
+        turn = torch.cat([first, ids[:, :60]], dim=1)  # 284 tokens
+        second, loaded, written = generate(llama, store, turn, greedy)
+        assert (loaded, written) == (192, 1)
+        assert torch.equal(second, llama.generate(turn, **greedy))
+        longer = torch.cat([turn, ids[:, :5]], dim=1)
+        assert generate(llama, store, longer, greedy)[1] == 256
+
+
+def test_chunked_prefill_goes_on_behind_the_prefix(llama, ids, greedy, computed):
+    with MemoryStore() as store:
+        wanted, *_ = generate(llama, store, ids, greedy)
+        options = {**greedy, "prefill_chunk_size": 3}
+        (tokens, loaded, _), count = computed(llama, lambda: generate(llama, store, ids, options))
+    assert loaded == 192 and torch.equal(tokens, wanted)
+    assert count == 1 + 8 + greedy["max_new_tokens"] - 1
+
+
+@pytest.mark.parametrize("spec", ["turboquant:bits=4", "kivi:bits=4", "int:bits=8,window=0"])
+def test_what_a_compressed_prefix_holds_is_what_was_stored(llama, ids, spec):
+    """The slots are the same; the window alone is read as stored."""
+    source, loaded = (CompressedCache(llama.config, spec) for _ in range(2))
+    with MemoryStore() as store:
+        llama(ids, past_key_values=source)
+        assert prefix_cache(store, llama, source).save(ids) == 3
+        assert prefix_cache(store, llama, loaded).load(ids) == 192
+    assert loaded.snapshot().digest == source.snapshot().slice(0, 192).digest
+
+
+def test_latent_attention(make_model, sizes, ids, greedy):
+    sizes.pop("num_key_value_heads")
+    config = DeepseekV3Config(
+        **sizes, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+        topk_group=1, n_shared_experts=1, moe_intermediate_size=32, first_k_dense_replace=1,
+    )  # fmt: skip
+    model = make_model(config)
+    wanted = model.generate(ids, **greedy)
+    with MemoryStore() as store:
+        assert torch.equal(generate(model, store, ids, greedy)[0], wanted)
+        tokens, loaded, _ = generate(model, store, ids, greedy)
+        assert loaded == 192 and torch.equal(tokens, wanted)
+        assert generate(model, store, ids, greedy, "turboquant:bits=4")[1] == 0
+        assert generate(model, store, ids, greedy, "turboquant:bits=4")[1] == 192
+
+
+def test_two_models_adapters_methods_and_tenants_never_meet(llama, make_model, ids, greedy):
+    """Equal in all but one: the weights of one layer, a config's number, adapter, tenant, spec."""
+    changed = copy.deepcopy(llama)
+    with torch.no_grad():  # as merging an adapter does
+        changed.model.layers[0].self_attn.q_proj.weight.data[0, 0] += 1e-3
+    rope = copy.deepcopy(llama)
+    rope.config.rms_norm_eps *= 2
+    half = copy.deepcopy(llama).to(torch.bfloat16)
+    kinds = [(llama, {}), (changed, {}), (rope, {}), (half, {}), (llama, {"adapter": "a"}),
+             (llama, {"tenant": "a"}), (llama, {"spec": "int:bits=8"}),
+             (llama, {"chunk": 32})]  # fmt: skip
+    greedy["max_new_tokens"] = 1
+    with MemoryStore() as store:
+        entries = 0
+        for model, options in kinds:
+            _, loaded, written = generate(model, store, ids, greedy, **options)
+            assert loaded == 0, options
+            entries += written
+        assert entries == len(store) == 7 * 3 + 6
+        for model, options in kinds:
+            assert generate(model, store, ids, greedy, **options)[1] == 192
+
+
+def test_a_fingerprint_given_is_not_computed_again(llama, ids, greedy, monkeypatch):
+    with MemoryStore() as store:
+        generate(llama, store, ids, greedy)
+        known = model_fingerprint(llama)
+        monkeypatch.setattr("kvpact.integrations.transformers.prefix.model_fingerprint", None)
+        assert generate(llama, store, ids, greedy, fingerprint=known)[1] == 192
+
+
+def test_what_is_refused(llama, make_model, sizes, ids, prompt):
+    with MemoryStore() as store:
+        cache = CompressedCache(llama.config, "none")
+        prefixes = prefix_cache(store, llama, cache)
+        with pytest.raises(GeometryError, match="1, T"):
+            prefixes.load(prompt["input_ids"])
+        llama(**prompt, past_key_values=cache)
+        with pytest.raises(GeometryError, match="one row without padding"):
+            prefixes.save(prompt["input_ids"][:1])
+        row = CompressedCache(llama.config, "none")
+        padded = prompt["input_ids"][:1], prompt["attention_mask"][:1]
+        llama(input_ids=padded[0], attention_mask=padded[1], past_key_values=row)
+        with pytest.raises(GeometryError, match="one row without padding"):
+            prefix_cache(store, llama, row).save(padded[0])
+        with pytest.raises(SpecError, match="not fitted"):
+            prefix_cache(store, llama, CompressedCache(llama.config, "vq"))
+        types = ["sliding_attention", "full_attention"]
+        gemma = make_model(Gemma3TextConfig(**sizes, head_dim=16, layer_types=types))
+        with pytest.raises(SnapshotError, match="cached by transformers itself"):
+            prefix_cache(store, gemma, CompressedCache(gemma.config, "none"))
+        assert len(store) == 0
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 80, "rope_theta": 1e4, "factor": 4.0}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize("rope", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_rope_that_depends_on_the_length_is_refused(make_model, sizes, rope, by_layer):
+    if by_layer:
+        plain = {"rope_type": "default", "rope_theta": 1e4}
+        config = Gemma3TextConfig(**sizes, head_dim=16, layer_types=["full_attention"] * 2,
+                                  rope_parameters={"sliding_attention": plain,
+                                                   "full_attention": rope})  # fmt: skip
+    else:
+        config = LlamaConfig(**sizes, rope_parameters=rope)
+    model = make_model(config)
+    with MemoryStore() as store, pytest.raises(SnapshotError, match=rope["rope_type"]):
+        prefix_cache(store, model, CompressedCache(model.config, "none"))
+
+
+def test_other_rope_is_taken(make_model, sizes, ids, greedy):
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    model = make_model(LlamaConfig(**sizes, rope_parameters=rope))
+    with MemoryStore() as store:
+        assert [generate(model, store, ids, greedy)[1] for _ in range(2)] == [0, 192]
+
+
+@pytest.mark.parametrize("name", ["image_token_id", "video_token_index", "audio_start_token_id"])
+def test_a_prefix_ends_before_an_image(llama, ids, name):
+    """Two images have equal ids and other K and V; the text before them is shared."""
+    ids[ids == 100] = 101
+    with MemoryStore() as store:
+        setattr(llama.config, name, 100)
+        with_image = ids.clone()
+        with_image[0, 140] = 100
+        cache = CompressedCache(llama.config, "int:bits=4,window=0")
+        llama(with_image, past_key_values=cache)
+        prefixes = prefix_cache(store, llama, cache)
+        assert prefixes.save(with_image) == len(store) == 2
+        again = prefix_cache(store, llama, CompressedCache(llama.config, "int:bits=4,window=0"))
+        assert again.load(with_image) == again.match(ids) == 128
+        text = CompressedCache(llama.config, "int:bits=4,window=0")
+        llama(ids, past_key_values=text)
+        assert prefix_cache(store, llama, text).save(ids) == 1
+        assert again.match(ids) == 192 and again.match(with_image) == 128

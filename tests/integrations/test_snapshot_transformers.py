@@ -1,0 +1,139 @@
+"""Snapshots of transformers caches, and fingerprints of models."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from kvpact import CacheGeometry, PagedKVCache, Snapshot, create_cache, errors
+from kvpact.integrations.fingerprint import fingerprint, model_fingerprint
+from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.stores import MemoryStore
+
+SPEC = "turboquant:bits=4,window=8"
+
+
+@torch.no_grad()
+def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
+    cache = CompressedCache(llama.config, SPEC)
+    llama(**prompt, past_key_values=cache)
+    snapshot = Snapshot.from_bytes(cache.snapshot(token_ids=prompt["input_ids"]).to_bytes())
+    assert snapshot.manifest.layers[0].padding == (7, 0)
+    restored = CompressedCache(llama.config, SPEC)
+    restored.restore(snapshot)
+    assert restored.get_seq_length() == 40
+    step = {
+        "input_ids": torch.tensor([[5], [6]]),
+        "attention_mask": torch.cat([prompt["attention_mask"], torch.ones(2, 1).long()], 1),
+    }
+    wanted = llama(**step, past_key_values=cache).logits
+    assert torch.equal(llama(**step, past_key_values=restored).logits, wanted)
+    assert restored.snapshot().digest == cache.snapshot().digest
+    assert restored.memory_usage() == cache.memory_usage()
+
+
+@torch.no_grad()
+def test_from_and_to_pages(llama, prompt):
+    cache = CompressedCache(llama.config, SPEC)
+    llama(prompt["input_ids"][1:], past_key_values=cache)
+    snapshot = cache.snapshot()
+    pages = PagedKVCache(SPEC, snapshot.geometry, 4)
+    seq = pages.restore(snapshot)
+    again = CompressedCache(llama.config, SPEC)
+    again.restore(pages.snapshot(seq))
+    assert again.snapshot().digest == snapshot.digest
+
+
+def test_refusals_leave_the_cache_as_it_was(llama, prompt):
+    cache = CompressedCache(llama.config, SPEC)
+    with pytest.raises(errors.SnapshotError, match="empty"):
+        cache.snapshot()
+    with torch.no_grad():
+        llama(**prompt, past_key_values=cache)
+    before = cache.snapshot()
+    with pytest.raises(errors.SpecError):
+        CompressedCache(llama.config, "int:bits=4").restore(before)
+    other = CompressedCache(llama.config, SPEC.replace("8", "9"))
+    with torch.no_grad():
+        llama(**prompt, past_key_values=other)
+    with pytest.raises(errors.SpecError):
+        cache.restore(other.snapshot())
+    assert cache.snapshot().digest == before.digest
+
+
+def test_layers_that_transformers_caches_are_named(sizes):
+    config = Gemma2Config(**sizes, head_dim=16, sliding_window=16)
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_config(config).eval()
+        cache = CompressedCache(model.config, SPEC)
+        model(torch.arange(20)[None], past_key_values=cache)
+    with pytest.raises(errors.SnapshotError, match="Sliding"):
+        cache.snapshot()
+
+
+def test_fingerprints_know_weights_and_config_and_nothing_else(llama, make_model):
+    first = model_fingerprint(llama)
+    assert len(first) == 64
+    assert model_fingerprint(make_model(llama.config)) == first
+    assert model_fingerprint(make_model(llama.config, seed=1)) != first
+    weights, config = {"a": torch.zeros(4), "b": torch.ones(2)}, {"x": 1}
+    one = fingerprint(weights, config)
+    assert fingerprint(dict(reversed(weights.items())), config) == one
+    assert fingerprint(weights, {**config, "_name_or_path": "/somewhere"}) == one
+    for other in (
+        {"a": torch.zeros(4), "c": torch.ones(2)},
+        {"a": torch.zeros(2, 2), "b": torch.ones(2)},
+        {"a": torch.zeros(4, dtype=torch.int32), "b": torch.ones(2)},
+        {"a": torch.zeros(4), "b": torch.tensor([1.0, 2.0])},
+        {"a": torch.zeros(4)},
+    ):
+        assert fingerprint(other, config) != one
+    assert fingerprint(weights, {"x": 2}) != one
+
+
+def test_a_restored_cache_keeps_its_kernel_and_its_shape(llama, prompt):
+    cache = CompressedCache(llama.config, "int:bits=4", kernel="torch")
+    with torch.no_grad():
+        llama(**prompt, past_key_values=cache)
+    saved = cache.snapshot()
+    again = CompressedCache(llama.config, "int:bits=4", kernel="torch")
+    again.restore(saved)
+    new = {"input_ids": torch.full((2, 1), 5)}
+    with torch.no_grad():
+        wanted = llama(**new, past_key_values=cache).logits
+        assert torch.equal(llama(**new, past_key_values=again).logits, wanted)
+    for layer in again.layers:
+        assert layer.cache.stats()["kernel"]["requested"] == "torch"
+    other = create_cache("int:bits=4", CacheGeometry(2, 1, 16, dtype=torch.float32))
+    for index in range(2):
+        other.store(index, torch.zeros(2, 1, 5, 16), torch.zeros(2, 1, 5, 16))
+    length = again.get_seq_length()
+    with pytest.raises(errors.GeometryError, match="the model's cache of"):
+        again.restore(other.snapshot())
+    assert again.get_seq_length() == length
+
+
+class Adapted(torch.nn.Module):
+    """As PEFT's layers: all adapters' weights are there, an attribute says which one is active."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self._active_adapter = base, "one"
+
+
+@pytest.mark.parametrize("how", ["peft_config", "_hf_peft_config_loaded", "layer"])
+def test_adapters_that_are_not_merged_have_to_be_named(llama, how):
+    plain = model_fingerprint(llama)
+    assert model_fingerprint(llama, adapter="one") == plain
+    if how == "layer":
+        llama.model.layers[0].mlp = Adapted(llama.model.layers[0].mlp)
+    else:
+        setattr(llama, how, {"default": "a config"} if how == "peft_config" else True)
+    for name in (None, ""):
+        with pytest.raises(errors.MismatchError, match="adapter="):
+            model_fingerprint(llama, adapter=name)
+        with pytest.raises(errors.MismatchError, match="adapter="), MemoryStore() as store:
+            cache = CompressedCache(llama.config, SPEC)
+            prefix_cache(store, llama, cache, adapter=name, fingerprint=plain)
+    one, two = (model_fingerprint(llama, adapter=name) for name in ("one", "two"))
+    assert one == model_fingerprint(llama, adapter="one")
+    assert len({plain, one, two}) == 3

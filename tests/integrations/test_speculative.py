@@ -1,0 +1,162 @@
+"""Assisted generation over two compressed caches: rejected tokens leave nothing behind."""
+
+import copy
+
+import pytest
+import torch
+
+import kvpact
+from kvpact import list_methods
+from kvpact.errors import GeometryError
+from kvpact.integrations.transformers import CachedDraft, CompressedCache
+from kvpact.registry import Alias
+
+METHODS = [name for name, method in list_methods().items() if not isinstance(method, Alias)]
+
+
+@pytest.fixture
+def ids(prompt):
+    return prompt["input_ids"][1:]
+
+
+class Counted(CachedDraft):
+    """Counts the candidates that the draft makes."""
+
+    candidates = 0
+
+    def generate(self, *args, **kwargs):
+        result = super().generate(*args, **kwargs)
+        self.candidates += result.sequences.shape[1] - kwargs["input_ids"].shape[1]
+        return result
+
+
+@pytest.fixture
+def drafts(llama, make_model):
+    """Drafts by name: equal to the target, another one, and one that is wrong at every token."""
+    wrong = copy.deepcopy(llama)
+    wrong.lm_head.weight.data.neg_()  # its likeliest token is the target's unlikeliest
+    return {"equal": llama, "other": make_model(copy.deepcopy(llama.config), seed=1),
+            "wrong": wrong}  # fmt: skip
+
+
+def same_as_computed_anew(model, cache, tokens):
+    """The cache holds each of the tokens once, in order: one pass over them gives the same."""
+    held = cache.get_seq_length()
+    fresh = CompressedCache(model.config, "none")
+    with torch.no_grad():
+        model(tokens[:, :held], past_key_values=fresh)
+    for one, other in zip(cache.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 4, 7])
+@pytest.mark.parametrize("name", ["equal", "other", "wrong"])
+def test_output_is_the_targets_and_no_token_stands_twice(llama, drafts, ids, greedy, name, count):
+    wanted = llama.generate(ids, **greedy)
+    draft = copy.deepcopy(drafts[name])
+    draft.generation_config.num_assistant_tokens = count
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    one, two = CompressedCache(llama.config, "none"), CompressedCache(draft.config, "none")
+    helper = Counted(draft, two, target=one)
+    got = llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    assert torch.equal(got, wanted)
+    assert one.get_seq_length() == got.shape[1] - 1
+    assert two.get_seq_length() <= got.shape[1]
+    same_as_computed_anew(llama, one, got)
+    # The draft's own tokens may differ from the accepted ones only at its very end.
+    two.crop(-(max(two.get_seq_length() - (got.shape[1] - 1 - count), 0)))
+    same_as_computed_anew(draft, two, got)
+    rejected = helper.candidates - greedy["max_new_tokens"]
+    if name == "wrong":
+        assert rejected > 0 or count == 1, "nothing was rejected: the test shows nothing"
+    assert helper.candidates > 0
+
+
+def test_two_lossy_caches_end_with_the_tokens_that_they_say(llama, drafts, ids, greedy):
+    draft = drafts["other"]
+    one = CompressedCache(llama.config, "turboquant:bits=4,window=32")
+    two = CompressedCache(draft.config, "int:bits=4,window=32")
+    helper = CachedDraft(draft, two, target=one)
+    got = llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    assert got.shape[1] == 40 + greedy["max_new_tokens"]
+    assert one.get_seq_length() == got.shape[1] - 1
+    assert two.get_seq_length() <= got.shape[1]
+
+
+def test_the_next_turn_without_a_draft(llama, drafts, ids, greedy):
+    draft = drafts["wrong"]
+    one, two = CompressedCache(llama.config, "none"), CompressedCache(draft.config, "none")
+    helper = CachedDraft(draft, two, target=one)
+    first = llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    turn = torch.cat([first, ids[:, 3:9]], dim=1)
+    got = llama.generate(turn, **greedy, past_key_values=one)
+    assert torch.equal(got, llama.generate(turn, **greedy))
+
+
+@pytest.mark.parametrize("filled", ["draft", "target"])
+def test_a_cache_that_holds_tokens_is_refused_before_it_is_changed(
+    llama, drafts, ids, greedy, filled
+):
+    """transformers would pass the prompt again: each token would stand twice, the text be wrong."""
+    draft = drafts["other"]
+    one, two = CompressedCache(llama.config, "none"), CompressedCache(draft.config, "none")
+    cache, model = (two, draft) if filled == "draft" else (one, llama)
+    model(ids[:, :30], past_key_values=cache)
+    before = cache.snapshot().digest
+    helper = CachedDraft(draft, two, target=one)
+    with pytest.raises(GeometryError, match=f"the {filled}'s cache holds 30 tokens"):
+        llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    assert cache.snapshot().digest == before
+    assert {one.get_seq_length(), two.get_seq_length()} == {0, 30}
+    cache.reset()
+    got = llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
+    assert torch.equal(got, llama.generate(ids, **greedy))
+    fresh = CompressedCache(llama.config, "none")
+    helper = CachedDraft(draft, two, target=fresh)
+    with pytest.raises(GeometryError, match="the draft's cache holds"):  # of the text before
+        llama.generate(ids, **greedy, past_key_values=fresh, assistant_model=helper)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "paged"])
+@pytest.mark.parametrize("name", METHODS)
+def test_rejected_tokens_inside_the_window_were_never_there(name, layout):
+    """All slots and sinks, byte for byte; the exact window lacks its first tokens until it is full.
+
+    Those left it when the draft's came; they are read as stored until new tokens refill it.
+    """
+    geometry = kvpact.CacheGeometry(1, 2, 32, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    k, v, bad = torch.randn(3, 1, 2, 300, 32, generator=generator)
+    few = ",codebook_size=16" if name == "vq" else ""
+    spec = name if name == "none" else f"{name}:window=72{few}"
+    room = {"num_pages": 12} if layout == "paged" else {}
+    drafted, alone = (
+        kvpact.create_cache(spec, geometry, layout, calibration={0: (k, v)}, **room)
+        for _ in range(2)
+    )
+
+    def add(cache, first, last):
+        cache.prefill(0, k[:, :, first:last], v[:, :, first:last])
+
+    for cache in (drafted, alone):
+        add(cache, 0, 100)
+    for start in range(100, 150, 5):
+        drafted.prefill(0, bad[:, :, start : start + 7], bad[:, :, start + 3 : start + 10])
+        drafted.truncate(start)
+        for cache in (drafted, alone):
+            add(cache, start, start + 5)
+        for one, two in zip(
+            *(c.snapshot().layer(0).streams for c in (drafted, alone)), strict=True
+        ):
+            assert (one.packed, one.length) == (two.packed, two.length)
+            assert one.slots.keys() == two.slots.keys()
+            assert all(torch.equal(one.slots[n], two.slots[n]) for n in one.slots)
+            assert one.sinks is two.sinks is None or torch.equal(one.sinks, two.sinks)
+            known = min(one.tail.shape[2], two.tail.shape[2])
+            assert known >= min(72, two.tail.shape[2]) - 7
+            assert torch.equal(one.tail[:, :, -known:], two.tail[:, :, -known:])
+    for cache in (drafted, alone):
+        add(cache, 150, 157)
+    assert drafted.snapshot().digest == alone.snapshot().digest

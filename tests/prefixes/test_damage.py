@@ -1,0 +1,244 @@
+"""Chunks that are damaged, gone, or not what they say: a shorter prefix, never a wrong byte."""
+
+import warnings
+
+import pytest
+import torch
+
+from kvpact import PrefixCache, create_cache
+from kvpact.errors import FormatError, StoreUnavailable
+from kvpact.prefixes.chunks import ChunkKind
+from kvpact.stores import DirectoryStore, EncryptedStore, MemoryStore, StoreWarning, open_store
+
+from .conftest import GEOMETRY, fill
+
+SPEC = "turboquant:bits=4,window=0"
+
+
+@pytest.fixture
+def saved(store, ids):
+    cache = fill(create_cache(SPEC, GEOMETRY), ids)
+    prefixes = PrefixCache(store, cache, model="m")
+    prefixes.save(ids)
+    return prefixes.keys(ids), cache
+
+
+def load(store, ids, **options):
+    cache = create_cache(SPEC, GEOMETRY)
+    return PrefixCache(store, cache, model="m", **options).load(ids), cache
+
+
+def same_start(cache, whole, tokens):
+    """The first tokens' slots and sinks are those of the cache that was saved."""
+    one, two = (c.snapshot(page_size=64).slice(0, tokens) for c in (cache, whole))
+    return one.digest == two.digest
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_every_kind_of_damage_shortens_the_prefix(store, ids, saved, index):
+    keys, whole = saved
+    good = store.get(keys[index])
+    other = store.get(keys[(index + 1) % 4])
+    middle = len(good) // 2
+    bad = [good[:-1], good[:middle], b"", b"no chunk at all", other, good + b"\0"]
+    bad += [
+        good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
+        for at in (*range(0, 400, 37), middle, len(good) - 1)
+    ]
+    for blob in bad:
+        store.put(keys[index], blob)
+        with pytest.warns(StoreWarning, match=f"chunk {index} of 4"):
+            held, cache = load(store, ids)
+        assert held == cache.seq_len(0) == 64 * index
+        if held:
+            assert same_start(cache, whole, held)
+        assert keys[index] not in store, "what is damaged goes, so that it is written anew"
+    assert PrefixCache(store, whole, model="m").save(ids) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(store, ids)[0] == 256
+
+
+def test_a_chunk_of_other_tokens_or_another_model_is_refused(store, ids, saved):
+    """Whoever can write to a store can put entries under each other's keys."""
+    keys, _ = saved
+    for options, tokens in (({"model": "x"}, ids), ({"model": "m"}, [*ids[:64], *ids[:64][::-1]])):
+        prefixes = PrefixCache(store, fill(create_cache(SPEC, GEOMETRY), tokens), **options)
+        prefixes.save(tokens)
+        store.put(keys[1], store.get(prefixes.keys(tokens)[1]))
+        with pytest.warns(StoreWarning, match="chunk 1 of 4"):
+            assert load(store, ids)[0] == 64
+        PrefixCache(store, fill(create_cache(SPEC, GEOMETRY), ids), model="m").save(ids)
+
+
+def test_a_missing_chunk_ends_the_prefix_without_a_word(store, ids, saved):
+    keys, _ = saved
+    store.delete(keys[2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(store, ids)[0] == 128
+
+
+def test_a_chunk_that_goes_between_match_and_load_is_said(store, ids, saved, monkeypatch):
+    keys, _ = saved
+    store.delete(keys[3])
+    monkeypatch.setattr(store, "contains", lambda key: True)
+    with pytest.warns(StoreWarning, match="chunk 3 of 4 can't be used .it is gone"):
+        assert load(store, ids)[0] == 192
+
+
+def test_damage_on_disk(tmp_path, ids):
+    with DirectoryStore(tmp_path) as store:
+        cache = fill(create_cache(SPEC, GEOMETRY), ids)
+        PrefixCache(store, cache, model="m").save(ids)
+        files = sorted((p for p in tmp_path.rglob("*") if p.stat().st_size > 2000 and
+                        p.is_file() and b"kvpact.prefix" in p.read_bytes()), key=str)  # fmt: skip
+        assert len(files) == 4
+        data = bytearray(files[0].read_bytes())
+        data[len(data) // 2] ^= 4
+        files[0].write_bytes(data)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            held, loaded = load(store, ids)
+        assert caught and held in (0, 64, 128, 192)
+        if held:
+            assert same_start(loaded, cache, held)
+
+
+def test_a_dead_server_is_a_miss_and_saving_says_so(ids):
+    url = "redis://127.0.0.1:1"  # nothing listens on port 1
+    pytest.importorskip("redis")
+    cache = fill(create_cache(SPEC, GEOMETRY), ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StoreWarning)
+        store = open_store(url, timeout=0.2)
+        assert load(store, ids)[0] == 0
+        with pytest.raises(StoreUnavailable):
+            PrefixCache(store, cache, model="m").save(ids)
+        store.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_encrypted_and_background_stores(tmp_path, ids, background):
+    secret = bytes(range(32))
+    cache = fill(create_cache(SPEC, GEOMETRY), ids)
+    with open_store(tmp_path, secret=secret, background=background) as store:
+        assert PrefixCache(store, cache, model="m").save(ids) == 4
+    raw = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    assert b"kvpact.prefix" not in raw
+    with open_store(tmp_path, secret=secret) as store:
+        held, loaded = load(store, ids)
+        assert held == 256 and same_start(loaded, cache, 256)
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path, ids):
+    cache = fill(create_cache(SPEC, GEOMETRY), ids)
+    with open_store(tmp_path) as store:
+        prefixes = PrefixCache(store, cache, model="m")
+        prefixes.save(ids)
+        size = sum(len(store.get(key)) for key in reversed(prefixes.keys(ids)))
+        assert load(store, ids)[0] == 256
+    with open_store(tmp_path, max_bytes=size * 3 // 4) as store:
+        store.gc()
+        assert 0 < load(store, ids)[0] < 256
+
+
+def test_a_bit_of_every_kind_reaches_no_cache(store, ids, saved):
+    """What is loaded is finite and equal, or not there: sampled bits over a whole chunk."""
+    keys, _ = saved
+    good = store.get(keys[0])
+    generator = torch.Generator().manual_seed(0)
+    for at in torch.randint(0, len(good) * 8, (60,), generator=generator).tolist():
+        flipped = bytearray(good)
+        flipped[at // 8] ^= 1 << at % 8
+        store.put(keys[0], bytes(flipped))
+        with pytest.warns(StoreWarning):
+            assert load(store, ids)[0] == 0
+
+
+def test_an_entry_that_is_there_and_never_read_is_written_anew(store, ids):
+    """As with a secret that was changed: the store says yes, and gives nothing."""
+    whole = fill(create_cache(SPEC, GEOMETRY), ids)
+    old, new = (EncryptedStore(store, bytes([n]) * 32) for n in (1, 2))
+    assert PrefixCache(old, whole, model="m").save(ids[:300]) == 4
+    cache = create_cache(SPEC, GEOMETRY)
+    prefixes = PrefixCache(new, cache, model="m")
+    with pytest.warns(StoreWarning) as said:
+        assert prefixes.load(ids) == 0
+    assert "chunk 0 of 4" in str(said[-1].message)
+    assert prefixes.match(ids) == 0
+    fill(cache, ids)
+    assert prefixes.save(ids) == 4
+    assert prefixes.match(ids) == 256 and prefixes.save(ids) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        held, loaded = load(new, ids)
+    assert held == 256 and same_start(loaded, whole, 256)
+
+
+def test_what_another_process_has_repaired_is_loaded(store, ids, saved, monkeypatch):
+    keys, _ = saved
+    cache, get = create_cache(SPEC, GEOMETRY), store.get
+    prefixes = PrefixCache(store, cache, model="m")
+    monkeypatch.setattr(store, "get", lambda key: None if key == keys[2] else get(key))
+    with pytest.warns(StoreWarning, match="chunk 2 of 4"):
+        assert prefixes.load(ids) == 128
+    monkeypatch.undo()
+    cache.reset()
+    assert prefixes.load(ids) == 256
+    assert prefixes.save(ids[:256]) == 0
+
+
+def test_damage_that_can_not_be_removed_is_a_miss(store, ids, saved, monkeypatch):
+    keys, _ = saved
+    store.put(keys[1], b"no chunk at all")
+
+    def dead(key):
+        raise StoreUnavailable("the server does not answer")
+
+    monkeypatch.setattr(store, "delete", dead)
+    cache = create_cache(SPEC, GEOMETRY)
+    prefixes = PrefixCache(store, cache, model="m")
+    with pytest.warns(StoreWarning) as said:
+        assert prefixes.load(ids) == cache.seq_len(0) == 64
+    assert [str(w.message).partition(" (")[0].partition(":")[0] for w in said] == [
+        "damaged chunks stay", "chunk 1 of 4 can't be used"
+    ]  # fmt: skip
+    fill(cache, ids, start=64)
+    assert prefixes.save(ids) == 1
+    assert load(store, ids)[0] == 256
+
+
+def test_a_chunk_with_right_checksums_that_no_cache_could_have_written(store, ids):
+    """Its exact tokens are not finite; the chunks before it are taken."""
+    spec, hostile = "turboquant:bits=4,sinks=100,window=0", float("nan")
+    cache = fill(create_cache(spec, GEOMETRY), ids)
+    prefixes = PrefixCache(store, cache, model="m")
+    prefixes.save(ids)
+    keys, first = prefixes.keys(ids), store.get(prefixes.keys(ids)[0])
+    cache.entry(0).k.sinks[:, :, 70] = hostile
+    with MemoryStore() as other:
+        PrefixCache(other, cache, model="m").save(ids)
+        assert other.get(keys[0]) == first
+        store.put(keys[1], other.get(keys[1]))
+    loaded = create_cache(spec, GEOMETRY)
+    with pytest.warns(StoreWarning, match="chunk 1 of 4 .*not finite"):
+        assert PrefixCache(store, loaded, model="m").load(ids) == loaded.seq_len(1) == 64
+    assert keys[1] not in store
+
+
+def test_chunks_that_can_not_be_joined_are_a_miss(store, ids, saved, monkeypatch):
+    _, whole = saved
+
+    def refuse(self, chunks):
+        raise FormatError("the snapshot can't be right: no reason")
+
+    cache = create_cache(SPEC, GEOMETRY)
+    prefixes = PrefixCache(store, cache, model="m")
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkKind, "join", refuse)
+        with pytest.warns(StoreWarning, match="chunk 0 of 4 .*no reason"):
+            assert prefixes.load(ids) == cache.seq_len(0) == 0
+    assert len(store) == 0
+    assert PrefixCache(store, whole, model="m").save(ids) == 4
+    assert load(store, ids)[0] == 256
