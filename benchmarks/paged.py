@@ -3,7 +3,8 @@
     python benchmarks/paged.py [--tokens 4096] [--repeats 9] [--threads 1]
 
 One sequence, one layer, 8 KV heads, D = 128. *append* stores T tokens in pieces of 64; *attend* is
-one decode step over all of them. Both layouts take turns; medians and quartiles are reported.
+one decode step over all of them, *gather* decompresses them all. Both layouts take turns; medians
+and quartiles are reported.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ def append_all(cache, k: torch.Tensor, v: torch.Tensor) -> None:
         cache.prefill(0, k[:, :, part], v[:, :, part])
 
 
+def gather(cache, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Store one token and decompress all."""
+    result = cache.prefill(0, k, v)
+    assert result.k.shape[2] == result.v.shape[2]
+
+
 def timed(call: Callable[[], object]) -> float:
     """Return seconds."""
     start = time.perf_counter()
@@ -54,23 +61,24 @@ def main() -> None:
     k, v = torch.randn(2, 1, HEADS, options.tokens, DIM, generator=generator)
     q = torch.randn(1, HEADS, 1, DIM, generator=generator)
     print(f"{options.tokens} tokens, {options.threads} thread(s), torch {torch.__version__}")
-    print(f"{'':30}{'contiguous ms':>14}{'paged ms':>10}{'ratio':>7}{'quartiles':>12}")
+    print(f"{'':38}{'contiguous ms':>14}{'paged ms':>10}{'ratio':>7}{'quartiles':>12}")
     for spec in SPECS:
         times: dict[tuple[str, str], list[float]] = {}
         for _ in range(options.repeats + 1):
             for layout in ("contiguous", "paged"):
-                cache = make(spec, layout, options.tokens + 1)
+                cache = make(spec, layout, options.tokens + 2)
                 for what, call in (
                     ("append", lambda cache=cache: append_all(cache, k, v)),
                     ("attend", lambda cache=cache: cache.attend(0, k[:, :, :1], v[:, :, :1], q)),
+                    ("gather", lambda cache=cache: gather(cache, k[:, :, :1], v[:, :, :1])),
                 ):
                     times.setdefault((what, layout), []).append(timed(call))
-        for what in ("append", "attend"):
+        for what in ("append", "attend", "gather"):
             contiguous, paged = (times[what, layout][1:] for layout in ("contiguous", "paged"))
             ratios = [b / a for a, b in zip(contiguous, paged, strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             print(
-                f"{spec + ', ' + what:30.30}{statistics.median(contiguous) * 1e3:14.2f}"
+                f"{spec + ', ' + what:38.38}{statistics.median(contiguous) * 1e3:14.2f}"
                 f"{statistics.median(paged) * 1e3:10.2f}{middle:7.2f}{low:6.2f}-{high:.2f}"
             )
 

@@ -266,6 +266,20 @@ def test_a_recipe_is_evaluated_under_its_file_name(model, ids, tmp_path):
     assert none.spec == "none"
 
 
+def test_methods_that_learn_stand_beside_the_others(model, ids):
+    specs = ["int:bits=4", "turboquant:bits=4", "lowrank:rank=32", "lowrank:rank=8", "vq:dims=2",
+             "hybrid:rank=32"]  # fmt: skip
+    none, *others = evaluate(model, ids, ["none", *specs], chunk=64).rows
+    rows = dict(zip(specs, others, strict=True))
+    assert [row.fitted for row in others] == [False, False, True, True, True, True]
+    assert none.kl_mean < 1e-9
+    assert rows["lowrank:rank=32"].kl_mean < 1e-6  # all of the 32 channels
+    assert rows["lowrank:rank=8"].kl_mean > 10 * rows["int:bits=4"].kl_mean
+    assert all(0 < rows[spec].kl_mean < 0.1 for spec in ("vq:dims=2", "hybrid:rank=32"))
+    # What was learnt is counted: at 300 tokens it outweighs the codes.
+    assert rows["vq:dims=2"].bytes > rows["int:bits=4"].bytes
+
+
 @pytest.mark.parametrize(
     ("tokens", "chunk", "words"),
     [

@@ -125,7 +125,7 @@ CANONICAL = {
     "turboquant:bits=4,sinks=4,window=64": "turboquant:bits=4",
     "turboquant:window=128,bits=4": "turboquant:bits=4,window=128",
     "turboquant:bits=3,center=64": "turboquant:bits=3,center=64",
-    "turboquant:bits=4/turboquant": "turboquant:bits=4",
+    "turboquant:bits=4/turboquant": "turboquant:bits=4/turboquant:bits=4",
     "int:bits=8/turboquant:bits=3": "int:bits=8/turboquant:bits=3",
     "turboquant:center=64/turboquant": "turboquant:bits=4,center=64/turboquant:bits=4",
     " kivi:group=32 , bits=2 ": "kivi:bits=2",

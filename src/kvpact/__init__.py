@@ -1,7 +1,14 @@
 """kvpact: one contract between LLM inference engines and KV-cache compression."""
 
 from kvpact import errors
-from kvpact.cache import ContiguousCache, PagedKVCache, create_cache
+from kvpact.cache import (
+    ContiguousCache,
+    KVCache,
+    KVSnapshot,
+    MLACache,
+    PagedKVCache,
+    create_cache,
+)
 from kvpact.compressor import CompressedKV, KVCacheCompressor
 from kvpact.contract import (
     AttendConfig,
@@ -17,7 +24,9 @@ from kvpact.geometry import CacheGeometry
 from kvpact.methods.hybrid import Hybrid
 from kvpact.methods.lowrank import LowRank
 from kvpact.methods.vq import VectorQuantization
+from kvpact.prefixes import PrefixCache
 from kvpact.registry import list_methods, register_method
+from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec, parse_spec
 
 __version__ = "0.1.0"
@@ -33,11 +42,16 @@ __all__ = [
     "Dequantized",
     "Fused",
     "Hybrid",
+    "KVCache",
     "KVCacheCompressor",
     "KVPactError",
+    "KVSnapshot",
     "KVTile",
     "LowRank",
+    "MLACache",
     "PagedKVCache",
+    "PrefixCache",
+    "Snapshot",
     "Spec",
     "VectorQuantization",
     "create_cache",

@@ -102,6 +102,8 @@ class EvalRow:
         Whether new tokens, too, were attended as stored.
     layers_compressed, layers_native : int
         Layers held by the method, and layers left to transformers' own cache.
+    fitted : bool
+        Whether the method learnt from tokens, those of the first chunk.
     """
 
     spec: str
@@ -122,6 +124,7 @@ class EvalRow:
     packed_only: bool
     layers_compressed: int
     layers_native: int
+    fitted: bool = False
 
 
 def row_name(row: EvalRow, quote: str = "") -> str:

@@ -35,6 +35,12 @@ READING = (
 )
 
 
+LEARNING = (
+    " Methods that learn from tokens (low rank, codebooks) learn from the first chunk alone, layer "
+    "by layer, and keep that; what they learnt counts among bytes and slots."
+)
+
+
 def write_report(result: EvalResult, directory: str | PathLike[str]) -> list[Path]:
     """Write ``eval.json``, ``eval.md`` and ``eval.png``.
 
@@ -94,6 +100,7 @@ def protocol_text(protocol: EvalProtocol, rows: Sequence[EvalRow]) -> str:
         f"{protocol.scored} scored: teacher-forced, the first chunk left out; a chunk attends to "
         "itself exactly (packed only: as stored) and to the past as stored; the exact reference "
         f"is chunked alike and has perplexity {protocol.reference_perplexity:.4f}."
+        + (LEARNING if any(row.fitted for row in rows) else "")
         + (f" {native} layers are no full attention and stay uncompressed." if native else "")
         + f" {versions}; {protocol.threads} threads."
     )

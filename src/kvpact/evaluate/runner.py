@@ -26,6 +26,7 @@ from kvpact.evaluate.base import (
     exact_tokens,
 )
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
+from kvpact.methods.fitted import FittedMethod
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:
@@ -253,6 +254,7 @@ def _row(
         packed_only=entry.packed_only,
         layers_compressed=stats["layers"]["compressed"],
         layers_native=stats["layers"]["native"],
+        fitted=any(isinstance(m, FittedMethod) for s in specs for m in (s.key, s.value)),
     )
 
 
