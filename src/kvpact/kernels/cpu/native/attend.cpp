@@ -30,6 +30,47 @@ static void apply_rules(Pass &p, int64_t t, int64_t n) {
     }
 }
 
+// Raises a row's peak to the highest of its scores, which is returned.
+INLINE float raise_peak(float *state, const float *score, int64_t n, int64_t width) {
+    vf top = load(score);
+    for (int64_t i = W; i < n; i += W) top = max(top, load(score + i));
+    const float most = highest(top), before = state[0];
+    if (most > before) {
+        state[0] = most;
+        if (before != -INFINITY) {
+            const float decay = expf(before - most);
+            state[1] *= decay;
+            scale_by(state + 2, decay, 2 * width);
+        }
+    }
+    return most;
+}
+
+#if defined(KVP_AVX512)
+// Weights and weighted sums of a block in 8-bit integers, with no fp32 weights in between.
+static void fast_block(Pass &p, float *partial, int64_t t, int64_t n) {
+    const int64_t stride = p.job.partial_row();
+    ValueTiles tiles(p, partial + 2, t);
+    tiles.take(p, n);
+    const int tokens = tiles.run.tiles * TILE, groups = p.v_size.groups;
+    const BlockScales scales(p.scratch.weights, tiles.scale, groups, tokens);
+    by_fast_bits(p.a.v.bits, [&](auto f) {
+        constexpr int bits = decltype(f)::bits;
+        FastValues &fast = p.scratch.values;
+        for (int r = 0; r < p.passed; r++) {
+            p.later.share(r, p.passed);
+            float *state = partial + r * stride;
+            float top = r < p.rows ? raise_peak(state, p.score[r], tokens, p.job.v_width) : -INFINITY;
+            const float decay = top == -INFINITY ? 0 : expf(top - state[0]);
+            if (top == -INFINITY) top = 0; // nothing is seen: all weights are 0
+            state[1] += weigh_digits<bits>(fast, groups, r, p.score[r], top, decay, scales, tokens);
+        }
+        f.v(p.passed)(tiles.run, fast);
+        return 0;
+    });
+}
+#endif
+
 static void block(Pass &p, float *partial, int64_t t, int64_t n) {
     const kvp_attend_args &a = p.a;
     const int64_t stride = p.job.partial_row(), width = p.job.v_width;
@@ -37,37 +78,28 @@ static void block(Pass &p, float *partial, int64_t t, int64_t n) {
     if (packed_k > 0) packed_scores(p, t, packed_k);
     exact_scores(p, t, n);
     apply_rules(p, t, n);
-    const float log2e = 1.44269504088896340736f;
+    const ExactTokens exact(a.v, a, p.b, p.h, t, n);
+#if defined(KVP_AVX512)
+    if (a.fast && !exact.count && fast_format(a.v)) return fast_block(p, partial, t, n);
+#endif
     const int64_t padded = (n + TILE - 1) / TILE * TILE;
     for (int r = 0; r < p.passed; r++) {
-        if (r >= p.rows) {
-            memset(p.weight[r], 0, sizeof(float) * BLOCK);
-            continue;
-        }
+        p.later.share(r, p.passed);
         float *state = partial + r * stride;
-        vf top = load(p.score[r]);
-        for (int64_t i = W; i < padded; i += W) top = max(top, load(p.score[r] + i));
-        const float before = state[0], peak = highest(top) > before ? highest(top) : before;
-        if (peak == -INFINITY) {
+        if (r >= p.rows || raise_peak(state, p.score[r], padded, width) == -INFINITY) {
             memset(p.weight[r], 0, sizeof(float) * BLOCK);
             continue;
         }
         vf total = zero();
-        const vf high = set1(peak), factor = set1(log2e);
+        const vf high = set1(state[0]), factor = set1(LOG2E);
         for (int64_t i = 0; i < padded; i += W) {
             vf w = exp2_(mul(sub(load(p.score[r] + i), high), factor));
             total = add(total, w);
             store(p.weight[r] + i, w);
         }
-        if (peak > before && before != -INFINITY) {
-            const float decay = expf(before - peak);
-            state[1] *= decay;
-            scale_by(state + 2, decay, 2 * width);
-        }
-        state[0] = peak;
         state[1] += sum(total);
     }
-    exact_values(p, partial + 2 + width, t, n);
+    exact_values(p, partial + 2 + width, exact);
     if (packed_v > 0) packed_values(p, partial + 2, t, packed_v);
 }
 
@@ -75,7 +107,7 @@ void task(const Job &job, int64_t index) {
     const kvp_attend_args &a = *job.args;
     const int64_t head = index / job.splits, split = index % job.splits;
     const int64_t begin = job.begin + split * job.chunk, end = upto(begin + job.chunk, job.end);
-    float *partial = job.partial + index * job.rows * job.partial_row();
+    float *partial = job.partial + index * job.partial_size();
     for (int64_t r = 0; r < job.rows; r++) {
         float *state = partial + r * job.partial_row();
         memset(state, 0, sizeof(float) * job.partial_row());
@@ -95,7 +127,7 @@ void task(const Job &job, int64_t index) {
         const int64_t next = upto((t / BLOCK + 1) * BLOCK, end);
         const int64_t first = t / TILE * TILE;
         for (int64_t r = 0; r < job.rows;) {
-            Pass p{job, a, k_size, v_size, head / a.heads, head % a.heads, r, 0, 0, scratch, scratch.score, scratch.weight};
+            Pass p{job, a, k_size, v_size, head / a.heads, head % a.heads, r, 0, 0, scratch, scratch.score, scratch.weight, {}};
             p.rows = next_rows(a, job.rows - r, &p.passed);
             block(p, partial + r * job.partial_row(), first, next - first);
             r += p.rows;
@@ -127,9 +159,9 @@ void finish(const Job &job) {
     for (int64_t i = 0; i < a.batch * a.heads; i++)
         for (int64_t r = 0; r < job.rows; r++) {
             const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
-            float *all = job.partial + (i * job.splits * job.rows + r) * stride;
+            float *all = job.partial + i * job.splits * job.partial_size() + r * stride;
             float peak = a.sink_logits ? a.sink_logits[h] : -INFINITY;
-            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.rows * stride]);
+            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.partial_size()]);
             float *out = a.out + ((b * a.heads * a.groups + h) * a.queries + r % a.queries) * a.v.dim;
             if (peak == -INFINITY) {
                 memset(out, 0, sizeof(float) * a.v.dim);
@@ -137,7 +169,7 @@ void finish(const Job &job) {
             }
             float total = a.sink_logits ? expf(a.sink_logits[h] - peak) : 0;
             for (int64_t s = 0; s < job.splits; s++) {
-                float *state = all + s * job.rows * stride;
+                float *state = all + s * job.partial_size();
                 const float decay = expf(state[0] - peak);
                 total += state[1] * decay;
                 scale_by(state + 2, decay, 2 * width);

@@ -54,8 +54,7 @@ static void exact_scores(Pass &p, int64_t t, int64_t n) {
     }
 }
 
-static void exact_values(Pass &p, float *acc, int64_t t, int64_t n) {
-    const ExactTokens tokens(p.a.v, p.a, p.b, p.h, t, n);
+static void exact_values(Pass &p, float *acc, const ExactTokens &tokens) {
     const int64_t width = p.job.v_width, stride = p.job.partial_row();
     alignas(64) float x[AT_ONCE * MOST_DIM];
     for (int first = 0; first < tokens.count; first += AT_ONCE) {
