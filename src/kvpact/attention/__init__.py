@@ -9,7 +9,8 @@ from kvpact.attention.latent import (
     expand_output,
 )
 from kvpact.attention.rows import query_groups
-from kvpact.attention.views import CHUNK, LayerView, SegmentSource, StreamView
+from kvpact.attention.slots import SegmentSource
+from kvpact.attention.views import CHUNK, LayerView, StreamView
 
 __all__ = [
     "CHUNK",

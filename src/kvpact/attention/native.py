@@ -8,88 +8,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from kvpact.attention.slots import DTYPES, slot_format
 from kvpact.attention.views import LayerView, StreamView
 from kvpact.contract import AttendConfig
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.dispatch import Kernel
 from kvpact.kernels.ops import saturated
-from kvpact.methods import Codec
-from kvpact.transforms import IDENTITY
-from kvpact.transforms.hadamard import RandomHadamard, random_signs
 
 MOST_QUERIES = 16
 """Longer calls decode a chunk once for many queries, which is a matrix product and torch's."""
 
-MOST_DIM, MOST_GROUPS = 1024, 32
-_DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
-_KINDS = {
-    "table": structs.TABLE,
-    "linear": structs.LINEAR,
-    "raw": structs.RAW,
-    "e4m3": structs.E4M3,
-    "e5m2": structs.E5M2,
-}
-_FIELDS = ("codes", "scale", "zero", "fold", "shift")
-
-
-class _Template:
-    """What of a stream's arguments depends on its codec alone; or why there are none."""
-
-    def __init__(self, codec: Codec, dim: int) -> None:
-        self.reason = ""
-        self.stream = structs.Stream()
-        self.names: list[tuple[str, str]] = []
-        self._alive: list[Tensor] = []
-        form = codec.packed_format()
-        if form is None:
-            self.reason = f"no native format for {type(codec).__name__}"
-            return
-        channels = form.channels or dim
-        if dim > MOST_DIM:
-            self.reason = f"width {dim} is above {MOST_DIM}"
-        elif channels < dim and (channels % 32 or -(-dim // channels) > MOST_GROUPS):
-            self.reason = f"groups of {channels} channels"
-        elif codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
-            self.reason = f"transform {type(codec.transform).__name__}"
-        stream = self.stream
-        stream.kind, stream.bits, stream.dim = _KINDS[form.kind], form.bits, dim
-        stream.group, stream.channels = form.group, channels
-        stream.shift_scaled, stream.middle = form.shift_scaled, form.middle
-        if form.kind == "raw":
-            number = next(f.dtype for f in codec.fields if f.name == form.codes)
-            stream.number = _DTYPES[number]
-        levels = list(form.levels) or [0.0]
-        if form.kind == "table":
-            # At least 16: a vector register of levels is filled up with repetitions.
-            levels *= max(16 // len(levels), 1)
-        stream.table = self._keep(torch.tensor(levels, dtype=torch.float32))
-        if isinstance(codec.transform, RandomHadamard):
-            rotation = codec.transform
-            signs = random_signs(dim + rotation.block, rotation.seed, torch.device("cpu"))
-            stream.signs = self._keep(signs)
-        for name in _FIELDS:
-            field = getattr(form, name)
-            if field is not None:
-                self.names.append((name, field))
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._alive.append(tensor)
-        return tensor.data_ptr()
-
-
-_templates: WeakKeyDictionary[Codec, _Template] = WeakKeyDictionary()
-
-
-def _template(view: StreamView) -> _Template:
-    found = _templates.get(view.codec)
-    if found is None:
-        found = _templates[view.codec] = _Template(view.codec, view.tail.shape[3])
-    return found
+MOST_GROUPS = 32
 
 
 def refusal(view: LayerView, q: Tensor, config: AttendConfig) -> str:
@@ -108,9 +41,17 @@ def refusal(view: LayerView, q: Tensor, config: AttendConfig) -> str:
         return f"device {q.device}"
     if q.shape[2] > MOST_QUERIES:
         return f"more than {MOST_QUERIES} queries"
-    if q.dtype not in _DTYPES or view.k.tail.dtype not in _DTYPES:
+    if q.dtype not in DTYPES or view.k.tail.dtype not in DTYPES:
         return f"dtype {q.dtype}"
-    return _template(view.k).reason or _template(view.v).reason
+    return _slots_refusal(view.k) or _slots_refusal(view.v)
+
+
+def _slots_refusal(view: StreamView) -> str:
+    form = slot_format(view.codec)
+    dim, channels = form.stream.dim, form.stream.channels
+    if not form.reason and channels < dim and (channels % 32 or -(-dim // channels) > MOST_GROUPS):
+        return f"groups of {channels} channels"
+    return form.reason
 
 
 def _exact(x: Tensor | None, alive: list[Any]) -> tuple[int, int, int, int]:
@@ -125,18 +66,15 @@ def _exact(x: Tensor | None, alive: list[Any]) -> tuple[int, int, int, int]:
 
 
 def _stream(view: StreamView, fresh: Tensor | None, alive: list[Any]) -> structs.Stream | None:
-    template = _template(view)
-    stream = structs.Stream.from_buffer_copy(template.stream)
-    alive.append(template)
+    form = slot_format(view.codec)
+    stream = structs.Stream.from_buffer_copy(form.stream)
+    alive.append(form)
     stream.segment_tokens = view.source.segment_tokens
     stream.exact_from = view.exact_from
-    stream.dtype = _DTYPES[view.tail.dtype]
+    stream.dtype = DTYPES[view.tail.dtype]
     if view.exact_from:
-        for name, field in template.names:
-            found = view.source.addresses(field)
-            if found is None:
-                return None
-            setattr(stream, name, found)
+        if not form.place(stream, view.source):
+            return None
         alive.append(view.source)
         if view.sinks is not None and view.sink_positions is not None:
             stream.sinks = _exact(view.sinks, alive)
@@ -191,7 +129,7 @@ def attend_native(
     args.held, args.fresh = view.length, new
     args.first = view.length + new - queries
     args.q, args.q_row, args.q_head, args.q_token = _exact(q, alive)
-    args.q_dtype = _DTYPES[q.dtype]
+    args.q_dtype = DTYPES[q.dtype]
     out = new_output(batch, q_heads, queries, view.v.tail.shape[3])
     args.out = out.data_ptr()
     args.causal, args.window = config.is_causal, config.sliding_window or 0
