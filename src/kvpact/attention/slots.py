@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,8 @@ class SegmentSource(Protocol):
     """Reads the storage of a stream's slots, which lies in segments."""
 
     segment_tokens: int
+    prepared: Any
+    """None at first: what a kernel keeps of the slots' addresses, which stay as they are."""
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""

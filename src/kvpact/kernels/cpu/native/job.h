@@ -16,6 +16,9 @@ struct Job {
     float *partial;           // [B * H * splits][rows][2 + 2 * v_width]
     int64_t q_size() const { return (rows + MAX_ROWS) * k_width; }
     int64_t partial_row() const { return 2 + 2 * v_width; }
+    int64_t pairs() const { return args->batch * args->heads; }
+    // Memory that a call needs beside its arguments.
+    int64_t floats() const { return pairs() * ((args->k.signs ? 2 : 1) * q_size() + splits * rows * partial_row()); }
 };
 
 #define KVP_LEVEL(name)                             \
