@@ -1,6 +1,7 @@
 """Attention over views of packed slots, in tiles, with an online softmax."""
 
 from kvpact.attention.attend import attend, check_queries
+from kvpact.attention.batch import Row, attend_rows
 from kvpact.attention.dequant import dequant_result
 from kvpact.attention.latent import (
     absorb_query,
@@ -15,11 +16,13 @@ from kvpact.attention.views import CHUNK, LayerView, StreamView
 __all__ = [
     "CHUNK",
     "LayerView",
+    "Row",
     "SegmentSource",
     "StreamView",
     "absorb_query",
     "attend",
     "attend_latent",
+    "attend_rows",
     "check_latent_config",
     "check_queries",
     "dequant_result",

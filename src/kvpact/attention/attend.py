@@ -98,7 +98,7 @@ def _by_kernel(
         return None
     reason = refusal(view, q, config)
     if not reason:
-        _check(view, k, q, config)
+        check_call(view, k, q, config)
         output = attend_native(kernel, view, k, v, q, config, padding)
         kernel.calls["cpu"] += 1
         return output
@@ -106,7 +106,7 @@ def _by_kernel(
     return None
 
 
-def _check(view: LayerView, k: Tensor | None, q: Tensor, config: AttendConfig) -> None:
+def check_call(view: LayerView, k: Tensor | None, q: Tensor, config: AttendConfig) -> None:
     """Raise what the torch body would raise for the heads, the mask and the sinks of a call."""
     heads = view.k.tail.shape[1]
     if config.mask is not None or config.sink_logits is not None:
