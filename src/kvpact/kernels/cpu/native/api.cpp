@@ -11,6 +11,8 @@ namespace {
 
 enum { BASE = 1, AVX2 = 2, AVX512 = 4 };
 
+constexpr int64_t TASKS = 8; // of a thread
+
 // Scratch memory of a thread, kept for its next call.
 struct Scratch {
     void *data = nullptr;
@@ -85,14 +87,13 @@ void see(Job &job, const kvp_attend_args &a) {
     if (job.begin > job.end) job.begin = job.end;
 }
 
-// Cuts a call's tokens where its KV heads, with those of the other calls, don't divide by the threads.
+// Cuts a call's tokens, so that threads that begin late or go slowly leave the rest to others.
 void split(Job &job, int64_t threads, int64_t all_pairs) {
-    const int64_t tokens = job.end - job.begin;
+    const int64_t tokens = job.end - job.begin, most = tokens / (4 * BLOCK);
     job.splits = 1;
-    if (threads > 1 && all_pairs % threads) {
-        job.splits = (4 * threads + all_pairs - 1) / all_pairs;
-        const int64_t most = tokens / (4 * BLOCK);
-        if (job.splits > most) job.splits = most > 1 ? most : 1;
+    if (threads > 1 && most > 1) {
+        job.splits = (TASKS * threads + all_pairs - 1) / all_pairs;
+        if (job.splits > most) job.splits = most;
     }
     job.chunk = ((tokens + job.splits - 1) / job.splits + BLOCK - 1) / BLOCK * BLOCK;
     if (job.chunk < BLOCK) job.chunk = BLOCK;
