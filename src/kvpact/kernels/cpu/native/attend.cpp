@@ -138,17 +138,21 @@ void task(const Job &job, int64_t index) {
 
 void prepare(const Job &job) {
     const kvp_attend_args &a = *job.args;
-    for (int64_t i = 0; i < a.batch * a.heads; i++) {
+    const bool packed = job.rotated != job.q && a.k.exact_from > job.begin;
+    for (int64_t i = 0; i < job.pairs(); i++) {
         float *q = job.q + i * job.q_size(), *rotated = job.rotated + i * job.q_size();
-        memset(q, 0, sizeof(float) * job.q_size());
+        // The last pass computes up to 3 rows more than there are.
+        const int64_t padded = (job.rows + 3) / 4 * 4, end = job.rows * job.k_width;
+        memset(q + end, 0, sizeof(float) * (size_t)(padded * job.k_width - end));
         for (int64_t r = 0; r < job.rows; r++) {
             const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
             const char *from = a.q + b * a.q_row + h * a.q_head + r % a.queries * a.q_token;
+            for (int64_t c = a.k.dim; c < job.k_width; c++) q[r * job.k_width + c] = 0;
             to_floats(q + r * job.k_width, from, a.q_dtype, a.k.dim);
             scale_by(q + r * job.k_width, a.scale, job.k_width);
         }
-        if (rotated == q) continue;
-        memcpy(rotated, q, sizeof(float) * job.q_size());
+        if (!packed) continue;
+        memcpy(rotated, q, sizeof(float) * (size_t)(padded * job.k_width));
         for (int64_t r = 0; r < job.rows; r++) rotate(rotated + r * job.k_width, a.k.signs, a.k.dim);
     }
 }
@@ -156,7 +160,8 @@ void prepare(const Job &job) {
 void finish(const Job &job) {
     const kvp_attend_args &a = *job.args;
     const int64_t stride = job.partial_row(), width = job.v_width;
-    for (int64_t i = 0; i < a.batch * a.heads; i++)
+    const bool packed = a.v.signs && a.v.exact_from > job.begin;
+    for (int64_t i = 0; i < job.pairs(); i++)
         for (int64_t r = 0; r < job.rows; r++) {
             const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
             float *all = job.partial + i * job.splits * job.partial_size() + r * stride;
@@ -172,10 +177,10 @@ void finish(const Job &job) {
                 float *state = all + s * job.partial_size();
                 const float decay = expf(state[0] - peak);
                 total += state[1] * decay;
-                scale_by(state + 2, decay, 2 * width);
+                if (decay != 1.0f) scale_by(state + 2, decay, 2 * width);
                 if (s) add_scaled(all + 2, state + 2, 1.0f, 2 * width);
             }
-            if (a.v.signs) rotate_back(all + 2, a.v.signs, a.v.dim);
+            if (packed) rotate_back(all + 2, a.v.signs, a.v.dim);
             const float share = 1.0f / total;
             for (int c = 0; c < a.v.dim; c++) out[c] = (all[2 + c] + all[2 + width + c]) * share;
         }

@@ -18,6 +18,9 @@ struct Job {
     int64_t partial_row() const { return 2 + 2 * v_width; }
     // A pass may compute more rows than there are: those behind them are of this task alone.
     int64_t partial_size() const { return (rows + MAX_ROWS) * partial_row(); }
+    int64_t pairs() const { return args->batch * args->heads; }
+    // Memory that a call needs beside its arguments.
+    int64_t floats() const { return pairs() * ((args->k.signs ? 2 : 1) * q_size() + splits * partial_size()); }
 };
 
 #define KVP_LEVEL(name)                             \
