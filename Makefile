@@ -56,13 +56,14 @@ fuzz: $(READY) ## coverage-guided fuzzing of the snapshot reader, ten minutes (F
 	@cd build/fuzz && ../../$(PY) ../../tests/attacks/fuzz.py corpus -max_total_time=$(or $(FUZZ_SECONDS),600) \
 		-max_len=6000 -timeout=30 -rss_limit_mb=3000
 
-sanitize: $(READY) ## the native kernels under AddressSanitizer and UBSan, at every SIMD level
-	@cmake -S . -B build/sanitize -DKVPACT_SANITIZE=ON >/dev/null && cmake --build build/sanitize
-	@for level in none avx2 avx512; do \
-		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 KVPACT_SIMD=$$level OMP_NUM_THREADS=1 \
-		KVPACT_NATIVE=build/sanitize/libkvpact_cpu.so sh -c '$(PY) tests/kernels/compare.py && $(PY) tests/kernels/encode_compare.py' \
-		|| exit 1; done
+build/cases: $(READY) $(wildcard tests/kernels/*.py)
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 $(PY) tests/kernels/record.py $@
+
+sanitize: build/cases ## the native kernels under AddressSanitizer and UBSan, at every SIMD level
+	@cmake -S . -B build/sanitize -DKVPACT_SANITIZE=ON -DKVPACT_DRIVER=ON >/dev/null && \
+		cmake --build build/sanitize --target driver
+	@UBSAN_OPTIONS=print_stacktrace=1 build/sanitize/driver build/cases
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
