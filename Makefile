@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-slow lint bench fuzz sanitize clean
+.PHONY: help demo test test-slow lint bench fuzz sanitize neon clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -64,6 +64,9 @@ sanitize: build/cases ## the native kernels under AddressSanitizer and UBSan, at
 	@cmake -S . -B build/sanitize -DKVPACT_SANITIZE=ON -DKVPACT_DRIVER=ON >/dev/null && \
 		cmake --build build/sanitize --target driver
 	@UBSAN_OPTIONS=print_stacktrace=1 build/sanitize/driver build/cases
+
+neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
+	@$(PY) -m pytest -rs tests/kernels/test_neon.py
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

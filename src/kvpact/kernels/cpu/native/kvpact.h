@@ -76,7 +76,7 @@ typedef struct {
 } kvp_attend_args;
 
 KVP_EXPORT int kvp_abi(void);
-// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512.
+// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512, 8 NEON.
 KVP_EXPORT int kvp_levels(void);
 // Level: one bit of kvp_levels. Returns 0, or why the call is not covered.
 KVP_EXPORT int kvp_attend(int level, const kvp_attend_args *args);
