@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-slow lint bench fuzz sanitize neon clean
+.PHONY: help demo test test-slow lint bench fuzz sanitize neon callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -67,6 +67,10 @@ sanitize: build/cases ## the native kernels under AddressSanitizer and UBSan, at
 
 neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs tests/kernels/test_neon.py
+
+callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
+	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver
+	@$(PY) benchmarks/instructions.py build/driver/driver
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
