@@ -1,15 +1,20 @@
 // Runs recorded calls of the native library without Python: under an emulator, valgrind, sanitizers.
 //
-//     driver FILE [--level none|neon|avx2|avx512] [--case I] [--repeat N]
+//     driver FILE [--level none|neon|avx2|avx512] [--case I] [--run compare|once|steps]
 //
 // FILE is written by record.py, which documents the layout. Every case is run at every level that
-// was compiled in and that the processor has (or at the one named), its results are compared, and a
-// JSON line is printed per level. With --repeat nothing is compared: for counting instructions.
+// was compiled in and that the processor has (or at the one named). `compare`: results are compared,
+// and a JSON line is printed per level. `once`: nothing is compared, for profilers. `steps`: a line
+// per case with its instructions, counted by stepping through them.
 #include <math.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <string>
 #include <vector>
@@ -176,19 +181,46 @@ int compare(std::vector<Case> &cases, const Name &level) {
     return failures;
 }
 
+// Instructions of one call in a process of its own, and of little else: the call stands between two
+// signals. For instruction sets that profilers don't know.
+long steps(Case &one, const Name &level) {
+    one.fill();
+    const pid_t child = fork();
+    if (child < 0) fail("can't fork");
+    if (!child) {
+        if (ptrace(PTRACE_TRACEME, 0, nullptr, nullptr)) _exit(1);
+        raise(SIGSTOP);
+        one.run(level.bit);
+        raise(SIGSTOP);
+        _exit(0);
+    }
+    long count = 0;
+    int status = 0;
+    for (int stops = 0;; count++) {
+        if (waitpid(child, &status, 0) != child || !WIFSTOPPED(status)) fail("the call did not end");
+        if (WSTOPSIG(status) == SIGSTOP && stops++) break;
+        if (WSTOPSIG(status) != SIGSTOP && WSTOPSIG(status) != SIGTRAP) fail("the call was stopped by a signal");
+        if (ptrace(PTRACE_SINGLESTEP, child, nullptr, nullptr)) fail("the process can't be stepped through");
+    }
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+    return count;
+}
+
 } // namespace
 
 int main(int count, char **words) {
-    if (count < 2 || count % 2) fail("usage: driver FILE [--level NAME] [--case I] [--repeat N]");
-    std::string named;
-    long chosen = -1, repeat = 0;
+    if (count < 2 || count % 2) fail("usage: driver FILE [--level NAME] [--case I] [--run compare|once|steps]");
+    std::string named, how = "compare";
+    long chosen = -1;
     for (int i = 2; i < count; i += 2) {
         const std::string option = words[i];
         if (option == "--level") named = words[i + 1];
         else if (option == "--case") chosen = atol(words[i + 1]);
-        else if (option == "--repeat") repeat = atol(words[i + 1]);
+        else if (option == "--run") how = words[i + 1];
         else fail("no option " + option);
     }
+    if (how != "compare" && how != "once" && how != "steps") fail("--run " + how + " is not known");
     Reader in(words[1]);
     if (in.text(8) != "KVPCASE1") fail("not a file of cases");
     std::vector<Case> cases;
@@ -201,11 +233,15 @@ int main(int count, char **words) {
     for (const Name &level : LEVELS) {
         if (!(kvp_levels() & level.bit) || (!named.empty() && named != level.name)) continue;
         levels++;
-        if (!repeat) failures += compare(cases, level);
+        if (how == "compare") failures += compare(cases, level);
         for (Case &one : cases) {
-            if (!repeat) break;
-            one.fill();
-            for (long i = 0; i < repeat; i++) one.run(level.bit);
+            if (how == "once") {
+                one.fill();
+                one.run(level.bit);
+            } else if (how == "steps") {
+                printf("%ld\n", steps(one, level));
+                fflush(stdout);
+            }
         }
     }
     if (!levels) fail("level " + named + " is not there");
