@@ -231,6 +231,12 @@ def record_all(recorder: Recorder) -> None:
         {"spec": "turboquant:bits=4", "dtype": torch.bfloat16, "held": 31},
     ):
         record_attend(recorder, **case)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    for groups, spec in ((2, "turboquant:bits=4"), (3, "turboquant:bits=8"), (7, "int:bits=4")):
+        # Heads don't divide by the threads, so these share the tokens of a head.
+        record_attend(recorder, spec=spec, heads=3, held=4500, groups=groups)
+    torch.set_num_threads(threads)
     widths = itertools.cycle((20, 33, 64, 80, 128))
     combinations = itertools.product(encode_compare.FORMATS, encode_compare.PLACES, "kv")
     for spec, place, side in combinations:

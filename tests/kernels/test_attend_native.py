@@ -199,8 +199,13 @@ def test_every_simd_level(level):
     assert told["worst"] <= BOUND
 
 
-def test_threads_give_the_same_numbers():
-    case = {"spec": "turboquant:bits=4", "heads": 3, "held": 6000, "groups": 2}
+@pytest.mark.parametrize(
+    ("spec", "groups"),
+    (("turboquant:bits=4", 2), ("turboquant:bits=8", 3), ("turboquant:bits=4", 7)),
+)
+def test_threads_give_the_same_numbers(spec, groups):
+    """Also where a pass computes rows more than there are: they were another thread's once."""
+    case = {"spec": spec, "heads": 3, "held": 6000, "groups": groups}
     threads = torch.get_num_threads()
     try:
         outputs = []

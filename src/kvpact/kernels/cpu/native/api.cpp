@@ -116,7 +116,7 @@ int kvp_attend(int level, const kvp_attend_args *args) {
     if (job.chunk < BLOCK) job.chunk = BLOCK;
     const int64_t q_size = pairs * job.q_size();
     const int64_t rotated = k.signs ? q_size : 0;
-    const int64_t partial = pairs * job.splits * job.rows * job.partial_row();
+    const int64_t partial = pairs * job.splits * job.partial_task();
     static thread_local Scratch scratch;
     job.q = scratch.get((size_t)(q_size + rotated + partial));
     if (!job.q) return 3;

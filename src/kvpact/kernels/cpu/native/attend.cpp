@@ -75,7 +75,7 @@ void task(const Job &job, int64_t index) {
     const kvp_attend_args &a = *job.args;
     const int64_t head = index / job.splits, split = index % job.splits;
     const int64_t begin = job.begin + split * job.chunk, end = upto(begin + job.chunk, job.end);
-    float *partial = job.partial + index * job.rows * job.partial_row();
+    float *partial = job.partial + index * job.partial_task();
     for (int64_t r = 0; r < job.rows; r++) {
         float *state = partial + r * job.partial_row();
         memset(state, 0, sizeof(float) * job.partial_row());
@@ -127,9 +127,9 @@ void finish(const Job &job) {
     for (int64_t i = 0; i < a.batch * a.heads; i++)
         for (int64_t r = 0; r < job.rows; r++) {
             const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
-            float *all = job.partial + (i * job.splits * job.rows + r) * stride;
+            float *all = job.partial + i * job.splits * job.partial_task() + r * stride;
             float peak = a.sink_logits ? a.sink_logits[h] : -INFINITY;
-            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.rows * stride]);
+            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.partial_task()]);
             float *out = a.out + ((b * a.heads * a.groups + h) * a.queries + r % a.queries) * a.v.dim;
             if (peak == -INFINITY) {
                 memset(out, 0, sizeof(float) * a.v.dim);
@@ -137,7 +137,7 @@ void finish(const Job &job) {
             }
             float total = a.sink_logits ? expf(a.sink_logits[h] - peak) : 0;
             for (int64_t s = 0; s < job.splits; s++) {
-                float *state = all + s * job.rows * stride;
+                float *state = all + s * job.partial_task();
                 const float decay = expf(state[0] - peak);
                 total += state[1] * decay;
                 scale_by(state + 2, decay, 2 * width);

@@ -13,9 +13,11 @@ struct Job {
     int64_t begin, end;       // tokens that any query sees
     int64_t splits, chunk;    // parts of the tokens, and tokens of a part
     float *q, *rotated;       // [B * H][rows + MAX_ROWS][k_width]
-    float *partial;           // [B * H * splits][rows][2 + 2 * v_width]
+    float *partial;           // [B * H * splits][rows + MAX_ROWS][2 + 2 * v_width]
     int64_t q_size() const { return (rows + MAX_ROWS) * k_width; }
     int64_t partial_row() const { return 2 + 2 * v_width; }
+    // The last pass may compute more rows than there are: no other task's memory stands there.
+    int64_t partial_task() const { return (rows + MAX_ROWS) * partial_row(); }
 };
 
 #define KVP_LEVEL(name)                             \
