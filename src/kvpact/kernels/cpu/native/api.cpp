@@ -9,7 +9,7 @@
 
 namespace {
 
-enum { BASE = 1, AVX2 = 2, AVX512 = 4 };
+enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
 
 constexpr int64_t TASKS = 8; // of a thread
 
@@ -40,6 +40,8 @@ Level level_of(int level) {
 #if defined(KVP_X86)
     if (level == AVX512) return {kvp_avx512::prepare, kvp_avx512::task, kvp_avx512::finish, kvp_avx512::read};
     if (level == AVX2) return {kvp_avx2::prepare, kvp_avx2::task, kvp_avx2::finish, kvp_avx2::read};
+#elif defined(KVP_ARM)
+    if (level == NEON) return {kvp_neon::prepare, kvp_neon::task, kvp_neon::finish, kvp_neon::read};
 #endif
     return {kvp_base::prepare, kvp_base::task, kvp_base::finish, kvp_base::read};
 }
@@ -114,6 +116,8 @@ int kvp_levels(void) {
             __builtin_cpu_supports("avx512vnni"))
             found |= AVX512;
     }
+#elif defined(KVP_ARM)
+    found |= NEON; // part of every AArch64
 #endif
     return found;
 }

@@ -3,7 +3,7 @@
 
 namespace {
 
-enum { AVX2 = 2, AVX512 = 4 };
+enum { AVX2 = 2, AVX512 = 4, NEON = 8 };
 constexpr int64_t PART = 128;      // tokens of one task
 constexpr int64_t SMALL = 1 << 16; // numbers that are not worth a second thread
 
@@ -13,6 +13,8 @@ Decode level_of(int level) {
 #if defined(KVP_X86)
     if (level == AVX512) return kvp_avx512::decode_span;
     if (level == AVX2) return kvp_avx2::decode_span;
+#elif defined(KVP_ARM)
+    if (level == NEON) return kvp_neon::decode_span;
 #endif
     (void)level;
     return kvp_base::decode_span;

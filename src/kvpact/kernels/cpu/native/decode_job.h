@@ -9,5 +9,6 @@
     void decode_span(const kvp_decode_args &args, Span span); \
     }
 KVP_DECODE_LEVEL(kvp_base)
+KVP_DECODE_LEVEL(kvp_neon)
 KVP_DECODE_LEVEL(kvp_avx2)
 KVP_DECODE_LEVEL(kvp_avx512)

@@ -31,5 +31,6 @@ struct Job {
     uint64_t read(const char *data, int64_t bytes); \
     }
 KVP_LEVEL(kvp_base)
+KVP_LEVEL(kvp_neon)
 KVP_LEVEL(kvp_avx2)
 KVP_LEVEL(kvp_avx512)

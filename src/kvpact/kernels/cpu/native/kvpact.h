@@ -76,7 +76,7 @@ typedef struct {
 } kvp_attend_args;
 
 KVP_EXPORT int kvp_abi(void);
-// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512.
+// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512, 8 NEON.
 KVP_EXPORT int kvp_levels(void);
 // Carries out `count` calls at once, on the threads of the first. Level: one bit of kvp_levels.
 // Returns 0, or why nothing was computed: 1 no such level, 2 a call that is not covered, 3 no memory.

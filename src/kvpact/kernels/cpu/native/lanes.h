@@ -30,6 +30,9 @@ INLINE void store_codes(uint8_t *p, Ints codes) {
     const __m128i low = _mm256_castsi256_si128((__m256i)codes), high = _mm256_extracti128_si256((__m256i)codes, 1);
     const __m128i pairs = _mm_packus_epi32(low, high);
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(pairs, pairs));
+#elif defined(KVP_NEON)
+    const uint16x4_t pairs = vmovn_u32((uint32x4_t)codes);
+    vst1_lane_u32((uint32_t *)p, vreinterpret_u32_u8(vmovn_u16(vcombine_u16(pairs, pairs))), 0);
 #elif defined(__SSE2__)
     const __m128i pairs = _mm_packs_epi32((__m128i)codes, (__m128i)codes);
     const int bytes = _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs));
@@ -44,6 +47,8 @@ INLINE Ints load_codes(const uint8_t *p) {
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(KVP_AVX2)
     return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#elif defined(KVP_NEON)
+    return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p))));
 #elif defined(__SSE2__)
     int bytes;
     memcpy(&bytes, p, 4);
@@ -65,6 +70,11 @@ INLINE vf rounded(vf x) {
 INLINE uint16_t to_half(float x) {
 #if defined(KVP_AVX2) || defined(KVP_AVX512)
     return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(KVP_NEON)
+    const __fp16 half = (__fp16)x;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
 #else
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -86,6 +96,10 @@ INLINE uint16_t to_half(float x) {
 INLINE float from_half(uint16_t h) {
 #if defined(KVP_AVX2) || defined(KVP_AVX512)
     return _cvtsh_ss(h);
+#elif defined(KVP_NEON)
+    __fp16 half;
+    memcpy(&half, &h, 2);
+    return (float)half;
 #else
     return half_to_float(h);
 #endif
