@@ -11,7 +11,7 @@ namespace {
 
 enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
 
-constexpr int64_t TASKS = 8; // of a thread
+constexpr int64_t TASKS = 4; // of a thread
 
 // Scratch memory of a thread, kept for its next call.
 struct Scratch {
@@ -81,6 +81,8 @@ void see(Job &job, const kvp_attend_args &a) {
     job.rows = a.groups * a.queries;
     job.k_width = (a.k.dim + 31) / 32 * 32;
     job.v_width = (a.v.dim + 31) / 32 * 32;
+    // What is prefetched of wide slots would drive out what is read.
+    job.block = row_bytes(a.k) + row_bytes(a.v) > 192 ? BLOCK / 2 : BLOCK;
     const int64_t total = a.held + a.fresh;
     job.begin = 0;
     if (a.window) job.begin = a.first - a.window + 1 > 0 ? a.first - a.window + 1 : 0;
@@ -89,13 +91,17 @@ void see(Job &job, const kvp_attend_args &a) {
     if (job.begin > job.end) job.begin = job.end;
 }
 
-// Cuts a call's tokens, so that threads that begin late or go slowly leave the rest to others.
-void split(Job &job, int64_t threads, int64_t all_pairs) {
+// Cuts a call's tokens, so that threads that begin late or go slowly leave the rest to others. A part
+// takes all heads of a row in turns, which reads memory in its order; only short calls cut the heads.
+void split(Job &job, int64_t threads, int64_t rows) {
     const int64_t tokens = job.end - job.begin, most = tokens / (4 * BLOCK);
     job.splits = 1;
-    if (threads > 1 && most > 1) {
-        job.splits = (TASKS * threads + all_pairs - 1) / all_pairs;
-        if (job.splits > most) job.splits = most;
+    job.heads = job.args->heads;
+    if (threads > 1) {
+        job.splits = (TASKS * threads + rows - 1) / rows;
+        if (job.splits > most) job.splits = most > 1 ? most : 1;
+        const int64_t parts = (2 * threads - 1) / (job.splits * rows) + 1;
+        job.heads = (job.heads + parts - 1) / parts;
     }
     job.chunk = ((tokens + job.splits - 1) / job.splits + BLOCK - 1) / BLOCK * BLOCK;
     if (job.chunk < BLOCK) job.chunk = BLOCK;
@@ -133,7 +139,7 @@ int kvp_attend(int level, const kvp_attend_args *args, int64_t count) {
         return 3;
     }
     batch.level = level_of(level);
-    int64_t bytes = 0, all_pairs = 0;
+    int64_t bytes = 0, rows = 0;
     for (int64_t i = 0; i < count; i++) {
         const kvp_attend_args &a = args[i];
         const kvp_stream &k = a.k, &v = a.v;
@@ -141,15 +147,15 @@ int kvp_attend(int level, const kvp_attend_args *args, int64_t count) {
         Job &job = batch.jobs[(size_t)i];
         see(job, a);
         bytes += (job.end - job.begin) * job.pairs() * (row_bytes(k) + row_bytes(v));
-        all_pairs += job.pairs();
+        rows += a.batch;
     }
     const int64_t threads = count < 1 || bytes < (256 << 10) ? 1 : args[0].threads;
     int64_t tasks = 0, floats = 0;
     for (int64_t i = 0; i < count; i++) {
         Job &job = batch.jobs[(size_t)i];
-        split(job, threads, all_pairs);
+        split(job, threads, rows);
         batch.first[(size_t)i] = tasks;
-        tasks += job.pairs() * job.splits;
+        tasks += job.tasks();
         floats += job.floats();
     }
     float *memory = scratch.get((size_t)floats);
@@ -158,6 +164,7 @@ int kvp_attend(int level, const kvp_attend_args *args, int64_t count) {
         job.q = memory;
         job.rotated = job.args->k.signs ? job.q + job.pairs() * job.q_size() : job.q;
         job.partial = job.rotated + job.pairs() * job.q_size();
+        job.bytes = job.partial + job.pairs() * job.splits * job.partial_size();
         memory += job.floats();
         batch.level.prepare(job);
     }

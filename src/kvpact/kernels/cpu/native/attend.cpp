@@ -105,18 +105,23 @@ static void block(Pass &p, float *partial, int64_t t, int64_t n) {
 
 void task(const Job &job, int64_t index) {
     const kvp_attend_args &a = *job.args;
-    const int64_t head = index / job.splits, split = index % job.splits;
+    const int64_t split = index % job.splits, part = index / job.splits;
+    const int64_t b = part / job.parts(), first_head = part % job.parts() * job.heads;
+    const int64_t last_head = upto(first_head + job.heads, a.heads);
     const int64_t begin = job.begin + split * job.chunk, end = upto(begin + job.chunk, job.end);
-    float *partial = job.partial + index * job.partial_size();
-    for (int64_t r = 0; r < job.rows; r++) {
-        float *state = partial + r * job.partial_row();
-        memset(state, 0, sizeof(float) * job.partial_row());
-        state[0] = -INFINITY;
-    }
+    const auto partial = [&](int64_t h) {
+        return job.partial + ((b * a.heads + h) * job.splits + split) * job.partial_size();
+    };
+    for (int64_t h = first_head; h < last_head; h++)
+        for (int64_t r = 0; r < job.rows; r++) {
+            float *state = partial(h) + r * job.partial_row();
+            memset(state, 0, sizeof(float) * job.partial_row());
+            state[0] = -INFINITY;
+        }
     alignas(64) static thread_local Scratch scratch;
     const Sizes k_size(a.k, true), v_size(a.v, false);
 #if defined(KVP_AVX512)
-    scratch.fast_row = -1;
+    if (a.fast && fast_format(a.k)) scratch.key_table = ByteLevels(a.k).vector(-128);
     if (a.fast && fast_format(a.v)) {
         const ByteLevels levels(a.v);
         scratch.values.table = levels.vector(-128);
@@ -124,14 +129,14 @@ void task(const Job &job, int64_t index) {
     }
 #endif
     for (int64_t t = begin; t < end;) {
-        const int64_t next = upto((t / BLOCK + 1) * BLOCK, end);
-        const int64_t first = t / TILE * TILE;
-        for (int64_t r = 0; r < job.rows;) {
-            Pass p{job, a, k_size, v_size, head / a.heads, head % a.heads, r, 0, 0, scratch, scratch.score, scratch.weight, {}};
-            p.rows = next_rows(a, job.rows - r, &p.passed);
-            block(p, partial + r * job.partial_row(), first, next - first);
-            r += p.rows;
-        }
+        const int64_t next = upto((t / job.block + 1) * job.block, end), first = t / TILE * TILE;
+        for (int64_t h = first_head; h < last_head; h++)
+            for (int64_t r = 0; r < job.rows;) {
+                Pass p{job, a, k_size, v_size, b, h, first_head, last_head, end, r, 0, 0, scratch, scratch.score, scratch.weight, {}};
+                p.rows = next_rows(a, job.rows - r, &p.passed);
+                block(p, partial(h) + r * job.partial_row(), first, next - first);
+                r += p.rows;
+            }
         t = next;
     }
 }
@@ -151,10 +156,20 @@ void prepare(const Job &job) {
             to_floats(q + r * job.k_width, from, a.q_dtype, a.k.dim);
             scale_by(q + r * job.k_width, a.scale, job.k_width);
         }
-        if (!packed) continue;
+        if (!packed) continue; // or there is nothing that is rotated
         memcpy(rotated, q, sizeof(float) * (size_t)(padded * job.k_width));
         for (int64_t r = 0; r < job.rows; r++) rotate(rotated + r * job.k_width, a.k.signs, a.k.dim);
     }
+#if defined(KVP_AVX512)
+    if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;
+    const ByteLevels levels(a.k);
+    for (int64_t i = 0; i < job.pairs(); i++)
+        by_fast_bits(a.k.bits, [&](auto f) {
+            const FastKeys keys(job, i, 0, levels.vector(-128));
+            make_fast_keys<decltype(f)::bits>(keys, a.k, levels.step, job.rotated + i * job.q_size(), (job.rows + 3) / 4 * 4);
+            return 0;
+        });
+#endif
 }
 
 void finish(const Job &job) {

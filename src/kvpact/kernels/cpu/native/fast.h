@@ -53,28 +53,37 @@ static bool fast_format(const kvp_stream &x) {
     return x.kind == KVP_LINEAR && x.bits == 8;
 }
 
+// The query rows of a KV head in bytes: rows of q in word order, 128 times their sums by channel
+// group, and what a step of each row is worth.
 struct FastKeys {
-    vi table;                           // levels + 128, unsigned
-    int8_t q[MAX_ROWS][1024];           // in word order
-    int32_t sum[MAX_ROWS][32];          // 128 times the sums of q, by channel group
-    float step[MAX_ROWS];
+    vi table; // levels + 128, unsigned
+    int64_t width;
+    int8_t *q;           // [rows][width]
+    int32_t (*sum)[32];
+    float *step;
+
+    FastKeys(const Job &job, int64_t pair, int64_t row, vi levels) : table(levels), width(job.k_width) {
+        float *memory = job.bytes + pair * job.byte_size();
+        const int64_t rows = job.rows + MAX_ROWS;
+        q = (int8_t *)memory + row * width;
+        sum = (int32_t (*)[32])(memory + rows * width / 4) + row;
+        step = memory + rows * width / 4 + rows * 32 + row;
+    }
 };
 
-template <int BITS> static void make_fast_keys(FastKeys &f, const kvp_stream &k, const float *q, int64_t width, int rows) {
-    const ByteLevels levels(k);
-    f.table = levels.vector(-128);
-    const int groups = (k.dim + k.channels - 1) / k.channels;
-    for (int r = 0; r < rows; r++) {
+template <int BITS> static void make_fast_keys(const FastKeys &f, const kvp_stream &k, float level_step, const float *q, int64_t rows) {
+    const int64_t width = f.width, groups = (k.dim + k.channels - 1) / k.channels;
+    for (int64_t r = 0; r < rows; r++) {
         vf most = zero();
         for (int64_t c = 0; c < width; c += W) most = max(most, _mm512_abs_ps(load(q + r * width + c)));
         const float high = highest(most), scale = high > 0 ? high / 127 : 1;
-        f.step[r] = scale * levels.step;
-        for (int g = 0; g < groups; g++) f.sum[r][g] = 0;
+        f.step[r] = scale * level_step;
+        for (int64_t g = 0; g < groups; g++) f.sum[r][g] = 0;
         for (int64_t c = 0; c < width; c += W) {
             vi x = _mm512_cvtps_epi32(mul(load(q + r * width + c), set1(1 / scale)));
-            const int g = c / k.channels;
+            const int64_t g = c / k.channels;
             if (g < groups) f.sum[r][g] += 128 * _mm512_reduce_add_epi32(x);
-            _mm_storeu_si128((__m128i *)(f.q[r] + c), in_word_order<BITS>(_mm512_cvtepi32_epi8(x)));
+            _mm_storeu_si128((__m128i *)(f.q + r * width + c), in_word_order<BITS>(_mm512_cvtepi32_epi8(x)));
         }
     }
 }
@@ -109,7 +118,7 @@ template <int BITS, int RB, int TILES = 1, bool ONE = TILES == 2> void fast_k_ti
                     else x[k] = _mm512_shuffle_epi8(f.table, _mm512_and_si512(_mm512_srli_epi32(w[k], n * BITS), mask));
                 }
                 for (int r = 0; r < RB; r++) {
-                    const vi factor = four_bytes(f.q[r] + (i * N + n) * 4);
+                    const vi factor = four_bytes(f.q + r * f.width + (i * N + n) * 4);
                     for (int k = 0; k < TV; k++) add_products(acc[k][r], x[k], factor);
                 }
             }

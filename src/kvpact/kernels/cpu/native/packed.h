@@ -15,8 +15,7 @@ struct Scratch {
     alignas(64) float weights[MOST_GROUPS * MAX_ROWS * BLOCK]; // weight times scale, by channel group
     alignas(64) float shift[MOST_GROUPS * MAX_ROWS];
 #if defined(KVP_AVX512)
-    int64_t fast_row; // the first query row that `keys` was made for; -1: none
-    FastKeys keys;
+    vi key_table;
     FastValues values;
 #endif
 };
@@ -50,7 +49,8 @@ struct Pass {
     const Job &job;
     const kvp_attend_args &a;
     const Sizes &k_size, &v_size;
-    int64_t b, h, r0;
+    int64_t b, h, first_head, last_head, end; // of the task: its heads, and the end of its tokens
+    int64_t r0;
     int rows, passed;
     Scratch &scratch;
     float (*score)[BLOCK];
@@ -58,26 +58,24 @@ struct Pass {
     Later later;
 };
 
-// The slots that are read next: those of the same stream a block later, and at the end those that
-// the next head begins with. No hardware would guess them, since a head's part of a segment is short.
+// The slots that are read next: those of the next head, or those a block later. Memory is read in
+// its order, but prefetching by the hardware alone falls behind.
 struct Ahead {
     const kvp_stream &x;
     const Sizes &size;
-    int64_t b, h, left; // tokens that are left of this head
-    bool there;
+    int64_t b, h, left; // tokens that are left
     Place place;
 
     Ahead(const kvp_stream &stream, const Sizes &sizes, const Pass &p, int64_t t)
-        : x(stream), size(sizes), b(p.b), h(p.h), left(x.exact_from - t), there(true), place(x, t) {
-        if (left > 0) return;
-        there = p.job.splits == 1 && h + 1 < p.a.heads && p.job.begin < x.exact_from;
-        h++;
-        place = Place(x, p.job.begin);
-        left = x.exact_from - p.job.begin;
+        : x(stream), size(sizes), b(p.b), h(p.h + 1), left(upto(x.exact_from, p.end) - t), place(x, t) {
+        if (h < p.last_head) return;
+        h = p.first_head;
+        left -= p.job.block;
+        place = Place(x, left > 0 ? t + p.job.block : t);
     }
     // Prefetches what stands beside the codes of a tile; returns where the codes are, and goes on.
     INLINE const char *next(const void *otherwise) {
-        if (!there || left <= 0) return (const char *)otherwise;
+        if (left <= 0) return (const char *)otherwise;
         lines(place.tile(x.scale, b, h, size.side), size.side);
         lines(place.tile(x.zero, b, h, size.side), size.side);
         if (x.group && (uint32_t)place.inside % (uint32_t)x.group == 0) {
@@ -120,8 +118,6 @@ INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *o
     }
 }
 
-constexpr int NOW = 5 * TILE; // tokens of a block whose successors are prefetched at once
-
 static void packed_scores(Pass &p, int64_t t, int64_t n) {
     const kvp_stream &k = p.a.k;
     const int groups = p.k_size.groups;
@@ -141,13 +137,7 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
     const bool in_bytes = p.a.fast && fast_format(k);
     const auto fast = by_fast_bits(k.bits, [&](auto f) { return f.k(p.passed); });
     const auto fast_pair = by_fast_bits(k.bits, [&](auto f) { return f.pair(p.passed, groups); });
-    if (in_bytes && p.scratch.fast_row != p.r0) {
-        by_fast_bits(k.bits, [&](auto f) {
-            make_fast_keys<decltype(f)::bits>(p.scratch.keys, k, q, p.job.k_width, p.passed);
-            return 0;
-        });
-        p.scratch.fast_row = p.r0;
-    }
+    const FastKeys keys(p.job, p.b * p.a.heads + p.h, p.r0, p.scratch.key_table);
     const bool pairs = in_bytes ? fast_pair != nullptr : two != nullptr;
 #else
     const bool pairs = two != nullptr;
@@ -164,7 +154,7 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
     tile.middle = k.middle;
     int64_t folded = -1;
     Place place(k, t);
-    Ahead ahead(k, p.k_size, p, t + BLOCK);
+    Ahead ahead(k, p.k_size, p, t);
     for (int64_t i = 0; i < n;) {
         if (k.group && (t + i) / k.group != folded) {
             folded = (t + i) / k.group;
@@ -176,14 +166,14 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
             tile.scale[j] = (const uint16_t *)place.tile(k.scale, p.b, p.h, p.k_size.side);
             tile.zero[j] = (const uint16_t *)place.tile(k.zero, p.b, p.h, p.k_size.side);
             tile.ahead[j] = ahead.next(tile.words[j]);
-            if (i + j * TILE >= NOW) {
+            if (i + j * TILE >= p.job.block * 5 / 8) {
                 p.later.put(tile.ahead[j], p.k_size.tile);
                 tile.ahead[j] = (const char *)tile.words[j];
             }
         }
         tile.out = p.score[0] + i;
 #if defined(KVP_AVX512)
-        if (in_bytes) (pair ? fast_pair : fast)(tile, p.scratch.keys);
+        if (in_bytes) (pair ? fast_pair : fast)(tile, keys);
         else
 #endif
             (pair ? two : one)(tile);
@@ -198,7 +188,7 @@ struct ValueTiles {
     Ahead ahead;
     VRun run;
 
-    ValueTiles(const Pass &p, float *acc, int64_t t) : place(p.a.v, t), ahead(p.a.v, p.v_size, p, t + BLOCK) {
+    ValueTiles(const Pass &p, float *acc, int64_t t) : place(p.a.v, t), ahead(p.a.v, p.v_size, p, t) {
         const kvp_stream &v = p.a.v;
         run.table = v.table;
         run.weights = p.scratch.weights;
