@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.attention import native
 from kvpact.attention.attend import attend, check_call
-from kvpact.attention.native import native_call, new_output, refusal, run
 from kvpact.attention.views import LayerView
 from kvpact.contract import AttendConfig
 from kvpact.kernels.dispatch import Kernel
@@ -48,21 +48,23 @@ def attend_rows(rows: Sequence[Row]) -> Tensor:
 
 def _covered(row: Row, kernel: Kernel) -> bool:
     view = row.view
-    return view is not None and view.kernel is kernel and not refusal(view, row.q, row.config)
+    return (
+        view is not None and view.kernel is kernel and not native.refusal(view, row.q, row.config)
+    )
 
 
 def _natively(kernel: Kernel, rows: Sequence[Row]) -> Tensor:
     first = rows[0].view
     assert first is not None
     _, q_heads, queries, _ = rows[0].q.shape
-    out = new_output(len(rows), q_heads, queries, first.v.tail.shape[3])
+    out = native.new_output(len(rows), q_heads, queries, first.v.tail.shape[3])
     place, size = out.data_ptr(), out.stride(0) * out.itemsize
     calls = []
     for view, k, v, q, config, padding in rows:
         assert view is not None
         check_call(view, k, q, config)
-        calls.append(native_call(kernel.fast, view, k, v, q, config, padding, place))
+        calls.append(native.native_call(kernel.fast, view, k, v, q, config, padding, place))
         place += size
-    run(kernel, calls)
+    native.run(kernel, calls)
     kernel.calls["cpu"] += len(rows)
     return saturated(out, rows[0].q.dtype)

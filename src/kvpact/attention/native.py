@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.attention.slots import DTYPES, SlotFormat, slot_format
+from kvpact.attention.slots import DTYPES, slot_format
 from kvpact.attention.views import LayerView, StreamView
 from kvpact.contract import AttendConfig
 from kvpact.kernels.cpu import structs
@@ -29,9 +29,8 @@ _F32 = torch.float32
 class _Fixed(NamedTuple):
     """What of a stream's arguments stays while its slots stay where they are."""
 
-    codec: Codec
+    codec: Codec  # its `slot_format` lives as long, and has what the arguments point to
     dtype: torch.dtype
-    form: SlotFormat
     data: bytes
     reason: str  # why no kernel attends over the slots; or nothing
 
@@ -53,7 +52,7 @@ def _fill(view: StreamView) -> _Fixed:
         reason = f"groups of {channels} channels"
     if not reason and not form.place(stream, view.source):
         reason = "slots with gaps in memory"
-    return _Fixed(view.codec, dtype, form, bytes(stream)[: structs.FIXED_BYTES], reason)
+    return _Fixed(view.codec, dtype, bytes(stream)[: structs.FIXED_BYTES], reason)
 
 
 def refusal(view: LayerView, q: Tensor, config: AttendConfig) -> str:

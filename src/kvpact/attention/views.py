@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ CHUNK = 256
 Decoder = Callable[[dict[str, Tensor]], Tensor]
 
 
-@dataclass(frozen=True)
-class StreamView:
+class StreamView(NamedTuple):
     """K or V of one layer at one moment.
 
     Parameters
@@ -146,8 +145,7 @@ class StreamView:
         return y
 
 
-@dataclass(frozen=True)
-class LayerView:
+class LayerView(NamedTuple):
     """K and V of one layer at one moment, and each row's padding.
 
     Parameters

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,8 +42,7 @@ def _forked(stream: Stream, side: str, make_store: MakeStore | None) -> Stream:
     return stream.fork(make_store(stream.codec, batch, heads, stream.tail.device, side))
 
 
-@dataclass(frozen=True)
-class LayerPlan:
+class LayerPlan(NamedTuple):
     """New tokens of a layer, encoded and not yet stored."""
 
     streams: tuple[Stream, Stream]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from kvpact.attention import (
 from kvpact.contract import AttendConfig, DequantResult
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """New tokens beside a view of the past.
 
     Parameters
@@ -46,7 +44,6 @@ class Step:
     lock: AbstractContextManager[Any]
     latent: bool = False
 
-    @torch.no_grad()
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and the new tokens: `[B, H_q, q_len, D_v]` (latents: `r`).
 
@@ -57,6 +54,9 @@ class Step:
         StaleResult
             The cache was rolled back, reordered or reset since.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.attend(q, config)
         k, v = (self.k, self.v) if self.k.shape[2] else (None, None)
         with self.lock:
             if self.view is not None:

@@ -18,7 +18,7 @@ segment before it writes to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ SLACK = 8
 """Tokens of that room."""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Encoded arrays, or tokens that are encoded into their slots, and where they begin."""
 
     start: int
@@ -44,8 +43,7 @@ class _Piece:
     tokens: Tensor
 
 
-@dataclass(frozen=True)
-class AppendPlan:
+class AppendPlan(NamedTuple):
     """All that an append will change; made without changing anything."""
 
     pieces: list[_Piece]
@@ -137,13 +135,14 @@ class Stream:
         """
         self.codec.check_range(x)
         x = x.to(self.tail.dtype)
-        length = self.length + x.shape[2]
+        held = self.length
+        length = held + x.shape[2]
         pieces, packed = self._encode(x, length)
         start = max(self._tail_start, self._exact_start(packed, length, self.codec.group))
         tail, room = self._next_tail(x, start)
         segments = self.store.missing(packed)
         sinks = self.sinks
-        if self.length < sink_end:
+        if held < sink_end:
             sinks = self._fill_sinks(x, sink_positions)
         return AppendPlan(pieces, packed, start, tail, room, sinks, segments)
 
@@ -190,7 +189,8 @@ class Stream:
 
     def exact_tail(self) -> Tensor:
         """Return the tokens from `exact_from` on."""
-        return self.tail[:, :, self.exact_from - self._tail_start :]
+        first = self.exact_from - self._tail_start
+        return self.tail[:, :, first:] if first else self.tail
 
     def _encode(self, x: Tensor, length: int) -> tuple[list[_Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
