@@ -18,6 +18,7 @@ from kvpact.errors import GeometryError
 from kvpact.formats import CodesField, Field
 from kvpact.kernels.cpu import NativeLibrary, structs
 from kvpact.kernels.cpu.encode_structs import CHOICES, KINDS, EncodeArgs
+from kvpact.kernels.dispatch import Kernel
 from kvpact.kernels.encoding import search_tree
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -120,6 +121,30 @@ def can_hold(library: NativeLibrary, codec: Codec, x: Tensor) -> bool:
     """Whether no token of `[B, H, T, D]` can be beyond what the codec's fields hold."""
     limit = codec_encoder(codec).limit
     return limit == math.inf or magnitude(library, x) <= limit
+
+
+def encodes_natively(kernel: Kernel | None, codec: Codec, x: Tensor) -> bool:
+    """Whether the native kernel encodes whole groups of tokens `[B, H, T, D]`; noted in `kernel`.
+
+    Parameters
+    ----------
+    kernel : Kernel or None
+        What computes; None for torch.
+    codec : Codec
+        Whose slots they will be.
+    x : Tensor
+        The tokens.
+    """
+    if kernel is None:
+        return False
+    if kernel.library is None:
+        kernel.encodes["torch"] += 1
+        return False
+    reason = refusal(codec, x)
+    if not reason and not can_hold(kernel.library, codec, x):
+        reason = "magnitudes that may be beyond the format"
+    kernel.encodes[f"torch: {reason}" if reason else "cpu"] += 1
+    return not reason
 
 
 class SlotWriter:
