@@ -19,7 +19,7 @@ def tokens(count: int, dtype: torch.dtype = torch.float32, seed: int = 0):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @pytest.mark.parametrize(
-    "spec", ("turboquant:bits=4,center=64", "int:bits=8/kivi:bits=2", "fp8", "kivi:group=128")
+    "spec", ("turboquant:bits=4,center=64", "int:bits=8/kivi:bits=2", "fp8", "kvarn:group=128")
 )
 def test_bytes_numbers_and_errors_are_torchs(spec, dtype):
     found = []

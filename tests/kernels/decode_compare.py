@@ -19,10 +19,6 @@ FORMATS = (
     "none:dtype=fp32",
     "none:dtype=fp16",
     "none:dtype=bf16",
-    "kvarn:bits=4",
-    "kvarn:bits=2,group=32",
-    "kvarn:bits=3,group=128",
-    "kvarn:bits=8,group=32",
 )
 GUARD = 12345.0
 _BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

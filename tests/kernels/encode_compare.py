@@ -28,6 +28,10 @@ FORMATS = (
     "kivi:bits=2",
     "kivi:bits=4,group=64",
     "kivi:bits=3,group=128",
+    "kvarn:bits=4",
+    "kvarn:bits=2,group=32",
+    "kvarn:bits=3,group=128",
+    "kvarn:bits=8,group=32,seed=3",
 )
 WIDTHS = (64, 80, 96, 128, 256, 576)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -108,7 +108,9 @@ def test_any_pieces_are_the_whole(spec, side, dim, counts, start, dtype, seed, s
     assert compare(spec, side, list((tokens * size).split(counts, 2)), start) == ""
 
 
-@pytest.mark.parametrize("spec", ("turboquant:bits=4", "int:bits=8", "fp8", "kivi:bits=2"))
+@pytest.mark.parametrize(
+    "spec", ("turboquant:bits=4", "int:bits=8", "fp8", "kivi:bits=2", "kvarn:bits=3")
+)
 def test_views(spec):
     """Transposed, sliced, unaligned and expanded tokens."""
     generator = torch.Generator().manual_seed(2)
@@ -138,7 +140,9 @@ def test_magnitude(dtype):
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "paged"))
-@pytest.mark.parametrize("spec", ("turboquant:bits=4", "int:bits=8/kivi:bits=2", "fp8"))
+@pytest.mark.parametrize(
+    "spec", ("turboquant:bits=4", "int:bits=8/kivi:bits=2", "fp8", "kvarn:group=32")
+)
 def test_caches_hold_the_same_bytes(spec, layout):
     """Through prefill, decode, rollback and fork, with either kernel."""
     held = []
@@ -185,10 +189,10 @@ def test_what_is_not_native_is_torch_and_says_why():
     generator = torch.Generator().manual_seed(6)
     k, v = torch.randn(2, 1, 2, 64, 64, generator=generator)
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
-    cache = create_cache("kvarn:bits=4/turboquant:bits=4", geometry, kernel="exact")
+    cache = create_cache("polarquant/turboquant:bits=4", geometry, kernel="exact")
     cache.prefill(0, k, v)
     encodes = cache.stats()["kernel"]["encodes"]
-    assert encodes == {"torch: no native encoding for KVarNKeyCodec": 1, "cpu": 1}
+    assert encodes == {"torch: no native encoding for PolarCodec": 1, "cpu": 1}
 
 
 def test_numbers_beyond_the_format_are_refused_as_by_torch():

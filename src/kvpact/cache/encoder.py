@@ -26,6 +26,7 @@ from kvpact.transforms.hadamard import random_signs
 
 MOST_DIM, MOST_GROUP = 1024, 128
 _DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
+_FIELDS = ("codes", "scale", "zero", "mean", "balance")
 _CPU = torch.device("cpu")
 
 
@@ -73,8 +74,8 @@ class CodecEncoder:
             args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
             tree = search_tree(form.boundaries)
             args.steps = self._keep(torch.tensor(tree, dtype=torch.float32))
-        names = (("codes", form.codes), ("scale", form.scale), ("zero", form.zero))
-        self.fields = [(n, fields[f]) for n, f in (*names, ("mean", form.mean)) if f is not None]
+        names = [(name, getattr(form, name)) for name in _FIELDS]
+        self.fields = [(name, fields[field]) for name, field in names if field is not None]
 
     def _keep(self, tensor: Tensor) -> int:
         self._alive.append(tensor)

@@ -12,10 +12,10 @@ class Encoding:
 
     Parameters
     ----------
-    kind : {"codebook", "symmetric", "affine", "channel", "float8"}
+    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced"}
         Levels of a codebook (`quantizers.lloyd_max`); GGUF's integers, or integers with a zero
         point (`quantizers.uniform`), per token; the latter per channel and group of tokens; 8-bit
-        floating point.
+        floating point; KVarN's tiles.
     bits : int
         Width of the codes.
     limit : float
@@ -28,11 +28,11 @@ class Encoding:
         Channels that share a scale; 0 for all.
     levels, boundaries : tuple of float
         The codebook, and what is between its levels.
-    codes, scale, zero, mean : str or None
+    codes, scale, zero, mean, balance : str or None
         Names of the fields.
     """
 
-    kind: Literal["codebook", "symmetric", "affine", "channel", "float8"]
+    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced"]
     bits: int
     limit: float
     choice: str = ""
@@ -44,6 +44,7 @@ class Encoding:
     scale: str | None = "scale"
     zero: str | None = None
     mean: str | None = None
+    balance: str | None = None
 
 
 def search_tree(boundaries: tuple[float, ...]) -> list[float]:

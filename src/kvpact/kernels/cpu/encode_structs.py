@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvpact.kernels.cpu.structs import Exact, Field
 
-KINDS = {"codebook": 0, "symmetric": 1, "affine": 2, "channel": 3, "float8": 4}
+KINDS = {"codebook": 0, "symmetric": 1, "affine": 2, "channel": 3, "float8": 4, "balanced": 5}
 CHOICES = {"ls": 0, "l2": 1, "unbiased": 2, "e4m3": 0, "e5m2": 1, "": 0}
 
 
@@ -36,5 +36,6 @@ class EncodeArgs(Structure):
         ("scale", Field),
         ("zero", Field),
         ("mean", Field),
+        ("balance", Field),
         ("threads", c_int64),
     ]

@@ -1,4 +1,5 @@
 // Encodes tokens into slots: in tiles of 32 tokens of one head, or few tokens of many heads.
+#include "balance.h"
 #include "encode_job.h"
 #include "pack.h"
 #include "quantize.h"
@@ -12,6 +13,7 @@ struct EncodeScratch {
     alignas(64) float y[ENCODE_DIM * ENCODE_TOKENS]; // [tokens / W][channel][W]
     alignas(64) uint8_t codes[ENCODE_DIM * TOKENS];  // [channel][32]
     alignas(64) Side side;
+    Balance balance;
 };
 
 // Where the unit of a field lies that `position` is in.
@@ -107,6 +109,37 @@ void load_block(const kvp_encode_args &a, float *y, const char *const *rows) {
     if (a.signs) rotate_lanes(y, a.signs, a.dim);
 }
 
+// Numbers per token from the group's first token on, of one of its tiles.
+void put_tile(const kvp_encode_args &a, const kvp_field &field, const uint16_t *numbers, int64_t pair, int64_t position,
+              int tile) {
+    memcpy(place(a, field, pair, position + tile, TOKENS, TOKENS * 2), numbers + tile, TOKENS * 2);
+}
+void put_group(const kvp_encode_args &a, const kvp_field &field, const uint16_t *numbers, int64_t pair, int64_t position) {
+    memcpy(place(a, field, pair, position, a.group, a.dim * 2), numbers, (size_t)a.dim * 2);
+}
+void encode_balanced(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t position) {
+    const BalancedTile whole(a, scratch.balance, scratch.side);
+    const Balance &found = scratch.balance;
+    const bool any = whole.encode(scratch.y);
+    if (whole.keys()) {
+        put_group(a, a.scale, found.scale, pair, position);
+        put_group(a, a.zero, found.zero, pair, position);
+    } else {
+        put_group(a, a.balance, found.column_half, pair, position);
+    }
+    for (int tile = 0; tile < a.group; tile += TOKENS) {
+        if (whole.keys()) {
+            put_tile(a, a.balance, found.column_half, pair, position, tile);
+        } else {
+            put_tile(a, a.scale, found.scale, pair, position, tile);
+            put_tile(a, a.zero, found.zero, pair, position, tile);
+        }
+        if (!any) continue; // codes of zero
+        for (int i = 0; i < TOKENS; i += W) whole.codes((tile + i) / W, scratch.codes + i);
+        put_codes(a, scratch.codes, pair, position + tile, 0, TOKENS);
+    }
+}
+
 // A whole group of tokens of one head.
 void encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token) {
     const int count = a.group;
@@ -117,14 +150,15 @@ void encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair
         for (int i = 0; i < W; i++) rows[i] = row_of(a, pair, token + b * W + i);
         load_block(a, y + b * a.dim * W, rows);
     }
+    if (a.kind == KVP_BALANCED) return encode_balanced(a, scratch, pair, position);
     uint16_t first[ENCODE_DIM], second[ENCODE_DIM];
     if (a.kind == KVP_CHANNEL) {
         grids(a, y, count, first, second);
-        memcpy(place(a, a.scale, pair, position, count, a.dim * 2), first, (size_t)a.dim * 2);
-        memcpy(place(a, a.zero, pair, position, count, a.dim * 2), second, (size_t)a.dim * 2);
+        put_group(a, a.scale, first, pair, position);
+        put_group(a, a.zero, second, pair, position);
     } else {
         centre(a, y, count, first);
-        memcpy(place(a, a.mean, pair, position, count, a.dim * 2), first, (size_t)a.dim * 2);
+        put_group(a, a.mean, first, pair, position);
     }
     for (int tile = 0; tile < count; tile += TOKENS) {
         for (int i = 0; i < TOKENS; i += W) {

@@ -3,8 +3,8 @@
 #include "kvpact.h"
 
 // How numbers become codes: levels of a codebook after a rotation; GGUF's integers; integers with
-// a zero point, per token or per channel; 8-bit floats.
-enum { KVP_CODEBOOK = 0, KVP_SYMMETRIC = 1, KVP_AFFINE = 2, KVP_CHANNEL = 3, KVP_FLOAT8 = 4 };
+// a zero point, per token or per channel; 8-bit floats; KVarN's balanced tiles.
+enum { KVP_CODEBOOK = 0, KVP_SYMMETRIC = 1, KVP_AFFINE = 2, KVP_CHANNEL = 3, KVP_FLOAT8 = 4, KVP_BALANCED = 5 };
 enum { KVP_LEAST_SQUARES = 0, KVP_NORM = 1, KVP_UNBIASED = 2 };
 
 // Where the tokens of one stream (K or V of a layer) go. Storage of tokens that are not there is
@@ -24,7 +24,7 @@ typedef struct {
     int64_t start;         // position of the first token
     int64_t segment_tokens;
     // A pointer per segment, the first for the one that `start` is in. No pointers: no field.
-    kvp_field codes, scale, zero, mean;
+    kvp_field codes, scale, zero, mean, balance;
     int64_t threads;
 } kvp_encode_args;
 

@@ -46,12 +46,14 @@ void run_task(void *context, int64_t index) {
 
 bool covered(const kvp_encode_args &a) {
     if (a.dim < 1 || a.dim > ENCODE_DIM || a.bits < 1 || a.bits > 8) return false;
-    if (a.kind < KVP_CODEBOOK || a.kind > KVP_FLOAT8 || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
+    if (a.kind < KVP_CODEBOOK || a.kind > KVP_BALANCED || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
     if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data || !a.codes.base) return false;
     if (a.group > 1) {
         if (PART % a.group || a.group % 32 || a.start % a.group || a.tokens % a.group) return false;
-        if (a.kind == KVP_CHANNEL ? !a.scale.base || !a.zero.base : a.kind != KVP_CODEBOOK || !a.mean.base) return false;
-    } else if (a.kind == KVP_CHANNEL) {
+        const bool grid = a.scale.base && a.zero.base;
+        if (a.kind == KVP_CODEBOOK ? !a.mean.base : a.kind == KVP_CHANNEL ? !grid : a.kind != KVP_BALANCED) return false;
+        if (a.kind == KVP_BALANCED && (!grid || !a.balance.base)) return false;
+    } else if (a.kind == KVP_CHANNEL || a.kind == KVP_BALANCED) {
         return false;
     }
     if (a.kind == KVP_CODEBOOK && (!a.levels || !a.steps || !a.scale.base)) return false;
