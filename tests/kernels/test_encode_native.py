@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.cache.encoder import SlotWriter, magnitude, refusal
+from kvpact.cache.encoder import SlotWriter, codec_encoder, magnitude, refusal
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.kernels.cpu import LEVELS, library
 from kvpact.kernels.cpu.library import _load
@@ -251,3 +251,19 @@ def test_the_least_zero_has_no_sign():
 def test_tiny_numbers_have_codes_of_zero():
     codes, scale = uniform.quantize_symmetric(torch.tensor([[1e-44, -1e-38, 1e-39]]), 8)
     assert codes.tolist() == [[128, 128, 128]] and scale.item() == 0.0
+
+
+@pytest.mark.parametrize("dim", (33, 64, 128, 576))
+@pytest.mark.parametrize("spec", FORMATS)
+def test_what_the_limit_lets_pass_fits_every_field(spec, dim):
+    """Tokens in one channel, in one rotated channel, and of both signs at random."""
+    codec = codec_of(spec, "k", dim, torch.float32)
+    limit = 0.9999 * codec_encoder(codec).limit
+    if limit == torch.inf or codec.group > 1:
+        pytest.skip("the codec's own check_range says what fits")
+    one = torch.eye(dim)[None, None] * limit
+    rotated = codec.transform.inverse(one)
+    generator = torch.Generator().manual_seed(8)
+    signs = torch.randint(0, 2, (1, 1, 64, dim), generator=generator) * 2.0 - 1.0
+    for x in (one, rotated * (limit / rotated.abs().max()), signs * limit):
+        assert all(values.isfinite().all() for values in codec.encode(x).values())

@@ -26,8 +26,12 @@ from kvpact.transforms.hadamard import random_signs
 
 MOST_DIM, MOST_GROUP = 1024, 128
 _DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
-_FIELDS = ("codes", "scale", "zero", "mean", "balance")
+_FIELDS = ("codes", "scale", "zero", "mean", "balance", "sketched", "residual")
 _CPU = torch.device("cpu")
+
+
+def _signs(rotation: RandomHadamard) -> Tensor:
+    return random_signs(rotation.dim + rotation.block, rotation.seed, _CPU)
 
 
 class CodecEncoder:
@@ -54,8 +58,12 @@ class CodecEncoder:
             self.reason = f"no native encoding for {type(codec).__name__}"
             return
         fields: dict[str, Field] = {field.name: field for field in codec.fields}
-        codes = fields[form.codes]
+        codes = fields[form.codes or form.sketched or ""]
         dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
+        seeds = list(form.sketch)
+        if form.kind == "signs":  # instead of a transform
+            transform = RandomHadamard(dim // (len(seeds) - 1), seeds.pop(0))
+            dim = transform.dim
         if dim > MOST_DIM:
             self.reason = f"width {dim} is above {MOST_DIM}"
         elif transform is not IDENTITY and not isinstance(transform, RandomHadamard):
@@ -69,7 +77,10 @@ class CodecEncoder:
         args.choice, args.group = CHOICES[form.choice], form.group
         args.channels = form.channels or dim
         if isinstance(transform, RandomHadamard):
-            args.signs = self._keep(random_signs(dim + transform.block, transform.seed, _CPU))
+            args.signs = self._keep(_signs(transform))
+        if seeds:
+            sketch = torch.cat([_signs(RandomHadamard(dim, seed)) for seed in seeds])
+            args.sketch, args.sketches = self._keep(sketch), len(seeds)
         if form.levels:
             args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
             tree = search_tree(form.boundaries)

@@ -7,7 +7,15 @@ from typing import ClassVar
 
 from kvpact.kernels.cpu.structs import Exact, Field
 
-KINDS = {"codebook": 0, "symmetric": 1, "affine": 2, "channel": 3, "float8": 4, "balanced": 5}
+KINDS = {
+    "codebook": 0,
+    "symmetric": 1,
+    "affine": 2,
+    "channel": 3,
+    "float8": 4,
+    "balanced": 5,
+    "signs": 6,
+}
 CHOICES = {"ls": 0, "l2": 1, "unbiased": 2, "e4m3": 0, "e5m2": 1, "": 0}
 
 
@@ -26,6 +34,8 @@ class EncodeArgs(Structure):
         ("signs", c_void_p),
         ("levels", c_void_p),
         ("steps", c_void_p),
+        ("sketch", c_void_p),
+        ("sketches", c_int64),
         ("x", Exact),
         ("batch", c_int64),
         ("heads", c_int64),
@@ -37,5 +47,7 @@ class EncodeArgs(Structure):
         ("zero", Field),
         ("mean", Field),
         ("balance", Field),
+        ("sketched", Field),
+        ("residual", Field),
         ("threads", c_int64),
     ]

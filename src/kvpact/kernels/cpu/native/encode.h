@@ -3,8 +3,16 @@
 #include "kvpact.h"
 
 // How numbers become codes: levels of a codebook after a rotation; GGUF's integers; integers with
-// a zero point, per token or per channel; 8-bit floats; KVarN's balanced tiles.
-enum { KVP_CODEBOOK = 0, KVP_SYMMETRIC = 1, KVP_AFFINE = 2, KVP_CHANNEL = 3, KVP_FLOAT8 = 4, KVP_BALANCED = 5 };
+// a zero point, per token or per channel; 8-bit floats; KVarN's balanced tiles; signs alone (QJL).
+enum {
+    KVP_CODEBOOK = 0,
+    KVP_SYMMETRIC = 1,
+    KVP_AFFINE = 2,
+    KVP_CHANNEL = 3,
+    KVP_FLOAT8 = 4,
+    KVP_BALANCED = 5,
+    KVP_SIGNS = 6
+};
 enum { KVP_LEAST_SQUARES = 0, KVP_NORM = 1, KVP_UNBIASED = 2 };
 
 // Where the tokens of one stream (K or V of a layer) go. Storage of tokens that are not there is
@@ -19,12 +27,16 @@ typedef struct {
     const float *signs;    // of the rotation, or NULL
     const float *levels;   // 2**bits
     const float *steps;    // boundaries as a search tree: [1] is the root, [2i], [2i + 1] its ends
+    // Of further rotations, one after the other: of what a codebook leaves, or (signs) of the
+    // rotated vector by the first one and then of the result. Their signs are stored.
+    const float *sketch;
+    int64_t sketches;
     kvp_exact x;           // [B, H, T, D]
     int64_t batch, heads, tokens;
     int64_t start;         // position of the first token
     int64_t segment_tokens;
     // A pointer per segment, the first for the one that `start` is in. No pointers: no field.
-    kvp_field codes, scale, zero, mean, balance;
+    kvp_field codes, scale, zero, mean, balance, sketched, residual;
     int64_t threads;
 } kvp_encode_args;
 

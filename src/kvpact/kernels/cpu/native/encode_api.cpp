@@ -46,8 +46,11 @@ void run_task(void *context, int64_t index) {
 
 bool covered(const kvp_encode_args &a) {
     if (a.dim < 1 || a.dim > ENCODE_DIM || a.bits < 1 || a.bits > 8) return false;
-    if (a.kind < KVP_CODEBOOK || a.kind > KVP_BALANCED || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
-    if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data || !a.codes.base) return false;
+    if (a.kind < KVP_CODEBOOK || a.kind > KVP_SIGNS || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
+    if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data) return false;
+    if (a.kind == KVP_SIGNS ? !a.sketches || !a.scale.base : !a.codes.base) return false;
+    if (a.sketches < 0 || a.sketches > ENCODE_SKETCHES || (a.sketches && (!a.sketch || !a.sketched.base))) return false;
+    if (a.sketches && a.kind != KVP_SIGNS && (a.kind != KVP_CODEBOOK || !a.residual.base)) return false;
     if (a.group > 1) {
         if (PART % a.group || a.group % 32 || a.start % a.group || a.tokens % a.group) return false;
         const bool grid = a.scale.base && a.zero.base;
