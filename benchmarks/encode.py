@@ -42,6 +42,7 @@ SPECS = (
     "kvarn:bits=4",
     "turboquant:bits=4,mode=prod",
     "qjl",
+    "polarquant",
 )
 HEADS = 8
 Row = dict[str, object]

@@ -15,7 +15,7 @@ from kvpact.kernels.dispatch import choose
 from kvpact.kernels.ops import saturated
 
 FORMATS = (
-    *(spec for spec in ENCODED if "prod" not in spec and "qjl" not in spec),  # torch's
+    *(s for s in ENCODED if "prod" not in s and not s.startswith(("qjl", "polar"))),  # torch's
     "none:dtype=fp32",
     "none:dtype=fp16",
     "none:dtype=bf16",

@@ -39,6 +39,10 @@ FORMATS = (
     "qjl:sketch=1",
     "qjl",
     "qjl:sketch=4,seed=9",
+    "polarquant",
+    "polarquant:levels=1,first=1",
+    "polarquant:levels=6,first=8,seed=2",
+    "polarquant:levels=3,first=5",
 )
 WIDTHS = (64, 80, 96, 128, 256, 576)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

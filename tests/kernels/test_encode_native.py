@@ -189,10 +189,10 @@ def test_what_is_not_native_is_torch_and_says_why():
     generator = torch.Generator().manual_seed(6)
     k, v = torch.randn(2, 1, 2, 64, 64, generator=generator)
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
-    cache = create_cache("polarquant/turboquant:bits=4", geometry, kernel="exact")
+    cache = create_cache("lowrank:rank=8/turboquant:bits=4", geometry, kernel="exact")
     cache.prefill(0, k, v)
     encodes = cache.stats()["kernel"]["encodes"]
-    assert encodes == {"torch: no native encoding for PolarCodec": 1, "cpu": 1}
+    assert encodes == {"torch: no native encoding for LowRankCodec": 1, "cpu": 1}
 
 
 def test_numbers_beyond_the_format_are_refused_as_by_torch():

@@ -34,6 +34,10 @@ def _signs(rotation: RandomHadamard) -> Tensor:
     return random_signs(rotation.dim + rotation.block, rotation.seed, _CPU)
 
 
+def _by_channel(field: Field) -> bool:
+    return isinstance(field, CodesField) and field.order == "channel"
+
+
 class CodecEncoder:
     """What of the kernel's arguments depends on the codec alone; or why there are none.
 
@@ -58,9 +62,11 @@ class CodecEncoder:
             self.reason = f"no native encoding for {type(codec).__name__}"
             return
         fields: dict[str, Field] = {field.name: field for field in codec.fields}
-        codes = fields[form.codes or form.sketched or ""]
+        codes = fields[form.codes or form.sketched or form.scale or ""]
         dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
-        seeds = list(form.sketch)
+        seeds, channels = list(form.sketch), form.channels
+        if form.kind == "polar" and isinstance(transform, RandomHadamard):
+            dim, channels = transform.dim, dim
         if form.kind == "signs":  # instead of a transform
             transform = RandomHadamard(dim // (len(seeds) - 1), seeds.pop(0))
             dim = transform.dim
@@ -73,9 +79,9 @@ class CodecEncoder:
         self.limit, self.args = form.limit, EncodeArgs()
         args = self.args
         args.kind, args.bits, args.dim = KINDS[form.kind], form.bits, dim
-        args.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
+        args.by_channel = _by_channel(codes)
         args.choice, args.group = CHOICES[form.choice], form.group
-        args.channels = form.channels or dim
+        args.channels = channels or dim
         if isinstance(transform, RandomHadamard):
             args.signs = self._keep(_signs(transform))
         if seeds:
@@ -83,9 +89,14 @@ class CodecEncoder:
             args.sketch, args.sketches = self._keep(sketch), len(seeds)
         if form.levels:
             args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
-            tree = search_tree(form.boundaries)
+            angles = form.kind == "polar"
+            tree = list(form.boundaries) if angles else search_tree(form.boundaries)
             args.steps = self._keep(torch.tensor(tree, dtype=torch.float32))
+        for level, name in enumerate(form.angles):
+            args.angles_by_channel |= _by_channel(fields[name]) << level
+        args.angle_levels = len(form.angles)
         names = [(name, getattr(form, name)) for name in _FIELDS]
+        names += [(f"angles{level}", name) for level, name in enumerate(form.angles, 1)]
         self.fields = [(name, fields[field]) for name, field in names if field is not None]
 
     def _keep(self, tensor: Tensor) -> int:

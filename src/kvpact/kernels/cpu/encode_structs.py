@@ -15,6 +15,7 @@ KINDS = {
     "float8": 4,
     "balanced": 5,
     "signs": 6,
+    "polar": 7,
 }
 CHOICES = {"ls": 0, "l2": 1, "unbiased": 2, "e4m3": 0, "e5m2": 1, "": 0}
 
@@ -34,6 +35,8 @@ class EncodeArgs(Structure):
         ("signs", c_void_p),
         ("levels", c_void_p),
         ("steps", c_void_p),
+        ("angle_levels", c_int32),
+        ("angles_by_channel", c_int32),
         ("sketch", c_void_p),
         ("sketches", c_int64),
         ("x", Exact),
@@ -49,5 +52,6 @@ class EncodeArgs(Structure):
         ("balance", Field),
         ("sketched", Field),
         ("residual", Field),
+        *((f"angles{level}", Field) for level in range(1, 7)),
         ("threads", c_int64),
     ]

@@ -28,18 +28,26 @@ struct Words {
     const kvp_field &field;
     uint8_t *codes;
     int bits, width;
+    bool by_channel;
 };
 template <class F> void each_words(const kvp_encode_args &a, EncodeScratch &scratch, F &&body) {
-    if (a.codes.base) body(Words{a.codes, scratch.codes, a.bits, a.dim});
-    if (a.sketches) body(Words{a.sketched, scratch.side.sketched, 1, a.dim * (int)a.sketches});
+    const bool by_channel = a.by_channel;
+    if (a.codes.base) body(Words{a.codes, scratch.codes, a.bits, a.dim, by_channel});
+    if (a.sketches) body(Words{a.sketched, scratch.side.sketched, 1, a.dim * (int)a.sketches, by_channel});
+    uint8_t *angles = scratch.codes;
+    for (int level = 0, pairs = a.dim / 2; level < a.angle_levels; level++, pairs /= 2) {
+        body(Words{a.angles[level], angles, level ? 2 : a.bits, pairs, (a.angles_by_channel >> level & 1) != 0});
+        angles += pairs * TOKENS;
+    }
 }
 char *words_at(const kvp_encode_args &a, const Words &words, int64_t pair, int64_t position) {
     int64_t bytes = (int64_t)words.width * 4 * words.bits; // by channel, and 8-bit floats
-    if (a.kind != KVP_FLOAT8 && !a.by_channel) bytes = (int64_t)words_per_token(words.bits, words.width) * 32 * 4;
+    if (a.kind != KVP_FLOAT8 && !words.by_channel) bytes = (int64_t)words_per_token(words.bits, words.width) * 32 * 4;
     return place(a, words.field, pair, position, TOKENS, bytes);
 }
 int groups_of(const kvp_encode_args &a) {
     if (a.kind == KVP_CHANNEL) return 0;
+    if (a.kind == KVP_POLAR) return a.channels;
     return a.kind == KVP_SYMMETRIC || a.kind == KVP_AFFINE ? (a.dim + a.channels - 1) / a.channels : 1;
 }
 const char *row_of(const kvp_encode_args &a, int64_t pair, int64_t token) {
@@ -68,7 +76,7 @@ void put_words(const kvp_encode_args &a, const Words &words, int64_t pair, int64
     char *to = words_at(a, words, pair, tile);
     if (a.kind == KVP_FLOAT8)
         for (int c = 0; c < width; c++) memcpy(to + c * TOKENS + begin, codes + c * TOKENS + begin, (size_t)(end - begin));
-    else if (a.by_channel) pack_by_channel((uint32_t *)to, codes, words.bits, width);
+    else if (words.by_channel) pack_by_channel((uint32_t *)to, codes, words.bits, width);
     else pack_by_token((uint32_t *)to, codes, words.bits, width);
 }
 void put_codes(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t tile, int begin, int end) {
@@ -244,7 +252,7 @@ void encode_few(const kvp_encode_args &a, int64_t first, int64_t last) {
                 char *to = words_at(a, words, pair, position);
                 if (a.kind == KVP_FLOAT8)
                     for (int c = 0; c < a.dim; c++) to[c * TOKENS + inside] = (char)words.codes[c * TOKENS + k];
-                else pack_one((uint32_t *)to, words.codes + k, words.bits, words.width, inside, a.by_channel);
+                else pack_one((uint32_t *)to, words.codes + k, words.bits, words.width, inside, words.by_channel);
             });
             put_side(a, a.scale, scratch.side.scale, groups, pair, position, k, 1);
             put_side(a, a.zero, scratch.side.zero, groups, pair, position, k, 1);

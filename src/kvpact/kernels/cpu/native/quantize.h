@@ -2,6 +2,7 @@
 #pragma once
 #include "encode_job.h"
 #include "lanes.h"
+#include "polar.h"
 
 namespace KVP_NS {
 
@@ -206,6 +207,7 @@ inline void quantize(const kvp_encode_args &a, float *y, uint8_t *codes, uint8_t
         }
     case KVP_SYMMETRIC: return symmetric(a, y, codes, side);
     case KVP_AFFINE: return affine(a, y, codes, side);
+    case KVP_POLAR: return polar(a, y, codes, side->scale);
     case KVP_SIGNS: return signs(a, y, sketched, side);
     default: return a.choice ? float8<true>(a, y, codes, side) : float8<false>(a, y, codes, side);
     }
