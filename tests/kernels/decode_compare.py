@@ -15,14 +15,10 @@ from kvpact.kernels.dispatch import choose
 from kvpact.kernels.ops import saturated
 
 FORMATS = (
-    *ENCODED,
+    *(s for s in ENCODED if "prod" not in s and not s.startswith(("qjl", "polar"))),  # torch's
     "none:dtype=fp32",
     "none:dtype=fp16",
     "none:dtype=bf16",
-    "kvarn:bits=4",
-    "kvarn:bits=2,group=32",
-    "kvarn:bits=3,group=128",
-    "kvarn:bits=8,group=32",
 )
 GUARD = 12345.0
 _BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}

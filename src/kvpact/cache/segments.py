@@ -76,7 +76,7 @@ class SegmentList:
         self._codec, self._shape, self._device = codec, (batch, heads), device
         self._segments: list[Segment] = []
         self._owned: list[bool] = []
-        self._source: _ListSource | None = None
+        self._source: ListSource | None = None
 
     def missing(self, tokens: int) -> list[Segment]:
         """Allocate what is missing."""
@@ -118,7 +118,7 @@ class SegmentList:
     def source(self) -> SegmentSource:
         """Return the segments as they are now."""
         if self._source is None:
-            self._source = _ListSource(tuple(self._segments), self.segment_tokens)
+            self._source = ListSource(tuple(self._segments), self.segment_tokens)
         return self._source
 
     def fork(self) -> SegmentList:
@@ -170,7 +170,7 @@ class PointerTable:
         self.entry = (addressof(self._array), row * size, head * size) if regular else None
 
 
-class _ListSource:
+class ListSource:
     """Reads segments by joining them."""
 
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:

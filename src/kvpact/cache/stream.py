@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.encoder import SlotWriter, can_hold
-from kvpact.cache.encoder import refusal as native_refusal
+from kvpact.cache.encoder import SlotWriter, encodes_natively
 from kvpact.cache.segments import Segment, SegmentStore
 from kvpact.kernels.dispatch import Kernel
 from kvpact.methods import Codec
@@ -198,14 +197,15 @@ class Stream:
         if cut and packed < length:
             end = min(packed + group - cut, length)
             tokens = self._tokens(x, packed, end)
-            self._note("torch: the rest of a group that was cut")
+            if self.kernel is not None:
+                self.kernel.encodes["torch: the rest of a group that was cut"] += 1
             rest = self.codec.encode(tokens.float(), self._group_at(packed))
             pieces.append(_Piece(packed, rest, tokens))
             packed = end
         end = packed + (length - packed) // group * group if packed % group == 0 else packed
         if end > packed:
             tokens = self._tokens(x, packed, end)
-            native = self._encodes_natively(tokens)
+            native = encodes_natively(self.kernel, self.codec, tokens)
             encoded = None if native else self.codec.encode(tokens.float())
             pieces.append(_Piece(packed, encoded, tokens))
         return pieces, max(end, packed)
@@ -217,21 +217,6 @@ class Stream:
             return x if end - start == x.shape[2] else x[:, :, start - held : end - held]
         known = torch.cat([self.tail[:, :, start - self._tail_start :], x[:, :, : end - held]], 2)
         return known[:, :, : end - start]
-
-    def _note(self, how: str) -> None:
-        if self.kernel is not None:
-            self.kernel.encodes[how] += 1
-
-    def _encodes_natively(self, tokens: Tensor) -> bool:
-        """Whether the native kernel encodes whole groups of tokens, when they are stored."""
-        if self.kernel is None or self.kernel.library is None:
-            self._note("torch")
-            return False
-        reason = native_refusal(self.codec, tokens)
-        if not reason and not can_hold(self.kernel.library, self.codec, tokens):
-            reason = "magnitudes that may be beyond the format"
-        self._note(f"torch: {reason}" if reason else "cpu")
-        return not reason
 
     def _group_at(self, token: int) -> Segment:
         """Side information of the group that a token is in, `[B, H, 1, …]` by field name."""

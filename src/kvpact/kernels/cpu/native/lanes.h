@@ -271,6 +271,10 @@ INLINE void rotate_lanes(float *y, const float *signs, int dim) {
     for (int i = 0; i < n; i++) store(last + i * W, load(last + i * W) * set1(signs[dim + i]));
     hadamard_lanes(last, n);
 }
+INLINE void rotate_lanes(float *to, const float *y, const float *signs, int dim) {
+    for (int c = 0; c < dim; c++) store(to + c * W, load(y + c * W) * set1(signs[c]));
+    rotate_lanes(to, signs, dim);
+}
 // The first signs are still to be multiplied.
 INLINE void rotate_lanes_back(float *y, const float *signs, int dim) {
     const int n = block_of(dim);
