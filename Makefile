@@ -71,7 +71,7 @@ neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 
 callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver
-	@cmake -S . -B build/neon -DKVPACT_DRIVER=ON -DCMAKE_TOOLCHAIN_FILE=tests/kernels/aarch64.cmake \
+	@cmake -S . -B build/neon --no-warn-unused-cli -DKVPACT_DRIVER=ON -DCMAKE_TOOLCHAIN_FILE=tests/kernels/aarch64.cmake \
 		>/dev/null && cmake --build build/neon --target driver
 	@$(PY) benchmarks/instructions.py build/driver/driver build/neon/driver
 
