@@ -1,14 +1,15 @@
 """Instructions of the native kernels, counted: figures that no other work on the machine disturbs.
 
-    python benchmarks/instructions.py DRIVER [--out DIR]
+    python benchmarks/instructions.py DRIVER NEON_DRIVER [--out DIR]
 
-DRIVER is the program of tests/kernels/driver.cpp (`make callgrind` builds it and runs this). Each
-operation is recorded at two lengths and run once under `valgrind --tool=callgrind`; the difference
-of the two counts over the difference of the lengths is what one token costs, without what a call
-costs. Attention: instructions per token and KV head, all query rows of the head together. A: 4
-query heads on a KV head, D = 128; B: 3, D = 64. Encoding: per vector of 128. Valgrind knows no
-AVX-512: that level is counted by stepping through the calls (ptrace), on processors that have it.
-Written to DIR/instructions.json and .md.
+DRIVER is the program of tests/kernels/driver.cpp, NEON_DRIVER that for AArch64: `make callgrind`
+builds them and runs this (Debian: valgrind, g++-aarch64-linux-gnu, qemu-user). Each operation is
+recorded at two lengths and run once; the difference of the two counts over the difference of the
+lengths is what one token costs, without what a call costs. Attention: instructions per token and KV
+head, all query rows of the head together. A: 4 query heads on a KV head, D = 128; B: 3, D = 64.
+Encoding: per vector of 128. The base level and AVX2 are counted by `valgrind --tool=callgrind`,
+which knows no AVX-512: that level is stepped through (ptrace), on processors that have it. NEON is
+counted by QEMU, without what the C library does. Written to DIR/instructions.json and .md.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ ENCODE = {
 }
 LENGTHS = (256, 512)
 COUNTS, HEADS = (32, 64), 6  # rows times heads of `encode_compare`
-LEVELS = {"none": "base", "avx2": "AVX2", "avx512": "AVX-512"}
+LEVELS = {"none": "base", "neon": "NEON", "avx2": "AVX2", "avx512": "AVX-512"}
 Row = dict[str, Any]
 
 
@@ -104,6 +105,22 @@ def stepped(driver: Path, cases: Path, level: str) -> list[int]:
     ]
 
 
+def emulated(driver: Path, cases: Path, count: int) -> list[int]:
+    """Return the instructions of each case between the first and the last function of NEON."""
+    symbols = told("aarch64-linux-gnu-nm", "-C", str(driver)).splitlines()
+    code = [line for line in symbols if " kvp_neon::" in line and line[17] in "tTwW"]
+    places = [int(line[:16], 16) for line in code]
+    mask = f"{min(places):#x}..{max(places):#x}"
+    command = ["qemu-aarch64", "-singlestep", "-d", "exec,nochain", "-dfilter", mask, str(driver)]
+    found = []
+    for case in range(count):
+        words = [*command, str(cases), "--level", "neon", "--run", "once", "--case", str(case)]
+        # A line of the log is an instruction.
+        log = subprocess.run(words, stderr=subprocess.PIPE, check=True).stderr
+        found.append(log.count(b"\n"))
+    return found
+
+
 def told(*command: str) -> str:
     """Return what a program prints."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -116,6 +133,7 @@ def main() -> None:
     """Count and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("driver", type=Path)
+    parser.add_argument("neon_driver", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "attend")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,6 +143,8 @@ def main() -> None:
         for level in LEVELS:
             if level == "avx512":
                 found = stepped(options.driver, cases, level)
+            elif level == "neon":
+                found = emulated(options.neon_driver, cases, 1 + 2 * len(rows))
             else:
                 found = profiled(options.driver, cases, level, Path(folder))
             assert len(found) in (0, 1 + 2 * len(rows)), (level, len(found))
@@ -132,6 +152,7 @@ def main() -> None:
                 row[level] = round((long - short) / row["units"], 1)
     versions = {
         "valgrind": told("valgrind", "--version").strip(),
+        "QEMU": told("qemu-aarch64", "--version").splitlines()[0].split(" version ")[1],
         "compiler": told("c++", "--version").splitlines()[0],
     }
     lines = [
@@ -139,13 +160,14 @@ def main() -> None:
         "",
         "Counted by `make callgrind`: attention per token and KV head, all query rows of the head",
         "together (A: 4 query heads on a KV head, D = 128; B: 3, D = 64); encoding per vector of",
-        "128. What a call costs is taken off. Valgrind knows no AVX-512; that level is stepped",
-        "through. `fast` is the exact kernel where there is no AVX-512.",
+        "128. What a call costs is taken off. Valgrind knows no AVX-512: that level is stepped",
+        "through, and NEON is counted by QEMU. `fast` is the exact kernel where there is no",
+        "AVX-512.",
         "",
         ", ".join(f"{name}: {version}" for name, version in versions.items()),
         "",
         "| operation | " + " | ".join(LEVELS.values()) + " |",
-        "|---|---|---|---|",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
         cells = (f"{row[level]:.0f}" if level in row else "–" for level in LEVELS)
@@ -154,7 +176,7 @@ def main() -> None:
     (options.out / "instructions.md").write_text("\n".join(lines) + "\n")
     report = {"versions": versions, "lengths": LENGTHS, "counts": COUNTS, "rows": rows}
     (options.out / "instructions.json").write_text(json.dumps(report, indent=1) + "\n")
-    print("\n".join(lines[9:]))
+    print("\n".join(lines[10:]))
 
 
 if __name__ == "__main__":

@@ -82,11 +82,13 @@ template <int BITS> struct Lookup {
         for (int i = 0; i < 4; i++) table.val[i] = vreinterpretq_u8_f32(vld1q_f32(all + 4 * i));
     }
     INLINE vf operator()(vi code) const {
-        code = and_(code, (1u << BITS) - 1);
         if constexpr (BITS > 4) {
+            code = and_(code, (1u << BITS) - 1);
             return vf{levels[code[0]], levels[code[1]], levels[code[2]], levels[code[3]]};
         } else {
-            const uint8x16_t bytes = (uint8x16_t)(code * 0x04040404u + 0x03020100u);
+            // 0x404040 * 0x04040404 is 0x03020100: the bytes are 4 * code + 0, 1, 2, 3.
+            const vi one = select<(1u << BITS) - 1>(code, vi{} + 0x404040u);
+            const uint8x16_t bytes = (uint8x16_t)(one * 0x04040404u);
             if constexpr (N == 1) return (vf)vqtbl1q_u8(table.val[0], bytes);
             else if constexpr (N == 2) return (vf)vqtbl2q_u8({{table.val[0], table.val[1]}}, bytes);
             else return (vf)vqtbl4q_u8(table, bytes);
