@@ -35,8 +35,8 @@ def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def torch_calls(tokens: int, shape: str, ring: int, compiled: bool) -> dict[str, list[Call]]:
     """Return torch's candidates, a call per cache of the ring."""
     calls: dict[str, list[Call]] = {}
-    # What was compiled for another number of threads has that number in its code.
-    torch.compiler.reset()
+    if compiled:  # code that was compiled for another number of threads has that number in it
+        torch.compiler.reset()
     for name in DTYPES:
         pairs, q = exact_ring(name, tokens, shape, ring)
         rows = q.view(1, SHAPES[shape][0], -1, q.shape[-1])
