@@ -84,7 +84,13 @@ def line(times: dict[str, list[float]]) -> Row:
         "off_line": float(beside_line.max()),
         "off_median": float(abs(beside_median[worst])),
         "off_median_at": int(tokens[worst]),
+        "flat_from": next(int(n) for i, n in enumerate(tokens) if flat(each[i:])),
     }
+
+
+def flat(each: np.ndarray) -> bool:
+    """Return whether all are within the bound of their median."""
+    return bool(np.abs(each / np.median(each) - 1).max() <= BOUND)
 
 
 def sentence(row: Row) -> str:
@@ -96,7 +102,7 @@ def sentence(row: Row) -> str:
         f"{BOUND:.0%} from {tokens[0]} to {tokens[-1]} tokens: no point is further than "
         f"{row['off_line']:.1%} from {row['fixed_us']:.0f} us + {row['ns_per_token']:.1f} ns a "
         f"token; ns/token within {row['off_median']:.1%} of its median (furthest at "
-        f"{row['off_median_at']} tokens)"
+        f"{row['off_median_at']} tokens; within {BOUND:.0%} from {row['flat_from']} tokens)"
     )
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kvpact.cli.app import app
 from kvpact.kernels.cpu.library import _load
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -59,6 +61,17 @@ def test_saving_and_loading(run):
     rows = re.findall(r"^(\S+), (\w+) +([\d.]+)", printed, re.M)
     assert {place for _, place, _ in rows} == {"memory", "directory", "file"} and len(rows) >= 12
     assert all(float(size) > 0 for *_, size in rows)
+
+
+def test_the_first_token(run, module, model_folder, monkeypatch):
+    def invoke(command, **_):
+        return CliRunner().invoke(app, command[3:], catch_exceptions=False)
+
+    monkeypatch.setattr(module("first_token").subprocess, "run", invoke)
+    printed = run("first_token", "--model", model_folder, "--tokens", 600)
+    rows = dict(re.findall(r"^(no store|empty store|prefix in the store) +(.*)$", printed, re.M))
+    loaded = {name: float(row.split()[-1]) for name, row in rows.items()}
+    assert loaded["no store"] == loaded["empty store"] == 0 < loaded["prefix in the store"] <= 600
 
 
 @native
@@ -134,7 +147,7 @@ def test_a_fixed_cost_is_linear_and_a_square_is_not(module):
     # 20 us over 1,024 tokens beside 20 us over the two in the middle, 8,192 and 16,384
     middle = 100 + (20e3 / 8192 + 20e3 / 16384) / 2
     assert straight["off_median"] == pytest.approx((100 + 20e3 / 1024) / middle - 1)
-    assert straight["off_median_at"] == 1024
+    assert straight["off_median_at"] == 1024 and straight["flat_from"] == 2048
     assert line({str(n): [1e-7 * n**1.2] for n in contexts})["off_line"] > 0.15
 
 
