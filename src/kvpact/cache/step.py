@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ from kvpact.attention import (
 from kvpact.contract import AttendConfig, DequantResult
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """New tokens beside a view of the past.
 
     Parameters
