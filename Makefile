@@ -17,12 +17,13 @@ export OMP_WAIT_POLICY ?= passive
 
 # One test process per core, at most four, each with one torch thread: more of either is slower.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
+BENCH := build/bench
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-slow lint bench fuzz sanitize neon callgrind clean
+.PHONY: help demo test test-slow lint bench bench-quanto fuzz sanitize neon callgrind clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(READY) ## a real model on compressed caches: a table, a plot, texts side by side (build/demo)
 	@$(VENV)/bin/kvpact demo --out build/demo
@@ -41,14 +42,22 @@ lint: $(READY) ## ruff, mypy --strict, import-linter
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
 
-bench: $(READY) ## speed and bytes on this machine
-	@$(PY) benchmarks/attend.py --out build/bench
-	@$(PY) benchmarks/encode.py
+bench: $(READY) ## speed, bytes and memory on this machine, targets beside them: half an hour, into build/bench
+	@$(PY) benchmarks/attend.py --short --out $(BENCH)
+	@$(PY) benchmarks/attend.py --avx2 --tokens 4096 16384 65536 --out $(BENCH)
+	@$(PY) benchmarks/attend.py --linearity --out $(BENCH)
+	@$(PY) benchmarks/encode.py --out $(BENCH)
 	@$(PY) benchmarks/bench.py
 	@$(PY) benchmarks/paged.py
 	@$(PY) benchmarks/store.py
 	@$(PY) benchmarks/first_token.py
-	@$(PY) benchmarks/generate.py
+	@$(PY) benchmarks/generate.py --out $(BENCH)
+	@$(PY) benchmarks/attend_lines.py $(BENCH)
+
+bench-quanto: $(READY) ## a real model beside transformers' QuantizedCache: installs optimum-quanto
+	@$(PIP) install -c constraints.txt optimum-quanto==0.2.7
+	@$(PY) benchmarks/generate.py --out $(BENCH)
+	@test ! -f $(BENCH)/attend.json || $(PY) benchmarks/attend_lines.py $(BENCH)
 
 fuzz: $(READY) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
 	@$(PIP) install -c constraints.txt atheris

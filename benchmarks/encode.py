@@ -1,13 +1,13 @@
-"""Encoding into slots, beside torch's: many tokens at once, and one token more.
+"""Encoding into slots and decoding, beside torch's: many tokens at once, and one token more.
 
     python benchmarks/encode.py [--specs SPEC …] [--tokens 4096] [--rounds 9] [--out DIR]
 
 CPU time of one thread, which other work on the machine disturbs least. Many tokens: G values/s, K
 and V of 8 heads, D = 128 and 64, fp32 in, random data; the native kernel, the torch body, and
-torch's rotation alone as a matrix product take turns in each round. One token: microseconds of
-`store` for one layer's K and V (8 heads, D = 128), the whole path through Python, on caches of 1k
-and of `--long` tokens, native and torch in turns. Medians and ratios in this run are printed, and
-written to DIR/encode.json and encode.md.
+torch's rotation alone as a matrix product take turns in each round. Decoding: K and V back in
+fp32, the rotation undone. One token: microseconds of `store` for one layer's K and V (8 heads,
+D = 128), the whole path through Python, on caches of 1k and of `--long` tokens, native and torch in
+turns. Medians and ratios in this run are printed, and written to DIR/encode.json and encode.md.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from pathlib import Path
 import torch
 
 from kvpact import CacheGeometry, create_cache, parse_spec
+from kvpact.attention import CHUNK, StreamView
 from kvpact.cache.encoder import SlotWriter
 from kvpact.cache.segments import SegmentList
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.cpu import library
+from kvpact.kernels.dispatch import choose
 
 SPECS = (
     "turboquant:bits=4",
@@ -37,6 +39,10 @@ SPECS = (
     "int:bits=4",
     "fp8",
     "kivi:bits=2",
+    "kvarn:bits=4",
+    "turboquant:bits=4,mode=prod",
+    "qjl",
+    "polarquant",
 )
 HEADS = 8
 Row = dict[str, object]
@@ -54,13 +60,15 @@ def rounds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> Row:
-    """Time encoding of `tokens` tokens."""
+def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row, Row]:
+    """Time encoding and decoding of `tokens` tokens."""
     method = parse_spec(spec).key
     codec = (method.key_codec if side == "k" else method.value_codec)(dim, torch.float32)
     x = torch.randn(1, HEADS, tokens, dim, generator=torch.Generator().manual_seed(0))
     store = SegmentList(codec, 1, HEADS, torch.device("cpu"))
-    segments, size = store.missing(tokens), store.segment_tokens
+    store.extend(store.missing(tokens))
+    size = store.segment_tokens
+    segments = [store.segment(index) for index in range(tokens // size)]
     matrix, writer, native = torch.randn(dim, dim), SlotWriter(codec), library()
 
     def body() -> None:
@@ -70,22 +78,39 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> Row:
             for field in codec.fields:
                 field.write(segments[start // size][field.name], 0, arrays[field.name])
 
-    times = rounds_of(
-        {
-            "native": lambda: writer.write(native, segments, size, x, 0),
-            "torch": body,
-            "matmul": lambda: x @ matrix,
-        },
-        rounds,
-    )
-    speed = {name: x.numel() / seconds / 1e9 for name, seconds in times.items()}
-    return {
-        "spec": spec,
-        "side": side,
-        "dim": dim,
-        **speed,
-        "ratio": times["torch"] / times["native"],
+    encoding = {
+        "native": lambda: writer.write(native, segments, size, x, 0),
+        "torch": body,
+        "matmul": lambda: x @ matrix,
     }
+    # The first round fills the slots; that later ones OR the same bits into them costs the same.
+    encoded = rounds_of(encoding, rounds)
+    views = [
+        StreamView(codec, store.source(), tokens, x[:, :, :0], None, None, 0, check, choose(kernel))
+        for kernel in ("exact", "torch")
+    ]
+
+    out = torch.empty_like(x)
+
+    def back(view: StreamView) -> None:
+        for start in range(0, tokens, CHUNK):
+            end = start + CHUNK
+            view.dequantize(start, end, torch.float32, out[:, :, start:end])
+
+    decoding = {"native": lambda: back(views[0]), "torch": lambda: back(views[1])}
+    both = (encoded, rounds_of(decoding, rounds) if codec.packed_format() else {})
+    place = {"spec": spec, "side": side, "dim": dim}
+    return tuple({**place, **speeds(x.numel(), times)} for times in both)
+
+
+def check() -> None:
+    """Let every view be read."""
+
+
+def speeds(count: int, times: dict[str, float]) -> Row:
+    """Return G values/s, and the ratio of native over torch."""
+    found: Row = {name: count / seconds / 1e9 for name, seconds in times.items()}
+    return {**found, "ratio": times["torch"] / times["native"]} if times else {}
 
 
 def one_token(spec: str, held: tuple[int, ...], rounds: int) -> Row:
@@ -129,26 +154,27 @@ def main() -> None:
     except BackendUnavailable as error:
         raise SystemExit(f"nothing to compare: {error}") from None
     torch.set_num_threads(1)
-    speeds = [
+    rows = [
         many(spec, side, dim, options.tokens, options.rounds)
         for spec in options.specs
         for dim in (128, 64)
         for side in "kv"
     ]
+    encoded, decoded = [row for row, _ in rows], [row for _, row in rows if "ratio" in row]
     steps = [one_token(spec, (1024, options.long), 40 * options.rounds) for spec in options.specs]
     processor = platform.processor() or platform.machine()
     machine = f"{processor}, {level}, 1 thread, torch {torch.__version__}"
     text = (
         f"Encoding, {machine}.\n\nMany tokens, G values/s; `ratio`: over the torch body.\n\n"
-        f"{table(speeds)}\nOne token's K and V, us; `growth`: the long cache over the short "
-        f"one.\n\n"
+        f"{table(encoded)}\nDecoding, G values/s.\n\n{table(decoded)}\n"
+        f"One token's K and V, us; `growth`: the long cache over the short one.\n\n"
         f"{table(steps)}"
     )
     print(text)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "encode.md").write_text(text)
-        found = {"machine": machine, "many": speeds, "one": steps}
+        found = {"machine": machine, "many": encoded, "decoded": decoded, "one": steps}
         (options.out / "encode.json").write_text(json.dumps(found, indent=1))
 
 

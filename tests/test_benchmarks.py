@@ -1,16 +1,46 @@
-"""The benchmarks run and print a ratio for everything that they measure."""
+"""The benchmarks run, on sizes that say nothing, and what they print and write hangs together."""
 
+import importlib
+import json
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvpact.cli.app import app
+from kvpact.kernels.cpu.library import _load
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+native = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
 
-def test_pages_against_the_contiguous_cache():
-    command = [sys.executable, BENCHMARKS / "paged.py", "--tokens", "96", "--repeats", "2"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.fixture
+def module(monkeypatch):
+    """Import a module of the benchmarks."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def run(module, monkeypatch, capsys):
+    """Run a script in this process, where torch is imported already; return what it prints."""
+    threads = torch.get_num_threads()
+
+    def run(name, *args):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        module(name).main()
+        return capsys.readouterr().out
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def test_pages_against_the_contiguous_cache(run):
+    printed = run("paged", "--tokens", 96, "--repeats", 2)
     rows = re.findall(
         r"^(\S+), (\w+) +([\d.]+) +([\d.]+) +([\d.]+) +-?[\d.]+-[\d.]+$", printed, re.M
     )
@@ -18,3 +48,192 @@ def test_pages_against_the_contiguous_cache():
     assert {what for _, what in found} == {"append", "attend", "gather"}
     assert len(found) == len(rows) == 3 * len({spec for spec, _ in found}) >= 15
     assert all(float(number) > 0 for row in rows for number in row[2:])
+
+
+def test_steps_of_every_method(run):
+    printed = run("bench", "--tokens", 40, "--repeats", 2)
+    names = re.findall(r"^(\S.*?)  +[\d.]+ +[\d.]+-[\d.]+ +[\d.]+$", printed, re.M)
+    assert names[:2] == ["exact, sdpa", "exact, matmul"] and len(names) >= 7
+
+
+def test_saving_and_loading(run):
+    printed = run("store", "--tokens", 128, "--layers", 1, "--repeats", 1)
+    rows = re.findall(r"^(\S+), (\w+) +([\d.]+)", printed, re.M)
+    assert {place for _, place, _ in rows} == {"memory", "directory", "file"} and len(rows) >= 12
+    assert all(float(size) > 0 for *_, size in rows)
+
+
+def test_the_first_token(run, module, model_folder, monkeypatch):
+    def invoke(command, **_):
+        return CliRunner().invoke(app, command[3:], catch_exceptions=False)
+
+    monkeypatch.setattr(module("first_token").subprocess, "run", invoke)
+    printed = run("first_token", "--model", model_folder, "--tokens", 600)
+    rows = dict(re.findall(r"^(no store|empty store|prefix in the store) +(.*)$", printed, re.M))
+    loaded = {name: float(row.split()[-1]) for name, row in rows.items()}
+    assert loaded["no store"] == loaded["empty store"] == 0 < loaded["prefix in the store"] <= 600
+
+
+@native
+def test_encoding(run, tmp_path):
+    size = ("--tokens", 32, "--long", 1056, "--rounds", 1)
+    run("encode", "--specs", "turboquant:bits=4", *size, "--out", tmp_path)
+    assert "turboquant:bits=4" in (tmp_path / "encode.md").read_text("utf-8")
+    assert json.loads((tmp_path / "encode.json").read_text("utf-8"))
+
+
+def attention(run, folder, *more):
+    """Run the benchmark of attention on next to nothing."""
+    size = ("--rounds", 2, "--ring", 1, "--shapes", "B", "--threads", 1, "--no-compile")
+    return run("attend", *size, *more, "--out", folder)
+
+
+@native
+def test_attention(run, module, monkeypatch, tmp_path):
+    monkeypatch.setattr(module("attend"), "flags", set)  # no second process
+    printed = attention(run, tmp_path, "--tokens", 32, 96)
+    written = json.loads((tmp_path / "attend.json").read_text("utf-8"))
+    ours = module("attend_ours")
+    found = {(row["tokens"], row["candidate"]): row for row in written["rows"]}
+    for tokens in (32, 96):
+        for name in ours.OURS:
+            row, read = found[tokens, name], found[tokens, ours.read_name(name)]
+            assert row["over_read"] == pytest.approx(row["ms"] / read["ms"])
+            best = found[tokens, row["best_torch"]]
+            assert row["times_best_torch"] == pytest.approx(best["ms"] / row["ms"])
+            assert best["ms"] == min(
+                row["ms"]
+                for (count, name), row in found.items()
+                if count == tokens and name.startswith(("sdpa", "matmul"))
+            )
+    assert written["cap"] is None and (tmp_path / "attend.png").stat().st_size > 1000
+    table = (tmp_path / "attend.md").read_text("utf-8")
+    assert table.count("| 4 bits, fast |") == printed.count("| 4 bits, fast |") == 2
+
+
+@native
+def test_attention_on_less_of_the_processor(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVPACT_SIMD", "avx2")
+    before = dict(os.environ)
+    attention(run, tmp_path, "--tokens", 32, "--avx2", "--only", "4 bits")
+    assert dict(os.environ) == before, "the other process' variables are still set"
+    written = json.loads((tmp_path / "attend-avx2.json").read_text("utf-8"))
+    row = next(row for row in written["rows"] if row["candidate"] == "4 bits")
+    names = {row["candidate"]: row["ms"] for row in written["rows"]}
+    assert row["best_torch_capped"].endswith(", AVX2 alone")
+    assert not row["best_torch"].endswith(", AVX2 alone")
+    assert row["times_best_torch_capped"] == pytest.approx(
+        names[row["best_torch_capped"]] / row["ms"]
+    )
+
+
+@native
+def test_linearity(run, tmp_path):
+    size = ("--linearity", "--tokens", 32, 64, 128, "--only", "4 bits")
+    printed = attention(run, tmp_path, *size)
+    rows = json.loads((tmp_path / "linearity.json").read_text("utf-8"))["rows"]
+    assert rows[0]["candidate"] == "4 bits" and len(rows) == 4
+    assert all([p["tokens"] for p in row["points"]] == [32, 64, 128] for row in rows)
+    assert printed.count("B, 1 thread(s), ") == 4
+    assert (tmp_path / "linearity.png").stat().st_size > 1000
+
+
+def test_a_fixed_cost_is_linear_and_a_square_is_not(module):
+    line = module("attend_linearity").line
+    contexts = [1024 * 2**n for n in range(8)]
+    straight = line({str(n): [2e-5 + 1e-7 * n] for n in contexts})
+    assert straight["fixed_us"] == pytest.approx(20) and straight["off_line"] < 1e-9
+    assert straight["ns_per_token"] == pytest.approx(100)
+    # 20 us over 1,024 tokens beside 20 us over the two in the middle, 8,192 and 16,384
+    middle = 100 + (20e3 / 8192 + 20e3 / 16384) / 2
+    assert straight["off_median"] == pytest.approx((100 + 20e3 / 1024) / middle - 1)
+    assert straight["off_median_at"] == 1024 and straight["flat_from"] == 2048
+    assert line({str(n): [1e-7 * n**1.2] for n in contexts})["off_line"] > 0.15
+
+
+def test_rounds_leave_out_what_nothing_is_compared_with(module):
+    measure = module("attend_rounds").measure
+    seconds = {"sdpa a": 1.0, "matmul b": 4.9, "matmul c": 5.1, "ours": 50.0}
+    times = measure({name: lambda s=s: s for name, s in seconds.items()}, 11)
+    assert {name: len(found) for name, found in times.items()} == {
+        "sdpa a": 11,
+        "matmul b": 11,
+        "matmul c": 3,
+        "ours": 11,
+    }
+
+
+def written_rows(**candidates):
+    """Return attend.json of A with one thread and two; a candidate is (ms, ms, over best torch)."""
+    return {
+        "about": {"torch": "2"},
+        "rows": [
+            {
+                "shape": "A",
+                "threads": threads,
+                "tokens": tokens,
+                "candidate": name.replace("_", " "),
+            }
+            | {"ms": found[threads - 1], "times_best_torch": found[2], "over_read": 1.0}
+            for threads in (1, 2)
+            for tokens in (32, 4096, 16384)
+            for name, found in candidates.items()
+        ],
+    }
+
+
+def test_figures_that_miss_their_target_are_bold(run, tmp_path):
+    rows = written_rows(**{"4_bits": (2.0, 1.0, 6.0), "3_bits": (2.3, 1.1, 0.9)})
+    (tmp_path / "attend.json").write_text(json.dumps(rows), "utf-8")
+    run("attend_lines", tmp_path)
+    text = (tmp_path / "lines.md").read_text("utf-8")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    found = {line[0]: line[1:] for line in cells if line}
+    assert found["4 bits, exact: times best torch"] == [
+        ">= 5.5 / 6.8 / 6.8",
+        "6.00 / **6.00** / -",
+        "6.00 / **6.00** / -",
+        "no (2 of 4 miss)",
+    ]
+    assert found["3 bits over 4 bits, time"][1:] == [
+        "**1.15** / **1.15** / -",
+        "1.10 / 1.10 / -",
+        "no (2 of 4 miss)",
+    ]
+    assert found["4 bits, exact: two threads over one"][1:] == ["-", "2.00 / 2.00 / -", "yes"]
+    assert found["4 bits, exact: distance to the read"][-1] == "yes"
+    assert found["contexts at which 4 bits lose to torch"][1:] == ["none from 32"] * 2 + ["yes"]
+    assert found["2 bits, exact: times best torch"][1:] == ["-", "-", "-"]
+
+
+def test_a_real_model(run, model_folder, tmp_path):
+    names = ("DynamicCache, fp32", "turboquant:bits=4, fp32")
+    size = ("--tokens", 600, "--rounds", 2, "--threads", 1, "--only", *names)
+    run("generate", "--model", model_folder, *size, "--out", tmp_path)
+    written = json.loads((tmp_path / "generate.json").read_text("utf-8"))
+    exact, ours = written["rows"]
+    assert (exact["candidate"], ours["candidate"]) == names
+    # Two layers, two heads, K and V of 32 channels.
+    assert exact["cache"] == 600 * 2 * 2 * 2 * 32 * 4
+    assert 0 < ours["cache"] < exact["cache"]
+    assert exact["after"] >= exact["before"] > 10**7
+    assert exact["peak"] >= 0 and ours["peak"] >= 0
+    ratio = exact["ms"] / ours["ms"]
+    (line,) = written["lines"]
+    assert f"; {ratio:.2f} x DynamicCache, fp32 (at least 1: " in line
+    assert "turboquant:bits=4, fp32" in (tmp_path / "generate.md").read_text("utf-8")
+
+
+def test_targets_of_a_real_model(module):
+    names = {"DynamicCache, fp32": (8, 400), "DynamicCache, bf16": (6, 200)}
+    names |= {"turboquant:bits=4, fp32": (5, 60), "QuantizedCache, fp32": (9, 50)}
+    rows = [
+        {"threads": 1, "candidate": name, "ms": ms, "cache": size}
+        for name, (ms, size) in names.items()
+    ]
+    (line,) = module("generate_report").lines(rows, "turboquant:bits=4")
+    assert line == (
+        "1 thread(s), turboquant:bits=4, fp32; 1.20 x DynamicCache, bf16 (at least 1: yes); "
+        "1.80 x QuantizedCache, fp32 (at least 2: no); 0.150 of fp32's cache bytes "
+        "(at most .15: yes)"
+    )

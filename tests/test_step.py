@@ -7,7 +7,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.attention import StreamView
-from kvpact.cache.segments import _ListSource
+from kvpact.cache.segments import ListSource
 
 
 class Lock:
@@ -43,8 +43,8 @@ def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
 
         monkeypatch.setattr(owner, name, spy)
 
-    watch(StreamView, "read")  # torch
-    watch(_ListSource, "addresses")  # native kernels
+    watch(StreamView, "_read")  # torch
+    watch(ListSource, "addresses")  # native kernels
     step = dataclasses.replace(step, lock=lock)
     if how == "attend":
         step.attend(x[:, :, :1], AttendConfig())

@@ -146,7 +146,7 @@ struct Case {
     void run(int level) const {
         const void *args = blocks[0].data;
         int status = -1;
-        if (operation == "attend") status = kvp_attend(level, (const kvp_attend_args *)args);
+        if (operation == "attend") status = kvp_attend(level, (const kvp_attend_args *)args, 1);
         if (operation == "encode") status = kvp_encode(level, (const kvp_encode_args *)args, 1);
         if (status) fail(operation + " of " + label + " returned " + std::to_string(status));
     }

@@ -33,7 +33,7 @@ import encode_compare
 import torch
 from torch import Tensor
 
-from kvpact.attention import native
+from kvpact.attention import native, slots
 from kvpact.cache import encoder
 from kvpact.kernels.cpu import library, structs
 
@@ -111,7 +111,7 @@ class Recorder:
 
         found, real = library(), {name: getattr(library(), name) for name in CHECKS}
         # What was made earlier has pointers that were not seen.
-        native._templates.clear()
+        slots._formats.clear()
         encoder._encoders.clear()
         new_output = native.new_output
         Tensor.data_ptr, native.new_output = data_ptr, compare.guarded_output
@@ -125,9 +125,15 @@ class Recorder:
                 setattr(found, name, call)
 
     def _watched(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
-        def watched(bit: int, reference: Any, *rest: int) -> int:
-            self.cases.append(self._copied(name, reference._obj))
-            return call(bit, reference, *rest)
+        def watched(bit: int, given: Any, *rest: int) -> int:
+            if isinstance(given, bytes):  # one structure after the other
+                size = ctypes.sizeof(structs.AttendArgs)
+                parts = [given[i : i + size] for i in range(0, len(given), size)]
+                found = [structs.AttendArgs.from_buffer_copy(part) for part in parts]
+            else:
+                found = [given._obj]
+            self.cases += [self._copied(name, args) for args in found]
+            return call(bit, given, *rest)
 
         return watched
 
@@ -226,7 +232,7 @@ def record_all(recorder: Recorder) -> None:
         {"spec": "turboquant:bits=4", "new": 3, "mask": mask, "softcap": 1.5},
         {"spec": "kivi:bits=2", "new": 16, "sink_logits": torch.linspace(-2, 4, 6)},
         {"spec": "turboquant:bits=2", "batch": 3, "padding": torch.tensor([0, 5, 140])},
-        {"spec": "int:bits=4", "batch": 2, "layout": "paged", "sliding_window": 40},
+        {"spec": "int:bits=4", "layout": "paged", "sliding_window": 40},
         {"spec": "turboquant:bits=3", "dtype": torch.float16, "held": 700},
         {"spec": "turboquant:bits=4", "dtype": torch.bfloat16, "held": 31},
     ):

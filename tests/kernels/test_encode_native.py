@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.cache.encoder import SlotWriter, magnitude, refusal
+from kvpact.cache.encoder import SlotWriter, codec_encoder, magnitude, refusal
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.kernels.cpu import LEVELS, library
 from kvpact.kernels.cpu.library import _load
@@ -108,7 +108,9 @@ def test_any_pieces_are_the_whole(spec, side, dim, counts, start, dtype, seed, s
     assert compare(spec, side, list((tokens * size).split(counts, 2)), start) == ""
 
 
-@pytest.mark.parametrize("spec", ("turboquant:bits=4", "int:bits=8", "fp8", "kivi:bits=2"))
+@pytest.mark.parametrize(
+    "spec", ("turboquant:bits=4", "int:bits=8", "fp8", "kivi:bits=2", "kvarn:bits=3")
+)
 def test_views(spec):
     """Transposed, sliced, unaligned and expanded tokens."""
     generator = torch.Generator().manual_seed(2)
@@ -138,7 +140,9 @@ def test_magnitude(dtype):
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "paged"))
-@pytest.mark.parametrize("spec", ("turboquant:bits=4", "int:bits=8/kivi:bits=2", "fp8"))
+@pytest.mark.parametrize(
+    "spec", ("turboquant:bits=4", "int:bits=8/kivi:bits=2", "fp8", "kvarn:group=32")
+)
 def test_caches_hold_the_same_bytes(spec, layout):
     """Through prefill, decode, rollback and fork, with either kernel."""
     held = []
@@ -185,10 +189,10 @@ def test_what_is_not_native_is_torch_and_says_why():
     generator = torch.Generator().manual_seed(6)
     k, v = torch.randn(2, 1, 2, 64, 64, generator=generator)
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
-    cache = create_cache("kvarn:bits=4/turboquant:bits=4", geometry, kernel="exact")
+    cache = create_cache("lowrank:rank=8/turboquant:bits=4", geometry, kernel="exact")
     cache.prefill(0, k, v)
     encodes = cache.stats()["kernel"]["encodes"]
-    assert encodes == {"torch: no native encoding for KVarNKeyCodec": 1, "cpu": 1}
+    assert encodes == {"torch: no native encoding for LowRankCodec": 1, "cpu": 1}
 
 
 def test_numbers_beyond_the_format_are_refused_as_by_torch():
@@ -247,3 +251,19 @@ def test_the_least_zero_has_no_sign():
 def test_tiny_numbers_have_codes_of_zero():
     codes, scale = uniform.quantize_symmetric(torch.tensor([[1e-44, -1e-38, 1e-39]]), 8)
     assert codes.tolist() == [[128, 128, 128]] and scale.item() == 0.0
+
+
+@pytest.mark.parametrize("dim", (33, 64, 128, 576))
+@pytest.mark.parametrize("spec", FORMATS)
+def test_what_the_limit_lets_pass_fits_every_field(spec, dim):
+    """Tokens in one channel, in one rotated channel, and of both signs at random."""
+    codec = codec_of(spec, "k", dim, torch.float32)
+    limit = 0.9999 * codec_encoder(codec).limit
+    if limit == torch.inf or codec.group > 1:
+        pytest.skip("the codec's own check_range says what fits")
+    one = torch.eye(dim)[None, None] * limit
+    rotated = codec.transform.inverse(one)
+    generator = torch.Generator().manual_seed(8)
+    signs = torch.randint(0, 2, (1, 1, 64, dim), generator=generator) * 2.0 - 1.0
+    for x in (one, rotated * (limit / rotated.abs().max()), signs * limit):
+        assert all(values.isfinite().all() for values in codec.encode(x).values())

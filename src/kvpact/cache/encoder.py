@@ -18,6 +18,7 @@ from kvpact.errors import GeometryError
 from kvpact.formats import CodesField, Field
 from kvpact.kernels.cpu import NativeLibrary, structs
 from kvpact.kernels.cpu.encode_structs import CHOICES, KINDS, EncodeArgs
+from kvpact.kernels.dispatch import Kernel
 from kvpact.kernels.encoding import search_tree
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -25,7 +26,16 @@ from kvpact.transforms.hadamard import random_signs
 
 MOST_DIM, MOST_GROUP = 1024, 128
 _DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
+_FIELDS = ("codes", "scale", "zero", "mean", "balance", "sketched", "residual")
 _CPU = torch.device("cpu")
+
+
+def _signs(rotation: RandomHadamard) -> Tensor:
+    return random_signs(rotation.dim + rotation.block, rotation.seed, _CPU)
+
+
+def _by_channel(field: Field) -> bool:
+    return isinstance(field, CodesField) and field.order == "channel"
 
 
 class CodecEncoder:
@@ -52,8 +62,14 @@ class CodecEncoder:
             self.reason = f"no native encoding for {type(codec).__name__}"
             return
         fields: dict[str, Field] = {field.name: field for field in codec.fields}
-        codes = fields[form.codes]
+        codes = fields[form.codes or form.sketched or form.scale or ""]
         dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
+        seeds, channels = list(form.sketch), form.channels
+        if form.kind == "polar" and isinstance(transform, RandomHadamard):
+            dim, channels = transform.dim, dim
+        if form.kind == "signs":  # instead of a transform
+            transform = RandomHadamard(dim // (len(seeds) - 1), seeds.pop(0))
+            dim = transform.dim
         if dim > MOST_DIM:
             self.reason = f"width {dim} is above {MOST_DIM}"
         elif transform is not IDENTITY and not isinstance(transform, RandomHadamard):
@@ -63,17 +79,25 @@ class CodecEncoder:
         self.limit, self.args = form.limit, EncodeArgs()
         args = self.args
         args.kind, args.bits, args.dim = KINDS[form.kind], form.bits, dim
-        args.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
+        args.by_channel = _by_channel(codes)
         args.choice, args.group = CHOICES[form.choice], form.group
-        args.channels = form.channels or dim
+        args.channels = channels or dim
         if isinstance(transform, RandomHadamard):
-            args.signs = self._keep(random_signs(dim + transform.block, transform.seed, _CPU))
+            args.signs = self._keep(_signs(transform))
+        if seeds:
+            sketch = torch.cat([_signs(RandomHadamard(dim, seed)) for seed in seeds])
+            args.sketch, args.sketches = self._keep(sketch), len(seeds)
         if form.levels:
             args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
-            tree = search_tree(form.boundaries)
+            angles = form.kind == "polar"
+            tree = list(form.boundaries) if angles else search_tree(form.boundaries)
             args.steps = self._keep(torch.tensor(tree, dtype=torch.float32))
-        names = (("codes", form.codes), ("scale", form.scale), ("zero", form.zero))
-        self.fields = [(n, fields[f]) for n, f in (*names, ("mean", form.mean)) if f is not None]
+        for level, name in enumerate(form.angles):
+            args.angles_by_channel |= _by_channel(fields[name]) << level
+        args.angle_levels = len(form.angles)
+        names = [(name, getattr(form, name)) for name in _FIELDS]
+        names += [(f"angles{level}", name) for level, name in enumerate(form.angles, 1)]
+        self.fields = [(name, fields[field]) for name, field in names if field is not None]
 
     def _keep(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
@@ -120,6 +144,30 @@ def can_hold(library: NativeLibrary, codec: Codec, x: Tensor) -> bool:
     """Whether no token of `[B, H, T, D]` can be beyond what the codec's fields hold."""
     limit = codec_encoder(codec).limit
     return limit == math.inf or magnitude(library, x) <= limit
+
+
+def encodes_natively(kernel: Kernel | None, codec: Codec, x: Tensor) -> bool:
+    """Whether the native kernel encodes whole groups of tokens `[B, H, T, D]`; noted in `kernel`.
+
+    Parameters
+    ----------
+    kernel : Kernel or None
+        What computes; None for torch.
+    codec : Codec
+        Whose slots they will be.
+    x : Tensor
+        The tokens.
+    """
+    if kernel is None:
+        return False
+    if kernel.library is None:
+        kernel.encodes["torch"] += 1
+        return False
+    reason = refusal(codec, x)
+    if not reason and not can_hold(kernel.library, codec, x):
+        reason = "magnitudes that may be beyond the format"
+    kernel.encodes[f"torch: {reason}" if reason else "cpu"] += 1
+    return not reason
 
 
 class SlotWriter:

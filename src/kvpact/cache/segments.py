@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import addressof, c_void_p
 from math import lcm
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class SegmentList:
         self._codec, self._shape, self._device = codec, (batch, heads), device
         self._segments: list[Segment] = []
         self._owned: list[bool] = []
-        self._source: _ListSource | None = None
+        self._source: ListSource | None = None
 
     def missing(self, tokens: int) -> list[Segment]:
         """Allocate what is missing."""
@@ -118,7 +118,7 @@ class SegmentList:
     def source(self) -> SegmentSource:
         """Return the segments as they are now."""
         if self._source is None:
-            self._source = _ListSource(tuple(self._segments), self.segment_tokens)
+            self._source = ListSource(tuple(self._segments), self.segment_tokens)
         return self._source
 
     def fork(self) -> SegmentList:
@@ -159,6 +159,9 @@ class PointerTable:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
+        self.entry: tuple[int, int, int] | None = (0, 0, 0)
+        if not tensors:
+            return
         self._array = (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
         strides = {tensor.stride() for tensor in tensors}
         row, head, *_ = tensors[0].stride()
@@ -167,12 +170,13 @@ class PointerTable:
         self.entry = (addressof(self._array), row * size, head * size) if regular else None
 
 
-class _ListSource:
+class ListSource:
     """Reads segments by joining them."""
 
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
         self._segments, self.segment_tokens = segments, segment_tokens
         self._pointers: dict[str, PointerTable] = {}
+        self.prepared: Any = None
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the segments `first <= i < last`."""

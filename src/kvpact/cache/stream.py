@@ -18,13 +18,12 @@ segment before it writes to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.encoder import SlotWriter, can_hold
-from kvpact.cache.encoder import refusal as native_refusal
+from kvpact.cache.encoder import SlotWriter, encodes_natively
 from kvpact.cache.segments import Segment, SegmentStore
 from kvpact.kernels.dispatch import Kernel
 from kvpact.methods import Codec
@@ -35,8 +34,7 @@ SLACK = 8
 """Tokens of that room."""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Encoded arrays, or tokens that are encoded into their slots, and where they begin."""
 
     start: int
@@ -44,8 +42,7 @@ class _Piece:
     tokens: Tensor
 
 
-@dataclass(frozen=True)
-class AppendPlan:
+class AppendPlan(NamedTuple):
     """All that an append will change; made without changing anything."""
 
     pieces: list[_Piece]
@@ -137,13 +134,14 @@ class Stream:
         """
         self.codec.check_range(x)
         x = x.to(self.tail.dtype)
-        length = self.length + x.shape[2]
+        held = self.length
+        length = held + x.shape[2]
         pieces, packed = self._encode(x, length)
         start = max(self._tail_start, self._exact_start(packed, length, self.codec.group))
         tail, room = self._next_tail(x, start)
         segments = self.store.missing(packed)
         sinks = self.sinks
-        if self.length < sink_end:
+        if held < sink_end:
             sinks = self._fill_sinks(x, sink_positions)
         return AppendPlan(pieces, packed, start, tail, room, sinks, segments)
 
@@ -190,7 +188,8 @@ class Stream:
 
     def exact_tail(self) -> Tensor:
         """Return the tokens from `exact_from` on."""
-        return self.tail[:, :, self.exact_from - self._tail_start :]
+        first = self.exact_from - self._tail_start
+        return self.tail[:, :, first:] if first else self.tail
 
     def _encode(self, x: Tensor, length: int) -> tuple[list[_Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
@@ -198,14 +197,15 @@ class Stream:
         if cut and packed < length:
             end = min(packed + group - cut, length)
             tokens = self._tokens(x, packed, end)
-            self._note("torch: the rest of a group that was cut")
+            if self.kernel is not None:
+                self.kernel.encodes["torch: the rest of a group that was cut"] += 1
             rest = self.codec.encode(tokens.float(), self._group_at(packed))
             pieces.append(_Piece(packed, rest, tokens))
             packed = end
         end = packed + (length - packed) // group * group if packed % group == 0 else packed
         if end > packed:
             tokens = self._tokens(x, packed, end)
-            native = self._encodes_natively(tokens)
+            native = encodes_natively(self.kernel, self.codec, tokens)
             encoded = None if native else self.codec.encode(tokens.float())
             pieces.append(_Piece(packed, encoded, tokens))
         return pieces, max(end, packed)
@@ -217,21 +217,6 @@ class Stream:
             return x if end - start == x.shape[2] else x[:, :, start - held : end - held]
         known = torch.cat([self.tail[:, :, start - self._tail_start :], x[:, :, : end - held]], 2)
         return known[:, :, : end - start]
-
-    def _note(self, how: str) -> None:
-        if self.kernel is not None:
-            self.kernel.encodes[how] += 1
-
-    def _encodes_natively(self, tokens: Tensor) -> bool:
-        """Whether the native kernel encodes whole groups of tokens, when they are stored."""
-        if self.kernel is None or self.kernel.library is None:
-            self._note("torch")
-            return False
-        reason = native_refusal(self.codec, tokens)
-        if not reason and not can_hold(self.kernel.library, self.codec, tokens):
-            reason = "magnitudes that may be beyond the format"
-        self._note(f"torch: {reason}" if reason else "cpu")
-        return not reason
 
     def _group_at(self, token: int) -> Segment:
         """Side information of the group that a token is in, `[B, H, 1, …]` by field name."""

@@ -19,6 +19,7 @@ from kvpact.compressor.compressed import CompressedKV, flat
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import CacheFull, GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels.dispatch import Kernel
 from kvpact.methods import Codec, Method
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
@@ -26,7 +27,9 @@ from kvpact.spec import Spec
 AnyCache = ContiguousCache | PagedKVCache
 
 
-def compress(cache: AnyCache, layer: int, seq_id: int | None, spec: Spec) -> CompressedKV:
+def compress(
+    cache: AnyCache, layer: int, seq_id: int | None, spec: Spec, kernel: Kernel
+) -> CompressedKV:
     """Compress a layer: see `KVCacheCompressor.compress_paged_cache`."""
     entry = _entry(cache, layer, seq_id)
     with entry.lock:
@@ -38,8 +41,8 @@ def compress(cache: AnyCache, layer: int, seq_id: int | None, spec: Spec) -> Com
                 "rows with padding can't be compressed together: what is padding would be lost; "
                 "select a row, or take a snapshot of the cache"
             )
-        k = _stream(entry, "k", entry.k, spec.key, entry.spec.key)
-        v = _stream(entry, "v", entry.v, spec.value, entry.spec.value)
+        k = _stream(entry, "k", entry.k, spec.key, entry.spec.key, kernel)
+        v = _stream(entry, "v", entry.v, spec.value, entry.spec.value, kernel)
         if seq_id is None:
             return CompressedKV(spec, "batched", entry.k.tail.shape[0], k, v)
     return CompressedKV(spec, "unbatched", 1, k, v)
@@ -105,14 +108,14 @@ def same_slots(a: Method, b: Method) -> bool:
 
 
 def _stream(
-    entry: CacheLayer, side: str, source: Stream, wanted: Method, held: Method
+    entry: CacheLayer, side: str, source: Stream, wanted: Method, held: Method, kernel: Kernel
 ) -> PackedStream:
     # What a codec learnt has one part per head; rows of a batch would each need it.
     shared = source.tail.shape[0] > 1 and isinstance(source.codec, FittedCodec)
     if shared or not same_slots(wanted, held):
         x = flat(entry.dequantize(side))
         make = wanted.key_codec if side == "k" else wanted.value_codec
-        return PackedStream.empty(make(x.shape[3], x.dtype), x).fitted(x).append(x)
+        return PackedStream.empty(make(x.shape[3], x.dtype), x, kernel).fitted(x).append(x)
     # A group that a rollback cut is not whole; its tokens go on as they are.
     packed = source.packed - source.packed % source.codec.group
     known = source.length - source.tail.shape[2]
@@ -121,7 +124,7 @@ def _stream(
     else:
         rest = flat(entry.dequantize(side)[:, :, packed:]).clone()
     # What the tokens were before they were packed is not known any more, nor is the error.
-    stream = PackedStream(source.codec, {}, rest, packed, torch.nan, torch.nan)
+    stream = PackedStream(source.codec, {}, rest, packed, torch.nan, torch.nan, kernel)
     if not packed:
         return stream
     slots, storages = {}, source.store.source()

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvpact.compressor.checks import check_pair
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import DeviceError, DtypeError, GeometryError
+from kvpact.kernels.dispatch import Kernel
 from kvpact.spec import Spec
 
 Layout = Literal["batched", "unbatched"]
@@ -147,6 +148,10 @@ class CompressedKV:
         self, make: Callable[[PackedStream, Tensor], PackedStream], k: Tensor, v: Tensor
     ) -> CompressedKV:
         return replace(self, k=make(self.k, flat(k)), v=make(self.v, flat(v)))
+
+    def with_kernel(self, kernel: Kernel) -> CompressedKV:
+        """Return the same, encoded and decoded by another kernel from now on."""
+        return replace(self, k=replace(self.k, kernel=kernel), v=replace(self.v, kernel=kernel))
 
     def decompress(self) -> tuple[Tensor, Tensor]:
         """Return K and V in the shapes and the dtype that were given."""

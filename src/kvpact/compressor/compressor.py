@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from kvpact.compressor.checks import check_pair
 from kvpact.compressor.compressed import CompressedKV, Layout, flat
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import DtypeError, GeometryError, SpecError
+from kvpact.kernels.dispatch import choose
 from kvpact.methods import Method
 from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
@@ -29,6 +31,8 @@ class KVCacheCompressor:
         packed, the last ones of an incomplete group are held exactly.
     quant_bits : {4, 8}
         Bits of a ``hybrid`` whose spec string names none.
+    kernel : {"auto", "exact", "torch"}
+        What encodes and decodes, as in `create_cache`; bytes and numbers are the same with each.
 
     Attributes
     ----------
@@ -39,12 +43,16 @@ class KVCacheCompressor:
     ------
     SpecError
         No method, an option out of range, `quant_bits` other than 4 and 8.
+    BackendUnavailable
+        A kernel asked for by name can't run here.
     """
 
-    def __init__(self, method: Method | Spec | str, quant_bits: int = 8) -> None:
+    def __init__(
+        self, method: Method | Spec | str, quant_bits: int = 8, kernel: str = "auto"
+    ) -> None:
         if type(quant_bits) is not int or quant_bits not in (4, 8):
             raise SpecError(f"quant_bits={quant_bits!r} should be one of 4, 8")
-        self._quant_bits = quant_bits
+        self._quant_bits, self._kernel = quant_bits, choose(kernel)
         if isinstance(method, Method):
             self.spec = Spec(method, method)
         elif isinstance(method, str):
@@ -78,6 +86,16 @@ class KVCacheCompressor:
         """Bits of a ``hybrid`` whose spec string names none."""
         return self._quant_bits
 
+    def stats(self) -> dict[str, Any]:
+        """Return ``kernel``: what ran and why, see `kvpact.kernels.dispatch.Kernel.stats`."""
+        return {"kernel": self._kernel.stats()}
+
+    def _own(self, compressed: CompressedKV) -> CompressedKV:
+        """Return what somebody compressed, to be read with this compressor's kernel."""
+        if not isinstance(compressed, CompressedKV):
+            raise DtypeError(f"a CompressedKV is wanted, not {type(compressed).__name__}")
+        return compressed.with_kernel(self._kernel)
+
     def compress_kv(self, k: Tensor, v: Tensor) -> CompressedKV:
         """Compress K and V.
 
@@ -109,7 +127,7 @@ class KVCacheCompressor:
         key = self.spec.key.key_codec(k.shape[-1], k.dtype)
         value = self.spec.value.value_codec(v.shape[-1], v.dtype)
         streams = [
-            PackedStream.empty(codec, x).fitted(x).append(x)
+            PackedStream.empty(codec, x, self._kernel).fitted(x).append(x)
             for codec, x in ((key, flat(k)), (value, flat(v)))
         ]
         batch = k.shape[0] if layout == "batched" else 1
@@ -125,7 +143,7 @@ class KVCacheCompressor:
         DtypeError
             It is no `CompressedKV`.
         """
-        k, v = _checked(compressed).decompress()
+        k, v = self._own(compressed).decompress()
         return (k, v) if k.dim() == 4 else (k.unsqueeze(0), v.unsqueeze(0))
 
     def decompress_kv_3d(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
@@ -138,7 +156,8 @@ class KVCacheCompressor:
         DtypeError
             It is no `CompressedKV`.
         """
-        if _checked(compressed).batch > 1:
+        compressed = self._own(compressed)
+        if compressed.batch > 1:
             raise GeometryError(f"a batch of {compressed.batch} rows; use decompress_kv")
         k, v = compressed.decompress()
         return (k, v) if k.dim() == 3 else (k.squeeze(0), v.squeeze(0))
@@ -166,7 +185,7 @@ class KVCacheCompressor:
         GeometryError
             The sequence holds no tokens in this layer.
         """
-        return caches.compress(cache, layer, seq_id, self.spec)
+        return caches.compress(cache, layer, seq_id, self.spec, self._kernel)
 
     def decompress_to_paged_cache(
         self, compressed: CompressedKV, cache: PagedKVCache, layer: int, seq_id: int
@@ -185,7 +204,7 @@ class KVCacheCompressor:
         CacheFull
             The pool has too few pages.
         """
-        caches.decompress(_checked(compressed), cache, layer, seq_id)
+        caches.decompress(self._own(compressed), cache, layer, seq_id)
 
     def compress_mla_cache(
         self, cache: ContiguousCache | PagedKVCache, layer: int, seq_id: int | None = None
@@ -212,7 +231,7 @@ class KVCacheCompressor:
             The cache holds no latents, or no tokens in this layer.
         """
         _check_latent(cache)
-        return caches.compress(cache, layer, seq_id, latent_spec(self.spec))
+        return caches.compress(cache, layer, seq_id, latent_spec(self.spec), self._kernel)
 
     def decompress_to_mla_cache(
         self,
@@ -235,7 +254,7 @@ class KVCacheCompressor:
             There is no room.
         """
         _check_latent(cache)
-        caches.decompress(_checked(compressed), cache, layer, seq_id)
+        caches.decompress(self._own(compressed), cache, layer, seq_id)
 
 
 def _check_latent(cache: ContiguousCache | PagedKVCache) -> None:
@@ -243,9 +262,3 @@ def _check_latent(cache: ContiguousCache | PagedKVCache) -> None:
         raise DtypeError(f"an MLACache is wanted, not {type(cache).__name__}")
     if not cache.geometry.latent:
         raise GeometryError("the cache holds K and V of heads, no latents; use compress_kv")
-
-
-def _checked(compressed: CompressedKV) -> CompressedKV:
-    if not isinstance(compressed, CompressedKV):
-        raise DtypeError(f"a CompressedKV is wanted, not {type(compressed).__name__}")
-    return compressed

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
 from math import lcm
 
 import torch
 from torch import Tensor
 
+from kvpact.attention.decode import decoded
+from kvpact.cache.encoder import SlotWriter, encodes_natively
+from kvpact.cache.segments import ListSource
 from kvpact.formats import TILE
+from kvpact.kernels.dispatch import Kernel, choose
 from kvpact.kernels.ops import saturated
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
@@ -37,6 +42,8 @@ class PackedStream:
         Tokens in slots.
     energy, lost : float
         Sums of squares of all tokens, and of what came back less what was given.
+    kernel : Kernel
+        What encodes and decodes.
     """
 
     codec: Codec
@@ -45,11 +52,12 @@ class PackedStream:
     packed: int = 0
     energy: float = 0.0
     lost: float = 0.0
+    kernel: Kernel = dataclass_field(default_factory=choose)
 
     @classmethod
-    def empty(cls, codec: Codec, x: Tensor) -> PackedStream:
+    def empty(cls, codec: Codec, x: Tensor, kernel: Kernel) -> PackedStream:
         """Return a stream for tokens like `x` (`[1, N, T, D]`) that holds none."""
-        return cls(codec, {}, x[:, :, :0].clone())
+        return cls(codec, {}, x[:, :, :0].clone(), kernel=kernel)
 
     @property
     def unit(self) -> int:
@@ -104,12 +112,8 @@ class PackedStream:
         energy = self.energy + float(x.double().square().sum())
         if not count:
             return replace(self, open=known, energy=energy)
-        new = known[:, :, :count].to(torch.float32)
-        stream = self._extended(new, bound)
-        arrays = stream.codec.encode(new)
-        slots = stream._grown(self.packed + count, x.device)
-        for field in stream.codec.fields:
-            field.write(slots[field.name], self.packed, arrays[field.name])
+        stream = self._extended(known[:, :, :count], bound)
+        slots = stream._encoded(known[:, :, :count])
         stream = replace(
             stream,
             slots=slots,
@@ -124,11 +128,26 @@ class PackedStream:
             lost += float((got.double() - known[:, :, start:end].double()).square().sum())
         return replace(stream, lost=self.lost + lost)
 
+    def _encoded(self, x: Tensor) -> dict[str, Tensor]:
+        """Return copies of the slots with whole groups of tokens behind what they hold."""
+        end = self.packed + x.shape[2]
+        if encodes_natively(self.kernel, self.codec, x):
+            assert self.kernel.library is not None
+            slots, capacity = self._grown(end, x.device)
+            writer = SlotWriter(self.codec)
+            writer.write(self.kernel.library, [slots], capacity, x, self.packed)
+            return slots
+        arrays = self.codec.encode(x.to(torch.float32))
+        slots, _ = self._grown(end, x.device)
+        for form in self.codec.fields:
+            form.write(slots[form.name], self.packed, arrays[form.name])
+        return slots
+
     def _extended(self, x: Tensor, bound: float | None) -> PackedStream:
         """Return a stream with a basis that holds `x`; tokens held get zeros for what is new."""
         if not self.packed or not isinstance(self.codec, LowRankCodec):
             return self
-        codec = self.codec.extended(x, bound)
+        codec = self.codec.extended(x.to(torch.float32), bound)
         if codec is self.codec:
             return self
         (old,), (new,) = self.codec.fields, codec.fields
@@ -138,8 +157,8 @@ class PackedStream:
         new.write(storage, 0, values)
         return replace(self, codec=codec, slots={new.name: storage})
 
-    def _grown(self, tokens: int, device: torch.device) -> dict[str, Tensor]:
-        """Return copies of the slots with room for `tokens` tokens in all."""
+    def _grown(self, tokens: int, device: torch.device) -> tuple[dict[str, Tensor], int]:
+        """Return copies of the slots with room for `tokens` tokens in all, and that room."""
         tokens = -(-tokens // self.unit) * self.unit
         grown = {}
         for field in self.codec.fields:
@@ -148,26 +167,37 @@ class PackedStream:
                 held = self.slots[field.name]
                 storage[:, :, : held.shape[2]] = held
             grown[field.name] = storage
-        return grown
+        return grown, tokens
 
     @property
     def _step(self) -> int:
         return -(-_CHUNK // self.unit) * self.unit
 
-    def read(self, start: int, end: int) -> Tensor:
-        """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype."""
+    def read(self, start: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype.
+
+        `out`, if given, is where they then are.
+        """
+        if out is None:
+            _, rows, _, dim = self.open.shape
+            out = self.open.new_empty(1, rows, end - start, dim)
+        source = ListSource((self.slots,), -(-self.packed // self.unit) * self.unit)
+        if decoded(self.kernel, self.codec, source, self.packed, start, end, out, inverse=True):
+            return out
         first = start // self.unit * self.unit
         arrays = {}
         for field in self.codec.fields:
             units = slice(first // field.tokens, -(-end // self.unit) * self.unit // field.tokens)
             arrays[field.name] = field.read(self.slots[field.name][:, :, units])
         y = self.codec.decode(arrays)[:, :, start - first : end - first]
-        return saturated(self.codec.transform.inverse(y), self.open.dtype)
+        return out.copy_(saturated(self.codec.transform.inverse(y), self.open.dtype))
 
     def decompress(self) -> Tensor:
         """Return all tokens, `[1, N, T, D]` in the input's dtype."""
-        parts = [
-            self.read(start, min(start + self._step, self.packed))
-            for start in range(0, self.packed, self._step)
-        ]
-        return torch.cat([*parts, self.open], dim=2)
+        _, rows, _, dim = self.open.shape
+        whole = self.open.new_empty(1, rows, self.length, dim)
+        for start in range(0, self.packed, self._step):
+            end = min(start + self._step, self.packed)
+            self.read(start, end, whole[:, :, start:end])
+        whole[:, :, self.packed :] = self.open
+        return whole

@@ -15,6 +15,7 @@ or 128, and 4 bits for K with 2 for V.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, GroupField, TokenField
+from kvpact.kernels.encoding import Encoding
 from kvpact.kernels.ops import divide, square_root, tree_sum
 from kvpact.kernels.packed import PackedFormat, integer_format
 from kvpact.methods.base import Arrays, Codec, Method
@@ -100,8 +102,14 @@ class _KVarNCodec(Codec):
         balanced = x / column.to(torch.float32)
         low, high = (balanced / row).aminmax(dim=-1, keepdim=True)
         scale = half(row * divide(high - low, (1 << self._bits) - 1), "scale of a group")
-        zero = half(row * low, "zero of a group")
+        zero = half(row * low + 0.0, "zero of a group")  # see `uniform.affine_grid`
         return uniform.quantize_affine(balanced, scale, zero, self._bits), scale, zero, column
+
+    def encoding(self) -> Encoding:
+        """Balanced tiles."""
+        return Encoding(
+            "balanced", self._bits, math.inf, group=self.group, zero="zero", balance="balance"
+        )
 
 
 class KVarNKeyCodec(_KVarNCodec):

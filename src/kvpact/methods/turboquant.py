@@ -144,26 +144,40 @@ class TurboQuantCodec(Codec):
             group=self._center,
         )
 
-    def encoding(self) -> Encoding | None:
-        """A codebook after a rotation; QJL has none."""
-        if self.has_bias:
-            return None
+    def encoding(self) -> Encoding:
+        """A codebook after a rotation, and QJL of what it leaves."""
         cpu = torch.device("cpu")
-        levels = lloyd_max.levels(self._bits, cpu)
-        # No scale is larger than that many times the largest magnitude: the rotation keeps the
-        # length, and no level is smaller than the least one.
-        growth = 1.0 if self._scale == "l2" else 1 / float(levels.abs().min())
-        growth *= math.sqrt(self._dim) if self._scale == "unbiased" else 1
+        levels = lloyd_max.levels(self._bits, cpu).tolist()
+        boundaries = lloyd_max.boundaries(self._bits, cpu).tolist()
+        growth = 1.0 if self._scale == "l2" else self._growth(levels, boundaries)
+        if self.has_bias:  # see `_longest`
+            residual = math.sqrt(self._dim) if self._scale == "unbiased" else 3.5
+            growth = max(growth, residual * math.sqrt(self._dim))
         return Encoding(
             "codebook",
             self._bits,
             math.inf if self._center else 0.9 * HALF_MAX / growth,
             self._scale,
             self._center or 1,
-            levels=tuple(levels.tolist()),
-            boundaries=tuple(lloyd_max.boundaries(self._bits, cpu).tolist()),
+            levels=tuple(levels),
+            boundaries=tuple(boundaries),
             mean="mean" if self._center else None,
+            sketch=(self._sketch.seed,) if self.has_bias else (),
+            sketched="signs" if self.has_bias else None,
+            residual="residual_norm" if self.has_bias else None,
         )
+
+    def _growth(self, levels: list[float], boundaries: list[float]) -> float:
+        """Return how many times the largest magnitude a scale can be.
+
+        The rotation keeps the length. A level is at least `share` of what is rounded to it, be it
+        in an inner cell or (sqrt(D) at most) in the last one, and at least the least level.
+        """
+        half_way = len(levels) // 2
+        positive, ends = levels[half_way:], [*boundaries[half_way:], math.sqrt(self._dim)]
+        share = min(level / end for level, end in zip(positive, ends, strict=True))
+        least = positive[0] / (math.sqrt(self._dim) if self._scale == "unbiased" else 1)
+        return 1 / max(share, least)
 
     def decode_bias(self, arrays: Arrays) -> Tensor:
         """Return the residual's estimate; its product with q is the logits' bias."""

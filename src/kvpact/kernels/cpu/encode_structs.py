@@ -7,7 +7,16 @@ from typing import ClassVar
 
 from kvpact.kernels.cpu.structs import Exact, Field
 
-KINDS = {"codebook": 0, "symmetric": 1, "affine": 2, "channel": 3, "float8": 4}
+KINDS = {
+    "codebook": 0,
+    "symmetric": 1,
+    "affine": 2,
+    "channel": 3,
+    "float8": 4,
+    "balanced": 5,
+    "signs": 6,
+    "polar": 7,
+}
 CHOICES = {"ls": 0, "l2": 1, "unbiased": 2, "e4m3": 0, "e5m2": 1, "": 0}
 
 
@@ -26,6 +35,10 @@ class EncodeArgs(Structure):
         ("signs", c_void_p),
         ("levels", c_void_p),
         ("steps", c_void_p),
+        ("angle_levels", c_int32),
+        ("angles_by_channel", c_int32),
+        ("sketch", c_void_p),
+        ("sketches", c_int64),
         ("x", Exact),
         ("batch", c_int64),
         ("heads", c_int64),
@@ -36,5 +49,9 @@ class EncodeArgs(Structure):
         ("scale", Field),
         ("zero", Field),
         ("mean", Field),
+        ("balance", Field),
+        ("sketched", Field),
+        ("residual", Field),
+        *((f"angles{level}", Field) for level in range(1, 7)),
         ("threads", c_int64),
     ]

@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu.structs import ABI, AttendArgs
+from kvpact.kernels.cpu.decode_structs import DecodeArgs
+from kvpact.kernels.cpu.structs import ABI
 
 LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4}
 """Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand. The one named and
@@ -33,7 +34,7 @@ class NativeLibrary:
         self.path, self.levels, self.level = path, levels, levels[-1]
         loaded = ctypes.CDLL(str(path))
         self.attend = loaded.kvp_attend
-        self.attend.argtypes = [c_int, POINTER(AttendArgs)]
+        self.attend.argtypes = [c_int, c_void_p, c_int64]
         self.attend.restype = c_int
         self._read = loaded.kvp_read
         self._read.argtypes = [c_int, c_int64, c_int64, POINTER(c_void_p), c_int64]
@@ -41,6 +42,9 @@ class NativeLibrary:
         self.encode = loaded.kvp_encode
         self.encode.argtypes = [c_int, c_void_p, c_int64]
         self.encode.restype = c_int
+        self.decode = loaded.kvp_decode
+        self.decode.argtypes = [c_int, POINTER(DecodeArgs)]
+        self.decode.restype = c_int
         self.magnitude = loaded.kvp_magnitude
         self.magnitude.argtypes = [c_int, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]
         self.magnitude.restype = c_float

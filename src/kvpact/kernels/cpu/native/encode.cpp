@@ -1,6 +1,5 @@
 // Encodes tokens into slots: in tiles of 32 tokens of one head, or few tokens of many heads.
-#include <stdlib.h>
-
+#include "balance.h"
 #include "encode_job.h"
 #include "pack.h"
 #include "quantize.h"
@@ -10,23 +9,12 @@ namespace {
 
 constexpr int TOKENS = 32;
 
-struct Scratch {
+struct EncodeScratch {
     alignas(64) float y[ENCODE_DIM * ENCODE_TOKENS]; // [tokens / W][channel][W]
     alignas(64) uint8_t codes[ENCODE_DIM * TOKENS];  // [channel][32]
     alignas(64) Side side;
+    Balance balance;
 };
-
-// A thread's own, kept for its next call.
-Scratch &own_scratch() {
-    struct Holder {
-        Scratch *p = nullptr;
-        ~Holder() { free(p); }
-    };
-    static thread_local Holder holder;
-    if (!holder.p) holder.p = (Scratch *)aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
-    if (!holder.p) abort();
-    return *holder.p;
-}
 
 // Where the unit of a field lies that `position` is in.
 char *place(const kvp_encode_args &a, const kvp_field &field, int64_t pair, int64_t position, int64_t tokens, int64_t bytes) {
@@ -35,13 +23,31 @@ char *place(const kvp_encode_args &a, const kvp_field &field, int64_t pair, int6
     char *base = (char *)field.base[segment - first];
     return base + pair / a.heads * field.row + pair % a.heads * field.head + unit * bytes;
 }
-char *codes_at(const kvp_encode_args &a, int64_t pair, int64_t position) {
-    int64_t bytes = (int64_t)a.dim * 4 * a.bits; // by channel, and 8-bit floats
-    if (a.kind != KVP_FLOAT8 && !a.by_channel) bytes = (int64_t)words_per_token(a.bits, a.dim) * 32 * 4;
-    return place(a, a.codes, pair, position, TOKENS, bytes);
+// Fields of codes: `width` of `bits` bits per token, from [width][32 tokens] bytes.
+struct Words {
+    const kvp_field &field;
+    uint8_t *codes;
+    int bits, width;
+    bool by_channel;
+};
+template <class F> void each_words(const kvp_encode_args &a, EncodeScratch &scratch, F &&body) {
+    const bool by_channel = a.by_channel;
+    if (a.codes.base) body(Words{a.codes, scratch.codes, a.bits, a.dim, by_channel});
+    if (a.sketches) body(Words{a.sketched, scratch.side.sketched, 1, a.dim * (int)a.sketches, by_channel});
+    uint8_t *angles = scratch.codes;
+    for (int level = 0, pairs = a.dim / 2; level < a.angle_levels; level++, pairs /= 2) {
+        body(Words{a.angles[level], angles, level ? 2 : a.bits, pairs, (a.angles_by_channel >> level & 1) != 0});
+        angles += pairs * TOKENS;
+    }
+}
+char *words_at(const kvp_encode_args &a, const Words &words, int64_t pair, int64_t position) {
+    int64_t bytes = (int64_t)words.width * 4 * words.bits; // by channel, and 8-bit floats
+    if (a.kind != KVP_FLOAT8 && !words.by_channel) bytes = (int64_t)words_per_token(words.bits, words.width) * 32 * 4;
+    return place(a, words.field, pair, position, TOKENS, bytes);
 }
 int groups_of(const kvp_encode_args &a) {
     if (a.kind == KVP_CHANNEL) return 0;
+    if (a.kind == KVP_POLAR) return a.channels;
     return a.kind == KVP_SYMMETRIC || a.kind == KVP_AFFINE ? (a.dim + a.channels - 1) / a.channels : 1;
 }
 const char *row_of(const kvp_encode_args &a, int64_t pair, int64_t token) {
@@ -58,18 +64,23 @@ void put_side(const kvp_encode_args &a, const kvp_field &field, const uint16_t *
 }
 
 // The codes of the tokens begin <= i < end of a tile into place.
-void put_codes(const kvp_encode_args &a, uint8_t *codes, int64_t pair, int64_t tile, int begin, int end) {
+void put_words(const kvp_encode_args &a, const Words &words, int64_t pair, int64_t tile, int begin, int end) {
+    uint8_t *codes = words.codes;
+    const int width = words.width;
     if (begin > 0 || end < TOKENS) {
         uint8_t keep[TOKENS] = {};
         memset(keep + begin, 0xff, (size_t)(end - begin));
-        for (int c = 0; c < a.dim; c++)
+        for (int c = 0; c < width; c++)
             for (int i = 0; i < TOKENS; i++) codes[c * TOKENS + i] &= keep[i];
     }
-    char *to = codes_at(a, pair, tile);
+    char *to = words_at(a, words, pair, tile);
     if (a.kind == KVP_FLOAT8)
-        for (int c = 0; c < a.dim; c++) memcpy(to + c * TOKENS + begin, codes + c * TOKENS + begin, (size_t)(end - begin));
-    else if (a.by_channel) pack_by_channel((uint32_t *)to, codes, a.bits, a.dim);
-    else pack_by_token((uint32_t *)to, codes, a.bits, a.dim);
+        for (int c = 0; c < width; c++) memcpy(to + c * TOKENS + begin, codes + c * TOKENS + begin, (size_t)(end - begin));
+    else if (words.by_channel) pack_by_channel((uint32_t *)to, codes, words.bits, width);
+    else pack_by_token((uint32_t *)to, codes, words.bits, width);
+}
+void put_codes(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t tile, int begin, int end) {
+    each_words(a, scratch, [&](const Words &words) { put_words(a, words, pair, tile, begin, end); });
 }
 
 // Mean of each channel over `count` tokens, summed as a tree over tokens; taken out of y.
@@ -121,8 +132,39 @@ void load_block(const kvp_encode_args &a, float *y, const char *const *rows) {
     if (a.signs) rotate_lanes(y, a.signs, a.dim);
 }
 
+// Numbers per token from the group's first token on, of one of its tiles.
+void put_tile(const kvp_encode_args &a, const kvp_field &field, const uint16_t *numbers, int64_t pair, int64_t position,
+              int tile) {
+    memcpy(place(a, field, pair, position + tile, TOKENS, TOKENS * 2), numbers + tile, TOKENS * 2);
+}
+void put_group(const kvp_encode_args &a, const kvp_field &field, const uint16_t *numbers, int64_t pair, int64_t position) {
+    memcpy(place(a, field, pair, position, a.group, a.dim * 2), numbers, (size_t)a.dim * 2);
+}
+void encode_balanced(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t position) {
+    const BalancedTile whole(a, scratch.balance, scratch.side);
+    const Balance &found = scratch.balance;
+    const bool any = whole.encode(scratch.y);
+    if (whole.keys()) {
+        put_group(a, a.scale, found.scale, pair, position);
+        put_group(a, a.zero, found.zero, pair, position);
+    } else {
+        put_group(a, a.balance, found.column_half, pair, position);
+    }
+    for (int tile = 0; tile < a.group; tile += TOKENS) {
+        if (whole.keys()) {
+            put_tile(a, a.balance, found.column_half, pair, position, tile);
+        } else {
+            put_tile(a, a.scale, found.scale, pair, position, tile);
+            put_tile(a, a.zero, found.zero, pair, position, tile);
+        }
+        if (!any) continue; // codes of zero
+        for (int i = 0; i < TOKENS; i += W) whole.codes((tile + i) / W, scratch.codes + i);
+        put_codes(a, scratch, pair, position + tile, 0, TOKENS);
+    }
+}
+
 // A whole group of tokens of one head.
-void encode_group(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int64_t token) {
+void encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token) {
     const int count = a.group;
     const int64_t position = a.start + token;
     float *y = scratch.y;
@@ -131,31 +173,33 @@ void encode_group(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int6
         for (int i = 0; i < W; i++) rows[i] = row_of(a, pair, token + b * W + i);
         load_block(a, y + b * a.dim * W, rows);
     }
+    if (a.kind == KVP_BALANCED) return encode_balanced(a, scratch, pair, position);
     uint16_t first[ENCODE_DIM], second[ENCODE_DIM];
     if (a.kind == KVP_CHANNEL) {
         grids(a, y, count, first, second);
-        memcpy(place(a, a.scale, pair, position, count, a.dim * 2), first, (size_t)a.dim * 2);
-        memcpy(place(a, a.zero, pair, position, count, a.dim * 2), second, (size_t)a.dim * 2);
+        put_group(a, a.scale, first, pair, position);
+        put_group(a, a.zero, second, pair, position);
     } else {
         centre(a, y, count, first);
-        memcpy(place(a, a.mean, pair, position, count, a.dim * 2), first, (size_t)a.dim * 2);
+        put_group(a, a.mean, first, pair, position);
     }
     for (int tile = 0; tile < count; tile += TOKENS) {
         for (int i = 0; i < TOKENS; i += W) {
-            const float *block = y + (tile + i) / W * a.dim * W;
+            float *block = y + (tile + i) / W * a.dim * W;
             if (a.kind == KVP_CHANNEL) {
                 on_grids(a, block, first, second, scratch.codes + i);
             } else {
-                quantize(a, block, scratch.codes + i, &scratch.side);
+                quantize(a, block, scratch.codes + i, scratch.side.sketched + i, &scratch.side);
                 put_side(a, a.scale, scratch.side.scale, 1, pair, position + tile + i, 0, W);
+                put_side(a, a.residual, scratch.side.residual, 1, pair, position + tile + i, 0, W);
             }
         }
-        put_codes(a, scratch.codes, pair, position + tile, 0, TOKENS);
+        put_codes(a, scratch, pair, position + tile, 0, TOKENS);
     }
 }
 
 // The tokens of one tile (not necessarily all) of one head.
-void encode_tile(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int64_t token, int count) {
+void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token, int count) {
     const int64_t position = a.start + token;
     const int begin = (int)(position % TOKENS), end = begin + count, groups = groups_of(a);
     const char *rows[W];
@@ -165,18 +209,20 @@ void encode_tile(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int64
             rows[k] = there ? row_of(a, pair, token + i + k - begin) : nullptr;
         }
         load_block(a, scratch.y, rows);
-        quantize(a, scratch.y, scratch.codes + i, &scratch.side);
+        quantize(a, scratch.y, scratch.codes + i, scratch.side.sketched + i, &scratch.side);
         const int from = i < begin ? begin - i : 0, to = end - i < W ? end - i : W;
-        for (const auto &part : {std::make_pair(&a.scale, scratch.side.scale), std::make_pair(&a.zero, scratch.side.zero)})
-            put_side(a, *part.first, part.second, groups, pair, position - begin + i + from, from, to - from);
+        const int64_t at = position - begin + i + from;
+        put_side(a, a.scale, scratch.side.scale, groups, pair, at, from, to - from);
+        put_side(a, a.zero, scratch.side.zero, groups, pair, at, from, to - from);
+        put_side(a, a.residual, scratch.side.residual, 1, pair, at, from, to - from);
     }
-    put_codes(a, scratch.codes, pair, position - begin, begin, end);
+    put_codes(a, scratch, pair, position - begin, begin, end);
 }
 
 } // namespace
 
 void encode_span(const kvp_encode_args &a, Span span) {
-    Scratch &scratch = own_scratch();
+    EncodeScratch &scratch = own_scratch<EncodeScratch>();
     for (int64_t token = span.begin; token < span.end;) {
         if (a.group > 1) {
             encode_group(a, scratch, span.pair, token);
@@ -191,23 +237,26 @@ void encode_span(const kvp_encode_args &a, Span span) {
 }
 
 void encode_few(const kvp_encode_args &a, int64_t first, int64_t last) {
-    Scratch &scratch = own_scratch();
+    EncodeScratch &scratch = own_scratch<EncodeScratch>();
     const int groups = groups_of(a);
     for (int64_t i = first; i < last; i += W) {
         const int count = (int)(last - i < W ? last - i : W);
         const char *rows[W];
         for (int k = 0; k < W; k++) rows[k] = k < count ? row_of(a, (i + k) / a.tokens, (i + k) % a.tokens) : nullptr;
         load_block(a, scratch.y, rows);
-        quantize(a, scratch.y, scratch.codes, &scratch.side);
+        quantize(a, scratch.y, scratch.codes, scratch.side.sketched, &scratch.side);
         for (int k = 0; k < count; k++) {
             const int64_t pair = (i + k) / a.tokens, position = a.start + (i + k) % a.tokens;
             const int inside = (int)(position % TOKENS);
-            char *to = codes_at(a, pair, position);
-            if (a.kind == KVP_FLOAT8)
-                for (int c = 0; c < a.dim; c++) to[c * TOKENS + inside] = (char)scratch.codes[c * TOKENS + k];
-            else pack_one((uint32_t *)to, scratch.codes + k, a.bits, a.dim, inside, a.by_channel);
+            each_words(a, scratch, [&](const Words &words) {
+                char *to = words_at(a, words, pair, position);
+                if (a.kind == KVP_FLOAT8)
+                    for (int c = 0; c < a.dim; c++) to[c * TOKENS + inside] = (char)words.codes[c * TOKENS + k];
+                else pack_one((uint32_t *)to, words.codes + k, words.bits, words.width, inside, words.by_channel);
+            });
             put_side(a, a.scale, scratch.side.scale, groups, pair, position, k, 1);
             put_side(a, a.zero, scratch.side.zero, groups, pair, position, k, 1);
+            put_side(a, a.residual, scratch.side.residual, 1, pair, position, k, 1);
         }
     }
 }

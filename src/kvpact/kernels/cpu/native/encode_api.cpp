@@ -46,14 +46,32 @@ void run_task(void *context, int64_t index) {
     call->level.span(a, Span{index / call->parts, begin, end});
 }
 
+bool polar_covered(const kvp_encode_args &a) {
+    if (a.angle_levels < 0 || a.angle_levels > 6 || a.dim >> a.angle_levels < 1 || a.codes.base) return false;
+    if (a.group > 1 || a.sketches || !a.levels || !a.steps || !a.scale.base || a.zero.base || a.residual.base) return false;
+    int radii = a.dim >> a.angle_levels;
+    for (int level = 0; level < a.angle_levels; level++) {
+        radii += a.dim >> level & 1;
+        if (!a.angles[level].base) return false;
+    }
+    return a.channels == radii;
+}
+
 bool covered(const kvp_encode_args &a) {
     if (a.dim < 1 || a.dim > ENCODE_DIM || a.bits < 1 || a.bits > 8) return false;
-    if (a.kind < KVP_CODEBOOK || a.kind > KVP_FLOAT8 || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
-    if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data || !a.codes.base) return false;
+    if (a.kind < KVP_CODEBOOK || a.kind > KVP_POLAR || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
+    if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data) return false;
+    if (a.kind == KVP_POLAR) return polar_covered(a);
+    if (a.angle_levels) return false;
+    if (a.kind == KVP_SIGNS ? !a.sketches || !a.scale.base : !a.codes.base) return false;
+    if (a.sketches < 0 || a.sketches > ENCODE_SKETCHES || (a.sketches && (!a.sketch || !a.sketched.base))) return false;
+    if (a.sketches && a.kind != KVP_SIGNS && (a.kind != KVP_CODEBOOK || !a.residual.base)) return false;
     if (a.group > 1) {
         if (PART % a.group || a.group % 32 || a.start % a.group || a.tokens % a.group) return false;
-        if (a.kind == KVP_CHANNEL ? !a.scale.base || !a.zero.base : a.kind != KVP_CODEBOOK || !a.mean.base) return false;
-    } else if (a.kind == KVP_CHANNEL) {
+        const bool grid = a.scale.base && a.zero.base;
+        if (a.kind == KVP_CODEBOOK ? !a.mean.base : a.kind == KVP_CHANNEL ? !grid : a.kind != KVP_BALANCED) return false;
+        if (a.kind == KVP_BALANCED && (!grid || !a.balance.base)) return false;
+    } else if (a.kind == KVP_CHANNEL || a.kind == KVP_BALANCED) {
         return false;
     }
     if (a.kind == KVP_CODEBOOK && (!a.levels || !a.steps || !a.scale.base)) return false;

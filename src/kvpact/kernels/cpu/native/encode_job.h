@@ -4,6 +4,7 @@
 
 constexpr int ENCODE_DIM = 1024;   // widest vectors
 constexpr int ENCODE_TOKENS = 128; // largest group
+constexpr int ENCODE_SKETCHES = 4;
 
 struct Span {
     int64_t pair, begin, end; // row * heads + head; tokens of the call

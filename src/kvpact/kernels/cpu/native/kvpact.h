@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 1
+#define KVP_ABI 2
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -78,8 +78,9 @@ typedef struct {
 KVP_EXPORT int kvp_abi(void);
 // The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512, 8 NEON.
 KVP_EXPORT int kvp_levels(void);
-// Level: one bit of kvp_levels. Returns 0, or why the call is not covered.
-KVP_EXPORT int kvp_attend(int level, const kvp_attend_args *args);
+// Carries out `count` calls at once, on the threads of the first. Level: one bit of kvp_levels.
+// Returns 0, or why nothing was computed: 1 no such level, 2 a call that is not covered, 3 no memory.
+KVP_EXPORT int kvp_attend(int level, const kvp_attend_args *args, int64_t count);
 // Reads memory and does next to nothing with it: how fast the slots could come at best.
 KVP_EXPORT uint64_t kvp_read(int level, int64_t threads, int64_t count, const char *const *data, int64_t bytes);
 

@@ -2,14 +2,41 @@
 #pragma once
 #include "encode_job.h"
 #include "lanes.h"
+#include "polar.h"
 
 namespace KVP_NS {
 
-// Side information of W vectors, [count][W] fp16, and room for sums.
+// Side information of W vectors, [count][W] fp16, and room for sums; a sketch of 32 vectors.
 struct Side {
     alignas(64) float sums[2][ENCODE_DIM * W];
-    uint16_t scale[ENCODE_DIM * W], zero[ENCODE_DIM * W];
+    uint16_t scale[ENCODE_DIM * W], zero[ENCODE_DIM * W], residual[W];
+    uint8_t sketched[ENCODE_SKETCHES * ENCODE_DIM * 32]; // [sketch][channel][32]
 };
+
+INLINE void store_signs(uint8_t *codes, const float *y, int dim) {
+    for (int c = 0; c < dim; c++) store_codes(codes + c * 32, -(Ints)(load(y + c * W) > zero()));
+}
+// Signs of the rotations of y from `first` on.
+INLINE void sketch(const kvp_encode_args &a, const float *y, uint8_t *sketched, Side *side, int first) {
+    const int dim = a.dim, stride = dim + block_of(dim);
+    for (int k = first; k < a.sketches; k++) {
+        rotate_lanes(side->sums[1], y, a.sketch + k * stride, dim);
+        store_signs(sketched + k * dim * 32, side->sums[1], dim);
+    }
+}
+INLINE vf norm_of(const float *y, int dim, Side *side) {
+    leaves<1>(side->sums, dim, [&](int c, vf *out) {
+        const vf x = load(y + c * W);
+        out[0] = x * x;
+    });
+    return square_root(tree(side->sums[0], after_leaves(dim)));
+}
+inline void signs(const kvp_encode_args &a, float *y, uint8_t *sketched, Side *side) {
+    rotate_lanes(y, y, a.sketch, a.dim);
+    store_signs(sketched, y, a.dim);
+    store_halves(side->scale, norm_of(y, a.dim, side) / set1((float)sqrt((double)a.dim)));
+    sketch(a, y, sketched, side, 1);
+}
 
 // The number of boundaries below x, by a search tree of BITS levels.
 template <int BITS, int DEPTH = 0> struct Search {
@@ -33,7 +60,7 @@ template <int BITS> struct Search<BITS, BITS> {
 
 // y is rotated (and centred).
 template <int BITS>
-void codebook(const kvp_encode_args &a, const float *y, uint8_t *codes, Side *side) {
+void codebook(const kvp_encode_args &a, float *y, uint8_t *codes, uint8_t *sketched, Side *side) {
     const int dim = a.dim, m = after_leaves(dim);
     auto &sums = side->sums;
     leaves<1>(sums, dim, [&](int c, vf *out) {
@@ -58,7 +85,12 @@ void codebook(const kvp_encode_args &a, const float *y, uint8_t *codes, Side *si
     if (a.choice == KVP_NORM) scale = norm / set1((float)sqrt((double)dim));
     else if (a.choice == KVP_LEAST_SQUARES) scale = product / tree(sums[1], m);
     else scale = pick_lanes((Ints)(product == none), none, energy / product);
-    store_halves(side->scale, scale);
+    scale = store_halves(side->scale, scale);
+    if (!a.sketches) return;
+    for (int c = 0; c < dim; c++)
+        store(y + c * W, load(y + c * W) - level((vi)load_codes(codes + c * 32)) * scale);
+    store_halves(side->residual, norm_of(y, dim, side));
+    sketch(a, y, sketched, side, 0);
 }
 
 // 1 / x; 0 where there is none.
@@ -159,21 +191,24 @@ template <bool E5M2> INLINE void float8(const kvp_encode_args &a, const float *y
     }
 }
 
-inline void quantize(const kvp_encode_args &a, const float *y, uint8_t *codes, Side *side) {
+// `sketched` is where in side->sketched; y may be changed.
+inline void quantize(const kvp_encode_args &a, float *y, uint8_t *codes, uint8_t *sketched, Side *side) {
     switch (a.kind) {
     case KVP_CODEBOOK:
         switch (a.bits) {
-        case 1: return codebook<1>(a, y, codes, side);
-        case 2: return codebook<2>(a, y, codes, side);
-        case 3: return codebook<3>(a, y, codes, side);
-        case 4: return codebook<4>(a, y, codes, side);
-        case 5: return codebook<5>(a, y, codes, side);
-        case 6: return codebook<6>(a, y, codes, side);
-        case 7: return codebook<7>(a, y, codes, side);
-        default: return codebook<8>(a, y, codes, side);
+        case 1: return codebook<1>(a, y, codes, sketched, side);
+        case 2: return codebook<2>(a, y, codes, sketched, side);
+        case 3: return codebook<3>(a, y, codes, sketched, side);
+        case 4: return codebook<4>(a, y, codes, sketched, side);
+        case 5: return codebook<5>(a, y, codes, sketched, side);
+        case 6: return codebook<6>(a, y, codes, sketched, side);
+        case 7: return codebook<7>(a, y, codes, sketched, side);
+        default: return codebook<8>(a, y, codes, sketched, side);
         }
     case KVP_SYMMETRIC: return symmetric(a, y, codes, side);
     case KVP_AFFINE: return affine(a, y, codes, side);
+    case KVP_POLAR: return polar(a, y, codes, side->scale);
+    case KVP_SIGNS: return signs(a, y, sketched, side);
     default: return a.choice ? float8<true>(a, y, codes, side) : float8<false>(a, y, codes, side);
     }
 }

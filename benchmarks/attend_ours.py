@@ -1,0 +1,105 @@
+"""kvpact's candidates of `attend.py`: rings of caches, and plain reads of the same bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
+from kvpact.attention import attend
+from kvpact.kernels.cpu import library
+
+SHAPES = {"A": (8, 4, 128), "B": (3, 3, 64)}  # KV heads, query heads per KV head, width
+OURS = {
+    "fp16, fused": ("none:dtype=fp16", "exact"),
+    "4 bits": ("turboquant:bits=4", "exact"),
+    "4 bits, fast": ("turboquant:bits=4", "fast"),
+    "8 bits": ("int:bits=8", "exact"),
+    "8 bits, fast": ("int:bits=8", "fast"),
+    "3 bits": ("turboquant:bits=3", "exact"),
+    "2 bits": ("turboquant:bits=2", "exact"),
+    "2 bits, fast": ("turboquant:bits=2", "fast"),
+    "kivi 4": ("kivi:bits=4", "exact"),
+    "kvarn 4": ("kvarn:bits=4", "exact"),
+    "centred 4": ("turboquant:bits=4,center=64", "exact"),
+    "4 bits, paged": ("turboquant:bits=4", "paged"),
+}
+Call = Callable[[], object]
+
+
+def copies(size: int, ring: int) -> int:
+    """Return how many caches of `size` bytes make a ring of `ring` megabytes."""
+    return max(1, math.ceil(ring * 1e6 / size))
+
+
+def read_name(name: str) -> str:
+    """Return the candidate that reads the bytes of candidate `name`'s slots."""
+    return f"read, {OURS[name][0]}"
+
+
+def our_calls(tokens: int, shape: str, ring: int, names: list[str]) -> dict[str, list[Call]]:
+    """Return a ring of calls per candidate, and per spec one that reads as many bytes."""
+    calls: dict[str, list[Call]] = {}
+    for name in names:
+        calls[name], size = our_ring(name, tokens, shape, ring)
+        if read_name(name) not in calls:
+            calls[read_name(name)] = reads(size, 2 * SHAPES[shape][0], ring)
+    return calls
+
+
+def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call], int]:
+    """Return a call per cache of the ring, and the bytes of one cache."""
+    heads, groups, dim = SHAPES[shape]
+    spec, kernel = OURS[name]
+    geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(tokens)
+    cache = create_cache(spec, geometry, kernel="exact" if kernel == "paged" else kernel)
+    for start in range(0, tokens, 2048):
+        size = (1, heads, min(2048, tokens - start), dim)
+        cache.store(0, *(torch.randn(size, generator=generator) for _ in "kv"))
+    held = sum(tensor.nbytes for tensor in cache._layers[0].tensors())
+    count = copies(held, ring)
+    if kernel == "paged":
+        views = paged_views(spec, geometry, tokens, count, generator)
+    else:
+        caches = [cache]
+        for _ in range(count - 1):
+            caches.append(cache.fork())
+            caches[-1].select(torch.tensor([0]))
+        views = [cache._layers[0]._view(None) for cache in caches]
+    q = torch.randn(1, heads * groups, 1, dim, generator=generator)
+    new, config = torch.randn(1, heads, 1, dim, generator=generator), AttendConfig()
+    return [lambda view=view: attend(view, new, new, q, config) for view in views], held
+
+
+def reads(size: int, streams: int, ring: int) -> list[Call]:
+    """Return calls that read `size` bytes in as many pieces as there are streams."""
+    piece = size // streams
+    shape, whole = (streams, piece // 4), torch.int32
+    blocks = [torch.randint(1, 99, shape, dtype=whole) for _ in range(copies(size, ring))]
+    return [reading(block, piece // 4 * 4) for block in blocks]
+
+
+def reading(block: torch.Tensor, size: int) -> Call:
+    """Return a call that reads the rows of `block`, `size` bytes each."""
+    rows = [row.data_ptr() for row in block]
+    return lambda: library().read(rows, size, torch.get_num_threads()) or block
+
+
+def paged_views(
+    spec: str, geometry: CacheGeometry, tokens: int, count: int, generator: torch.Generator
+) -> list[object]:
+    """Return views of sequences whose pages of 128 tokens lie in turns."""
+    count = min(count, max(2, 2**18 // tokens))
+    pages = count * (-(-tokens // 128) + 1)
+    cache = PagedKVCache(spec, geometry, pages, 128, kernel="exact")
+    seqs = [cache.allocate() for _ in range(count)]
+    shape = (geometry.num_kv_heads, 1024, geometry.head_dim)
+    for start in range(0, tokens, 1024):
+        part = min(1024, tokens - start)
+        k, v = (torch.randn(shape, generator=generator)[:, :part] for _ in "kv")
+        for seq in seqs:
+            cache.append(0, {seq: (k, v)})
+    return [cache._sequence(seq).layers[0]._view(None) for seq in seqs]
