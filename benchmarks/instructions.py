@@ -85,14 +85,18 @@ def record(path: Path) -> list[Row]:
 
 def profiled(driver: Path, cases: Path, level: str, folder: Path) -> list[int]:
     """Return the instructions of each case, by valgrind."""
-    out = folder / f"{level}.out"
-    functions = [f"kvp_{operation}" for operation in CHECKS]
-    marks = [f"--{when}={name}" for name in functions for when in ("zero-before", "dump-after")]
-    tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", *marks]
-    told(*tool, str(driver), str(cases), "--level", level, "--run", "once")
-    found = []
-    while (part := out.with_name(f"{out.name}.{len(found) + 1}")).is_file():
-        found.append(int(re.search(r"^totals: (\d+)", part.read_text(), re.M)[1]))
+    found: list[int] = []
+    # In a run for each operation: callgrind mixes up marks of functions whose names begin alike.
+    for operation in CHECKS:
+        out = folder / f"{level}.{operation}"
+        marks = [f"--{when}=kvp_{operation}" for when in ("zero-before", "dump-after")]
+        tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", *marks]
+        told(*tool, str(driver), str(cases), "--level", level, "--run", "once")
+        for part in itertools.count(1):
+            file = out.with_name(f"{out.name}.{part}")
+            if not file.is_file():
+                break
+            found.append(int(re.search(r"^totals: (\d+)", file.read_text(), re.M)[1]))
     return found
 
 
@@ -107,18 +111,20 @@ def stepped(driver: Path, cases: Path, level: str) -> list[int]:
 
 def emulated(driver: Path, cases: Path, count: int) -> list[int]:
     """Return the instructions of each case between the first and the last function of NEON."""
-    symbols = told("aarch64-linux-gnu-nm", "-C", str(driver)).splitlines()
-    code = [line for line in symbols if " kvp_neon::" in line and line[17] in "tTwW"]
-    places = [int(line[:16], 16) for line in code]
-    mask = f"{min(places):#x}..{max(places):#x}"
-    command = ["qemu-aarch64", "-singlestep", "-d", "exec,nochain", "-dfilter", mask, str(driver)]
-    found = []
+    symbols = told("aarch64-linux-gnu-nm", "--demangle", "--print-size", str(driver))
+    # Address and size of functions; those of an object file stand together.
+    found = re.findall(r"^(\w{16}) (\w{16}) [tTwW] kvp_neon::", symbols, re.M)
+    places = [(int(address, 16), int(address, 16) + int(size, 16)) for address, size in found]
+    begin, end = min(places)[0], max(last for _, last in places)
+    command = ["qemu-aarch64", "-singlestep", "-d", "exec,nochain", "-dfilter"]
+    command += [f"{begin:#x}..{end - 1:#x}", str(driver)]
+    counts = []
     for case in range(count):
         words = [*command, str(cases), "--level", "neon", "--run", "once", "--case", str(case)]
         # A line of the log is an instruction.
         log = subprocess.run(words, stderr=subprocess.PIPE, check=True).stderr
-        found.append(log.count(b"\n"))
-    return found
+        counts.append(log.count(b"\n"))
+    return counts
 
 
 def told(*command: str) -> str:
