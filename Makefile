@@ -61,7 +61,7 @@ sanitize: $(READY) ## the native kernels under AddressSanitizer and UBSan, at ev
 	@for level in none avx2 avx512; do \
 		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 KVPACT_SIMD=$$level OMP_NUM_THREADS=1 \
-		KVPACT_NATIVE=build/sanitize/libkvpact_cpu.so sh -c '$(PY) tests/kernels/compare.py && $(PY) tests/kernels/encode_compare.py' \
+		KVPACT_NATIVE=build/sanitize/libkvpact_cpu.so sh -c '$(PY) tests/kernels/compare.py && $(PY) tests/kernels/rows_compare.py && $(PY) tests/kernels/encode_compare.py' \
 		|| exit 1; done
 
 clean: ## remove the environment and everything built

@@ -57,7 +57,7 @@ def attend(
     groups = query_groups(q_heads, heads, config)
     new = k.shape[2] if k is not None else 0
     if view is not None and view.kernel is not None:
-        output = _by_kernel(view.kernel, view, (k, v), q, config, padding)
+        output = by_kernel(view.kernel, view, (k, v), q, config, padding)
         if output is not None:
             return output
     rules = LogitRules(config, padding, held + new - queries, queries, heads, groups)
@@ -83,15 +83,28 @@ def attend(
     return saturated(torch.unflatten(exact, 2, (groups, queries)).flatten(1, 2), q.dtype)
 
 
-def _by_kernel(
+def by_kernel(
     kernel: Kernel,
     view: LayerView,
     tokens: tuple[Tensor | None, Tensor | None],
     q: Tensor,
     config: AttendConfig,
     padding: Tensor | None,
+    latent: bool = False,
 ) -> Tensor | None:
-    """Attend natively, or return None and note why the torch body has to do it."""
+    """Attend natively, or return None and note why the torch body has to do it.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        What computes.
+    view, q, config, padding
+        As in `attend`.
+    tokens : tuple
+        The new tokens' K and V.
+    latent : bool
+        The call is one of `attend_latent`.
+    """
     if kernel.library is None:
         kernel.calls["torch"] += 1
         return None
@@ -99,7 +112,7 @@ def _by_kernel(
     if not reason:
         if config.mask is not None or config.sink_logits is not None:
             check_queries(q, view.k.tail.shape[1], view.length + count_of(tokens[0]), config)
-        output = attend_native(kernel, view, *tokens, q, config, padding)
+        output = attend_native(kernel, view, *tokens, q, config, padding, latent)
         if output is not None:
             kernel.calls["cpu"] += 1
             return output

@@ -5,7 +5,6 @@ The torch body in `attend` defines the result. Everything is checked here, befor
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvpact.attention import native_rows
 from kvpact.attention.views import LayerView, StreamView
 from kvpact.contract import AttendConfig
 from kvpact.kernels.cpu import structs
@@ -21,9 +21,6 @@ from kvpact.kernels.ops import saturated
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY
 from kvpact.transforms.hadamard import RandomHadamard, random_signs
-
-MOST_QUERIES = 16
-"""Longer calls decode a chunk once for many queries, which is a matrix product and torch's."""
 
 MOST_DIM, MOST_GROUPS = 1024, 32
 _DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
@@ -106,8 +103,6 @@ def refusal(view: LayerView, q: Tensor, config: AttendConfig) -> str:
     """
     if q.device.type != "cpu" or view.k.tail.device.type != "cpu":
         return f"device {q.device}"
-    if q.shape[2] > MOST_QUERIES:
-        return f"more than {MOST_QUERIES} queries"
     if q.dtype not in _DTYPES or view.k.tail.dtype not in _DTYPES:
         return f"dtype {q.dtype}"
     return _template(view.k).reason or _template(view.v).reason
@@ -174,10 +169,12 @@ def attend_native(
     q: Tensor,
     config: AttendConfig,
     padding: Tensor | None,
+    latent: bool = False,
 ) -> Tensor | None:
-    """Compute `attend` for a call that `refusal` lets pass; parameters as there, checked.
+    """Compute `attend`, or `attend_latent`, for a call that `refusal` lets pass.
 
-    None where the slots don't lie in memory as the kernel needs them.
+    The parameters are theirs, checked. None where the slots don't lie in memory as the kernel
+    needs them.
     """
     batch, q_heads, queries, dim = q.shape
     heads = view.k.tail.shape[1]
@@ -192,7 +189,7 @@ def attend_native(
     args.first = view.length + new - queries
     args.q, args.q_row, args.q_head, args.q_token = _exact(q, alive)
     args.q_dtype = _DTYPES[q.dtype]
-    out = new_output(batch, q_heads, queries, view.v.tail.shape[3])
+    out = new_output(batch, q_heads, queries, (view.k if latent else view.v).tail.shape[3])
     args.out = out.data_ptr()
     args.causal, args.window = config.is_causal, config.sliding_window or 0
     args.scale = config.softmax_scale if config.softmax_scale is not None else dim**-0.5
@@ -212,8 +209,7 @@ def attend_native(
         row, head, query, _ = mask.stride()
         args.mask_row, args.mask_head, args.mask_query = row * size, head * size, query * size
     args.fast, args.threads = kernel.fast, torch.get_num_threads()
-    assert kernel.library is not None
-    status = kernel.library.attend(kernel.library.bit, ctypes.byref(args))
+    status = native_rows.run(kernel, args, latent)
     if status == 3:
         raise MemoryError("no memory for the scratch space of attention")
     assert status == 0, f"the native kernel refused the call ({status})"
