@@ -4,13 +4,13 @@
 
 namespace KVP_NS {
 
-// B stands in panels of PANEL columns, [n / PANEL][rows][PANEL]: what the inner loop reads lies
-// without gaps. Vectors go along n; numbers of A are broadcast.
-constexpr int VECTORS = REGISTERS >= 32 ? 4 : 2;
+// B stands in panels of PANEL columns, [n / PANEL][rows][PANEL]: what the inner loop reads, and what
+// decoding wrote, lies without gaps. Vectors go along n; numbers of A are broadcast.
+constexpr int VECTORS = 2;
 constexpr int PANEL = VECTORS * W;
 
 // Rows of C that are held in registers beside N vectors of a row of B.
-template <int N> constexpr int STRIP = REGISTERS >= 32 ? (N == 1 ? 16 : N == 2 ? 12 : N == 3 ? 8 : 6) : (N == 1 ? 12 : 6);
+template <int N> constexpr int STRIP = (REGISTERS >= 32 ? 24 : 12) / N;
 
 struct Product {
     int64_t m, k;
@@ -32,17 +32,19 @@ template <int ROWS, int N> INLINE void strip(const Product &p, int64_t first) {
         const bool add_up = p.add || k;
         const int64_t end = k + RUN < p.k ? k + RUN : p.k;
         vf acc[ROWS][N];
+#pragma GCC unroll 24
         for (int i = 0; i < ROWS; i++)
             for (int j = 0; j < N; j++) acc[i][j] = zero();
         for (; k < end; k++, a++, b += PANEL) {
             vf y[N];
             for (int j = 0; j < N; j++) y[j] = load(b + j * W);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
             for (int i = 0; i < ROWS; i++) {
                 const vf x = set1(a[i * p.a_row]);
                 for (int j = 0; j < N; j++) acc[i][j] = fma(x, y[j], acc[i][j]);
             }
         }
+#pragma GCC unroll 24
         for (int i = 0; i < ROWS; i++)
             for (int j = 0; j < N; j++) {
                 float *at = c + i * p.c_row + j * W;
@@ -68,11 +70,7 @@ template <int N> static void panel_product(const Product &p) {
 static void product(Product p, int64_t vectors, int64_t panel) {
     for (; vectors > 0; vectors -= VECTORS, p.b += panel, p.c += PANEL) {
         if (vectors >= VECTORS) panel_product<VECTORS>(p);
-        else if (vectors == 1) panel_product<1>(p);
-        else if constexpr (VECTORS == 4) {
-            if (vectors == 2) panel_product<2>(p);
-            else panel_product<3>(p);
-        }
+        else panel_product<1>(p);
     }
 }
 } // namespace KVP_NS

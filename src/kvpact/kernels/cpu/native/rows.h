@@ -2,7 +2,7 @@
 #pragma once
 #include "job.h"
 
-constexpr int TOKENS = 128;      // decoded at a time
+constexpr int TOKENS = 128;     // decoded at a time
 constexpr int MOST_AT_ONCE = 256; // rows of a task
 
 struct RowsJob {

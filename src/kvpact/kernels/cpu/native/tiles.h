@@ -32,6 +32,19 @@ struct Tokens {
     INLINE float *value(int64_t token, int64_t c) const { return to + c / PANEL * panel + token * PANEL + c % PANEL; }
 };
 
+// Where the codes of a tile lie. Those of the next block's tile are on their way from here on: by the
+// time they are wanted, two matrix products have been computed.
+INLINE const char *codes_at(const Tokens &s, const Place &place, int64_t t, int64_t bytes) {
+    if (t + TOKENS < s.x.exact_from) {
+        const Place next(s.x, t + TOKENS);
+        const char *ahead = next.tile(s.x.codes, s.b, s.h, bytes);
+        for (int64_t i = 0; i < bytes; i += 64) prefetch(ahead + i);
+        for (const kvp_field *f : {&s.x.scale, &s.x.zero})
+            if (f->base) prefetch(next.tile(*f, s.b, s.h, 2 * TILE * (int64_t)groups_of(s.x)));
+    }
+    return place.tile(s.x.codes, s.b, s.h, bytes);
+}
+
 // The numbers beside the codes of a tile: per token [channel groups][TILE], and per channel.
 struct Beside {
     alignas(64) float scale[MOST_GROUPS * TILE], zero[MOST_GROUPS * TILE];
@@ -66,16 +79,16 @@ enum Form { SCALED, MOVED, BY_CHANNEL }; // scale; and zero; and numbers per cha
 
 // What a level has to be multiplied with and added to; see kvpact.h.
 template <Form FORM> struct KeyNumbers {
-    vf scale, zero, middle;
+    vf scale[VECTORS], zero[VECTORS], middle;
     const float *fold, *shift;
     bool scaled; // the shift is
-    INLINE vf operator()(vf level, int64_t c) const {
-        if constexpr (FORM == SCALED) return mul(level, scale);
+    INLINE vf operator()(vf level, int k, int64_t c) const {
+        if constexpr (FORM == SCALED) return mul(level, scale[k]);
         vf x = add(level, middle);
-        if constexpr (FORM == MOVED) return fma(x, scale, zero);
+        if constexpr (FORM == MOVED) return fma(x, scale[k], zero[k]);
         x = mul(x, set1(fold[c]));
         const vf s = set1(shift[c]);
-        return scaled ? mul(add(x, s), scale) : fma(x, scale, s);
+        return scaled ? mul(add(x, s), scale[k]) : fma(x, scale[k], s);
     }
 };
 
@@ -84,18 +97,19 @@ template <class Functions> struct Decoder;
 template <class Level, int BITS> struct Decoder<Functions<Level, BITS>> {
     using P = Planes<BITS>;
 
-    // Up to 32 channels of W tokens; word(plane, index) gives the packed words.
-    template <class Numbers, class F>
+    // Up to 32 channels of PANEL tokens; word(vector, plane, index) gives the packed words.
+    template <bool ALL, class Numbers, class F>
     static INLINE void channels(const Level &level, const Numbers &numbers, float *to, int64_t c, int count, F &&word) {
         for (int i = 0; i < P::width[0]; i++) {
-            Codes<BITS, 1> codes(i, [&](int, int p, int index) __attribute__((always_inline)) { return word(p, index); });
-            const int items = codes.items < count ? codes.items : count;
+            Codes<BITS, VECTORS> codes(i, word);
+            const int items = ALL || codes.items < count ? codes.items : count;
+#pragma GCC unroll 8
             for (int j = 0; j < items; j++, c++) {
-                store(to + c * PANEL, numbers(level(codes.code(0)), c));
+                for (int k = 0; k < VECTORS; k++) store(to + c * PANEL + k * W, numbers(level(codes.code(k)), k, c));
                 codes.next();
             }
             count -= items;
-            if (count <= 0) return;
+            if (!ALL && count <= 0) return;
         }
     }
 
@@ -114,27 +128,27 @@ template <class Level, int BITS> struct Decoder<Functions<Level, BITS>> {
         numbers.scaled = x.shift_scaled;
         for (int64_t t = s.base; t < s.end; t += TILE) {
             const Place place(x, t);
-            const uint32_t *words = (const uint32_t *)place.tile(x.codes, s.b, s.h, 4 * words_of_tile(x, true));
+            const uint32_t *words = (const uint32_t *)codes_at(s, place, t, 4 * words_of_tile(x, true));
             beside.read(s, t, place);
-            for (int i = 0; i < TILE; i += W) {
-                const uint32_t *at = words + i / 16 * half + i % 16;
+            for (int i = 0; i < TILE; i += PANEL) {
+                const uint32_t *at[VECTORS];
+                for (int k = 0; k < VECTORS; k++) at[k] = words + (i + k * W) / 16 * half + (i + k * W) % 16;
                 float *to = s.key(t - s.base + i);
                 for (int64_t c = 0; c < x.dim; c += 32) {
-                    const int64_t side = c / x.channels * TILE + i;
-                    numbers.scale = load(beside.scale + side);
-                    numbers.zero = load(beside.zero + side);
-                    const int64_t part = c / 32;
-                    const int count = (int)upto(x.dim - c, 32);
-                    // The last words of a plane may be fewer: other memory may not be read.
-                    auto word = [&](int p, int index) __attribute__((always_inline)) {
-                        const int64_t n = part * P::width[p] + index;
-                        return n < begin[p + 1] - begin[p] ? load_words(at + (begin[p] + n) * 16) : vi{};
+                    const int64_t side = c / x.channels * TILE + i, part = c / 32;
+                    for (int k = 0; k < VECTORS; k++) {
+                        numbers.scale[k] = load(beside.scale + side + k * W);
+                        numbers.zero[k] = load(beside.zero + side + k * W);
+                    }
+                    auto word = [&](int k, int p, int index) __attribute__((always_inline)) {
+                        return load_words(at[k] + (begin[p] + part * P::width[p] + index) * 16);
                     };
-                    if (count == 32)
-                        channels(level, numbers, to, c, 32, [&](int p, int index) __attribute__((always_inline)) {
-                            return load_words(at + (begin[p] + part * P::width[p] + index) * 16);
-                        });
-                    else channels(level, numbers, to, c, count, word);
+                    // The last words of a plane may be fewer: other memory may not be read.
+                    auto last = [&](int k, int p, int index) __attribute__((always_inline)) {
+                        return part * P::width[p] + index < begin[p + 1] - begin[p] ? word(k, p, index) : vi{};
+                    };
+                    if (c + 32 <= x.dim) channels<true>(level, numbers, to, c, 32, word);
+                    else channels<false>(level, numbers, to, c, (int)(x.dim - c), last);
                 }
             }
         }
@@ -180,7 +194,7 @@ template <class Level, int BITS> struct Decoder<Functions<Level, BITS>> {
         const bool panels = x.channels >= x.dim || x.channels % PANEL == 0; // no group ends inside
         for (int64_t t = s.base; t < s.end; t += TILE) {
             const Place place(x, t);
-            const uint32_t *words = (const uint32_t *)place.tile(x.codes, s.b, s.h, 4 * words_of_tile(x, false));
+            const uint32_t *words = (const uint32_t *)codes_at(s, place, t, 4 * words_of_tile(x, false));
             beside.read(s, t, place);
             int64_t c = 0;
             if (panels)
@@ -203,7 +217,7 @@ template <class Number> struct Decoder<RawFunctions<Number>> {
         Beside beside(x);
         for (int64_t t = s.base; t < s.end; t += TILE) {
             const Place place(x, t);
-            const T *numbers = (const T *)place.tile(x.codes, s.b, s.h, 4 * words_of_tile(x, true));
+            const T *numbers = (const T *)codes_at(s, place, t, 4 * words_of_tile(x, true));
             beside.read(s, t, place);
             for (int i = 0; i < TILE; i += W) {
                 float *to = s.key(t - s.base + i);
@@ -217,7 +231,7 @@ template <class Number> struct Decoder<RawFunctions<Number>> {
         Beside beside(x);
         for (int64_t t = s.base; t < s.end; t += TILE) {
             const Place place(x, t);
-            const T *numbers = (const T *)place.tile(x.codes, s.b, s.h, 4 * words_of_tile(x, false));
+            const T *numbers = (const T *)codes_at(s, place, t, 4 * words_of_tile(x, false));
             beside.read(s, t, place);
             for (int64_t c = 0; c < x.dim; c += W)
                 for (int i = 0; i < TILE; i += W) {
