@@ -12,10 +12,17 @@ from kvpact.kernels.cpu import structs
 from kvpact.kernels.dispatch import Kernel
 
 MANY_ROWS = 32
-"""Rows (query heads per KV head times queries) from which the kernel for many rows is faster."""
+"""Rows (query heads per KV head times queries) from which the kernel for many rows takes a call.
+
+With AVX-512 the two are even at about 64 rows in 2, 3, 4 and 8 bits (5 % apart at 32), at 16 to 32
+in other formats; with AVX2 at about 20 (`benchmarks/rows.py`). There is no length from which torch
+would be faster: with chunks of 512 tokens it takes three times as long.
+"""
 
 MANY_ROWS_FAST = 64
-"""The same where the kernel for few rows computes in 8-bit integers."""
+"""The same where the kernel for few rows computes in 8-bit integers, as far as the format allows:
+that is a quarter faster still at 64 to 128 rows in 4 bits, no faster in 8, and less exact.
+"""
 
 
 def run(kernel: Kernel, args: structs.AttendArgs, latent: bool) -> int:
