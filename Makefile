@@ -19,7 +19,7 @@ export OMP_WAIT_POLICY ?= passive
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
 
-.PHONY: help demo test test-slow lint bench fuzz sanitize clean
+.PHONY: help demo test test-slow lint bench fuzz sanitize neon callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -56,13 +56,21 @@ fuzz: $(READY) ## coverage-guided fuzzing of the snapshot reader, ten minutes (F
 	@cd build/fuzz && ../../$(PY) ../../tests/attacks/fuzz.py corpus -max_total_time=$(or $(FUZZ_SECONDS),600) \
 		-max_len=6000 -timeout=30 -rss_limit_mb=3000
 
-sanitize: $(READY) ## the native kernels under AddressSanitizer and UBSan, at every SIMD level
-	@cmake -S . -B build/sanitize -DKVPACT_SANITIZE=ON >/dev/null && cmake --build build/sanitize
-	@for level in none avx2 avx512; do \
-		LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-		ASAN_OPTIONS=detect_leaks=0 KVPACT_SIMD=$$level OMP_NUM_THREADS=1 \
-		KVPACT_NATIVE=build/sanitize/libkvpact_cpu.so sh -c '$(PY) tests/kernels/compare.py && $(PY) tests/kernels/rows_compare.py && $(PY) tests/kernels/encode_compare.py' \
-		|| exit 1; done
+build/cases: $(READY) $(wildcard tests/kernels/*.py)
+	@mkdir -p build
+	@OMP_NUM_THREADS=1 $(PY) tests/kernels/record.py $@
+
+sanitize: build/cases ## the native kernels under AddressSanitizer and UBSan, at every SIMD level
+	@cmake -S . -B build/sanitize -DKVPACT_SANITIZE=ON -DKVPACT_DRIVER=ON >/dev/null && \
+		cmake --build build/sanitize --target driver
+	@UBSAN_OPTIONS=print_stacktrace=1 build/sanitize/driver build/cases
+
+neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
+	@$(PY) -m pytest -rs tests/kernels/test_neon.py
+
+callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
+	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver
+	@$(PY) benchmarks/instructions.py build/driver/driver
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

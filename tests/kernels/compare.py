@@ -105,19 +105,23 @@ def error(expected: torch.Tensor, found: torch.Tensor) -> float:
     return float((expected - found).norm() / expected.norm().clamp(min=1e-30))
 
 
+def cases() -> list[dict[str, Any]]:
+    """Return arguments of `both`: all formats, and shapes with edges."""
+    found: list[dict[str, Any]] = [{"spec": spec} for spec in FORMATS]
+    for dim in (36, 80, 96, 128, 256):
+        found += [{"spec": spec, "dim": dim} for spec in ("turboquant:bits=3", "int:bits=8", "fp8")]
+    for groups in (1, 2, 4, 5, 8):
+        found += [{"spec": "turboquant:bits=4", "groups": groups, "held": 97 + groups}]
+    return [*found, {"spec": "kvarn:bits=4", "new": 5, "sliding_window": 70}]
+
+
 def main() -> None:
     """Run all formats and some shapes at the level of this process; print a JSON line."""
     from kvpact.kernels.cpu import library
 
     native.new_output = guarded_output
     worst, count = 0.0, 0
-    cases: list[dict[str, Any]] = [{"spec": spec} for spec in FORMATS]
-    for dim in (36, 80, 96, 128, 256):
-        cases += [{"spec": spec, "dim": dim} for spec in ("turboquant:bits=3", "int:bits=8", "fp8")]
-    for groups in (1, 2, 4, 5, 8):
-        cases += [{"spec": "turboquant:bits=4", "groups": groups, "held": 97 + groups}]
-    cases += [{"spec": "kvarn:bits=4", "new": 5, "sliding_window": 70}]
-    for case in cases:
+    for case in cases():
         expected, found, calls = both(**case)
         check_guards()
         assert calls == {"cpu": 1}, (case, calls)

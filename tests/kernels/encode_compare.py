@@ -31,6 +31,16 @@ FORMATS = (
 )
 WIDTHS = (64, 80, 96, 128, 256, 576)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLACES = (
+    (1, 0, torch.float32),
+    (1, 37, torch.float16),
+    (3, 30, torch.bfloat16),
+    (31, 0, torch.float32),
+    (33, 5, torch.float16),
+    (140, 100, torch.bfloat16),
+)
+"""How many tokens, the position of the first, and their dtype."""
+
 GUARD = 64
 SEGMENT = 128
 
@@ -116,9 +126,8 @@ def random_pieces(
 def main() -> None:
     """Compare all formats, sides, widths and dtypes at this process's level; print a line."""
     count, bad = 0, []
-    places = ((1, 0), (1, 37), (3, 30), (31, 0), (33, 5), (140, 100))
     for spec, dim, side in itertools.product(FORMATS, (20, 33, *WIDTHS), "kv"):
-        for (tokens, start), dtype in zip(places, DTYPES * 2, strict=True):
+        for tokens, start, dtype in PLACES:
             pieces, begin = random_pieces(spec, side, dim, tokens, start, dtype)
             difference = compare(spec, side, pieces, begin)
             count += 1

@@ -253,24 +253,28 @@ def test_the_dispatcher_takes_the_kernel_for_the_rows(monkeypatch):
     class Library:
         bit = 1
 
-        def attend(self, bit, args):
-            taken.append("few")
-            return 2
+        def attend(self, bit, args, count):
+            taken.append((args, count))
+            return 0
 
         def attend_rows(self, bit, args, latent):
             taken.append("latent" if latent else "many")
-            return 2
+            return 2 if args == b"d" else 0
 
     class Kernel:
         library, fast = Library(), False
 
     monkeypatch.setattr(native_rows, "MANY_ROWS", 12)
     monkeypatch.setattr(native_rows, "MANY_ROWS_FAST", 30)
-    args = native.structs.AttendArgs(groups=3, queries=3)
-    for queries, fast, latent in ((3, 0, 0), (4, 0, 0), (4, 1, 0), (10, 1, 0), (1, 0, 1)):
-        args.queries, Kernel.fast = queries, bool(fast)
-        assert native_rows.run(Kernel(), args, bool(latent)) == 2
-    assert taken == ["few", "many", "few", "many", "latent"]
+    for calls, fast, latent, status in (
+        ([(b"a", 11)], False, False, 0),
+        ([(b"a", 1), (b"b", 12), (b"c", 2)], False, False, 0),
+        ([(b"a", 29), (b"d", 30)], True, False, 2),
+        ([(b"a", 1)], False, True, 0),
+    ):
+        Kernel.fast = fast
+        assert native_rows.run(Kernel(), calls, latent) == status
+    assert taken == [(b"a", 1), (b"ac", 2), "many", (b"a", 1), "many", "latent"]
 
 
 def test_long_contexts_lose_nothing_to_rounding():

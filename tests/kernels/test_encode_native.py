@@ -45,8 +45,8 @@ SPECIAL = (
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_format_at_every_level(level):
-    if LEVELS[level] > LEVELS[library().level]:
-        pytest.skip(f"this processor (or KVPACT_SIMD) ends at {library().level}")
+    if level not in library().levels:
+        pytest.skip(f"{level}: not on this processor, or above KVPACT_SIMD")
     script = Path(__file__).parent / "encode_compare.py"
     done = subprocess.run(
         [sys.executable, str(script)],

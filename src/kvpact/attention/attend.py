@@ -49,6 +49,10 @@ def attend(
     Tensor
         `[B, H_q, q_len, D_v]` in q's dtype. A query that may see no token gets zeros.
     """
+    if view is not None and view.kernel is not None:
+        output = by_kernel(view.kernel, view, k, v, q, config, padding)
+        if output is not None:
+            return output
     batch, q_heads, queries, dim = q.shape
     shapes = k if k is not None else (view.k.tail if view is not None else None)
     values = v if v is not None else (view.v.tail if view is not None else None)
@@ -56,10 +60,6 @@ def attend(
     heads, held = shapes.shape[1], view.length if view is not None else 0
     groups = query_groups(q_heads, heads, config)
     new = k.shape[2] if k is not None else 0
-    if view is not None and view.kernel is not None:
-        output = by_kernel(view.kernel, view, (k, v), q, config, padding)
-        if output is not None:
-            return output
     rules = LogitRules(config, padding, held + new - queries, queries, heads, groups)
     rules.check_mask(batch, held + new)
     scale = config.softmax_scale if config.softmax_scale is not None else dim**-0.5
@@ -86,7 +86,8 @@ def attend(
 def by_kernel(
     kernel: Kernel,
     view: LayerView,
-    tokens: tuple[Tensor | None, Tensor | None],
+    k: Tensor | None,
+    v: Tensor | None,
     q: Tensor,
     config: AttendConfig,
     padding: Tensor | None,
@@ -98,10 +99,8 @@ def by_kernel(
     ----------
     kernel : Kernel
         What computes.
-    view, q, config, padding
+    view, k, v, q, config, padding
         As in `attend`.
-    tokens : tuple
-        The new tokens' K and V.
     latent : bool
         The call is one of `attend_latent`.
     """
@@ -110,15 +109,21 @@ def by_kernel(
         return None
     reason = refusal(view, q, config)
     if not reason:
-        if config.mask is not None or config.sink_logits is not None:
-            check_queries(q, view.k.tail.shape[1], view.length + count_of(tokens[0]), config)
-        output = attend_native(kernel, view, *tokens, q, config, padding, latent)
-        if output is not None:
-            kernel.calls["cpu"] += 1
-            return output
-        reason = "slots with gaps in memory"
+        check_call(view, k, q, config)
+        output = attend_native(kernel, view, k, v, q, config, padding, latent)
+        kernel.calls["cpu"] += 1
+        return output
     kernel.calls[f"torch: {reason}"] += 1
     return None
+
+
+def check_call(view: LayerView, k: Tensor | None, q: Tensor, config: AttendConfig) -> None:
+    """Raise what the torch body would raise for the heads, the mask and the sinks of a call."""
+    heads = view.k.tail.shape[1]
+    if config.mask is not None or config.sink_logits is not None:
+        check_queries(q, heads, view.length + count_of(k), config)
+    else:
+        query_groups(q.shape[1], heads, config)
 
 
 def count_of(tokens: Tensor | None) -> int:

@@ -113,7 +113,7 @@ def attend_latent(
     new = c_kv.shape[2] if c_kv is not None else 0
     query_groups(heads, 1, config)
     if view is not None and view.kernel is not None:
-        output = by_kernel(view.kernel, view, (c_kv, k_rope), q, config, padding, latent=True)
+        output = by_kernel(view.kernel, view, c_kv, k_rope, q, config, padding, latent=True)
         if output is not None:
             return output
     rules = LogitRules(config, padding, held + new - queries, queries, 1, heads)

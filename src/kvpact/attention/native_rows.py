@@ -6,9 +6,8 @@ of tokens once and multiplies matrices, for chunks of a prompt, speculative chec
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Sequence
 
-from kvpact.kernels.cpu import structs
 from kvpact.kernels.dispatch import Kernel
 
 MANY_ROWS = 32
@@ -25,11 +24,24 @@ that is a quarter faster still at 64 to 128 rows in 4 bits, no faster in 8, and 
 """
 
 
-def run(kernel: Kernel, args: structs.AttendArgs, latent: bool) -> int:
-    """Call the kernel that is the faster one, or the only one for latents; return its status."""
+def run(kernel: Kernel, calls: Sequence[tuple[bytes, int]], latent: bool) -> int:
+    """Carry out calls, each by the kernel that is the faster one; return the kernels' status.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        What computes.
+    calls : sequence of tuple
+        Arguments, and query rows of a KV head. Calls with few rows are carried out at once.
+    latent : bool
+        Calls of `attend_latent`, which the kernel for many rows alone has.
+    """
     library = kernel.library
     assert library is not None
-    few = MANY_ROWS_FAST if kernel.fast else MANY_ROWS
-    if latent or args.groups * args.queries >= few:
-        return int(library.attend_rows(library.bit, ctypes.byref(args), latent))
-    return int(library.attend(library.bit, ctypes.byref(args)))
+    least = 1 if latent else MANY_ROWS_FAST if kernel.fast else MANY_ROWS
+    few = [args for args, rows in calls if rows < least]
+    status = int(library.attend(library.bit, b"".join(few), len(few))) if few else 0
+    for args, rows in calls:
+        if rows >= least and status == 0:
+            status = int(library.attend_rows(library.bit, args, latent))
+    return status

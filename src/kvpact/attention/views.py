@@ -5,39 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvpact.attention.decode import decoded
+from kvpact.attention.slots import SegmentSource
 from kvpact.kernels.dispatch import Kernel
 from kvpact.kernels.ops import saturated
 from kvpact.methods import Codec
 
 CHUNK = 256
 """Tokens that are decoded at a time."""
-
-
-class SegmentSource(Protocol):
-    """Reads the storage of a stream's slots, which lies in segments."""
-
-    segment_tokens: int
-
-    def gather(self, name: str, first: int, last: int) -> Tensor:
-        """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
-        ...
-
-    def addresses(self, name: str) -> tuple[int, int, int] | None:
-        """Return where a field lies, for compiled kernels.
-
-        Returns
-        -------
-        tuple or None
-            Address of an array with the address of each segment, valid while the source lives;
-            bytes from one row to the next, and from one head to the next. None where segments do
-            not lie in memory alike and without gaps.
-        """
-        ...
 
 
 Decoder = Callable[[dict[str, Tensor]], Tensor]
@@ -65,6 +44,8 @@ class StreamView:
         No sink token stands at or behind this position.
     check : callable
         Raises `StaleResult` if the view's slots are no longer there.
+    kernel : Kernel, optional
+        What decodes; torch if omitted.
     """
 
     codec: Codec
@@ -75,6 +56,7 @@ class StreamView:
     sink_positions: Tensor | None
     sink_end: int
     check: Callable[[], None]
+    kernel: Kernel | None = None
 
     @property
     def length(self) -> int:
@@ -96,6 +78,13 @@ class StreamView:
         Tensor
             `[B, H, end - start, D]` fp32.
         """
+        if decode is None:
+            y = self._decoded(start, end, torch.float32, False)
+            if y is not None:
+                return self._place_sinks(y, start, self.codec.transform.forward)
+        return self._read(start, end, decode)
+
+    def _read(self, start: int, end: int, decode: Decoder | None = None) -> Tensor:
         size = self.source.segment_tokens
         first, last = start // size, -(-end // size)
         arrays = {}
@@ -103,9 +92,18 @@ class StreamView:
             arrays[field.name] = field.read(self.source.gather(field.name, first, last))
         offset = first * size
         y = (decode or self.codec.decode)(arrays)[:, :, start - offset : end - offset]
-        if decode is not None:
-            return self._place_sinks(y, start, torch.zeros_like)
-        return self._place_sinks(y, start, self.codec.transform.forward)
+        make = self.codec.transform.forward if decode is None else torch.zeros_like
+        return self._place_sinks(y, start, make, copy=True)
+
+    def _decoded(
+        self, start: int, end: int, dtype: torch.dtype, inverse: bool, out: Tensor | None = None
+    ) -> Tensor | None:
+        if out is None:
+            batch, heads, _, dim = self.tail.shape
+            out = self.tail.new_empty(batch, heads, end - start, dim, dtype=dtype)
+        packed = self.exact_from
+        done = decoded(self.kernel, self.codec, self.source, packed, start, end, out, inverse)
+        return out if done else None
 
     def read_exact(self, start: int, end: int) -> Tensor:
         """Return tokens of the tail, `[B, H, end - start, D]`.
@@ -114,24 +112,36 @@ class StreamView:
         """
         return self.tail[:, :, start - self.exact_from : end - self.exact_from].contiguous()
 
-    def dequantize(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """Return packed tokens in the original space, sink tokens as they were given."""
-        x = saturated(self.codec.transform.inverse(self.read(start, end)), dtype)
-        return self._place_sinks(x, start, lambda sinks: sinks)
+    def dequantize(
+        self, start: int, end: int, dtype: torch.dtype, out: Tensor | None = None
+    ) -> Tensor:
+        """Return packed tokens in the original space, sink tokens as they were given.
+
+        `out`, of that dtype and `[B, H, end - start, D]`, is where they then are.
+        """
+        x = self._decoded(start, end, dtype, True, out)
+        native = x is not None
+        if x is None:
+            x = saturated(self.codec.transform.inverse(self._read(start, end)), dtype)
+            x = x if out is None else out.copy_(x)
+        copy = not native and out is None
+        return self._place_sinks(x, start, lambda sinks: sinks, copy)
 
     def dequantize_without_bias(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return packed tokens less the part that `bias` covers."""
         codec = self.codec
-        y = self.read(start, end, lambda arrays: codec.decode(arrays) - codec.decode_bias(arrays))
+        y = self._read(start, end, lambda arrays: codec.decode(arrays) - codec.decode_bias(arrays))
         x = saturated(codec.transform.inverse(y), dtype)
-        return self._place_sinks(x, start, lambda sinks: sinks)
+        return self._place_sinks(x, start, lambda sinks: sinks, copy=True)
 
-    def _place_sinks(self, y: Tensor, start: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+    def _place_sinks(
+        self, y: Tensor, start: int, make: Callable[[Tensor], Tensor], copy: bool = False
+    ) -> Tensor:
         if self.sinks is None or self.sink_positions is None or start >= self.sink_end:
             return y
         inside = (self.sink_positions >= start) & (self.sink_positions < start + y.shape[2])
         row, slot = inside.nonzero(as_tuple=True)
-        y = y.clone()
+        y = y.clone() if copy else y
         y[row, :, self.sink_positions[row, slot] - start] = make(self.sinks[row, :, slot]).to(y)
         return y
 

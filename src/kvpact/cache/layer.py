@@ -245,6 +245,7 @@ class CacheLayer:
             sink_positions=positions,
             sink_end=sink_end,
             check=check,
+            kernel=self.kernel,
         )
 
     def dequantize(self, side: str) -> Tensor:
@@ -254,10 +255,12 @@ class CacheLayer:
             if stream is None:
                 raise GeometryError("the layer holds no tokens yet")
             view = self._stream_view(stream, self._padding, lambda: None)
-            packed = (
-                [view.dequantize(0, view.exact_from, view.tail.dtype)] if view.exact_from else []
-            )
-            return torch.cat([*packed, view.tail], dim=2)
+            batch, heads, _, dim = view.tail.shape
+            whole, begin = view.tail.new_empty(batch, heads, view.length, dim), view.exact_from
+            if begin:
+                view.dequantize(0, begin, whole.dtype, whole[:, :, :begin])
+            whole[:, :, begin:] = view.tail
+            return whole
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on; nothing if there are no more than that."""

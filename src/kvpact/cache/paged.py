@@ -341,10 +341,14 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         layer: int,
         tokens: Mapping[int, tuple[Tensor, Tensor]],
         configs: Mapping[int, AttendConfig] | None = None,
+        checked: bool = False,
     ) -> PagedStep:
-        """Return a context with a prepared plan per sequence; pages go back if it fails."""
+        """Return a context with a prepared plan per sequence; pages go back if it fails.
+
+        `checked` says that the tokens went through `check`, be it as rows of one tensor.
+        """
         check_layer(layer, len(self.specs))
-        return PagedStep(self, layer, tokens, configs or {})
+        return PagedStep(self, layer, tokens, configs or {}, checked)
 
     def check(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
         """Raise a named error unless new tokens (`[B, H_kv, new, D]`) can be stored in a layer."""

@@ -24,12 +24,14 @@ class PagedStep:
         layer: int,
         tokens: Mapping[int, tuple[Tensor, Tensor]],
         configs: Mapping[int, AttendConfig],
+        checked: bool = False,
     ) -> None:
         self._cache, self._layer, self._tokens, self._configs = cache, layer, tokens, configs
+        self._checked = checked
 
     def __enter__(self) -> list[tuple[CacheLayer, LayerPlan]]:
         cache, layer = self._cache, self._layer
-        for k, v in self._tokens.values():
+        for k, v in () if self._checked else self._tokens.values():
             cache.check(layer, k, v)
         counts = [k.shape[2] for k, _ in self._tokens.values()]
         # Two steps of one layer go one after the other, from the count of their pages on.

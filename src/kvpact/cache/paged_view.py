@@ -15,7 +15,7 @@ from kvpact.attention import check_queries
 from kvpact.cache.checks import check_query
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.rows import BatchRows
-from kvpact.cache.step import Step
+from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.snapshot import Identity, Snapshot
@@ -86,6 +86,8 @@ class PagedView(BatchRows):
     def _configs(self, layer: int, new: int, config: AttendConfig) -> dict[int, AttendConfig]:
         """Return each row's part of the config."""
         assert self.seqs is not None
+        if config.mask is None and config.padding is None:
+            return dict.fromkeys(self.seqs, config)
         longest = self.seq_len(layer) + new
         configs = {}
         for row, seq in enumerate(self.seqs):
@@ -111,37 +113,39 @@ class PagedView(BatchRows):
     @torch.no_grad()
     def _store(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig, run: bool
-    ) -> tuple[list[Step], list[AttendConfig], list[Tensor]]:
+    ) -> tuple[list[Step], list[AttendConfig], Tensor | None]:
         self.cache.check(layer, k, v, q)
         if q is not None:
             check_query(self.cache.geometry, q, config)
-        outputs: list[Tensor] = []
+        output: Tensor | None = None
         with self._rows(k.shape[0]) as seqs:
             new = k.shape[2]
             configs = self._configs(layer, new, config)
-            tokens = {seq: (k[i : i + 1], v[i : i + 1]) for i, seq in enumerate(seqs)}
-            with self.cache.step(layer, tokens, configs) as plans:
+            tokens = dict(
+                zip(seqs, zip(torch.split(k, 1), torch.split(v, 1), strict=True), strict=True)
+            )
+            rules = [configs[seq] for seq in seqs]
+            with self.cache.step(layer, tokens, configs, checked=True) as plans:
                 if run and q is not None:
-                    for i, (seq, (entry, plan)) in enumerate(zip(seqs, plans, strict=True)):
-                        row, rules = q[i : i + 1], configs[seq]
-                        if config.exact_new:
-                            outputs.append(plan.step.attend(row, rules))
-                        else:
-                            check_queries(row, k.shape[1], entry.length + new, rules)
+                    if config.exact_new:
+                        output = attend_steps([plan.step for _, plan in plans], q, rules)
+                    else:
+                        for (entry, _), row, rule in zip(
+                            plans, torch.split(q, 1), rules, strict=True
+                        ):
+                            check_queries(row, k.shape[1], entry.length + new, rule)
                 steps = [entry.commit(plan) for entry, plan in plans]
         if run and q is not None and not config.exact_new:
-            outputs = [
-                step.attend(q[i : i + 1], configs[seq])
-                for i, (seq, step) in enumerate(zip(seqs, steps, strict=True))
-            ]
-        return steps, [configs[seq] for seq in seqs], outputs
+            output = attend_steps(steps, q, rules)
+        return steps, rules, output
 
     def attend(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens of all rows and attend; see `ContiguousCache.attend`."""
-        _, _, outputs = self._store(layer, k, v, q, config or _DEFAULT, run=True)
-        return torch.cat(outputs)
+        _, _, output = self._store(layer, k, v, q, config or _DEFAULT, run=True)
+        assert output is not None
+        return output
 
     def prefill(
         self,

@@ -176,6 +176,7 @@ class PageStore:
     def __init__(self, pool: PagePool, fields: Segment, table: list[int]) -> None:
         self._pool, self._fields, self._table = pool, fields, table
         self.segment_tokens = pool.page_size
+        self._source: _PageSource | None = None
 
     def missing(self, tokens: int) -> list[Segment]:
         """Return nothing: pages are reserved for all layers before a stream appends."""
@@ -201,7 +202,10 @@ class PageStore:
 
     def source(self) -> SegmentSource:
         """Return the pages as they are now."""
-        return _PageSource(self._fields, tuple(self._table), self.segment_tokens)
+        pages = tuple(self._table)
+        if self._source is None or self._source.pages != pages:
+            self._source = _PageSource(self._fields, pages, self.segment_tokens)
+        return self._source
 
     def fork(self) -> PageStore:
         """Not used: a fork of a sequence has a table of its own."""
@@ -220,17 +224,18 @@ class _PageSource:
     """Reads pages by gathering them."""
 
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:
-        self._fields, self._pages, self.segment_tokens = fields, pages, page_size
+        self._fields, self.pages, self.segment_tokens = fields, pages, page_size
         self._arrays: list[np.ndarray[Any, Any]] = []
+        self.prepared: Any = None
 
     @cached_property
     def _index(self) -> np.ndarray[Any, Any]:
-        return np.array(self._pages, dtype=np.int64)
+        return np.array(self.pages, dtype=np.int64)
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the pages `first <= i < last`, in the sequence's order."""
         tensor = self._fields[name]
-        pages = torch.tensor(self._pages[first:last], device=tensor.device)
+        pages = torch.tensor(self.pages[first:last], device=tensor.device)
         return tensor.index_select(0, pages).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def addresses(self, name: str) -> tuple[int, int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import addressof, c_void_p
 from math import lcm
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -159,6 +159,9 @@ class PointerTable:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._tensors = tensors
+        self.entry: tuple[int, int, int] | None = (0, 0, 0)
+        if not tensors:
+            return
         self._array = (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
         strides = {tensor.stride() for tensor in tensors}
         row, head, *_ = tensors[0].stride()
@@ -173,6 +176,7 @@ class _ListSource:
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
         self._segments, self.segment_tokens = segments, segment_tokens
         self._pointers: dict[str, PointerTable] = {}
+        self.prepared: Any = None
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the segments `first <= i < last`."""

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpact.attention import LayerView, attend, attend_latent, dequant_result
+from kvpact.attention import (
+    LayerView,
+    Row,
+    attend,
+    attend_latent,
+    attend_rows,
+    dequant_result,
+)
 from kvpact.contract import AttendConfig, DequantResult
 
 
@@ -62,3 +70,30 @@ class Step:
         The new tokens are the tensors that were given: they may not be overwritten before.
         """
         return dequant_result(self.view, self.k, self.v, q, config, self.lock, self.latent)
+
+
+@torch.no_grad()
+def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfig]) -> Tensor:
+    """Attend over many sequences' steps, each a row of `q`: `[N, H_q, q_len, D_v]`.
+
+    Raises
+    ------
+    GeometryError, StaleResult
+        As of `Step.attend`.
+    """
+    queries = torch.split(q, 1)
+    if any(step.latent for step in steps):
+        rows = zip(steps, queries, configs, strict=True)
+        return torch.cat([step.attend(x, config) for step, x, config in rows])
+    with ExitStack() as locks:
+        # All are read at once. Nobody takes one of these locks while holding another, but here;
+        # and here they are always taken in one order.
+        for step in sorted(steps, key=lambda step: id(step.lock)):
+            locks.enter_context(step.lock)
+        calls = []
+        for step, x, config in zip(steps, queries, configs, strict=True):
+            if step.view is not None:
+                step.view.k.check()
+            k, v = (step.k, step.v) if step.k.shape[2] else (None, None)
+            calls.append(Row(step.view, k, v, x, config, step.padding))
+        return attend_rows(calls)

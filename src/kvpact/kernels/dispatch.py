@@ -12,7 +12,7 @@ OPERATIONS = ("hadamard", "encode", "decode", "attend")
 BACKENDS = ("torch", "cpu", "triton")
 KERNELS = ("auto", "exact", "fast", "torch")
 
-_NATIVE = ("encode", "attend")
+_NATIVE = ("encode", "decode", "attend")
 """Operations that the native library has."""
 
 
@@ -69,6 +69,7 @@ class Kernel:
         self.fast = requested == "fast"
         self.calls: Counter[str] = Counter()
         self.encodes: Counter[str] = Counter()
+        self.decodes: Counter[str] = Counter()
 
     @property
     def name(self) -> str:
@@ -89,7 +90,7 @@ class Kernel:
         dict
             ``name``, ``requested``, ``reason``; ``calls``: how many calls of attention took which
             way, those that the native kernel does not cover with the reason (``torch: …``);
-            ``encodes``: the same of encoding.
+            ``encodes`` and ``decodes``: the same of encoding and of decompression.
         """
         return {
             "name": self.name,
@@ -97,6 +98,7 @@ class Kernel:
             "reason": self.reason,
             "calls": dict(self.calls),
             "encodes": dict(self.encodes),
+            "decodes": dict(self.decodes),
         }
 
 

@@ -9,10 +9,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu.structs import ABI, AttendArgs
+from kvpact.kernels.cpu.decode_structs import DecodeArgs
+from kvpact.kernels.cpu.structs import ABI
 
-LEVELS = {"none": 1, "avx2": 2, "avx512": 4}
-"""Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand."""
+LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4}
+"""Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand. The one named and
+those before it may be chosen, of those that the processor has."""
 
 FILE = "libkvpact_cpu.so"
 
@@ -24,18 +26,18 @@ class NativeLibrary:
     ----------
     path : Path
         The shared library.
-    level : str
-        A key of `LEVELS`.
+    levels : list of str
+        Keys of `LEVELS` that the processor has, up to the cap; the last one is chosen.
     """
 
-    def __init__(self, path: Path, level: str) -> None:
-        self.path, self.level = path, level
+    def __init__(self, path: Path, levels: list[str]) -> None:
+        self.path, self.levels, self.level = path, levels, levels[-1]
         loaded = ctypes.CDLL(str(path))
         self.attend = loaded.kvp_attend
-        self.attend.argtypes = [c_int, POINTER(AttendArgs)]
+        self.attend.argtypes = [c_int, c_void_p, c_int64]
         self.attend.restype = c_int
         self.attend_rows = loaded.kvp_attend_rows
-        self.attend_rows.argtypes = [c_int, POINTER(AttendArgs), c_int]
+        self.attend_rows.argtypes = [c_int, c_void_p, c_int]
         self.attend_rows.restype = c_int
         self._read = loaded.kvp_read
         self._read.argtypes = [c_int, c_int64, c_int64, POINTER(c_void_p), c_int64]
@@ -43,10 +45,13 @@ class NativeLibrary:
         self.encode = loaded.kvp_encode
         self.encode.argtypes = [c_int, c_void_p, c_int64]
         self.encode.restype = c_int
+        self.decode = loaded.kvp_decode
+        self.decode.argtypes = [c_int, POINTER(DecodeArgs)]
+        self.decode.restype = c_int
         self.magnitude = loaded.kvp_magnitude
         self.magnitude.argtypes = [c_int, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]
         self.magnitude.restype = c_float
-        self.bit = LEVELS[level]
+        self.bit = LEVELS[self.level]
 
     def read(self, addresses: list[int], size: int, threads: int) -> int:
         """Read `size` bytes at each address: a lower bound for all that reads them.
@@ -81,7 +86,7 @@ def cap() -> str:
     BackendUnavailable
         The variable holds something else.
     """
-    wanted = os.environ.get("KVPACT_SIMD", "").strip().lower() or "avx512"
+    wanted = os.environ.get("KVPACT_SIMD", "").strip().lower() or [*LEVELS][-1]
     if wanted not in LEVELS:
         raise BackendUnavailable(f"KVPACT_SIMD={wanted!r} is not one of {', '.join(LEVELS)}")
     return wanted
@@ -101,12 +106,12 @@ def _load() -> NativeLibrary | str:
     except (OSError, AttributeError) as error:
         return f"{path.name} can't be loaded: {error}"
     try:
-        limit = LEVELS[cap()]
+        allowed = [*LEVELS][: [*LEVELS].index(cap()) + 1]
     except BackendUnavailable as error:
         return str(error)
-    level = [name for name, bit in LEVELS.items() if found & bit and bit <= limit][-1]
+    levels = [name for name in allowed if found & LEVELS[name]]
     try:
-        return NativeLibrary(path, level)
+        return NativeLibrary(path, levels)
     except AttributeError:  # built from older sources: a function is not there yet
         return f"{path.name} is of another version of kvpact; install kvpact again"
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
-from typing import ClassVar
+import struct
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
+from typing import Any, ClassVar
 
-ABI = 1
+ABI = 2
 
 F32, F16, BF16 = 0, 1, 2
 TABLE, LINEAR, RAW, E4M3, E5M2 = range(5)
@@ -92,3 +93,25 @@ class AttendArgs(Structure):
         ("softcap", c_float),
         ("threads", c_int64),
     ]
+
+
+_CODES = {c_int32: "i", c_int64: "q", c_float: "f", c_void_p: "q"}
+
+
+def _codes(structure: type[Structure], first: str = "") -> str:
+    """Return the numbers of a structure, from the field `first` on, as `struct` names them."""
+    fields: list[tuple[str, Any]] = list(structure._fields_)  # type: ignore[arg-type]
+    start = [name for name, _ in fields].index(first) if first else 0
+    return "".join(
+        _codes(kind) if issubclass(kind, Structure) else _CODES[kind] for _, kind in fields[start:]
+    )
+
+
+FIXED_BYTES = Stream.exact_from.offset
+"""Bytes of a `Stream` that stay the same while its slots stay where they are."""
+
+_STREAM = f"{FIXED_BYTES}s{_codes(Stream, 'exact_from')}"
+CALL = struct.Struct("@" + 2 * _STREAM + _codes(AttendArgs, "batch"))
+"""`AttendArgs` in one piece: of K and of V the fixed bytes, then every number behind them."""
+
+assert CALL.size == sizeof(AttendArgs), "padding inside of AttendArgs"

@@ -1,13 +1,17 @@
+#include <algorithm>
 #include <atomic>
 #include <stdlib.h>
 #include <string.h>
+#include <vector>
 
 #include "job.h"
 #include "pool.h"
 
 namespace {
 
-enum { BASE = 1, AVX2 = 2, AVX512 = 4 };
+enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
+
+constexpr int64_t TASKS = 8; // of a thread
 
 // Scratch memory of a thread, kept for its next call.
 struct Scratch {
@@ -36,18 +40,25 @@ Level level_of(int level) {
 #if defined(KVP_X86)
     if (level == AVX512) return {kvp_avx512::prepare, kvp_avx512::task, kvp_avx512::finish, kvp_avx512::read};
     if (level == AVX2) return {kvp_avx2::prepare, kvp_avx2::task, kvp_avx2::finish, kvp_avx2::read};
+#elif defined(KVP_ARM)
+    if (level == NEON) return {kvp_neon::prepare, kvp_neon::task, kvp_neon::finish, kvp_neon::read};
 #endif
     return {kvp_base::prepare, kvp_base::task, kvp_base::finish, kvp_base::read};
 }
 
-struct Call {
-    const Job *job;
+// All calls of one kvp_attend; tasks are counted through.
+struct Batch {
+    std::vector<Job> jobs;
+    std::vector<int64_t> first; // task of each job
     Level level;
 };
 
 void run_task(void *context, int64_t index) {
-    const Call *call = (const Call *)context;
-    call->level.task(*call->job, index);
+    const Batch &batch = *(const Batch *)context;
+    size_t i = 0;
+    if (batch.jobs.size() > 1)
+        i = (size_t)(std::upper_bound(batch.first.begin(), batch.first.end(), index) - batch.first.begin()) - 1;
+    batch.level.task(batch.jobs[i], index - batch.first[i]);
 }
 
 struct Reading {
@@ -64,6 +75,32 @@ void read_one(void *context, int64_t index) {
 
 int64_t row_bytes(const kvp_stream &s) { return (int64_t)s.bits * s.dim / 8; }
 
+// Finds out which tokens any query of a call sees.
+void see(Job &job, const kvp_attend_args &a) {
+    job.args = &a;
+    job.rows = a.groups * a.queries;
+    job.k_width = (a.k.dim + 31) / 32 * 32;
+    job.v_width = (a.v.dim + 31) / 32 * 32;
+    const int64_t total = a.held + a.fresh;
+    job.begin = 0;
+    if (a.window) job.begin = a.first - a.window + 1 > 0 ? a.first - a.window + 1 : 0;
+    job.end = a.causal && a.first + a.queries < total ? a.first + a.queries : total;
+    job.begin = job.begin / BLOCK * BLOCK;
+    if (job.begin > job.end) job.begin = job.end;
+}
+
+// Cuts a call's tokens, so that threads that begin late or go slowly leave the rest to others.
+void split(Job &job, int64_t threads, int64_t all_pairs) {
+    const int64_t tokens = job.end - job.begin, most = tokens / (4 * BLOCK);
+    job.splits = 1;
+    if (threads > 1 && most > 1) {
+        job.splits = (TASKS * threads + all_pairs - 1) / all_pairs;
+        if (job.splits > most) job.splits = most;
+    }
+    job.chunk = ((tokens + job.splits - 1) / job.splits + BLOCK - 1) / BLOCK * BLOCK;
+    if (job.chunk < BLOCK) job.chunk = BLOCK;
+}
+
 } // namespace
 
 int kvp_abi(void) { return KVP_ABI; }
@@ -79,49 +116,53 @@ int kvp_levels(void) {
             __builtin_cpu_supports("avx512vnni"))
             found |= AVX512;
     }
+#elif defined(KVP_ARM)
+    found |= NEON; // part of every AArch64
 #endif
     return found;
 }
 
-int kvp_attend(int level, const kvp_attend_args *args) {
-    const kvp_attend_args &a = *args;
-    const kvp_stream &k = a.k, &v = a.v;
+int kvp_attend(int level, const kvp_attend_args *args, int64_t count) {
     if (!(kvp_levels() & level)) return 1;
-    if (k.dim < 1 || v.dim < 1 || k.dim > 1024 || v.dim > 1024 || k.bits < 1 || v.bits < 1) return 2;
-    Job job;
-    job.args = args;
-    job.rows = a.groups * a.queries;
-    job.k_width = (k.dim + 31) / 32 * 32;
-    job.v_width = (v.dim + 31) / 32 * 32;
-    const int64_t total = a.held + a.fresh;
-    job.begin = 0;
-    if (a.window) job.begin = a.first - a.window + 1 > 0 ? a.first - a.window + 1 : 0;
-    job.end = a.causal && a.first + a.queries < total ? a.first + a.queries : total;
-    job.begin = job.begin / BLOCK * BLOCK;
-    if (job.begin > job.end) job.begin = job.end;
-    const int64_t tokens = job.end - job.begin, pairs = a.batch * a.heads;
-    const int64_t bytes = tokens * pairs * (row_bytes(k) + row_bytes(v));
-    int64_t threads = bytes < (256 << 10) ? 1 : a.threads;
-    job.splits = 1;
-    if (threads > 1 && pairs % threads) {
-        job.splits = (4 * threads + pairs - 1) / pairs;
-        const int64_t most = tokens / (4 * BLOCK);
-        if (job.splits > most) job.splits = most > 1 ? most : 1;
-    }
-    job.chunk = ((tokens + job.splits - 1) / job.splits + BLOCK - 1) / BLOCK * BLOCK;
-    if (job.chunk < BLOCK) job.chunk = BLOCK;
-    const int64_t q_size = pairs * job.q_size();
-    const int64_t rotated = k.signs ? q_size : 0;
-    const int64_t partial = pairs * job.splits * job.rows * job.partial_row();
+    static thread_local Batch batch;
     static thread_local Scratch scratch;
-    job.q = scratch.get((size_t)(q_size + rotated + partial));
-    if (!job.q) return 3;
-    job.rotated = job.q + rotated;
-    job.partial = job.q + q_size + rotated;
-    Call call{&job, level_of(level)};
-    call.level.prepare(job);
-    kvp_parallel(threads, pairs * job.splits, run_task, &call);
-    call.level.finish(job);
+    try {
+        batch.jobs.resize((size_t)count);
+        batch.first.resize((size_t)count);
+    } catch (...) {
+        return 3;
+    }
+    batch.level = level_of(level);
+    int64_t bytes = 0, all_pairs = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const kvp_attend_args &a = args[i];
+        const kvp_stream &k = a.k, &v = a.v;
+        if (k.dim < 1 || v.dim < 1 || k.dim > 1024 || v.dim > 1024 || k.bits < 1 || v.bits < 1) return 2;
+        Job &job = batch.jobs[(size_t)i];
+        see(job, a);
+        bytes += (job.end - job.begin) * job.pairs() * (row_bytes(k) + row_bytes(v));
+        all_pairs += job.pairs();
+    }
+    const int64_t threads = count < 1 || bytes < (256 << 10) ? 1 : args[0].threads;
+    int64_t tasks = 0, floats = 0;
+    for (int64_t i = 0; i < count; i++) {
+        Job &job = batch.jobs[(size_t)i];
+        split(job, threads, all_pairs);
+        batch.first[(size_t)i] = tasks;
+        tasks += job.pairs() * job.splits;
+        floats += job.floats();
+    }
+    float *memory = scratch.get((size_t)floats);
+    if (!memory) return 3;
+    for (Job &job : batch.jobs) {
+        job.q = memory;
+        job.rotated = job.args->k.signs ? job.q + job.pairs() * job.q_size() : job.q;
+        job.partial = job.rotated + job.pairs() * job.q_size();
+        memory += job.floats();
+        batch.level.prepare(job);
+    }
+    kvp_parallel(threads, tasks, run_task, &batch);
+    for (const Job &job : batch.jobs) batch.level.finish(job);
     return 0;
 }
 

@@ -6,6 +6,47 @@
 
 namespace KVP_NS {
 
+// Raises a row's peak to the highest of its scores, which is returned.
+INLINE float raise_peak(float *state, const float *score, int64_t n, int64_t width) {
+    vf top = load(score);
+    for (int64_t i = W; i < n; i += W) top = max(top, load(score + i));
+    const float most = highest(top), before = state[0];
+    if (most > before) {
+        state[0] = most;
+        if (before != -INFINITY) {
+            const float decay = expf(before - most);
+            state[1] *= decay;
+            scale_by(state + 2, decay, 2 * width);
+        }
+    }
+    return most;
+}
+
+#if defined(KVP_AVX512)
+// Weights and weighted sums of a block in 8-bit integers, with no fp32 weights in between.
+static void fast_block(Pass &p, float *partial, int64_t t, int64_t n) {
+    const int64_t stride = p.job.partial_row();
+    ValueTiles tiles(p, partial + 2, t);
+    tiles.take(p, n);
+    const int tokens = tiles.run.tiles * TILE, groups = p.v_size.groups;
+    const BlockScales scales(p.scratch.weights, tiles.scale, groups, tokens);
+    by_fast_bits(p.a.v.bits, [&](auto f) {
+        constexpr int bits = decltype(f)::bits;
+        FastValues &fast = p.scratch.values;
+        for (int r = 0; r < p.passed; r++) {
+            p.later.share(r, p.passed);
+            float *state = partial + r * stride;
+            float top = r < p.rows ? raise_peak(state, p.score[r], tokens, p.job.v_width) : -INFINITY;
+            const float decay = top == -INFINITY ? 0 : expf(top - state[0]);
+            if (top == -INFINITY) top = 0; // nothing is seen: all weights are 0
+            state[1] += weigh_digits<bits>(fast, groups, r, p.score[r], top, decay, scales, tokens);
+        }
+        f.v(p.passed)(tiles.run, fast);
+        return 0;
+    });
+}
+#endif
+
 static void block(Pass &p, float *partial, int64_t t, int64_t n) {
     const kvp_attend_args &a = p.a;
     const int64_t stride = p.job.partial_row(), width = p.job.v_width;
@@ -13,37 +54,28 @@ static void block(Pass &p, float *partial, int64_t t, int64_t n) {
     if (packed_k > 0) packed_scores(p, t, packed_k);
     exact_scores(p, t, n);
     for (int r = 0; r < p.rows; r++) apply_rules(a, p.b, p.h, p.r0 + r, p.score[r], t, n);
-    const float log2e = 1.44269504088896340736f;
+    const ExactTokens exact(a.v, a, p.b, p.h, t, n);
+#if defined(KVP_AVX512)
+    if (a.fast && !exact.count && fast_format(a.v)) return fast_block(p, partial, t, n);
+#endif
     const int64_t padded = (n + TILE - 1) / TILE * TILE;
     for (int r = 0; r < p.passed; r++) {
-        if (r >= p.rows) {
-            memset(p.weight[r], 0, sizeof(float) * BLOCK);
-            continue;
-        }
+        p.later.share(r, p.passed);
         float *state = partial + r * stride;
-        vf top = load(p.score[r]);
-        for (int64_t i = W; i < padded; i += W) top = max(top, load(p.score[r] + i));
-        const float before = state[0], peak = highest(top) > before ? highest(top) : before;
-        if (peak == -INFINITY) {
+        if (r >= p.rows || raise_peak(state, p.score[r], padded, width) == -INFINITY) {
             memset(p.weight[r], 0, sizeof(float) * BLOCK);
             continue;
         }
         vf total = zero();
-        const vf high = set1(peak), factor = set1(log2e);
+        const vf high = set1(state[0]), factor = set1(LOG2E);
         for (int64_t i = 0; i < padded; i += W) {
             vf w = exp2_(mul(sub(load(p.score[r] + i), high), factor));
             total = add(total, w);
             store(p.weight[r] + i, w);
         }
-        if (peak > before && before != -INFINITY) {
-            const float decay = expf(before - peak);
-            state[1] *= decay;
-            scale_by(state + 2, decay, 2 * width);
-        }
-        state[0] = peak;
         state[1] += sum(total);
     }
-    exact_values(p, partial + 2 + width, t, n);
+    exact_values(p, partial + 2 + width, exact);
     if (packed_v > 0) packed_values(p, partial + 2, t, packed_v);
 }
 
@@ -51,7 +83,7 @@ void task(const Job &job, int64_t index) {
     const kvp_attend_args &a = *job.args;
     const int64_t head = index / job.splits, split = index % job.splits;
     const int64_t begin = job.begin + split * job.chunk, end = upto(begin + job.chunk, job.end);
-    float *partial = job.partial + index * job.rows * job.partial_row();
+    float *partial = job.partial + index * job.partial_size();
     for (int64_t r = 0; r < job.rows; r++) {
         float *state = partial + r * job.partial_row();
         memset(state, 0, sizeof(float) * job.partial_row());
@@ -71,7 +103,7 @@ void task(const Job &job, int64_t index) {
         const int64_t next = upto((t / BLOCK + 1) * BLOCK, end);
         const int64_t first = t / TILE * TILE;
         for (int64_t r = 0; r < job.rows;) {
-            Pass p{job, a, k_size, v_size, head / a.heads, head % a.heads, r, 0, 0, scratch, scratch.score, scratch.weight};
+            Pass p{job, a, k_size, v_size, head / a.heads, head % a.heads, r, 0, 0, scratch, scratch.score, scratch.weight, {}};
             p.rows = next_rows(a, job.rows - r, &p.passed);
             block(p, partial + r * job.partial_row(), first, next - first);
             r += p.rows;
@@ -82,17 +114,21 @@ void task(const Job &job, int64_t index) {
 
 void prepare(const Job &job) {
     const kvp_attend_args &a = *job.args;
-    for (int64_t i = 0; i < a.batch * a.heads; i++) {
+    const bool packed = job.rotated != job.q && a.k.exact_from > job.begin;
+    for (int64_t i = 0; i < job.pairs(); i++) {
         float *q = job.q + i * job.q_size(), *rotated = job.rotated + i * job.q_size();
-        memset(q, 0, sizeof(float) * job.q_size());
+        // The last pass computes up to 3 rows more than there are.
+        const int64_t padded = (job.rows + 3) / 4 * 4, end = job.rows * job.k_width;
+        memset(q + end, 0, sizeof(float) * (size_t)(padded * job.k_width - end));
         for (int64_t r = 0; r < job.rows; r++) {
             const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
             const char *from = a.q + b * a.q_row + h * a.q_head + r % a.queries * a.q_token;
+            for (int64_t c = a.k.dim; c < job.k_width; c++) q[r * job.k_width + c] = 0;
             to_floats(q + r * job.k_width, from, a.q_dtype, a.k.dim);
             scale_by(q + r * job.k_width, a.scale, job.k_width);
         }
-        if (rotated == q) continue;
-        memcpy(rotated, q, sizeof(float) * job.q_size());
+        if (!packed) continue;
+        memcpy(rotated, q, sizeof(float) * (size_t)(padded * job.k_width));
         for (int64_t r = 0; r < job.rows; r++) rotate(rotated + r * job.k_width, a.k.signs, a.k.dim);
     }
 }
@@ -100,12 +136,13 @@ void prepare(const Job &job) {
 void finish(const Job &job) {
     const kvp_attend_args &a = *job.args;
     const int64_t stride = job.partial_row(), width = job.v_width;
-    for (int64_t i = 0; i < a.batch * a.heads; i++)
+    const bool packed = a.v.signs && a.v.exact_from > job.begin;
+    for (int64_t i = 0; i < job.pairs(); i++)
         for (int64_t r = 0; r < job.rows; r++) {
             const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
-            float *all = job.partial + (i * job.splits * job.rows + r) * stride;
+            float *all = job.partial + i * job.splits * job.partial_size() + r * stride;
             float peak = a.sink_logits ? a.sink_logits[h] : -INFINITY;
-            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.rows * stride]);
+            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.partial_size()]);
             float *out = a.out + ((b * a.heads * a.groups + h) * a.queries + r % a.queries) * a.v.dim;
             if (peak == -INFINITY) {
                 memset(out, 0, sizeof(float) * a.v.dim);
@@ -113,13 +150,13 @@ void finish(const Job &job) {
             }
             float total = a.sink_logits ? expf(a.sink_logits[h] - peak) : 0;
             for (int64_t s = 0; s < job.splits; s++) {
-                float *state = all + s * job.rows * stride;
+                float *state = all + s * job.partial_size();
                 const float decay = expf(state[0] - peak);
                 total += state[1] * decay;
-                scale_by(state + 2, decay, 2 * width);
+                if (decay != 1.0f) scale_by(state + 2, decay, 2 * width);
                 if (s) add_scaled(all + 2, state + 2, 1.0f, 2 * width);
             }
-            if (a.v.signs) rotate_back(all + 2, a.v.signs, a.v.dim);
+            if (packed) rotate_back(all + 2, a.v.signs, a.v.dim);
             const float share = 1.0f / total;
             for (int c = 0; c < a.v.dim; c++) out[c] = (all[2 + c] + all[2 + width + c]) * share;
         }

@@ -1,6 +1,4 @@
 // Encodes tokens into slots: in tiles of 32 tokens of one head, or few tokens of many heads.
-#include <stdlib.h>
-
 #include "encode_job.h"
 #include "pack.h"
 #include "quantize.h"
@@ -10,23 +8,11 @@ namespace {
 
 constexpr int TOKENS = 32;
 
-struct Scratch {
+struct EncodeScratch {
     alignas(64) float y[ENCODE_DIM * ENCODE_TOKENS]; // [tokens / W][channel][W]
     alignas(64) uint8_t codes[ENCODE_DIM * TOKENS];  // [channel][32]
     alignas(64) Side side;
 };
-
-// A thread's own, kept for its next call.
-Scratch &own_scratch() {
-    struct Holder {
-        Scratch *p = nullptr;
-        ~Holder() { free(p); }
-    };
-    static thread_local Holder holder;
-    if (!holder.p) holder.p = (Scratch *)aligned_alloc(64, (sizeof(Scratch) + 63) / 64 * 64);
-    if (!holder.p) abort();
-    return *holder.p;
-}
 
 // Where the unit of a field lies that `position` is in.
 char *place(const kvp_encode_args &a, const kvp_field &field, int64_t pair, int64_t position, int64_t tokens, int64_t bytes) {
@@ -122,7 +108,7 @@ void load_block(const kvp_encode_args &a, float *y, const char *const *rows) {
 }
 
 // A whole group of tokens of one head.
-void encode_group(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int64_t token) {
+void encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token) {
     const int count = a.group;
     const int64_t position = a.start + token;
     float *y = scratch.y;
@@ -155,7 +141,7 @@ void encode_group(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int6
 }
 
 // The tokens of one tile (not necessarily all) of one head.
-void encode_tile(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int64_t token, int count) {
+void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token, int count) {
     const int64_t position = a.start + token;
     const int begin = (int)(position % TOKENS), end = begin + count, groups = groups_of(a);
     const char *rows[W];
@@ -176,7 +162,7 @@ void encode_tile(const kvp_encode_args &a, Scratch &scratch, int64_t pair, int64
 } // namespace
 
 void encode_span(const kvp_encode_args &a, Span span) {
-    Scratch &scratch = own_scratch();
+    EncodeScratch &scratch = own_scratch<EncodeScratch>();
     for (int64_t token = span.begin; token < span.end;) {
         if (a.group > 1) {
             encode_group(a, scratch, span.pair, token);
@@ -191,7 +177,7 @@ void encode_span(const kvp_encode_args &a, Span span) {
 }
 
 void encode_few(const kvp_encode_args &a, int64_t first, int64_t last) {
-    Scratch &scratch = own_scratch();
+    EncodeScratch &scratch = own_scratch<EncodeScratch>();
     const int groups = groups_of(a);
     for (int64_t i = first; i < last; i += W) {
         const int count = (int)(last - i < W ? last - i : W);

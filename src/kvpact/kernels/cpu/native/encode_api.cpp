@@ -6,7 +6,7 @@
 
 namespace {
 
-enum { BASE = 1, AVX2 = 2, AVX512 = 4 };
+enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
 
 struct Level {
     void (*span)(const kvp_encode_args &, Span);
@@ -18,6 +18,8 @@ Level level_of(int level) {
 #if defined(KVP_X86)
     if (level == AVX512) return {kvp_avx512::encode_span, kvp_avx512::encode_few, kvp_avx512::largest};
     if (level == AVX2) return {kvp_avx2::encode_span, kvp_avx2::encode_few, kvp_avx2::largest};
+#elif defined(KVP_ARM)
+    if (level == NEON) return {kvp_neon::encode_span, kvp_neon::encode_few, kvp_neon::largest};
 #endif
     (void)level;
     return {kvp_base::encode_span, kvp_base::encode_few, kvp_base::largest};

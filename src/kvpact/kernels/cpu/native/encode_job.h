@@ -16,5 +16,6 @@ struct Span {
     uint32_t largest(const void *p, int64_t count, int32_t dtype);         \
     }
 KVP_ENCODE_LEVEL(kvp_base)
+KVP_ENCODE_LEVEL(kvp_neon)
 KVP_ENCODE_LEVEL(kvp_avx2)
 KVP_ENCODE_LEVEL(kvp_avx512)

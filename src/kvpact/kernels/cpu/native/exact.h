@@ -5,6 +5,8 @@
 
 namespace KVP_NS {
 
+constexpr float LOG2E = 1.44269504088896340736f;
+
 // `dim` numbers of a dtype as fp32; `to` has room up to the next multiple of 16, left as it is.
 INLINE void to_floats(float *to, const char *from, int dtype, int dim) {
     if (dtype == KVP_F32) {
@@ -77,6 +79,13 @@ INLINE void soft_cap(float *x, int64_t n, float cap) {
 // Where the storage of a token lies: its segment (or page), and the tokens before it in there.
 struct Place {
     int64_t segment, inside;
+    // To the next tile.
+    INLINE void step(const kvp_stream &s) {
+        inside += TILE;
+        if (inside < s.segment_tokens) return;
+        inside = 0;
+        segment++;
+    }
     INLINE Place(const kvp_stream &s, int64_t t)
         : segment((uint32_t)t / (uint32_t)s.segment_tokens), inside(t - segment * s.segment_tokens) {}
     // A field's storage; it has `unit` bytes per tile.

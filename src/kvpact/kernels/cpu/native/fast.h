@@ -16,6 +16,16 @@ template <int BITS> INLINE __m128i in_word_order(__m128i x) {
         return _mm_shuffle_epi8(x, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 }
 
+// acc += products of four bytes each. In assembly, or GCC moves the sums to and fro.
+INLINE void add_products(vi &acc, vi bytes, vi factors) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(bytes), "v"(factors));
+}
+INLINE vi four_bytes(const int8_t *p) {
+    int32_t x;
+    memcpy(&x, p, 4);
+    return _mm512_set1_epi32(x);
+}
+
 // Levels as bytes, and what one step of them is worth.
 struct ByteLevels {
     alignas(16) int8_t level[16];
@@ -46,7 +56,7 @@ static bool fast_format(const kvp_stream &x) {
 struct FastKeys {
     vi table;                           // levels + 128, unsigned
     int8_t q[MAX_ROWS][1024];           // in word order
-    float sum[MAX_ROWS][32];            // 128 times the sums of q, by channel group
+    int32_t sum[MAX_ROWS][32];          // 128 times the sums of q, by channel group
     float step[MAX_ROWS];
 };
 
@@ -63,85 +73,165 @@ template <int BITS> static void make_fast_keys(FastKeys &f, const kvp_stream &k,
         for (int64_t c = 0; c < width; c += W) {
             vi x = _mm512_cvtps_epi32(mul(load(q + r * width + c), set1(1 / scale)));
             const int g = c / k.channels;
-            if (g < groups) f.sum[r][g] += 128.0f * (float)_mm512_reduce_add_epi32(x);
+            if (g < groups) f.sum[r][g] += 128 * _mm512_reduce_add_epi32(x);
             _mm_storeu_si128((__m128i *)(f.q[r] + c), in_word_order<BITS>(_mm512_cvtepi32_epi8(x)));
         }
     }
 }
 
-template <int BITS, int RB> void fast_k_tile(const KTile &a, const FastKeys &f) {
-    constexpr int N = 8 / BITS;
-    const int words = (a.dim * BITS + 31) / 32, groups = (a.dim + a.channels - 1) / a.channels;
+template <int BITS, int RB, int TILES = 1, bool ONE = TILES == 2> void fast_k_tile(const KTile &a, const FastKeys &f) {
+    constexpr int N = 8 / BITS, TV = 2 * TILES;
+    const int words = (a.dim * BITS + 31) / 32, groups = groups_in<ONE>(a);
     const vi mask = _mm512_set1_epi8((char)((1 << BITS) - 1));
-    const uint32_t *low = a.words[0], *high = low + words * 16;
-    vf total[2][RB];
-    for (int r = 0; r < RB; r++) total[0][r] = total[1][r] = zero();
+    const uint32_t *at[TV];
+    for (int k = 0; k < TV; k++) at[k] = a.words[k / 2] + k % 2 * words * 16;
+    vf total[TV][RB];
+    for (int r = 0; r < RB; r++)
+        for (int k = 0; k < TV; k++) total[k][r] = zero();
     int i = 0;
     for (int g = 0; g < groups; g++) {
         const int end = g == groups - 1 ? words : (g + 1) * (a.channels / 32) * BITS;
-        vi acc[2][RB];
-        for (int r = 0; r < RB; r++) acc[0][r] = acc[1][r] = _mm512_setzero_si512();
+        vi acc[TV][RB];
+        for (int r = 0; r < RB; r++)
+            for (int k = 0; k < TV; k++) acc[k][r] = _mm512_set1_epi32(-f.sum[r][g]);
         for (; i < end; i++) {
-            vi w[2] = {load_words(low + i * 16), load_words(high + i * 16)};
-            prefetch(a.ahead[0] + i * 64);
-            prefetch(a.ahead[0] + (words + i) * 64);
+            vi w[TV];
+            // Memory is asked for in its order.
+            const char *ahead = TILES == 1 || i < words / 2 ? a.ahead[0] + i * TV * 64 : a.ahead[TILES - 1] + (i - words / 2) * TV * 64;
+            for (int k = 0; k < TV; k++) {
+                w[k] = load_words(at[k] + i * 16);
+                prefetch(ahead + k * 64);
+            }
             for (int n = 0; n < N; n++) {
-                vi x[2];
-                for (int k = 0; k < 2; k++) {
+                vi x[TV];
+                for (int k = 0; k < TV; k++) {
                     if constexpr (BITS == 8) x[k] = w[k];
                     else x[k] = _mm512_shuffle_epi8(f.table, _mm512_and_si512(_mm512_srli_epi32(w[k], n * BITS), mask));
                 }
                 for (int r = 0; r < RB; r++) {
-                    int32_t q;
-                    memcpy(&q, f.q[r] + (i * N + n) * 4, 4);
-                    const vi factor = _mm512_set1_epi32(q);
-                    for (int k = 0; k < 2; k++) acc[k][r] = _mm512_dpbusd_epi32(acc[k][r], x[k], factor);
+                    const vi factor = four_bytes(f.q[r] + (i * N + n) * 4);
+                    for (int k = 0; k < TV; k++) add_products(acc[k][r], x[k], factor);
                 }
             }
         }
-        for (int k = 0; k < 2; k++) {
-            const vf scale = a.scale[0] ? load_half(a.scale[0] + g * 32 + k * W) : set1(1.0f);
-            for (int r = 0; r < RB; r++)
-                total[k][r] = fma(sub(to_float(acc[k][r]), set1(f.sum[r][g])), scale, total[k][r]);
+        for (int k = 0; k < TV; k++) {
+            const vf scale = a.scale[0] ? load_half(a.scale[k / 2] + g * 32 + k % 2 * W) : set1(1.0f);
+            for (int r = 0; r < RB; r++) total[k][r] = fma(to_float(acc[k][r]), scale, total[k][r]);
         }
     }
     for (int r = 0; r < RB; r++)
-        for (int k = 0; k < 2; k++) store(a.out + r * BLOCK + k * W, mul(total[k][r], set1(f.step[r])));
+        for (int k = 0; k < TV; k++) store(a.out + r * BLOCK + k * W, mul(total[k][r], set1(f.step[r])));
 }
 
 struct FastValues {
     vi table; // levels + 128, unsigned
     float step;
-    // Two signed digits of each weight, weight = 256 * high + low, in word order.
+    // Two signed digits of each weight, weight = 256 * high + low, in word order; and what the sums
+    // of their products with bytes begin at, since these are 128 too large.
     alignas(64) int8_t high[32][MAX_ROWS][BLOCK], low[32][MAX_ROWS][BLOCK];
-    int32_t high_sum[32][MAX_ROWS], low_sum[32][MAX_ROWS]; // 128 times the sums of the digits
+    int32_t high_start[32][MAX_ROWS], low_start[32][MAX_ROWS];
     float scale[32][MAX_ROWS];
 };
 
+constexpr float MOST_DIGITS = 32639; // the greatest number of two balanced digits
+
+// Writes the digits of a row's weights, 32 at a time, and adds the weights up.
+template <int BITS> struct Digits {
+    int8_t *high, *low;
+    vi total = _mm512_setzero_si512();
+    INLINE Digits(FastValues &f, int g, int r) : high(f.high[g][r]), low(f.low[g][r]) {}
+    static INLINE void write(int8_t *to, __m256i x) {
+        _mm_storeu_si128((__m128i *)to, in_word_order<BITS>(_mm256_castsi256_si128(x)));
+        _mm_storeu_si128((__m128i *)(to + 16), in_word_order<BITS>(_mm256_extracti128_si256(x, 1)));
+    }
+    INLINE void put(int t, vf a, vf b) {
+        const vi x = _mm512_cvtps_epi32(a), y = _mm512_cvtps_epi32(b);
+        total = _mm512_add_epi32(total, _mm512_add_epi32(x, y));
+        const vi all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(x)), _mm512_cvtepi32_epi16(y), 1);
+        const vi highs = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
+        write(high + t, _mm512_cvtepi16_epi8(highs));
+        write(low + t, _mm512_cvtepi16_epi8(all)); // the low byte, read as signed, is the rest
+    }
+    INLINE void end(FastValues &f, int g, int r, float range) const {
+        const int32_t sum = _mm512_reduce_add_epi32(total);
+        f.scale[g][r] = range / MOST_DIGITS * f.step;
+        f.high_start[g][r] = -(sum >> 1);
+        f.low_start[g][r] = -128 * (sum & 1);
+    }
+};
+
+// The digits of weights that stand in memory.
 template <int BITS> static void make_digits(FastValues &f, const VRun &a, int rows) {
     const int groups = (a.dim + a.channels - 1) / a.channels, tokens = a.tiles * TILE;
-    constexpr float MOST = 32639; // the greatest number of two balanced digits
     for (int g = 0; g < groups; g++)
         for (int r = 0; r < rows; r++) {
             const float *weight = a.weights + (g * MAX_ROWS + r) * BLOCK;
             vf most = zero();
             for (int t = 0; t < tokens; t += W) most = max(most, _mm512_abs_ps(load(weight + t)));
             const float range = highest(most);
-            const vf unit = set1(range > 0 ? MOST / range : 0);
-            f.scale[g][r] = range / MOST * f.step;
-            vi highs = _mm512_setzero_si512(), lows = highs;
-            for (int t = 0; t < tokens; t += W) {
-                const vi x = _mm512_cvtps_epi32(mul(load(weight + t), unit));
-                const vi high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
-                const vi low = _mm512_sub_epi32(x, shl<8>(high));
-                highs = _mm512_add_epi32(highs, high);
-                lows = _mm512_add_epi32(lows, low);
-                _mm_storeu_si128((__m128i *)(f.high[g][r] + t), in_word_order<BITS>(_mm512_cvtepi32_epi8(high)));
-                _mm_storeu_si128((__m128i *)(f.low[g][r] + t), in_word_order<BITS>(_mm512_cvtepi32_epi8(low)));
-            }
-            f.high_sum[g][r] = 128 * _mm512_reduce_add_epi32(highs);
-            f.low_sum[g][r] = 128 * _mm512_reduce_add_epi32(lows);
+            const vf unit = set1(range > 0 ? MOST_DIGITS / range : 0);
+            Digits<BITS> digits(f, g, r);
+            for (int t = 0; t < tokens; t += TILE) digits.put(t, mul(load(weight + t), unit), mul(load(weight + t + W), unit));
+            digits.end(f, g, r, range);
         }
+}
+
+// V's scales of a block as fp32, the greatest of a group of channels made MOST_DIGITS.
+struct BlockScales {
+    float *scale; // [groups][BLOCK]
+    float range[32];
+    BlockScales(float *memory, const uint16_t *const *halves, int groups, int tokens) : scale(memory) {
+        for (int g = 0; g < groups; g++) {
+            float *to = scale + g * BLOCK;
+            vf most = zero();
+            for (int t = 0; t < tokens; t += W) {
+                const vf x = halves[0] ? load_half(halves[t / TILE] + g * TILE + t % TILE) : set1(1.0f);
+                most = max(most, _mm512_abs_ps(x));
+                store(to + t, x);
+            }
+            range[g] = highest(most);
+            const vf unit = set1(range[g] > 0 ? MOST_DIGITS / range[g] : 0);
+            for (int t = 0; t < tokens; t += W) store(to + t, mul(load(to + t), unit));
+        }
+    }
+};
+
+// exp(x - top) of 16 scores, to some 1e-5, which is far less than 8 bits lose.
+INLINE vf weights_of(const float *score, vf minus_top) {
+    const vf x = max(fma(load(score), set1(LOG2E), minus_top), set1(-150.0f));
+    const vf whole = _mm512_roundscale_ps(x, 8), f = sub(x, whole);
+    vf y = set1(9.6181291e-3f);
+    y = fma(y, f, set1(5.5504109e-2f));
+    y = fma(y, f, set1(2.4022651e-1f));
+    y = fma(y, f, set1(6.9314718e-1f));
+    y = fma(y, f, set1(1.0f));
+    return _mm512_scalef_ps(y, whole);
+}
+
+// The digits of a row from its scores, of which `top` is the highest; weights are exp(score - top)
+// here and `decay` times that in the sums. Returns the sum of the weights.
+template <int BITS>
+static float weigh_digits(FastValues &f, int groups, int r, float *score, float top, float decay, const BlockScales &scales, int tokens) {
+    const vf minus_top = set1(-top * LOG2E);
+    vf total = zero();
+    Digits<BITS> digits(f, 0, r);
+    for (int t = 0; t < tokens; t += TILE) {
+        const vf a = weights_of(score + t, minus_top), b = weights_of(score + t + W, minus_top);
+        total = add(total, add(a, b));
+        digits.put(t, mul(a, load(scales.scale + t)), mul(b, load(scales.scale + t + W)));
+        if (groups == 1) continue;
+        store(score + t, a);
+        store(score + t + W, b);
+    }
+    digits.end(f, 0, r, scales.range[0] * decay);
+    for (int g = 1; g < groups; g++) {
+        const float *scale = scales.scale + g * BLOCK;
+        Digits<BITS> more(f, g, r);
+        for (int t = 0; t < tokens; t += TILE)
+            more.put(t, mul(load(score + t), load(scale + t)), mul(load(score + t + W), load(scale + t + W)));
+        more.end(f, g, r, scales.range[g] * decay);
+    }
+    return sum(total) * decay;
 }
 
 template <int BITS, int RB, int CV> INLINE void fast_v_channels(const VRun &a, const FastValues &f, int c, __mmask16 part) {
@@ -150,39 +240,43 @@ template <int BITS, int RB, int CV> INLINE void fast_v_channels(const VRun &a, c
     const vi mask = _mm512_set1_epi8((char)((1 << BITS) - 1));
     vi high[CV][RB], low[CV][RB];
     for (int r = 0; r < RB; r++)
-        for (int k = 0; k < CV; k++) high[k][r] = low[k][r] = _mm512_setzero_si512();
-    for (int tile = 0; tile < a.tiles; tile++)
-        for (int i = 0; i < BITS; i++) {
-            const uint32_t *words = a.words[tile] + i * a.dim + c;
+        for (int k = 0; k < CV; k++) {
+            high[k][r] = _mm512_set1_epi32(f.high_start[g][r]);
+            low[k][r] = _mm512_set1_epi32(f.low_start[g][r]);
+        }
+    const int8_t *highs = f.high[g][0], *lows = f.low[g][0];
+    for (int tile = 0; tile < a.tiles; tile++) {
+        const uint32_t *words = a.words[tile] + c;
+        // As many bytes of the tiles ahead as are read here, in their order in memory.
+        const int share = c / (CV * W) * a.tiles + tile, shares = a.dim < CV * W ? 1 : a.dim / (CV * W);
+        const char *ahead = a.ahead[share / shares % (BLOCK / TILE)] + share % shares * (BITS * CV * 64);
+        for (int i = 0; i < BITS; i++, words += a.dim, ahead += CV * 64) {
             vi w[CV];
             for (int k = 0; k < CV; k++) {
                 w[k] = _mm512_maskz_loadu_epi32(k == CV - 1 ? part : (__mmask16)0xffff, words + k * W);
-                prefetch(a.ahead[tile] + (i * a.dim + c + k * W) * 4);
+                prefetch(ahead + k * W * 4);
             }
-            for (int n = 0; n < N; n++) {
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++, highs += 4, lows += 4) {
                 vi x[CV];
                 for (int k = 0; k < CV; k++) {
                     if constexpr (BITS == 8) x[k] = w[k];
                     else x[k] = _mm512_shuffle_epi8(f.table, _mm512_and_si512(_mm512_srli_epi32(w[k], n * BITS), mask));
                 }
-                const int at = tile * TILE + (i * N + n) * 4;
                 for (int r = 0; r < RB; r++) {
-                    int32_t h, l;
-                    memcpy(&h, f.high[g][r] + at, 4);
-                    memcpy(&l, f.low[g][r] + at, 4);
+                    const vi h = four_bytes(highs + r * BLOCK), l = four_bytes(lows + r * BLOCK);
                     for (int k = 0; k < CV; k++) {
-                        high[k][r] = _mm512_dpbusd_epi32(high[k][r], x[k], _mm512_set1_epi32(h));
-                        low[k][r] = _mm512_dpbusd_epi32(low[k][r], x[k], _mm512_set1_epi32(l));
+                        add_products(high[k][r], x[k], h);
+                        add_products(low[k][r], x[k], l);
                     }
                 }
             }
         }
+    }
     for (int r = 0; r < RB; r++)
         for (int k = 0; k < CV; k++) {
             float *to = a.acc + r * a.stride + c + k * W;
-            const vi h = _mm512_sub_epi32(high[k][r], _mm512_set1_epi32(f.high_sum[g][r]));
-            const vi l = _mm512_sub_epi32(low[k][r], _mm512_set1_epi32(f.low_sum[g][r]));
-            const vf sum = fma(to_float(h), set1(256.0f), to_float(l));
+            const vf sum = fma(to_float(high[k][r]), set1(256.0f), to_float(low[k][r]));
             store(to, fma(sum, set1(f.scale[g][r]), load(to)));
         }
 }
@@ -203,6 +297,11 @@ template <int BITS> struct FastFunctions {
         return rows == 1 ? fast_k_tile<BITS, 1> : rows == 2 ? fast_k_tile<BITS, 2> : rows == 3 ? fast_k_tile<BITS, 3>
              : rows == 4 ? fast_k_tile<BITS, 4> : fast_k_tile<BITS, 8>;
     }
+    template <bool ONE> static K two(int rows) {
+        return rows == 1 ? fast_k_tile<BITS, 1, 2, ONE> : rows == 2 ? fast_k_tile<BITS, 2, 2, ONE>
+             : rows == 3 ? fast_k_tile<BITS, 3, 2, ONE> : rows == 4 ? fast_k_tile<BITS, 4, 2, ONE> : nullptr;
+    }
+    static K pair(int rows, int groups) { return groups == 1 ? two<true>(rows) : BITS == 8 ? two<BITS != 8>(rows) : nullptr; }
     static V v(int rows) {
         return rows == 1 ? fast_v_run<BITS, 1> : rows == 2 ? fast_v_run<BITS, 2> : rows == 3 ? fast_v_run<BITS, 3>
              : rows == 4 ? fast_v_run<BITS, 4> : fast_v_run<BITS, 8>;

@@ -15,8 +15,9 @@ typedef void (*KFunction)(const KTile &);
 typedef void (*VFunction)(const VRun &);
 
 // Query rows are taken 1, 2, 3, 4 or 8 at a time in the formats of wide use, else 1 or 4.
-template <class Level, int BITS> constexpr bool WIDE = W > 4 && (BITS == 2 || BITS == 3 || BITS == 4);
-template <> constexpr bool WIDE<Linear<8>, 8> = W > 4;
+constexpr bool MANY_ROWS = W > 4 || REGISTERS == 32;
+template <class Level, int BITS> constexpr bool WIDE = MANY_ROWS && (BITS == 2 || BITS == 3 || BITS == 4);
+template <> constexpr bool WIDE<Linear<8>, 8> = MANY_ROWS;
 
 template <class Level, int BITS> struct Functions {
     static constexpr bool wide = WIDE<Level, BITS>;

@@ -19,6 +19,11 @@ struct KTile {
     float middle;                 // of the codes, added to zero scaled
 };
 
+// Groups of channels with a scale of their own. Where it is one, a constant keeps sums in registers.
+template <bool ONE> INLINE int groups_in(const KTile &a) {
+    return ONE ? 1 : (a.dim + a.channels - 1) / a.channels;
+}
+
 // Adds the products of 32 channels; word(vector, plane, index) gives the packed words.
 template <class Level, int BITS, int RB, int TV, class F>
 INLINE void add_channels(vf (&acc)[TV][RB], const Level &level, const float *q, int64_t width, F &&word) {
@@ -49,7 +54,7 @@ template <class Level, int BITS, int RB, int TILES = 1> void k_tile(const KTile 
         begin[p + 1] = begin[p] + (a.dim * P::width[p] + 31) / 32;
     const int64_t half = begin[P::count] * 16;
     const int whole = a.dim / 32, rest = a.dim % 32;
-    const int groups = (a.dim + a.channels - 1) / a.channels;
+    const int groups = groups_in<TILES == 2>(a);
     for (int t = 0; t < TOKENS; t += TV * W) {
         const uint32_t *at[TV];
         const char *ahead[TV];

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 1
+#define KVP_ABI 2
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -76,11 +76,12 @@ typedef struct {
 } kvp_attend_args;
 
 KVP_EXPORT int kvp_abi(void);
-// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512.
+// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512, 8 NEON.
 KVP_EXPORT int kvp_levels(void);
-// Level: one bit of kvp_levels. Returns 0, or why the call is not covered.
-KVP_EXPORT int kvp_attend(int level, const kvp_attend_args *args);
-// The same for many query rows per KV head, which share what is decoded. With `latent`, K holds
+// Carries out `count` calls at once, on the threads of the first. Level: one bit of kvp_levels.
+// Returns 0, or why nothing was computed: 1 no such level, 2 a call that is not covered, 3 no memory.
+KVP_EXPORT int kvp_attend(int level, const kvp_attend_args *args, int64_t count);
+// One call with many query rows per KV head, which share what is decoded. With `latent`, K holds
 // latents and V rotated keys: the queries are as wide as both, and the latents are the values too.
 KVP_EXPORT int kvp_attend_rows(int level, const kvp_attend_args *args, int latent);
 // Reads memory and does next to nothing with it: how fast the slots could come at best.

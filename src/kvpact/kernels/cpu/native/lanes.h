@@ -1,6 +1,7 @@
 // W vectors side by side: lane = vector. What is done to a vector is then done to W at a time, in
 // the order of operations in which the torch bodies do it, and without any horizontal step.
 #pragma once
+#include <stdlib.h>
 #include <utility>
 
 #include "level.h"
@@ -29,6 +30,9 @@ INLINE void store_codes(uint8_t *p, Ints codes) {
     const __m128i low = _mm256_castsi256_si128((__m256i)codes), high = _mm256_extracti128_si256((__m256i)codes, 1);
     const __m128i pairs = _mm_packus_epi32(low, high);
     _mm_storel_epi64((__m128i *)p, _mm_packus_epi16(pairs, pairs));
+#elif defined(KVP_NEON)
+    const uint16x4_t pairs = vmovn_u32((uint32x4_t)codes);
+    vst1_lane_u32((uint32_t *)p, vreinterpret_u32_u8(vmovn_u16(vcombine_u16(pairs, pairs))), 0);
 #elif defined(__SSE2__)
     const __m128i pairs = _mm_packs_epi32((__m128i)codes, (__m128i)codes);
     const int bytes = _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs));
@@ -43,6 +47,8 @@ INLINE Ints load_codes(const uint8_t *p) {
     return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(KVP_AVX2)
     return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#elif defined(KVP_NEON)
+    return (Ints)vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p))));
 #elif defined(__SSE2__)
     int bytes;
     memcpy(&bytes, p, 4);
@@ -64,6 +70,11 @@ INLINE vf rounded(vf x) {
 INLINE uint16_t to_half(float x) {
 #if defined(KVP_AVX2) || defined(KVP_AVX512)
     return (uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(KVP_NEON)
+    const __fp16 half = (__fp16)x;
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
 #else
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -85,6 +96,10 @@ INLINE uint16_t to_half(float x) {
 INLINE float from_half(uint16_t h) {
 #if defined(KVP_AVX2) || defined(KVP_AVX512)
     return _cvtsh_ss(h);
+#elif defined(KVP_NEON)
+    __fp16 half;
+    memcpy(&half, &h, 2);
+    return (float)half;
 #else
     return half_to_float(h);
 #endif
@@ -96,6 +111,18 @@ INLINE vf store_halves(uint16_t *p, vf x) {
         x[i] = from_half(p[i]);
     }
     return x;
+}
+
+// A thread's own, kept for its next call.
+template <class T> T &own_scratch() {
+    struct Holder {
+        T *p = nullptr;
+        ~Holder() { free(p); }
+    };
+    static thread_local Holder holder;
+    if (!holder.p) holder.p = (T *)aligned_alloc(64, (sizeof(T) + 63) / 64 * 64);
+    if (!holder.p) abort();
+    return *holder.p;
 }
 
 // Of rows a and b, lanes 0, STEP apart: what a transposition by halves exchanges.
@@ -119,6 +146,54 @@ template <int STEP = 1> INLINE void transpose(vf *r) {
 INLINE vf load_numbers(const char *p, int dtype) {
     if (dtype == KVP_F32) return load((const float *)p);
     return dtype == KVP_F16 ? load_half((const uint16_t *)p) : load_bf16((const uint16_t *)p);
+}
+
+// Rounds, ties to even; what is beyond fp16 becomes its largest number.
+INLINE void store_numbers(char *p, vf x, int dtype) {
+    if (dtype == KVP_F32) return store((float *)p, x);
+    uint16_t *to = (uint16_t *)p;
+    if (dtype == KVP_F16) {
+        const vf most = set1(65504);
+        x = pick_lanes((Ints)(x > most), most, x);
+        x = pick_lanes((Ints)(x < -most), -most, x);
+#if defined(KVP_AVX512)
+        _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(KVP_AVX2)
+        _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+        for (int i = 0; i < W; i++) to[i] = to_half(x[i]);
+#endif
+        return;
+    }
+    const Ints bits = (Ints)x, rounded = bits + (0x7fff + (bits >> 16 & 1));
+    const Ints whole = ((Ints)(x != x) ? Ints{} + 0x7fc00000 : rounded) >> 16;
+    for (int i = 0; i < W; i++) to[i] = (uint16_t)whole[i];
+}
+
+// y[channel][lane], each channel times its sign -> vectors. No pointer: no vector.
+INLINE void store_lanes(char *const *rows, const float *y, int dim, int dtype, const float *signs) {
+    const int size = dtype == KVP_F32 ? 4 : 2;
+    for (int c = 0; c < dim; c += W) {
+        vf r[W];
+        const int count = dim - c < W ? dim - c : W;
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            if (i >= count) r[i] = zero();
+            else r[i] = signs ? load(y + (c + i) * W) * set1(signs[c + i]) : load(y + (c + i) * W);
+        }
+        transpose(r);
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+            if (!rows[i]) continue;
+            if (count == W) {
+                store_numbers(rows[i] + (int64_t)c * size, r[i], dtype);
+            } else {
+                char part[4 * W];
+                store_numbers(part, r[i], dtype);
+                memcpy(rows[i] + (int64_t)c * size, part, (size_t)(count * size));
+            }
+        }
+    }
 }
 
 // Vectors -> y[channel][lane], each channel times its sign. No pointer: zeros.
@@ -182,15 +257,29 @@ INLINE void hadamard_lanes(float *y, int n) {
     default: stages<R>(y, n, step, norm);
     }
 }
-// transforms/hadamard.py; the first signs have been multiplied already.
-INLINE void rotate_lanes(float *y, const float *signs, int dim) {
+INLINE int block_of(int dim) {
     int n = 1;
     while (2 * n <= dim) n *= 2;
+    return n;
+}
+// transforms/hadamard.py; the first signs have been multiplied already.
+INLINE void rotate_lanes(float *y, const float *signs, int dim) {
+    const int n = block_of(dim);
     hadamard_lanes(y, n);
     if (n == dim) return;
     float *last = y + (dim - n) * W;
     for (int i = 0; i < n; i++) store(last + i * W, load(last + i * W) * set1(signs[dim + i]));
     hadamard_lanes(last, n);
+}
+// The first signs are still to be multiplied.
+INLINE void rotate_lanes_back(float *y, const float *signs, int dim) {
+    const int n = block_of(dim);
+    float *last = y + (dim - n) * W;
+    if (n != dim) {
+        hadamard_lanes(last, n);
+        for (int i = 0; i < n; i++) store(last + i * W, load(last + i * W) * set1(signs[dim + i]));
+    }
+    hadamard_lanes(y, n);
 }
 
 // Sums in the order of tree_sum (kernels/ops.py): the upper half on the lower one, again and again.

@@ -18,6 +18,8 @@ namespace KVP_NS {
 #include "simd_avx512.h"
 #elif defined(KVP_AVX2)
 #include "simd_avx2.h"
+#elif defined(KVP_NEON)
+#include "simd_neon.h"
 #else
 #include "simd_base.h"
 #endif

@@ -30,6 +30,21 @@ struct Sizes {
     }
 };
 
+// Slots of K that are prefetched between K and V: the products with K are too short for all of them.
+struct Later {
+    const char *at[BLOCK / TILE];
+    int count = 0;
+    int64_t bytes = 0; // of each
+    INLINE void put(const char *codes, int64_t size) {
+        at[count++] = codes;
+        bytes = size;
+    }
+    INLINE void share(int part, int parts) const {
+        for (int i = 0; i < count; i++)
+            for (int64_t b = bytes * part / parts / 64 * 64; b < bytes * (part + 1) / parts; b += 64) prefetch(at[i] + b);
+    }
+};
+
 // Everything that the query rows of one pass need.
 struct Pass {
     const Job &job;
@@ -40,24 +55,45 @@ struct Pass {
     Scratch &scratch;
     float (*score)[BLOCK];
     float (*weight)[BLOCK];
+    Later later;
 };
 
-// What stands beside the codes of a tile is small and far away: no hardware would guess it.
-INLINE void prefetch_side(const kvp_stream &x, const Sizes &size, const Pass &p, int64_t t, const Place &place) {
-    const char *scale = place.tile(x.scale, p.b, p.h, size.side), *zero = place.tile(x.zero, p.b, p.h, size.side);
-    if (scale)
-        for (int64_t i = 0; i < size.side; i += 64) prefetch(scale + i);
-    if (zero)
-        for (int64_t i = 0; i < size.side; i += 64) prefetch(zero + i);
-    if (!x.group || (uint32_t)t % (uint32_t)x.group) return;
-    const int64_t bytes = 2 * (int64_t)x.dim;
-    const char *fold = place.group(x.fold, p.b, p.h, x.group, bytes);
-    const char *shift = place.group(x.shift, p.b, p.h, x.group, bytes);
-    if (fold)
-        for (int64_t i = 0; i < bytes; i += 64) prefetch(fold + i);
-    if (shift)
-        for (int64_t i = 0; i < bytes; i += 64) prefetch(shift + i);
-}
+// The slots that are read next: those of the same stream a block later, and at the end those that
+// the next head begins with. No hardware would guess them, since a head's part of a segment is short.
+struct Ahead {
+    const kvp_stream &x;
+    const Sizes &size;
+    int64_t b, h, left; // tokens that are left of this head
+    bool there;
+    Place place;
+
+    Ahead(const kvp_stream &stream, const Sizes &sizes, const Pass &p, int64_t t)
+        : x(stream), size(sizes), b(p.b), h(p.h), left(x.exact_from - t), there(true), place(x, t) {
+        if (left > 0) return;
+        there = p.job.splits == 1 && h + 1 < p.a.heads && p.job.begin < x.exact_from;
+        h++;
+        place = Place(x, p.job.begin);
+        left = x.exact_from - p.job.begin;
+    }
+    // Prefetches what stands beside the codes of a tile; returns where the codes are, and goes on.
+    INLINE const char *next(const void *otherwise) {
+        if (!there || left <= 0) return (const char *)otherwise;
+        lines(place.tile(x.scale, b, h, size.side), size.side);
+        lines(place.tile(x.zero, b, h, size.side), size.side);
+        if (x.group && (uint32_t)place.inside % (uint32_t)x.group == 0) {
+            lines(place.group(x.fold, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
+            lines(place.group(x.shift, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
+        }
+        const char *codes = place.tile(x.codes, b, h, size.tile);
+        place.step(x);
+        left -= TILE;
+        return codes;
+    }
+    static INLINE void lines(const char *at, int64_t bytes) {
+        if (at)
+            for (int64_t i = 0; i < bytes; i += 64) prefetch(at + i);
+    }
+};
 
 INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *outer) {
     const kvp_stream &k = p.a.k;
@@ -84,8 +120,10 @@ INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *o
     }
 }
 
+constexpr int NOW = 5 * TILE; // tokens of a block whose successors are prefetched at once
+
 static void packed_scores(Pass &p, int64_t t, int64_t n) {
-    const kvp_stream &k = p.a.k, &v = p.a.v;
+    const kvp_stream &k = p.a.k;
     const int groups = p.k_size.groups;
     const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
     float inner[MAX_ROWS] = {0}, outer[MAX_ROWS] = {0}, sums[MAX_ROWS * MOST_GROUPS];
@@ -98,10 +136,11 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
                 sums[r * groups + g] = total;
             }
     const KFunction one = by_format(k, [&](auto f) { return f.k(p.passed); });
-    const KFunction two = by_format(k, [&](auto f) { return f.pair(p.passed); });
+    const KFunction two = by_format(k, [&](auto f) { return groups == 1 ? f.pair(p.passed) : nullptr; });
 #if defined(KVP_AVX512)
     const bool in_bytes = p.a.fast && fast_format(k);
     const auto fast = by_fast_bits(k.bits, [&](auto f) { return f.k(p.passed); });
+    const auto fast_pair = by_fast_bits(k.bits, [&](auto f) { return f.pair(p.passed, groups); });
     if (in_bytes && p.scratch.fast_row != p.r0) {
         by_fast_bits(k.bits, [&](auto f) {
             make_fast_keys<decltype(f)::bits>(p.scratch.keys, k, q, p.job.k_width, p.passed);
@@ -109,8 +148,9 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
         });
         p.scratch.fast_row = p.r0;
     }
+    const bool pairs = in_bytes ? fast_pair != nullptr : two != nullptr;
 #else
-    const bool in_bytes = false;
+    const bool pairs = two != nullptr;
 #endif
     KTile tile;
     tile.table = k.table;
@@ -123,28 +163,27 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
     tile.channels = k.channels;
     tile.middle = k.middle;
     int64_t folded = -1;
+    Place place(k, t);
+    Ahead ahead(k, p.k_size, p, t + BLOCK);
     for (int64_t i = 0; i < n;) {
         if (k.group && (t + i) / k.group != folded) {
             folded = (t + i) / k.group;
             fold_keys(p, q, t + i, inner, outer);
         }
-        const bool pair = two && groups == 1 && !in_bytes && i + TILE < n && (!k.group || (t + i + TILE) / k.group == folded);
-        for (int j = 0; j <= pair; j++) {
-            const int64_t at = t + i + j * TILE;
-            const Place place(k, at);
+        const bool pair = pairs && i + TILE < n && (!k.group || (t + i + TILE) / k.group == folded);
+        for (int j = 0; j <= pair; j++, place.step(k)) {
             tile.words[j] = (const uint32_t *)place.tile(k.codes, p.b, p.h, p.k_size.tile);
             tile.scale[j] = (const uint16_t *)place.tile(k.scale, p.b, p.h, p.k_size.side);
             tile.zero[j] = (const uint16_t *)place.tile(k.zero, p.b, p.h, p.k_size.side);
-            tile.ahead[j] = (const char *)tile.words[j];
-            if (at < v.exact_from) {
-                const Place next(v, at);
-                tile.ahead[j] = next.tile(v.codes, p.b, p.h, p.v_size.tile);
-                prefetch_side(v, p.v_size, p, at, next);
+            tile.ahead[j] = ahead.next(tile.words[j]);
+            if (i + j * TILE >= NOW) {
+                p.later.put(tile.ahead[j], p.k_size.tile);
+                tile.ahead[j] = (const char *)tile.words[j];
             }
         }
         tile.out = p.score[0] + i;
 #if defined(KVP_AVX512)
-        if (in_bytes) fast(tile, p.scratch.keys);
+        if (in_bytes) (pair ? fast_pair : fast)(tile, p.scratch.keys);
         else
 #endif
             (pair ? two : one)(tile);
@@ -152,50 +191,61 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
     }
 }
 
+// The slots of V from tile to tile.
+struct ValueTiles {
+    const uint16_t *scale[BLOCK / TILE], *zero[BLOCK / TILE];
+    Place place;
+    Ahead ahead;
+    VRun run;
+
+    ValueTiles(const Pass &p, float *acc, int64_t t) : place(p.a.v, t), ahead(p.a.v, p.v_size, p, t + BLOCK) {
+        const kvp_stream &v = p.a.v;
+        run.table = v.table;
+        run.weights = p.scratch.weights;
+        run.shift = p.scratch.shift;
+        run.fold = nullptr;
+        run.acc = acc;
+        run.stride = p.job.partial_row();
+        run.dim = v.dim;
+        run.channels = v.channels;
+    }
+    INLINE void take(const Pass &p, int64_t tokens) {
+        const kvp_stream &v = p.a.v;
+        run.tiles = 0;
+        for (int64_t i = 0; i < tokens; i += TILE, run.tiles++, place.step(v)) {
+            run.words[run.tiles] = (const uint32_t *)place.tile(v.codes, p.b, p.h, p.v_size.tile);
+            run.ahead[run.tiles] = ahead.next(run.words[run.tiles]);
+            scale[run.tiles] = (const uint16_t *)place.tile(v.scale, p.b, p.h, p.v_size.side);
+            zero[run.tiles] = (const uint16_t *)place.tile(v.zero, p.b, p.h, p.v_size.side);
+        }
+    }
+};
+
 static void packed_values(Pass &p, float *acc, int64_t t, int64_t n) {
-    const kvp_stream &v = p.a.v, &k = p.a.k;
+    const kvp_stream &v = p.a.v;
     const int groups = p.v_size.groups;
     float *weights = p.scratch.weights, *shift = p.scratch.shift;
-    const uint16_t *scale[BLOCK / TILE], *zeros[BLOCK / TILE];
-    VRun a;
-    a.table = v.table;
-    a.weights = weights;
-    a.shift = shift;
-    a.acc = acc;
-    a.stride = p.job.partial_row();
-    a.dim = v.dim;
-    a.channels = v.channels;
     const int64_t step = v.group && v.group < BLOCK ? v.group : BLOCK;
+    ValueTiles tiles(p, acc, t);
+    VRun &a = tiles.run;
     for (int64_t i = 0; i < n;) {
         const int64_t end = upto(i + step - (t + i) % step, n);
-        a.tiles = 0;
         memset(shift, 0, sizeof(float) * groups * MAX_ROWS);
-        for (int64_t j = i; j < end; j += TILE, a.tiles++) {
-            const Place place(v, t + j);
-            a.words[a.tiles] = (const uint32_t *)place.tile(v.codes, p.b, p.h, p.v_size.tile);
-            a.ahead[a.tiles] = (const char *)a.words[a.tiles];
-            if (t + j + BLOCK < k.exact_from) {
-                const Place next(k, t + j + BLOCK);
-                a.ahead[a.tiles] = next.tile(k.codes, p.b, p.h, p.k_size.tile);
-                prefetch_side(k, p.k_size, p, t + j + BLOCK, next);
-            }
-            scale[a.tiles] = (const uint16_t *)place.tile(v.scale, p.b, p.h, p.v_size.side);
-            zeros[a.tiles] = (const uint16_t *)place.tile(v.zero, p.b, p.h, p.v_size.side);
-        }
+        tiles.take(p, end - i);
         for (int g = 0; g < groups; g++) {
             vf moved[MAX_ROWS];
             for (int r = 0; r < MAX_ROWS; r++) moved[r] = zero();
             for (int tile = 0; tile < a.tiles; tile++)
                 for (int c = 0; c < TILE; c += W) {
                     const int side = g * TILE + c, at = tile * TILE + c;
-                    const vf s = scale[tile] ? load_half(scale[tile] + side) : set1(1.0f);
+                    const vf s = tiles.scale[tile] ? load_half(tiles.scale[tile] + side) : set1(1.0f);
                     for (int r = 0; r < p.passed; r++)
                         store(weights + (g * MAX_ROWS + r) * BLOCK + at, mul(load(&p.weight[r][i + at]), s));
-                    if (!zeros[tile]) continue;
-                    const vf z = fma(s, set1(v.middle), load_half(zeros[tile] + side));
+                    if (!tiles.zero[tile]) continue;
+                    const vf z = fma(s, set1(v.middle), load_half(tiles.zero[tile] + side));
                     for (int r = 0; r < p.passed; r++) moved[r] = fma(load(&p.weight[r][i + at]), z, moved[r]);
                 }
-            if (zeros[0])
+            if (tiles.zero[0])
                 for (int r = 0; r < p.passed; r += 4)
                     store_sums(shift + g * MAX_ROWS + r, 1, moved[r], moved[r + 1], moved[r + 2], moved[r + 3]);
         }

@@ -11,14 +11,28 @@
 
 namespace {
 
+// Rounds follow each other closely in a decode step, and waking a thread takes longer than a short
+// round: who waits looks for a few microseconds before it sleeps.
+constexpr int LOOKS = 400, LAST_LOOKS = 2000;
+
+void rest() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 struct Pool {
     std::mutex owner; // held by the call that uses the threads
     std::mutex lock;
     std::condition_variable wake, done;
     std::vector<std::thread> threads;
-    uint64_t round = 0;
-    int64_t wanted = 0, running = 0, count = 0;
+    std::atomic<uint64_t> round{0};
+    std::atomic<int64_t> running{0}; // threads that are in the round
     std::atomic<int64_t> next{0};
+    bool open = false; // threads may still join the round
+    int64_t wanted = 0, count = 0;
     kvp_work work = nullptr;
     void *context = nullptr;
 
@@ -28,11 +42,14 @@ struct Pool {
 
     void serve(int64_t index) {
         uint64_t seen = 0;
-        std::unique_lock<std::mutex> guard(lock);
         for (;;) {
+            for (int i = 0; i < LOOKS && round.load(std::memory_order_relaxed) == seen; i++) rest();
+            std::unique_lock<std::mutex> guard(lock);
             wake.wait(guard, [&] { return round != seen; });
             seen = round;
-            if (index >= wanted) continue;
+            // A thread that wakes late is not waited for.
+            if (index >= wanted || !open) continue;
+            running++;
             guard.unlock();
             take();
             guard.lock();
@@ -51,16 +68,22 @@ struct Pool {
                     others = index; // the system gives no more threads
                 }
             }
-            wanted = running = others;
+            wanted = others;
             count = n;
             work = f;
             context = c;
             next.store(0, std::memory_order_relaxed);
+            open = true;
             round++;
         }
         wake.notify_all();
         take();
         std::unique_lock<std::mutex> guard(lock);
+        open = false;
+        if (running == 0) return;
+        guard.unlock();
+        for (int i = 0; i < LAST_LOOKS && running.load(std::memory_order_relaxed) != 0; i++) rest();
+        guard.lock();
         done.wait(guard, [&] { return running == 0; });
     }
 };

@@ -4,26 +4,42 @@
 
 namespace KVP_NS {
 
-template <int STEP> INLINE void butterflies_inside(float *x, int n) {
+// Stages of distance STEP and more inside of each of V registers: lanes with bit STEP hold
+// partner - x, the others partner + x.
+template <int STEP, int V> INLINE void butterflies_inside(vf (&x)[V]) {
     if constexpr (STEP < W) {
-        // Lanes with bit STEP: partner - x; the others: partner + x.
         alignas(64) float sign[W];
         for (int i = 0; i < W; i++) sign[i] = i & STEP ? -1.0f : 1.0f;
         const vf s = load(sign);
-        for (int i = 0; i < n; i += W) {
-            vf a = load(x + i);
-            store(x + i, add(mul(a, s), swap_lanes<STEP>(a)));
-        }
-        butterflies_inside<2 * STEP>(x, n);
+        for (int i = 0; i < V; i++) x[i] = add(mul(x[i], s), swap_lanes<STEP>(x[i]));
+        butterflies_inside<2 * STEP>(x);
     }
 }
 
+// The stages of V registers that lie one after the other.
+template <int V> INLINE void butterflies_of(float *at) {
+    vf x[V];
+    for (int i = 0; i < V; i++) x[i] = load(at + i * W);
+    butterflies_inside<1>(x);
+    for (int step = 1; step < V; step *= 2)
+        for (int i = 0; i < V; i++) {
+            if (i & step) continue;
+            const vf a = x[i], b = x[i + step];
+            x[i] = add(a, b);
+            x[i + step] = sub(a, b);
+        }
+    for (int i = 0; i < V; i++) store(at + i * W, x[i]);
+}
+
 // The orthonormal Walsh-Hadamard transform of n numbers, n a power of two.
-INLINE void butterflies(float *x, int n) {
-    const float norm = (float)(1.0 / sqrt((double)n));
+static void butterflies(float *x, int n) {
+    constexpr int V = 8;
     int step = 1;
-    if (n >= W) {
-        butterflies_inside<1>(x, n);
+    if (n >= V * W) {
+        for (int i = 0; i < n; i += V * W) butterflies_of<V>(x + i);
+        step = V * W;
+    } else if (n >= W) {
+        for (int i = 0; i < n; i += W) butterflies_of<1>(x + i);
         step = W;
     }
     for (; step < n; step *= 2)
@@ -42,6 +58,7 @@ INLINE void butterflies(float *x, int n) {
                 }
             }
         }
+    const float norm = (float)(1.0 / sqrt((double)n));
     for (int i = 0; i < n; i++) x[i] *= norm;
 }
 

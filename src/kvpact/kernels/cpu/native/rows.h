@@ -36,5 +36,6 @@ struct Part {
     void rows_finish(const RowsJob &job, int64_t index);   \
     }
 KVP_ROWS_LEVEL(kvp_base)
+KVP_ROWS_LEVEL(kvp_neon)
 KVP_ROWS_LEVEL(kvp_avx2)
 KVP_ROWS_LEVEL(kvp_avx512)

@@ -5,7 +5,7 @@
 
 namespace {
 
-enum { BASE = 1, AVX2 = 2, AVX512 = 4 };
+enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
 
 struct Level {
     void (*task)(const RowsJob &, int64_t);
@@ -16,6 +16,8 @@ Level level_of(int level) {
 #if defined(KVP_X86)
     if (level == AVX512) return {kvp_avx512::rows_task, kvp_avx512::rows_finish};
     if (level == AVX2) return {kvp_avx2::rows_task, kvp_avx2::rows_finish};
+#elif defined(KVP_ARM)
+    if (level == NEON) return {kvp_neon::rows_task, kvp_neon::rows_finish};
 #endif
     (void)level;
     return {kvp_base::rows_task, kvp_base::rows_finish};

@@ -1,0 +1,161 @@
+"""Instructions of the native kernels, counted: figures that no other work on the machine disturbs.
+
+    python benchmarks/instructions.py DRIVER [--out DIR]
+
+DRIVER is the program of tests/kernels/driver.cpp (`make callgrind` builds it and runs this). Each
+operation is recorded at two lengths and run once under `valgrind --tool=callgrind`; the difference
+of the two counts over the difference of the lengths is what one token costs, without what a call
+costs. Attention: instructions per token and KV head, all query rows of the head together. A: 4
+query heads on a KV head, D = 128; B: 3, D = 64. Encoding: per vector of 128. Valgrind knows no
+AVX-512: that level is counted by stepping through the calls (ptrace), on processors that have it.
+Written to DIR/instructions.json and .md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "kernels"))
+
+from record import CHECKS, Recorder, record_attend, record_encode  # noqa: E402
+
+from kvpact.kernels.cpu import library  # noqa: E402
+
+SHAPES = {"A": {"groups": 4, "dim": 128}, "B": {"groups": 3, "dim": 64}}
+ATTEND = {
+    "4 bits": ("turboquant:bits=4", "exact"),
+    "4 bits, fast": ("turboquant:bits=4", "fast"),
+    "3 bits": ("turboquant:bits=3", "exact"),
+    "2 bits": ("turboquant:bits=2", "exact"),
+    "2 bits, fast": ("turboquant:bits=2", "fast"),
+    "8 bits": ("int:bits=8", "exact"),
+    "8 bits, fast": ("int:bits=8", "fast"),
+    "kivi 4": ("kivi:bits=4", "exact"),
+    "kvarn 4": ("kvarn:bits=4", "exact"),
+    "centred 4": ("turboquant:bits=4,center=64", "exact"),
+    "fp16": ("none:dtype=fp16", "exact"),
+}
+ENCODE = {
+    "4 bits": "turboquant:bits=4",
+    "8 bits": "int:bits=8",
+    "kivi 4": "kivi:bits=4",
+}
+LENGTHS = (256, 512)
+COUNTS, HEADS = (32, 64), 6  # rows times heads of `encode_compare`
+LEVELS = {"none": "base", "avx2": "AVX2", "avx512": "AVX-512"}
+Row = dict[str, Any]
+
+
+def record(path: Path) -> list[Row]:
+    """Write two cases for each row, the short one first; return the rows.
+
+    A case before them takes on itself what only the first call of a process costs.
+    """
+    rows: list[Row] = []
+    recorder = Recorder()
+    with recorder.recording():
+        record_attend(recorder, spec=ATTEND["4 bits"][0])
+        for (name, (spec, kernel)), shape in itertools.product(ATTEND.items(), SHAPES):
+            for held in LENGTHS:
+                record_attend(
+                    recorder, spec=spec, kernel=kernel, held=held, heads=1, **SHAPES[shape]
+                )
+            rows.append({"name": f"attend, {name}, {shape}", "units": LENGTHS[1] - LENGTHS[0]})
+        for (name, spec), side in itertools.product(ENCODE.items(), "kv"):
+            for count in COUNTS:
+                record_encode(recorder, spec, side, 128, count, 0, torch.float32)
+            units = (COUNTS[1] - COUNTS[0]) * HEADS
+            rows.append({"name": f"encode, {name}, {side.upper()}", "units": units})
+    assert len(recorder.cases) == 1 + 2 * len(rows)
+    recorder.write(path)
+    return rows
+
+
+def profiled(driver: Path, cases: Path, level: str, folder: Path) -> list[int]:
+    """Return the instructions of each case, by valgrind."""
+    out = folder / f"{level}.out"
+    functions = [f"kvp_{operation}" for operation in CHECKS]
+    marks = [f"--{when}={name}" for name in functions for when in ("zero-before", "dump-after")]
+    tool = ["valgrind", "--tool=callgrind", f"--callgrind-out-file={out}", *marks]
+    told(*tool, str(driver), str(cases), "--level", level, "--run", "once")
+    found = []
+    while (part := out.with_name(f"{out.name}.{len(found) + 1}")).is_file():
+        found.append(int(re.search(r"^totals: (\d+)", part.read_text(), re.M)[1]))
+    return found
+
+
+def stepped(driver: Path, cases: Path, level: str) -> list[int]:
+    """Return the instructions of each case, by stepping; nothing without such a processor."""
+    if level not in library().levels:
+        return []
+    return [
+        int(x) for x in told(str(driver), str(cases), "--level", level, "--run", "steps").split()
+    ]
+
+
+def told(*command: str) -> str:
+    """Return what a program prints."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr}")
+    return done.stdout
+
+
+def main() -> None:
+    """Count and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("driver", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "attend")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = Path(folder) / "cases"
+        rows = record(cases)
+        for level in LEVELS:
+            if level == "avx512":
+                found = stepped(options.driver, cases, level)
+            else:
+                found = profiled(options.driver, cases, level, Path(folder))
+            assert len(found) in (0, 1 + 2 * len(rows)), (level, len(found))
+            for row, short, long in zip(rows, found[1::2], found[2::2], strict=False):
+                row[level] = round((long - short) / row["units"], 1)
+    versions = {
+        "valgrind": told("valgrind", "--version").strip(),
+        "compiler": told("c++", "--version").splitlines()[0],
+    }
+    lines = [
+        "# Instructions",
+        "",
+        "Counted by `make callgrind`: attention per token and KV head, all query rows of the head",
+        "together (A: 4 query heads on a KV head, D = 128; B: 3, D = 64); encoding per vector of",
+        "128. What a call costs is taken off. Valgrind knows no AVX-512; that level is stepped",
+        "through. `fast` is the exact kernel where there is no AVX-512.",
+        "",
+        ", ".join(f"{name}: {version}" for name, version in versions.items()),
+        "",
+        "| operation | " + " | ".join(LEVELS.values()) + " |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (f"{row[level]:.0f}" if level in row else "–" for level in LEVELS)
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "instructions.md").write_text("\n".join(lines) + "\n")
+    report = {"versions": versions, "lengths": LENGTHS, "counts": COUNTS, "rows": rows}
+    (options.out / "instructions.json").write_text(json.dumps(report, indent=1) + "\n")
+    print("\n".join(lines[9:]))
+
+
+if __name__ == "__main__":
+    main()

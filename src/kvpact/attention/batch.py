@@ -1,0 +1,68 @@
+"""Attention of many sequences: one call of the native kernel where it covers them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.attention.attend import attend, check_call
+from kvpact.attention.native import native_call, new_output, refusal, run
+from kvpact.attention.views import LayerView
+from kvpact.contract import AttendConfig
+from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.ops import saturated
+
+
+class Row(NamedTuple):
+    """The arguments of `attend` for one sequence: a batch of one."""
+
+    view: LayerView | None
+    k: Tensor | None
+    v: Tensor | None
+    q: Tensor
+    config: AttendConfig
+    padding: Tensor | None
+
+
+def attend_rows(rows: Sequence[Row]) -> Tensor:
+    """Compute `attend` for sequences of unlike lengths.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+        One or more; their queries have one shape and dtype.
+
+    Returns
+    -------
+    Tensor
+        `[N, H_q, q_len, D_v]`, what `attend` gives for each.
+    """
+    kernel = rows[0].view.kernel if rows[0].view is not None else None
+    if kernel is None or kernel.library is None or not all(_covered(row, kernel) for row in rows):
+        return torch.cat([attend(*row) for row in rows])
+    return _natively(kernel, rows)
+
+
+def _covered(row: Row, kernel: Kernel) -> bool:
+    view = row.view
+    return view is not None and view.kernel is kernel and not refusal(view, row.q, row.config)
+
+
+def _natively(kernel: Kernel, rows: Sequence[Row]) -> Tensor:
+    first = rows[0].view
+    assert first is not None
+    _, q_heads, queries, _ = rows[0].q.shape
+    out = new_output(len(rows), q_heads, queries, first.v.tail.shape[3])
+    place, size = out.data_ptr(), out.stride(0) * out.itemsize
+    calls = []
+    for view, k, v, q, config, padding in rows:
+        assert view is not None
+        check_call(view, k, q, config)
+        calls.append(native_call(kernel.fast, view, k, v, q, config, padding, place))
+        place += size
+    run(kernel, calls)
+    kernel.calls["cpu"] += len(rows)
+    return saturated(out, rows[0].q.dtype)

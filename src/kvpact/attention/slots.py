@@ -1,0 +1,129 @@
+"""Packed slots as compiled kernels are told of them: their format, and where they lie."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import CodesField
+from kvpact.kernels.cpu import structs
+from kvpact.methods import Codec
+from kvpact.transforms import IDENTITY
+from kvpact.transforms.hadamard import RandomHadamard, random_signs
+
+MOST_DIM = 1024
+DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
+_KINDS = {
+    "table": structs.TABLE,
+    "linear": structs.LINEAR,
+    "raw": structs.RAW,
+    "e4m3": structs.E4M3,
+    "e5m2": structs.E5M2,
+}
+_FIELDS = ("codes", "scale", "zero", "fold", "shift")
+
+
+class SegmentSource(Protocol):
+    """Reads the storage of a stream's slots, which lies in segments."""
+
+    segment_tokens: int
+    prepared: Any
+    """None at first: what a kernel keeps of the slots' addresses, which stay as they are."""
+
+    def gather(self, name: str, first: int, last: int) -> Tensor:
+        """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
+        ...
+
+    def addresses(self, name: str) -> tuple[int, int, int] | None:
+        """Return where a field lies, for compiled kernels.
+
+        Returns
+        -------
+        tuple or None
+            Address of an array with the address of each segment, valid while the source lives;
+            bytes from one row to the next, and from one head to the next. None where segments do
+            not lie in memory alike and without gaps.
+        """
+        ...
+
+
+class SlotFormat:
+    """What of a stream's arguments depends on its codec alone; or why there are none.
+
+    Parameters
+    ----------
+    codec : Codec
+        Whose slots they are.
+
+    Attributes
+    ----------
+    reason : str
+        Why no kernel reads the slots; empty if one does.
+    stream : structs.Stream
+        The arguments, but for where slots and tokens lie.
+    by_channel : bool
+        Whether a word of codes holds consecutive tokens of a channel.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.reason, self.by_channel = "", False
+        self.stream = structs.Stream()
+        self._names: list[tuple[str, str]] = []
+        self._alive: list[Tensor] = []
+        form = codec.packed_format()
+        if form is None:
+            self.reason = f"no native format for {type(codec).__name__}"
+            return
+        codes = next(field for field in codec.fields if field.name == form.codes)
+        dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
+        if dim > MOST_DIM:
+            self.reason = f"width {dim} is above {MOST_DIM}"
+        elif codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
+            self.reason = f"transform {type(codec.transform).__name__}"
+        stream = self.stream
+        stream.kind, stream.bits, stream.dim = _KINDS[form.kind], form.bits, dim
+        stream.group, stream.channels = form.group, form.channels or dim
+        stream.shift_scaled, stream.middle = form.shift_scaled, form.middle
+        self.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
+        if form.kind == "raw":
+            stream.number = DTYPES[codes.dtype]
+        levels = list(form.levels) or [0.0]
+        if form.kind == "table":
+            # At least 16: a vector register of levels is filled up with repetitions.
+            levels *= max(16 // len(levels), 1)
+        stream.table = self._keep(torch.tensor(levels, dtype=torch.float32))
+        if isinstance(codec.transform, RandomHadamard):
+            rotation = codec.transform
+            signs = random_signs(dim + rotation.block, rotation.seed, torch.device("cpu"))
+            stream.signs = self._keep(signs)
+        for name in _FIELDS:
+            field = getattr(form, name)
+            if field is not None:
+                self._names.append((name, field))
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+    def place(self, stream: structs.Stream, source: SegmentSource) -> bool:
+        """Write down where the slots lie; False if not as kernels need them."""
+        for name, field in self._names:
+            found = source.addresses(field)
+            if found is None:
+                return False
+            setattr(stream, name, found)
+        return True
+
+
+_formats: WeakKeyDictionary[Codec, SlotFormat] = WeakKeyDictionary()
+
+
+def slot_format(codec: Codec) -> SlotFormat:
+    """Return the format of a codec's slots, made once."""
+    found = _formats.get(codec)
+    if found is None:
+        found = _formats[codec] = SlotFormat(codec)
+    return found

@@ -1,0 +1,93 @@
+"""Numbers by the native decoder against those of the torch body; a script for other SIMD levels."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import torch
+from encode_compare import DTYPES, WIDTHS, codec_of, random_pieces, torch_slots
+from encode_compare import FORMATS as ENCODED
+
+from kvpact.attention.decode import decoded
+from kvpact.cache.segments import SegmentList
+from kvpact.kernels.dispatch import choose
+from kvpact.kernels.ops import saturated
+
+FORMATS = (
+    *ENCODED,
+    "none:dtype=fp32",
+    "none:dtype=fp16",
+    "none:dtype=bf16",
+    "kvarn:bits=4",
+    "kvarn:bits=2,group=32",
+    "kvarn:bits=3,group=128",
+    "kvarn:bits=8,group=32",
+)
+GUARD = 12345.0
+_BITS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def numbers(codec, store: SegmentList, start: int, end: int, dtype, inverse: bool) -> torch.Tensor:
+    """Return what the torch bodies decode."""
+    source, count = store.source(), len(store.tensors(codec.fields[0].name))
+    arrays = {field.name: field.read(source.gather(field.name, 0, count)) for field in codec.fields}
+    y = codec.decode(arrays)[:, :, start:end]
+    return saturated(codec.transform.inverse(y) if inverse else y, dtype)
+
+
+def compare_slots(codec, store: SegmentList, start: int, end: int, dtype, inverse: bool) -> str:
+    """Return what differs between native numbers and torch's."""
+    expected = numbers(codec, store, start, end, dtype, inverse)
+    batch, heads, count, dim = expected.shape
+    # Between guards on all sides, unaligned, filled with NaN.
+    whole = torch.full((batch + 1, heads + 1, count + 2, dim + 3), GUARD, dtype=dtype)
+    out = whole[:batch, :heads, 1 : 1 + count, 1 : 1 + dim]
+    out.fill_(torch.nan)
+    kernel = choose("exact")
+    assert decoded(kernel, codec, store.source(), end, start, end, out, inverse)
+    assert kernel.decodes == {"cpu": 1}
+    found = out.clone()
+    out.fill_(GUARD)
+    if not (whole == torch.tensor(GUARD, dtype=dtype)).all():
+        return "guards overwritten"
+    different = (found.view(_BITS[dtype]) != expected.contiguous().view(_BITS[dtype])).sum()
+    return f"{int(different)} numbers differ" if different else ""
+
+
+def packed(spec: str, side: str, tokens: torch.Tensor) -> tuple[object, SegmentList]:
+    """Return a codec and the slots of tokens that it encoded."""
+    codec = codec_of(spec, side, tokens.shape[3], tokens.dtype)
+    store = SegmentList(codec, *tokens.shape[:2], tokens.device)
+    store.extend(torch_slots(codec, tokens, 0))
+    return codec, store
+
+
+def compare(spec: str, side: str, dim: int, start: int, end: int, dtype, seed: int = 0) -> str:
+    """Return what differs for random tokens, rotated back or not."""
+    (tokens,), _ = random_pieces(spec, side, dim, end, 0, dtype, seed)
+    codec, store = packed(spec, side, tokens)
+    return compare_slots(codec, store, start, end, dtype, True) or compare_slots(
+        codec, store, start, end, torch.float32, False
+    )
+
+
+PLACES = ((0, 1), (37, 38), (30, 33), (0, 31), (5, 38), (90, 150))
+
+
+def main() -> None:
+    """Compare all formats, sides, widths and dtypes at this process's level; print a line."""
+    count, bad = 0, []
+    for spec, dim, side in itertools.product(FORMATS, (20, 33, *WIDTHS), "kv"):
+        (tokens,), _ = random_pieces(spec, side, dim, PLACES[-1][1], 0, torch.float32)
+        codec, store = packed(spec, side, tokens)
+        for (start, end), dtype in zip(PLACES, DTYPES * 2, strict=True):
+            difference = compare_slots(codec, store, start, end, dtype, start % 2 == 0)
+            count += 1
+            if difference:
+                bad.append((spec, side, dim, start, end, str(dtype), difference))
+    print(json.dumps({"level": choose("exact").library.level, "cases": count, "bad": bad}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Writes calls of the native library, with all memory they see, for `driver.cpp` to run again.
+
+    python tests/kernels/record.py FILE
+
+A file of cases: integers are unsigned, 64 bits, little-endian.
+
+    "KVPCASE1", number of cases, cases
+    case        operation (16 bytes) | label (112 bytes) | bound (double) | number of blocks, blocks
+                | number of pointers, pointers; block 0 is the structure of arguments
+    block       size | address modulo 64 | check: 0 input, 1 bytes, 2 fp32 within the bound
+                | contents before the call | contents expected after it, where there is a check
+    pointer     block | offset in it | block that it points into | offset in that one
+
+What is expected is the torch body's. Pointers are told by what `Tensor.data_ptr` returned, so the
+structures can change without this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import struct
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import compare
+import encode_compare
+import torch
+from torch import Tensor
+
+from kvpact.attention import native, slots
+from kvpact.cache import encoder
+from kvpact.kernels.cpu import library, structs
+
+INPUT, EQUAL, NEAR = range(3)
+CHECKS = {
+    "attend": {"out": NEAR},
+    "encode": dict.fromkeys(("codes", "scale", "zero", "mean"), EQUAL),
+}
+"""What an operation writes, by the names of the structure's fields."""
+
+
+FAST = ("turboquant:bits=4", "turboquant:bits=2", "int:bits=8,group=64")
+
+
+@dataclass
+class Block:
+    address: int
+    contents: bytes
+    check: int = INPUT
+    expected: bytes = b""
+
+
+@dataclass
+class Case:
+    operation: str
+    blocks: list[Block]
+    pointers: list[tuple[int, int, int, int]]
+    label: str = ""
+    bound: float = 0.0
+
+    def written(self) -> list[Block]:
+        return [block for block in self.blocks if block.check != INPUT]
+
+    def expect_memory(self) -> None:
+        """Take what the memory now holds for what is expected."""
+        for block in self.written():
+            block.expected = ctypes.string_at(block.address, len(block.contents))
+
+    def expect(self, output: Tensor, bound: float) -> None:
+        (block,) = self.written()
+        block.expected, self.bound = output.float().contiguous().numpy().tobytes(), bound
+        assert len(block.expected) == len(block.contents), self.label
+
+    def packed(self) -> bytes:
+        head = struct.pack("<16s112sd", self.operation.encode(), self.label.encode(), self.bound)
+        parts = [head, struct.pack("<Q", len(self.blocks))]
+        for block in self.blocks:
+            parts.append(struct.pack("<QQQ", len(block.contents), block.address % 64, block.check))
+            parts += [block.contents, block.expected]
+        parts.append(struct.pack("<Q", len(self.pointers)))
+        parts += [struct.pack("<QQQQ", *pointer) for pointer in self.pointers]
+        return b"".join(parts)
+
+
+@dataclass
+class Recorder:
+    """Copies calls while they are made, and all memory they can see."""
+
+    cases: list[Case] = field(default_factory=list)
+    _sizes: dict[int, int] = field(default_factory=dict)
+    _alive: list[Tensor] = field(default_factory=list)  # so that no address is another's later
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Watch `data_ptr` and the library's functions."""
+        original = Tensor.data_ptr
+
+        def data_ptr(x: Tensor) -> int:
+            address = original(x)
+            if x.numel():
+                last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+                self._sizes[address] = (last + 1) * x.element_size()
+                self._alive.append(x)
+            return address
+
+        found, real = library(), {name: getattr(library(), name) for name in CHECKS}
+        # What was made earlier has pointers that were not seen.
+        slots._formats.clear()
+        encoder._encoders.clear()
+        new_output = native.new_output
+        Tensor.data_ptr, native.new_output = data_ptr, compare.guarded_output
+        for name, call in real.items():
+            setattr(found, name, self._watched(name, call))
+        try:
+            yield self
+        finally:
+            Tensor.data_ptr, native.new_output = original, new_output
+            for name, call in real.items():
+                setattr(found, name, call)
+
+    def _watched(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
+        def watched(bit: int, given: Any, *rest: int) -> int:
+            if isinstance(given, bytes):  # one structure after the other
+                size = ctypes.sizeof(structs.AttendArgs)
+                parts = [given[i : i + size] for i in range(0, len(given), size)]
+                found = [structs.AttendArgs.from_buffer_copy(part) for part in parts]
+            else:
+                found = [given._obj]
+            self.cases += [self._copied(name, args) for args in found]
+            return call(bit, given, *rest)
+
+        return watched
+
+    def _copied(self, operation: str, args: ctypes.Structure) -> Case:
+        whole = Block(0, bytes(args))
+        case = Case(operation, [whole], [])
+        self._follow(case, 0, args, 0, 0, CHECKS[operation])
+        return case
+
+    def _follow(
+        self,
+        case: Case,
+        block: int,
+        part: ctypes.Structure,
+        offset: int,
+        segments: int,
+        checks: dict[str, int],
+    ) -> None:
+        """Copy what the pointers of a structure at `offset` of a block point to."""
+        segments = _segments(part) or segments
+        for name, kind in part._fields_:
+            at, value = offset + getattr(type(part), name).offset, getattr(part, name)
+            check = checks.get(name, INPUT)
+            if isinstance(value, structs.Field) and value.base:
+                pointers = (ctypes.c_void_p * segments).from_address(value.base)
+                table = len(case.blocks)
+                case.blocks.append(Block(value.base, bytes(pointers)))
+                case.pointers.append((block, at, table, 0))
+                for index, pointer in enumerate(pointers):
+                    self._point(case, table, 8 * index, pointer, check)
+            elif isinstance(value, ctypes.Structure) and not isinstance(value, structs.Field):
+                self._follow(case, block, value, at, segments, {})
+            elif kind is ctypes.c_void_p and value:
+                self._point(case, block, at, value, check)
+
+    def _point(self, case: Case, block: int, offset: int, pointer: int, check: int) -> None:
+        known = sorted(self._sizes)
+        begin = known[bisect_right(known, pointer) - 1]
+        size = self._sizes[begin]
+        assert begin <= pointer < begin + size, f"{case.operation}: {pointer:#x} is not known"
+        place = (begin, size)
+        places = [(other.address, len(other.contents)) for other in case.blocks]
+        if place not in places:
+            case.blocks.append(Block(begin, ctypes.string_at(begin, size), check))
+            places.append(place)
+        target = places.index(place)
+        case.pointers.append((block, offset, target, pointer - begin))
+
+    def write(self, path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(b"KVPCASE1" + struct.pack("<Q", len(self.cases)))
+            for case in self.cases:
+                file.write(case.packed())
+
+
+def _segments(part: ctypes.Structure) -> int:
+    """Return how many segments the fields of a structure have; 0 where it does not say."""
+    size = getattr(part, "segment_tokens", 0)
+    if not size:
+        return 0
+    if hasattr(part, "exact_from"):
+        return -(-part.exact_from // size)
+    return (part.start + part.tokens - 1) // size - part.start // size + 1
+
+
+def record_attend(recorder: Recorder, **case: Any) -> None:
+    """Record one call of `compare.both`; `bound` as there, or that of ``kernel="fast"``."""
+    before = len(recorder.cases)
+    expected, _, _ = compare.both(**case)
+    bound = 0.03 if case.get("kernel") == "fast" else compare.BOUND
+    if "dtype" in case:
+        bound = torch.finfo(case["dtype"]).eps / 2  # what is expected was rounded to it
+    made = [one for one in recorder.cases[before:] if one.operation == "attend"]
+    for one, rows in zip(made, expected.chunk(len(made)), strict=True):
+        one.label = " ".join(str(value) for value in case.values())[:111]
+        one.expect(rows, bound)
+    recorder.cases[before:] = made
+
+
+def record_encode(recorder: Recorder, spec: str, side: str, dim: int, *place: Any) -> None:
+    """Record one call of `encode_compare.compare`."""
+    before = len(recorder.cases)
+    pieces, start = encode_compare.random_pieces(spec, side, dim, *place)
+    assert encode_compare.compare(spec, side, pieces, start) == ""
+    for one in recorder.cases[before:]:
+        one.label = f"{spec} {side} {dim} {place}"
+        one.expect_memory()
+
+
+def record_all(recorder: Recorder) -> None:
+    """Record all formats, and shapes and rules with edges."""
+    mask = torch.arange(303).expand(1, 1, 3, 303) % 3 > 0
+    for case in (
+        *compare.cases(),
+        *({"spec": spec, "kernel": "fast"} for spec in FAST),
+        {"spec": "turboquant:bits=4", "new": 3, "mask": mask, "softcap": 1.5},
+        {"spec": "kivi:bits=2", "new": 16, "sink_logits": torch.linspace(-2, 4, 6)},
+        {"spec": "turboquant:bits=2", "batch": 3, "padding": torch.tensor([0, 5, 140])},
+        {"spec": "int:bits=4", "layout": "paged", "sliding_window": 40},
+        {"spec": "turboquant:bits=3", "dtype": torch.float16, "held": 700},
+        {"spec": "turboquant:bits=4", "dtype": torch.bfloat16, "held": 31},
+    ):
+        record_attend(recorder, **case)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    for groups, spec in ((2, "turboquant:bits=4"), (3, "turboquant:bits=8"), (7, "int:bits=4")):
+        # Heads don't divide by the threads, so these share the tokens of a head.
+        record_attend(recorder, spec=spec, heads=3, held=4500, groups=groups)
+    torch.set_num_threads(threads)
+    widths = itertools.cycle((20, 33, 64, 80, 128))
+    combinations = itertools.product(encode_compare.FORMATS, encode_compare.PLACES, "kv")
+    for spec, place, side in combinations:
+        record_encode(recorder, spec, side, next(widths), *place)
+
+
+def main() -> None:
+    """Write a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    with Recorder().recording() as recorder:
+        record_all(recorder)
+    recorder.write(options.file)
+    print(f"{len(recorder.cases)} cases, {options.file.stat().st_size >> 20} MiB")
+
+
+if __name__ == "__main__":
+    main()

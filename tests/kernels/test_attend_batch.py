@@ -1,0 +1,125 @@
+"""Sequences of unlike lengths: one native call for all rows, each as if it were alone."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from compare import BOUND, error
+
+from kvpact import AttendConfig, CacheGeometry, PagedKVCache
+from kvpact.attention import batch, native
+from kvpact.errors import GeometryError
+from kvpact.kernels.cpu.library import _load
+
+pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
+
+HEADS, GROUPS, DIM, LENGTHS = 3, 2, 64, (1, 31, 700, 129, 33)
+
+
+def filled(kernel, spec="turboquant:bits=4", lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(0)
+    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.float32)
+    cache = PagedKVCache(spec, geometry, 128, 64, kernel=kernel)
+    seqs = [cache.allocate() for _ in lengths]
+    for seq, length in zip(seqs, lengths, strict=True):
+        if length:
+            cache.append(0, {seq: tuple(torch.randn(2, HEADS, length, DIM, generator=generator))})
+    return cache, cache.view(seqs)
+
+
+def given(rows, new=1):
+    generator = torch.Generator().manual_seed(1)
+    k, v = torch.randn(2, rows, HEADS, new, DIM, generator=generator)
+    return k, v, torch.randn(rows, HEADS * GROUPS, new, DIM, generator=generator)
+
+
+@pytest.mark.parametrize("exact_new", (True, False))
+@pytest.mark.parametrize("spec", ("turboquant:bits=4", "kivi:bits=2,group=32", "fp8/int:bits=8"))
+def test_one_call_for_all_rows(monkeypatch, spec, exact_new):
+    counts = []
+
+    def run(kernel, calls):
+        counts.append(len(calls))
+        native.run(kernel, calls)
+
+    monkeypatch.setattr(batch, "run", run)
+    monkeypatch.setattr(batch, "new_output", lambda *shape: torch.full(shape, torch.nan))
+    configs = [
+        AttendConfig(exact_new=exact_new, sliding_window=50, softcap=20.0),
+        AttendConfig(exact_new=exact_new, padding=torch.tensor([0, 3, 2, 0, 30])),
+        AttendConfig(exact_new=exact_new, mask=torch.randn(5, 1, 2, max(LENGTHS) + 6)),
+    ]
+    outputs = []
+    for kernel in ("torch", "exact"):
+        cache, view = filled(kernel, spec)
+        k, v, q = given(len(LENGTHS), 2)
+        found = [view.attend(0, k, v, q, config) for config in (configs[0], configs[1])]
+        cut = [max(cache.seq_len(seq) for seq in view.seqs) + 2, configs[2]]
+        config = AttendConfig(exact_new=exact_new, mask=cut[1].mask[..., : cut[0]])
+        outputs.append([*found, view.attend(0, k, v, q, config)])
+        calls = dict(cache.kernel.calls)
+    assert counts == [len(LENGTHS)] * 3 and calls == {"cpu": 3 * len(LENGTHS)}
+    for expected, found in zip(*outputs, strict=True):
+        assert error(expected, found) <= BOUND
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3))
+def test_the_same_numbers_alone_and_together(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        lengths = (3000, 5, 0, 900, 64, 1200, 40)[: 7 - threads]
+        (_, together), (cache, alone) = (filled("exact", "int:bits=4", lengths) for _ in "ab")
+        k, v, q = given(len(lengths))
+        found = together.attend(0, k, v, q)
+        for i, seq in enumerate(alone.seqs):
+            one = cache.view([seq]).attend(0, k[i : i + 1], v[i : i + 1], q[i : i + 1])
+            assert error(one, found[i : i + 1]) <= BOUND
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_rows_that_the_kernel_does_not_cover_are_torchs():
+    outputs = []
+    for kernel in ("torch", "exact"):
+        cache, view = filled(kernel, lengths=(40, 0, 200))
+        outputs.append(view.attend(0, *given(3)).clone())
+    assert error(*outputs) <= BOUND
+    assert dict(cache.kernel.calls) == {"cpu": 2}  # the empty row has no slots to read
+
+
+def test_half_precision_queries_saturate():
+    _, view = filled("exact")
+    k, v, q = given(len(LENGTHS))
+    assert view.attend(0, k, v, q.half()).dtype == torch.float16
+
+
+def test_a_wrong_mask_changes_no_row():
+    cache, view = filled("exact")
+    k, v, q = given(len(LENGTHS))
+    before = [cache.seq_len(seq) for seq in view.seqs]
+    mask = torch.ones(1, HEADS * GROUPS + 1, 1, max(LENGTHS) + 1, dtype=torch.bool)
+    with pytest.raises(GeometryError):
+        view.attend(0, k, v, q, AttendConfig(mask=mask))
+    assert [cache.seq_len(seq) for seq in view.seqs] == before
+
+
+def test_views_with_the_same_rows_in_other_orders_do_not_wait_for_each_other_forever():
+    cache, view = filled("exact")
+    views = [view, cache.view(view.seqs[::-1])]
+    k, v, q = given(len(LENGTHS))
+    config = AttendConfig(exact_new=False)
+
+    def work(one):
+        for _ in range(40):
+            one.attend(0, k, v, q, config)
+
+    workers = [threading.Thread(target=work, args=(one,), daemon=True) for one in views]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+    assert not any(worker.is_alive() for worker in workers)
+    assert cache.seq_len(view.seqs[0]) == LENGTHS[0] + 80

@@ -1,0 +1,177 @@
+"""Decoding by the native kernel gives the torch body's numbers, bit by bit, at every SIMD level."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from decode_compare import FORMATS, PLACES, compare, compare_slots, packed
+from encode_compare import DTYPES, WIDTHS, codec_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact.attention import decode
+from kvpact.attention.decode import decoded
+from kvpact.errors import DtypeError, GeometryError
+from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu.library import _load
+from kvpact.kernels.dispatch import choose, report
+
+pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_format_at_every_level(level):
+    if LEVELS[level] > LEVELS[library().level]:
+        pytest.skip(f"this processor (or KVPACT_SIMD) ends at {library().level}")
+    script = Path(__file__).parent / "decode_compare.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "KVPACT_SIMD": level},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["level"] == level
+    assert found["cases"] == len(FORMATS) * 8 * 2 * len(PLACES)
+    assert found["bad"] == []
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    st.sampled_from(FORMATS),
+    st.sampled_from("kv"),
+    st.integers(1, 70) | st.sampled_from(WIDTHS),
+    st.tuples(st.integers(0, 150), st.integers(0, 150)),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+)
+def test_any_part(spec, side, dim, ends, dtype, seed):
+    assert compare(spec, side, dim, min(ends), max(ends) + 1, dtype, seed) == ""
+
+
+@pytest.mark.parametrize("side", "kv")
+@pytest.mark.parametrize("spec", FORMATS)
+def test_special_values(spec, side):
+    """Zeros of both signs, subnormal and tiny numbers, and fp16's largest."""
+    special = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 6e-8, -3e-5, 0.5, -1.0, 2.5, -400.0, 400.0)
+    generator = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        index = torch.randint(len(special), (1, 2, 128, 64), generator=generator)
+        tokens = torch.tensor(special).to(dtype)[index]
+        codec, store = packed(spec, side, tokens)
+        assert compare_slots(codec, store, 0, 128, dtype, True) == ""
+        assert compare_slots(codec, store, 0, 128, torch.float32, False) == ""
+
+
+@pytest.mark.parametrize("spec", ("int:bits=2", "int:bits=4,zero=true", "none:dtype=fp32"))
+def test_what_is_beyond_fp16_becomes_its_largest_number(spec):
+    tokens = torch.full((1, 1, 32, 64), 65000.0)
+    tokens[..., ::2] = -65500.0
+    codec, store = packed(spec, "k", tokens if spec[0] == "i" else tokens * 3)
+    assert compare_slots(codec, store, 0, 32, torch.float16, True) == ""
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "paged"))
+@pytest.mark.parametrize(
+    "spec", ("turboquant:bits=4", "int:bits=8/kivi:bits=2", "fp8:sinks=0", "kvarn:bits=3,window=0")
+)
+def test_caches_give_the_same_numbers(spec, layout):
+    """Tokens held, results read, and rows with padding, with either kernel."""
+    held = []
+    for kernel in ("torch", "exact"):
+        generator = torch.Generator().manual_seed(2)
+        options = {"num_pages": 40, "page_size": 64} if layout == "paged" else {}
+        geometry = CacheGeometry(1, 3, 64, None, torch.float16)
+        cache = create_cache(spec, geometry, layout, kernel=kernel, **options)
+        padding = torch.tensor([0, 7])
+        found = []
+        for count in (300, 1, 40, 1):
+            k, v = torch.randn(2, 2, 3, count, 64, generator=generator).half()
+            result = cache.prefill(0, k, v, config=AttendConfig(padding=padding))
+            found += [result.k, result.v]
+            if count == 40:
+                cache.truncate(290)
+        if layout == "contiguous":
+            found += [cache.dequantize(0, "k"), cache.fork().dequantize(0, "v")]
+        held.append(found)
+        decodes = cache.stats()["kernel"]["decodes"]
+        assert set(decodes) == {"cpu" if kernel == "exact" else "torch"}
+    for a, b in zip(*held, strict=True):
+        assert torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+def test_latents():
+    geometry = CacheGeometry.mla(1, 96, 32, torch.float32)
+    found = []
+    for kernel in ("torch", "exact"):
+        generator = torch.Generator().manual_seed(3)
+        cache = create_cache("turboquant:bits=4", geometry, kernel=kernel)
+        cache.store(0, *(torch.randn(2, 1, 150, d, generator=generator) for d in (96, 32)))
+        found.append([cache.dequantize(0, side) for side in "kv"])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert cache.stats()["kernel"]["decodes"] == {"cpu": 2}
+
+
+def test_what_is_not_native_is_torch_and_says_why():
+    geometry = CacheGeometry(1, 2, 64, None, torch.float32)
+    cache = create_cache("qjl/turboquant:bits=4", geometry, kernel="exact")
+    cache.prefill(0, *torch.randn(2, 1, 2, 100, 64, generator=torch.Generator().manual_seed(4)))
+    cache.dequantize(0, "k")
+    cache.dequantize(0, "v")
+    decodes = cache.stats()["kernel"]["decodes"]
+    assert decodes == {"torch: no native format for SignCodec": 1, "cpu": 1}
+
+
+def test_the_report_has_decoding():
+    (line,) = (line for line in report() if (line.operation, line.backend) == ("decode", "cpu"))
+    assert line.available and "native" in line.reason
+
+
+def test_what_the_kernel_can_not_take_raises_before_it_is_called(monkeypatch):
+    tokens = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(5))
+    codec, store = packed("turboquant:bits=4", "k", tokens)
+    kernel = choose("exact")
+    monkeypatch.setattr(decode.ctypes, "byref", lambda args: pytest.fail("C++ was entered"))
+
+    def call(out, start=0, end=64):
+        return decoded(kernel, codec, store.source(), 64, start, end, out, True)
+
+    with pytest.raises(GeometryError, match="out has shape"):
+        call(torch.empty(1, 2, 63, 64))
+    with pytest.raises(GeometryError, match="wide"):
+        call(torch.empty(1, 2, 64, 65))
+    with pytest.raises(GeometryError, match="gaps"):
+        call(torch.empty(1, 2, 64, 128)[..., ::2])
+    with pytest.raises(DtypeError, match="float64"):
+        call(torch.empty(1, 2, 64, 64, dtype=torch.float64))
+    for start, end in ((-1, 10), (10, 9), (1, 65)):
+        with pytest.raises(GeometryError, match="tokens"):
+            call(torch.empty(1, 2, abs(end - start), 64), start, end)
+    assert not kernel.decodes
+
+
+def test_slots_with_gaps_are_torchs():
+    tokens = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(6))
+    codec, store = packed("turboquant:bits=4", "k", tokens)
+    segment = store.segment(0)
+    wide = segment["codes"].repeat_interleave(2, 2)
+    segment["codes"] = wide[:, :, ::2]
+    kernel = choose("exact")
+    assert not decoded(kernel, codec, store.source(), 64, 0, 64, torch.empty(1, 2, 64, 64), True)
+    assert kernel.decodes == {"torch: slots with gaps in memory": 1}
+
+
+def test_wide_vectors_are_torchs():
+    codec = codec_of("fp8", "k", 2048, torch.float32)
+    kernel, out = choose("exact"), torch.zeros(1, 1, 1, 2048)
+    assert not decoded(kernel, codec, packed("fp8", "k", out)[1].source(), 1, 0, 1, out, True)
+    assert kernel.decodes == {"torch: width 2048 is above 1024": 1}

@@ -1,0 +1,87 @@
+"""The NEON level gives the torch bodies' results: compiled for AArch64, run by an emulator.
+
+Needs CMake, a cross compiler and QEMU (Debian: `g++-aarch64-linux-gnu`, `qemu-user`), or an AArch64
+machine, where the other tests here cover it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from record import CHECKS, Recorder, record_all
+
+from kvpact.kernels.cpu.library import _load
+
+ROOT = Path(__file__).parents[2]
+COMPILER = "aarch64-linux-gnu-g++"
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+MISSING = [name for name in ("cmake", COMPILER) if not shutil.which(name)]
+MISSING += [] if EMULATOR else ["qemu-aarch64"]
+
+pytestmark = [
+    pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not there: {', '.join(MISSING)}"),
+]
+
+
+def run(*command: object) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    return subprocess.run(words, capture_output=True, text=True, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def driver():
+    """Build the driver; later runs compile what has changed."""
+    build = ROOT / "build" / "neon"
+    made = run(
+        *("cmake", "-S", ROOT, "-B", build, "-DKVPACT_DRIVER=ON"),
+        *("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64"),
+        *(f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_EXE_LINKER_FLAGS=-static"),
+        # The least optimisation that the many small functions bear: half the time of -O3.
+        *("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"),
+    )
+    assert made.returncode == 0, made.stderr
+    made = run("cmake", "--build", build, "--target", "driver")
+    assert made.returncode == 0, made.stderr
+    return build / "driver"
+
+
+@pytest.fixture(scope="module")
+def recorder():
+    """Calls of every format."""
+    with Recorder().recording() as found:
+        record_all(found)
+    return found
+
+
+def test_neon_and_the_base_level_agree_with_torch(driver, recorder, tmp_path):
+    recorder.write(tmp_path / "cases")
+    done = run(EMULATOR, driver, tmp_path / "cases")
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["level"] for line in told] == ["none", "neon"], done.stderr
+    assert all(line["failed"] == [] and line["cases"] > 400 for line in told), told
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("operation", CHECKS)
+def test_the_driver_finds_one_bit_that_differs(driver, recorder, tmp_path, operation):
+    case = copy.deepcopy(next(one for one in recorder.cases if one.operation == operation))
+    block = case.written()[0]
+    block.expected = bytes([*block.expected[:2], block.expected[2] ^ 0x40, *block.expected[3:]])
+    Recorder([case]).write(tmp_path / "changed")
+    done = run(EMULATOR, driver, tmp_path / "changed", "--level", "neon")
+    (failed,) = json.loads(done.stdout)["failed"]
+    assert failed.startswith(f"{operation} {case.label} (") and done.returncode == 1
+
+
+def test_a_file_that_is_cut_is_refused(driver, recorder, tmp_path):
+    Recorder(recorder.cases[:1]).write(tmp_path / "cut")
+    cut = (tmp_path / "cut").read_bytes()[:-1]
+    (tmp_path / "cut").write_bytes(cut)
+    done = run(EMULATOR, driver, tmp_path / "cut")
+    assert done.returncode == 2 and "cut" in done.stderr
