@@ -237,3 +237,17 @@ def test_targets_of_a_real_model(module):
         "1.80 x QuantizedCache, fp32 (at least 2: no); 0.150 of fp32's cache bytes "
         "(at most .15: yes)"
     )
+
+
+@native
+def test_many_query_rows(run, tmp_path):
+    size = ("--tokens", 64, "--rounds", 2, "--queries", 2, 40, "--threads", 1, "--ring", 0)
+    run("rows", *size, "--specs", "int:bits=8", "--out", tmp_path)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["shape"], row["taken"]) for row in rows] == [
+        (shape, taken) for shape in ("A", "B") for taken in ("few", "many")
+    ] + [("MLA", "many")] * 2
+    for row in rows:
+        assert set(row["ms"]) == {"torch", "many"} | ({"few"} if row["shape"] != "MLA" else set())
+        assert all(ms > 0 for ms in row["ms"].values())
+    assert len(re.findall(r"^\| \d+ \|", (tmp_path / "rows.md").read_text(), re.M)) == 6

@@ -50,7 +50,7 @@ def attend(
         `[B, H_q, q_len, D_v]` in q's dtype. A query that may see no token gets zeros.
     """
     if view is not None and view.kernel is not None:
-        output = _by_kernel(view.kernel, view, k, v, q, config, padding)
+        output = by_kernel(view.kernel, view, k, v, q, config, padding)
         if output is not None:
             return output
     batch, q_heads, queries, dim = q.shape
@@ -83,7 +83,7 @@ def attend(
     return saturated(torch.unflatten(exact, 2, (groups, queries)).flatten(1, 2), q.dtype)
 
 
-def _by_kernel(
+def by_kernel(
     kernel: Kernel,
     view: LayerView,
     k: Tensor | None,
@@ -91,15 +91,26 @@ def _by_kernel(
     q: Tensor,
     config: AttendConfig,
     padding: Tensor | None,
+    latent: bool = False,
 ) -> Tensor | None:
-    """Attend natively, or return None and note why the torch body has to do it."""
+    """Attend natively, or return None and note why the torch body has to do it.
+
+    Parameters
+    ----------
+    kernel : Kernel
+        What computes.
+    view, k, v, q, config, padding
+        As in `attend`.
+    latent : bool
+        The call is one of `attend_latent`.
+    """
     if kernel.library is None:
         kernel.calls["torch"] += 1
         return None
     reason = refusal(view, q, config)
     if not reason:
         check_call(view, k, q, config)
-        output = attend_native(kernel, view, k, v, q, config, padding)
+        output = attend_native(kernel, view, k, v, q, config, padding, latent)
         kernel.calls["cpu"] += 1
         return output
     kernel.calls[f"torch: {reason}"] += 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpact.attention.attend import by_kernel
 from kvpact.attention.logits import LogitRules
 from kvpact.attention.online import OnlineSoftmax
 from kvpact.attention.rows import query_groups, sink_rows
@@ -111,6 +112,10 @@ def attend_latent(
     rank, held = latents.shape[-1], view.length if view is not None else 0
     new = c_kv.shape[2] if c_kv is not None else 0
     query_groups(heads, 1, config)
+    if view is not None and view.kernel is not None:
+        output = by_kernel(view.kernel, view, c_kv, k_rope, q, config, padding, latent=True)
+        if output is not None:
+            return output
     rules = LogitRules(config, padding, held + new - queries, queries, 1, heads)
     rules.check_mask(batch, held + new)
     rows = (q.float() * config.softmax_scale).reshape(batch, 1, heads * queries, -1)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.attention import native_rows
 from kvpact.attention.slots import DTYPES, slot_format
 from kvpact.attention.views import LayerView, StreamView
 from kvpact.contract import AttendConfig
@@ -18,9 +19,6 @@ from kvpact.kernels.cpu import structs
 from kvpact.kernels.dispatch import Kernel
 from kvpact.kernels.ops import saturated
 from kvpact.methods import Codec
-
-MOST_QUERIES = 16
-"""Longer calls decode a chunk once for many queries, which is a matrix product and torch's."""
 
 MOST_GROUPS = 32
 _F32 = torch.float32
@@ -69,8 +67,6 @@ def refusal(view: LayerView, q: Tensor, config: AttendConfig) -> str:
     """
     if not (q.is_cpu and view.k.tail.is_cpu):
         return f"device {q.device}"
-    if q.shape[2] > MOST_QUERIES:
-        return f"more than {MOST_QUERIES} queries"
     if q.dtype not in DTYPES or view.k.tail.dtype not in DTYPES:
         return f"dtype {q.dtype}"
     return _fixed(view.k).reason or _fixed(view.v).reason
@@ -127,6 +123,7 @@ class NativeCall(NamedTuple):
 
     args: bytes
     alive: list[Tensor]
+    rows: int  # query rows of a KV head
 
 
 def native_call(
@@ -195,21 +192,18 @@ def native_call(
         config.softcap or 0.0,
         torch.get_num_threads(),
     )
-    return NativeCall(args, alive)
+    return NativeCall(args, alive, q_heads // heads * queries)
 
 
-def run(kernel: Kernel, calls: Sequence[NativeCall]) -> None:
-    """Carry out calls, all at once.
+def run(kernel: Kernel, calls: Sequence[NativeCall], latent: bool = False) -> None:
+    """Carry out calls, those with few query rows all at once; `latent`: of `attend_latent`.
 
     Raises
     ------
     MemoryError
         No memory for what the kernel needs beside.
     """
-    library = kernel.library
-    assert library is not None
-    args = calls[0].args if len(calls) == 1 else b"".join(call.args for call in calls)
-    status = library.attend(library.bit, args, len(calls))
+    status = native_rows.run(kernel, [(call.args, call.rows) for call in calls], latent)
     if status == 3:
         raise MemoryError("no memory for the scratch space of attention")
     assert status == 0, f"the native kernel refused the call ({status})"
@@ -223,10 +217,11 @@ def attend_native(
     q: Tensor,
     config: AttendConfig,
     padding: Tensor | None,
+    latent: bool = False,
 ) -> Tensor:
-    """Compute `attend` for a call that `refusal` lets pass; parameters as there, checked."""
+    """Compute `attend`, or `attend_latent`, for a call that `refusal` lets pass; all is checked."""
     batch, q_heads, queries, _ = q.shape
-    out = new_output(batch, q_heads, queries, view.v.tail.shape[3])
+    out = new_output(batch, q_heads, queries, (view.k if latent else view.v).tail.shape[3])
     call = native_call(kernel.fast, view, k, v, q, config, padding, out.data_ptr())
-    run(kernel, (call,))
+    run(kernel, (call,), latent)
     return out if q.dtype is _F32 else saturated(out, q.dtype)

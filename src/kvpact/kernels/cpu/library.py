@@ -36,6 +36,9 @@ class NativeLibrary:
         self.attend = loaded.kvp_attend
         self.attend.argtypes = [c_int, c_void_p, c_int64]
         self.attend.restype = c_int
+        self.attend_rows = loaded.kvp_attend_rows
+        self.attend_rows.argtypes = [c_int, c_void_p, c_int]
+        self.attend_rows.restype = c_int
         self._read = loaded.kvp_read
         self._read.argtypes = [c_int, c_int64, c_int64, POINTER(c_void_p), c_int64]
         self._read.restype = c_uint64

@@ -2,33 +2,9 @@
 // values, and values in the codec's space). The torch body is attention/attend.py.
 #include "exact_tokens.h"
 #include "rotate.h"
+#include "rules.h"
 
 namespace KVP_NS {
-
-// Softcap, masks, window, padding (attention/logits.py).
-static void apply_rules(Pass &p, int64_t t, int64_t n) {
-    const kvp_attend_args &a = p.a;
-    for (int r = 0; r < p.rows; r++) {
-        float *s = p.score[r];
-        const int64_t row = p.r0 + r, query = row % a.queries, head = p.h * a.groups + row / a.queries;
-        if (a.softcap > 0) soft_cap(s, n, a.softcap);
-        if (a.mask) {
-            const char *mask = a.mask + p.b * a.mask_row + head * a.mask_head + query * a.mask_query;
-            if (a.mask_float)
-                for (int64_t i = 0; i < n; i++) s[i] += ((const float *)mask)[t + i];
-            else
-                for (int64_t i = 0; i < n; i++)
-                    if (!mask[t + i]) s[i] = -INFINITY;
-        }
-        const int64_t at = a.first + query;
-        int64_t low = a.window ? from(at - a.window + 1, 0) : 0, high = a.held + a.fresh;
-        if (a.padding) low = from(low, a.padding[p.b]);
-        if (a.causal) high = upto(high, at + 1);
-        for (int64_t i = 0; i < upto(low - t, n); i++) s[i] = -INFINITY;
-        for (int64_t i = from(high - t, 0); i < n; i++) s[i] = -INFINITY;
-        for (int64_t i = n; i < (n + TILE - 1) / TILE * TILE; i++) s[i] = -INFINITY;
-    }
-}
 
 // Raises a row's peak to the highest of its scores, which is returned.
 INLINE float raise_peak(float *state, const float *score, int64_t n, int64_t width) {
@@ -77,7 +53,7 @@ static void block(Pass &p, float *partial, int64_t t, int64_t n) {
     const int64_t packed_k = upto(a.k.exact_from - t, n), packed_v = upto(a.v.exact_from - t, n);
     if (packed_k > 0) packed_scores(p, t, packed_k);
     exact_scores(p, t, n);
-    apply_rules(p, t, n);
+    for (int r = 0; r < p.rows; r++) apply_rules(a, p.b, p.h, p.r0 + r, p.score[r], t, n);
     const ExactTokens exact(a.v, a, p.b, p.h, t, n);
 #if defined(KVP_AVX512)
     if (a.fast && !exact.count && fast_format(a.v)) return fast_block(p, partial, t, n);

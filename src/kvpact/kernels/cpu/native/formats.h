@@ -79,7 +79,7 @@ template <class F> static auto by_format(const kvp_stream &x, F &&pick) {
 }
 
 // How many of `left` query rows the next pass takes, and (passed) how many it computes.
-static int next_rows(const kvp_attend_args &a, int64_t left, int *passed) {
+[[maybe_unused]] static int next_rows(const kvp_attend_args &a, int64_t left, int *passed) {
     const bool wide = by_format(a.k, [](auto f) { return f.wide; }) &&
                       by_format(a.v, [](auto f) { return f.wide; });
     if (!wide || left == 4 || left == 1) {

@@ -81,6 +81,9 @@ KVP_EXPORT int kvp_levels(void);
 // Carries out `count` calls at once, on the threads of the first. Level: one bit of kvp_levels.
 // Returns 0, or why nothing was computed: 1 no such level, 2 a call that is not covered, 3 no memory.
 KVP_EXPORT int kvp_attend(int level, const kvp_attend_args *args, int64_t count);
+// One call with many query rows per KV head, which share what is decoded. With `latent`, K holds
+// latents and V rotated keys: the queries are as wide as both, and the latents are the values too.
+KVP_EXPORT int kvp_attend_rows(int level, const kvp_attend_args *args, int latent);
 // Reads memory and does next to nothing with it: how fast the slots could come at best.
 KVP_EXPORT uint64_t kvp_read(int level, int64_t threads, int64_t count, const char *const *data, int64_t bytes);
 
