@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "decode.h"
 #include "encode.h"
 #include "kvpact.h"
 
@@ -148,6 +149,7 @@ struct Case {
         int status = -1;
         if (operation == "attend") status = kvp_attend(level, (const kvp_attend_args *)args, 1);
         if (operation == "encode") status = kvp_encode(level, (const kvp_encode_args *)args, 1);
+        if (operation == "decode") status = kvp_decode(level, (const kvp_decode_args *)args);
         if (status) fail(operation + " of " + label + " returned " + std::to_string(status));
     }
     // The largest error; infinity where a guard was overwritten.

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import compare
+import decode_compare
 import encode_compare
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ INPUT, EQUAL, NEAR = range(3)
 CHECKS = {
     "attend": {"out": NEAR},
     "encode": dict.fromkeys(("codes", "scale", "zero", "mean"), EQUAL),
+    "decode": {"out": EQUAL},
 }
 """What an operation writes, by the names of the structure's fields."""
 
@@ -68,7 +70,7 @@ class Case:
         return [block for block in self.blocks if block.check != INPUT]
 
     def expect_memory(self) -> None:
-        """Take what the memory now holds for what is expected."""
+        """Take what the memory now holds for what is expected: callers compare it with torch's."""
         for block in self.written():
             block.expected = ctypes.string_at(block.address, len(block.contents))
 
@@ -132,8 +134,12 @@ class Recorder:
                 found = [structs.AttendArgs.from_buffer_copy(part) for part in parts]
             else:
                 found = [given._obj]
-            self.cases += [self._copied(name, args) for args in found]
-            return call(bit, given, *rest)
+            cases = [self._copied(name, args) for args in found]
+            status = call(bit, given, *rest)
+            for case in cases:
+                case.expect_memory()
+            self.cases += cases
+            return status
 
         return watched
 
@@ -191,6 +197,8 @@ class Recorder:
 
 def _segments(part: ctypes.Structure) -> int:
     """Return how many segments the fields of a structure have; 0 where it does not say."""
+    if hasattr(part, "slots"):
+        return -(-part.last // part.slots.segment_tokens)
     size = getattr(part, "segment_tokens", 0)
     if not size:
         return 0
@@ -220,7 +228,16 @@ def record_encode(recorder: Recorder, spec: str, side: str, dim: int, *place: An
     assert encode_compare.compare(spec, side, pieces, start) == ""
     for one in recorder.cases[before:]:
         one.label = f"{spec} {side} {dim} {place}"
-        one.expect_memory()
+
+
+def record_decode(recorder: Recorder, spec: str, side: str, dim: int, *place: Any) -> None:
+    """Record the calls of `decode_compare.compare`."""
+    before = len(recorder.cases)
+    assert decode_compare.compare(spec, side, dim, *place) == ""
+    made = [one for one in recorder.cases[before:] if one.operation == "decode"]
+    for one in made:
+        one.label = f"{spec} {side} {dim} {place}"
+    recorder.cases[before:] = made
 
 
 def record_all(recorder: Recorder) -> None:
@@ -244,9 +261,12 @@ def record_all(recorder: Recorder) -> None:
         record_attend(recorder, spec=spec, heads=3, held=4500, groups=groups)
     torch.set_num_threads(threads)
     widths = itertools.cycle((20, 33, 64, 80, 128))
-    combinations = itertools.product(encode_compare.FORMATS, encode_compare.PLACES, "kv")
-    for spec, place, side in combinations:
+    for spec, place, side in itertools.product(encode_compare.FORMATS, encode_compare.PLACES, "kv"):
         record_encode(recorder, spec, side, next(widths), *place)
+    dtypes = itertools.cycle(decode_compare.DTYPES)
+    combinations = itertools.product(decode_compare.FORMATS, decode_compare.PLACES, "kv")
+    for spec, place, side in itertools.islice(combinations, 0, None, 7):
+        record_decode(recorder, spec, side, next(widths), *place, next(dtypes))
 
 
 def main() -> None:
