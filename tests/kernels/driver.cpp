@@ -148,6 +148,7 @@ struct Case {
         const void *args = blocks[0].data;
         int status = -1;
         if (operation == "attend") status = kvp_attend(level, (const kvp_attend_args *)args, 1);
+        if (operation == "attend_rows") status = kvp_attend_rows(level, (const kvp_attend_args *)args, 0);
         if (operation == "encode") status = kvp_encode(level, (const kvp_encode_args *)args, 1);
         if (operation == "decode") status = kvp_decode(level, (const kvp_decode_args *)args);
         if (status) fail(operation + " of " + label + " returned " + std::to_string(status));

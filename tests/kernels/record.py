@@ -41,6 +41,7 @@ from kvpact.kernels.cpu import library, structs
 INPUT, EQUAL, NEAR = range(3)
 CHECKS = {
     "attend": {"out": NEAR},
+    "attend_rows": {"out": NEAR},
     "encode": dict.fromkeys(("codes", "scale", "zero", "mean"), EQUAL),
     "decode": {"out": EQUAL},
 }
@@ -214,7 +215,7 @@ def record_attend(recorder: Recorder, **case: Any) -> None:
     bound = 0.03 if case.get("kernel") == "fast" else compare.BOUND
     if "dtype" in case:
         bound = torch.finfo(case["dtype"]).eps / 2  # what is expected was rounded to it
-    made = [one for one in recorder.cases[before:] if one.operation == "attend"]
+    made = [one for one in recorder.cases[before:] if one.operation.startswith("attend")]
     for one, rows in zip(made, expected.chunk(len(made)), strict=True):
         one.label = " ".join(str(value) for value in case.values())[:111]
         one.expect(rows, bound)
@@ -251,6 +252,7 @@ def record_all(recorder: Recorder) -> None:
         {"spec": "turboquant:bits=2", "batch": 3, "padding": torch.tensor([0, 5, 140])},
         {"spec": "int:bits=4", "layout": "paged", "sliding_window": 40},
         {"spec": "turboquant:bits=3", "dtype": torch.float16, "held": 700},
+        *({"spec": spec, "new": 21, "held": 270} for spec in compare.FORMATS),
         {"spec": "turboquant:bits=4", "dtype": torch.bfloat16, "held": 31},
     ):
         record_attend(recorder, **case)
