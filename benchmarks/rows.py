@@ -144,6 +144,7 @@ def main() -> None:
         "torch": torch.__version__,
         "level": level,
         "rounds": options.rounds,
+        "load at the start": round(os.getloadavg()[0], 1),
     }
     rows: list[dict[str, Any]] = []
     for shape in options.shapes:
