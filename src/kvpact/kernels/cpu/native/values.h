@@ -26,8 +26,7 @@ INLINE void v_channels(const VRun &a, const Level &level, int c, int n) {
     vf acc[CV][RB];
     for (int r = 0; r < RB; r++)
         for (int k = 0; k < CV; k++) {
-            vf shift = set1(a.shift[group * MAX_ROWS + r]);
-            acc[k][r] = a.fold ? shift : add(shift, load(a.acc + r * a.stride + c + k * W));
+            acc[k][r] = set1(a.shift[group * MAX_ROWS + r]);
         }
     for (int tile = 0; tile < a.tiles; tile++) {
         const uint32_t *words = a.words[tile] + c;
@@ -61,7 +60,8 @@ INLINE void v_channels(const VRun &a, const Level &level, int c, int n) {
         }
         for (int r = 0; r < RB; r++) {
             float *to = a.acc + r * a.stride + c + k * W;
-            store(to, a.fold ? fma(acc[k][r], fold, load(to)) : acc[k][r]);
+            // Added as a whole, so that long contexts lose nothing to rounding.
+            store(to, a.fold ? fma(acc[k][r], fold, load(to)) : add(acc[k][r], load(to)));
         }
     }
 }
