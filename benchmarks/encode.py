@@ -68,7 +68,7 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
     store = SegmentList(codec, 1, HEADS, torch.device("cpu"))
     store.extend(store.missing(tokens))
     size = store.segment_tokens
-    segments = [store.segment(index) for index in range(tokens // size)]
+    segments = [store.segment(index) for index in range(-(-tokens // size))]
     matrix, writer, native = torch.randn(dim, dim), SlotWriter(codec), library()
 
     def body() -> None:
@@ -94,7 +94,7 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
 
     def back(view: StreamView) -> None:
         for start in range(0, tokens, CHUNK):
-            end = start + CHUNK
+            end = min(start + CHUNK, tokens)
             view.dequantize(start, end, torch.float32, out[:, :, start:end])
 
     decoding = {"native": lambda: back(views[0]), "torch": lambda: back(views[1])}

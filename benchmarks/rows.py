@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attend import copies, measure, processor
+from attend_ours import copies
+from attend_rounds import measure, turn_of
+from machine import processor
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.attention import attend, attend_latent, native_rows
@@ -154,7 +156,8 @@ def main() -> None:
                     torch.set_num_threads(threads)
                     for queries in options.queries:
                         found = calls(spec, shape, tokens, queries, options.ring)
-                        times = measure(found, options.rounds)
+                        turns = {name: turn_of(ring) for name, ring in found.items()}
+                        times = measure(turns, options.rounds)
                         case = {"shape": shape, "spec": spec, "tokens": tokens}
                         rows.append(row_of(times, **case, threads=threads, queries=queries))
                         print(markdown(rows[-1:], about).splitlines()[-1], flush=True)

@@ -23,20 +23,19 @@ INLINE void to_floats(float *to, const char *from, int dtype, int dim) {
     }
 }
 
+// W numbers in fp16 from c on, zeros from dim on.
+INLINE vf halves(const uint16_t *x, int64_t c, int64_t dim) {
+    if (c + W <= dim) return load_half(x + c);
+    uint16_t part[W] = {0};
+    if (c < dim) memcpy(part, x + c, 2 * (size_t)(dim - c));
+    return load_half(part);
+}
+
 // out[i * stride] = the sum of x[i], for four vectors.
 INLINE void store_sums(float *out, int64_t stride, vf a, vf b, vf c, vf d) {
     alignas(16) float sums[4];
     sum4(sums, a, b, c, d);
     for (int i = 0; i < 4; i++) out[i * stride] = sums[i];
-}
-
-INLINE float dot(const float *a, const float *b, int64_t width) {
-    vf x = zero(), y = zero();
-    for (int64_t c = 0; c < width; c += 2 * W) {
-        x = fma(load(a + c), load(b + c), x);
-        y = fma(load(a + c + W), load(b + c + W), y);
-    }
-    return sum(add(x, y));
 }
 
 // to += factor * from

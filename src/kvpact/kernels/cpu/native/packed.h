@@ -93,28 +93,30 @@ struct Ahead {
     }
 };
 
+// The factors of a group's channels go into q, its shifts into one number per query row.
 INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *outer) {
     const kvp_stream &k = p.a.k;
-    const int64_t unit = 2 * (int64_t)k.dim;
+    const int64_t unit = 2 * (int64_t)k.dim, width = p.job.k_width;
     const Place place(k, t);
-    const char *fold = place.group(k.fold, p.b, p.h, k.group, unit);
-    const char *shift = place.group(k.shift, p.b, p.h, k.group, unit);
-    alignas(64) float number[MOST_DIM], moved[MOST_DIM];
-    memset(number, 0, sizeof(float) * p.job.k_width);
-    if (fold) to_floats(number, fold, KVP_F16, k.dim);
-    if (shift) {
-        memset(moved, 0, sizeof(float) * p.job.k_width);
-        to_floats(moved, shift, KVP_F16, k.dim);
-        if (k.middle != 0) add_scaled(moved, number, k.middle, p.job.k_width);
-        for (int r = 0; r < p.passed; r++)
-            (k.shift_scaled ? inner : outer)[r] = dot(q + r * p.job.k_width, moved, p.job.k_width);
-    }
-    if (fold) {
-        for (int r = 0; r < p.passed; r++)
-            for (int64_t c = 0; c < p.job.k_width; c += W) {
-                const int64_t i = r * p.job.k_width + c;
-                store(p.scratch.folded + i, mul(load(q + i), load(number + c)));
+    const uint16_t *fold = (const uint16_t *)place.group(k.fold, p.b, p.h, k.group, unit);
+    const uint16_t *shift = (const uint16_t *)place.group(k.shift, p.b, p.h, k.group, unit);
+    const vf middle = set1(k.middle);
+    float *moved = k.shift_scaled ? inner : outer;
+    for (int r = 0; r < p.passed; r += 4) {
+        vf acc[4] = {zero(), zero(), zero(), zero()};
+        for (int64_t c = 0; c < width; c += W) {
+            const vf factor = fold ? halves(fold, c, k.dim) : zero();
+            const vf number = shift ? fma(factor, middle, halves(shift, c, k.dim)) : zero();
+            for (int i = 0; i < 4; i++) { // rows on top are never looked at
+                const vf x = load(q + (r + i) * width + c);
+                acc[i] = fma(x, number, acc[i]);
+                if (fold) store(p.scratch.folded + (r + i) * width + c, mul(x, factor));
             }
+        }
+        if (!shift) continue;
+        alignas(16) float sums[4];
+        sum4(sums, acc[0], acc[1], acc[2], acc[3]);
+        for (int i = 0; i < 4; i++) moved[r + i] = sums[i];
     }
 }
 
