@@ -73,16 +73,16 @@ build/cases: $(READY) $(wildcard tests/kernels/*.py)
 sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSanitizer, at every SIMD level
 	@for kind in address thread; do \
 		cmake -S . -B build/sanitize-$$kind -DKVPACT_SANITIZE=$$kind -DKVPACT_DRIVER=ON >/dev/null && \
-		cmake --build build/sanitize-$$kind --target driver && \
+		cmake --build build/sanitize-$$kind --target driver --parallel $(JOBS) && \
 		UBSAN_OPTIONS=print_stacktrace=1 setarch -R build/sanitize-$$kind/driver build/cases || exit 1; done
 
 neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs tests/kernels/test_neon.py
 
 callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
-	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver
+	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver --parallel $(JOBS)
 	@cmake -S . -B build/neon --no-warn-unused-cli -DKVPACT_DRIVER=ON -DCMAKE_TOOLCHAIN_FILE=tests/kernels/aarch64.cmake \
-		>/dev/null && cmake --build build/neon --target driver
+		>/dev/null && cmake --build build/neon --target driver --parallel $(JOBS)
 	@$(PY) benchmarks/instructions.py build/driver/driver build/neon/driver
 
 clean: ## remove the environment and everything built

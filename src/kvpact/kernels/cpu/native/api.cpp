@@ -11,7 +11,7 @@ namespace {
 
 enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
 
-constexpr int64_t TASKS = 4; // of a thread
+constexpr int64_t TASKS = 4; // of a thread, where there are heads enough
 
 // Scratch memory of a thread, kept for its next call.
 struct Scratch {
@@ -91,16 +91,16 @@ void see(Job &job, const kvp_attend_args &a) {
     if (job.begin > job.end) job.begin = job.end;
 }
 
-// Cuts a call's tokens, so that threads that begin late or go slowly leave the rest to others. A part
-// takes all heads of a row in turns, which reads memory in its order; only short calls cut the heads.
+// Cuts a call's heads and tokens, so that threads that begin late or go slowly leave the rest to
+// others. Tokens are cut as little as may be: each part's sums have to be fetched from its thread.
 void split(Job &job, int64_t threads, int64_t rows) {
     const int64_t tokens = job.end - job.begin, most = tokens / (4 * BLOCK);
     job.splits = 1;
     job.heads = job.args->heads;
     if (threads > 1) {
-        job.splits = (TASKS * threads + rows - 1) / rows;
+        job.splits = (threads + rows - 1) / rows;
         if (job.splits > most) job.splits = most > 1 ? most : 1;
-        const int64_t parts = (2 * threads - 1) / (job.splits * rows) + 1;
+        const int64_t parts = (TASKS * threads - 1) / (job.splits * rows) + 1;
         job.heads = (job.heads + parts - 1) / parts;
     }
     job.chunk = ((tokens + job.splits - 1) / job.splits + BLOCK - 1) / BLOCK * BLOCK;
