@@ -35,7 +35,7 @@ FORMATS = (
     "kivi:bits=4,sinks=0/fp8",
     "int:bits=8/turboquant:bits=3",
 )
-BOUND = 2e-6
+BOUND = 1e-6
 """Norm of the difference over the norm of the torch body's output, fp32 in and out."""
 
 

@@ -70,9 +70,11 @@ def integer_format(bits: int, offset: int | None, **fields: Any) -> PackedFormat
     **fields
         The other parameters of `PackedFormat`.
     """
-    # Whole, because kernels add levels to 2**23, where fp32 has no fractions.
-    middle = float(1 << (bits - 1)) if offset is None else 0.0
-    levels = tuple(float(code - (offset or middle)) for code in range(1 << bits))
-    # Up to 16 levels fit into the table of one vector register; more are computed.
+    # Up to 16 levels fit into the table of one vector register; more are computed: they are added
+    # to 2**23, where fp32 has no fractions.
     kind: Literal["table", "linear"] = "table" if bits <= 4 else "linear"
+    middle = 0.0
+    if offset is None:
+        middle = ((1 << bits) - 1) / 2 if kind == "table" else float(1 << (bits - 1))
+    levels = tuple(float(code - (offset or middle)) for code in range(1 << bits))
     return PackedFormat(kind, bits, levels, middle=middle, **fields)
