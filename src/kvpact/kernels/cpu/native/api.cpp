@@ -11,7 +11,7 @@ namespace {
 
 enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
 
-constexpr int64_t TASKS = 4; // of a thread, where there are heads enough
+constexpr int64_t TASKS = 2; // of a thread, where there are heads enough
 
 // Scratch memory of a thread, kept for its next call.
 struct Scratch {
@@ -81,8 +81,8 @@ void see(Job &job, const kvp_attend_args &a) {
     job.rows = a.groups * a.queries;
     job.k_width = (a.k.dim + 31) / 32 * 32;
     job.v_width = (a.v.dim + 31) / 32 * 32;
-    // What is prefetched of wide slots would drive out what is read.
-    job.block = row_bytes(a.k) + row_bytes(a.v) > 192 ? BLOCK / 2 : BLOCK;
+    // What is prefetched of wide slots would drive out what is read; 8-bit integers wait for it sooner.
+    job.block = row_bytes(a.k) + row_bytes(a.v) > (a.fast ? 96 : 192) ? BLOCK / 2 : BLOCK;
     const int64_t total = a.held + a.fresh;
     job.begin = 0;
     if (a.window) job.begin = a.first - a.window + 1 > 0 ? a.first - a.window + 1 : 0;

@@ -33,13 +33,17 @@ static void fast_block(Pass &p, float *partial, int64_t t, int64_t n) {
     by_fast_bits(p.a.v.bits, [&](auto f) {
         constexpr int bits = decltype(f)::bits;
         FastValues &fast = p.scratch.values;
+        // The block's weights are relative to its own highest score, for the digits' sake.
+        alignas(64) float top[W], decay[W];
         for (int r = 0; r < p.passed; r++) {
-            p.later.share(r, p.passed);
             float *state = partial + r * stride;
-            float top = r < p.rows ? raise_peak(state, p.score[r], tokens, p.job.v_width) : -INFINITY;
-            const float decay = top == -INFINITY ? 0 : expf(top - state[0]);
-            if (top == -INFINITY) top = 0; // nothing is seen: all weights are 0
-            state[1] += weigh_digits<bits>(fast, groups, r, p.score[r], top, decay, scales, tokens);
+            top[r] = r < p.rows ? raise_peak(state, p.score[r], tokens, p.job.v_width) : -INFINITY;
+            decay[r] = (top[r] - state[0]) * LOG2E;
+        }
+        store(decay, exp2_(load_first(decay, p.passed)));
+        for (int r = 0; r < p.passed; r++) {
+            if (top[r] == -INFINITY) top[r] = decay[r] = 0; // nothing is seen: all weights are 0
+            partial[r * stride + 1] += weigh_digits<bits>(fast, groups, r, p.score[r], top[r], decay[r], scales, tokens);
         }
         f.v(p.passed)(tiles.run, fast);
         return 0;
@@ -47,20 +51,23 @@ static void fast_block(Pass &p, float *partial, int64_t t, int64_t n) {
 }
 #endif
 
-static void block(Pass &p, float *partial, int64_t t, int64_t n) {
+static void scores(Pass &p, int64_t t, int64_t n) {
+    const int64_t packed = upto(p.a.k.exact_from - t, n);
+    if (packed > 0) packed_scores(p, t, packed);
+    exact_scores(p, t, n);
+    for (int r = 0; r < p.rows; r++) apply_rules(p.a, p.b, p.h, p.r0 + r, p.score[r], t, n);
+}
+
+static void values(Pass &p, float *partial, int64_t t, int64_t n) {
     const kvp_attend_args &a = p.a;
     const int64_t stride = p.job.partial_row(), width = p.job.v_width;
-    const int64_t packed_k = upto(a.k.exact_from - t, n), packed_v = upto(a.v.exact_from - t, n);
-    if (packed_k > 0) packed_scores(p, t, packed_k);
-    exact_scores(p, t, n);
-    for (int r = 0; r < p.rows; r++) apply_rules(a, p.b, p.h, p.r0 + r, p.score[r], t, n);
+    const int64_t packed = upto(a.v.exact_from - t, n);
     const ExactTokens exact(a.v, a, p.b, p.h, t, n);
 #if defined(KVP_AVX512)
     if (a.fast && !exact.count && fast_format(a.v)) return fast_block(p, partial, t, n);
 #endif
     const int64_t padded = (n + TILE - 1) / TILE * TILE;
     for (int r = 0; r < p.passed; r++) {
-        p.later.share(r, p.passed);
         float *state = partial + r * stride;
         if (r >= p.rows || raise_peak(state, p.score[r], padded, width) == -INFINITY) {
             memset(p.weight[r], 0, sizeof(float) * BLOCK);
@@ -76,8 +83,34 @@ static void block(Pass &p, float *partial, int64_t t, int64_t n) {
         state[1] += sum(total);
     }
     exact_values(p, partial + 2 + width, exact);
-    if (packed_v > 0) packed_values(p, partial + 2, t, packed_v);
+    if (packed > 0) packed_values(p, partial + 2, t, packed);
 }
+
+// The passes over a block of tokens: head after head, the query rows of each, some at a time.
+struct Turn {
+    struct {
+        int64_t h, r;
+        int rows, passed;
+    } passes[TURN];
+    int count = 0;
+    const Job &job;
+    int64_t h, last, r = 0;
+
+    Turn(const Job &of, int64_t first_head, int64_t last_head) : job(of), h(first_head), last(last_head) {}
+    bool next() {
+        for (count = 0; count < TURN && h < last; count++) {
+            auto &x = passes[count];
+            x.h = h;
+            x.r = r;
+            x.rows = next_rows(*job.args, job.rows - r, &x.passed);
+            r += x.rows;
+            if (r < job.rows) continue;
+            r = 0;
+            h++;
+        }
+        return count > 0;
+    }
+};
 
 void task(const Job &job, int64_t index) {
     const kvp_attend_args &a = *job.args;
@@ -94,7 +127,10 @@ void task(const Job &job, int64_t index) {
             memset(state, 0, sizeof(float) * job.partial_row());
             state[0] = -INFINITY;
         }
-    alignas(64) static thread_local Scratch scratch;
+    alignas(64) static thread_local Scratch memory;
+    Scratch *own = &memory;
+    asm("" : "+r"(own)); // or GCC looks up the thread's memory again and again, in the inner loops
+    Scratch &scratch = *own;
     const Sizes k_size(a.k, true), v_size(a.v, false);
 #if defined(KVP_AVX512)
     if (a.fast && fast_format(a.k)) scratch.key_table = ByteLevels(a.k).vector(-128);
@@ -106,13 +142,20 @@ void task(const Job &job, int64_t index) {
 #endif
     for (int64_t t = begin; t < end;) {
         const int64_t next = upto((t / job.block + 1) * job.block, end), first = t / TILE * TILE;
-        for (int64_t h = first_head; h < last_head; h++)
-            for (int64_t r = 0; r < job.rows;) {
-                Pass p{job, a, k_size, v_size, b, h, first_head, last_head, end, r, 0, 0, scratch, scratch.score, scratch.weight, {}};
-                p.rows = next_rows(a, job.rows - r, &p.passed);
-                block(p, partial(h) + r * job.partial_row(), first, next - first);
-                r += p.rows;
+        for (Turn turn(job, first_head, last_head); turn.next();) {
+            const auto pass = [&](int i) {
+                const auto &x = turn.passes[i];
+                return Pass{job, a, k_size, v_size, b, x.h, first_head, last_head, end, x.r, x.rows, x.passed, scratch, scratch.score[i], scratch.weight};
+            };
+            for (int i = 0; i < turn.count; i++) {
+                Pass p = pass(i);
+                scores(p, first, next - first);
             }
+            for (int i = 0; i < turn.count; i++) {
+                Pass p = pass(i);
+                values(p, partial(p.h) + p.r0 * job.partial_row(), first, next - first);
+            }
+        }
         t = next;
     }
 }

@@ -22,6 +22,12 @@ struct ExactTokens {
         index[count] = (int)i;
         at[count++] = data;
     }
+    // Prefetches tokens: processors don't guess that the next row is read from its beginning.
+    INLINE void ask(int first, int n, const kvp_stream &x) const {
+        const int64_t bytes = x.dim * (x.dtype == KVP_F32 ? 4 : 2);
+        for (int i = first; i < upto(first + n, count); i++)
+            for (int64_t c = 0; c < bytes; c += 64) prefetch(at[i] + c);
+    }
     // Tokens from `first` on as fp32 rows of `width`, zeros behind dim: where they lie if they are
     // such there, else as copies.
     INLINE void read(const float **to, float *copy, int first, int n, const kvp_stream &x, int64_t width) const {
@@ -38,7 +44,8 @@ struct ExactTokens {
 };
 
 constexpr int AT_ONCE = 16;
-constexpr int TOGETHER = REGISTERS >= 32 ? 4 : 2; // tokens whose products with four query rows are summed
+constexpr int AHEAD = 2 * AT_ONCE; // tokens from one that is read to one that is asked for
+constexpr int TOGETHER = 2; // tokens whose products with four query rows are summed
 
 template <int N> INLINE void dot_tokens(float *(&out)[N], const float *const *x, const float *q, int64_t width) {
     vf acc[N][4];
@@ -61,8 +68,10 @@ static void exact_scores(Pass &p, int64_t t, int64_t n) {
     const float *q = p.job.q + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * width;
     alignas(64) float copy[AT_ONCE * MOST_DIM];
     const float *x[AT_ONCE];
+    tokens.ask(0, AHEAD, p.a.k);
     for (int first = 0; first < tokens.count; first += AT_ONCE) {
         const int count = (int)upto(AT_ONCE, tokens.count - first);
+        tokens.ask(first + AHEAD, AT_ONCE, p.a.k);
         tokens.read(x, copy, first, count, p.a.k, width);
         for (int r = 0; r < p.rows; r += 4) {
             int i = 0;
@@ -107,9 +116,11 @@ INLINE void add_tokens(Pass &p, float *acc, int r0, const float *const *x, const
 static void exact_values(Pass &p, float *acc, const ExactTokens &tokens) {
     alignas(64) float copy[AT_ONCE * MOST_DIM];
     const float *x[AT_ONCE];
+    tokens.ask(0, AHEAD, p.a.v);
     for (int first = 0; first < tokens.count; first += AT_ONCE) {
         const int count = (int)upto(AT_ONCE, tokens.count - first);
         const int *index = tokens.index + first;
+        tokens.ask(first + AHEAD, AT_ONCE, p.a.v);
         tokens.read(x, copy, first, count, p.a.v, p.job.v_width);
         int r = 0;
         for (; r + 4 <= p.rows; r += 4) add_tokens<4>(p, acc, r, x, index, count);

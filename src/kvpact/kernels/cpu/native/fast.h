@@ -8,12 +8,17 @@ namespace KVP_NS {
 
 // Byte j of a word shifted by k * BITS holds item j * N + k, N = 8 / BITS. This is where the bytes
 // of 16 items in order have to go, so that one dword meets one shifted word.
+template <int BITS> INLINE __m128i word_order() {
+    if constexpr (BITS == 4) return _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    else return _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+}
 template <int BITS> INLINE __m128i in_word_order(__m128i x) {
     if constexpr (BITS == 8) return x;
-    else if constexpr (BITS == 4)
-        return _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15));
-    else
-        return _mm_shuffle_epi8(x, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    else return _mm_shuffle_epi8(x, word_order<BITS>());
+}
+template <int BITS> INLINE vi in_word_order(vi x) { // four times 16 items
+    if constexpr (BITS == 8) return x;
+    else return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(word_order<BITS>()));
 }
 
 // acc += products of four bytes each. In assembly, or GCC moves the sums to and fro.
@@ -149,17 +154,17 @@ template <int BITS> struct Digits {
     int8_t *high, *low;
     vi total = _mm512_setzero_si512();
     INLINE Digits(FastValues &f, int g, int r) : high(f.high[g][r]), low(f.low[g][r]) {}
-    static INLINE void write(int8_t *to, __m256i x) {
-        _mm_storeu_si128((__m128i *)to, in_word_order<BITS>(_mm256_castsi256_si128(x)));
-        _mm_storeu_si128((__m128i *)(to + 16), in_word_order<BITS>(_mm256_extracti128_si256(x, 1)));
-    }
     INLINE void put(int t, vf a, vf b) {
         const vi x = _mm512_cvtps_epi32(a), y = _mm512_cvtps_epi32(b);
         total = _mm512_add_epi32(total, _mm512_add_epi32(x, y));
-        const vi all = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(x)), _mm512_cvtepi32_epi16(y), 1);
+        const vi all = _mm512_packs_epi32(x, y);
         const vi highs = _mm512_srai_epi16(_mm512_add_epi16(all, _mm512_set1_epi16(128)), 8);
-        write(high + t, _mm512_cvtepi16_epi8(highs));
-        write(low + t, _mm512_cvtepi16_epi8(all)); // the low byte, read as signed, is the rest
+        const vi lows = _mm512_sub_epi16(all, _mm512_slli_epi16(highs, 8));
+        // Dwords of a lane of bytes: highs of x, of y, lows of x, of y, four tokens each.
+        const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        const vi bytes = in_word_order<BITS>(_mm512_permutexvar_epi32(order, _mm512_packs_epi16(highs, lows)));
+        _mm256_storeu_si256((__m256i *)(high + t), _mm512_castsi512_si256(bytes));
+        _mm256_storeu_si256((__m256i *)(low + t), _mm512_extracti64x4_epi64(bytes, 1));
     }
     INLINE void end(FastValues &f, int g, int r, float range) const {
         const int32_t sum = _mm512_reduce_add_epi32(total);
@@ -205,40 +210,34 @@ struct BlockScales {
     }
 };
 
-// exp(x - top) of 16 scores, to some 1e-5, which is far less than 8 bits lose.
+// exp(x - top) of 16 scores, to 8e-5, which is far less than 8 bits lose.
 INLINE vf weights_of(const float *score, vf minus_top) {
     const vf x = max(fma(load(score), set1(LOG2E), minus_top), set1(-150.0f));
     const vf whole = _mm512_roundscale_ps(x, 8), f = sub(x, whole);
-    vf y = set1(9.6181291e-3f);
-    y = fma(y, f, set1(5.5504109e-2f));
-    y = fma(y, f, set1(2.4022651e-1f));
-    y = fma(y, f, set1(6.9314718e-1f));
-    y = fma(y, f, set1(1.0f));
+    vf y = set1(5.5171665e-02f);
+    y = fma(y, f, set1(2.4261112e-01f));
+    y = fma(y, f, set1(6.9326099e-01f));
+    y = fma(y, f, set1(9.9992807e-01f));
     return _mm512_scalef_ps(y, whole);
 }
 
 // The digits of a row from its scores, of which `top` is the highest; weights are exp(score - top)
-// here and `decay` times that in the sums. Returns the sum of the weights.
+// here, in the scores' place, and `decay` times that in the sums. Returns the sum of the weights.
 template <int BITS>
 static float weigh_digits(FastValues &f, int groups, int r, float *score, float top, float decay, const BlockScales &scales, int tokens) {
     const vf minus_top = set1(-top * LOG2E);
     vf total = zero();
-    Digits<BITS> digits(f, 0, r);
-    for (int t = 0; t < tokens; t += TILE) {
-        const vf a = weights_of(score + t, minus_top), b = weights_of(score + t + W, minus_top);
-        total = add(total, add(a, b));
-        digits.put(t, mul(a, load(scales.scale + t)), mul(b, load(scales.scale + t + W)));
-        if (groups == 1) continue;
-        store(score + t, a);
-        store(score + t + W, b);
+    for (int t = 0; t < tokens; t += W) {
+        const vf weight = weights_of(score + t, minus_top);
+        total = add(total, weight);
+        store(score + t, weight);
     }
-    digits.end(f, 0, r, scales.range[0] * decay);
-    for (int g = 1; g < groups; g++) {
+    for (int g = 0; g < groups; g++) {
         const float *scale = scales.scale + g * BLOCK;
-        Digits<BITS> more(f, g, r);
+        Digits<BITS> digits(f, g, r);
         for (int t = 0; t < tokens; t += TILE)
-            more.put(t, mul(load(score + t), load(scale + t)), mul(load(score + t + W), load(scale + t + W)));
-        more.end(f, g, r, scales.range[g] * decay);
+            digits.put(t, mul(load(score + t), load(scale + t)), mul(load(score + t + W), load(scale + t + W)));
+        digits.end(f, g, r, scales.range[g] * decay);
     }
     return sum(total) * decay;
 }

@@ -8,10 +8,14 @@
 
 namespace KVP_NS {
 
+// Passes whose scores are computed one after the other before any of their values is read: the
+// longer the pieces of memory that are read in their order, the faster.
+constexpr int TURN = 8;
+
 // Memory of one thread for its task.
 struct Scratch {
     alignas(64) float folded[MAX_ROWS * MOST_DIM];
-    alignas(64) float score[MAX_ROWS][BLOCK], weight[MAX_ROWS][BLOCK];
+    alignas(64) float score[TURN][MAX_ROWS][BLOCK], weight[MAX_ROWS][BLOCK];
     alignas(64) float weights[MOST_GROUPS * MAX_ROWS * BLOCK]; // weight times scale, by channel group
     alignas(64) float shift[MOST_GROUPS * MAX_ROWS];
 #if defined(KVP_AVX512)
@@ -29,21 +33,6 @@ struct Sizes {
     }
 };
 
-// Slots of K that are prefetched between K and V: the products with K are too short for all of them.
-struct Later {
-    const char *at[BLOCK / TILE];
-    int count = 0;
-    int64_t bytes = 0; // of each
-    INLINE void put(const char *codes, int64_t size) {
-        at[count++] = codes;
-        bytes = size;
-    }
-    INLINE void share(int part, int parts) const {
-        for (int i = 0; i < count; i++)
-            for (int64_t b = bytes * part / parts / 64 * 64; b < bytes * (part + 1) / parts; b += 64) prefetch(at[i] + b);
-    }
-};
-
 // Everything that the query rows of one pass need.
 struct Pass {
     const Job &job;
@@ -55,7 +44,6 @@ struct Pass {
     Scratch &scratch;
     float (*score)[BLOCK];
     float (*weight)[BLOCK];
-    Later later;
 };
 
 // The slots that are read next: those of the next head, or those a block later. Memory is read in
@@ -168,10 +156,6 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
             tile.scale[j] = (const uint16_t *)place.tile(k.scale, p.b, p.h, p.k_size.side);
             tile.zero[j] = (const uint16_t *)place.tile(k.zero, p.b, p.h, p.k_size.side);
             tile.ahead[j] = ahead.next(tile.words[j]);
-            if (i + j * TILE >= p.job.block * 5 / 8) {
-                p.later.put(tile.ahead[j], p.k_size.tile);
-                tile.ahead[j] = (const char *)tile.words[j];
-            }
         }
         tile.out = p.score[0] + i;
 #if defined(KVP_AVX512)

@@ -12,8 +12,9 @@
 namespace {
 
 // Rounds follow each other closely in a decode step, and waking a thread takes longer than a short
-// round: who waits looks for a few microseconds before it sleeps.
-constexpr int LOOKS = 400, LAST_LOOKS = 2000;
+// round: who waits looks for a few microseconds, then for some more in which it gives way to any
+// other thread, and sleeps after that.
+constexpr int LOOKS = 400, YIELDS = 200, LAST_LOOKS = 2000;
 
 void rest() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -43,7 +44,10 @@ struct Pool {
     void serve(int64_t index) {
         uint64_t seen = 0;
         for (;;) {
-            for (int i = 0; i < LOOKS && round.load(std::memory_order_relaxed) == seen; i++) rest();
+            for (int i = 0; i < LOOKS + YIELDS && round.load(std::memory_order_relaxed) == seen; i++) {
+                if (i < LOOKS) rest();
+                else std::this_thread::yield();
+            }
             std::unique_lock<std::mutex> guard(lock);
             wake.wait(guard, [&] { return round != seen; });
             seen = round;
