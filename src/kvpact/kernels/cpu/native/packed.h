@@ -197,34 +197,40 @@ struct ValueTiles {
     }
 };
 
+// The weights of R rows from token `i` of the block on, times the scales of a group of channels; and
+// the sums of weights times zeros.
+template <int R> static void weigh(Pass &p, const ValueTiles &tiles, int g, int r0, int64_t i) {
+    const float(*from)[BLOCK] = p.weight + r0;
+    float *to = p.scratch.weights + (g * MAX_ROWS + r0) * BLOCK;
+    const vf middle = set1(p.a.v.middle);
+    vf moved[4] = {zero(), zero(), zero(), zero()};
+    for (int tile = 0; tile < tiles.run.tiles; tile++)
+        for (int c = 0; c < TILE; c += W) {
+            const int side = g * TILE + c, at = tile * TILE + c;
+            const vf s = tiles.scale[tile] ? load_half(tiles.scale[tile] + side) : set1(1.0f);
+            for (int r = 0; r < R; r++) store(to + r * BLOCK + at, mul(load(&from[r][i + at]), s));
+            if (!tiles.zero[tile]) continue;
+            const vf z = fma(s, middle, load_half(tiles.zero[tile] + side));
+            for (int r = 0; r < R; r++) moved[r] = fma(load(&from[r][i + at]), z, moved[r]);
+        }
+    if (tiles.zero[0]) store_sums(p.scratch.shift + g * MAX_ROWS + r0, 1, moved[0], moved[1], moved[2], moved[3]);
+}
+
 static void packed_values(Pass &p, float *acc, int64_t t, int64_t n) {
     const kvp_stream &v = p.a.v;
     const int groups = p.v_size.groups;
-    float *weights = p.scratch.weights, *shift = p.scratch.shift;
     const int64_t step = v.group && v.group < BLOCK ? v.group : BLOCK;
     ValueTiles tiles(p, acc, t);
     VRun &a = tiles.run;
     for (int64_t i = 0; i < n;) {
         const int64_t end = upto(i + step - (t + i) % step, n);
-        memset(shift, 0, sizeof(float) * groups * MAX_ROWS);
+        memset(p.scratch.shift, 0, sizeof(float) * groups * MAX_ROWS);
         tiles.take(p, end - i);
-        for (int g = 0; g < groups; g++) {
-            vf moved[MAX_ROWS];
-            for (int r = 0; r < MAX_ROWS; r++) moved[r] = zero();
-            for (int tile = 0; tile < a.tiles; tile++)
-                for (int c = 0; c < TILE; c += W) {
-                    const int side = g * TILE + c, at = tile * TILE + c;
-                    const vf s = tiles.scale[tile] ? load_half(tiles.scale[tile] + side) : set1(1.0f);
-                    for (int r = 0; r < p.passed; r++)
-                        store(weights + (g * MAX_ROWS + r) * BLOCK + at, mul(load(&p.weight[r][i + at]), s));
-                    if (!tiles.zero[tile]) continue;
-                    const vf z = fma(s, set1(v.middle), load_half(tiles.zero[tile] + side));
-                    for (int r = 0; r < p.passed; r++) moved[r] = fma(load(&p.weight[r][i + at]), z, moved[r]);
-                }
-            if (tiles.zero[0])
-                for (int r = 0; r < p.passed; r += 4)
-                    store_sums(shift + g * MAX_ROWS + r, 1, moved[r], moved[r + 1], moved[r + 2], moved[r + 3]);
-        }
+        for (int g = 0; g < groups; g++)
+            for (int r = 0; r < p.passed; r += 4) {
+                const int rows = (int)upto(4, p.passed - r);
+                (rows == 1 ? weigh<1> : rows == 2 ? weigh<2> : rows == 3 ? weigh<3> : weigh<4>)(p, tiles, g, r, i);
+            }
         a.fold = (const uint16_t *)Place(v, t + i).group(v.fold, p.b, p.h, v.group ? v.group : 1, 2 * (int64_t)v.dim);
         i = end;
 #if defined(KVP_AVX512)
