@@ -89,7 +89,7 @@ INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *o
     const uint16_t *fold = (const uint16_t *)place.group(k.fold, p.b, p.h, k.group, unit);
     const uint16_t *shift = (const uint16_t *)place.group(k.shift, p.b, p.h, k.group, unit);
     const vf middle = set1(k.middle);
-    float *moved = k.shift_scaled ? inner : outer;
+    float *moved = k.shift_scaled ? inner : outer, *folded = p.scratch.folded;
     for (int r = 0; r < p.passed; r += 4) {
         vf acc[4] = {zero(), zero(), zero(), zero()};
         for (int64_t c = 0; c < width; c += W) {
@@ -98,7 +98,7 @@ INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *o
             for (int i = 0; i < 4; i++) { // rows on top are never looked at
                 const vf x = load(q + (r + i) * width + c);
                 acc[i] = fma(x, number, acc[i]);
-                if (fold) store(p.scratch.folded + (r + i) * width + c, mul(x, factor));
+                if (fold) store(folded + (r + i) * width + c, mul(x, factor));
             }
         }
         if (!shift) continue;
