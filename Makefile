@@ -46,7 +46,7 @@ bench: $(READY) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/attend.py --short --out $(BENCH)
 	@$(PY) benchmarks/attend.py --avx2 --tokens 4096 16384 65536 --out $(BENCH)
 	@$(PY) benchmarks/attend.py --linearity --out $(BENCH)
-	@$(PY) benchmarks/rows.py --rounds 5 --out $(BENCH)
+	@$(PY) benchmarks/rows.py --rounds 3 --queries 1 8 16 32 128 --out $(BENCH)
 	@$(PY) benchmarks/encode.py --out $(BENCH)
 	@$(PY) benchmarks/bench.py
 	@$(PY) benchmarks/paged.py
