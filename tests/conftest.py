@@ -1,5 +1,12 @@
 """What tests of several rooms share."""
 
+import os
+
+# As the Makefile sets them, for pytest on its own: workers whose threads spin while they wait take
+# each other's cores. Before torch is loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import pytest
 import torch
 
