@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
-from kvpact.attention import attend
+from kvpact.kernels import attend
 from kvpact.kernels.cpu import library
 
 SHAPES = {"A": (8, 4, 128), "B": (3, 3, 64)}  # KV heads, query heads per KV head, width

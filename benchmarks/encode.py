@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 
 from kvpact import CacheGeometry, create_cache, parse_spec
-from kvpact.attention import CHUNK, StreamView
-from kvpact.cache.encoder import SlotWriter
 from kvpact.cache.segments import SegmentList
 from kvpact.errors import BackendUnavailable
+from kvpact.kernels import CHUNK, StreamView
 from kvpact.kernels.cpu import library
-from kvpact.kernels.dispatch import choose
+from kvpact.kernels.cpu.encode import SlotWriter
+from kvpact.kernels.plan import choose
 
 SPECS = (
     "turboquant:bits=4",

@@ -26,8 +26,9 @@ from attend_rounds import measure, turn_of
 from machine import processor
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.attention import attend, attend_latent, native_rows
 from kvpact.errors import BackendUnavailable
+from kvpact.kernels import attend, attend_latent
+from kvpact.kernels.cpu import attend_rows as native_rows
 from kvpact.kernels.cpu import library
 
 SHAPES = {"A": (8, 4, 128, None), "B": (3, 3, 64, None), "MLA": (1, 16, 512, 64)}

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import kvpact
 from kvpact import AttendConfig
-from kvpact.attention import CHUNK
 from kvpact.errors import GeometryError, KVPactError
+from kvpact.kernels import CHUNK
 
 DIM, VALUE_DIM = 16, 24
 

@@ -15,9 +15,9 @@ from kvpact import (
     create_cache,
     parse_spec,
 )
-from kvpact.attention import absorb_query, expand_output
 from kvpact.cache import bytes_per_token
 from kvpact.errors import CacheFull, DtypeError, GeometryError, NonFiniteError, SpecError
+from kvpact.kernels import absorb_query, expand_output
 from kvpact.testing.held import held_bytes, same_bytes
 
 HEADS, NOPE, ROPE, V_DIM, RANK = 4, 16, 8, 12, 32

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.attention import StreamView
 from kvpact.cache.segments import ListSource
+from kvpact.kernels import StreamView
 
 
 class Lock:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.linalg import hadamard as sylvester
 
-from kvpact.kernels.ops import divide, hadamard, tree_sum
+from kvpact.arithmetic import divide, hadamard, tree_sum
 from kvpact.transforms import IDENTITY, RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 

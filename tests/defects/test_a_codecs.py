@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import kvpact
 from kvpact import CacheGeometry
-from kvpact.kernels.ops import hadamard
+from kvpact.arithmetic import hadamard
 from kvpact.methods.turboquant import TurboQuant, TurboQuantCodec
 from kvpact.transforms.hadamard import random_signs
 

@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import kvpact
 from kvpact import AttendConfig, CacheGeometry
-from kvpact.attention import CHUNK, StreamView
 from kvpact.errors import CacheFull, NonFiniteError
-from kvpact.kernels.dispatch import native
+from kvpact.kernels import CHUNK, StreamView
+from kvpact.kernels.plan import native
 from kvpact.methods.turboquant import TurboQuantCodec
 
 METHODS = ["fp8", "int:bits=4", "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod",

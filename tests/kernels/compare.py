@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.attention import native
+from kvpact.kernels.cpu import attend as native
 
 FORMATS = (
     *(f"turboquant:bits={bits}" for bits in range(1, 9)),

@@ -9,10 +9,10 @@ import torch
 from encode_compare import DTYPES, WIDTHS, codec_of, random_pieces, torch_slots
 from encode_compare import FORMATS as ENCODED
 
-from kvpact.attention.decode import decoded
+from kvpact.arithmetic import saturated
 from kvpact.cache.segments import SegmentList
-from kvpact.kernels.dispatch import choose
-from kvpact.kernels.ops import saturated
+from kvpact.kernels.cpu.decode import decoded
+from kvpact.kernels.plan import choose
 
 FORMATS = (
     *(s for s in ENCODED if "prod" not in s and not s.startswith(("qjl", "polar"))),  # torch's

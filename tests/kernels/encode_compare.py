@@ -8,8 +8,8 @@ import json
 import torch
 
 from kvpact import parse_spec
-from kvpact.cache.encoder import SlotWriter, can_hold, refusal
 from kvpact.kernels.cpu import library
+from kvpact.kernels.cpu.encode import SlotWriter, can_hold, refusal
 
 FORMATS = (
     *(f"turboquant:bits={bits}" for bits in range(1, 9)),

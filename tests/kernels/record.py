@@ -34,9 +34,9 @@ import encode_compare
 import torch
 from torch import Tensor
 
-from kvpact.attention import native, slots
-from kvpact.cache import encoder
-from kvpact.kernels.cpu import library, structs
+from kvpact.kernels.cpu import attend as native
+from kvpact.kernels.cpu import encode as encoder
+from kvpact.kernels.cpu import library, slots, structs
 
 INPUT, EQUAL, NEAR = range(3)
 CHECKS = {

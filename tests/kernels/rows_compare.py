@@ -9,7 +9,8 @@ import torch
 from compare import FORMATS, both, check_guards, error, guarded_output, random_tokens
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.attention import native, native_rows
+from kvpact.kernels.cpu import attend as native
+from kvpact.kernels.cpu import attend_rows as native_rows
 
 LATENT_FORMATS = ("turboquant:bits=4", "turboquant:bits=3/fp8", "int:bits=8", "kivi:bits=4", "none")
 

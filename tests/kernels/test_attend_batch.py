@@ -9,8 +9,8 @@ import torch
 from compare import BOUND, error
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache
-from kvpact.attention import native
 from kvpact.errors import GeometryError
+from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.library import _load
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.attention import native
 from kvpact.errors import BackendUnavailable, GeometryError
 from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.library import _load
-from kvpact.kernels.dispatch import choose
+from kvpact.kernels.plan import choose
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from rows_compare import LATENT_FORMATS, latents
 
 from kvpact import AttendConfig, CacheGeometry, MLACache, create_cache
-from kvpact.attention import native, native_rows
 from kvpact.errors import GeometryError
 from kvpact.kernels.cpu import LEVELS
+from kvpact.kernels.cpu import attend as native
+from kvpact.kernels.cpu import attend_rows as native_rows
 from kvpact.kernels.cpu.library import _load
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")

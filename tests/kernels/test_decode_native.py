@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.attention import decode
-from kvpact.attention.decode import decoded
 from kvpact.errors import DtypeError, GeometryError
+from kvpact.kernels.cpu import decode
 from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu.decode import decoded
 from kvpact.kernels.cpu.library import _load
-from kvpact.kernels.dispatch import choose, report
+from kvpact.kernels.plan import choose, report
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 

@@ -15,12 +15,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.cache.encoder import SlotWriter, codec_encoder, magnitude, refusal
+from kvpact.arithmetic import square_root
 from kvpact.errors import GeometryError, NonFiniteError
+from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu.encode import SlotWriter, codec_encoder, magnitude, refusal
 from kvpact.kernels.cpu.library import _load
-from kvpact.kernels.encoding import search_tree
-from kvpact.kernels.ops import square_root
 from kvpact.quantizers import uniform
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")

@@ -11,7 +11,7 @@ import torch
 from compare import BOUND, check_guards, error, guarded_output
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
-from kvpact.attention import native
+from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.library import _load
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpact.attention import check_latent_config, query_groups
 from kvpact.contract import AttendConfig
 from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexError, NonFiniteError
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels import check_latent_config, query_groups
 from kvpact.quantizers.numbers import all_finite
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

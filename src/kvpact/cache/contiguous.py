@@ -20,7 +20,7 @@ from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.dispatch import Kernel, choose
+from kvpact.kernels.plan import Kernel, choose
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 

@@ -9,7 +9,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.cache.specs import cache_specs
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.dispatch import choose
+from kvpact.kernels.plan import choose
 from kvpact.recipe import SpecLike
 
 

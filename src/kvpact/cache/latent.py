@@ -12,13 +12,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvpact.attention import absorb_query, expand_output
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.specs import latent_spec
 from kvpact.contract import AttendConfig
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels import absorb_query, expand_output
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import Spec
 
@@ -28,7 +28,7 @@ class MLACache(ContiguousCache):
 
     In every method `k` is the latent `c_kv` `[B, 1, T, r]` and `v` the rotated key `k_rope`
     `[B, 1, T, d_rope]`; queries are absorbed ones `[B, H, S, r + d_rope]`
-    (`kvpact.attention.absorb_query`) and outputs latent `[B, H, S, r]` (`expand_output`);
+    (`kvpact.kernels.absorb_query`) and outputs latent `[B, H, S, r]` (`expand_output`);
     `attend_heads` does all three steps. `config.softmax_scale` is needed wherever there are
     queries. A `DequantResult` has `[c_kv, k_rope]` as K and `c_kv` as V.
 

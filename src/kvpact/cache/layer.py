@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.attention import LayerView, StreamView, check_queries
 from kvpact.cache.segments import SegmentList, SegmentStore
 from kvpact.cache.step import Step
 from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, StaleResult
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels import LayerView, StreamView, check_queries
+from kvpact.kernels.plan import Kernel
 from kvpact.methods import Codec
 from kvpact.spec import Spec
 

@@ -24,7 +24,7 @@ from kvpact.cache.stats import paged_stats
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.dispatch import choose
+from kvpact.kernels.plan import choose
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec

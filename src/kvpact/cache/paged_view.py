@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.attention import check_queries
 from kvpact.cache.checks import check_query
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile
 from kvpact.errors import GeometryError, SequenceError
+from kvpact.kernels import check_queries
 from kvpact.snapshot import Identity, Snapshot
 
 _DEFAULT = AttendConfig()

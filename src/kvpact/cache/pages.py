@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.attention import SegmentSource
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.saved import check_fits, learnt_states
 from kvpact.cache.segments import Segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels import SegmentSource
 from kvpact.methods import Codec
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec

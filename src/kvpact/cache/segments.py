@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpact.attention import SegmentSource
+from kvpact.kernels import SegmentSource
 from kvpact.methods import Codec
 
 SEGMENT_TOKENS = 128

@@ -13,7 +13,7 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.cache.segments import SEGMENT_TOKENS
 from kvpact.cache.stream import Stream
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.plan import Kernel
 from kvpact.methods import Codec, Method, bytes_per_slot
 from kvpact.spec import Spec
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.attention import (
+from kvpact.cache.dequant import dequant_result
+from kvpact.contract import AttendConfig, DequantResult
+from kvpact.kernels import (
     LayerView,
     Row,
     attend,
     attend_latent,
     attend_rows,
-    dequant_result,
 )
-from kvpact.contract import AttendConfig, DequantResult
 
 
 @dataclass(frozen=True)

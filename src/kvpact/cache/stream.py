@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.encoder import SlotWriter, encodes_natively
 from kvpact.cache.segments import Segment, SegmentStore
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.cpu.encode import SlotWriter, encodes_natively
+from kvpact.kernels.plan import Kernel
 from kvpact.methods import Codec
 
 MOST_STEP = 8

@@ -19,7 +19,7 @@ from kvpact.compressor.compressed import CompressedKV, flat
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import CacheFull, GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.plan import Kernel
 from kvpact.methods import Codec, Method
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpact.compressor.checks import check_pair
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import DeviceError, DtypeError, GeometryError
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.plan import Kernel
 from kvpact.spec import Spec
 
 Layout = Literal["batched", "unbatched"]

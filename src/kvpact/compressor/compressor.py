@@ -14,7 +14,7 @@ from kvpact.compressor.checks import check_pair
 from kvpact.compressor.compressed import CompressedKV, Layout, flat
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import DtypeError, GeometryError, SpecError
-from kvpact.kernels.dispatch import choose
+from kvpact.kernels.plan import choose
 from kvpact.methods import Method
 from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
@@ -87,7 +87,7 @@ class KVCacheCompressor:
         return self._quant_bits
 
     def stats(self) -> dict[str, Any]:
-        """Return ``kernel``: what ran and why, see `kvpact.kernels.dispatch.Kernel.stats`."""
+        """Return ``kernel``: what ran and why, see `kvpact.kernels.plan.Kernel.stats`."""
         return {"kernel": self._kernel.stats()}
 
     def _own(self, compressed: CompressedKV) -> CompressedKV:

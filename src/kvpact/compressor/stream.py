@@ -9,12 +9,12 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from kvpact.attention.decode import decoded
-from kvpact.cache.encoder import SlotWriter, encodes_natively
+from kvpact.arithmetic import saturated
 from kvpact.cache.segments import ListSource
 from kvpact.formats import TILE
-from kvpact.kernels.dispatch import Kernel, choose
-from kvpact.kernels.ops import saturated
+from kvpact.kernels.cpu.decode import decoded
+from kvpact.kernels.cpu.encode import SlotWriter, encodes_natively
+from kvpact.kernels.plan import Kernel, choose
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.lowrank import LowRankCodec

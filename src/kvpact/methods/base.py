@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvpact.errors import NonFiniteError, SpecError
 from kvpact.formats import Field
-from kvpact.kernels.encoding import Encoding
-from kvpact.kernels.packed import PackedFormat
+from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat
 from kvpact.spec import option_types
 from kvpact.transforms import IDENTITY, Transform
 

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import divide
 from kvpact.formats import TokenField
-from kvpact.kernels.encoding import Encoding
-from kvpact.kernels.ops import divide
-from kvpact.kernels.packed import PackedFormat
+from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import numbers
 from kvpact.quantizers.numbers import from_fp8, half, to_fp8

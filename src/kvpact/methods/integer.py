@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, TokenField
-from kvpact.kernels.encoding import Encoding
-from kvpact.kernels.packed import PackedFormat, integer_format
+from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat, integer_format
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import uniform
 from kvpact.quantizers.numbers import HALF_MAX

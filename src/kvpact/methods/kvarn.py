@@ -22,10 +22,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, GroupField, TokenField
-from kvpact.kernels.encoding import Encoding
-from kvpact.kernels.ops import divide, square_root, tree_sum
-from kvpact.kernels.packed import PackedFormat, integer_format
+from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat, integer_format
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import uniform
 from kvpact.quantizers.numbers import half

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import TokenField
-from kvpact.kernels.packed import PackedFormat
+from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers.numbers import CASTS, cast
 

@@ -24,9 +24,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import square_root
 from kvpact.formats import CodesField, TokenField
-from kvpact.kernels.encoding import Encoding
-from kvpact.kernels.ops import square_root
+from kvpact.formats.encoding import Encoding
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers.numbers import HALF_MAX, half
 from kvpact.transforms import RandomHadamard

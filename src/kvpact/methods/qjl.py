@@ -27,9 +27,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, TokenField
-from kvpact.kernels.encoding import Encoding
-from kvpact.kernels.ops import divide, square_root, tree_sum
+from kvpact.formats.encoding import Encoding
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.methods.integer import IntegerCodec
 from kvpact.quantizers.numbers import HALF_MAX, half

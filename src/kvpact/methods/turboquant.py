@@ -31,10 +31,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, Field, GroupField, TokenField
-from kvpact.kernels.encoding import Encoding
-from kvpact.kernels.ops import divide, square_root, tree_sum
-from kvpact.kernels.packed import PackedFormat
+from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import lloyd_max
 from kvpact.quantizers.numbers import HALF_MAX, half

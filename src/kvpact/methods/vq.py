@@ -20,9 +20,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import square_root, tree_sum
 from kvpact.errors import NonFiniteError
 from kvpact.formats import CodesField, Field, TokenField
-from kvpact.kernels.ops import square_root, tree_sum
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.fitted import FittedCodec, FittedMethod
 from kvpact.quantizers.kmeans import kmeans, nearest

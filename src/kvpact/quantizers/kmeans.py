@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpact.kernels.ops import tree_sum
+from kvpact.arithmetic import tree_sum
 
 _CHUNK = 1 << 18
 """Distances that are held at a time."""

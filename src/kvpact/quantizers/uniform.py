@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpact.kernels.ops import divide
+from kvpact.arithmetic import divide
 from kvpact.quantizers.numbers import half
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvpact.kernels.ops import hadamard
+from kvpact.arithmetic import hadamard
 
 _MASK = (1 << 64) - 1
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from kvpact_ternary import Ternary, TernaryCodec
 
+from kvpact.arithmetic import tree_sum
 from kvpact.formats import GroupField
-from kvpact.kernels.ops import tree_sum
 
 
 class DriftingCodec(TernaryCodec):

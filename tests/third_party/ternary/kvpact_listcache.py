@@ -5,9 +5,9 @@ import copy
 import torch
 
 from kvpact import Dequantized, DequantResult, KVTile, errors
-from kvpact.attention import query_groups
 from kvpact.cache.checks import check_layer, check_tokens
 from kvpact.contract import AttendConfig
+from kvpact.kernels import query_groups
 
 
 class ListCache:

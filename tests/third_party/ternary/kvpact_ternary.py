@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
+from kvpact.arithmetic import tree_sum
 from kvpact.formats import CodesField, TokenField
-from kvpact.kernels.ops import tree_sum
 from kvpact.methods import Codec, Method
 from kvpact.quantizers.numbers import half
 

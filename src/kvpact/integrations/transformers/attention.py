@@ -13,11 +13,11 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvpact.attention import attend
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.handles import KVHandle, say_once
 from kvpact.integrations.transformers.latent import read_before_stored
+from kvpact.kernels import attend
 
 ATTENTION = "kvpact"
 

@@ -20,7 +20,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.kernels.dispatch import choose
+from kvpact.kernels.plan import choose
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.attention import absorb_query, expand_output
 from kvpact.contract import AttendConfig
 from kvpact.integrations.transformers.handles import FirstLatents, KVHandle, NewTokens
+from kvpact.kernels import absorb_query, expand_output
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 _PROBES = 3  # random tokens on which an `expand_kv` is compared with what absorption assumes

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.handles import Pending, handle_pair
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.plan import Kernel
 from kvpact.spec import Spec
 
 

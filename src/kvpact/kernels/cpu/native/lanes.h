@@ -286,7 +286,7 @@ INLINE void rotate_lanes_back(float *y, const float *signs, int dim) {
     hadamard_lanes(y, n);
 }
 
-// Sums in the order of tree_sum (kernels/ops.py): the upper half on the lower one, again and again.
+// Sums in the order of tree_sum (arithmetic.py): the upper half on the lower one, again and again.
 INLINE vf tree(float *s, int size) {
     while (size > 1) {
         const int half = size / 2;

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from kvpact.errors import GeometryError
 from kvpact.formats import CodesField, Field
+from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import NativeLibrary, structs
 from kvpact.kernels.cpu.encode_structs import CHOICES, KINDS, EncodeArgs
-from kvpact.kernels.dispatch import Kernel
-from kvpact.kernels.encoding import search_tree
+from kvpact.kernels.plan import Kernel
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
 from kvpact.transforms.hadamard import random_signs

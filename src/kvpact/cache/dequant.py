@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.attention.rows import query_groups
-from kvpact.attention.views import CHUNK, LayerView
 from kvpact.contract import AttendConfig, DequantResult, KVTile
+from kvpact.kernels.queries import query_groups
+from kvpact.kernels.views import CHUNK, LayerView
 
 
 def dequant_result(

@@ -11,10 +11,10 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvpact.attention.slots import DTYPES, SegmentSource, slot_format
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels.cpu.decode_structs import DecodeArgs
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.cpu.slots import DTYPES, SegmentSource, slot_format
+from kvpact.kernels.plan import Kernel
 from kvpact.methods import Codec
 
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.attention import native
-from kvpact.attention.attend import attend, check_call
-from kvpact.attention.views import LayerView
+from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
-from kvpact.kernels.dispatch import Kernel
-from kvpact.kernels.ops import saturated
+from kvpact.kernels.cpu import attend as native
+from kvpact.kernels.plan import Kernel
+from kvpact.kernels.torch.attend import attend, check_call
+from kvpact.kernels.views import LayerView
 
 
 class Row(NamedTuple):

@@ -15,14 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpact.attention.attend import by_kernel
-from kvpact.attention.logits import LogitRules
-from kvpact.attention.online import OnlineSoftmax
-from kvpact.attention.rows import query_groups, sink_rows
-from kvpact.attention.views import CHUNK, LayerView, StreamView
+from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
-from kvpact.kernels.ops import saturated
+from kvpact.kernels.queries import query_groups, sink_rows
+from kvpact.kernels.torch.attend import by_kernel
+from kvpact.kernels.torch.logits import LogitRules
+from kvpact.kernels.torch.online import OnlineSoftmax
+from kvpact.kernels.views import CHUNK, LayerView, StreamView
 
 
 def absorb_query(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:

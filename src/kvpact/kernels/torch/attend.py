@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpact.attention.logits import LogitRules
-from kvpact.attention.native import attend_native, refusal
-from kvpact.attention.online import OnlineSoftmax
-from kvpact.attention.rows import query_groups, sink_rows
-from kvpact.attention.views import CHUNK, LayerView
+from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
-from kvpact.kernels.dispatch import Kernel
-from kvpact.kernels.ops import saturated
+from kvpact.kernels.cpu.attend import attend_native, refusal
+from kvpact.kernels.plan import Kernel
+from kvpact.kernels.queries import query_groups, sink_rows
+from kvpact.kernels.torch.logits import LogitRules
+from kvpact.kernels.torch.online import OnlineSoftmax
+from kvpact.kernels.views import CHUNK, LayerView
 
 
 def attend(

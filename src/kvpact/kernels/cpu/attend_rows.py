@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpact.kernels.dispatch import Kernel
+from kvpact.kernels.plan import Kernel
 
 MANY_ROWS = 32
 """Rows (query heads per KV head times queries) from which the kernel for many rows takes a call.

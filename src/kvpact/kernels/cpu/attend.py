@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.attention import native_rows
-from kvpact.attention.slots import DTYPES, slot_format
-from kvpact.attention.views import LayerView, StreamView
+from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
+from kvpact.kernels.cpu import attend_rows as native_rows
 from kvpact.kernels.cpu import structs
-from kvpact.kernels.dispatch import Kernel
-from kvpact.kernels.ops import saturated
+from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.plan import Kernel
+from kvpact.kernels.views import LayerView, StreamView
 from kvpact.methods import Codec
 
 MOST_GROUPS = 32

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.attention.decode import decoded
-from kvpact.attention.slots import SegmentSource
-from kvpact.kernels.dispatch import Kernel
-from kvpact.kernels.ops import saturated
+from kvpact.arithmetic import saturated
+from kvpact.kernels.cpu.decode import decoded
+from kvpact.kernels.cpu.slots import SegmentSource
+from kvpact.kernels.plan import Kernel
 from kvpact.methods import Codec
 
 CHUNK = 256

@@ -1,0 +1,1 @@
+"""The torch bodies: they define what every other backend computes."""
