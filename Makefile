@@ -63,7 +63,7 @@ bench-quanto: $(READY) ## a real model beside transformers' QuantizedCache: inst
 fuzz: $(READY) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
 	@$(PIP) install -c constraints.txt atheris
 	@mkdir -p build/fuzz
-	@cd build/fuzz && ../../$(PY) ../../tests/attacks/fuzz.py corpus -max_total_time=$(or $(FUZZ_SECONDS),600) \
+	@cd build/fuzz && ../../$(PY) ../../tests/snapshot/attacks/fuzz.py corpus -max_total_time=$(or $(FUZZ_SECONDS),600) \
 		-max_len=6000 -timeout=30 -rss_limit_mb=3000
 
 build/cases: $(READY) $(wildcard tests/kernels/*.py)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_layer import normal
 from torch import Tensor
 
 from kvpact import (
@@ -127,3 +128,10 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     with pytest.raises(GeometryError, match="batch 1, but other layers hold 2"):
         compressor.decompress_to_mla_cache(one_row, cache, 1)
     assert (held_bytes(cache), held_bytes(paged)) == before
+
+
+def test_latents_are_compressed_as_latents():
+    cache = MLACache("none", 1, 512, 64)
+    cache.store(0, normal(1, 1, 128, 512), normal(1, 1, 128, 64, seed=1))
+    found = KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
+    assert found.nbytes == 128 * (512 // 2 + 2 + 64 + 4)

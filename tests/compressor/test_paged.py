@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_layer import normal
 from torch import Tensor
 
 from kvpact import CacheGeometry, CompressedKV, KVCacheCompressor, PagedKVCache
@@ -87,3 +88,15 @@ def test_a_full_pool_changes_nothing():
     with pytest.raises(CacheFull):
         KVCacheCompressor("int:bits=4").decompress_to_paged_cache(compressed, cache, 0, other)
     assert (cache.seq_len(other), cache.num_free_pages) == (0, 0)
+
+
+def test_slots_of_pages_are_not_quantised_again():
+    cache = PagedKVCache("turboquant:bits=4", CacheGeometry(2, 2, 64), num_pages=8)
+    seq, k, v = cache.allocate(), normal(2, 200, 64), normal(2, 200, 64, seed=1)
+    for layer in range(2):
+        cache.append(layer, {seq: (k, v)})
+    compressor = KVCacheCompressor("turboquant:bits=4")
+    copied = compressor.compress_paged_cache(cache, 1, seq).tensors()
+    direct = compressor.compress_kv_3d(k, v).tensors()
+    assert copied.keys() == direct.keys()
+    assert all(torch.equal(copied[name], direct[name]) for name in direct)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import DtypeError, GeometryError
-from kvpact.kernels.cpu import decode
-from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu import LEVELS, decode, library
 from kvpact.kernels.cpu.decode import decoded
 from kvpact.kernels.cpu.library import _load
 from kvpact.kernels.plan import choose, report

@@ -1,4 +1,4 @@
-"""Coverage-guided fuzzing of the snapshot reader: `make fuzz`, or `python tests/attacks/fuzz.py`.
+"""Coverage-guided fuzzing of the snapshot reader: `make fuzz`, or this script with Python.
 
 Needs atheris. Takes libFuzzer's options, e.g. `-max_total_time=600`. Inputs are seeds of small
 snapshots, changed at random; most of the time their checksums are made right again, or values of

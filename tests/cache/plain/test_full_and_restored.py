@@ -1,8 +1,4 @@
-"""Defects of the third original, the contiguous cache, each shown not to be one of ours.
-
-C4 (prefixes stored again and again), C5 as far as it concerns models, and C6 (a benchmark of a
-stub) are in `test_c_prefixes.py`.
-"""
+"""The plain cache drops, clamps and doubles nothing (defects C1, C2, C3, C5)."""
 
 import pytest
 import torch
@@ -31,7 +27,7 @@ def shown(cache: kvpact.KVCache, layer: int = 0) -> list[float]:
     return cache.get_keys(layer)[:, 0].tolist()
 
 
-def test_c1_a_full_cache_refuses_and_does_not_drop():
+def test_a_full_cache_refuses_and_does_not_drop():
     cache = cache_of(1, 2, 3, 4, 5, 6)
     with pytest.raises(CacheFull, match="0 of 6 free"):
         cache.store_kv(0, token(7), token(-7))
@@ -45,7 +41,7 @@ def test_c1_a_full_cache_refuses_and_does_not_drop():
 
 
 @pytest.mark.parametrize("width", [0, 1, WIDTH - 1, WIDTH + 1, 2 * WIDTH])
-def test_c1_a_short_or_long_token_is_refused_and_not_cut(width):
+def test_a_short_or_long_token_is_refused_and_not_cut(width):
     cache, wrong = cache_of(1), torch.ones(width)
     for pair in ((wrong, token(1)), (token(1), wrong), (wrong.numpy(), wrong.numpy())):
         with pytest.raises(GeometryError, match="shape"):
@@ -53,7 +49,7 @@ def test_c1_a_short_or_long_token_is_refused_and_not_cut(width):
     assert shown(cache, 1) == [1]
 
 
-def test_c2_restores_refuse_what_is_too_long():
+def test_restores_refuse_what_is_too_long():
     long = kvpact.KVCache(2, ROOM + 1, WIDTH)
     for layer in range(2):
         long.store_kv(layer, token(9, ROOM + 1), token(-9, ROOM + 1))
@@ -68,7 +64,7 @@ def test_c2_restores_refuse_what_is_too_long():
         assert shown(cache) == [1, 2]
 
 
-def test_c2_no_stale_row_is_ever_visible():
+def test_no_stale_row_is_ever_visible():
     held = cache_of(1, 2).snapshot()
     cache = cache_of(5, 6, 7)
     short = kvpact.KVSnapshot(held.keys, [held.values[0], held.values[1][:1]], 2)
@@ -81,7 +77,7 @@ def test_c2_no_stale_row_is_ever_visible():
     assert shown(cache) == [1, 2, 3] and shown(cache, 1) == [1, 2]
 
 
-def test_c2_a_payload_is_checked_in_all_parts():
+def test_a_payload_is_checked_in_all_parts():
     cache, payload = cache_of(1), bytearray(cache_of(5, 6).to_payload())
     payload[-1] ^= 1  # a bit of the last value
     with pytest.raises(IntegrityError):
@@ -90,7 +86,7 @@ def test_c2_a_payload_is_checked_in_all_parts():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_c3_16_bits_take_half_of_the_memory_and_none_is_taken_up_front(dtype):
+def test_16_bits_take_half_of_the_memory_and_none_is_taken_up_front(dtype):
     sizes = {}
     for kind in (torch.float32, dtype):
         cache = kvpact.KVCache(2, 1 << 16, 1024, kind)
@@ -105,7 +101,7 @@ def test_c3_16_bits_take_half_of_the_memory_and_none_is_taken_up_front(dtype):
     assert sizes[dtype] == sizes[torch.float32] / 2
 
 
-def test_c5_a_rollback_leaves_no_token_twice():
+def test_a_rollback_leaves_no_token_twice():
     """Four drafted tokens, two accepted, one corrected: what stands is what was said."""
     cache = cache_of(1, 2)
     for layer in range(2):

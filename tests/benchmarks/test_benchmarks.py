@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kvpact.cli.app import app
 from kvpact.kernels.cpu.library import _load
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 native = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
 

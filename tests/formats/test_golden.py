@@ -16,7 +16,7 @@ from kvpact.methods.fitted import FittedMethod
 from kvpact.registry import Alias
 from kvpact.spec import Spec
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "golden"
 FILES = sorted(FOLDER.glob("*.safetensors"))
 # Methods that are fitted have golden files with what they learnt: tests/compressor/golden.
 OWN = {

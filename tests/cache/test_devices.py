@@ -1,7 +1,8 @@
-"""A10: tensors that were computed once lived on the first layer's device."""
+"""Layers live on devices of their own: nothing computed once stays on the first (defect A10)."""
 
 import pytest
 import torch
+from one_layer import METHODS, kvq, normal
 from torch import Tensor
 
 import kvpact
@@ -11,18 +12,6 @@ from kvpact.errors import DeviceError
 from kvpact.methods import Codec
 from kvpact.quantizers import lloyd_max, numbers
 from kvpact.transforms.hadamard import random_signs
-
-METHODS = ["fp8", "int:bits=4", "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod",
-           "kivi:bits=2", "kvarn:bits=3"]  # fmt: skip
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def kvq(tokens: int, dim: int = 64, batch: int = 1, heads: int = 2, groups: int = 2, seed: int = 0):
-    k, v = (normal(batch, heads, tokens, dim, seed=seed + i) for i in (1, 2))
-    return k, v, normal(batch, heads * groups, tokens, dim, seed=seed + 3)
 
 
 def tensors_in(thing: object, depth: int = 3) -> list[Tensor]:

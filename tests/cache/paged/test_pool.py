@@ -1,4 +1,4 @@
-"""What the first paged cache got wrong, B4 and B5: it may not come back."""
+"""The pool of pages: atomic appends, counted references, packed slots (defects B4 and B5)."""
 
 import pytest
 import torch
@@ -22,11 +22,11 @@ def fill(cache, seq, tokens, seed=0):
         cache.append(layer, {seq: kv(tokens, seed)})
 
 
-# --- B4: part of the tokens stayed when the pool ran out.
+# --- Part of the tokens stayed when the pool ran out.
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_b4_append_is_atomic(spec):
+def test_append_is_atomic(spec):
     cache = PagedKVCache(spec, GEOMETRY, 4)
     first, second = cache.allocate(), cache.allocate()
     fill(cache, first, 40)
@@ -47,7 +47,7 @@ def test_b4_append_is_atomic(spec):
     assert cache.seq_len(second, 1) == 50
 
 
-def test_b4_a_step_takes_the_pages_of_all_layers_at_once():
+def test_a_step_takes_the_pages_of_all_layers_at_once():
     cache = PagedKVCache("int:bits=4", GEOMETRY, 3)
     first, second = cache.allocate(), cache.allocate()
     cache.append(0, {first: kv(64)})
@@ -57,10 +57,10 @@ def test_b4_a_step_takes_the_pages_of_all_layers_at_once():
     assert cache.seq_len(first, 1) == 64
 
 
-# --- B4: double free was accepted.
+# --- Double free was accepted.
 
 
-def test_b4_double_free_is_an_error():
+def test_double_free_is_an_error():
     cache = PagedKVCache("int:bits=4", GEOMETRY, 4)
     kept, gone = cache.allocate(), cache.allocate()
     fill(cache, kept, 40)
@@ -76,11 +76,11 @@ def test_b4_double_free_is_an_error():
     assert len(set(cache.block_table([kept, other]).flatten().tolist())) == 4
 
 
-# --- B4: no reference count, copy on write, truncate or prefix sharing.
+# --- No reference count, copy on write, truncate or prefix sharing.
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_b4_forks_share_pages_until_one_writes(spec):
+def test_forks_share_pages_until_one_writes(spec):
     cache = PagedKVCache(spec, GEOMETRY, 8)
     seq = cache.allocate()
     fill(cache, seq, 80)
@@ -100,7 +100,7 @@ def test_b4_forks_share_pages_until_one_writes(spec):
     assert cache.num_free_pages == 8
 
 
-def test_b4_truncate_gives_pages_back():
+def test_truncate_gives_pages_back():
     cache = PagedKVCache("int:bits=4", GEOMETRY, 4)
     seq = cache.allocate()
     fill(cache, seq, 128)
@@ -111,7 +111,7 @@ def test_b4_truncate_gives_pages_back():
     fill(cache, seq, 128, seed=1)
 
 
-def test_b4_equal_prefixes_share_pages():
+def test_equal_prefixes_share_pages():
     cache = PagedKVCache("int:bits=4", GEOMETRY, 8)
     seq, ids = cache.allocate(), list(range(100))
     fill(cache, seq, 100)
@@ -122,11 +122,11 @@ def test_b4_equal_prefixes_share_pages():
     assert cache.seq_len(cache.allocate([7, *ids])) == 0
 
 
-# --- B5: pages were never compressed.
+# --- Pages were never compressed.
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_b5_pages_hold_packed_slots(spec):
+def test_pages_hold_packed_slots(spec):
     geometry = CacheGeometry(2, 2, 64, 128, torch.float32)
     pool = PagedKVCache(spec, geometry, 10).pool
     held = sum(tensor.numel() * tensor.element_size() for tensor in pool.tensors())
@@ -138,7 +138,7 @@ def test_b5_pages_hold_packed_slots(spec):
 
 
 @pytest.mark.parametrize("spec", METHODS)
-def test_b5_attention_reads_the_pages(spec, monkeypatch):
+def test_attention_reads_the_pages(spec, monkeypatch):
     """Nothing of the size of all tokens is decompressed on the way."""
     cache = PagedKVCache(spec, GEOMETRY, 64, kernel="torch")
     seq = cache.allocate()

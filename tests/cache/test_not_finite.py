@@ -1,0 +1,70 @@
+"""NaN, infinity and what overflows fp16 is refused, and changes nothing (defect A8)."""
+
+import math
+
+import pytest
+import torch
+from one_layer import fill, kvq, normal, shown
+from torch import Tensor
+
+import kvpact
+from kvpact import CacheGeometry
+from kvpact.errors import NonFiniteError
+
+
+def state(cache) -> list[Tensor]:
+    return [tensor.clone() for layer in cache._layers for tensor in layer.tensors()]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("call", ["attend", "prefill", "decode"])
+def test_what_is_not_finite_is_refused_and_changes_nothing(bad, which, call):
+    k, v, q = kvq(140)
+    cache = fill("turboquant:bits=4", k, v)
+    before = state(cache)
+    given = [x[:, :, :1].clone() for x in (k, v, q)]
+    given[which][0, 1, 0, 5] = bad
+    with pytest.raises(NonFiniteError, match="kvq"[which] + " holds NaN or infinity"):
+        getattr(cache, call)(0, *given)
+    assert cache.seq_len(0) == 140
+    assert all(map(torch.equal, state(cache), before))
+
+
+# Values that are finite, but whose side information is beyond fp16; and values just below.
+OVERFLOWS = {
+    "turboquant:bits=4": (1e5, 5e4),
+    "turboquant:bits=4,scale=l2": (1e5, 6e4),
+    "turboquant:bits=3,center=64": (1e6, 1.7e3),
+    "turboquant:bits=3,mode=prod": (1e6, 1e4),
+    "int:bits=4": (1e6, 6e4),
+    "int:bits=8": (1e7, 6e4),
+    "kivi:bits=2": (1e5, 6e4),
+    "kvarn:bits=3": (1e6, 4e3),
+    "fp8": (1e8, 6e4),
+    "fp8:scale=none": (500.0, 400.0),
+}
+
+
+@pytest.mark.parametrize("spec", OVERFLOWS)
+@pytest.mark.parametrize("held", [0, 140])
+def test_overflow_of_side_information_is_refused_and_changes_nothing(spec, held):
+    too_large, fits = OVERFLOWS[spec]
+    k, v, q = kvq(140, dim=128)
+    # Signs alone: the norm of a vector is 11.3 times the magnitude, beyond fp16 in every case.
+    x = torch.sign(normal(1, 2, 64, 128, seed=4))
+    cache = kvpact.create_cache(spec, CacheGeometry(1, 2, 128))
+    if held:
+        cache.prefill(0, k, v)
+    before = state(cache)
+    for given in ((x * too_large, x), (x, x * too_large)):
+        for call in (cache.attend, cache.prefill):
+            with pytest.raises(NonFiniteError, match=r"beyond|holds magnitudes up to"):
+                call(0, *given, q[:, :, :64])
+        assert cache.seq_len(0) == held
+        assert all(map(torch.equal, state(cache), before))
+    cache.prefill(0, x * fits, x * fits)
+    for stored in shown(cache, x, x):
+        assert torch.isfinite(stored).all()
+        last = stored[:, :, held:]
+        assert (last - x * fits).square().mean().sqrt() < 0.6 * fits

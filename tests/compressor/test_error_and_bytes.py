@@ -1,0 +1,141 @@
+"""Errors are the best that the bytes allow; bytes are those of the tensors (B1, B2, B3, B8)."""
+
+import pytest
+import torch
+from one_layer import normal
+from torch import Tensor
+
+from kvpact import (
+    CompressedKV,
+    Hybrid,
+    KVCacheCompressor,
+    LowRank,
+    VectorQuantization,
+)
+from kvpact.testing.held import held_bytes
+
+
+def error(x: Tensor, y: Tensor) -> float:
+    return float((y.double() - x.double()).square().sum() / x.double().square().sum())
+
+
+def errors(method, k: Tensor, v: Tensor) -> tuple[float, float, CompressedKV]:
+    compressor = KVCacheCompressor(method)
+    compressed = compressor.compress_kv(k, v)
+    k_again, v_again = compressor.decompress_kv(compressed)
+    found = error(k, k_again), error(v, v_again)
+    assert compressed.error == pytest.approx(found, rel=1e-6, abs=1e-12)
+    return *found, compressed
+
+
+# Low rank is a truncated SVD, and not the strongest coordinates.
+
+
+def of_rank_16(kind: str, seed: int) -> Tensor:
+    """Return `[2, 4, 256, 128]` of rank 16: for all heads, for each, or side by side."""
+    factors = {
+        "one for all": lambda: normal(2, 4, 256, 16, seed=seed) @ normal(16, 128, seed=seed + 1),
+        "per head": lambda: normal(2, 4, 256, 16, seed=seed) @ normal(1, 4, 16, 128, seed=seed + 1),
+        "per row": lambda: normal(2, 4, 256, 16, seed=seed) @ normal(2, 4, 16, 128, seed=seed + 1),
+    }
+    if kind in factors:
+        return factors[kind]()
+    side_by_side = normal(2, 256, 16, seed=seed) @ normal(16, 4 * 128, seed=seed + 1)
+    return side_by_side.unflatten(2, (4, 128)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kind", ["one for all", "per head", "per row", "side by side"])
+def test_data_of_rank_16_comes_back_at_rank_16(kind: str):
+    k, v = of_rank_16(kind, 1), of_rank_16(kind, 3)
+    k_error, v_error, compressed = errors(LowRank(rank=16), k, v)
+    assert max(k_error, v_error) < 1e-5
+    assert compressed.nbytes < (k.nbytes + v.nbytes) / 4
+
+
+def test_one_basis_for_all_heads():
+    k, v = of_rank_16("one for all", 1), of_rank_16("one for all", 3)
+    *found, compressed = errors(LowRank(rank=16, per_head=False), k, v)
+    assert max(found) < 1e-5
+    assert compressed.tensors()["k.state.basis"].shape == (1, 128, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_full_rank_loses_nothing(dtype: torch.dtype):
+    k, v = normal(1, 2, 100, 64).to(dtype), normal(1, 2, 100, 96, seed=1).to(dtype)
+    k_error, v_error, _ = errors("lowrank:rank=96", k, v)
+    assert max(k_error, v_error) < 1e-6
+
+
+def test_the_error_is_that_of_the_best_approximation():
+    k = normal(1, 1, 200, 64) * torch.linspace(3, 0.1, 64)
+    tail = torch.linalg.svdvals(k[0, 0].double())[24:].square().sum() / k.double().square().sum()
+    assert errors(LowRank(rank=24), k, k)[0] == pytest.approx(float(tail), rel=1e-4)
+
+
+# Outliers cost bits, and not 16 bytes each.
+
+
+def with_outlier_channels(seed: int) -> Tensor:
+    x = normal(1, 8, 512, 128, seed=seed)
+    x[..., torch.randperm(128, generator=torch.Generator().manual_seed(seed))[:8]] *= 10
+    return x
+
+
+def test_outlier_channels_cost_less_than_5_bits():
+    k, v = with_outlier_channels(1), with_outlier_channels(2)
+    k_error, v_error, compressed = errors(Hybrid(rank=128, quant_bits=4), k, v)
+    assert max(k_error, v_error) < 0.02
+    assert compressed.bits_per_value < 5
+
+
+def test_no_outliers_no_exact_copies():
+    k, v = normal(1, 8, 512, 128), normal(1, 8, 512, 128, seed=1)
+    *found, compressed = errors(Hybrid(rank=128, quant_bits=4), k, v)
+    assert max(found) < 0.02
+    assert "k.slots.exact" not in compressed.tensors()
+
+
+# Vector quantisation learns its words.
+
+
+@pytest.mark.parametrize(
+    ("method", "bits"),
+    [
+        (VectorQuantization(), 2),
+        (VectorQuantization(codebook_size=16, dims=2), 2),
+        (VectorQuantization(codebook_size=16, stages=2), 2),
+    ],
+)
+def test_two_bits_of_gaussian_data(method: VectorQuantization, bits: int):
+    k, v = normal(1, 8, 1024, 128), normal(1, 8, 1024, 128, seed=1)
+    k_error, v_error, compressed = errors(method, k, v)
+    assert max(k_error, v_error) < 0.14
+    # A scale per token and the codebook come on top.
+    assert bits < compressed.bits_per_value < bits + 16 / 128 + 0.05
+
+
+@pytest.mark.parametrize("method", ["lowrank:rank=80", "vq", "hybrid:rank=200", "kivi", "none"])
+def test_k_and_v_may_differ_in_width(method: str):
+    k, v = normal(2, 3, 70, 96), normal(2, 3, 70, 80, seed=1)
+    compressor = KVCacheCompressor(method)
+    compressed = compressor.compress_kv(k, v)
+    assert (compressed.k_shape, compressed.v_shape) == (k.shape, v.shape)
+    again = compressor.decompress_kv(compressed)
+    assert [x.shape for x in again] == [k.shape, v.shape]
+    assert max(compressed.error) < 0.2
+
+
+# Ratios count every byte, outliers included.
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["lowrank:rank=16", "vq", "hybrid:rank=128", "turboquant:bits=3", "kivi", "kvarn", "q4_0"],
+)
+def test_bytes_are_those_of_the_tensors(method: str):
+    k, v = with_outlier_channels(1)[:, :2, :200], with_outlier_channels(2)[:, :2, :200]
+    compressed = KVCacheCompressor(method).compress_kv(k, v)
+
+    assert compressed.nbytes == sum(x.nbytes for x in compressed.tensors().values())
+    assert held_bytes(compressed) == compressed.nbytes
+    assert compressed.bits_per_value == compressed.nbytes * 8 / (k.numel() + v.numel())
