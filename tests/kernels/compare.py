@@ -90,7 +90,8 @@ def both(
         k = random_tokens(generator, batch, heads, held, dim, dtype=dtype)
         v = random_tokens(generator, batch, heads, held, value_dim or dim, dtype=dtype)
         rules = {key: config[key] for key in ("padding",) if key in config}
-        cache.prefill(0, k, v, config=AttendConfig(**rules))
+        if held:
+            cache.prefill(0, k, v, config=AttendConfig(**rules))
         k = random_tokens(generator, batch, heads, new, dim, dtype=dtype)
         v = random_tokens(generator, batch, heads, new, value_dim or dim, dtype=dtype)
         q = random_tokens(generator, batch, heads * groups, new, dim, dtype=dtype)

@@ -46,7 +46,8 @@ def latents(
             c_kv = random_tokens(generator, batch, 1, count, rank, dtype=dtype)
             return c_kv, random_tokens(generator, batch, 1, count, rope, dtype=dtype)
 
-        cache.prefill(0, *tokens(held), config=AttendConfig(**padding))
+        if held:
+            cache.prefill(0, *tokens(held), config=AttendConfig(**padding))
         c_kv, k_rope = tokens(new)
         q = random_tokens(generator, batch, q_heads, new, rank + rope, dtype=dtype)
         results.append(cache.attend(0, c_kv, k_rope, q, AttendConfig(**rules)).float())

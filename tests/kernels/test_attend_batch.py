@@ -81,13 +81,13 @@ def test_the_same_numbers_alone_and_together(threads):
         torch.set_num_threads(before)
 
 
-def test_rows_that_the_kernel_does_not_cover_are_torchs():
+def test_an_empty_sequence_goes_with_the_others():
     outputs = []
     for kernel in ("torch", "exact"):
         cache, view = filled(kernel, lengths=(40, 0, 200))
         outputs.append(view.attend(0, *given(3)).clone())
     assert error(*outputs) <= BOUND
-    assert dict(cache.kernel.calls) == {"cpu": 2}  # the empty row has no slots to read
+    assert dict(cache.kernel.calls) == {"cpu": 3}
 
 
 def test_half_precision_queries_saturate():

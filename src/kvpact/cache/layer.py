@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -128,7 +129,7 @@ class CacheLayer:
             stream.prepare(x, *self._sink_positions(stream, padding))
             for stream, x in zip(streams, (k, v), strict=True)
         ]
-        step = Step(self._view(padding), k, v, padding, self.lock, self._latent)
+        step = Step(self._view(padding), k, v, padding, self.lock, self._latent, self.kernel)
         return LayerPlan(streams, appends, step, config.exact_new)
 
     def commit(self, plan: LayerPlan) -> Step:
@@ -140,7 +141,7 @@ class CacheLayer:
         if plan.exact_new:
             return plan.step
         k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]
-        return Step(self._view(self._padding), k, v, self._padding, self.lock, self._latent)
+        return replace(plan.step, view=self._view(self._padding), k=k, v=v)
 
     def adopt(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpact.cache.dequant import dequant_result
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.kernels import (
+    Kernel,
     LayerView,
     Row,
     attend,
@@ -36,7 +37,9 @@ class Step:
     lock : lock
         The layer's: the past is read under it, so that nobody rolls it back meanwhile.
     latent : bool
-        `k` and `v` are MLA latents and rotated keys (see `attention.latent`).
+        `k` and `v` are MLA latents and rotated keys (see `kernels.torch.latent`).
+    kernel : Kernel or None
+        What computes; torch if omitted.
     """
 
     view: LayerView | None
@@ -45,6 +48,7 @@ class Step:
     padding: Tensor | None
     lock: AbstractContextManager[Any]
     latent: bool = False
+    kernel: Kernel | None = None
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and the new tokens: `[B, H_q, q_len, D_v]` (latents: `r`).
@@ -64,7 +68,7 @@ class Step:
             if self.view is not None:
                 self.view.k.check()
             compute = attend_latent if self.latent else attend
-            return compute(self.view, k, v, q, config, self.padding)
+            return compute(self.view, k, v, q, config, self.padding, self.kernel)
 
     def dequantize(self, q: Tensor | None, config: AttendConfig) -> DequantResult:
         """Return K and V of all tokens, decompressed when read.
@@ -97,5 +101,5 @@ def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfi
             if step.view is not None:
                 step.view.k.check()
             k, v = (step.k, step.v) if step.k.shape[2] else (None, None)
-            calls.append(Row(step.view, k, v, x, config, step.padding))
+            calls.append(Row(step.view, k, v, x, config, step.padding, step.kernel))
         return attend_rows(calls)

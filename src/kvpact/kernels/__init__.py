@@ -2,6 +2,7 @@
 
 from kvpact.kernels.batch import Row, attend_rows
 from kvpact.kernels.cpu.slots import SegmentSource
+from kvpact.kernels.plan import Kernel
 from kvpact.kernels.queries import query_groups
 from kvpact.kernels.torch.attend import attend, check_queries
 from kvpact.kernels.torch.latent import (
@@ -14,6 +15,7 @@ from kvpact.kernels.views import CHUNK, LayerView, StreamView
 
 __all__ = [
     "CHUNK",
+    "Kernel",
     "LayerView",
     "Row",
     "SegmentSource",

@@ -25,6 +25,7 @@ class Row(NamedTuple):
     q: Tensor
     config: AttendConfig
     padding: Tensor | None
+    kernel: Kernel | None = None
 
 
 def attend_rows(rows: Sequence[Row]) -> Tensor:
@@ -40,28 +41,25 @@ def attend_rows(rows: Sequence[Row]) -> Tensor:
     Tensor
         `[N, H_q, q_len, D_v]`, what `attend` gives for each.
     """
-    kernel = rows[0].view.kernel if rows[0].view is not None else None
+    kernel = rows[0].kernel
     if kernel is None or kernel.library is None or not all(_covered(row, kernel) for row in rows):
         return torch.cat([attend(*row) for row in rows])
     return _natively(kernel, rows)
 
 
 def _covered(row: Row, kernel: Kernel) -> bool:
-    view = row.view
-    return (
-        view is not None and view.kernel is kernel and not native.refusal(view, row.q, row.config)
-    )
+    same = row.kernel is kernel
+    return same and not native.refusal(row.view, row.k, row.v, row.q, row.config)
 
 
 def _natively(kernel: Kernel, rows: Sequence[Row]) -> Tensor:
-    first = rows[0].view
-    assert first is not None
-    _, q_heads, queries, _ = rows[0].q.shape
-    out = native.new_output(len(rows), q_heads, queries, first.v.tail.shape[3])
+    view, _, v, q, *_ = rows[0]
+    _, q_heads, queries, _ = q.shape
+    width = native.tokens_of(view and view.v, v).shape[3]
+    out = native.new_output(len(rows), q_heads, queries, width)
     place, size = out.data_ptr(), out.stride(0) * out.itemsize
     calls = []
-    for view, k, v, q, config, padding in rows:
-        assert view is not None
+    for view, k, v, q, config, padding, _ in rows:
         check_call(view, k, q, config)
         calls.append(native.native_call(kernel.fast, view, k, v, q, config, padding, place))
         place += size

@@ -15,7 +15,7 @@ from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
 from kvpact.kernels.cpu import attend_rows as native_rows
 from kvpact.kernels.cpu import structs
-from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.cpu.slots import DTYPES, MOST_DIM, slot_format
 from kvpact.kernels.plan import Kernel
 from kvpact.kernels.views import LayerView, StreamView
 from kvpact.methods import Codec
@@ -53,23 +53,59 @@ def _fill(view: StreamView) -> _Fixed:
     return _Fixed(view.codec, dtype, bytes(stream)[: structs.FIXED_BYTES], reason)
 
 
-def refusal(view: LayerView, q: Tensor, config: AttendConfig) -> str:
+def refusal(
+    view: LayerView | None, k: Tensor | None, v: Tensor | None, q: Tensor, config: AttendConfig
+) -> str:
     """Return why the native kernel does not cover a call; nothing if it does.
 
     Parameters
     ----------
-    view : LayerView
+    view : LayerView or None
         The tokens held.
+    k, v : Tensor or None
+        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, the new tokens.
     q : Tensor
         `[B, H_q, q_len, D]`.
     config : AttendConfig
         How to attend.
     """
+    if view is None:
+        return _refusal_of_new(k, v, q)
     if not (q.is_cpu and view.k.tail.is_cpu):
         return f"device {q.device}"
     if q.dtype not in DTYPES or view.k.tail.dtype not in DTYPES:
         return f"dtype {q.dtype}"
     return _fixed(view.k).reason or _fixed(view.v).reason
+
+
+def _refusal_of_new(k: Tensor | None, v: Tensor | None, q: Tensor) -> str:
+    """Return why the native kernel does not attend over new tokens without a past."""
+    assert k is not None and v is not None
+    for x in (q, k, v):
+        if not x.is_cpu:
+            return f"device {x.device}"
+        if x.dtype not in DTYPES:
+            return f"dtype {x.dtype}"
+        if x.shape[3] > MOST_DIM:
+            return f"width {x.shape[3]} is above {MOST_DIM}"
+    return ""
+
+
+def _new_stream(fresh: Tensor | None, alive: list[Tensor]) -> tuple[bytes, tuple[int, ...]]:
+    """Return the arguments of a stream that holds nothing: new tokens only."""
+    assert fresh is not None
+    dim = fresh.shape[3]
+    fixed = structs.Stream(
+        kind=structs.RAW,
+        bits=32,
+        dim=dim,
+        number=structs.F32,
+        channels=dim,
+        dtype=DTYPES[fresh.dtype],
+        segment_tokens=1,
+    )
+    moving = (0, *_NO_TOKENS, *_exact(fresh, alive), *_NO_TOKENS, 0, 0)
+    return bytes(fixed)[: structs.FIXED_BYTES], moving
 
 
 def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
@@ -85,8 +121,12 @@ def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
 _NO_TOKENS = (0, 0, 0, 0)
 
 
-def _stream(view: StreamView, fresh: Tensor | None, alive: list[Tensor]) -> tuple[int, ...]:
-    """Return what of a stream's arguments may change with each token, from `exact_from` on."""
+def _stream(
+    view: StreamView | None, fresh: Tensor | None, alive: list[Tensor]
+) -> tuple[bytes, tuple[int, ...]]:
+    """Return a stream's fixed arguments, and those that may change with each token."""
+    if view is None:
+        return _new_stream(fresh, alive)
     new, sinks, positions, count = _NO_TOKENS, _NO_TOKENS, 0, 0
     if fresh is not None:
         if fresh.dtype is not view.tail.dtype:
@@ -98,7 +138,8 @@ def _stream(view: StreamView, fresh: Tensor | None, alive: list[Tensor]) -> tupl
         placed = view.sink_positions.contiguous()
         alive.append(placed)
         positions, count = placed.data_ptr(), placed.shape[1]
-    return (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
+    moving = (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
+    return _fixed(view).data, moving
 
 
 def _mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
@@ -118,6 +159,13 @@ def new_output(*shape: int) -> Tensor:
     return torch.empty(shape)
 
 
+def tokens_of(view: StreamView | None, new: Tensor | None) -> Tensor:
+    """Return exact tokens `[B, H_kv, T, D]` of a call: held ones, or new ones without a past."""
+    tokens = new if view is None else view.tail
+    assert tokens is not None
+    return tokens
+
+
 class NativeCall(NamedTuple):
     """One sequence's arguments, and what they point to beside the view and the tokens."""
 
@@ -128,7 +176,7 @@ class NativeCall(NamedTuple):
 
 def native_call(
     fast: bool,
-    view: LayerView,
+    view: LayerView | None,
     k: Tensor | None,
     v: Tensor | None,
     q: Tensor,
@@ -142,9 +190,11 @@ def native_call(
     them. `out` is the address of `B * H_q * q_len * D_v` fp32 numbers.
     """
     batch, q_heads, queries, dim = q.shape
-    heads = view.k.tail.shape[1]
-    held, new = view.length, 0 if k is None else k.shape[2]
+    held, new = 0 if view is None else view.length, 0 if k is None else k.shape[2]
     alive: list[Tensor] = []
+    k_fixed, k_moving = _stream(view and view.k, k, alive)
+    v_fixed, v_moving = _stream(view and view.v, v, alive)
+    heads = tokens_of(view and view.k, k).shape[1]
     rows = starts = mask = mask_row = mask_head = mask_query = mask_float = 0
     if padding is not None:
         padding = padding.to("cpu", torch.int64).contiguous()
@@ -161,10 +211,10 @@ def native_call(
         mask_row, mask_head, mask_query = (step * seen.itemsize for step in seen.stride()[:3])
     address, q_row, q_head, q_token = _exact(q, alive)
     args = structs.CALL.pack(
-        _fixed(view.k).data,
-        *_stream(view.k, k, alive),
-        _fixed(view.v).data,
-        *_stream(view.v, v, alive),
+        k_fixed,
+        *k_moving,
+        v_fixed,
+        *v_moving,
         batch,
         heads,
         q_heads // heads,
@@ -211,7 +261,7 @@ def run(kernel: Kernel, calls: Sequence[NativeCall], latent: bool = False) -> No
 
 def attend_native(
     kernel: Kernel,
-    view: LayerView,
+    view: LayerView | None,
     k: Tensor | None,
     v: Tensor | None,
     q: Tensor,
@@ -221,7 +271,8 @@ def attend_native(
 ) -> Tensor:
     """Compute `attend`, or `attend_latent`, for a call that `refusal` lets pass; all is checked."""
     batch, q_heads, queries, _ = q.shape
-    out = new_output(batch, q_heads, queries, (view.k if latent else view.v).tail.shape[3])
+    values = tokens_of(view and view.k, k) if latent else tokens_of(view and view.v, v)
+    out = new_output(batch, q_heads, queries, values.shape[3])
     call = native_call(kernel.fast, view, k, v, q, config, padding, out.data_ptr())
     run(kernel, (call,), latent)
     return out if q.dtype is _F32 else saturated(out, q.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
-from kvpact.kernels.cpu.attend import attend_native, refusal
+from kvpact.kernels.cpu.attend import attend_native, refusal, tokens_of
 from kvpact.kernels.plan import Kernel
 from kvpact.kernels.queries import query_groups, sink_rows
 from kvpact.kernels.torch.logits import LogitRules
@@ -27,6 +27,7 @@ def attend(
     q: Tensor,
     config: AttendConfig,
     padding: Tensor | None = None,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """Attend over what a layer holds and over new tokens.
 
@@ -43,14 +44,17 @@ def attend(
         How to attend.
     padding : Tensor, optional
         `[B]` left-padding tokens of each row.
+    kernel : Kernel, optional
+        What computes over new tokens without a past; where there is a view, the view's does.
 
     Returns
     -------
     Tensor
         `[B, H_q, q_len, D_v]` in q's dtype. A query that may see no token gets zeros.
     """
-    if view is not None and view.kernel is not None:
-        output = by_kernel(view.kernel, view, k, v, q, config, padding)
+    kernel = kernel if view is None else view.kernel
+    if kernel is not None:
+        output = by_kernel(kernel, view, k, v, q, config, padding)
         if output is not None:
             return output
     batch, q_heads, queries, dim = q.shape
@@ -85,7 +89,7 @@ def attend(
 
 def by_kernel(
     kernel: Kernel,
-    view: LayerView,
+    view: LayerView | None,
     k: Tensor | None,
     v: Tensor | None,
     q: Tensor,
@@ -107,7 +111,7 @@ def by_kernel(
     if kernel.library is None:
         kernel.calls["torch"] += 1
         return None
-    reason = refusal(view, q, config)
+    reason = refusal(view, k, v, q, config)
     if not reason:
         check_call(view, k, q, config)
         output = attend_native(kernel, view, k, v, q, config, padding, latent)
@@ -117,11 +121,12 @@ def by_kernel(
     return None
 
 
-def check_call(view: LayerView, k: Tensor | None, q: Tensor, config: AttendConfig) -> None:
+def check_call(view: LayerView | None, k: Tensor | None, q: Tensor, config: AttendConfig) -> None:
     """Raise what the torch body would raise for the heads, the mask and the sinks of a call."""
-    heads = view.k.tail.shape[1]
+    heads = tokens_of(view and view.k, k).shape[1]
     if config.mask is not None or config.sink_logits is not None:
-        check_queries(q, heads, view.length + count_of(k), config)
+        held = 0 if view is None else view.length
+        check_queries(q, heads, held + count_of(k), config)
     else:
         query_groups(q.shape[1], heads, config)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
+from kvpact.kernels.plan import Kernel
 from kvpact.kernels.queries import query_groups, sink_rows
 from kvpact.kernels.torch.attend import by_kernel
 from kvpact.kernels.torch.logits import LogitRules
@@ -79,6 +80,7 @@ def attend_latent(
     q: Tensor,
     config: AttendConfig,
     padding: Tensor | None = None,
+    kernel: Kernel | None = None,
 ) -> Tensor:
     """Attend over the latents that a layer holds and over new ones.
 
@@ -91,7 +93,7 @@ def attend_latent(
         are in the view already.
     q : Tensor
         `[B, H, q_len, r + d_rope]`, from `absorb_query`.
-    config, padding
+    config, padding, kernel
         As in `attend`; `config.softmax_scale` is needed.
 
     Returns
@@ -112,8 +114,9 @@ def attend_latent(
     rank, held = latents.shape[-1], view.length if view is not None else 0
     new = c_kv.shape[2] if c_kv is not None else 0
     query_groups(heads, 1, config)
-    if view is not None and view.kernel is not None:
-        output = by_kernel(view.kernel, view, c_kv, k_rope, q, config, padding, latent=True)
+    kernel = kernel if view is None else view.kernel
+    if kernel is not None:
+        output = by_kernel(kernel, view, c_kv, k_rope, q, config, padding, latent=True)
         if output is not None:
             return output
     rules = LogitRules(config, padding, held + new - queries, queries, 1, heads)
