@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any, Self
 
@@ -301,7 +300,8 @@ class ContiguousCache(BatchRows):
 
     def fork(self) -> Self:
         """Return an independent copy; slots are shared until one side writes to them."""
-        other = copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
         other._layers = [layer.fork() for layer in self._layers]
         return other
 

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig, Fused
-from kvpact.errors import GeometryError
+from kvpact.errors import GeometryError, SnapshotError
+
+
+def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
+    """Stand in the place of `__reduce_ex__` for caches, which locks and addresses are part of.
+
+    Raises
+    ------
+    SnapshotError
+        Always; it says what to do instead.
+    """
+    raise SnapshotError(
+        f"{type(cache).__name__} can't be pickled: take snapshot(), which can be saved and "
+        "restored; copy.deepcopy makes a copy in memory"
+    )
 
 
 class BatchRows(ABC):
     """`decode`, `select`, `reorder` and `repeat` for caches with rows."""
+
+    __reduce_ex__ = refuse_pickling
 
     @property
     @abstractmethod

@@ -5,6 +5,10 @@ For any other K and V it does what transformers' ``sdpa`` does.
 
 from __future__ import annotations
 
+import inspect
+import sys
+import weakref
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +33,42 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> None:
+class Loan:
+    """Held by the caches for which a config's attention is ``kvpact``; what it was comes back."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Loan:
+        return self
+
+
+_loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
+
+
+def _lent(config: PreTrainedConfig) -> Loan:
+    loan = _loans.get(id(config))
+    if loan is None:
+        loan = _loans[id(config)] = Loan()
+        before = config._attn_implementation
+        weakref.finalize(loan, _give_back, config, before).atexit = False
+    config._attn_implementation = ATTENTION
+    return loan
+
+
+def _give_back(config: PreTrainedConfig, attention: str | None) -> None:
+    if config._attn_implementation == ATTENTION:
+        config._attn_implementation = attention
+
+
+@lru_cache(maxsize=256)
+def _asks_by_name(module: str) -> bool:
+    """Whether a model's code compares the name of its attention instead of looking it up."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return False
+    return "._attn_implementation ==" in source and "ALL_ATTENTION_FUNCTIONS" not in source
+
+
+def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:
     """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
 
     Parameters
@@ -42,10 +81,18 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
         Whether some layers choose the tokens that they attend to. They say so in a mask only under
         ``sdpa`` and ``eager``, so the config is left alone.
 
+    Returns
+    -------
+    Loan or None
+        For the cache to hold: when the last cache of a config is gone, its attention is again what
+        it was. None where the config was left alone.
+
     Raises
     ------
     SpecError
         `attention` is neither.
+    KVPactError
+        The attention is ``kvpact``, but the model's code knows ``sdpa`` by name only.
     """
     if attention not in ("auto", "keep"):
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
@@ -57,15 +104,29 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
             "layers of this model choose the tokens they attend to, which works with attention "
             f"{current!r} and not with 'kvpact': the compressed layers are read decompressed",
         )
-        return
-    if attention == "auto" and current in ("sdpa", None):
-        config._attn_implementation = ATTENTION
-    elif attention == "auto" and current != ATTENTION:
+        return None
+    if _asks_by_name(type(config).__module__.replace(".configuration_", ".modeling_")):
+        if current == ATTENTION:
+            raise KVPactError(
+                "this model computes attention by itself and knows 'sdpa' by name; with 'kvpact' "
+                "it would not be causal: load it with attention 'sdpa'"
+            )
+        if attention == "auto":
+            say_once(
+                "decompressed",
+                "this model computes attention by itself: K and V are decompressed for it in every "
+                "step, which is right, but slower and with a whole layer in memory",
+            )
+        return None
+    if attention == "auto" and (current in ("sdpa", None) or id(config) in _loans):
+        return _lent(config)
+    if attention == "auto" and current != ATTENTION:
         say_once(
             "decompressed",
             f"the model's attention is {current!r}, which will read decompressed K and V; "
             "model.set_attn_implementation('kvpact') attends over the compressed cache",
         )
+    return None
 
 
 def attention_forward(

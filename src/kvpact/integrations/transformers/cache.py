@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +16,23 @@ from transformers.cache_utils import (
 )
 
 from kvpact.cache import ContiguousCache, cache_specs, merge_stats
+from kvpact.cache.rows import refuse_pickling
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.latent import hand_on
-from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.kernels.plan import choose
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 
 _SPARSE = "indexed_attention"
+_LAYERS = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
+
+
+class _NoMaximum(KVPactError, AttributeError):
+    """`max_cache_len` was asked for: `hasattr` says no, and the message says what to do."""
 
 
 class CompressedCache(Cache):
@@ -40,6 +47,10 @@ class CompressedCache(Cache):
     the rotated part unless the spec names a method for it behind the slash. Attention goes over the
     latents with the projections absorbed, without expanding them.
 
+    Encoder-decoder models want ``EncoderDecoderCache(CompressedCache(…), DynamicCache(…))``: the
+    cross-attention's K and V never grow. A cache can't be pickled (take a `snapshot`); `deepcopy`
+    shares what neither side changes.
+
     Parameters
     ----------
     config : PreTrainedConfig
@@ -48,7 +59,8 @@ class CompressedCache(Cache):
         A spec, or a recipe with a spec per layer (of the model's layers).
     attention : {"auto", "keep"}
         ``auto`` sets the config's attention implementation to ``kvpact`` where it is ``sdpa``; for
-        every other cache that does exactly what ``sdpa`` does. ``keep`` leaves the config alone.
+        every other cache that does exactly what ``sdpa`` does, and the config is as before when
+        the last cache made for it is gone. ``keep`` leaves the config alone.
     exact_new : bool
         Whether new tokens are attended as given or as stored (see `AttendConfig`).
     kernel : {"auto", "exact", "fast", "torch"}
@@ -78,8 +90,9 @@ class CompressedCache(Cache):
         latent_dim = getattr(decoder, "kv_lora_rank", None)
         layers: list[Any] = []
         for layer_type, layer_options, layer_spec in zip(types, options, specs, strict=True):
-            if layer_type == "full_attention":
-                layers.append(CompressedLayer(layer_spec, exact_new, latent_dim, chosen))
+            if layer_type in _LAYERS:
+                arguments = (layer_spec, exact_new, latent_dim, chosen, decoder)
+                layers.append(_LAYERS[layer_type](*arguments, **layer_options))
             elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_options))
             else:
@@ -91,9 +104,60 @@ class CompressedCache(Cache):
                 "there is nothing to compress"
             )
         super().__init__(layers=layers)
-        choose_attention(decoder, attention, sparse=_SPARSE in types)
+        self._loan = choose_attention(decoder, attention, sparse=_SPARSE in types)
+        self._pairs = config.is_encoder_decoder
+        self._latest: tuple[int, int] | None = None
         if latent_dim:
             hand_on(decoder)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Give a layer new tokens; return what stands for K and V of all (see `CompressedLayer`).
+
+        Raises
+        ------
+        GeometryError
+            The cache was given to an encoder-decoder model without one for its cross-attention.
+        """
+        if self._pairs:
+            self._require_one_call(layer_idx, key_states.shape[2])
+        layer: Any = self.layers[layer_idx]
+        k, v = layer.update(key_states, value_states, *args, **kwargs)
+        return k, v
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that a layer holds; models ask for it when a call begins."""
+        self._latest = None
+        length: int = super().get_seq_length(layer_idx)
+        return length
+
+    def _require_one_call(self, layer: int, tokens: int) -> None:
+        """Raise if a layer is updated twice in one call: once by its cross-attention."""
+        latest, self._latest = self._latest, (layer, tokens)
+        if latest is not None and latest[0] == layer:
+            twice: Any = self.layers[layer]
+            twice.crop(-latest[1])
+            raise GeometryError(
+                "this model's cross-attention wants a cache of its own: pass past_key_values="
+                "EncoderDecoderCache(CompressedCache(config, spec), DynamicCache(config=config))"
+            )
+
+    @property
+    def max_cache_len(self) -> int:
+        """Not there: a compressed cache has no maximum."""
+        raise _NoMaximum(
+            "a compressed cache has no max_cache_len. PEFT's prefix tuning asks for it, to put a "
+            "cache of its own in the place of an empty one, so that nothing would be compressed: "
+            "run prefix tuning without past_key_values"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        other = memo[id(self)] = object.__new__(type(self))
+        vars(other).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
+        return other
+
+    __reduce_ex__ = refuse_pickling
 
     def snapshot(
         self, *, token_ids: Tensor | None = None, identity: Identity | None = None
@@ -157,7 +221,7 @@ class CompressedCache(Cache):
         return [spec for layer in self._compressed for spec in cache_specs(layer.spec, one)]
 
     def _require_all_compressed(self) -> None:
-        native = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
+        native = [layer for layer in self.layers if type(layer) is not CompressedLayer]
         if native:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in native}))
             raise SnapshotError(

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, Step
+from kvpact.cache.checks import DTYPES
 from kvpact.contract import AttendConfig, DequantResult
+from kvpact.errors import KVPactError
 
 
 class FallbackWarning(UserWarning):
@@ -23,6 +25,8 @@ class FallbackWarning(UserWarning):
 
 
 _said: set[str] = set()
+
+_TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
 def say_once(key: str, message: str) -> None:
@@ -86,7 +90,8 @@ class Pending:
         exact_new: bool,
         forget: Callable[[], None],
     ) -> None:
-        self.k, self.v, self._forget = k, v, forget
+        self._forget, self._dtypes = forget, (k.dtype, v.dtype)
+        self.k, self.v = as_stored(k, v, cache.geometry.dtype)
         self._cache, self._exact_new = cache, exact_new
         self._latent = cache.geometry.latent
         self.waiting = True
@@ -105,15 +110,16 @@ class Pending:
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and these tokens."""
-        return self.store(config.padding).attend(q, config)
+        return in_held_dtype(self.store(config.padding).attend, q, config)
 
     def part(self, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of all tokens, decompressed."""
         if self._parts is None:
             if self.fresh:
-                return self.k if side == "k" else self.v
+                return self.k.to(self._dtypes[0]) if side == "k" else self.v.to(self._dtypes[1])
             result = self.store().dequantize(None, AttendConfig())
-            self._parts = latent_parts(result, self.k) if self._latent else (result.k, result.v)
+            k, v = latent_parts(result, self.k) if self._latent else (result.k, result.v)
+            self._parts = k.to(self._dtypes[0]), v.to(self._dtypes[1])
         return self._parts[0 if side == "k" else 1]
 
     @property
@@ -130,6 +136,41 @@ class Pending:
 def latent_parts(result: DequantResult, latents: Tensor) -> tuple[Tensor, Tensor]:
     """Return `c_kv` and `k_rope` of a result over latents: its K is both side by side."""
     return result.v, result.k[..., latents.shape[-1] :]
+
+
+def as_stored(k: Tensor, v: Tensor, held: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return K and V in one dtype that a cache holds.
+
+    Under autocast RoPE makes K fp32 while V stays bf16: both become fp32. Numbers of float64 lose
+    digits, which is said once. What `held` tokens are in a wider dtype, new ones become too.
+    """
+    dtype = torch.promote_types(k.dtype, v.dtype)
+    if dtype is torch.float64:
+        say_once("float64", "K and V of dtype float64 are stored and attended to in float32")
+        dtype = torch.float32
+    if held is not None and torch.promote_types(dtype, held) is held:
+        dtype = held
+    return k.to(dtype), v.to(dtype)
+
+
+def in_held_dtype(
+    attend: Callable[[Tensor, AttendConfig], Tensor], q: Tensor, config: AttendConfig
+) -> Tensor:
+    """Attend in fp32 where the query has a dtype that kernels don't take; the result is in q's."""
+    return attend(q, config) if q.dtype in DTYPES else attend(q.float(), config).to(q.dtype)
+
+
+def refuse_gradients(x: Tensor) -> Tensor:
+    """Make a backward pass that reaches `x`, which stands for what a cache holds, raise.
+
+    Without it, parameters behind `x` would miss a part of their gradients, or get none.
+    """
+    x.requires_grad_().register_hook(_refuse)  # type: ignore[no-untyped-call]
+    return x
+
+
+def _refuse(gradient: Tensor) -> None:
+    raise KVPactError("there are no gradients through a compressed cache; run without one")
 
 
 class KVHandle(Tensor):
@@ -175,12 +216,33 @@ class KVHandle(Tensor):
         return func(*args, **kwargs)
 
 
-def handle_pair(tokens: NewTokens, k: Tensor, v: Tensor, total: int) -> tuple[KVHandle, KVHandle]:
-    """Return handles for K and V of `total` tokens, like the new ones in everything else."""
-    made = [
-        KVHandle(tokens, side, (*x.shape[:2], total, x.shape[3]), x.dtype, x.device)
-        for side, x in (("k", k), ("v", v))
-    ]
+def returned_pair(
+    tokens: NewTokens, k: Tensor, v: Tensor, total: int, implementation: str | None
+) -> tuple[Tensor, Tensor]:
+    """Return what `update` returns for K and V of `total` tokens, like the new ones otherwise.
+
+    Parameters
+    ----------
+    tokens : NewTokens
+        What they stand for.
+    k, v : Tensor
+        The new tokens as the model gave them.
+    total : int
+        Tokens in all.
+    implementation : str or None
+        The model's attention. One that is known to run on any tensor gets handles; any other
+        (``flex_attention`` compiles its inputs, ``flash_attention_2`` reads their memory)
+        decompressed K and V.
+    """
+    made: list[Tensor] = []
+    for side, x in (("k", k), ("v", v)):
+        if implementation in _TAKES_HANDLES:
+            shape = (*x.shape[:2], total, x.shape[3])
+            made.append(KVHandle(tokens, side, shape, x.dtype, x.device))
+        else:
+            made.append(tokens.part(side))
+    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+        made = [refuse_gradients(x) for x in made]
     return made[0], made[1]
 
 

@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.integrations.transformers.handles import FirstLatents, KVHandle, NewTokens
+from kvpact.integrations.transformers.handles import (
+    FirstLatents,
+    KVHandle,
+    NewTokens,
+    refuse_gradients,
+)
 from kvpact.kernels import absorb_query, expand_output
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -148,6 +153,8 @@ def _handed_on(
         KVHandle(tokens, side, (batch, heads, total, width), latents.dtype, latents.device)
         for side, width in (("k", nope + rope.shape[-1]), ("v", w_uv.shape[1]))
     )
+    if latents.requires_grad:
+        refuse_gradients(k), refuse_gradients(v)
     return k, v
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.handles import Pending, handle_pair
+from kvpact.integrations.transformers.handles import Pending, as_stored, returned_pair
 from kvpact.kernels.plan import Kernel
 from kvpact.spec import Spec
 
@@ -28,6 +35,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Width of the latents of a model with latent attention (MLA).
     kernel : Kernel, optional
         What computes; the best that is there if omitted.
+    config : PreTrainedConfig, optional
+        The decoder's, which names the attention that reads what `update` returns.
     """
 
     is_sliding = False
@@ -41,10 +50,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         exact_new: bool = True,
         latent_dim: int | None = None,
         kernel: Kernel | None = None,
+        config: PreTrainedConfig | None = None,
     ) -> None:
         # The base class would set `keys` and `values`, which are computed here.
         self.spec, self._exact_new, self._latent_dim = spec, exact_new, latent_dim
-        self._kernel = kernel
+        self._kernel, self._config = kernel, config
         self.cache: ContiguousCache | None = None
         self._pending: Pending | None = None
 
@@ -55,9 +65,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take the geometry from the first tokens."""
-        heads, width = key_states.shape[1], key_states.shape[3]
+        k, v = as_stored(key_states[:, :, :0], value_states[:, :, :0], None)
+        heads, width = k.shape[1], k.shape[3]
         latent = heads == 1 and width == self._latent_dim
-        geometry = CacheGeometry(1, heads, width, value_states.shape[3], key_states.dtype, latent)
+        geometry = CacheGeometry(1, heads, width, v.shape[3], k.dtype, latent)
         specs = cache_specs(self.spec, geometry)
         self.cache = ContiguousCache(specs, geometry, kernel=self._kernel)
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -82,7 +93,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             cache, key_states.detach(), value_states.detach(), self._exact_new, self._forget
         )
         self._pending = pending
-        return handle_pair(pending, pending.k, pending.v, total)
+        attention = None if self._config is None else self._config._attn_implementation
+        return returned_pair(pending, key_states, value_states, total, attention)
 
     def take_over(self, cache: ContiguousCache) -> None:
         """Hold what a cache of one layer holds."""
@@ -177,9 +189,64 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Do nothing: a compressed layer stays where it is."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
-        other = CompressedLayer(self.spec, self._exact_new, self._latent_dim, self._kernel)
+        other = self._empty()
         cache = self.flushed()
         if cache is not None:
             other.cache = cache.fork()
             other.dtype, other.device = self.dtype, self.device
+        return other
+
+    def _empty(self) -> CompressedLayer:
+        return type(self)(self.spec, self._exact_new, self._latent_dim, self._kernel, self._config)
+
+
+class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore
+    """A layer with full attention, compressed, beside a linear one, whose state stays as it is.
+
+    Parameters
+    ----------
+    *args
+        As of `CompressedLayer`.
+    number_of_states : int
+        As transformers wants it.
+    """
+
+    is_croppable = LinearAttentionCacheLayerMixin.is_croppable
+
+    def __init__(self, *args: Any, number_of_states: int = 1) -> None:
+        CompressedLayer.__init__(self, *args)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Take the shapes of K and V (given by position) or of a state (by name)."""
+        kind = CompressedLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
+
+    def offload(self) -> None:
+        """Move the states to the CPU."""
+        LinearAttentionLayer.offload(self)  # type: ignore[no-untyped-call]
+
+    def prefetch(self) -> None:
+        """Bring the states back."""
+        LinearAttentionLayer.prefetch(self)  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """Forget tokens and states."""
+        LinearAttentionLayer.reset(self)
+        CompressedLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rearrange the batch rows."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        CompressedLayer.reorder_cache(self, beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, where transformers can undo the states."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        CompressedLayer.crop(self, tokens_to_remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
+        other = super().__deepcopy__(memo)
+        states = vars(LinearAttentionLayer(self.number_of_states))
+        vars(other).update({name: deepcopy(vars(self)[name], memo) for name in states})
         return other

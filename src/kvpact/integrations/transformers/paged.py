@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,12 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.attention import choose_attention
-from kvpact.integrations.transformers.handles import handle_pair, latent_parts
+from kvpact.integrations.transformers.handles import (
+    as_stored,
+    in_held_dtype,
+    latent_parts,
+    returned_pair,
+)
 from kvpact.integrations.transformers.latent import hand_on
 
 
@@ -47,7 +53,8 @@ class PagedTokens:
         forget: Callable[[], None],
     ) -> None:
         # Used once: tokens of a call that failed are gone, and a later one doesn't store them.
-        self.k, self.v, self.used, self._forget = k, v, False, forget
+        self.used, self._forget, self._dtypes = False, forget, (k.dtype, v.dtype)
+        self.k, self.v = as_stored(k, v, view.cache.geometry.dtype)
         self._view, self._layer, self._exact_new = view, layer, exact_new
         self._latent = view.cache.geometry.latent
         self._parts: tuple[Tensor, Tensor] | None = None
@@ -62,7 +69,8 @@ class PagedTokens:
         """
         self._use()
         config = replace(config, padding=self._own_padding(config), exact_new=self._exact_new)
-        return self._view.attend(self._layer, self.k, self.v, q, config)
+        rows = functools.partial(self._view.attend, self._layer, self.k, self.v)
+        return in_held_dtype(rows, q, config)
 
     def _own_padding(self, config: AttendConfig) -> Tensor | None:
         """Return the padding within each row: what stands left of a shorter row isn't in it."""
@@ -101,7 +109,7 @@ class PagedTokens:
             Rows have unlike lengths: the zeros in front of the shorter ones would be attended to.
         """
         if self.fresh:
-            return self.k if side == "k" else self.v
+            return self.k.to(self._dtypes[0]) if side == "k" else self.v.to(self._dtypes[1])
         if self._parts is None:
             if len(set(self._lengths())) > 1:
                 self._use()
@@ -113,7 +121,8 @@ class PagedTokens:
                     f"own attention; {remedy}"
                 )
             result = self.store()
-            self._parts = latent_parts(result, self.k) if self._latent else (result.k, result.v)
+            k, v = latent_parts(result, self.k) if self._latent else (result.k, result.v)
+            self._parts = k.to(self._dtypes[0]), v.to(self._dtypes[1])
         return self._parts[0 if side == "k" else 1]
 
     @property
@@ -139,18 +148,23 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Layer index.
     exact_new : bool
         As in `AttendConfig`.
+    config : PreTrainedConfig
+        The decoder's, which names the attention that reads what `update` returns.
     """
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    _pending: PagedTokens | None
 
-    def __init__(self, view: PagedView, layer: int, exact_new: bool) -> None:
+    def __init__(
+        self, view: PagedView, layer: int, exact_new: bool, config: PreTrainedConfig
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self._view, self._layer, self._exact_new = view, layer, exact_new
-        self._pending: PagedTokens | None = None
+        self._config, self._pending = config, None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the paged cache has its geometry."""
@@ -169,7 +183,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         total = self._view.seq_len(self._layer) + key_states.shape[2]
         k, v = key_states.detach(), value_states.detach()
         self._pending = PagedTokens(self._view, self._layer, k, v, self._exact_new, self.forget)
-        return handle_pair(self._pending, k, v, total)
+        attention = self._config._attn_implementation
+        return returned_pair(self._pending, key_states, value_states, total, attention)
 
     def flush(self) -> None:
         """Store tokens that nothing used."""
@@ -262,9 +277,11 @@ class PagedBatch(Cache):
                 f"the model has {len(types)} layers, the paged cache {cache.geometry.num_layers}"
             )
         self.view = PagedView(cache, seqs)
-        self._rows = [PagedLayer(self.view, layer, exact_new) for layer in range(len(types))]
+        self._rows = [
+            PagedLayer(self.view, layer, exact_new, decoder) for layer in range(len(types))
+        ]
         super().__init__(layers=list(self._rows))
-        choose_attention(decoder, attention)
+        self._loan = choose_attention(decoder, attention)
         if cache.geometry.latent:
             hand_on(decoder)
 

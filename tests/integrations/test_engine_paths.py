@@ -1,0 +1,348 @@
+"""Ways in which transformers uses a cache, each compared with `DynamicCache` or refused by name."""
+
+import copy
+import gc
+import io
+import pickle
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    CpmAntConfig,
+    DynamicCache,
+    EncoderDecoderCache,
+    FalconConfig,
+    FalconH1Config,
+    LlamaConfig,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+    Zamba2Config,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kvpact import CacheGeometry, create_cache
+from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.integrations.transformers import CompressedCache, register_attention
+
+FALCON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "eos_token_id": None,
+}
+HYBRID = {
+    "falcon_h1": lambda s: FalconH1Config(
+        **s, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8
+    ),
+    "zamba2": lambda s: Zamba2Config(
+        **{**s, "num_hidden_layers": 3, "num_key_value_heads": 4},
+        layers_block_type=["mamba", "hybrid", "hybrid"],
+        mamba_d_state=8,
+        n_mamba_heads=4,
+        mamba_ngroups=1,
+        chunk_size=8,
+        num_mem_blocks=1,
+        adapter_rank=8,
+    ),
+}
+
+
+def unpadded(prompt):
+    return {"input_ids": prompt["input_ids"][1:]}
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_falcon_stays_causal_now_and_for_later_caches(alibi, make_model, prompt, greedy, fallbacks):
+    """Its module asks for "sdpa" by name, and otherwise takes the mask for a number to add."""
+    model = make_model(FalconConfig(**FALCON, alibi=alibi))
+    inputs, wanted_logits = unpadded(prompt), None
+    wanted = model.generate(**inputs, **greedy, past_key_values=DynamicCache(config=model.config))
+    with torch.no_grad():
+        wanted_logits = model(**inputs).logits
+        cache, said = fallbacks(lambda: CompressedCache(model.config, "none"))
+        got_logits = model(**inputs, past_key_values=cache).logits
+        later = model(**inputs, past_key_values=DynamicCache(config=model.config)).logits
+    assert [text for text in said if "by itself" in text] == said != []
+    assert torch.allclose(got_logits, wanted_logits, atol=1e-5)
+    assert torch.equal(later, wanted_logits)
+    cache = CompressedCache(model.config, "none")
+    assert torch.equal(model.generate(**inputs, **greedy, past_key_values=cache), wanted)
+
+
+def test_a_model_that_asks_for_sdpa_by_name_can_not_be_given_kvpact(make_model):
+    register_attention()
+    config = make_model(FalconConfig(**FALCON)).config
+    config._attn_implementation = "kvpact"
+    with pytest.raises(KVPactError, match="load it with attention 'sdpa'"):
+        CompressedCache(config, "none")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "kvpact"])
+@pytest.mark.parametrize("spec", ["none", "int:bits=8"])
+def test_gradients_are_refused_whatever_reads_k_and_v(attention, spec, llama, prompt):
+    register_attention()
+    llama.set_attn_implementation(attention)
+    cache = CompressedCache(llama.config, spec, attention="keep")
+    loss = llama(**prompt, past_key_values=cache).logits.sum()
+    with pytest.raises(KVPactError, match="no gradients"):
+        loss.backward()
+
+
+def test_gradients_that_do_not_pass_the_cache_are_right(llama, prompt):
+    llama.set_attn_implementation("eager")
+    gradients = []
+    for parameter in llama.model.parameters():
+        parameter.requires_grad_(False)
+    for cache in (DynamicCache(), CompressedCache(llama.config, "none", attention="keep")):
+        llama.lm_head.weight.grad = None
+        llama(**prompt, past_key_values=cache).logits.sum().backward()
+        gradients.append(llama.lm_head.weight.grad)
+    assert torch.allclose(*gradients, atol=1e-4)
+
+
+def test_flex_attention_reads_decompressed_tensors(llama, prompt, fallbacks, monkeypatch):
+    """What compiles its inputs is handed plain tensors: a handle can't be traced."""
+    seen = []
+
+    def flex(module, query, key, value, attention_mask, **kwargs):
+        seen.extend([type(key), type(value)])
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    wanted = llama(**prompt).logits[prompt["attention_mask"] == 1]
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flex_attention", flex)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "flex_attention", sdpa_mask)
+    llama.config._attn_implementation = "flex_attention"
+    cache, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
+    with torch.no_grad():
+        got = llama(**prompt, past_key_values=cache).logits[prompt["attention_mask"] == 1]
+        llama(prompt["input_ids"][:, :1], past_key_values=cache)
+    assert "decompressed" in said[0]
+    assert seen == 8 * [torch.Tensor]
+    assert torch.allclose(got, wanted, atol=1e-4)
+    with pytest.raises(KVPactError, match="no gradients"):
+        llama(
+            **prompt, past_key_values=CompressedCache(llama.config, "none")
+        ).logits.sum().backward()
+
+
+def test_prefix_tuning_is_told_what_to_do(llama):
+    """PEFT asks an empty cache for `max_cache_len`, and puts its own cache in its place."""
+    cache = CompressedCache(llama.config, "none")
+    with pytest.raises(KVPactError, match="prefix tuning"):
+        _ = cache.max_cache_len
+    assert not hasattr(cache, "max_cache_len")
+
+
+@pytest.mark.parametrize("attention", ["kvpact", "sdpa"])
+def test_autocast_runs(attention, llama, prompt, greedy):
+    """RoPE makes K fp32 while V stays bf16."""
+    llama.set_attn_implementation("sdpa")
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        wanted = llama(**prompt, past_key_values=DynamicCache(config=llama.config)).logits
+        register_attention()
+        llama.set_attn_implementation(attention)
+        cache = CompressedCache(llama.config, "none", attention="keep")
+        got = llama(**prompt, past_key_values=cache).logits
+        assert cache.layers[0].keys.dtype is torch.float32
+        more = llama(prompt["input_ids"][:, :1], past_key_values=cache).logits
+    assert got.dtype is wanted.dtype
+    assert more.isfinite().all()
+    seen = prompt["attention_mask"] == 1
+    error = (got - wanted)[seen].float().norm() / wanted[seen].float().norm()
+    assert error < 0.03
+    assert llama.generate(**prompt, **greedy, past_key_values=cache).shape[0] == 2
+
+
+@pytest.mark.parametrize("attention", ["kvpact", "sdpa", "eager"])
+def test_float64_runs_and_is_stored_in_fp32(attention, llama, prompt, fallbacks):
+    prompt = unpadded(prompt)  # padding and attention "eager" in float64 give NaN without kvpact
+    llama.double().set_attn_implementation("sdpa")
+    with torch.no_grad():
+        wanted = llama(**prompt, past_key_values=DynamicCache(config=llama.config)).logits
+        register_attention()
+        llama.set_attn_implementation(attention)
+        cache = CompressedCache(llama.config, "none", attention="keep")
+        got, said = fallbacks(lambda: llama(**prompt, past_key_values=cache).logits)
+        llama(prompt["input_ids"][:, :1], past_key_values=cache)
+    assert got.dtype is torch.float64
+    assert cache.layers[0].keys.dtype is torch.float32
+    assert [text for text in said if "float64" in text]
+    assert torch.allclose(got, wanted, atol=1e-4)
+
+
+def test_pickling_says_what_to_do_instead(llama, prompt):
+    empty = CompressedCache(llama.config, "turboquant:bits=4")
+    used = CompressedCache(llama.config, "turboquant:bits=4")
+    with torch.no_grad():
+        llama(**prompt, past_key_values=used)
+    for save in (pickle.dumps, lambda cache: torch.save(cache, io.BytesIO()), copy.copy):
+        for cache in (empty, used):
+            with pytest.raises(SnapshotError, match=r"snapshot\(\)"):
+                save(cache)
+    twin = copy.deepcopy(used)
+    assert torch.equal(twin.layers[0].keys, used.layers[0].keys)
+
+
+def test_pickling_a_bare_cache_says_what_to_do_instead():
+    cache = create_cache("int:bits=8", CacheGeometry(1, 1, 16))
+    x = torch.ones(1, 1, 3, 16)
+    cache.attend(0, x, x, x)
+    with pytest.raises(SnapshotError, match=r"snapshot\(\)"):
+        pickle.dumps(cache)
+    assert copy.deepcopy(cache).seq_len() == 3
+
+
+def test_a_model_gets_its_attention_back_when_its_caches_are_gone(llama):
+    """`generate_batch` and whatever else asks for "sdpa" by name works again."""
+    one, two = CompressedCache(llama.config, "none"), CompressedCache(llama.config, "none")
+    assert llama.config._attn_implementation == "kvpact"
+    three = copy.deepcopy(two)
+    del one, two
+    gc.collect()
+    assert llama.config._attn_implementation == "kvpact"
+    del three
+    gc.collect()
+    assert llama.config._attn_implementation == "sdpa"
+
+
+def test_an_attention_that_was_asked_for_stays(llama):
+    register_attention()
+    llama.set_attn_implementation("kvpact")
+    cache = CompressedCache(llama.config, "none")
+    del cache
+    gc.collect()
+    assert llama.config._attn_implementation == "kvpact"
+
+
+def test_continuous_batching_after_a_compressed_cache(llama, prompt):
+    from transformers.generation.continuous_batching.continuous_api import (
+        ContinuousBatchingManager as Manager,
+    )
+
+    cache = CompressedCache(llama.config, "none")
+    with torch.no_grad():
+        llama(**prompt, past_key_values=cache)
+    del cache
+    gc.collect()
+    manager = Manager.__new__(Manager)
+    manager.switch_to_cb_friendly_attn(llama, auto_switch_to_flash=False)
+    assert llama.config._attn_implementation == "sdpa"
+
+
+@pytest.fixture
+def whisper():
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        vocab_size=128,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        num_mel_bins=8,
+        max_source_positions=20,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+    )
+    return WhisperForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+
+
+@pytest.mark.parametrize("attention", ["auto", "keep"])
+def test_an_encoder_decoder_model_wants_two_caches(whisper, attention):
+    config = whisper.config
+    inputs = {
+        "input_features": torch.randn(1, 8, 40, generator=torch.Generator().manual_seed(0)),
+        "decoder_input_ids": torch.tensor([[3, 5, 7, 9]]),
+    }
+    with torch.no_grad():
+        wanted = whisper(**inputs).logits
+        bare = CompressedCache(config, "none", attention=attention)
+        for _ in range(2):
+            with pytest.raises(GeometryError, match="EncoderDecoderCache"):
+                whisper(**inputs, past_key_values=bare)
+        own = CompressedCache(config, "none", attention=attention)
+        pair = EncoderDecoderCache(own, DynamicCache(config=config))
+        ids = inputs.pop("decoder_input_ids")
+        got = [
+            whisper(**inputs, decoder_input_ids=part, past_key_values=pair).logits
+            for part in ids.split(2, dim=1)
+        ]
+    assert torch.allclose(torch.cat(got, 1), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_layers_with_a_state_and_full_attention_are_compressed(
+    name, make_model, sizes, prompt, greedy
+):
+    model = make_model(HYBRID[name](sizes))
+    wanted = model.generate(**prompt, **greedy, past_key_values=DynamicCache(config=model.config))
+    cache = CompressedCache(model.config, "none")
+    assert torch.equal(model.generate(**prompt, **greedy, past_key_values=cache), wanted)
+    assert cache.stats()["layers"] == {
+        "compressed": 2,
+        "native": len(cache.layers) - 2,
+    }
+    with pytest.raises(SnapshotError, match="can't be saved"):
+        cache.snapshot()
+    twin = copy.deepcopy(cache)
+    for held in (cache, twin):
+        more = model.generate(wanted, **{**greedy, "max_new_tokens": 3}, past_key_values=held)
+        assert more.shape[1] == wanted.shape[1] + 3
+    cache.reset()
+    again = model.generate(**prompt, **greedy, past_key_values=cache)
+    assert torch.equal(again, wanted)
+
+
+def test_beams_reorder_state_and_slots_together(make_model, sizes, prompt, greedy):
+    model = make_model(HYBRID["falcon_h1"](sizes))
+    options = {**greedy, "max_new_tokens": 8, "num_beams": 3}
+    wanted = model.generate(**prompt, **options, past_key_values=DynamicCache(config=model.config))
+    got = model.generate(**prompt, **options, past_key_values=CompressedCache(model.config, "none"))
+    assert torch.equal(got, wanted)
+
+
+def test_cpmant_differs_by_what_rounding_its_large_keys_does(make_model):
+    """Its q and k are not normalised: 8 bits of scores in the hundreds turn the softmax."""
+    config = CpmAntConfig(
+        vocab_size=128,
+        hidden_size=64,
+        num_attention_heads=4,
+        dim_head=16,
+        dim_ff=128,
+        num_hidden_layers=2,
+        prompt_length=8,
+        prompt_types=4,
+        segment_types=32,
+    )
+    model = make_model(config, "eager")
+    ids = torch.randint(3, 128, (1, 33), generator=torch.Generator().manual_seed(3))
+    exact, rounded = DynamicCache(config=config), DynamicCache(config=config)
+    cache = CompressedCache(config, "int:bits=8,window=0,sinks=0")
+    with torch.no_grad():
+        for held in (exact, rounded, cache):
+            model(ids[:, :32], past_key_values=held)
+        for layer in rounded.layers:
+            for name in ("keys", "values"):
+                x = getattr(layer, name)
+                scale = (x.abs().amax(-1, keepdim=True) / 127).half().float()
+                setattr(layer, name, (x / scale).round() * scale)
+        wanted, same, got = (
+            model(ids, past_key_values=held).logits for held in (exact, rounded, cache)
+        )
+    assert cache.layers[0].keys.std() > 5
+    assert torch.allclose(got, same, atol=0.02 * float(same.std()))
+    assert (got - wanted).std() > 1e-3 * wanted.std()
+
+
+def test_llama_config_is_untouched_by_keep():
+    config = LlamaConfig(num_hidden_layers=1)
+    CompressedCache(config, "none", attention="keep")
+    assert config._attn_implementation in (None, "sdpa")
