@@ -3,10 +3,13 @@
 from kvpact import errors
 from kvpact.cache import (
     ContiguousCache,
+    EngineCache,
     KVCache,
     KVSnapshot,
     MLACache,
     PagedKVCache,
+    PagedView,
+    Step,
     create_cache,
 )
 from kvpact.compressor import CompressedKV, KVCacheCompressor
@@ -40,6 +43,7 @@ __all__ = [
     "DecodeOutput",
     "DequantResult",
     "Dequantized",
+    "EngineCache",
     "Fused",
     "Hybrid",
     "KVCache",
@@ -50,9 +54,11 @@ __all__ = [
     "LowRank",
     "MLACache",
     "PagedKVCache",
+    "PagedView",
     "PrefixCache",
     "Snapshot",
     "Spec",
+    "Step",
     "VectorQuantization",
     "create_cache",
     "errors",

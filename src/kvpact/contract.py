@@ -1,8 +1,8 @@
 """The contract between inference engines and KV-cache compression.
 
-An engine calls five methods of `CompressedKVCache`; a compression library implements them.
-Nothing in a model has to change. Calls for different layers may run in parallel: an
-implementation synchronises inside, one lock per layer.
+`CompressedKVCache` is the least that a cache has to do: five calls. `EngineCache`
+(`cache/protocol.py`) adds those that engines make when the cache computes attention itself.
+No model has to change for either.
 """
 
 from __future__ import annotations
@@ -165,31 +165,113 @@ DecodeOutput = Fused | Dequantized
 
 @runtime_checkable
 class CompressedKVCache(Protocol):
-    """What an engine needs of a compressed KV cache.
+    """The least that a compressed KV cache has to do; engines attend to what it returns.
 
-    Shapes: `k` `[B, H_kv, new, D]`, `v` `[B, H_kv, new, D_v]`, `q` `[B, H_q, new, D]`.
+    A cache that computes attention itself is an `EngineCache` (`kvpact.EngineCache`), which adds
+    `attend`, `store`, `truncate`, `fork`, `stats` and `snapshot`.
+
+    Notes
+    -----
+    Every layer holds the same number of rows B; K is `[B, H_kv, T, D]` and V `[B, H_kv, T, D_v]`,
+    in one dtype (fp32, fp16 or bf16) and on one device per layer.
+
+    Calls for different layers may run in parallel, calls for one layer take turns: the cache
+    synchronises inside, with one lock per layer.
+
+    **After a failure.** A call that raises has changed nothing. The layer holds the tokens, bytes
+    and length that it held before, the other layers are untouched, and the next call works. Errors
+    derive from `KVPactError` and say what to do.
+
+    `kvpact.testing.CacheContract` checks all of this.
     """
 
     def prefill(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
+        self,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor | None = None,
+        config: AttendConfig | None = None,
     ) -> DequantResult:
-        """Store `new` tokens; return K and V of all tokens held."""
+        """Store new tokens; return K and V of all tokens, decompressed when they are read.
+
+        Parameters
+        ----------
+        layer : int
+            Layer index, from 0 on.
+        k, v : Tensor
+            `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, the new tokens.
+        q : Tensor, optional
+            `[B, H_q, new, D]`, the queries of the new tokens. A cache whose keys are decompressed
+            with a bias gives it as `logit_bias`, which depends on the queries; without `q` the
+            keys contain everything and there is no `logit_bias`.
+        config : AttendConfig, optional
+            `padding`, and the scale of the `logit_bias`.
+
+        Returns
+        -------
+        DequantResult
+            K `[B, H_kv, total, D]` and V `[B, H_kv, total, D_v]`. The new tokens are as given.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
+        GeometryError
+            Rank, heads, width, batch or number of tokens do not fit the cache or each other.
+        DtypeError, DeviceError
+            The tensors differ in dtype or device from each other or from the tokens held.
+        NonFiniteError
+            NaN, infinity, or numbers beyond what the method can store.
+        CacheFull
+            The cache has no room for all new tokens.
+        """
         ...
 
     def decode(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> DecodeOutput:
-        """Store one token; return the attention's output or what it needs."""
+        """Store one token per row; return the attention output, or what the caller needs for it.
+
+        Parameters
+        ----------
+        layer, k, v, q, config
+            As in `prefill`, with `new` = 1; `config` may hold all rules of the attention.
+
+        Returns
+        -------
+        Fused or Dequantized
+            The output `[B, H_q, 1, D_v]`; or K and V, over which the caller attends.
+
+        Raises
+        ------
+        KVPactError
+            As `prefill`; `GeometryError` also for more than one token.
+        """
         ...
 
     def seq_len(self, layer: int) -> int:
-        """Tokens held for a layer."""
+        """Return the tokens that a layer holds, padding included.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
+        """
         ...
 
-    def reset(self) -> None:
-        """Forget the tokens of all layers."""
+    def reset(self, layer: int | None = None) -> None:
+        """Forget all tokens of one layer, or of all layers (None).
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
+        GeometryError
+            The layers share their memory (pages do) and can only be reset together.
+        """
         ...
 
     def memory_usage(self) -> int:
-        """Bytes held by the cache's tensors, unused capacity included."""
+        """Return the bytes of all tensors that the cache holds, unused capacity included."""
         ...

@@ -1,5 +1,6 @@
-"""Where slots live."""
+"""Where slots live; `check_layer`, `check_tokens` and `check_query` serve caches of others, too."""
 
+from kvpact.cache.checks import check_layer, check_query, check_tokens
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.create import create_cache
 from kvpact.cache.latent import MLACache
@@ -7,6 +8,7 @@ from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.plain import KVCache
 from kvpact.cache.plain_state import KVSnapshot
+from kvpact.cache.protocol import EngineCache
 from kvpact.cache.sequences import Page
 from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import bytes_per_token, merge_stats, planned_bytes, unplanned
@@ -14,6 +16,7 @@ from kvpact.cache.step import Step
 
 __all__ = [
     "ContiguousCache",
+    "EngineCache",
     "KVCache",
     "KVSnapshot",
     "MLACache",
@@ -23,6 +26,9 @@ __all__ = [
     "Step",
     "bytes_per_token",
     "cache_specs",
+    "check_layer",
+    "check_query",
+    "check_tokens",
     "create_cache",
     "merge_stats",
     "planned_bytes",

@@ -316,8 +316,9 @@ class CacheLayer:
             self.k = self.v = self._padding = None
 
     def waiting_state(self) -> list[Tensor]:
-        """Return what fitted codecs learnt, while there is no stream that holds it."""
-        codecs = self._codecs if self.k is None and self._codecs is not None else ()
+        """Return what the layer's own codecs learnt, where no stream holds it."""
+        held = [stream.codec for stream in self.streams()]
+        codecs = [own for own in self._codecs or () if all(own is not codec for codec in held)]
         return [tensor for codec in codecs for tensor in codec.state().values()]
 
     def tensors(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_query
+from kvpact.cache.checks import check_layer, check_query
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step, attend_steps
@@ -193,8 +193,17 @@ class PagedView(BatchRows):
         for seq in self.seqs or ():
             self.cache.truncate(seq, length)
 
-    def reset(self) -> None:
-        """Forget all tokens: free the view's own sequences, or empty those it was given."""
+    def reset(self, layer: int | None = None) -> None:
+        """Forget all tokens: free the view's own sequences, or empty those it was given.
+
+        Raises
+        ------
+        GeometryError
+            A layer is named: a page holds all layers of its tokens, which are reset together.
+        """
+        if layer is not None:
+            check_layer(layer, self.cache.geometry.num_layers)
+            raise GeometryError("a page holds all layers; reset all of them, without naming one")
         if self._owns:
             for seq in self.seqs or ():
                 self.cache.free(seq)

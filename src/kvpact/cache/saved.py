@@ -222,7 +222,9 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
     """
     if isinstance(codec, FittedCodec):
         learnt = {name: tensor.to(device) for name, tensor in stream.learnt.items()}
-        codec = codec.restore(learnt) if learnt else codec
+        # A codec that was calibrated alike stays, so that its state is not held twice.
+        if learnt and not (_learnt_alike(codec, stream) and _is_on(codec, device)):
+            codec = codec.restore(learnt)
     elif stream.learnt:
         raise FormatError("the snapshot has learnt what its method does not learn")
     if tuple(field_info(field) for field in codec.fields) != stream.fields:
@@ -243,15 +245,22 @@ def learnt_states(snapshot: Snapshot, device: torch.device) -> Calibration:
 
 def same_learnt(codec: Codec, stream: StreamState) -> None:
     """Raise `MismatchError` unless a codec has learnt exactly what a snapshot's has."""
-    state = codec.state()
-    same = state.keys() == stream.learnt.keys() and all(
-        torch.equal(tensor.cpu(), stream.learnt[name]) for name, tensor in state.items()
-    )
-    if not same:
+    if not _learnt_alike(codec, stream):
         raise MismatchError(
             "the snapshot's method learnt from other tokens than this cache's; make the cache "
             "with calibration=snapshot, or calibrate both with the same tokens"
         )
+
+
+def _learnt_alike(codec: Codec, stream: StreamState) -> bool:
+    state = codec.state()
+    return state.keys() == stream.learnt.keys() and all(
+        torch.equal(tensor.cpu(), stream.learnt[name].cpu()) for name, tensor in state.items()
+    )
+
+
+def _is_on(codec: Codec, device: torch.device) -> bool:
+    return all(tensor.device == device for tensor in codec.state().values())
 
 
 def _fill(stream: Stream, state: StreamState) -> None:

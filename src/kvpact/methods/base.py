@@ -6,12 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from kvpact.errors import NonFiniteError, SpecError
+from kvpact.errors import NonFiniteError, RegistrationError, SpecError
 from kvpact.formats import Field
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
@@ -39,6 +39,13 @@ class Codec(ABC):
         The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
         whatever stands beside it in its group. A codec with groups encodes later than its tokens
         come, so it has to declare what it can hold; others may leave the refusal to `encode`.
+
+    Raises
+    ------
+    RegistrationError
+        The class compares or hashes its codecs by value, as a dataclass does. What kernels prepare
+        for a codec is kept under the codec itself, so two codecs are never the same key; write
+        `@dataclass(eq=False)`.
     """
 
     fields: tuple[Field, ...]
@@ -47,6 +54,15 @@ class Codec(ABC):
     has_bias: bool = False
     max_abs: float = math.inf
     max_norm: float = math.inf
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a class that compares by value."""
+        if cls.__eq__ is not object.__eq__ or cls.__hash__ is not object.__hash__:
+            raise RegistrationError(
+                f"{cls.__name__} compares its codecs by value, but a codec has to be a key of its "
+                "own: write @dataclass(eq=False), or leave out __eq__ and __hash__"
+            )
+        return super().__new__(cls)
 
     def check_range(self, x: Tensor) -> None:
         """Raise `NonFiniteError` where a vector of `x` (`[..., D]`) is beyond the codec's range."""

@@ -43,6 +43,7 @@ pytest.register_assert_rewrite(
             "cache_paged",
             "cache_rollback",
             "cache_rows",
+            "cache_snapshot",
             "fitted",
             "fitted_checks",
             "method_codec",

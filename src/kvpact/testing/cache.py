@@ -10,6 +10,7 @@ from kvpact.testing.cache_fork import ForkChecks
 from kvpact.testing.cache_input import InputChecks
 from kvpact.testing.cache_rollback import RollbackChecks
 from kvpact.testing.cache_rows import RowChecks
+from kvpact.testing.cache_snapshot import SnapshotChecks
 
 
 class CacheContract(
@@ -18,6 +19,7 @@ class CacheContract(
     RollbackChecks,
     ForkChecks,
     RowChecks,
+    SnapshotChecks,
     ByteChecks,
     AttentionChecks,
     InputChecks,
@@ -32,7 +34,7 @@ class CacheContract(
     spec : str
         The spec that `make_cache` makes a cache of.
     operations : tuple of str
-        What the cache can do beside the protocol; leave out what it lacks.
+        Calls of `EngineCache` beside those of `CompressedKVCache`; leave out what the cache lacks.
 
     Notes
     -----

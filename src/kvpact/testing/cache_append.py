@@ -59,12 +59,12 @@ class AppendChecks(CacheKit):
         self.assert_same(whole, again)
 
     def test_every_way_to_append_stores_the_same(self) -> None:
-        """`prefill`, `attend` and `decode` store the same bytes."""
+        """`prefill`, `attend` and `decode` store the same bytes, with queries and without."""
         self.needs("attend")
         caches = [self.make_cache(SMALL.geometry()) for _ in range(3)]
         for seed, count in enumerate((70, 1, 1, 130)):
             tokens = self.tokens(SMALL, count, seed)
-            caches[0].prefill(0, *tokens, None)
+            caches[0].prefill(0, *tokens[:2])
             caches[1].attend(0, *tokens, None)
             (caches[2].decode if count == 1 else caches[2].prefill)(0, *tokens, AttendConfig())
         self.assert_same(caches[0], caches[1])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig, Dequantized, Fused
+from kvpact.errors import StaleResult
 from kvpact.testing.cache_base import CacheKit, Tokens
 from kvpact.testing.data import Shape, random_tokens
 from kvpact.testing.reference import reference_attention
@@ -104,6 +105,29 @@ class AttentionChecks(CacheKit):
             torch.testing.assert_close(
                 output.double(), expected, atol=tolerance, rtol=tolerance, check_dtype=False
             )
+
+    @pytest.mark.parametrize("exact_new", [True, False], ids=["exact", "as stored"])
+    def test_a_step_attends_like_attend(self, exact_new: bool) -> None:
+        """`store` and then `Step.attend`: the bytes and, to rounding, the output of `attend`."""
+        self.needs("attend", "store")
+        config = AttendConfig(exact_new=exact_new, softmax_scale=0.2)
+        caches = [self.make_cache(SHAPE.geometry()) for _ in range(2)]
+        for seed, new in enumerate((70, 1, 64)):
+            k, v, q = self.tokens(SHAPE, new, seed)
+            wanted = caches[0].attend(0, k, v, q, config)
+            output = caches[1].store(0, k, v, config).attend(q, config)
+            torch.testing.assert_close(output, wanted, atol=1e-5, rtol=1e-5)
+            self.assert_same(*caches)
+
+    def test_a_step_from_before_is_stale(self) -> None:
+        """A step does not attend over tokens that are no longer there."""
+        self.needs("store", "truncate")
+        cache = self.filled(SHAPE)
+        k, v, q = self.tokens(SHAPE, NEW, seed=1)
+        step = cache.store(0, k, v)
+        cache.truncate(40)
+        with pytest.raises(StaleResult):
+            step.attend(q, AttendConfig())
 
     def test_bias_follows_the_scale(self) -> None:
         """A `logit_bias` is in units of the scaled logits, and zero where K is exact."""

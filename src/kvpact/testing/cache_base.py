@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import create_cache
+from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.spec import parse_spec
@@ -33,19 +34,21 @@ class CacheKit:
     spec : str
         The spec of the cache that `make_cache` makes.
     operations : tuple of str
-        What the cache can do beside the protocol `CompressedKVCache`. A cache that lacks one
-        leaves it out here, and the checks that need it are skipped.
+        Calls of `EngineCache` that the cache has beside those of `CompressedKVCache`. A cache that
+        lacks one leaves it out here, and the checks that need it are skipped.
     """
 
     spec: ClassVar[str] = "none"
     operations: ClassVar[tuple[str, ...]] = (
         "attend",
+        "store",
         "truncate",
         "fork",
         "select",
         "reorder",
         "repeat",
         "stats",
+        "snapshot",
     )
 
     def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
@@ -76,6 +79,13 @@ class CacheKit:
         """Return the tokens that are quantised together, for K and for V."""
         spec, dtype = parse_spec(self.spec), torch.float32
         return spec.key.key_codec(64, dtype).group, spec.value.value_codec(64, dtype).group
+
+    def streams(self, cache: Any) -> list[Stream]:
+        """Return the streams of kvpact's contiguous cache; none for any other cache."""
+        entry = getattr(cache, "entry", None)
+        if entry is None:
+            return []
+        return [stream for i in range(cache.geometry.num_layers) for stream in entry(i).streams()]
 
     def needs(self, *operations: str) -> None:
         """Skip the running check unless the cache has these operations."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from kvpact.cache import bytes_per_token, planned_bytes
-from kvpact.cache.contiguous import ContiguousCache
 from kvpact.contract import AttendConfig
 from kvpact.spec import parse_spec
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
@@ -52,11 +51,9 @@ class ByteChecks(CacheKit):
             if start < 3 or start in (63, 65) or count > 1:
                 self.assert_counted(cache, shape)
         # What codecs learn decides on their fields: nothing can be planned before.
-        if isinstance(cache, ContiguousCache) and not self.calibration(shape.geometry()):
+        if (streams := self.streams(cache)) and not self.calibration(shape.geometry()):
             plan = planned_bytes(parse_spec(self.spec), shape.geometry(), shape.tokens, shape.batch)
-            layers = cache.geometry.num_layers
-            room = sum(s.room for i in range(layers) for s in cache.entry(i).streams())
-            assert plan["total"] == cache.memory_usage() - room
+            assert plan["total"] == cache.memory_usage() - sum(stream.room for stream in streams)
         if "fork" in self.operations:
             fork = cache.fork()
             self.append(fork, self.tokens(shape, 1, seed=1))
@@ -78,7 +75,7 @@ class ByteChecks(CacheKit):
         stats = cache.stats()
         assert stats["tokens"] == SMALL.tokens
         assert stats["values"] == 2 * SMALL.batch * SMALL.heads * SMALL.tokens * (32 + 48)
-        if isinstance(cache, ContiguousCache):
+        if self.streams(cache):
             assert stats["spec"] == str(parse_spec(self.spec))
             held = bytes_per_token(parse_spec(self.spec), SMALL.geometry(2))
             # Exact where K and V have packed the same tokens, as bytes of each side otherwise.

@@ -99,7 +99,12 @@ class InputChecks(CacheKit):
         return [cache.seq_len(layer) for layer in range(2)]
 
     def _calls(self, cache: Any) -> list[Callable[..., Any]]:
-        return [cache.prefill, *([cache.attend] if "attend" in self.operations else [])]
+        calls = [cache.prefill]
+        if "attend" in self.operations:
+            calls.append(cache.attend)
+        if "store" in self.operations:
+            calls.append(lambda layer, k, v, q, config: cache.store(layer, k, v, config, q))
+        return calls
 
     @pytest.mark.parametrize("name", WRONG_TENSORS)
     def test_wrong_tensors(self, name: str) -> None:
@@ -130,6 +135,8 @@ class InputChecks(CacheKit):
         for call in [*self._calls(cache), cache.decode]:
             self._refused(cache, errors.LayerIndexError, call, layer, *tokens, AttendConfig())
         self._refused(cache, errors.LayerIndexError, cache.seq_len, layer)
+        if layer is not None:
+            self._refused(cache, errors.LayerIndexError, cache.reset, layer)
 
     def test_decode_takes_one_token(self) -> None:
         """More go through `attend` or `prefill`."""

@@ -65,6 +65,8 @@ class PagedCacheContract(CacheContract):
     """
 
     num_pages: ClassVar[int] = 64
+    # Rows have views of their own, so a view has no single `Step`.
+    operations = tuple(name for name in CacheContract.operations if name != "store")
 
     def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
         """Return a view of a new pool."""
@@ -85,10 +87,11 @@ class PagedCacheContract(CacheContract):
         """Return what the rows of a view hold: which pages it stands on is no part of it."""
         found: dict[str, Tensor] = {}
         for row, seq in enumerate(view.seqs or ()):
-            for index, layer in enumerate(view.cache._sequence(seq).layers):
+            for index in range(view.cache.geometry.num_layers):
+                layer = view.cache.layer_of(seq, index)
                 found |= _layer_tensors(layer, f"{row}.{index}", 0)
-                if layer._padding is not None:
-                    found[f"{row}.{index}.padding"] = layer._padding
+                if layer.padding is not None:
+                    found[f"{row}.{index}.padding"] = layer.padding
         return found
 
     def state(self, cache: Any) -> dict[str, Tensor]:
@@ -130,8 +133,8 @@ class PagedCacheContract(CacheContract):
     def _assert_same_slots(self, paged: Any, flat: Any) -> None:
         rows: dict[str, Tensor] = {}
         for row in range(flat.batch_size):
-            for index, layer in enumerate(flat._layers):
-                rows |= _layer_tensors(layer, f"{row}.{index}", row)
+            for index in range(flat.geometry.num_layers):
+                rows |= _layer_tensors(flat.entry(index), f"{row}.{index}", row)
         different = difference(rows, self.row_tensors(paged))
         assert not different, f"not the same bytes: {different}"
 

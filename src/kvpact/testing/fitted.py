@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import create_cache
-from kvpact.cache.contiguous import ContiguousCache
 from kvpact.errors import FormatError, GeometryError, LayerIndexError, SpecError
 from kvpact.methods import Codec
 from kvpact.testing.cache import CacheContract
@@ -116,12 +115,11 @@ class FittedCacheContract(_CalibrationChecks, CacheContract):
         learnt = self.learnt_bytes(shape.geometry())
         assert learnt > 0
         cache = self.make_cache(shape.geometry())
-        assert isinstance(cache, ContiguousCache)
         assert cache.memory_usage() == cache.stats()["bytes"]["total"] == learnt
         cache = self.filled(shape)
         slots = sum(
             field.bytes_per_token * stream.packed * shape.batch * shape.heads
-            for stream in cache._layers[0].streams()
+            for stream in self.streams(cache)
             for field in stream.codec.fields
         )
         sizes = cache.stats()["bytes"]

@@ -4,10 +4,8 @@ import copy
 
 import torch
 
-from kvpact import Dequantized, DequantResult, KVTile, errors
-from kvpact.cache.checks import check_layer, check_tokens
-from kvpact.contract import AttendConfig
-from kvpact.kernels import query_groups
+from kvpact import AttendConfig, Dequantized, DequantResult, KVTile, errors
+from kvpact.cache import check_layer, check_query, check_tokens
 
 
 class ListCache:
@@ -15,22 +13,26 @@ class ListCache:
 
     def __init__(self, geometry, max_tokens=None):
         self.geometry, self.max_tokens = geometry, max_tokens
-        self.reset()
-
-    def reset(self):
         self.layers = [None] * self.geometry.num_layers
+
+    def reset(self, layer=None):
+        if layer is not None:
+            check_layer(layer, len(self.layers))
+        for index in range(len(self.layers)) if layer is None else [layer]:
+            self.layers[index] = None
 
     def check(self, layer, k, v, q, config):
         check_layer(layer, len(self.layers))
         held = self.layers[layer]
         check_tokens(self.geometry, k, v, q, held and held[0])
-        query_groups(q.shape[1], k.shape[1], config or AttendConfig())
+        if q is not None:
+            check_query(self.geometry, q, config or AttendConfig())
         if self.batch_size not in (None, k.shape[0]):
             raise errors.GeometryError(f"the cache holds {self.batch_size} rows")
         if self.max_tokens is not None and self.seq_len(layer) + k.shape[2] > self.max_tokens:
             raise errors.CacheFull(f"no more than {self.max_tokens} tokens fit")
 
-    def prefill(self, layer, k, v, q, config=None):
+    def prefill(self, layer, k, v, q=None, config=None):
         self.check(layer, k, v, q, config)
         held = self.layers[layer] or (k[:, :, :0], v[:, :, :0])
         k, v = (torch.cat(pair, 2).detach() for pair in zip(held, (k, v), strict=True))
@@ -38,7 +40,7 @@ class ListCache:
         tile = KVTile(0, k.shape[2], k, v, None)
         return DequantResult(lambda: iter([tile]), k.shape[2])
 
-    def decode(self, layer, k, v, q, config):
+    def decode(self, layer, k, v, q, config=None):
         if isinstance(k, torch.Tensor) and k.dim() == 4 and k.shape[2] != 1:
             raise errors.GeometryError("decode takes one token")
         return Dequantized(self.prefill(layer, k, v, q, config))
@@ -92,7 +94,7 @@ class Undercounting(ListCache):
 class HalfStoring(ListCache):
     """Looks at V after it has stored K."""
 
-    def prefill(self, layer, k, v, q, config=None):
+    def prefill(self, layer, k, v, q=None, config=None):
         check_layer(layer, len(self.layers))
         if self.layers[layer] is not None and k.dim() == 4:
             held_k, held_v = self.layers[layer]
