@@ -19,7 +19,7 @@ from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.plan import Kernel, choose
+from kvpact.kernels import Compute, check_covered
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 
@@ -43,8 +43,8 @@ class ContiguousCache(BatchRows):
     calibration : mapping, optional
         Layer -> K and V, `[B, H_kv, T, D]`, that methods which learn from tokens learn from, or the
         states of codecs that learnt before; without it, they learn from the first call's tokens.
-    kernel : Kernel, optional
-        What computes (`kernels.dispatch.choose`); the best that is there if omitted.
+    compute : Compute, optional
+        What was asked to compute (`kernels.choose`); the best that is there if omitted.
     """
 
     layout = "contiguous"
@@ -55,18 +55,19 @@ class ContiguousCache(BatchRows):
         geometry: CacheGeometry,
         max_tokens: int | None = None,
         calibration: Calibration | None = None,
-        kernel: Kernel | None = None,
+        compute: Compute | None = None,
     ) -> None:
         self.geometry, self.max_tokens = geometry, max_tokens
         self.specs = list(specs)
-        self.kernel = kernel or choose()
+        self.compute = compute or Compute()
+        check_covered(self.compute, specs, geometry)
         codecs = layer_codecs(specs, geometry, calibration) if calibration else []
         self._layers = [
             CacheLayer(
                 spec,
                 codecs=codecs[i] if i in (calibration or {}) else None,
                 latent=geometry.latent,
-                kernel=self.kernel,
+                compute=self.compute,
             )
             for i, spec in enumerate(specs)
         ]
@@ -275,7 +276,7 @@ class ContiguousCache(BatchRows):
         parts = []
         for spec, layer in zip(self.specs, self._layers, strict=True):
             geometry = replace(self.geometry, num_layers=1)
-            part = ContiguousCache([spec], geometry, self.max_tokens, kernel=self.kernel)
+            part = ContiguousCache([spec], geometry, self.max_tokens, compute=self.compute)
             part._layers = [layer]
             parts.append(part)
         return parts
@@ -294,7 +295,7 @@ class ContiguousCache(BatchRows):
             raise GeometryError(f"caches of unlike geometry can't be joined: {len(kinds)} kinds")
         specs = [spec for cache in caches for spec in cache.specs]
         geometry = replace(kinds.pop(), num_layers=len(specs))
-        whole = ContiguousCache(specs, geometry, kernel=caches[0].kernel)
+        whole = ContiguousCache(specs, geometry, compute=caches[0].compute)
         whole._layers = [layer for cache in caches for layer in cache._layers]
         return whole
 
@@ -330,4 +331,4 @@ class ContiguousCache(BatchRows):
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds, where its bytes go and what computes (see `cache.stats`)."""
-        return cache_stats(self._layers, self.layout, self.kernel)
+        return cache_stats(self._layers, self.layout, self.compute)

@@ -9,7 +9,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.cache.specs import cache_specs
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.plan import choose
+from kvpact.kernels import choose
 from kvpact.recipe import SpecLike
 
 
@@ -19,7 +19,8 @@ def create_cache(
     layout: str = "contiguous",
     *,
     max_tokens: int | None = None,
-    kernel: str = "auto",
+    backend: str = "auto",
+    precision: str = "full",
     num_pages: int | None = None,
     page_size: int | None = None,
     calibration: Calibration | None = None,
@@ -38,10 +39,13 @@ def create_cache(
         many sequences that come and go make a `PagedKVCache` and take views of it.
     max_tokens : int, optional
         Tokens per layer after which `CacheFull` is raised; no limit if omitted.
-    kernel : {"auto", "exact", "fast", "torch"}
-        What computes: ``exact`` the native kernels, equal to torch to rounding; ``fast`` native
-        ones in 8-bit integers where there are such; ``auto`` the exact ones if they can run, else
-        torch. ``stats()["kernel"]`` tells what ran, and why.
+    backend : {"auto", "cpu", "torch"}
+        Who computes: the native kernels (``cpu``), or torch. By name a backend computes everything
+        or raises; ``auto`` takes for each operation the first one that covers it.
+        ``stats()["compute"]`` tells what ran, and why.
+    precision : {"full", "int8"}
+        How attention computes: ``full`` agrees with torch to rounding; ``int8`` uses 8-bit integers
+        where the backend has such kernels, at an error of about 1 % of the output.
     num_pages, page_size : int, optional
         Of the pool, with ``layout="paged"`` (see `PagedKVCache`).
     calibration : mapping, optional
@@ -61,9 +65,9 @@ def create_cache(
     GeometryError
         `max_tokens` is no positive number; calibration tokens of another shape than the cache's.
     BackendUnavailable
-        The kernel asked for can't run.
+        The backend asked for can't run here, or does not cover the spec's methods.
     """
-    chosen = choose(kernel)
+    compute = choose(backend, precision)
     if layout not in ("contiguous", "paged"):
         raise SpecError(f"layout {layout!r} is not known; there are 'contiguous' and 'paged'")
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
@@ -72,8 +76,14 @@ def create_cache(
         if num_pages is None or max_tokens is not None:
             raise GeometryError("layout 'paged' takes num_pages (and page_size), not max_tokens")
         return PagedKVCache(
-            spec, geometry, num_pages, page_size, calibration=calibration, kernel=kernel
+            spec,
+            geometry,
+            num_pages,
+            page_size,
+            calibration=calibration,
+            backend=backend,
+            precision=precision,
         ).view()
     if num_pages is not None or page_size is not None:
         raise GeometryError("num_pages and page_size go with layout='paged'")
-    return ContiguousCache(cache_specs(spec, geometry), geometry, max_tokens, calibration, chosen)
+    return ContiguousCache(cache_specs(spec, geometry), geometry, max_tokens, calibration, compute)

@@ -3,57 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig, DequantResult, KVTile
-from kvpact.kernels.queries import query_groups
-from kvpact.kernels.views import CHUNK, LayerView
+from kvpact.kernels import CHUNK, LayerView, StreamPlan, StreamView, query_groups
+from kvpact.kernels.torch.decode import read
+
+if TYPE_CHECKING:
+    from kvpact.cache.step import Step
 
 
-def dequant_result(
-    view: LayerView | None,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor | None,
-    config: AttendConfig,
-    lock: AbstractContextManager[Any],
-    latent: bool = False,
-) -> DequantResult:
+def dequant_result(step: Step, q: Tensor | None, config: AttendConfig) -> DequantResult:
     """Return K and V of the tokens held and of new ones, decompressed when read.
+
+    Over latents the result is what absorbed attention sees: K is `[c_kv, k_rope]`, V is `c_kv`, and
+    there is no `logit_bias`.
 
     Parameters
     ----------
-    view : LayerView or None
-        The tokens held before the new ones; None for an empty layer.
-    k, v : Tensor
-        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, the new tokens.
+    step : Step
+        The tokens held before, and the new ones. Its lock is held while a tile of the past is read.
     q : Tensor or None
         `[B, H_q, new, D]`. With a method that has a bias (TurboQuant prod), K comes without it and
         the result has a `logit_bias` in units of the scaled logits; without q the bias is in K.
     config : AttendConfig
         The softmax' scale is what the bias needs.
-    lock : lock
-        Held while a tile of the past is read.
-    latent : bool
-        `k` and `v` are MLA latents and rotated keys. The result is what absorbed attention sees:
-        K is `[c_kv, k_rope]`, V is `c_kv`, and there is no `logit_bias`.
     """
+    view, k, v = step.view, step.k, step.v
     # A latent is key and value at once: as a value it has to be whole.
-    biased = view is not None and q is not None and view.k.codec.has_bias and not latent
+    biased = view is not None and q is not None and view.k.codec.has_bias and not step.latent
     held = view.length if view is not None else 0
 
     def stored() -> Iterator[KVTile]:
         if view is not None:
             for start, end in view.chunks():
-                with lock:
+                with step.lock:
                     view.k.check()  # before each tile: a rollback may come between two
-                    tile = _view_tile(
-                        view, start, end, k.dtype, v.dtype, q if biased else None, config
-                    )
+                    tile = _view_tile(step, view, start, end, q if biased else None, config)
                 yield tile
         for start in range(0, k.shape[2], CHUNK):
             part = slice(start, start + CHUNK)
@@ -65,33 +55,45 @@ def dequant_result(
 
     def tiles() -> Iterator[KVTile]:
         for tile in stored():
-            yield _absorbed(tile) if latent else tile
+            yield _absorbed(tile) if step.latent else tile
 
     return DequantResult(tiles, held + k.shape[2], biased)
 
 
 def _view_tile(
-    view: LayerView,
-    start: int,
-    end: int,
-    k_dtype: torch.dtype,
-    v_dtype: torch.dtype,
-    q: Tensor | None,
-    config: AttendConfig,
+    step: Step, view: LayerView, start: int, end: int, q: Tensor | None, config: AttendConfig
 ) -> KVTile:
     bias = None
     if start >= view.k.exact_from:
-        k = view.k.read_exact(start, end)
+        k = view.k.exact(start, end)
         if q is not None:
             bias = torch.zeros(*q.shape[:3], end - start, device=q.device)
     elif q is None:
-        k = view.k.dequantize(start, end, k_dtype)
+        k = _decoded(step.plan.k, view.k, start, end, step.k.dtype)
     else:
-        k = view.k.dequantize_without_bias(start, end, k_dtype)
+        k = _without_bias(view.k, start, end, step.k.dtype)
         bias = _bias(view, start, end, q, config)
-    packed = start < view.v.exact_from
-    v = view.v.dequantize(start, end, v_dtype) if packed else view.v.read_exact(start, end)
+    if start >= view.v.exact_from:
+        v = view.v.exact(start, end)
+    else:
+        v = _decoded(step.plan.v, view.v, start, end, step.v.dtype)
     return KVTile(start, end, k, v, bias)
+
+
+def _decoded(
+    plan: StreamPlan, view: StreamView, start: int, end: int, dtype: torch.dtype
+) -> Tensor:
+    batch, heads, _, dim = view.tail.shape
+    out = view.tail.new_empty(batch, heads, end - start, dim, dtype=dtype)
+    plan.decode(view, start, end, out)
+    return out
+
+
+def _without_bias(view: StreamView, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Return packed tokens less the part that the bias covers."""
+    codec = view.codec
+    y = read(view, start, end, lambda arrays: codec.decode(arrays) - codec.decode_bias(arrays))
+    return view.place_sinks(saturated(codec.transform.inverse(y), dtype), start, lambda x: x)
 
 
 def _absorbed(tile: KVTile) -> KVTile:
@@ -103,7 +105,7 @@ def _absorbed(tile: KVTile) -> KVTile:
 def _bias(view: LayerView, start: int, end: int, q: Tensor, config: AttendConfig) -> Tensor:
     """Return `softmax_scale * <R q, bias part of K>`: `[B, H_q, q_len, end - start]`."""
     scale = config.softmax_scale if config.softmax_scale is not None else q.shape[-1] ** -0.5
-    part = view.k.read(start, end, view.k.codec.decode_bias)
+    part = read(view.k, start, end, view.k.codec.decode_bias)
     groups = query_groups(q.shape[1], part.shape[1], config)
     rotated = view.k.codec.transform.forward(q.float() * scale)
     return rotated @ part.repeat_interleave(groups, dim=1).mT

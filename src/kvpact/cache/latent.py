@@ -12,14 +12,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvpact.cache.codecs import Calibration
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.specs import latent_spec
 from kvpact.contract import AttendConfig
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import absorb_query, expand_output
+from kvpact.kernels import absorb_query, choose, expand_output
 from kvpact.recipe import SpecLike, layer_specs
+from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
 
 
@@ -47,6 +49,8 @@ class MLACache(ContiguousCache):
         Dtype of the latents; that of the first ones if omitted.
     max_tokens : int, optional
         Tokens per layer after which `CacheFull` is raised.
+    backend, precision, calibration
+        As in `create_cache`.
 
     Raises
     ------
@@ -70,9 +74,13 @@ class MLACache(ContiguousCache):
         rope: str | None = None,
         dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
+        backend: str = "auto",
+        precision: str = "full",
+        calibration: Calibration | None = None,
     ) -> None:
         geometry = CacheGeometry.mla(num_layers, latent_dim, rope_dim, dtype)
-        super().__init__(_specs(spec, num_layers, rope), geometry, max_tokens)
+        compute = choose(backend, precision)
+        super().__init__(_specs(spec, num_layers, rope), geometry, max_tokens, calibration, compute)
 
     @classmethod
     def paged(
@@ -86,11 +94,22 @@ class MLACache(ContiguousCache):
         page_size: int | None = None,
         rope: str | None = None,
         dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        precision: str = "full",
+        calibration: Calibration | Snapshot | None = None,
     ) -> PagedKVCache:
         """Return a `PagedKVCache` of latents: parameters as above and as there."""
         geometry = CacheGeometry.mla(num_layers, latent_dim, rope_dim, dtype)
         specs = _specs(spec, num_layers, rope)
-        return PagedKVCache(specs, geometry, num_pages, page_size)
+        return PagedKVCache(
+            specs,
+            geometry,
+            num_pages,
+            page_size,
+            calibration=calibration,
+            backend=backend,
+            precision=precision,
+        )
 
     def attend_heads(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,8 +16,7 @@ from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, StaleResult
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import LayerView, StreamView, check_queries
-from kvpact.kernels.plan import Kernel
+from kvpact.kernels import Compute, LayerView, Plan, StreamView, check_queries
 from kvpact.methods import Codec
 from kvpact.spec import Spec
 
@@ -65,8 +63,8 @@ class CacheLayer:
         The codecs for K and V; made from the spec when the first tokens come if omitted.
     latent : bool
         K and V are MLA latents and rotated keys.
-    kernel : Kernel, optional
-        What computes; torch if omitted.
+    compute : Compute, optional
+        What was asked to compute; the best that is there if omitted.
     """
 
     def __init__(
@@ -75,14 +73,16 @@ class CacheLayer:
         make_store: MakeStore = _segment_list,
         codecs: tuple[Codec, Codec] | None = None,
         latent: bool = False,
-        kernel: Kernel | None = None,
+        compute: Compute | None = None,
     ) -> None:
         self.spec, self._make_store, self._codecs = spec, make_store, codecs
-        self.lock, self._latent, self.kernel = threading.RLock(), latent, kernel
+        self.lock, self._latent = threading.RLock(), latent
+        self.compute = compute or Compute()
         self.k: Stream | None = None
         self.v: Stream | None = None
         self._padding: Tensor | None = None
         self._version = 0
+        self._plan: Plan | None = None
 
     @property
     def length(self) -> int:
@@ -129,7 +129,8 @@ class CacheLayer:
             stream.prepare(x, *self._sink_positions(stream, padding))
             for stream, x in zip(streams, (k, v), strict=True)
         ]
-        step = Step(self._view(padding), k, v, padding, self.lock, self._latent, self.kernel)
+        computes = self._plan_of(*streams)
+        step = Step(self._view(padding), k, v, padding, self.lock, computes, self._latent)
         return LayerPlan(streams, appends, step, config.exact_new)
 
     def commit(self, plan: LayerPlan) -> Step:
@@ -141,7 +142,14 @@ class CacheLayer:
         if plan.exact_new:
             return plan.step
         k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]
-        return replace(plan.step, view=self._view(self._padding), k=k, v=v)
+        return plan.step._replace(view=self._view(self._padding), k=k, v=v)
+
+    def _plan_of(self, k: Stream, v: Stream) -> Plan:
+        """Return who computes for the layer, decided once for its codecs."""
+        plan = self._plan
+        if plan is None or plan.k.codec is not k.codec or plan.v.codec is not v.codec:
+            plan = self._plan = self.compute.plan(k.plan, v.plan)
+        return plan
 
     def adopt(
         self,
@@ -204,7 +212,7 @@ class CacheLayer:
             x.dtype,
             x.device,
             store,
-            self.kernel,
+            self.compute.stream(codec, x.device, x.dtype),
         )
 
     def take_over(self, k: Stream | None, v: Stream | None, padding: Tensor | None) -> None:
@@ -215,7 +223,7 @@ class CacheLayer:
 
     def emptied(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
-        return CacheLayer(self.spec, self._make_store, self._codecs, self._latent, self.kernel)
+        return CacheLayer(self.spec, self._make_store, self._codecs, self._latent, self.compute)
 
     def _view(self, padding: Tensor | None) -> LayerView | None:
         if self.k is None or self.v is None or self.length == 0:
@@ -230,7 +238,7 @@ class CacheLayer:
                 )
 
         k, v = (self._stream_view(stream, padding, check) for stream in (self.k, self.v))
-        return LayerView(k, v, padding, self.kernel)
+        return LayerView(k, v, padding)
 
     def _stream_view(
         self, stream: Stream, padding: Tensor | None, check: Callable[[], None]
@@ -245,7 +253,6 @@ class CacheLayer:
             sink_positions=positions,
             sink_end=sink_end,
             check=check,
-            kernel=self.kernel,
         )
 
     def dequantize(self, side: str) -> Tensor:
@@ -258,7 +265,7 @@ class CacheLayer:
             batch, heads, _, dim = view.tail.shape
             whole, begin = view.tail.new_empty(batch, heads, view.length, dim), view.exact_from
             if begin:
-                view.dequantize(0, begin, whole.dtype, whole[:, :, :begin])
+                stream.plan.decode(view, 0, begin, whole[:, :, :begin])
             whole[:, :, begin:] = view.tail
             return whole
 
@@ -287,7 +294,7 @@ class CacheLayer:
                 make_store or self._make_store,
                 self._codecs,
                 self._latent,
-                self.kernel,
+                self.compute,
             )
             if self.k is not None and self.v is not None:
                 other.k = _forked(self.k, "k", make_store)

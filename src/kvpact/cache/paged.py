@@ -24,7 +24,7 @@ from kvpact.cache.stats import paged_stats
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.plan import choose
+from kvpact.kernels import check_covered, choose
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
@@ -54,8 +54,8 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         quantisation) learn, once, for all sequences; or the states of codecs that learnt before.
         Such methods can't be paged without. A `Snapshot` gives what the cache that it is from had
         learnt.
-    kernel : {"auto", "exact", "fast", "torch"}
-        What computes (see `create_cache`).
+    backend, precision : str
+        Who computes, and how (see `create_cache`).
 
     Notes
     -----
@@ -74,12 +74,14 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         page_size: int | None = None,
         device: torch.device | str = "cpu",
         calibration: Calibration | Snapshot | None = None,
-        kernel: str = "auto",
+        backend: str = "auto",
+        precision: str = "full",
     ) -> None:
-        self.kernel = choose(kernel)
+        self.compute = choose(backend, precision)
         self.geometry, self.device = geometry, torch.device(device)
         self._dtype = geometry.dtype or torch.float32
         self.specs = cache_specs(spec, geometry)
+        check_covered(self.compute, self.specs, geometry)
         self.pool = PagePool(self.specs, geometry, num_pages, page_size, self.device, calibration)
         self._sequences: dict[int, PagedSequence] = {}
         self._next = 0
@@ -102,7 +104,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             self._maker(layer, table),
             self.pool.codecs[layer],
             self.geometry.latent,
-            self.kernel,
+            self.compute,
         )
 
     def _sequence(self, seq: int) -> PagedSequence:
@@ -388,7 +390,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
     def stats(self) -> dict[str, Any]:
         """Return what is held, as `ContiguousCache.stats`; pages count once, however many share."""
         total, pool = self.memory_usage(), self.pool.tensors()
-        stats = paged_stats(self._all_layers(), pool, total, self.kernel)
+        stats = paged_stats(self._all_layers(), pool, total, self.compute)
         layers = [layer for layers in self._all_layers() for layer in layers]
         tails = distinct_bytes(
             stream.tail_memory() for layer in layers for stream in layer.streams()

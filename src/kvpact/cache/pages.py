@@ -20,11 +20,10 @@ from torch import Tensor
 
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.saved import check_fits, learnt_states
-from kvpact.cache.segments import Segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import SegmentSource
+from kvpact.kernels import Segment, SegmentSource
 from kvpact.methods import Codec
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
@@ -226,7 +225,7 @@ class _PageSource:
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:
         self._fields, self.pages, self.segment_tokens = fields, pages, page_size
         self._arrays: list[np.ndarray[Any, Any]] = []
-        self.prepared: Any = None
+        self.prepared: dict[str, Any] = {}
 
     @cached_property
     def _index(self) -> np.ndarray[Any, Any]:

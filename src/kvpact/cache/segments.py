@@ -9,11 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvpact.kernels import SegmentSource
+from kvpact.kernels import Segment, SegmentSource
 from kvpact.methods import Codec
 
 SEGMENT_TOKENS = 128
-Segment = dict[str, Tensor]
 
 
 class SegmentStore(Protocol):
@@ -176,7 +175,7 @@ class ListSource:
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
         self._segments, self.segment_tokens = segments, segment_tokens
         self._pointers: dict[str, PointerTable] = {}
-        self.prepared: Any = None
+        self.prepared: dict[str, Any] = {}
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the segments `first <= i < last`."""

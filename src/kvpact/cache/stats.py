@@ -13,18 +13,18 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.cache.segments import SEGMENT_TOKENS
 from kvpact.cache.stream import Stream
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.plan import Kernel
+from kvpact.kernels import Compute
 from kvpact.methods import Codec, Method, bytes_per_slot
 from kvpact.spec import Spec
 
 
-def cache_stats(layers: Iterable[CacheLayer], layout: str, kernel: Kernel) -> dict[str, Any]:
+def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> dict[str, Any]:
     """Return what layers hold.
 
     Returns
     -------
     dict
-        ``spec``, ``layout``, ``kernel`` (see `Kernel.stats`); ``tokens`` (the longest layer's),
+        ``spec``, ``layout``, ``compute`` (see `Compute.stats`); ``tokens`` (the longest layer's),
         ``values`` (numbers of K and V cached), ``packed_values`` (those that have slots);
         ``bytes``: ``codes``, ``side`` (side information), ``sinks`` (and where each row's stand),
         ``window`` (exact recent tokens, the open group included), ``unused`` (allocated, not yet
@@ -57,7 +57,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, kernel: Kernel) -> di
     return {
         "spec": specs.pop() if len(specs) == 1 else "mixed",
         "layout": layout,
-        "kernel": kernel.stats(),
+        "compute": compute.stats(),
         "tokens": tokens,
         "values": values,
         "packed_values": packed,
@@ -68,7 +68,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, kernel: Kernel) -> di
 
 
 def paged_stats(
-    sequences: list[list[CacheLayer]], pool: list[Tensor], total: int, kernel: Kernel
+    sequences: list[list[CacheLayer]], pool: list[Tensor], total: int, compute: Compute
 ) -> dict[str, Any]:
     """Return `cache_stats` of sequences on a pool; bytes of slots are the pool's, used or not.
 
@@ -76,7 +76,7 @@ def paged_stats(
     never more than the pool; ``unused`` is the rest of the pool.
     """
     layers = [layer for sequence in sequences for layer in sequence]
-    stats = cache_stats(layers, "paged", kernel)
+    stats = cache_stats(layers, "paged", compute)
     held = sum(tensor.nbytes for tensor in pool)
     codes = side = 0.0
     for layer in layers:
@@ -98,7 +98,7 @@ def paged_stats(
 
 
 def merge_stats(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the statistics of several caches with one kernel as those of one."""
+    """Return the statistics of several caches with one `Compute` as those of one."""
     sizes = {name: sum(part["bytes"][name] for part in parts) for name in parts[0]["bytes"]}
     values, packed = (sum(part[name] for part in parts) for name in ("values", "packed_values"))
     specs = {part["spec"] for part in parts}

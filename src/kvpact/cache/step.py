@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.dequant import dequant_result
 from kvpact.contract import AttendConfig, DequantResult
-from kvpact.kernels import (
-    Kernel,
-    LayerView,
-    Row,
-    attend,
-    attend_latent,
-    attend_rows,
-)
+from kvpact.kernels import AttendCall, LayerView, Plan
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """New tokens beside a view of the past.
 
     Parameters
@@ -36,10 +27,10 @@ class Step:
         `[B]` left-padding tokens.
     lock : lock
         The layer's: the past is read under it, so that nobody rolls it back meanwhile.
+    plan : Plan
+        Who computes.
     latent : bool
-        `k` and `v` are MLA latents and rotated keys (see `kernels.torch.latent`).
-    kernel : Kernel or None
-        What computes; torch if omitted.
+        `k` and `v` are MLA latents and rotated keys.
     """
 
     view: LayerView | None
@@ -47,8 +38,8 @@ class Step:
     v: Tensor
     padding: Tensor | None
     lock: AbstractContextManager[Any]
+    plan: Plan
     latent: bool = False
-    kernel: Kernel | None = None
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and the new tokens: `[B, H_q, q_len, D_v]` (latents: `r`).
@@ -63,19 +54,21 @@ class Step:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.attend(q, config)
-        k, v = (self.k, self.v) if self.k.shape[2] else (None, None)
         with self.lock:
-            if self.view is not None:
-                self.view.k.check()
-            compute = attend_latent if self.latent else attend
-            return compute(self.view, k, v, q, config, self.padding, self.kernel)
+            return self.plan.attend((self._call(q, config),))
+
+    def _call(self, q: Tensor, config: AttendConfig) -> AttendCall:
+        if self.view is not None:
+            self.view.k.check()
+        k, v = (self.k, self.v) if self.k.shape[2] else (None, None)
+        return AttendCall(self.view, k, v, q, config, self.padding, self.latent)
 
     def dequantize(self, q: Tensor | None, config: AttendConfig) -> DequantResult:
         """Return K and V of all tokens, decompressed when read.
 
         The new tokens are the tensors that were given: they may not be overwritten before.
         """
-        return dequant_result(self.view, self.k, self.v, q, config, self.lock, self.latent)
+        return dequant_result(self, q, config)
 
 
 @torch.no_grad()
@@ -88,18 +81,10 @@ def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfi
         As of `Step.attend`.
     """
     queries = torch.split(q, 1)
-    if any(step.latent for step in steps):
-        rows = zip(steps, queries, configs, strict=True)
-        return torch.cat([step.attend(x, config) for step, x, config in rows])
     with ExitStack() as locks:
         # All are read at once. Nobody takes one of these locks while holding another, but here;
         # and here they are always taken in one order.
         for step in sorted(steps, key=lambda step: id(step.lock)):
             locks.enter_context(step.lock)
-        calls = []
-        for step, x, config in zip(steps, queries, configs, strict=True):
-            if step.view is not None:
-                step.view.k.check()
-            k, v = (step.k, step.v) if step.k.shape[2] else (None, None)
-            calls.append(Row(step.view, k, v, x, config, step.padding, step.kernel))
-        return attend_rows(calls)
+        rows = zip(steps, queries, configs, strict=True)
+        return steps[0].plan.attend([step._call(x, config) for step, x, config in rows])

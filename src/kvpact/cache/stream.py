@@ -18,14 +18,14 @@ segment before it writes to it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.segments import Segment, SegmentStore
-from kvpact.kernels.cpu.encode import SlotWriter, encodes_natively
-from kvpact.kernels.plan import Kernel
+from kvpact.cache.segments import SegmentStore
+from kvpact.kernels import Segment, StreamPlan
+from kvpact.kernels.base import Encoder
 from kvpact.methods import Codec
 
 MOST_STEP = 8
@@ -35,11 +35,12 @@ SLACK = 8
 
 
 class _Piece(NamedTuple):
-    """Encoded arrays, or tokens that are encoded into their slots, and where they begin."""
+    """Whole groups (or the rest of one), prepared by an encoder, and the tokens they are."""
 
     start: int
-    arrays: dict[str, Tensor] | None
-    tokens: Tensor
+    end: int
+    encoder: Encoder
+    prepared: Any
 
 
 class AppendPlan(NamedTuple):
@@ -71,8 +72,8 @@ class Stream:
         Where everything lives.
     store : SegmentStore
         Where the slots lie.
-    kernel : Kernel, optional
-        What encodes; torch if omitted.
+    plan : StreamPlan
+        Who encodes and decodes.
     """
 
     def __init__(
@@ -86,12 +87,11 @@ class Stream:
         dtype: torch.dtype,
         device: torch.device,
         store: SegmentStore,
-        kernel: Kernel | None = None,
+        plan: StreamPlan,
     ) -> None:
-        self.codec, self.window, self.kernel = codec, window, kernel
+        self.codec, self.window, self.plan = codec, window, plan
         self.store = store
         self._room = 0  # tokens that fit behind the tail, into its memory
-        self._writer = SlotWriter(codec)
         self.packed = 0
         self.tail = torch.zeros(batch, heads, 0, dim, dtype=dtype, device=device)
         self._tail_start = 0
@@ -197,17 +197,13 @@ class Stream:
         if cut and packed < length:
             end = min(packed + group - cut, length)
             tokens = self._tokens(x, packed, end)
-            if self.kernel is not None:
-                self.kernel.encodes["torch: the rest of a group that was cut"] += 1
-            rest = self.codec.encode(tokens.float(), self._group_at(packed))
-            pieces.append(_Piece(packed, rest, tokens))
+            rest = self.plan.prepare(tokens, self._group_at(packed))
+            pieces.append(_Piece(packed, end, *rest))
             packed = end
         end = packed + (length - packed) // group * group if packed % group == 0 else packed
         if end > packed:
             tokens = self._tokens(x, packed, end)
-            native = encodes_natively(self.kernel, self.codec, tokens)
-            encoded = None if native else self.codec.encode(tokens.float())
-            pieces.append(_Piece(packed, encoded, tokens))
+            pieces.append(_Piece(packed, end, *self.plan.prepare(tokens)))
         return pieces, max(end, packed)
 
     def _tokens(self, x: Tensor, start: int, end: int) -> Tensor:
@@ -248,32 +244,13 @@ class Stream:
         self.tail, self._room, self.sinks = plan.tail, plan.room, plan.sinks
 
     def _write(self, piece: _Piece) -> None:
-        if piece.arrays is None:
-            self._write_tokens(piece)
-            return
-        for field in self.codec.fields:
-            if field.name not in piece.arrays:
-                continue
-            values, done = piece.arrays[field.name], 0
-            unit = field.tokens if field.per_group else 1
-            while done < values.shape[2]:
-                token = piece.start + done * unit
-                segment, inside = divmod(token, self.store.segment_tokens)
-                take = min((self.store.segment_tokens - inside) // unit, values.shape[2] - done)
-                self.store.own(segment)
-                part = values[:, :, done : done + take]
-                field.write(self.store.segment(segment)[field.name], inside, part)
-                done += take
-
-    def _write_tokens(self, piece: _Piece) -> None:
-        """Encode tokens into their slots."""
-        assert self.kernel is not None and self.kernel.library is not None
         size = self.store.segment_tokens
-        indices = range(piece.start // size, -(-(piece.start + piece.tokens.shape[2]) // size))
+        first = piece.start // size
+        indices = range(first, -(-piece.end // size))
         for index in indices:
             self.store.own(index)
         segments = [self.store.segment(index) for index in indices]
-        self._writer.write(self.kernel.library, segments, size, piece.tokens, piece.start)
+        piece.encoder.write(piece.prepared, segments, size, piece.start - first * size)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on (at most what is held)."""
@@ -313,7 +290,7 @@ class Stream:
         self._room = 0  # nobody writes behind a tail that two share
         other = object.__new__(Stream)
         other.__dict__.update(self.__dict__)
-        other._writer = SlotWriter(self.codec)
+        other.plan = self.plan.fork()
         other.store = self.store.fork() if store is None else store
         return other
 
@@ -321,7 +298,7 @@ class Stream:
         """Return a copy with the given batch rows."""
         other = object.__new__(Stream)
         other.__dict__.update(self.__dict__)
-        other._room, other._writer = 0, SlotWriter(self.codec)
+        other._room, other.plan = 0, self.plan.fork()
         indices = indices.to(self.tail.device)
         other.store = self.store.select(indices)
         other.tail = self.tail.index_select(0, indices)

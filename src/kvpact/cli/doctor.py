@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvpact.cli.console import output_console, table
-from kvpact.kernels.plan import report
+from kvpact.kernels import report
 
 CORE = ("kvpact", "torch", "numpy", "safetensors")
 EXTRAS = {

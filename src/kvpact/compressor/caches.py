@@ -19,7 +19,7 @@ from kvpact.compressor.compressed import CompressedKV, flat
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import CacheFull, GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.plan import Kernel
+from kvpact.kernels import Compute
 from kvpact.methods import Codec, Method
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
@@ -28,7 +28,7 @@ AnyCache = ContiguousCache | PagedKVCache
 
 
 def compress(
-    cache: AnyCache, layer: int, seq_id: int | None, spec: Spec, kernel: Kernel
+    cache: AnyCache, layer: int, seq_id: int | None, spec: Spec, compute: Compute
 ) -> CompressedKV:
     """Compress a layer: see `KVCacheCompressor.compress_paged_cache`."""
     entry = _entry(cache, layer, seq_id)
@@ -41,8 +41,8 @@ def compress(
                 "rows with padding can't be compressed together: what is padding would be lost; "
                 "select a row, or take a snapshot of the cache"
             )
-        k = _stream(entry, "k", entry.k, spec.key, entry.spec.key, kernel)
-        v = _stream(entry, "v", entry.v, spec.value, entry.spec.value, kernel)
+        k = _stream(entry, "k", entry.k, spec.key, entry.spec.key, compute)
+        v = _stream(entry, "v", entry.v, spec.value, entry.spec.value, compute)
         if seq_id is None:
             return CompressedKV(spec, "batched", entry.k.tail.shape[0], k, v)
     return CompressedKV(spec, "unbatched", 1, k, v)
@@ -108,14 +108,14 @@ def same_slots(a: Method, b: Method) -> bool:
 
 
 def _stream(
-    entry: CacheLayer, side: str, source: Stream, wanted: Method, held: Method, kernel: Kernel
+    entry: CacheLayer, side: str, source: Stream, wanted: Method, held: Method, compute: Compute
 ) -> PackedStream:
     # What a codec learnt has one part per head; rows of a batch would each need it.
     shared = source.tail.shape[0] > 1 and isinstance(source.codec, FittedCodec)
     if shared or not same_slots(wanted, held):
         x = flat(entry.dequantize(side))
         make = wanted.key_codec if side == "k" else wanted.value_codec
-        return PackedStream.empty(make(x.shape[3], x.dtype), x, kernel).fitted(x).append(x)
+        return PackedStream.empty(make(x.shape[3], x.dtype), x, compute).fitted(x).append(x)
     # A group that a rollback cut is not whole; its tokens go on as they are.
     packed = source.packed - source.packed % source.codec.group
     known = source.length - source.tail.shape[2]
@@ -124,7 +124,7 @@ def _stream(
     else:
         rest = flat(entry.dequantize(side)[:, :, packed:]).clone()
     # What the tokens were before they were packed is not known any more, nor is the error.
-    stream = PackedStream(source.codec, {}, rest, packed, torch.nan, torch.nan, kernel)
+    stream = PackedStream(source.codec, {}, rest, packed, torch.nan, torch.nan, compute)
     if not packed:
         return stream
     slots, storages = {}, source.store.source()
@@ -132,8 +132,10 @@ def _stream(
     count = -(-packed // source.store.segment_tokens)
     for field in source.codec.fields:
         units = tokens // field.tokens
-        storage = storages.gather(field.name, 0, count)[:, :, :units].clone()
-        storage = storage.reshape(1, -1, *storage.shape[2:])
+        storage = storages.gather(field.name, 0, count)[:, :, :units]
+        storage = storage.reshape(1, -1, *storage.shape[2:]).clone(
+            memory_format=torch.contiguous_format
+        )
         field.clear_from(storage, packed)
         slots[field.name] = storage
     return replace(stream, slots=slots)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpact.compressor.checks import check_pair
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import DeviceError, DtypeError, GeometryError
-from kvpact.kernels.plan import Kernel
+from kvpact.kernels import Compute
 from kvpact.spec import Spec
 
 Layout = Literal["batched", "unbatched"]
@@ -149,9 +149,9 @@ class CompressedKV:
     ) -> CompressedKV:
         return replace(self, k=make(self.k, flat(k)), v=make(self.v, flat(v)))
 
-    def with_kernel(self, kernel: Kernel) -> CompressedKV:
-        """Return the same, encoded and decoded by another kernel from now on."""
-        return replace(self, k=replace(self.k, kernel=kernel), v=replace(self.v, kernel=kernel))
+    def with_compute(self, compute: Compute) -> CompressedKV:
+        """Return the same, encoded and decoded by another backend from now on."""
+        return replace(self, k=replace(self.k, compute=compute), v=replace(self.v, compute=compute))
 
     def decompress(self) -> tuple[Tensor, Tensor]:
         """Return K and V in the shapes and the dtype that were given."""

@@ -14,7 +14,7 @@ from kvpact.compressor.checks import check_pair
 from kvpact.compressor.compressed import CompressedKV, Layout, flat
 from kvpact.compressor.stream import PackedStream
 from kvpact.errors import DtypeError, GeometryError, SpecError
-from kvpact.kernels.plan import choose
+from kvpact.kernels import choose
 from kvpact.methods import Method
 from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
@@ -31,7 +31,7 @@ class KVCacheCompressor:
         packed, the last ones of an incomplete group are held exactly.
     quant_bits : {4, 8}
         Bits of a ``hybrid`` whose spec string names none.
-    kernel : {"auto", "exact", "torch"}
+    backend : {"auto", "cpu", "torch"}
         What encodes and decodes, as in `create_cache`; bytes and numbers are the same with each.
 
     Attributes
@@ -44,15 +44,15 @@ class KVCacheCompressor:
     SpecError
         No method, an option out of range, `quant_bits` other than 4 and 8.
     BackendUnavailable
-        A kernel asked for by name can't run here.
+        The backend asked for by name can't run here.
     """
 
     def __init__(
-        self, method: Method | Spec | str, quant_bits: int = 8, kernel: str = "auto"
+        self, method: Method | Spec | str, quant_bits: int = 8, backend: str = "auto"
     ) -> None:
         if type(quant_bits) is not int or quant_bits not in (4, 8):
             raise SpecError(f"quant_bits={quant_bits!r} should be one of 4, 8")
-        self._quant_bits, self._kernel = quant_bits, choose(kernel)
+        self._quant_bits, self._compute = quant_bits, choose(backend)
         if isinstance(method, Method):
             self.spec = Spec(method, method)
         elif isinstance(method, str):
@@ -87,14 +87,14 @@ class KVCacheCompressor:
         return self._quant_bits
 
     def stats(self) -> dict[str, Any]:
-        """Return ``kernel``: what ran and why, see `kvpact.kernels.plan.Kernel.stats`."""
-        return {"kernel": self._kernel.stats()}
+        """Return ``compute``: what ran and why, see `kvpact.kernels.Compute.stats`."""
+        return {"compute": self._compute.stats()}
 
     def _own(self, compressed: CompressedKV) -> CompressedKV:
-        """Return what somebody compressed, to be read with this compressor's kernel."""
+        """Return what somebody compressed, to be read with this compressor's backend."""
         if not isinstance(compressed, CompressedKV):
             raise DtypeError(f"a CompressedKV is wanted, not {type(compressed).__name__}")
-        return compressed.with_kernel(self._kernel)
+        return compressed.with_compute(self._compute)
 
     def compress_kv(self, k: Tensor, v: Tensor) -> CompressedKV:
         """Compress K and V.
@@ -127,7 +127,7 @@ class KVCacheCompressor:
         key = self.spec.key.key_codec(k.shape[-1], k.dtype)
         value = self.spec.value.value_codec(v.shape[-1], v.dtype)
         streams = [
-            PackedStream.empty(codec, x, self._kernel).fitted(x).append(x)
+            PackedStream.empty(codec, x, self._compute).fitted(x).append(x)
             for codec, x in ((key, flat(k)), (value, flat(v)))
         ]
         batch = k.shape[0] if layout == "batched" else 1
@@ -185,7 +185,7 @@ class KVCacheCompressor:
         GeometryError
             The sequence holds no tokens in this layer.
         """
-        return caches.compress(cache, layer, seq_id, self.spec, self._kernel)
+        return caches.compress(cache, layer, seq_id, self.spec, self._compute)
 
     def decompress_to_paged_cache(
         self, compressed: CompressedKV, cache: PagedKVCache, layer: int, seq_id: int
@@ -231,7 +231,7 @@ class KVCacheCompressor:
             The cache holds no latents, or no tokens in this layer.
         """
         _check_latent(cache)
-        return caches.compress(cache, layer, seq_id, latent_spec(self.spec), self._kernel)
+        return caches.compress(cache, layer, seq_id, latent_spec(self.spec), self._compute)
 
     def decompress_to_mla_cache(
         self,

@@ -5,22 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpact.arithmetic import saturated
 from kvpact.cache.segments import ListSource
 from kvpact.formats import TILE
-from kvpact.kernels.cpu.decode import decoded
-from kvpact.kernels.cpu.encode import SlotWriter, encodes_natively
-from kvpact.kernels.plan import Kernel, choose
+from kvpact.kernels import Compute, SegmentSource, StreamPlan
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.lowrank import LowRankCodec
 
 _CHUNK = 1024
 """Tokens that are decoded at a time."""
+
+
+class _Slots(NamedTuple):
+    codec: Codec
+    source: SegmentSource
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class PackedStream:
         Tokens in slots.
     energy, lost : float
         Sums of squares of all tokens, and of what came back less what was given.
-    kernel : Kernel
+    compute : Compute
         What encodes and decodes.
     """
 
@@ -52,12 +55,12 @@ class PackedStream:
     packed: int = 0
     energy: float = 0.0
     lost: float = 0.0
-    kernel: Kernel = dataclass_field(default_factory=choose)
+    compute: Compute = dataclass_field(default_factory=Compute)
 
     @classmethod
-    def empty(cls, codec: Codec, x: Tensor, kernel: Kernel) -> PackedStream:
+    def empty(cls, codec: Codec, x: Tensor, compute: Compute) -> PackedStream:
         """Return a stream for tokens like `x` (`[1, N, T, D]`) that holds none."""
-        return cls(codec, {}, x[:, :, :0].clone(), kernel=kernel)
+        return cls(codec, {}, x[:, :, :0].clone(), compute=compute)
 
     @property
     def unit(self) -> int:
@@ -131,17 +134,13 @@ class PackedStream:
     def _encoded(self, x: Tensor) -> dict[str, Tensor]:
         """Return copies of the slots with whole groups of tokens behind what they hold."""
         end = self.packed + x.shape[2]
-        if encodes_natively(self.kernel, self.codec, x):
-            assert self.kernel.library is not None
-            slots, capacity = self._grown(end, x.device)
-            writer = SlotWriter(self.codec)
-            writer.write(self.kernel.library, [slots], capacity, x, self.packed)
-            return slots
-        arrays = self.codec.encode(x.to(torch.float32))
-        slots, _ = self._grown(end, x.device)
-        for form in self.codec.fields:
-            form.write(slots[form.name], self.packed, arrays[form.name])
+        encoder, prepared = self._plan().prepare(x)
+        slots, capacity = self._grown(end, x.device)
+        encoder.write(prepared, [slots], capacity, self.packed)
         return slots
+
+    def _plan(self) -> StreamPlan:
+        return self.compute.stream(self.codec, self.open.device, self.open.dtype)
 
     def _extended(self, x: Tensor, bound: float | None) -> PackedStream:
         """Return a stream with a basis that holds `x`; tokens held get zeros for what is new."""
@@ -182,15 +181,8 @@ class PackedStream:
             _, rows, _, dim = self.open.shape
             out = self.open.new_empty(1, rows, end - start, dim)
         source = ListSource((self.slots,), -(-self.packed // self.unit) * self.unit)
-        if decoded(self.kernel, self.codec, source, self.packed, start, end, out, inverse=True):
-            return out
-        first = start // self.unit * self.unit
-        arrays = {}
-        for field in self.codec.fields:
-            units = slice(first // field.tokens, -(-end // self.unit) * self.unit // field.tokens)
-            arrays[field.name] = field.read(self.slots[field.name][:, :, units])
-        y = self.codec.decode(arrays)[:, :, start - first : end - first]
-        return out.copy_(saturated(self.codec.transform.inverse(y), self.open.dtype))
+        self._plan().decode_slots(_Slots(self.codec, source), start, end, out)
+        return out
 
     def decompress(self) -> Tensor:
         """Return all tokens, `[1, N, T, D]` in the input's dtype."""

@@ -1,31 +1,31 @@
-"""Everything that computes over packed slots: attention, encoding, decoding, by backend."""
+"""Everything that computes over packed slots: attention, encoding and decoding, by backend."""
 
-from kvpact.kernels.batch import Row, attend_rows
-from kvpact.kernels.cpu.slots import SegmentSource
-from kvpact.kernels.plan import Kernel
-from kvpact.kernels.queries import query_groups
-from kvpact.kernels.torch.attend import attend, check_queries
-from kvpact.kernels.torch.latent import (
-    absorb_query,
-    attend_latent,
-    check_latent_config,
-    expand_output,
-)
+from kvpact.kernels.base import AttendCall, Backend, Segment, SegmentSource
+from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan, check_covered, choose, report
+from kvpact.kernels.torch.attend import attend_exact
+from kvpact.kernels.torch.latent import absorb_query, expand_output
+from kvpact.kernels.torch.queries import check_latent_config, check_queries, query_groups
 from kvpact.kernels.views import CHUNK, LayerView, StreamView
 
 __all__ = [
+    "BACKENDS",
     "CHUNK",
-    "Kernel",
+    "AttendCall",
+    "Backend",
+    "Compute",
     "LayerView",
-    "Row",
+    "Plan",
+    "Segment",
     "SegmentSource",
+    "StreamPlan",
     "StreamView",
     "absorb_query",
-    "attend",
-    "attend_latent",
-    "attend_rows",
+    "attend_exact",
+    "check_covered",
     "check_latent_config",
     "check_queries",
+    "choose",
     "expand_output",
     "query_groups",
+    "report",
 ]

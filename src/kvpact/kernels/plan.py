@@ -1,23 +1,50 @@
-"""Which implementation of an operation runs, and why."""
+"""Who computes what, decided once per stream, and why.
+
+`choose` makes the `Compute` of a cache from what a user asks for. When a layer's first tokens
+bring a device and codecs, `Compute.plan` asks each backend what it covers; the layer keeps the
+`Plan`, whose calls go straight to the backends chosen.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu import NativeLibrary, library
+from kvpact.geometry import CacheGeometry
+from kvpact.kernels.base import (
+    OPERATIONS,
+    PRECISIONS,
+    AttendCall,
+    Backend,
+    Encoder,
+    Operation,
+    Precision,
+    SlotReader,
+)
+from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.cpu.library import cap
+from kvpact.kernels.torch.backend import TORCH
+from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.torch.queries import check_call
+from kvpact.kernels.views import StreamView
+from kvpact.methods import Arrays, Codec
+from kvpact.spec import Spec
 
-OPERATIONS = ("hadamard", "encode", "decode", "attend")
-BACKENDS = ("torch", "cpu", "triton")
-KERNELS = ("auto", "exact", "fast", "torch")
+BACKENDS: tuple[Backend, ...] = (CPU, TORCH)
+"""In the order in which ``backend="auto"`` tries them. The last one covers everything."""
 
-_NATIVE = ("encode", "decode", "attend")
-"""Operations that the native library has."""
+NAMES = ("auto", *(backend.name for backend in BACKENDS))
+_CPU = torch.device("cpu")
 
 
-class Availability(NamedTuple):
-    """One line of `report`."""
+class Line(NamedTuple):
+    """One line of `report` and of `Plan.explain`."""
 
     operation: str
     backend: str
@@ -25,61 +52,115 @@ class Availability(NamedTuple):
     reason: str
 
 
-def native() -> tuple[NativeLibrary | None, str]:
-    """Return the native library, or None, and the reason."""
-    try:
-        found = library()
-    except BackendUnavailable as error:
-        return None, str(error)
-    return found, f"native, {found.level if found.level != 'none' else 'base instructions'}"
-
-
-def report() -> list[Availability]:
-    """Return every operation and backend, whether it can run, and why (not)."""
+def report(device: torch.device = _CPU) -> list[Line]:
+    """Return every operation and backend, whether it runs on a device, and why (not)."""
     lines = []
-    found, why = native()
     for operation in OPERATIONS:
-        torch_line = "plain torch, on every device; defines the result"
-        lines.append(Availability(operation, "torch", True, torch_line))
-        if operation in _NATIVE:
-            lost = "" if found else "; attention over packed slots is many times slower in torch"
-            lines.append(Availability(operation, "cpu", found is not None, why + lost))
-        else:
-            lines.append(Availability(operation, "cpu", False, "not part of this version"))
-        gpu = "GPU kernels are not part of this version"
-        lines.append(Availability(operation, "triton", False, gpu))
+        for backend in BACKENDS:
+            reason = backend.runs_here(device)
+            lines.append(Line(operation, backend.name, not reason, reason or backend.describe()))
     return lines
 
 
-class Kernel:
-    """What computes for one cache; chosen when the cache is made.
+class Counts:
+    """How many operations each backend carried out; for many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[Operation, Counter[str]] = {name: Counter() for name in OPERATIONS}
+
+    def add(self, operation: Operation, who: str, count: int = 1) -> None:
+        """Count operations."""
+        with self._lock:
+            self._counts[operation][who] += count
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Return the counts by operation and backend."""
+        with self._lock:
+            return {name: dict(counter) for name, counter in self._counts.items()}
+
+
+class Compute:
+    """What was asked to compute for one cache, and what did.
 
     Parameters
     ----------
     requested : str
-        What was asked for, one of `KERNELS`.
-    library : NativeLibrary or None
-        The native kernels; None for torch.
-    reason : str
-        Why that was chosen.
+        One of `NAMES`.
+    precision : {"full", "int8"}
+        How attention may compute.
     """
 
-    def __init__(self, requested: str, library: NativeLibrary | None, reason: str) -> None:
-        self.requested, self.library, self.reason = requested, library, reason
-        self.fast = requested == "fast"
-        self.calls: Counter[str] = Counter()
-        self.encodes: Counter[str] = Counter()
-        self.decodes: Counter[str] = Counter()
+    def __init__(self, requested: str = "auto", precision: Precision = "full") -> None:
+        self.requested, self.precision = requested, precision
+        self.counts = Counts()
+        self._reasons: dict[tuple[Operation, str], str] = {}
+
+    @property
+    def named(self) -> bool:
+        """Whether one backend was asked for by name."""
+        return self.requested != "auto"
+
+    def backend(
+        self,
+        operation: Operation,
+        codecs: Sequence[Codec],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> tuple[Backend, str]:
+        """Return the backend for an operation, and why no better one.
+
+        Raises
+        ------
+        BackendUnavailable
+            The backend asked for by name does not cover it.
+        """
+        reasons: list[str] = []
+        for backend in BACKENDS:
+            if self.named and backend.name != self.requested:
+                continue
+            reason = backend.runs_here(device)
+            for codec in codecs:
+                reason = reason or backend.covers(operation, codec, dtype)
+            if not reason:
+                return backend, "; ".join(reasons)
+            reasons.append(f"{backend.name}: {reason}")
+        raise BackendUnavailable(
+            f"backend {self.requested!r} can't {operation}: {'; '.join(reasons)}; use 'auto'"
+        )
+
+    def stream(self, codec: Codec, device: torch.device, dtype: torch.dtype) -> StreamPlan:
+        """Return who encodes and decodes one stream.
+
+        Raises
+        ------
+        BackendUnavailable
+            The backend asked for by name does not cover the codec.
+        """
+        return StreamPlan(self, codec, device, dtype)
+
+    def plan(self, k: StreamPlan, v: StreamPlan) -> Plan:
+        """Return who computes for a layer.
+
+        Raises
+        ------
+        BackendUnavailable
+            The backend asked for by name does not cover its codecs.
+        """
+        return Plan(self, k, v)
+
+    def note(self, operation: Operation, backend: Backend, reason: str) -> None:
+        """Remember why an operation is a backend's."""
+        self._reasons.setdefault((operation, backend.name), reason)
 
     @property
     def name(self) -> str:
-        """``torch``, or ``cpu`` with its arithmetic and instruction set."""
-        if self.library is None:
-            return "torch"
-        return f"cpu {'fast' if self.fast else 'exact'} {self.library.level}"
+        """The backends in use, such as ``cpu`` or ``cpu, torch``; before any is, what was asked."""
+        used = {backend for _, backend in self._reasons}
+        return ", ".join(b.name for b in BACKENDS if b.name in used) or self.requested
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kernel:
-        """Copies of a cache compute with the same kernel, and are counted together."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compute:
+        """Copies of a cache compute in the same way, and are counted together."""
         return self
 
     def stats(self) -> dict[str, Any]:
@@ -88,41 +169,178 @@ class Kernel:
         Returns
         -------
         dict
-            ``name``, ``requested``, ``reason``; ``calls``: how many calls of attention took which
-            way, those that the native kernel does not cover with the reason (``torch: …``);
-            ``encodes`` and ``decodes``: the same of encoding and of decompression.
+            ``name``, ``requested`` and ``precision``; ``attend``, ``encode``, ``decode``: how many
+            of them each backend carried out, with the reason where it was not the first choice;
+            ``reasons``: ``operation: backend`` -> why no better backend.
         """
+        reasons = {f"{op}: {name}": why for (op, name), why in self._reasons.items() if why}
         return {
             "name": self.name,
             "requested": self.requested,
-            "reason": self.reason,
-            "calls": dict(self.calls),
-            "encodes": dict(self.encodes),
-            "decodes": dict(self.decodes),
+            "precision": self.precision,
+            "reasons": reasons,
+            **self.counts.as_dict(),
         }
 
 
-def choose(kernel: str = "auto") -> Kernel:
+class StreamPlan:
+    """Who encodes and decodes one stream.
+
+    Parameters
+    ----------
+    compute : Compute
+        What was asked for.
+    codec : Codec
+        Of the stream.
+    device, dtype
+        Of its exact tokens.
+
+    Attributes
+    ----------
+    encoder : Encoder
+        Encodes whole groups.
+    """
+
+    def __init__(
+        self, compute: Compute, codec: Codec, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.codec, self.device, self.dtype, self._compute = codec, device, dtype, compute
+        one = (codec,)
+        self._encode, why_encode = compute.backend("encode", one, device, dtype)
+        self._decode, why_decode = compute.backend("decode", one, device, dtype)
+        compute.note("encode", self._encode, why_encode)
+        compute.note("decode", self._decode, why_decode)
+        self.encoder: Encoder = self._encode.encoder(codec)
+        self._rest = TorchEncoder(codec)
+
+    def fork(self) -> StreamPlan:
+        """Return a plan for a copy of the stream; encoders serve one stream each."""
+        return StreamPlan(self._compute, self.codec, self.device, self.dtype)
+
+    def prepare(self, x: Tensor, frozen: Arrays | None = None) -> tuple[Encoder, Any]:
+        """Do all that can refuse tokens; return what writes them and what it writes.
+
+        Parameters
+        ----------
+        x : Tensor
+            `[B, H, T, D]`, whole groups.
+        frozen : mapping, optional
+            Side information of a group that was cut (see `Codec.encode`), whose rest `x` is: that
+            is the torch body's.
+        """
+        if frozen is not None:
+            self._compute.counts.add("encode", "torch: the rest of a group that was cut")
+            return self._rest, self._rest.prepare(x, frozen)
+        prepared = self.encoder.prepare(x)
+        who = self._encode.name
+        if who != "torch" and isinstance(prepared, dict):
+            who = "torch: magnitudes that may be beyond the format"
+        self._compute.counts.add("encode", who)
+        return self.encoder, prepared
+
+    def decode(
+        self, view: StreamView, start: int, end: int, out: Tensor, *, inverse: bool = True
+    ) -> None:
+        """Decode packed tokens into `out`, sink tokens as they were given (if `inverse`)."""
+        self.decode_slots(view, start, end, out, inverse=inverse)
+        make = (lambda x: x) if inverse else view.codec.transform.forward
+        view.place_sinks(out, start, make)
+
+    def decode_slots(
+        self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool = True
+    ) -> None:
+        """Decode packed tokens into `out`; see `Backend.decode`."""
+        self._decode.decode(slots, start, end, out, inverse=inverse)
+        self._compute.counts.add("decode", self._decode.name)
+
+
+class Plan:
+    """Who computes for one layer.
+
+    Parameters
+    ----------
+    compute : Compute
+        What was asked for.
+    k, v : StreamPlan
+        Who encodes and decodes.
+    """
+
+    def __init__(self, compute: Compute, k: StreamPlan, v: StreamPlan) -> None:
+        self.k, self.v, self.compute = k, v, compute
+        codecs = (k.codec, v.codec)
+        self._attend, why = compute.backend("attend", codecs, k.device, k.dtype)
+        self._precision, less = self._attend.precision(compute.precision, *codecs)
+        self._name = self._attend.name
+        compute.note("attend", self._attend, "; ".join(filter(None, (why, less))))
+
+    def attend(self, calls: Sequence[AttendCall]) -> Tensor:
+        """Attend: `[sum of B, H_q, q_len, D_v]`; see `Backend.attend`.
+
+        Raises
+        ------
+        GeometryError, DtypeError
+            Heads, mask, sinks or scale of a call don't fit.
+        """
+        for call in calls:
+            check_call(call)
+        output = self._attend.attend(calls, self._precision)
+        self.compute.counts.add("attend", self._name, len(calls))
+        return output
+
+    def explain(self) -> list[Line]:
+        """Return who does what, and why no better backend."""
+        chosen: list[tuple[Operation, str, Backend]] = [("attend", "", self._attend)]
+        for side, plan in ((" k", self.k), (" v", self.v)):
+            chosen += [("encode", side, plan._encode), ("decode", side, plan._decode)]
+        reasons = self.compute._reasons
+        return [
+            Line(operation + side, backend.name, True, reasons.get((operation, backend.name), ""))
+            for operation, side, backend in chosen
+        ]
+
+    def __repr__(self) -> str:
+        parts = [f"{line.operation} {line.backend}" for line in self.explain()]
+        return f"Plan({', '.join(parts)}, precision {self._precision})"
+
+
+def choose(backend: str = "auto", precision: str = "full") -> Compute:
     """Return what computes for a cache.
 
     Parameters
     ----------
-    kernel : {"auto", "exact", "fast", "torch"}
-        ``exact``: native kernels that agree with the torch bodies to rounding; ``fast``: native
-        ones in 8-bit integers where there are such; ``auto``: ``exact`` if it can run, else
-        ``torch``.
+    backend : {"auto", "cpu", "torch"}
+        Who computes. By name it computes everything or raises; ``auto`` takes, operation by
+        operation, the first backend that covers it, torch at last.
+    precision : {"full", "int8"}
+        ``full`` agrees with the torch bodies to rounding; ``int8`` lets attention compute in 8-bit
+        integers where a backend has such kernels (about 1 % of the output's norm).
 
     Raises
     ------
     BackendUnavailable
-        A kernel asked for by name can't run here.
+        There is no such backend or precision; or the backend asked for by name can't run here.
     """
-    if kernel not in KERNELS:
-        known = ", ".join(KERNELS)
-        raise BackendUnavailable(f"kernel {kernel!r} is not known; there are {known}")
-    if kernel == "torch":
-        return Kernel(kernel, None, "asked for")
-    found, why = native()
-    if found is None and kernel != "auto":
-        raise BackendUnavailable(f"kernel {kernel!r}: {why}; use 'auto' or 'torch'")
-    return Kernel(kernel, found, why)
+    if backend not in NAMES:
+        raise BackendUnavailable(f"backend {backend!r} is not known; there are {', '.join(NAMES)}")
+    if precision not in PRECISIONS:
+        raise BackendUnavailable(
+            f"precision {precision!r} is not known; there are {', '.join(PRECISIONS)}"
+        )
+    cap()  # a misspelt KVPACT_SIMD is an error, not a reason to be slow
+    found = [one for one in BACKENDS if backend in ("auto", one.name)]
+    reasons = [one.runs_here(_CPU) for one in found]
+    if all(reasons):
+        raise BackendUnavailable(f"backend {backend!r}: {reasons[0]}; use 'auto' or 'torch'")
+    return Compute(backend, precision)
+
+
+def check_covered(compute: Compute, specs: Sequence[Spec], geometry: CacheGeometry) -> None:
+    """Raise `BackendUnavailable` if the backend asked for by name does not cover every spec."""
+    dtype = geometry.dtype or torch.float32
+    for spec in set(specs) if compute.named else ():
+        codecs = (
+            spec.key.key_codec(geometry.head_dim, dtype),
+            spec.value.value_codec(geometry.value_dim, dtype),
+        )
+        for operation in OPERATIONS:
+            compute.backend(operation, codecs, _CPU, dtype)

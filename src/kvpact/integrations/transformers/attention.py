@@ -21,7 +21,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.handles import KVHandle, say_once
 from kvpact.integrations.transformers.latent import read_before_stored
-from kvpact.kernels import attend
+from kvpact.kernels import attend_exact
 
 ATTENTION = "kvpact"
 
@@ -198,7 +198,7 @@ def attention_forward(
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         output = key.pending.attend(query, config)
     else:
-        output = attend(None, key, value, query, config)
+        output = attend_exact(key, value, query, config)
     if handles or fresh is not None:
         output = _without_gradient(query, output)
     return output.transpose(1, 2).contiguous(), None

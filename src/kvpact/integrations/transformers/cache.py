@@ -22,7 +22,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
-from kvpact.kernels.plan import choose
+from kvpact.kernels import choose
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
@@ -63,8 +63,8 @@ class CompressedCache(Cache):
         the last cache made for it is gone. ``keep`` leaves the config alone.
     exact_new : bool
         Whether new tokens are attended as given or as stored (see `AttendConfig`).
-    kernel : {"auto", "exact", "fast", "torch"}
-        What computes (see `create_cache`).
+    backend, precision : str
+        Who computes, and how (see `create_cache`).
 
     Raises
     ------
@@ -81,9 +81,10 @@ class CompressedCache(Cache):
         *,
         attention: str = "auto",
         exact_new: bool = True,
-        kernel: str = "auto",
+        backend: str = "auto",
+        precision: str = "full",
     ) -> None:
-        chosen = self._kernel = choose(kernel)
+        chosen = self._compute = choose(backend, precision)
         decoder = config.get_text_config(decoder=True)
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
@@ -197,7 +198,7 @@ class CompressedCache(Cache):
             mine = replace(held.geometry, num_layers=count, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
-        whole = ContiguousCache(specs, geometry, kernel=self._kernel)
+        whole = ContiguousCache(specs, geometry, compute=self._compute)
         whole.restore(snapshot, device=device)
         for layer, cache in zip(self._compressed, whole.split(), strict=True):
             layer.take_over(cache)

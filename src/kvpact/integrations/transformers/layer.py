@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.handles import Pending, as_stored, returned_pair
-from kvpact.kernels.plan import Kernel
+from kvpact.kernels import Compute
 from kvpact.spec import Spec
 
 
@@ -33,8 +33,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         As in `AttendConfig`.
     latent_dim : int, optional
         Width of the latents of a model with latent attention (MLA).
-    kernel : Kernel, optional
-        What computes; the best that is there if omitted.
+    compute : Compute, optional
+        What was asked to compute; the best that is there if omitted.
     config : PreTrainedConfig, optional
         The decoder's, which names the attention that reads what `update` returns.
     """
@@ -49,12 +49,12 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         spec: Spec,
         exact_new: bool = True,
         latent_dim: int | None = None,
-        kernel: Kernel | None = None,
+        compute: Compute | None = None,
         config: PreTrainedConfig | None = None,
     ) -> None:
         # The base class would set `keys` and `values`, which are computed here.
         self.spec, self._exact_new, self._latent_dim = spec, exact_new, latent_dim
-        self._kernel, self._config = kernel, config
+        self._compute, self._config = compute, config
         self.cache: ContiguousCache | None = None
         self._pending: Pending | None = None
 
@@ -70,7 +70,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         latent = heads == 1 and width == self._latent_dim
         geometry = CacheGeometry(1, heads, width, v.shape[3], k.dtype, latent)
         specs = cache_specs(self.spec, geometry)
-        self.cache = ContiguousCache(specs, geometry, kernel=self._kernel)
+        self.cache = ContiguousCache(specs, geometry, compute=self._compute)
         self.dtype, self.device = key_states.dtype, key_states.device
 
     def update(
@@ -197,7 +197,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return other
 
     def _empty(self) -> CompressedLayer:
-        return type(self)(self.spec, self._exact_new, self._latent_dim, self._kernel, self._config)
+        return type(self)(self.spec, self._exact_new, self._latent_dim, self._compute, self._config)
 
 
 class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore

@@ -1,6 +1,6 @@
-"""Attention by the native kernel: what it covers, and its arguments.
+"""Attention by the native kernels: which of them takes a call, and its arguments.
 
-The torch body in `attend` defines the result. Everything is checked here, before C++ is entered.
+The torch body defines the result. Calls are checked before C++ is entered.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import saturated
-from kvpact.contract import AttendConfig
-from kvpact.kernels.cpu import attend_rows as native_rows
+from kvpact.errors import GeometryError, KVPactError
+from kvpact.kernels.base import AttendCall, Precision
 from kvpact.kernels.cpu import structs
-from kvpact.kernels.cpu.slots import DTYPES, MOST_DIM, slot_format
-from kvpact.kernels.plan import Kernel
-from kvpact.kernels.views import LayerView, StreamView
+from kvpact.kernels.cpu.library import NativeLibrary
+from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.views import StreamView
 from kvpact.methods import Codec
 
-MOST_GROUPS = 32
+NAME = "cpu"
 _F32 = torch.float32
 
 
@@ -30,82 +30,24 @@ class _Fixed(NamedTuple):
     codec: Codec  # its `slot_format` lives as long, and has what the arguments point to
     dtype: torch.dtype
     data: bytes
-    reason: str  # why no kernel attends over the slots; or nothing
 
 
-def _fixed(view: StreamView) -> _Fixed:
-    """Return a view's fixed arguments; they are kept beside what they point to."""
-    found: _Fixed | None = view.source.prepared
+def _fixed(view: StreamView) -> bytes:
+    """Return a view's fixed arguments; they are kept with what they point to."""
+    found: _Fixed | None = view.source.prepared.get(NAME)
     if found is None or found.codec is not view.codec or found.dtype is not view.tail.dtype:
-        found = view.source.prepared = _fill(view)
-    return found
+        found = view.source.prepared[NAME] = _Fixed(view.codec, view.tail.dtype, _fill(view))
+    return found.data
 
 
-def _fill(view: StreamView) -> _Fixed:
-    form, dtype = slot_format(view.codec), view.tail.dtype
+def _fill(view: StreamView) -> bytes:
+    form = slot_format(view.codec)
     stream = structs.Stream.from_buffer_copy(form.stream)
-    stream.segment_tokens, stream.dtype = view.source.segment_tokens, DTYPES[dtype]
-    reason, dim, channels = form.reason, stream.dim, stream.channels
-    if not reason and channels < dim and (channels % 32 or -(-dim // channels) > MOST_GROUPS):
-        reason = f"groups of {channels} channels"
-    if not reason and not form.place(stream, view.source):
-        reason = "slots with gaps in memory"
-    return _Fixed(view.codec, dtype, bytes(stream)[: structs.FIXED_BYTES], reason)
-
-
-def refusal(
-    view: LayerView | None, k: Tensor | None, v: Tensor | None, q: Tensor, config: AttendConfig
-) -> str:
-    """Return why the native kernel does not cover a call; nothing if it does.
-
-    Parameters
-    ----------
-    view : LayerView or None
-        The tokens held.
-    k, v : Tensor or None
-        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, the new tokens.
-    q : Tensor
-        `[B, H_q, q_len, D]`.
-    config : AttendConfig
-        How to attend.
-    """
-    if view is None:
-        return _refusal_of_new(k, v, q)
-    if not (q.is_cpu and view.k.tail.is_cpu):
-        return f"device {q.device}"
-    if q.dtype not in DTYPES or view.k.tail.dtype not in DTYPES:
-        return f"dtype {q.dtype}"
-    return _fixed(view.k).reason or _fixed(view.v).reason
-
-
-def _refusal_of_new(k: Tensor | None, v: Tensor | None, q: Tensor) -> str:
-    """Return why the native kernel does not attend over new tokens without a past."""
-    assert k is not None and v is not None
-    for x in (q, k, v):
-        if not x.is_cpu:
-            return f"device {x.device}"
-        if x.dtype not in DTYPES:
-            return f"dtype {x.dtype}"
-        if x.shape[3] > MOST_DIM:
-            return f"width {x.shape[3]} is above {MOST_DIM}"
-    return ""
-
-
-def _new_stream(fresh: Tensor | None, alive: list[Tensor]) -> tuple[bytes, tuple[int, ...]]:
-    """Return the arguments of a stream that holds nothing: new tokens only."""
-    assert fresh is not None
-    dim = fresh.shape[3]
-    fixed = structs.Stream(
-        kind=structs.RAW,
-        bits=32,
-        dim=dim,
-        number=structs.F32,
-        channels=dim,
-        dtype=DTYPES[fresh.dtype],
-        segment_tokens=1,
-    )
-    moving = (0, *_NO_TOKENS, *_exact(fresh, alive), *_NO_TOKENS, 0, 0)
-    return bytes(fixed)[: structs.FIXED_BYTES], moving
+    stream.segment_tokens = view.source.segment_tokens
+    stream.dtype = DTYPES[view.tail.dtype]
+    if not form.place(stream, view.source):
+        raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+    return bytes(stream)[: structs.FIXED_BYTES]
 
 
 def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
@@ -121,12 +63,8 @@ def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
 _NO_TOKENS = (0, 0, 0, 0)
 
 
-def _stream(
-    view: StreamView | None, fresh: Tensor | None, alive: list[Tensor]
-) -> tuple[bytes, tuple[int, ...]]:
-    """Return a stream's fixed arguments, and those that may change with each token."""
-    if view is None:
-        return _new_stream(fresh, alive)
+def _stream(view: StreamView, fresh: Tensor | None, alive: list[Tensor]) -> tuple[int, ...]:
+    """Return what of a stream's arguments may change with each token, from `exact_from` on."""
     new, sinks, positions, count = _NO_TOKENS, _NO_TOKENS, 0, 0
     if fresh is not None:
         if fresh.dtype is not view.tail.dtype:
@@ -138,8 +76,7 @@ def _stream(
         placed = view.sink_positions.contiguous()
         alive.append(placed)
         positions, count = placed.data_ptr(), placed.shape[1]
-    moving = (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
-    return _fixed(view).data, moving
+    return (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
 
 
 def _mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
@@ -159,42 +96,33 @@ def new_output(*shape: int) -> Tensor:
     return torch.empty(shape)
 
 
-def tokens_of(view: StreamView | None, new: Tensor | None) -> Tensor:
-    """Return exact tokens `[B, H_kv, T, D]` of a call: held ones, or new ones without a past."""
-    tokens = new if view is None else view.tail
-    assert tokens is not None
-    return tokens
-
-
 class NativeCall(NamedTuple):
-    """One sequence's arguments, and what they point to beside the view and the tokens."""
+    """One call's arguments, and what they point to besides the view and the tokens."""
 
     args: bytes
     alive: list[Tensor]
-    rows: int  # query rows of a KV head
+    query_rows: int  # of a KV head
 
 
-def native_call(
-    fast: bool,
-    view: LayerView | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor,
-    config: AttendConfig,
-    padding: Tensor | None,
-    out: int,
-) -> NativeCall:
-    """Return the arguments of a call that `refusal` lets pass; parameters as of `attend`, checked.
+def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
+    """Return the arguments of a checked call with a view.
 
     The view and the tokens have to stay as long as the arguments are used, and nobody may write to
     them. `out` is the address of `B * H_q * q_len * D_v` fp32 numbers.
+
+    Raises
+    ------
+    KVPactError
+        K and V hold unlike numbers of tokens: memory that is not the cache's would be read.
     """
+    view, k, v, q, config, padding, _ = call
+    assert view is not None
     batch, q_heads, queries, dim = q.shape
-    held, new = 0 if view is None else view.length, 0 if k is None else k.shape[2]
+    heads = view.k.tail.shape[1]
+    held, new = view.length, 0 if k is None else k.shape[2]
+    if view.v.length != held:
+        raise KVPactError(f"K holds {held} tokens and V {view.v.length}; reset this layer")
     alive: list[Tensor] = []
-    k_fixed, k_moving = _stream(view and view.k, k, alive)
-    v_fixed, v_moving = _stream(view and view.v, v, alive)
-    heads = tokens_of(view and view.k, k).shape[1]
     rows = starts = mask = mask_row = mask_head = mask_query = mask_float = 0
     if padding is not None:
         padding = padding.to("cpu", torch.int64).contiguous()
@@ -211,10 +139,10 @@ def native_call(
         mask_row, mask_head, mask_query = (step * seen.itemsize for step in seen.stride()[:3])
     address, q_row, q_head, q_token = _exact(q, alive)
     args = structs.CALL.pack(
-        k_fixed,
-        *k_moving,
-        v_fixed,
-        *v_moving,
+        _fixed(view.k),
+        *_stream(view.k, k, alive),
+        _fixed(view.v),
+        *_stream(view.v, v, alive),
         batch,
         heads,
         q_heads // heads,
@@ -237,7 +165,7 @@ def native_call(
         mask_head,
         mask_query,
         mask_float,
-        fast,
+        int8,
         dim**-0.5 if config.softmax_scale is None else config.softmax_scale,
         config.softcap or 0.0,
         torch.get_num_threads(),
@@ -245,34 +173,51 @@ def native_call(
     return NativeCall(args, alive, q_heads // heads * queries)
 
 
-def run(kernel: Kernel, calls: Sequence[NativeCall], latent: bool = False) -> None:
-    """Carry out calls, those with few query rows all at once; `latent`: of `attend_latent`.
+MANY_ROWS = 32
+"""Query rows of a KV head from which the kernel for many rows takes a call.
+
+The kernel for few rows reads the slots once for up to eight rows; the one for many decodes a block
+of tokens once and multiplies matrices, for chunks of a prompt, speculative checks and latents.
+With AVX-512 the two are even at about 64 rows in 2, 3, 4 and 8 bits (5 % apart at 32), at 16 to 32
+in other formats; with AVX2 at about 20 (`benchmarks/rows.py`).
+"""
+
+MANY_ROWS_INT8 = 64
+"""The same where the kernel for few rows computes in 8-bit integers, as far as the format allows:
+that is a quarter faster still at 64 to 128 rows in 4 bits, no faster in 8, and less exact.
+"""
+
+
+def attend_native(
+    library: NativeLibrary, calls: Sequence[AttendCall], precision: Precision
+) -> Tensor:
+    """Attend natively; parameters as of `Backend.attend`, every call with a view.
 
     Raises
     ------
     MemoryError
-        No memory for what the kernel needs beside.
+        No memory for what the kernel needs besides.
     """
-    status = native_rows.run(kernel, [(call.args, call.rows) for call in calls], latent)
+    first = calls[0]
+    _, q_heads, queries, _ = first.q.shape
+    rows = sum(call.q.shape[0] for call in calls)
+    out = new_output(rows, q_heads, queries, first.output_dim)
+    place, size = out.data_ptr(), out.stride(0) * out.itemsize
+    int8 = precision == "int8"
+    least = 1 if first.latent else MANY_ROWS_INT8 if int8 else MANY_ROWS
+    few: list[NativeCall] = []
+    many: list[NativeCall] = []
+    for call in calls:
+        native = native_call(call, place, int8)
+        (many if native.query_rows >= least else few).append(native)
+        place += size * call.q.shape[0]
+    status = 0
+    if few:
+        status = library.attend(library.bit, b"".join(native.args for native in few), len(few))
+    for native in many:
+        status = status or library.attend_rows(library.bit, native.args, first.latent)
     if status == 3:
         raise MemoryError("no memory for the scratch space of attention")
-    assert status == 0, f"the native kernel refused the call ({status})"
-
-
-def attend_native(
-    kernel: Kernel,
-    view: LayerView | None,
-    k: Tensor | None,
-    v: Tensor | None,
-    q: Tensor,
-    config: AttendConfig,
-    padding: Tensor | None,
-    latent: bool = False,
-) -> Tensor:
-    """Compute `attend`, or `attend_latent`, for a call that `refusal` lets pass; all is checked."""
-    batch, q_heads, queries, _ = q.shape
-    values = tokens_of(view and view.k, k) if latent else tokens_of(view and view.v, v)
-    out = new_output(batch, q_heads, queries, values.shape[3])
-    call = native_call(kernel.fast, view, k, v, q, config, padding, out.data_ptr())
-    run(kernel, (call,), latent)
-    return out if q.dtype is _F32 else saturated(out, q.dtype)
+    if status:
+        raise KVPactError(f"the native kernel refused the call ({status})")
+    return out if first.q.dtype is _F32 else saturated(out, first.q.dtype)

@@ -14,18 +14,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvpact.errors import GeometryError
+from kvpact.errors import GeometryError, KVPactError
 from kvpact.formats import CodesField, Field
 from kvpact.formats.encoding import search_tree
-from kvpact.kernels.cpu import NativeLibrary, structs
+from kvpact.kernels.base import Segment
+from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.encode_structs import CHOICES, KINDS, EncodeArgs
-from kvpact.kernels.plan import Kernel
+from kvpact.kernels.cpu.library import NativeLibrary
+from kvpact.kernels.cpu.slots import DTYPES
+from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
 MOST_DIM, MOST_GROUP = 1024, 128
-_DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
 _FIELDS = ("codes", "scale", "zero", "mean", "balance", "sketched", "residual")
 _CPU = torch.device("cpu")
 
@@ -115,15 +117,6 @@ def codec_encoder(codec: Codec) -> CodecEncoder:
     return found
 
 
-def refusal(codec: Codec, x: Tensor) -> str:
-    """Return why the native kernel does not encode such tokens; nothing if it does."""
-    if x.device.type != "cpu":
-        return f"device {x.device}"
-    if x.dtype not in _DTYPES:
-        return f"dtype {x.dtype}"
-    return codec_encoder(codec).reason
-
-
 def _tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
     row, head, token, channel = x.stride()
     if channel != 1 and x.shape[3] != 1:
@@ -136,77 +129,54 @@ def _tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
 def magnitude(library: NativeLibrary, x: Tensor) -> float:
     """Return the largest magnitude in `[B, H, T, D]`; NaN or infinity where one number is."""
     exact, x = _tokens(x)
-    found: float = library.magnitude(library.bit, ctypes.byref(exact), _DTYPES[x.dtype], *x.shape)
+    found: float = library.magnitude(library.bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape)
     return found
 
 
-def can_hold(library: NativeLibrary, codec: Codec, x: Tensor) -> bool:
-    """Whether no token of `[B, H, T, D]` can be beyond what the codec's fields hold."""
-    limit = codec_encoder(codec).limit
-    return limit == math.inf or magnitude(library, x) <= limit
-
-
-def encodes_natively(kernel: Kernel | None, codec: Codec, x: Tensor) -> bool:
-    """Whether the native kernel encodes whole groups of tokens `[B, H, T, D]`; noted in `kernel`.
+class CpuEncoder:
+    """Encodes a stream's tokens natively; not for two threads at once.
 
     Parameters
     ----------
-    kernel : Kernel or None
-        What computes; None for torch.
+    library : NativeLibrary
+        Encodes.
     codec : Codec
-        Whose slots they will be.
-    x : Tensor
-        The tokens.
-    """
-    if kernel is None:
-        return False
-    if kernel.library is None:
-        kernel.encodes["torch"] += 1
-        return False
-    reason = refusal(codec, x)
-    if not reason and not can_hold(kernel.library, codec, x):
-        reason = "magnitudes that may be beyond the format"
-    kernel.encodes[f"torch: {reason}" if reason else "cpu"] += 1
-    return not reason
-
-
-class SlotWriter:
-    """Encodes a stream's tokens into its slots; not for two threads at once.
-
-    Parameters
-    ----------
-    codec : Codec
-        Whose slots they are.
+        Whose slots they are; `codec_encoder(codec).reason` is empty.
     """
 
-    def __init__(self, codec: Codec) -> None:
-        self._codec, self._args = codec, EncodeArgs()
+    def __init__(self, library: NativeLibrary, codec: Codec) -> None:
+        self._library, self._codec, self._args = library, codec, EncodeArgs()
+        self._torch = TorchEncoder(codec)
         self._known: list[tuple[int, tuple[int, ...]]] = []
         self._arrays: list[ctypes.Array[ctypes.c_void_p]] = []
 
+    def prepare(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the tokens, which can't fail any more; or the torch body's arrays.
+
+        Where a magnitude might be beyond the format, the torch body decides, and names it.
+        """
+        limit = codec_encoder(self._codec).limit
+        if limit == math.inf or magnitude(self._library, x) <= limit:
+            return x
+        return self._torch.prepare(x)
+
     def write(
         self,
-        library: NativeLibrary,
-        segments: Sequence[dict[str, Tensor]],
+        prepared: Tensor | dict[str, Tensor],
+        segments: Sequence[Segment],
         segment_tokens: int,
-        x: Tensor,
         start: int,
     ) -> None:
-        """Encode tokens.
+        """Encode tokens into segments.
 
-        Parameters
-        ----------
-        library : NativeLibrary
-            Encodes.
-        segments : sequence of dict
-            Storage by field name, `[B, H, units, …]` each, of consecutive segments.
-        segment_tokens : int
-            Tokens of a segment.
-        x : Tensor
-            `[B, H, T, D]`, checked: `refusal` has nothing to say, and `can_hold` is true.
-        start : int
-            Position of the first token, in the first segment.
+        Raises
+        ------
+        KVPactError
+            The kernel refused its arguments; the slots are as they were.
         """
+        if isinstance(prepared, dict):
+            self._torch.write(prepared, segments, segment_tokens, start)
+            return
         encoder = codec_encoder(self._codec)
         stored = [
             (tensor.data_ptr(), tensor.stride())
@@ -218,13 +188,14 @@ class SlotWriter:
             self._prepare(encoder, segments)
             self._known = stored
         args = self._args
-        args.x, x = _tokens(x)
-        args.dtype = _DTYPES[x.dtype]
+        args.x, x = _tokens(prepared)
+        args.dtype = DTYPES[x.dtype]
         args.batch, args.heads, args.tokens, _ = x.shape
         args.start, args.segment_tokens = start, segment_tokens
         args.threads = torch.get_num_threads()
-        status = library.encode(library.bit, ctypes.byref(args), 1)
-        assert status == 0, f"the encoder refused its arguments ({status})"
+        status = self._library.encode(self._library.bit, ctypes.byref(args), 1)
+        if status:
+            raise KVPactError(f"the native encoder refused its arguments ({status})")
 
     def _prepare(self, encoder: CodecEncoder, segments: Sequence[dict[str, Tensor]]) -> None:
         self._known, self._arrays = [], []

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField
+from kvpact.kernels.base import SegmentSource
 from kvpact.kernels.cpu import structs
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY
 from kvpact.transforms.hadamard import RandomHadamard, random_signs
 
-MOST_DIM = 1024
+MOST_DIM, MOST_GROUPS = 1024, 32
 DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
 _KINDS = {
     "table": structs.TABLE,
@@ -24,30 +24,6 @@ _KINDS = {
     "e5m2": structs.E5M2,
 }
 _FIELDS = ("codes", "scale", "zero", "fold", "shift")
-
-
-class SegmentSource(Protocol):
-    """Reads the storage of a stream's slots, which lies in segments."""
-
-    segment_tokens: int
-    prepared: Any
-    """None at first: what a kernel keeps of the slots' addresses, which stay as they are."""
-
-    def gather(self, name: str, first: int, last: int) -> Tensor:
-        """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
-        ...
-
-    def addresses(self, name: str) -> tuple[int, int, int] | None:
-        """Return where a field lies, for compiled kernels.
-
-        Returns
-        -------
-        tuple or None
-            Address of an array with the address of each segment, valid while the source lives;
-            bytes from one row to the next, and from one head to the next. None where segments do
-            not lie in memory alike and without gaps.
-        """
-        ...
 
 
 class SlotFormat:
@@ -62,6 +38,8 @@ class SlotFormat:
     ----------
     reason : str
         Why no kernel reads the slots; empty if one does.
+    attend_reason : str
+        Why none attends over them.
     stream : structs.Stream
         The arguments, but for where slots and tokens lie.
     by_channel : bool
@@ -76,6 +54,7 @@ class SlotFormat:
         form = codec.packed_format()
         if form is None:
             self.reason = f"no native format for {type(codec).__name__}"
+            self.attend_reason = self.reason
             return
         codes = next(field for field in codec.fields if field.name == form.codes)
         dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
@@ -83,9 +62,13 @@ class SlotFormat:
             self.reason = f"width {dim} is above {MOST_DIM}"
         elif codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
             self.reason = f"transform {type(codec.transform).__name__}"
+        channels = form.channels or dim
+        self.attend_reason = self.reason
+        if channels < dim and (channels % 32 or -(-dim // channels) > MOST_GROUPS):
+            self.attend_reason = self.reason or f"groups of {channels} channels"
         stream = self.stream
         stream.kind, stream.bits, stream.dim = _KINDS[form.kind], form.bits, dim
-        stream.group, stream.channels = form.group, form.channels or dim
+        stream.group, stream.channels = form.group, channels
         stream.shift_scaled, stream.middle = form.shift_scaled, form.middle
         self.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
         if form.kind == "raw":

@@ -6,6 +6,8 @@ from torch import Tensor
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.torch.logits import LogitRules
 
 
 def query_groups(q_heads: int, kv_heads: int, config: AttendConfig) -> int:
@@ -42,3 +44,35 @@ def sink_rows(config: AttendConfig, heads: int, groups: int, queries: int) -> Te
         raise GeometryError(f"sink_logits has shape {shape}; it should be [{heads * groups}]")
     per_head = config.sink_logits.float().view(1, heads, groups, 1)
     return per_head.expand(-1, -1, -1, queries).flatten(2, 3)
+
+
+def check_queries(q: Tensor, kv_heads: int, total: int, config: AttendConfig) -> None:
+    """Raise what attention would raise for queries over `total` tokens.
+
+    Raises
+    ------
+    GeometryError, DtypeError
+        The heads don't divide, or the mask does not fit.
+    """
+    groups = query_groups(q.shape[1], kv_heads, config)
+    if config.mask is None and config.sink_logits is None:
+        return
+    rules = LogitRules(config, None, total - q.shape[2], q.shape[2], kv_heads, groups)
+    rules.check_mask(q.shape[0], total)
+    sink_rows(config, kv_heads, groups, q.shape[2])
+
+
+def check_latent_config(config: AttendConfig) -> None:
+    """Raise `GeometryError` without a scale: the width of the heads can't be seen in latents."""
+    if config.softmax_scale is None:
+        raise GeometryError(
+            "attention over latents needs config.softmax_scale: (d_nope + d_rope) ** -0.5 of the "
+            "model's heads, times what the model adds to it"
+        )
+
+
+def check_call(call: AttendCall) -> None:
+    """Raise a named error for what no backend could compute."""
+    if call.latent:
+        check_latent_config(call.config)
+    check_queries(call.q, call.kv_heads, call.held + call.new, call.config)

@@ -1,0 +1,224 @@
+"""What a backend is: code that attends over slots, encodes tokens into them and decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpact.contract import AttendConfig
+from kvpact.methods import Codec
+
+if TYPE_CHECKING:
+    from kvpact.kernels.views import LayerView
+
+Operation = Literal["attend", "encode", "decode"]
+OPERATIONS: tuple[Operation, ...] = ("attend", "encode", "decode")
+Precision = Literal["full", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("full", "int8")
+Segment = dict[str, Tensor]
+"""Storage of consecutive tokens by field name: `[B, H, units, …]` each."""
+
+
+class SegmentSource(Protocol):
+    """Reads the storage of a stream's slots, which lies in segments.
+
+    A source never changes: segments that are added, copied or dropped make another source.
+    """
+
+    segment_tokens: int
+    prepared: dict[str, Any]
+    """What each backend, by its name, keeps of where these slots lie."""
+
+    def gather(self, name: str, first: int, last: int) -> Tensor:
+        """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
+        ...
+
+    def addresses(self, name: str) -> tuple[int, int, int] | None:
+        """Return where a field lies in memory.
+
+        Returns
+        -------
+        tuple or None
+            Address of an array with the address of each segment, valid while the source lives;
+            bytes from one batch row to the next, and from one head to the next. None where the
+            segments differ in strides or have gaps.
+        """
+        ...
+
+
+class AttendCall(NamedTuple):
+    """One call of attention: a batch whose rows have equal length.
+
+    Parameters
+    ----------
+    view : LayerView or None
+        The tokens held; None for an empty layer.
+    k, v : Tensor or None
+        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, attended as given; they follow the view's
+        tokens. None where the new tokens are in the view already. Over latents `c_kv`
+        `[B, 1, new, r]` and `k_rope` `[B, 1, new, d_rope]`.
+    q : Tensor
+        `[B, H_q, q_len, D]`, the queries of the last `q_len` tokens. Over latents
+        `[B, H, q_len, r + d_rope]`.
+    config : AttendConfig
+        How to attend.
+    padding : Tensor or None
+        `[B]` left-padding tokens of each batch row.
+    latent : bool
+        K and V are MLA latents and rotated keys (see `torch.latent`).
+    """
+
+    view: LayerView | None
+    k: Tensor | None
+    v: Tensor | None
+    q: Tensor
+    config: AttendConfig
+    padding: Tensor | None = None
+    latent: bool = False
+
+    @property
+    def new(self) -> int:
+        """New tokens."""
+        return 0 if self.k is None else self.k.shape[2]
+
+    @property
+    def held(self) -> int:
+        """Tokens held before the new ones."""
+        return 0 if self.view is None else self.view.length
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads; 1 over latents."""
+        return self._like("k").shape[1]
+
+    @property
+    def output_dim(self) -> int:
+        """Width of the output: that of the values, or of the latents."""
+        return self._like("k" if self.latent else "v").shape[3]
+
+    def _like(self, side: str) -> Tensor:
+        new: Tensor | None = self.k if side == "k" else self.v
+        if new is not None:
+            return new
+        assert self.view is not None, "a call needs new tokens or a view"
+        tail: Tensor = getattr(self.view, side).tail
+        return tail
+
+
+class Encoder(Protocol):
+    """Encodes the tokens of one stream into its slots; not for two threads at once."""
+
+    def prepare(self, x: Tensor) -> Any:
+        """Do all that can refuse whole groups of tokens `[B, H, T, D]`; no slot changes.
+
+        Raises
+        ------
+        NonFiniteError
+            A token that the codec can't hold.
+        """
+        ...
+
+    def write(
+        self, prepared: Any, segments: Sequence[Segment], segment_tokens: int, start: int
+    ) -> None:
+        """Write what `prepare` returned; the slots are zero before.
+
+        Parameters
+        ----------
+        prepared : object
+            From `prepare` of this encoder.
+        segments : sequence of dict
+            Consecutive segments.
+        segment_tokens : int
+            Tokens of a segment.
+        start : int
+            Position of the first token, counted from the first of the segments.
+        """
+        ...
+
+
+class SlotReader(Protocol):
+    """What `Backend.decode` reads: a `StreamView` is one."""
+
+    @property
+    def codec(self) -> Codec:
+        """Decodes the slots."""
+
+    @property
+    def source(self) -> SegmentSource:
+        """The slots."""
+
+
+class Backend(Protocol):
+    """One implementation of the operations; it holds no state of any cache."""
+
+    name: str
+
+    def describe(self) -> str:
+        """Return what the backend is, in a few words, where it runs."""
+        ...
+
+    def runs_here(self, device: torch.device) -> str:
+        """Return why the backend can't compute on a device in this process; "" if it can."""
+        ...
+
+    def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
+        """Return why an operation on slots of this codec is not there; "" if it is.
+
+        Parameters
+        ----------
+        operation : {"attend", "encode", "decode"}
+            The operation.
+        codec : Codec
+            Of K or of V.
+        dtype : torch.dtype
+            Of the exact tokens.
+        """
+        ...
+
+    def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
+        """Return the arithmetic that attention uses where `precision` was asked for, and why."""
+        ...
+
+    def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+        """Attend, one call after the other or all at once.
+
+        Parameters
+        ----------
+        calls : sequence of AttendCall
+            Checked; their queries have `H_q`, `q_len`, `D` and dtype in common.
+        precision : {"full", "int8"}
+            From `precision`.
+
+        Returns
+        -------
+        Tensor
+            `[sum of B, H_q, q_len, D_v]` in q's dtype; a query that may see no token gets zeros.
+        """
+        ...
+
+    def encoder(self, codec: Codec) -> Encoder:
+        """Return an encoder for one stream."""
+        ...
+
+    def decode(
+        self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
+    ) -> None:
+        """Decode packed tokens.
+
+        Parameters
+        ----------
+        slots : SlotReader
+            The slots.
+        start, end : int
+            Tokens, all of them packed.
+        out : Tensor
+            `[B, H, end - start, D]` fp32, fp16 or bf16, the last axis without gaps: the numbers.
+            What is beyond fp16 becomes its largest number.
+        inverse : bool
+            Whether the codec's transform is undone.
+        """
+        ...

@@ -1,0 +1,45 @@
+"""Decoding: the numbers that every backend has to give, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvpact.arithmetic import saturated
+from kvpact.kernels.base import SlotReader
+from kvpact.kernels.views import StreamView
+from kvpact.methods import Arrays
+
+Decode = Callable[[Arrays], Tensor]
+
+
+def read_slots(slots: SlotReader, start: int, end: int, decode: Decode | None = None) -> Tensor:
+    """Decode packed tokens, still transformed: `[B, H, end - start, D]` fp32.
+
+    `decode` takes the place of `codec.decode`.
+    """
+    size = slots.source.segment_tokens
+    first, last = start // size, -(-end // size)
+    arrays = {
+        field.name: field.read(slots.source.gather(field.name, first, last))
+        for field in slots.codec.fields
+    }
+    offset = first * size
+    return (decode or slots.codec.decode)(arrays)[:, :, start - offset : end - offset]
+
+
+def read(view: StreamView, start: int, end: int, decode: Decode | None = None) -> Tensor:
+    """Decode packed tokens, still transformed, with the sink tokens in their places.
+
+    With `decode` in place of `codec.decode`, sink tokens are zero.
+    """
+    make = view.codec.transform.forward if decode is None else torch.zeros_like
+    return view.place_sinks(read_slots(view, start, end, decode).clone(), start, make)
+
+
+def decode_slots(slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool) -> None:
+    """Decode packed tokens; parameters as of `Backend.decode`."""
+    y = read_slots(slots, start, end)
+    out.copy_(saturated(slots.codec.transform.inverse(y) if inverse else y, out.dtype))
