@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
-from kvpact.kernels import attend
+from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import library
 
 SHAPES = {"A": (8, 4, 128), "B": (3, 3, 64)}  # KV heads, query heads per KV head, width
 OURS = {
-    "fp16, fused": ("none:dtype=fp16", "exact"),
-    "4 bits": ("turboquant:bits=4", "exact"),
-    "4 bits, fast": ("turboquant:bits=4", "fast"),
-    "8 bits": ("int:bits=8", "exact"),
-    "8 bits, fast": ("int:bits=8", "fast"),
-    "3 bits": ("turboquant:bits=3", "exact"),
-    "2 bits": ("turboquant:bits=2", "exact"),
-    "2 bits, fast": ("turboquant:bits=2", "fast"),
-    "kivi 4": ("kivi:bits=4", "exact"),
-    "kvarn 4": ("kvarn:bits=4", "exact"),
-    "centred 4": ("turboquant:bits=4,center=64", "exact"),
+    "fp16, fused": ("none:dtype=fp16", "full"),
+    "4 bits": ("turboquant:bits=4", "full"),
+    "4 bits, fast": ("turboquant:bits=4", "int8"),
+    "8 bits": ("int:bits=8", "full"),
+    "8 bits, fast": ("int:bits=8", "int8"),
+    "3 bits": ("turboquant:bits=3", "full"),
+    "2 bits": ("turboquant:bits=2", "full"),
+    "2 bits, fast": ("turboquant:bits=2", "int8"),
+    "kivi 4": ("kivi:bits=4", "full"),
+    "kvarn 4": ("kvarn:bits=4", "full"),
+    "centred 4": ("turboquant:bits=4,center=64", "full"),
     "4 bits, paged": ("turboquant:bits=4", "paged"),
 }
 Call = Callable[[], object]
@@ -52,26 +53,28 @@ def our_calls(tokens: int, shape: str, ring: int, names: list[str]) -> dict[str,
 def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call], int]:
     """Return a call per cache of the ring, and the bytes of one cache."""
     heads, groups, dim = SHAPES[shape]
-    spec, kernel = OURS[name]
+    spec, how = OURS[name]
+    precision = "full" if how == "paged" else how
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
     generator = torch.Generator().manual_seed(tokens)
-    cache = create_cache(spec, geometry, kernel="exact" if kernel == "paged" else kernel)
+    cache = create_cache(spec, geometry, backend="cpu", precision=precision)
     for start in range(0, tokens, 2048):
         size = (1, heads, min(2048, tokens - start), dim)
         cache.store(0, *(torch.randn(size, generator=generator) for _ in "kv"))
     held = sum(tensor.nbytes for tensor in cache._layers[0].tensors())
     count = copies(held, ring)
-    if kernel == "paged":
+    if how == "paged":
         views = paged_views(spec, geometry, tokens, count, generator)
     else:
         caches = [cache]
         for _ in range(count - 1):
             caches.append(cache.fork())
             caches[-1].select(torch.tensor([0]))
-        views = [cache._layers[0]._view(None) for cache in caches]
+        views = [(entry._plan, entry._view(None)) for entry in (c.entry(0) for c in caches)]
     q = torch.randn(1, heads * groups, 1, dim, generator=generator)
     new, config = torch.randn(1, heads, 1, dim, generator=generator), AttendConfig()
-    calls = [lambda view=view: attend(view, new, new, q, config) for view in views]
+    made = [(plan, (AttendCall(view, new, new, q, config),)) for plan, view in views]
+    calls = [lambda plan=plan, given=given: plan.attend(given) for plan, given in made]
     for call in calls:
         call()  # a step finds what the step before it has kept beside the slots
     return calls, held
@@ -93,11 +96,11 @@ def reading(block: torch.Tensor, size: int) -> Call:
 
 def paged_views(
     spec: str, geometry: CacheGeometry, tokens: int, count: int, generator: torch.Generator
-) -> list[object]:
-    """Return views of sequences whose pages of 128 tokens lie in turns."""
+) -> list[tuple[Any, Any]]:
+    """Return plans and views of sequences whose pages of 128 tokens lie in turns."""
     count = min(count, max(2, 2**18 // tokens))
     pages = count * (-(-tokens // 128) + 1)
-    cache = PagedKVCache(spec, geometry, pages, 128, kernel="exact")
+    cache = PagedKVCache(spec, geometry, pages, 128, backend="cpu")
     seqs = [cache.allocate() for _ in range(count)]
     shape = (geometry.num_kv_heads, 1024, geometry.head_dim)
     for start in range(0, tokens, 1024):
@@ -105,4 +108,5 @@ def paged_views(
         k, v = (torch.randn(shape, generator=generator)[:, :part] for _ in "kv")
         for seq in seqs:
             cache.append(0, {seq: (k, v)})
-    return [cache._sequence(seq).layers[0]._view(None) for seq in seqs]
+    layers = [cache.layer_of(seq, 0) for seq in seqs]
+    return [(layer._plan, layer._view(None)) for layer in layers]

@@ -25,10 +25,9 @@ import torch
 from kvpact import CacheGeometry, create_cache, parse_spec
 from kvpact.cache.segments import SegmentList
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels import CHUNK, StreamView
+from kvpact.kernels import CHUNK, StreamView, choose
 from kvpact.kernels.cpu import library
-from kvpact.kernels.cpu.encode import SlotWriter
-from kvpact.kernels.plan import choose
+from kvpact.kernels.cpu.encode import CpuEncoder
 
 SPECS = (
     "turboquant:bits=4",
@@ -69,7 +68,7 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
     store.extend(store.missing(tokens))
     size = store.segment_tokens
     segments = [store.segment(index) for index in range(-(-tokens // size))]
-    matrix, writer, native = torch.randn(dim, dim), SlotWriter(codec), library()
+    matrix, encoder = torch.randn(dim, dim), CpuEncoder(library(), codec)
 
     def body() -> None:
         # In chunks, as a prefill comes.
@@ -79,26 +78,30 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
                 field.write(segments[start // size][field.name], 0, arrays[field.name])
 
     encoding = {
-        "native": lambda: writer.write(native, segments, size, x, 0),
+        "native": lambda: encoder.write(x, segments, size, 0),
         "torch": body,
         "matmul": lambda: x @ matrix,
     }
     # The first round fills the slots; that later ones OR the same bits into them costs the same.
     encoded = rounds_of(encoding, rounds)
-    views = [
-        StreamView(codec, store.source(), tokens, x[:, :, :0], None, None, 0, check, choose(kernel))
-        for kernel in ("exact", "torch")
-    ]
+    view = StreamView(codec, store.source(), tokens, x[:, :, :0], None, None, 0, check)
 
     out = torch.empty_like(x)
 
-    def back(view: StreamView) -> None:
-        for start in range(0, tokens, CHUNK):
-            end = min(start + CHUNK, tokens)
-            view.dequantize(start, end, torch.float32, out[:, :, start:end])
+    def back(backend: str) -> Callable[[], None]:
+        plan = choose(backend).stream(codec, x.device, x.dtype)
 
-    decoding = {"native": lambda: back(views[0]), "torch": lambda: back(views[1])}
-    both = (encoded, rounds_of(decoding, rounds) if codec.packed_format() else {})
+        def run() -> None:
+            for start in range(0, tokens, CHUNK):
+                end = min(start + CHUNK, tokens)
+                plan.decode(view, start, end, out[:, :, start:end])
+
+        return run
+
+    decoding = {}
+    if codec.packed_format():
+        decoding = {"native": back("cpu"), "torch": back("torch")}
+    both = (encoded, rounds_of(decoding, rounds) if decoding else {})
     place = {"spec": spec, "side": side, "dim": dim}
     return tuple({**place, **speeds(x.numel(), times)} for times in both)
 
@@ -118,12 +121,12 @@ def one_token(spec: str, held: tuple[int, ...], rounds: int) -> Row:
     geometry = CacheGeometry(1, HEADS, 128, None, torch.float32)
     k, v = torch.randn(2, 1, HEADS, 1, 128, generator=torch.Generator().manual_seed(1))
     calls: dict[str, Callable[[], object]] = {}
-    for kernel, count in (("exact", held[0]), ("exact", held[-1]), ("torch", held[0])):
-        cache = create_cache(spec, geometry, kernel=kernel)
+    for kernel, count in (("cpu", held[0]), ("cpu", held[-1]), ("torch", held[0])):
+        cache = create_cache(spec, geometry, backend=kernel)
         for start in range(0, count, 4096):
             part = torch.randn(2, 1, HEADS, min(4096, count - start), 128)
             cache.store(0, *part)
-        name = f"{'native' if kernel == 'exact' else kernel} at {count}"
+        name = f"{'native' if kernel == 'cpu' else kernel} at {count}"
         calls[name] = lambda cache=cache: cache.store(0, k, v)
     times = rounds_of(calls, rounds)
     found: Row = {name: seconds * 1e6 for name, seconds in times.items()}

@@ -43,7 +43,7 @@ FOUR, QUANTO = "turboquant:bits=4", "QuantizedCache"
 CANDIDATES = [
     Candidate("DynamicCache", "fp32"),
     Candidate("DynamicCache", "bf16"),
-    *(Candidate(FOUR, dtype, kernel) for dtype in ("fp32", "bf16") for kernel in ("exact", "fast")),
+    *(Candidate(FOUR, dtype, how) for dtype in ("fp32", "bf16") for how in ("full", "int8")),
     Candidate("turboquant:bits=3", "fp32"),
     Candidate("int:bits=8", "fp32"),
     Candidate(QUANTO, "fp32"),

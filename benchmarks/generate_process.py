@@ -29,12 +29,12 @@ class Candidate:
 
     spec: str
     dtype: str
-    kernel: str = "exact"
+    precision: str = "full"
 
     @property
     def name(self) -> str:
         """Return the name in the tables."""
-        fast = ", fast" if self.kernel == "fast" else ""
+        fast = ", fast" if self.precision == "int8" else ""
         return f"{self.spec}{fast}, {self.dtype}"
 
     def make(self, model: PreTrainedModel) -> Cache:
@@ -43,7 +43,7 @@ class Candidate:
             return DynamicCache(config=model.config)
         if self.spec == "QuantizedCache":
             return QuantizedCache("quanto", model.config, nbits=4)
-        return CompressedCache(model.config, self.spec, kernel=self.kernel)
+        return CompressedCache(model.config, self.spec, precision=self.precision)
 
 
 def prefill(model_name: str, text: str, tokens: int, path: Path, threads: int) -> None:

@@ -35,17 +35,17 @@ from kvpact.kernels.cpu import library  # noqa: E402
 
 SHAPES = {"A": {"groups": 4, "dim": 128}, "B": {"groups": 3, "dim": 64}}
 ATTEND = {
-    "4 bits": ("turboquant:bits=4", "exact"),
-    "4 bits, fast": ("turboquant:bits=4", "fast"),
-    "3 bits": ("turboquant:bits=3", "exact"),
-    "2 bits": ("turboquant:bits=2", "exact"),
-    "2 bits, fast": ("turboquant:bits=2", "fast"),
-    "8 bits": ("int:bits=8", "exact"),
-    "8 bits, fast": ("int:bits=8", "fast"),
-    "kivi 4": ("kivi:bits=4", "exact"),
-    "kvarn 4": ("kvarn:bits=4", "exact"),
-    "centred 4": ("turboquant:bits=4,center=64", "exact"),
-    "fp16": ("none:dtype=fp16", "exact"),
+    "4 bits": ("turboquant:bits=4", "full"),
+    "4 bits, fast": ("turboquant:bits=4", "int8"),
+    "3 bits": ("turboquant:bits=3", "full"),
+    "2 bits": ("turboquant:bits=2", "full"),
+    "2 bits, fast": ("turboquant:bits=2", "int8"),
+    "8 bits": ("int:bits=8", "full"),
+    "8 bits, fast": ("int:bits=8", "int8"),
+    "kivi 4": ("kivi:bits=4", "full"),
+    "kvarn 4": ("kvarn:bits=4", "full"),
+    "centred 4": ("turboquant:bits=4,center=64", "full"),
+    "fp16": ("none:dtype=fp16", "full"),
 }
 ENCODE = {
     "4 bits": "turboquant:bits=4",
@@ -67,10 +67,10 @@ def record(path: Path) -> list[Row]:
     recorder = Recorder()
     with recorder.recording():
         record_attend(recorder, spec=ATTEND["4 bits"][0])
-        for (name, (spec, kernel)), shape in itertools.product(ATTEND.items(), SHAPES):
+        for (name, (spec, precision)), shape in itertools.product(ATTEND.items(), SHAPES):
             for held in LENGTHS:
                 record_attend(
-                    recorder, spec=spec, kernel=kernel, held=held, heads=1, **SHAPES[shape]
+                    recorder, spec=spec, precision=precision, held=held, heads=1, **SHAPES[shape]
                 )
             rows.append({"name": f"attend, {name}, {shape}", "units": LENGTHS[1] - LENGTHS[0]})
         for (name, spec), side in itertools.product(ENCODE.items(), "kv"):

@@ -27,8 +27,8 @@ from machine import processor
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels import attend, attend_latent
-from kvpact.kernels.cpu import attend_rows as native_rows
+from kvpact.kernels import AttendCall
+from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import library
 
 SHAPES = {"A": (8, 4, 128, None), "B": (3, 3, 64, None), "MLA": (1, 16, 512, 64)}
@@ -36,13 +36,13 @@ NEVER = 1 << 30
 
 
 def views(spec: str, shape: str, tokens: int, ring: int, kernel: str) -> list[Any]:
-    """Return views of the first layer of caches that hold the same tokens."""
+    """Return plans and views of the first layer of caches that hold the same tokens."""
     heads, _, dim, rope = SHAPES[shape]
     generator = torch.Generator().manual_seed(tokens)
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
     if rope:
         geometry = CacheGeometry.mla(1, dim, rope, torch.float32)
-    first = create_cache(spec, geometry, kernel=kernel)
+    first = create_cache(spec, geometry, backend=kernel)
     for start in range(0, tokens, 1024):
         size = (1, heads, min(1024, tokens - start))
         first.store(0, *(torch.randn(*size, d, generator=generator) for d in (dim, rope or dim)))
@@ -50,18 +50,18 @@ def views(spec: str, shape: str, tokens: int, ring: int, kernel: str) -> list[An
     for _ in range(copies(first.memory_usage(), ring) - 1):
         caches.append(first.fork())
         caches[-1].select(torch.tensor([0]))
-    return [cache._layers[0]._view(None) for cache in caches]
+    return [(entry._plan, entry._view(None)) for entry in (cache.entry(0) for cache in caches)]
 
 
 def forced(rows: int, call: Callable[[], object]) -> Callable[[], object]:
     """Return a call whose kernel for many rows begins at `rows`."""
 
     def run() -> object:
-        before, native_rows.MANY_ROWS = native_rows.MANY_ROWS, rows
+        before, native.MANY_ROWS = native.MANY_ROWS, rows
         try:
             return call()
         finally:
-            native_rows.MANY_ROWS = before
+            native.MANY_ROWS = before
 
     return run
 
@@ -75,13 +75,13 @@ def calls(
     q = torch.randn(1, heads * groups, queries, dim + (rope or 0), generator=generator)
     k, v = (torch.randn(1, heads, queries, d, generator=generator) for d in (dim, rope or dim))
     config = AttendConfig(softmax_scale=dim**-0.5)
-    compute = attend_latent if rope else attend
 
     def over(kernel: str) -> list[Callable[[], object]]:
         found = views(spec, shape, tokens, ring, kernel)
-        return [lambda view=view: compute(view, k, v, q, config) for view in found]
+        made = [(plan, AttendCall(view, k, v, q, config, None, bool(rope))) for plan, view in found]
+        return [lambda plan=plan, call=call: plan.attend((call,)) for plan, call in made]
 
-    natives = over("exact")
+    natives = over("cpu")
     result = {"torch": over("torch"), "many": [forced(1, call) for call in natives]}
     if not rope:
         result["few"] = [forced(NEVER, call) for call in natives]
@@ -93,7 +93,7 @@ def row_of(times: dict[str, list[float]], **about: Any) -> dict[str, Any]:
     medians = {name: statistics.median(found) * 1e3 for name, found in times.items()}
     quartiles = {n: [x * 1e3 for x in statistics.quantiles(t, n=4)[::2]] for n, t in times.items()}
     groups = SHAPES[about["shape"]][1]
-    many = "few" not in times or about["queries"] * groups >= native_rows.MANY_ROWS
+    many = "few" not in times or about["queries"] * groups >= native.MANY_ROWS
     return {**about, "ms": medians, "ms_quartiles": quartiles, "taken": "many" if many else "few"}
 
 

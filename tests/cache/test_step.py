@@ -1,13 +1,10 @@
 """A `Step` reads the past under its layer's lock: nobody rolls it back meanwhile."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.cache.segments import ListSource
-from kvpact.kernels import StreamView
 
 
 class Lock:
@@ -27,7 +24,7 @@ class Lock:
 def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
     x = torch.randn(1, 2, 130, 64, generator=torch.Generator().manual_seed(0))
     cache = create_cache(
-        "turboquant:bits=4,sinks=0,window=0", CacheGeometry(1, 2, 64), kernel=kernel
+        "turboquant:bits=4,sinks=0,window=0", CacheGeometry(1, 2, 64), backend=kernel
     )
     cache.store(0, x, x)
     step = cache.store(0, x[:, :, :1], x[:, :, :1])
@@ -43,9 +40,9 @@ def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
 
         monkeypatch.setattr(owner, name, spy)
 
-    watch(StreamView, "_read")  # torch
+    watch(ListSource, "gather")  # torch
     watch(ListSource, "addresses")  # native kernels
-    step = dataclasses.replace(step, lock=lock)
+    step = step._replace(lock=lock)
     if how == "attend":
         step.attend(x[:, :, :1], AttendConfig())
     else:

@@ -233,7 +233,7 @@ def test_methods_lists_all_and_explains_one():
 
 
 def test_doctor_names_every_operation_and_backend():
-    from kvpact.kernels.plan import report
+    from kvpact.kernels import report
 
     out = good("doctor")
     for line in report():

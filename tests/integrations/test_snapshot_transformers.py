@@ -91,18 +91,18 @@ def test_fingerprints_know_weights_and_config_and_nothing_else(llama, make_model
 
 
 def test_a_restored_cache_keeps_its_kernel_and_its_shape(llama, prompt):
-    cache = CompressedCache(llama.config, "int:bits=4", kernel="torch")
+    cache = CompressedCache(llama.config, "int:bits=4", backend="torch")
     with torch.no_grad():
         llama(**prompt, past_key_values=cache)
     saved = cache.snapshot()
-    again = CompressedCache(llama.config, "int:bits=4", kernel="torch")
+    again = CompressedCache(llama.config, "int:bits=4", backend="torch")
     again.restore(saved)
     new = {"input_ids": torch.full((2, 1), 5)}
     with torch.no_grad():
         wanted = llama(**new, past_key_values=cache).logits
         assert torch.equal(llama(**new, past_key_values=again).logits, wanted)
     for layer in again.layers:
-        assert layer.cache.stats()["kernel"]["requested"] == "torch"
+        assert layer.cache.stats()["compute"]["requested"] == "torch"
     other = create_cache("int:bits=4", CacheGeometry(2, 1, 16, dtype=torch.float32))
     for index in range(2):
         other.store(index, torch.zeros(2, 1, 5, 16), torch.zeros(2, 1, 5, 16))

@@ -76,17 +76,18 @@ def both(
     seed: int = 0,
     layout: str = "contiguous",
     change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
-    kernel: str = "exact",
+    backend: str = "cpu",
+    precision: str = "full",
     **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Return the torch body's output, the native one, and how the native cache's calls went."""
     results = []
-    for name in ("torch", kernel):
+    for name in ("torch", backend):
         generator = torch.Generator().manual_seed(seed)
         geometry = CacheGeometry(1, heads, dim, value_dim, dtype)
         pages = {"num_pages": batch * (-(-(held + new) // 128) + 1), "page_size": 128}
         options = pages if layout == "paged" else {}
-        cache = create_cache(spec, geometry, layout, kernel=name, **options)
+        cache = create_cache(spec, geometry, layout, backend=name, precision=precision, **options)
         k = random_tokens(generator, batch, heads, held, dim, dtype=dtype)
         v = random_tokens(generator, batch, heads, held, value_dim or dim, dtype=dtype)
         rules = {key: config[key] for key in ("padding",) if key in config}
@@ -98,7 +99,7 @@ def both(
         results.append(
             cache.attend(0, change(k), change(v), change(q), AttendConfig(**config)).float()
         )
-    return results[0], results[1], cache.stats()["kernel"]["calls"]
+    return results[0], results[1], cache.stats()["compute"]["attend"]
 
 
 def error(expected: torch.Tensor, found: torch.Tensor) -> float:

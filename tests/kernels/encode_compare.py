@@ -9,7 +9,8 @@ import torch
 
 from kvpact import parse_spec
 from kvpact.kernels.cpu import library
-from kvpact.kernels.cpu.encode import SlotWriter, can_hold, refusal
+from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.cpu.encode import CpuEncoder
 
 FORMATS = (
     *(f"turboquant:bits={bits}" for bits in range(1, 9)),
@@ -102,11 +103,13 @@ def native_slots(
         made = {f.name: guarded(f, batch, heads) for f in codec.fields}
         segments.append({name: storage for name, (storage, _) in made.items()})
         memory += [whole for _, whole in made.values()]
-    writer = SlotWriter(codec)
+    encoder = CpuEncoder(library(), codec)
     for piece in pieces:
-        assert refusal(codec, piece) == "" and can_hold(library(), codec, piece)
+        assert CPU.covers("encode", codec, piece.dtype) == ""
+        prepared = encoder.prepare(piece)
+        assert prepared is piece, "the torch body encoded"
         first, last = start // SEGMENT, -(-(start + piece.shape[2]) // SEGMENT)
-        writer.write(library(), segments[first:last], SEGMENT, piece, start)
+        encoder.write(prepared, segments[first:last], SEGMENT, start - first * SEGMENT)
         start += piece.shape[2]
     return segments, memory
 

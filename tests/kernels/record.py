@@ -209,10 +209,10 @@ def _segments(part: ctypes.Structure) -> int:
 
 
 def record_attend(recorder: Recorder, **case: Any) -> None:
-    """Record one call of `compare.both`; `bound` as there, or that of ``kernel="fast"``."""
+    """Record one call of `compare.both`; `bound` as there, or that of ``precision="int8"``."""
     before = len(recorder.cases)
     expected, _, _ = compare.both(**case)
-    bound = 0.03 if case.get("kernel") == "fast" else compare.BOUND
+    bound = 0.03 if case.get("precision") == "int8" else compare.BOUND
     if "dtype" in case:
         bound = torch.finfo(case["dtype"]).eps / 2  # what is expected was rounded to it
     made = [one for one in recorder.cases[before:] if one.operation.startswith("attend")]
@@ -246,7 +246,7 @@ def record_all(recorder: Recorder) -> None:
     mask = torch.arange(303).expand(1, 1, 3, 303) % 3 > 0
     for case in (
         *compare.cases(),
-        *({"spec": spec, "kernel": "fast"} for spec in FAST),
+        *({"spec": spec, "backend": "cpu", "precision": "int8"} for spec in FAST),
         {"spec": "turboquant:bits=4", "new": 3, "mask": mask, "softcap": 1.5},
         {"spec": "kivi:bits=2", "new": 16, "sink_logits": torch.linspace(-2, 4, 6)},
         {"spec": "turboquant:bits=2", "batch": 3, "padding": torch.tensor([0, 5, 140])},

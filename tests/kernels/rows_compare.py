@@ -10,7 +10,6 @@ from compare import FORMATS, both, check_guards, error, guarded_output, random_t
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
-from kvpact.kernels.cpu import attend_rows as native_rows
 
 LATENT_FORMATS = ("turboquant:bits=4", "turboquant:bits=3/fp8", "int:bits=8", "kivi:bits=4", "none")
 
@@ -31,12 +30,12 @@ def latents(
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Return the torch body's output over latents, the native one, and the calls' ways."""
     results = []
-    for name in ("torch", "exact"):
+    for name in ("torch", "cpu"):
         generator = torch.Generator().manual_seed(seed)
         geometry = CacheGeometry.mla(1, rank, rope, dtype)
         pages = {"num_pages": batch * (-(-(held + new) // 128) + 1), "page_size": 128}
         options = pages if layout == "paged" else {}
-        cache = create_cache(spec, geometry, layout, kernel=name, **options)
+        cache = create_cache(spec, geometry, layout, backend=name, **options)
         rules = {"softmax_scale": 0.07, **config}
         padding = {key: config[key] for key in ("padding",) if key in config}
 
@@ -51,7 +50,7 @@ def latents(
         c_kv, k_rope = tokens(new)
         q = random_tokens(generator, batch, q_heads, new, rank + rope, dtype=dtype)
         results.append(cache.attend(0, c_kv, k_rope, q, AttendConfig(**rules)).float())
-    return results[0], results[1], cache.stats()["kernel"]["calls"]
+    return results[0], results[1], cache.stats()["compute"]["attend"]
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
     from kvpact.kernels.cpu import library
 
     native.new_output = guarded_output
-    native_rows.MANY_ROWS = 1
+    native.MANY_ROWS = 1
     cases: list[dict[str, Any]] = [{"spec": spec, "new": 17} for spec in FORMATS]
     for dim in (36, 80, 96, 128, 256, 576):
         specs = ("turboquant:bits=3", "int:bits=8", "kivi:bits=4,group=64", "fp8")

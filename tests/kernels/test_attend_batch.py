@@ -21,7 +21,7 @@ HEADS, GROUPS, DIM, LENGTHS = 3, 2, 64, (1, 31, 700, 129, 33)
 def filled(kernel, spec="turboquant:bits=4", lengths=LENGTHS):
     generator = torch.Generator().manual_seed(0)
     geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.float32)
-    cache = PagedKVCache(spec, geometry, 128, 64, kernel=kernel)
+    cache = PagedKVCache(spec, geometry, 128, 64, backend=kernel)
     seqs = [cache.allocate() for _ in lengths]
     for seq, length in zip(seqs, lengths, strict=True):
         if length:
@@ -38,13 +38,13 @@ def given(rows, new=1):
 @pytest.mark.parametrize("exact_new", (True, False))
 @pytest.mark.parametrize("spec", ("turboquant:bits=4", "kivi:bits=2,group=32", "fp8/int:bits=8"))
 def test_one_call_for_all_rows(monkeypatch, spec, exact_new):
-    counts, carry_out = [], native.run
+    counts, carry_out = [], native.attend_native
 
-    def run(kernel, calls):
+    def attend_native(library, calls, precision):
         counts.append(len(calls))
-        carry_out(kernel, calls)
+        return carry_out(library, calls, precision)
 
-    monkeypatch.setattr(native, "run", run)
+    monkeypatch.setattr(native, "attend_native", attend_native)
     monkeypatch.setattr(native, "new_output", lambda *shape: torch.full(shape, torch.nan))
     configs = [
         AttendConfig(exact_new=exact_new, sliding_window=50, softcap=20.0),
@@ -52,14 +52,14 @@ def test_one_call_for_all_rows(monkeypatch, spec, exact_new):
         AttendConfig(exact_new=exact_new, mask=torch.randn(5, 1, 2, max(LENGTHS) + 6)),
     ]
     outputs = []
-    for kernel in ("torch", "exact"):
+    for kernel in ("torch", "cpu"):
         cache, view = filled(kernel, spec)
         k, v, q = given(len(LENGTHS), 2)
         found = [view.attend(0, k, v, q, config) for config in (configs[0], configs[1])]
         cut = [max(cache.seq_len(seq) for seq in view.seqs) + 2, configs[2]]
         config = AttendConfig(exact_new=exact_new, mask=cut[1].mask[..., : cut[0]])
         outputs.append([*found, view.attend(0, k, v, q, config)])
-        calls = dict(cache.kernel.calls)
+        calls = dict(cache.stats()["compute"]["attend"])
     assert counts == [len(LENGTHS)] * 3 and calls == {"cpu": 3 * len(LENGTHS)}
     for expected, found in zip(*outputs, strict=True):
         assert error(expected, found) <= BOUND
@@ -71,7 +71,7 @@ def test_the_same_numbers_alone_and_together(threads):
     torch.set_num_threads(threads)
     try:
         lengths = (3000, 5, 0, 900, 64, 1200, 40)[: 7 - threads]
-        (_, together), (cache, alone) = (filled("exact", "int:bits=4", lengths) for _ in "ab")
+        (_, together), (cache, alone) = (filled("cpu", "int:bits=4", lengths) for _ in "ab")
         k, v, q = given(len(lengths))
         found = together.attend(0, k, v, q)
         for i, seq in enumerate(alone.seqs):
@@ -81,23 +81,23 @@ def test_the_same_numbers_alone_and_together(threads):
         torch.set_num_threads(before)
 
 
-def test_an_empty_sequence_goes_with_the_others():
+def test_an_empty_row_among_others():
     outputs = []
-    for kernel in ("torch", "exact"):
+    for kernel in ("torch", "cpu"):
         cache, view = filled(kernel, lengths=(40, 0, 200))
         outputs.append(view.attend(0, *given(3)).clone())
     assert error(*outputs) <= BOUND
-    assert dict(cache.kernel.calls) == {"cpu": 3}
+    assert cache.stats()["compute"]["attend"] == {"cpu": 3}
 
 
 def test_half_precision_queries_saturate():
-    _, view = filled("exact")
+    _, view = filled("cpu")
     k, v, q = given(len(LENGTHS))
     assert view.attend(0, k, v, q.half()).dtype == torch.float16
 
 
 def test_a_wrong_mask_changes_no_row():
-    cache, view = filled("exact")
+    cache, view = filled("cpu")
     k, v, q = given(len(LENGTHS))
     before = [cache.seq_len(seq) for seq in view.seqs]
     mask = torch.ones(1, HEADS * GROUPS + 1, 1, max(LENGTHS) + 1, dtype=torch.bool)
@@ -107,7 +107,7 @@ def test_a_wrong_mask_changes_no_row():
 
 
 def test_views_with_the_same_rows_in_other_orders_do_not_wait_for_each_other_forever():
-    cache, view = filled("exact")
+    cache, view = filled("cpu")
     views = [view, cache.view(view.seqs[::-1])]
     k, v, q = given(len(LENGTHS))
     config = AttendConfig(exact_new=False)

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import BackendUnavailable, GeometryError
+from kvpact.kernels import choose
 from kvpact.kernels.cpu import LEVELS, library
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.library import _load
-from kvpact.kernels.plan import choose
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -140,9 +140,9 @@ def test_pages(spec):
 def test_after_growth_rollback_fork_and_selection():
     """Pointers to segments follow every change of the segments."""
     outputs = []
-    for kernel in ("torch", "exact"):
+    for kernel in ("torch", "cpu"):
         generator = torch.Generator().manual_seed(3)
-        cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), kernel=kernel)
+        cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend=kernel)
         found = []
 
         def step(new, cache, generator=generator, found=found):
@@ -221,13 +221,15 @@ def test_threads_give_the_same_numbers(spec, groups):
 
 def test_the_kernel_is_told_and_chosen():
     geometry = CacheGeometry(1, 2, 64)
-    exact = create_cache("turboquant:bits=4", geometry, kernel="exact").stats()["kernel"]
-    assert exact["name"] == f"cpu exact {library().level}" and exact["requested"] == "exact"
-    assert create_cache("fp8", geometry, kernel="torch").stats()["kernel"]["name"] == "torch"
-    with pytest.raises(BackendUnavailable, match="auto, exact, fast, torch"):
-        create_cache("fp8", geometry, kernel="gpu")
-    _, _, calls = both("turboquant:bits=4,mode=prod")
-    assert calls == {"torch: no native format for TurboQuantCodec": 1}
+    cpu = create_cache("turboquant:bits=4", geometry, backend="cpu").stats()["compute"]
+    assert cpu["name"] == "cpu" and cpu["requested"] == "cpu"
+    assert create_cache("fp8", geometry, backend="torch").stats()["compute"]["name"] == "torch"
+    with pytest.raises(BackendUnavailable, match="auto, cpu, torch"):
+        create_cache("fp8", geometry, backend="gpu")
+    with pytest.raises(BackendUnavailable, match="full, int8"):
+        create_cache("fp8", geometry, precision="int4")
+    _, _, calls = both("turboquant:bits=4,mode=prod", backend="auto")
+    assert calls == {"torch": 1}
     _, _, calls = both("turboquant:bits=4", new=40)
     assert calls == {"cpu": 1}
 
@@ -236,13 +238,32 @@ def test_without_the_library(monkeypatch):
     """No compiler at installation: auto computes in torch, a name raises with the reason."""
     module = sys.modules["kvpact.kernels.cpu.library"]
     monkeypatch.setattr(module, "_load", lambda: "not built: no compiler")
-    assert choose().name == "torch" and "no compiler" in choose().reason
+    cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64))
+    cache.store(0, *torch.zeros(2, 1, 2, 3, 64))
+    stats = cache.stats()["compute"]
+    assert stats["name"] == "torch"
+    assert all("no compiler" in stats["reasons"][f"{op}: torch"] for op in ("attend", "encode"))
     with pytest.raises(BackendUnavailable, match="no compiler"):
-        choose("exact")
+        choose("cpu")
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "paged"))
+@pytest.mark.parametrize("spec", ("vq:dims=2", "int:bits=4/qjl", "turboquant:bits=4,mode=prod"))
+def test_a_backend_asked_for_by_name_runs_or_raises(spec, layout):
+    """`kernel="exact"` ran torch silently where it covered nothing."""
+    options = {"num_pages": 2} if layout == "paged" else {}
+    with pytest.raises(BackendUnavailable, match="'cpu' can't attend: cpu: no native format"):
+        create_cache(spec, CacheGeometry(1, 2, 64), layout, backend="cpu", **options)
+
+
+def test_a_misspelt_simd_level_is_an_error_and_not_a_slow_cache(monkeypatch):
+    monkeypatch.setenv("KVPACT_SIMD", "avx3")
+    with pytest.raises(BackendUnavailable, match="KVPACT_SIMD='avx3'"):
+        create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64))
 
 
 def test_what_does_not_fit_raises_before_the_kernel_runs():
-    cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), kernel="exact")
+    cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend="cpu")
     k, v = torch.randn(2, 1, 2, 50, 64, generator=torch.Generator().manual_seed(0))
     cache.prefill(0, k, v)
     q = k[:, :, :1].repeat(1, 2, 1, 1)
@@ -282,14 +303,14 @@ def test_fast_adds_one_percent(spec, shape):
     """8-bit arithmetic is another result, by a bounded amount; beside it, nothing is exact."""
     groups, dim = shape
     case = {"spec": f"{spec},window=0,sinks=0", "groups": groups, "dim": dim, "held": 700}
-    expected, found, calls = both(**case, kernel="fast")
+    expected, found, calls = both(**case, backend="cpu", precision="int8")
     assert calls == {"cpu": 1}
     check_guards()
     assert 1e-4 < error(expected, found) < 0.02
 
 
 def test_fast_is_exact_where_there_are_no_bytes():
-    expected, found, _ = both("kivi:bits=4", kernel="fast")
+    expected, found, _ = both("kivi:bits=4", backend="cpu", precision="int8")
     assert error(expected, found) <= BOUND
 
 

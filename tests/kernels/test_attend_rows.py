@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from rows_compare import LATENT_FORMATS, latents
 
 from kvpact import AttendConfig, CacheGeometry, MLACache, create_cache
-from kvpact.errors import GeometryError
-from kvpact.kernels.cpu import LEVELS
+from kvpact.errors import GeometryError, KVPactError
+from kvpact.kernels.cpu import LEVELS, library
 from kvpact.kernels.cpu import attend as native
-from kvpact.kernels.cpu import attend_rows as native_rows
 from kvpact.kernels.cpu.library import _load
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
@@ -29,7 +28,7 @@ pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernel
 @pytest.fixture(autouse=True)
 def many_rows_always(monkeypatch):
     monkeypatch.setattr(native, "new_output", guarded_output)
-    monkeypatch.setattr(native_rows, "MANY_ROWS", 1)
+    monkeypatch.setattr(native, "MANY_ROWS", 1)
 
 
 def same(make=both, bound=BOUND, **case):
@@ -175,7 +174,7 @@ def test_heads_over_latents_are_counted_as_native():
         made = [random_tokens(generator, 1, 1, count, d) for d in (32, 8)]
         made += [random_tokens(generator, 1, 4, count, d) for d in (16, 8)]
         cache.attend_heads(0, *made, *(random_tokens(generator, 4, d, 32) for d in (16, 12)))
-    assert cache.stats()["kernel"]["calls"] == {"cpu": 2}
+    assert cache.stats()["compute"]["attend"] == {"cpu": 2}
     with pytest.raises(GeometryError, match="mask"):
         q = random_tokens(generator, 1, 4, 1, 40)
         mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
@@ -247,35 +246,40 @@ def test_threads_give_the_same_numbers(make):
     assert all(error(outputs[0], other) <= BOUND for other in outputs[1:])
 
 
-def test_the_dispatcher_takes_the_kernel_for_the_rows(monkeypatch):
+def test_rows_decide_on_the_kernel(monkeypatch):
     """Rows are query heads of a KV head times queries; latents always have many."""
-    taken = []
+    taken, real = [], library()
 
     class Library:
-        bit = 1
+        bit = real.bit
 
         def attend(self, bit, args, count):
-            taken.append((args, count))
-            return 0
+            taken.append("few")
+            return real.attend(bit, args, count)
 
         def attend_rows(self, bit, args, latent):
             taken.append("latent" if latent else "many")
-            return 2 if args == b"d" else 0
+            return real.attend_rows(bit, args, latent)
 
-    class Kernel:
-        library, fast = Library(), False
+    monkeypatch.setattr("kvpact.kernels.cpu.backend.library", lambda: Library())
+    monkeypatch.setattr(native, "MANY_ROWS", 12)
+    both("turboquant:bits=4", groups=11)
+    both("turboquant:bits=4", groups=3, new=4)
+    latents("turboquant:bits=4", q_heads=1)
+    assert taken == ["few", "many", "latent"]
 
-    monkeypatch.setattr(native_rows, "MANY_ROWS", 12)
-    monkeypatch.setattr(native_rows, "MANY_ROWS_FAST", 30)
-    for calls, fast, latent, status in (
-        ([(b"a", 11)], False, False, 0),
-        ([(b"a", 1), (b"b", 12), (b"c", 2)], False, False, 0),
-        ([(b"a", 29), (b"d", 30)], True, False, 2),
-        ([(b"a", 1)], False, True, 0),
-    ):
-        Kernel.fast = fast
-        assert native_rows.run(Kernel(), calls, latent) == status
-    assert taken == [(b"a", 1), (b"ac", 2), "many", (b"a", 1), "many", "latent"]
+
+@pytest.mark.parametrize("status", (2, 3))
+def test_a_refusal_of_the_kernel_is_named(monkeypatch, status):
+    class Library:
+        bit = 1
+
+        def attend_rows(self, bit, args, latent):
+            return status
+
+    monkeypatch.setattr("kvpact.kernels.cpu.backend.library", lambda: Library())
+    with pytest.raises(MemoryError if status == 3 else KVPactError):
+        both("turboquant:bits=4")
 
 
 def test_long_contexts_lose_nothing_to_rounding():
@@ -287,9 +291,9 @@ def test_long_contexts_lose_nothing_to_rounding():
 def test_a_long_prompt_by_chunks():
     """Chunks of 128 tokens through both caches: growth, rollback and all."""
     outputs = []
-    for kernel in ("torch", "exact"):
+    for kernel in ("torch", "cpu"):
         generator = torch.Generator().manual_seed(5)
-        cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), kernel=kernel)
+        cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend=kernel)
         found = []
         for count in (128, 128, 100, 40):
             k, v = (random_tokens(generator, 1, 2, count, 64) for _ in "kv")

@@ -19,7 +19,8 @@ from kvpact.arithmetic import square_root
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import LEVELS, library
-from kvpact.kernels.cpu.encode import SlotWriter, codec_encoder, magnitude, refusal
+from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder, magnitude
 from kvpact.kernels.cpu.library import _load
 from kvpact.quantizers import uniform
 
@@ -161,11 +162,11 @@ def test_magnitude(dtype):
 def test_caches_hold_the_same_bytes(spec, layout):
     """Through prefill, decode, rollback and fork, with either kernel."""
     held = []
-    for kernel in ("torch", "exact"):
+    for kernel in ("torch", "cpu"):
         generator = torch.Generator().manual_seed(4)
         options = {"num_pages": 40, "page_size": 32} if layout == "paged" else {}
         geometry = CacheGeometry(2, 3, 64, None, torch.float32)
-        cache = create_cache(spec, geometry, layout, kernel=kernel, **options)
+        cache = create_cache(spec, geometry, layout, backend=kernel, **options)
         for count in (50, 1, 1, 90, *[1] * 40, 3):
             for layer in range(2):
                 k, v = torch.randn(2, 1, 3, count, 64, generator=generator)
@@ -175,7 +176,7 @@ def test_caches_hold_the_same_bytes(spec, layout):
         k, v = torch.randn(2, 1, 3, 1, 64, generator=generator)
         results = [cache.prefill(layer, k, v) for layer in range(2)]
         held.append([x for result in results for x in (result.k, result.v)])
-        encodes = cache.stats()["kernel"]["encodes"]
+        encodes = cache.stats()["compute"]["encode"]
     for a, b in zip(*held, strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
     assert encodes["cpu"] > 0 and "torch" not in encodes
@@ -204,18 +205,19 @@ def test_what_is_not_native_is_torch_and_says_why():
     generator = torch.Generator().manual_seed(6)
     k, v = torch.randn(2, 1, 2, 64, 64, generator=generator)
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
-    cache = create_cache("lowrank:rank=8/turboquant:bits=4", geometry, kernel="exact")
+    cache = create_cache("lowrank:rank=8/turboquant:bits=4", geometry)
     cache.prefill(0, k, v)
-    encodes = cache.stats()["kernel"]["encodes"]
-    assert encodes == {"torch: no native encoding for LowRankCodec": 1, "cpu": 1}
+    stats = cache.stats()["compute"]
+    assert stats["encode"] == {"torch": 1, "cpu": 1}
+    assert stats["reasons"]["encode: torch"] == "cpu: no native encoding for LowRankCodec"
 
 
 def test_numbers_beyond_the_format_are_refused_as_by_torch():
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
     for spec, size in (("turboquant:bits=4", 1e6), ("int:bits=8", 1e8), ("fp8:scale=none", 500.0)):
         messages = []
-        for kernel in ("torch", "exact"):
-            cache = create_cache(spec, geometry, kernel=kernel)
+        for kernel in ("torch", "cpu"):
+            cache = create_cache(spec, geometry, backend=kernel)
             with pytest.raises(NonFiniteError) as caught:
                 cache.prefill(0, *torch.full((2, 1, 2, 5, 64), size))
             messages.append(str(caught.value))
@@ -225,14 +227,15 @@ def test_numbers_beyond_the_format_are_refused_as_by_torch():
 
 def test_what_the_kernel_can_not_take_raises_before_it_is_called():
     codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
-    assert "dtype" in refusal(codec, torch.zeros(1, 1, 1, 64, dtype=torch.float64))
-    assert "width" in refusal(codec_of("fp8", "k", 2048, torch.float32), torch.zeros(1, 1, 1, 2048))
+    assert "dtype" in CPU.covers("encode", codec, torch.float64)
+    wide = codec_of("fp8", "k", 2048, torch.float32)
+    assert "width" in CPU.covers("encode", wide, torch.float32)
     gaps = {
         field.name: field.allocate(1, 1, 256, torch.device("cpu"))[:, :, ::2]
         for field in codec.fields
     }
     with pytest.raises(GeometryError, match="gaps"):
-        SlotWriter(codec).write(library(), [gaps], 128, torch.zeros(1, 1, 1, 64), 0)
+        CpuEncoder(library(), codec).write(torch.zeros(1, 1, 1, 64), [gaps], 128, 0)
 
 
 def test_the_search_tree_finds_the_number_of_boundaries_below():

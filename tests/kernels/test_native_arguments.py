@@ -33,8 +33,7 @@ class Twins:
     def __init__(self, spec, layout="contiguous", batch=2, caches=None, seed=0):
         pages = {"num_pages": 64, "page_size": 32} if layout == "paged" else {}
         self.caches = caches or [
-            create_cache(spec, GEOMETRY, layout, kernel=name, **pages)
-            for name in ("torch", "exact")
+            create_cache(spec, GEOMETRY, layout, backend=name, **pages) for name in ("torch", "cpu")
         ]
         self.batch, self.generator = batch, torch.Generator().manual_seed(seed)
 
@@ -112,8 +111,8 @@ def _filler(new, batch):
 
 def test_pages_that_other_sequences_take():
     caches = [
-        PagedKVCache("int:bits=4,window=4", GEOMETRY, 8, 32, kernel=name)
-        for name in ("torch", "exact")
+        PagedKVCache("int:bits=4,window=4", GEOMETRY, 8, 32, backend=name)
+        for name in ("torch", "cpu")
     ]
     generator = torch.Generator().manual_seed(1)
     seqs = [0, 1]
@@ -137,7 +136,7 @@ def test_pages_that_other_sequences_take():
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_view_lives_longer_than_its_cache_and_what_comes_later(spec):
-    cache = create_cache(spec, GEOMETRY, kernel="exact")
+    cache = create_cache(spec, GEOMETRY, backend="cpu")
     _filler(300, 2)(cache)
     k, v = torch.randn(2, 2, HEADS, 1, DIM, generator=torch.Generator().manual_seed(2))
     q = torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(3))
@@ -170,7 +169,7 @@ def test_half_precision_tokens_and_strided_ones_stay_alive_during_the_call():
 def test_layers_in_threads(monkeypatch):
     layers = 4
     geometry = CacheGeometry(layers, HEADS, DIM, dtype=torch.float32)
-    alone, shared = (create_cache("turboquant:bits=4", geometry, kernel="exact") for _ in "ab")
+    alone, shared = (create_cache("turboquant:bits=4", geometry, backend="cpu") for _ in "ab")
 
     def run(cache, layer):
         generator, outputs = torch.Generator().manual_seed(layer), []

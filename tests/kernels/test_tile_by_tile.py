@@ -4,7 +4,7 @@ import pytest
 from one_layer import fill, kvq
 
 from kvpact.kernels import CHUNK, StreamView
-from kvpact.kernels.plan import native
+from kvpact.kernels.cpu.library import _load
 from kvpact.methods.turboquant import TurboQuantCodec
 
 
@@ -27,7 +27,7 @@ def decoded_tokens(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("queries", [1, 40])
 def test_attending_never_materialises_the_cache(decoded_tokens, monkeypatch, spec, queries):
     k, v, q = kvq(2100)
-    cache = fill(spec, k, v, kernel="torch")
+    cache = fill(spec, k, v, backend="torch")
     assert decoded_tokens == []  # nothing is read to store
     for name in ("dequantize", "dequantize_without_bias"):
         monkeypatch.setattr(StreamView, name, lambda *_: pytest.fail("decompressed"))
@@ -41,18 +41,18 @@ def test_attending_never_materialises_the_cache(decoded_tokens, monkeypatch, spe
     assert sum(decoded_tokens) <= calls * 2 * (2100 + CHUNK)
 
 
-@pytest.mark.skipif(native()[0] is None, reason=native()[1])
+@pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 def test_the_native_kernel_decodes_nothing_outside_of_it(decoded_tokens):
     k, v, q = kvq(2100)
-    cache = fill("turboquant:bits=4", k, v, kernel="exact")
+    cache = fill("turboquant:bits=4", k, v, backend="cpu")
     cache.decode(0, *(x[:, :, :1] for x in (k, v, q)))
-    assert cache.stats()["kernel"]["calls"] == {"cpu": 1}
+    assert cache.stats()["compute"]["attend"] == {"cpu": 1}
     assert decoded_tokens == []
 
 
 def test_a_prefill_decompresses_what_is_read_and_no_more(decoded_tokens):
     k, v, q = kvq(1000)
-    cache = fill("turboquant:bits=4", k, v, kernel="torch")
+    cache = fill("turboquant:bits=4", k, v, backend="torch")
     result = cache.prefill(0, k[:, :, :300], v[:, :, :300], q[:, :, :300])
     assert decoded_tokens == []
     ends = []

@@ -140,7 +140,7 @@ def test_pages_hold_packed_slots(spec):
 @pytest.mark.parametrize("spec", METHODS)
 def test_attention_reads_the_pages(spec, monkeypatch):
     """Nothing of the size of all tokens is decompressed on the way."""
-    cache = PagedKVCache(spec, GEOMETRY, 64, kernel="torch")
+    cache = PagedKVCache(spec, GEOMETRY, 64, backend="torch")
     seq = cache.allocate()
     fill(cache, seq, 1500)
     codec = type(cache._sequence(seq).layers[0].k.codec)

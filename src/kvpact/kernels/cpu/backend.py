@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall, Operation, Precision, SlotReader
-from kvpact.kernels.cpu.attend import NAME, attend_native, new_output
+from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.decode import decode
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder
 from kvpact.kernels.cpu.library import library
@@ -21,7 +21,7 @@ from kvpact.methods import Codec
 class CpuBackend:
     """A C++ library, at the best instruction set that the processor has."""
 
-    name = NAME
+    name = native.NAME
 
     def describe(self) -> str:
         """Return the instruction set."""
@@ -54,14 +54,14 @@ class CpuBackend:
     def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
         """Attend over all calls at once; those without tokens held go through the torch body."""
         if all(call.view is not None for call in calls):
-            return attend_native(library(), calls, precision)
+            return native.attend_native(library(), calls, precision)
         held = [call for call in calls if call.view is not None]
         q = calls[0].q
         rows = sum(call.q.shape[0] for call in calls)
-        out = new_output(rows, *q.shape[1:3], calls[0].output_dim).to(q.dtype)
-        native = iter(
+        out = native.new_output(rows, *q.shape[1:3], calls[0].output_dim).to(q.dtype)
+        outputs = iter(
             torch.split(
-                attend_native(library(), held, precision), [call.q.shape[0] for call in held]
+                native.attend_native(library(), held, precision), [call.q.shape[0] for call in held]
             )
             if held
             else ()
@@ -69,7 +69,7 @@ class CpuBackend:
         place = 0
         for call in calls:
             after = place + call.q.shape[0]
-            out[place:after] = attend(call) if call.view is None else next(native)
+            out[place:after] = attend(call) if call.view is None else next(outputs)
             place = after
         return out
 
