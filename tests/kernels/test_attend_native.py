@@ -248,7 +248,7 @@ def test_without_the_library(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "paged"))
-@pytest.mark.parametrize("spec", ("vq:dims=2", "int:bits=4/qjl", "turboquant:bits=4,mode=prod"))
+@pytest.mark.parametrize("spec", ("vq:dims=2", "qjl/int:bits=4", "turboquant:bits=4,mode=prod"))
 def test_a_backend_asked_for_by_name_runs_or_raises(spec, layout):
     """`kernel="exact"` ran torch silently where it covered nothing."""
     options = {"num_pages": 2} if layout == "paged" else {}

@@ -3,7 +3,7 @@
 import pytest
 from one_layer import fill, kvq
 
-from kvpact.kernels import CHUNK, StreamView
+from kvpact.kernels import CHUNK, StreamPlan
 from kvpact.kernels.cpu.library import _load
 from kvpact.methods.turboquant import TurboQuantCodec
 
@@ -29,8 +29,7 @@ def test_attending_never_materialises_the_cache(decoded_tokens, monkeypatch, spe
     k, v, q = kvq(2100)
     cache = fill(spec, k, v, backend="torch")
     assert decoded_tokens == []  # nothing is read to store
-    for name in ("dequantize", "dequantize_without_bias"):
-        monkeypatch.setattr(StreamView, name, lambda *_: pytest.fail("decompressed"))
+    monkeypatch.setattr(StreamPlan, "decode", lambda *_: pytest.fail("decompressed"))
     new = [x[:, :, :queries] for x in (k, v, q)]
     cache.attend(0, *new)
     if queries == 1:

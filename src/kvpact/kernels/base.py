@@ -179,6 +179,18 @@ class Backend(Protocol):
         """
         ...
 
+    def covers_new(self, dim: int, dtype: torch.dtype) -> str:
+        """Return why attention over new tokens without a past is not there; "" if it is.
+
+        Parameters
+        ----------
+        dim : int
+            Channels of the wider one of K and V.
+        dtype : torch.dtype
+            Of the tokens.
+        """
+        ...
+
     def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
         """Return the arithmetic that attention uses where `precision` was asked for, and why."""
         ...

@@ -271,6 +271,7 @@ class Plan:
         self._attend, why = compute.backend("attend", codecs, k.device, k.dtype)
         self._precision, less = self._attend.precision(compute.precision, *codecs)
         self._name = self._attend.name
+        self._new: Backend | None = None
         compute.note("attend", self._attend, "; ".join(filter(None, (why, less))))
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
@@ -283,9 +284,25 @@ class Plan:
         """
         for call in calls:
             check_call(call)
-        output = self._attend.attend(calls, self._precision)
-        self.compute.counts.add("attend", self._name, len(calls))
+        backend, name = self._attend, self._name
+        if calls[0].view is None and all(call.view is None for call in calls):
+            backend = self._for_new(calls[0])
+            name = backend.name
+        output = backend.attend(calls, self._precision)
+        self.compute.counts.add("attend", name, len(calls))
         return output
+
+    def _for_new(self, call: AttendCall) -> Backend:
+        """Return who attends over a prompt without a past, whatever the codecs are."""
+        if self._new is None:
+            assert call.k is not None and call.v is not None
+            dim, device = max(call.k.shape[3], call.v.shape[3]), self.k.device
+            self._new = self._attend
+            for backend in () if self.compute.named else BACKENDS:
+                if not backend.runs_here(device) and not backend.covers_new(dim, call.k.dtype):
+                    self._new = backend
+                    break
+        return self._new
 
     def explain(self) -> list[Line]:
         """Return who does what, and why no better backend."""

@@ -63,8 +63,29 @@ def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
 _NO_TOKENS = (0, 0, 0, 0)
 
 
-def _stream(view: StreamView, fresh: Tensor | None, alive: list[Tensor]) -> tuple[int, ...]:
-    """Return what of a stream's arguments may change with each token, from `exact_from` on."""
+def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, ...]]:
+    """Return the arguments of a stream that holds nothing: new tokens only."""
+    dim = fresh.shape[3]
+    fixed = structs.Stream(
+        kind=structs.RAW,
+        bits=32,
+        dim=dim,
+        number=structs.F32,
+        channels=dim,
+        dtype=DTYPES[fresh.dtype],
+        segment_tokens=1,
+    )
+    moving = (0, *_NO_TOKENS, *_exact(fresh, alive), *_NO_TOKENS, 0, 0)
+    return bytes(fixed)[: structs.FIXED_BYTES], moving
+
+
+def _stream(
+    view: StreamView | None, fresh: Tensor | None, alive: list[Tensor]
+) -> tuple[bytes, tuple[int, ...]]:
+    """Return a stream's fixed arguments, and those that may change with each token."""
+    if view is None:
+        assert fresh is not None
+        return _new_stream(fresh, alive)
     new, sinks, positions, count = _NO_TOKENS, _NO_TOKENS, 0, 0
     if fresh is not None:
         if fresh.dtype is not view.tail.dtype:
@@ -76,7 +97,8 @@ def _stream(view: StreamView, fresh: Tensor | None, alive: list[Tensor]) -> tupl
         placed = view.sink_positions.contiguous()
         alive.append(placed)
         positions, count = placed.data_ptr(), placed.shape[1]
-    return (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
+    moving = (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
+    return _fixed(view), moving
 
 
 def _mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
@@ -105,7 +127,7 @@ class NativeCall(NamedTuple):
 
 
 def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
-    """Return the arguments of a checked call with a view.
+    """Return the arguments of a checked call.
 
     The view and the tokens have to stay as long as the arguments are used, and nobody may write to
     them. `out` is the address of `B * H_q * q_len * D_v` fp32 numbers.
@@ -116,13 +138,13 @@ def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
         K and V hold unlike numbers of tokens: memory that is not the cache's would be read.
     """
     view, k, v, q, config, padding, _ = call
-    assert view is not None
     batch, q_heads, queries, dim = q.shape
-    heads = view.k.tail.shape[1]
-    held, new = view.length, 0 if k is None else k.shape[2]
-    if view.v.length != held:
+    heads, held, new = call.kv_heads, call.held, call.new
+    if view is not None and view.v.length != held:
         raise KVPactError(f"K holds {held} tokens and V {view.v.length}; reset this layer")
     alive: list[Tensor] = []
+    k_fixed, k_moving = _stream(view and view.k, k, alive)
+    v_fixed, v_moving = _stream(view and view.v, v, alive)
     rows = starts = mask = mask_row = mask_head = mask_query = mask_float = 0
     if padding is not None:
         padding = padding.to("cpu", torch.int64).contiguous()
@@ -139,10 +161,10 @@ def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
         mask_row, mask_head, mask_query = (step * seen.itemsize for step in seen.stride()[:3])
     address, q_row, q_head, q_token = _exact(q, alive)
     args = structs.CALL.pack(
-        _fixed(view.k),
-        *_stream(view.k, k, alive),
-        _fixed(view.v),
-        *_stream(view.v, v, alive),
+        k_fixed,
+        *k_moving,
+        v_fixed,
+        *v_moving,
         batch,
         heads,
         q_heads // heads,
@@ -191,7 +213,7 @@ that is a quarter faster still at 64 to 128 rows in 4 bits, no faster in 8, and 
 def attend_native(
     library: NativeLibrary, calls: Sequence[AttendCall], precision: Precision
 ) -> Tensor:
-    """Attend natively; parameters as of `Backend.attend`, every call with a view.
+    """Attend natively; parameters as of `Backend.attend`.
 
     Raises
     ------

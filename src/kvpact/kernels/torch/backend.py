@@ -31,6 +31,10 @@ class TorchBackend:
         """Cover everything."""
         return ""
 
+    def covers_new(self, dim: int, dtype: torch.dtype) -> str:
+        """Cover everything."""
+        return ""
+
     def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
         """Compute in fp32, whatever was asked for."""
         return "full", "" if precision == "full" else "torch computes in fp32"
