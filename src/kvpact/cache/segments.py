@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ctypes import addressof, c_void_p
 from math import lcm
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,12 +161,12 @@ class PointerTable:
         self.entry: tuple[int, int, int] | None = (0, 0, 0)
         if not tensors:
             return
-        self._array = (c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+        self._array = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
         strides = {tensor.stride() for tensor in tensors}
         row, head, *_ = tensors[0].stride()
         size = tensors[0].element_size()
         regular = len(strides) == 1 and tensors[0][0, 0].is_contiguous()
-        self.entry = (addressof(self._array), row * size, head * size) if regular else None
+        self.entry = (int(self._array.ctypes.data), row * size, head * size) if regular else None
 
 
 class ListSource:
