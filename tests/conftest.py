@@ -9,6 +9,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+from redis_server import start_server
+
+__all__ = ["start_server"]  # a fixture of stores and of the command line
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import kvpact
 from kvpact.errors import SpecError
+from kvpact.recipe import layer_specs
 from kvpact.registry import Alias
 from kvpact.spec import Spec, option_types, parse_spec
 
@@ -287,3 +288,36 @@ def test_bad_json_is_refused(data, message):
     with pytest.raises(SpecError) as caught:
         Spec.from_json(data)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int:bits=٨",
+        "int:bits=4,window=1_0",
+        "int:bits= 8",
+        "int:bits =8",
+        "int:bits=4.0",
+        "int:bits=0x4",
+        "lowrank:energy=0.9_9",
+        "lowrank:energy=0.٩",
+        "lowrank:energy=nan",
+        "lowrank:energy=inf",
+    ],
+)
+def test_other_spellings_of_numbers_are_refused(text):
+    with pytest.raises(SpecError):
+        parse_spec(text)
+
+
+def test_numbers_as_they_are_printed_are_read():
+    assert str(parse_spec(" int:bits=8,window=10 ")) == "int:bits=8,window=10"
+    for text in ("0.5", ".5", "5e-1", "0.5e0", "5.E-01"):
+        assert parse_spec(f"lowrank:energy={text}").key.energy == 0.5
+    assert parse_spec("turboquant:bits=4,seed=-12").key.seed == -12
+
+
+@pytest.mark.parametrize("key", ["1_0", "٣", " 1", "+-1", "1.0"])
+def test_other_spellings_of_layers_are_refused(key):
+    with pytest.raises(SpecError, match="layer"):
+        layer_specs({"default": "int:bits=4", "layers": {key: "fp8"}}, 20)

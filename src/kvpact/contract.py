@@ -7,16 +7,20 @@ No model has to change for either.
 
 from __future__ import annotations
 
-import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvpact.errors import DtypeError, GeometryError, NonFiniteError
+
+SMALLEST, LARGEST = 1e-30, 1e30
+"""Bounds of `AttendConfig`'s factors: fp32 holds them and their inverses with room to spare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +53,13 @@ class AttendConfig:
 
     Raises
     ------
-    DtypeError, GeometryError, NonFiniteError
-        A field that can't be meant: no tensor, not positive, NaN.
+    DtypeError
+        A field of another type.
+    GeometryError
+        A number out of range: `softmax_scale` is 0 or of a magnitude from 1e-30 to 1e30, `softcap`
+        from 1e-30 to 1e30; windows, groups and padding are whole numbers.
+    NonFiniteError
+        NaN in a tensor.
     """
 
     softmax_scale: float | None = None
@@ -67,12 +76,26 @@ class AttendConfig:
         for name in ("sink_logits", "mask", "padding"):
             if not isinstance(getattr(self, name), Tensor | None):
                 raise DtypeError(f"{name} should be a tensor, not {getattr(self, name)!r}")
-        if self.softmax_scale is not None and not math.isfinite(self.softmax_scale):
-            raise GeometryError(f"softmax_scale should be finite, not {self.softmax_scale!r}")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise GeometryError(f"softcap should be a positive number, not {self.softcap!r}")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise GeometryError(f"sliding_window should be 1 or more, not {self.sliding_window}")
+        for name in ("is_causal", "exact_new"):
+            if type(getattr(self, name)) is not bool:
+                raise DtypeError(f"{name} should be True or False, not {getattr(self, name)!r}")
+        for name in ("sliding_window", "n_kv_groups"):
+            if getattr(self, name) is not None:
+                self._set_whole(name)
+        if self.softmax_scale is not None:
+            self._set_real("softmax_scale")
+            if self.softmax_scale and not SMALLEST <= abs(self.softmax_scale) <= LARGEST:
+                raise GeometryError(
+                    f"softmax_scale should be 0 or of a magnitude from {SMALLEST} to {LARGEST}, "
+                    f"not {self.softmax_scale!r}"
+                )
+        if self.softcap is not None:
+            self._set_real("softcap")
+            if not SMALLEST <= self.softcap <= LARGEST:
+                raise GeometryError(
+                    f"softcap should be a number from {SMALLEST} to {LARGEST}, "
+                    f"not {self.softcap!r}; None is no softcap"
+                )
         if self.padding is not None and (
             self.padding.dtype not in (torch.int32, torch.int64) or (self.padding < 0).any()
         ):
@@ -81,6 +104,30 @@ class AttendConfig:
             value = getattr(self, name)
             if value is not None and value.is_floating_point() and value.isnan().any():
                 raise NonFiniteError(f"{name} holds NaN")
+
+    def _set_whole(self, name: str) -> None:
+        """Make a field an `int` of 64 bits, 1 or more."""
+        value = getattr(self, name)
+        try:
+            if isinstance(value, bool | Tensor):
+                raise TypeError
+            whole = operator.index(value)
+        except TypeError:
+            raise DtypeError(f"{name} should be a whole number, not {value!r}") from None
+        if not 1 <= whole < 1 << 63:
+            raise GeometryError(f"{name} should be a number from 1 to 2**63 - 1, not {whole}")
+        object.__setattr__(self, name, whole)
+
+    def _set_real(self, name: str) -> None:
+        """Make a field a `float`, out of a number or a tensor of one number."""
+        value = getattr(self, name)
+        scalar = isinstance(value, Tensor) and value.numel() == 1
+        if isinstance(value, bool) or not (scalar or isinstance(value, Real)):
+            raise DtypeError(f"{name} should be a number, not {value!r}")
+        try:
+            object.__setattr__(self, name, float(value))
+        except OverflowError:
+            raise GeometryError(f"{name} should be a number within fp32, not {value!r}") from None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,9 @@ import torch
 
 from kvpact.errors import GeometryError
 
+MAX_SIZE = 1 << 20
+"""Largest number of layers or heads, and largest width."""
+
 
 @dataclass(frozen=True)
 class CacheGeometry:
@@ -32,8 +35,8 @@ class CacheGeometry:
     Raises
     ------
     GeometryError
-        A number is not a positive integer, the dtype is not a floating-point dtype, or latents
-        have more than one head.
+        A number is not a positive integer or above `MAX_SIZE`, the dtype is not a
+        floating-point dtype, or latents have more than one head.
     """
 
     num_layers: int
@@ -50,6 +53,8 @@ class CacheGeometry:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise GeometryError(f"{name} must be a positive integer, not {value!r}")
+            if value > MAX_SIZE:
+                raise GeometryError(f"{name} = {value} is too large; {MAX_SIZE:,} is the most")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise GeometryError(f"dtype must be a floating-point dtype, not {self.dtype}")
         if self.latent and self.num_kv_heads != 1:

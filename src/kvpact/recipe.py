@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.errors import SpecError
-from kvpact.spec import Spec, parse_spec
+from kvpact.spec import Spec, parse_spec, whole_number
 
 SpecLike = str | Spec | PathLike[str] | Mapping[str, Any]
 
@@ -52,8 +52,8 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
     named: set[int] = set()
     for key, text in source.get("layers", {}).items():
         try:
-            index = int(str(key))
-        except (TypeError, ValueError):
+            index = whole_number(str(key))
+        except ValueError:
             raise SpecError(f"recipe: layer {key!r} should be a whole number") from None
         if not -num_layers <= index < num_layers:
             raise SpecError(f"recipe: layer {index} is not among {num_layers} layers")

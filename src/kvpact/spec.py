@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from kvpact.registry import Alias, Foreign, find_method
 
 SPEC_VERSION = 1
 _ALWAYS_WRITTEN = ("bits",)
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def parse_spec(text: str | Spec) -> Spec:
     Raises
     ------
     SpecError
-        Unknown method, unknown or repeated option, a value of the wrong type or out of range.
+        Unknown method, unknown or repeated option, a value of the wrong type or out of range,
+        white space beside an equals sign.
     """
     if isinstance(text, Spec):
         return text
@@ -147,7 +151,7 @@ def _parse_side(text: str) -> tuple[Any, Any]:
     if colon and not rest:
         raise SpecError(f"{text!r}: after the colon come options such as {next(iter(types))}=…")
     for item in rest.split(",") if rest else ():
-        key, equals, value = (part.strip() for part in item.partition("="))
+        key, equals, value = item.strip().partition("=")
         if not equals:
             raise SpecError(f"{text!r}: {item!r} is no key=value")
         if key in options:
@@ -164,9 +168,26 @@ def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) ->
     try:
         if kind is bool:
             return {"true": True, "false": False, "1": True, "0": False}[text.lower()]
+        if kind is int:
+            return whole_number(text)
+        if kind is float and not _REAL.fullmatch(text):
+            raise ValueError
         return kind(text)
     except (ValueError, KeyError):
         raise SpecError(f"{method!r}: {key}={text!r} should be of type {kind.__name__}") from None
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number in ASCII digits, as `int` does but for underscores and white space.
+
+    Raises
+    ------
+    ValueError
+        Any other text.
+    """
+    if not _WHOLE.fullmatch(text):
+        raise ValueError(f"{text!r} is no whole number")
+    return int(text)
 
 
 def _value_text(value: Any) -> str:

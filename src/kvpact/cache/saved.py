@@ -222,6 +222,8 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
     """
     if isinstance(codec, FittedCodec):
         learnt = {name: tensor.to(device) for name, tensor in stream.learnt.items()}
+        if stream.packed and not learnt:
+            raise FormatError("the snapshot has packed slots and not what their method learnt")
         # A codec that was calibrated alike stays, so that its state is not held twice.
         if learnt and not (_learnt_alike(codec, stream) and _is_on(codec, device)):
             codec = codec.restore(learnt)

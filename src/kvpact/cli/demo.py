@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvpact.cli.console import output_console, progress, size_text
 from kvpact.cli.eval import run, show
-from kvpact.cli.inputs import make_folder, open_model, require, set_threads
+from kvpact.cli.inputs import open_model, require, results_folder, set_threads
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache, write_report
 from kvpact.evaluate.runner import check_sizes
@@ -48,23 +48,23 @@ def demo(
     """Evaluate eight caches on a book, then let three of them continue it side by side."""
     require("transformers", extra="transformers")
     require("matplotlib", extra="eval")
-    make_folder(out)
     check_sizes(tokens, chunk)
     set_threads(threads)
     book = book_path().read_text("utf-8")
-    network, tokenizer = open_model(model)
     console = output_console()
-    result = run(
-        network,
-        tokenizer,
-        [Candidate(spec) for spec in SPECS],
-        book,
-        tokens=tokens,
-        chunk=chunk,
-        model=model,
-        text_name="Northanger Abbey",
-    )
-    files = write_report(result, out)
+    with results_folder(out):
+        network, tokenizer = open_model(model)
+        result = run(
+            network,
+            tokenizer,
+            [Candidate(spec) for spec in SPECS],
+            book,
+            tokens=tokens,
+            chunk=chunk,
+            model=model,
+            text_name="Northanger Abbey",
+        )
+        files = write_report(result, out)
     show(result)
     console.print(HOW_TO_READ, style="bold", highlight=False)
     start = max(book.find(PROMPT_START), 0)

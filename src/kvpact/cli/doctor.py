@@ -13,10 +13,10 @@ import torch
 from kvpact.cli.console import output_console, table
 from kvpact.kernels import report
 
-CORE = ("kvpact", "torch", "numpy", "safetensors")
+CORE = ("kvpact", "torch", "numpy")
 EXTRAS = {
     "cli": ("typer", "rich"),
-    "transformers": ("transformers", "accelerate", "gguf", "filelock"),
+    "transformers": ("transformers", "accelerate", "gguf", "filelock", "safetensors"),
     "eval": ("matplotlib",),
     "redis": ("redis",),
     "remote": ("fsspec",),

@@ -8,7 +8,14 @@ from typing import Any
 import typer
 
 from kvpact.cli.console import note, output_console, progress, table
-from kvpact.cli.inputs import InputError, make_folder, open_model, read_text, require, set_threads
+from kvpact.cli.inputs import (
+    InputError,
+    open_model,
+    read_text,
+    require,
+    results_folder,
+    set_threads,
+)
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, EvalResult, EvalRow, evaluate_text, write_report
 from kvpact.evaluate.base import row_name
@@ -45,24 +52,24 @@ def evaluate_command(
     book = book_path().read_text("utf-8") if text is None else read_text(text)
     if out is not None:
         require("matplotlib", extra="eval")
-        make_folder(out)
     set_threads(threads)
-    network, tokenizer = open_model(model, dtype)
-    result = run(
-        network,
-        tokenizer,
-        candidates,
-        book,
-        tokens=tokens,
-        chunk=chunk,
-        model=model,
-        text_name="northanger_abbey.txt" if text is None else text.name,
-    )
+    with results_folder(out):
+        network, tokenizer = open_model(model, dtype)
+        result = run(
+            network,
+            tokenizer,
+            candidates,
+            book,
+            tokens=tokens,
+            chunk=chunk,
+            model=model,
+            text_name="northanger_abbey.txt" if text is None else text.name,
+        )
+        files = write_report(result, out) if out is not None else []
     show(result)
     if ablation:
         show_ratios(result)
-    if out is not None:
-        files = write_report(result, out)
+    if files:
         output_console().print("written: " + ", ".join(map(str, files)), soft_wrap=True)
 
 

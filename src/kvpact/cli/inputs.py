@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,21 +42,39 @@ def read_text(path: Path) -> str:
     return text
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder for results, before the work is done that fills it.
+@contextmanager
+def results_folder(path: Path | None) -> Iterator[None]:
+    """Make a folder for results before the work starts; remove it again if the work fails.
+
+    Parameters
+    ----------
+    path : Path or None
+        The folder; folders that existed, or hold files, stay. None makes nothing.
 
     Raises
     ------
     InputError
         It can't be made or written to.
     """
+    if path is None:
+        yield
+        return
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        writable = os.access(path, os.W_OK)
-    except OSError as error:
-        raise InputError(f"{path} can't be made: {error.strerror}; give another --out") from error
-    if not writable:
-        raise InputError(f"{path} can't be written to; give another --out")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"{path} can't be made: {error.strerror}; give another --out"
+            ) from error
+        if not os.access(path, os.W_OK):
+            raise InputError(f"{path} can't be written to; give another --out")
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+        raise
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -51,6 +51,9 @@ def opened(
         try:
             with open_store(url, **options) as held:
                 yield held
+        except StoreUnavailable:
+            caught.clear()  # the error names what the warnings were of
+            raise
         finally:
             for text in dict.fromkeys(str(warning.message) for warning in caught):
                 note(text)
@@ -69,8 +72,9 @@ def stats(url: str = _URL, password: str | None = PASSWORD) -> None:
     """How many entries there are, and their bytes."""
     with opened(url, password) as held:
         found = held.stats()
-    if found.entries is None or found.bytes is None:
-        raise StoreUnavailable(f"{held!r} can't be reached")
+        if found.entries is None or found.bytes is None:
+            list(held.keys())  # raises with the reason
+            raise StoreUnavailable(f"{held!r} can't be reached")
     grid = table(("store", "entries", "bytes", "mean"))
     mean = size_text(found.bytes / found.entries) if found.entries else "-"
     grid.add_row(literal(repr(held)), str(found.entries), size_text(found.bytes), mean)

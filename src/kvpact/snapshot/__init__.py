@@ -1,7 +1,6 @@
 """The state of a cache as a file: checked, readable in slices, without pickle."""
 
 from kvpact.snapshot.container import Container
-from kvpact.snapshot.files import write_atomic
 from kvpact.snapshot.manifest import Manifest
 from kvpact.snapshot.snapshot import Snapshot
 from kvpact.snapshot.state import FieldInfo, Identity, LayerState, StreamState
@@ -16,5 +15,4 @@ __all__ = [
     "Snapshot",
     "StreamState",
     "token_hash",
-    "write_atomic",
 ]

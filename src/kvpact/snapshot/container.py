@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError, IntegrityError
-from kvpact.snapshot.files import write_atomic
+from kvpact.files import open_regular, write_atomic
 from kvpact.snapshot.header import (
     dump_json,
     header_bytes,
@@ -197,7 +198,7 @@ class Container:
 
         The file may be replaced or deleted meanwhile, but not cut short.
         """
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             try:
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError:

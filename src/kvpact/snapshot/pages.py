@@ -64,7 +64,8 @@ def unpack_pages(
         for field in stream:
             shape = (*rows, page_size // field.tokens, *field.shape)
             size = torch.Size(shape).numel() * field.dtype.itemsize
-            part = data[:, place : place + size].contiguous().flatten().view(field.dtype)
+            # Copied: in one page alone a field may begin where its dtype can't be viewed.
+            part = data[:, place : place + size].clone().flatten().view(field.dtype)
             storage = part.view(pages, *shape).movedim(0, 2)
             slots[field.name] = storage.flatten(2, 3).contiguous()
             place += size

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, MismatchError
+from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.header import DTYPE_NAMES
@@ -135,7 +135,7 @@ class Snapshot:
     def load(cls, path: str | PathLike[str]) -> Snapshot:
         """Read a file into memory and check all of it; errors as in `open` and `verify`."""
         cls.open(path)
-        return cls.from_bytes(Path(path).read_bytes())
+        return cls.from_bytes(read_regular(path))
 
     @classmethod
     def from_buffer(cls, data: bytes | bytearray | memoryview) -> Snapshot:

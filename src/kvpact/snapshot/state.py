@@ -155,9 +155,6 @@ def geometry_from_json(data: Any) -> CacheGeometry:
     if any(type(x) not in (int, bool, type(None)) for n, x in data.items() if n != "dtype"):
         raise FormatError("the geometry's fields should be numbers")
     try:
-        geometry = CacheGeometry(**{**data, "dtype": None if dtype is None else DTYPES[dtype]})
+        return CacheGeometry(**{**data, "dtype": None if dtype is None else DTYPES[dtype]})
     except (KVPactError, TypeError) as error:
         raise FormatError(f"the geometry can't be right: {error}") from None
-    if max(geometry.num_layers, geometry.num_kv_heads) > 1 << 20:
-        raise FormatError("the geometry can't be right: it is too large")
-    return geometry

@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import sqlite3
+import stat
 import threading
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +18,8 @@ from os import PathLike
 from pathlib import Path
 
 from kvpact.errors import FormatError, StoreError, StoreFull
-from kvpact.stores.base import GCReport
+from kvpact.files import read_regular
+from kvpact.stores.base import GCReport, StoreWarning
 from kvpact.stores.directory_files import Blobs
 from kvpact.stores.directory_index import Index, Row, Rows
 from kvpact.stores.record_store import RecordStore
@@ -58,6 +61,11 @@ class DirectoryStore(RecordStore):
         The directory can't be made or read, or holds something else.
     FormatError
         It was made by a later version.
+
+    Warns
+    -----
+    StoreWarning
+        Every user of the machine can write to the directory.
     """
 
     def __init__(
@@ -87,10 +95,17 @@ class DirectoryStore(RecordStore):
         if not create and not marker.exists():
             raise StoreError(f"{self.path} is no store")
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path.stat().st_mode & stat.S_IWOTH and os.name == "posix":
+            warnings.warn(
+                f"{self.path} can be written to by every user of this machine, who can remove or "
+                "replace entries; chmod 700 it",
+                StoreWarning,
+                stacklevel=3,
+            )
         if marker.exists():
             try:
-                found = json.loads(marker.read_bytes())
-            except ValueError:
+                found = json.loads(read_regular(marker))
+            except (ValueError, FormatError):
                 found = None
             if found != _FORMAT:
                 raise FormatError(f"{marker} says {found}, not {_FORMAT}: use another directory")

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from kvpact.errors import FormatError, IntegrityError
+from kvpact.files import open_regular, read_regular, sync_folder
 from kvpact.stores.records import LONGEST_HEADER, peek
 
 try:
@@ -22,16 +23,6 @@ except ImportError:  # Windows: no locks, so one process at a time
 _LOCKS = fcntl is not None
 SUFFIX = ".kvr"
 _FILE = re.compile(r"[0-9a-f]{2}/[0-9a-f]{32}-[0-9a-f]{16}\.kvr")
-
-
-def sync_folder(folder: Path) -> None:
-    """Make new names in a folder outlive a power cut."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def create_private(path: Path) -> int:
@@ -119,11 +110,17 @@ class Blobs:
         return f"{digest[:2]}/{digest}"
 
     def read(self, file: str) -> bytes | None:
-        """Return a file's bytes, or None where it is gone or its name is none of ours."""
+        """Return a file's bytes, or None where it is gone or its name is none of ours.
+
+        What is no regular file reads as empty, so that it is taken for a damaged entry.
+        """
         try:
-            return (self.folder / file).read_bytes() if _FILE.fullmatch(file) else None
+            named = _FILE.fullmatch(file)
+            return read_regular(self.folder / file, follow=False) if named else None
         except FileNotFoundError:
             return None
+        except FormatError:
+            return b""
 
     def exists(self, file: str) -> bool:
         """Tell whether a file is there."""
@@ -134,7 +131,7 @@ class Blobs:
         if not _FILE.fullmatch(file):  # an index that was tampered with removes nothing of others'
             return 0
         try:
-            size = (self.folder / file).stat().st_size
+            size = (self.folder / file).lstat().st_size
             (self.folder / file).unlink()
         except FileNotFoundError:
             return 0
@@ -154,7 +151,8 @@ class Blobs:
     def describe(self, file: str) -> tuple[str, float, int] | None:
         """Return key, time and size that a file states; None where it is no whole entry."""
         try:
-            with (self.folder / file).open("rb") as stream:
+            handle = open_regular(self.folder / file, follow=False)
+            with os.fdopen(handle, "rb") as stream:
                 size = os.fstat(stream.fileno()).st_size
                 key, created = peek(stream.read(LONGEST_HEADER), size)
         except (OSError, IntegrityError, FormatError):

@@ -48,8 +48,8 @@ class RecordStore(Store):
     ) -> None:
         if ttl is not None and not ttl > 0:
             raise StoreError(f"ttl={ttl!r} should be a number of seconds above 0")
-        if max_bytes is not None and max_bytes < 0:
-            raise StoreError(f"max_bytes={max_bytes!r} should be 0 or more")
+        if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
+            raise StoreError(f"max_bytes={max_bytes!r} should be a whole number of bytes above 0")
         self._ttl, self._max_bytes, self._clock = ttl, max_bytes, clock
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()

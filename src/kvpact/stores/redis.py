@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from kvpact.errors import StoreError, StoreFull, StoreUnavailable
-from kvpact.stores.base import StoreWarning, is_key, optional
+from kvpact.stores.base import GCReport, StoreWarning, is_key, optional
 from kvpact.stores.record_store import RecordStore
 
 _LARGEST = 512 << 20  # what a server takes as one value, unless it was told otherwise
@@ -112,7 +112,9 @@ class RedisStore(RecordStore):
             url, {k: v for k, v in options.items() if v is not None}, timeout
         )
         kwargs = self._client.connection_pool.connection_kwargs
-        self._where = str(kwargs.get("path") or f"{kwargs.get('host')}:{kwargs.get('port', 6379)}")
+        # redis-py's own defaults, which stand in its arguments only when the URL names them.
+        host, port = kwargs.get("host") or "localhost", kwargs.get("port") or 6379
+        self._where = str(kwargs.get("path") or f"{host}:{port}")
         try:
             with self._reachable():
                 self._client.ping()
@@ -122,12 +124,11 @@ class RedisStore(RecordStore):
             if isinstance(error.__cause__, self._denied):
                 self._client.close()
                 raise
-            warnings.warn(f"{error}; everything is a miss", StoreWarning, stacklevel=2)
+            warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=2)
 
     def _connect(self, url: str, options: dict[str, Any], timeout: float) -> Any:
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
+        no_backoff = optional("redis.backoff", "redis").NoBackoff
+        retry = optional("redis.retry", "redis").Retry
         try:
             return self._module.Redis.from_url(
                 url,
@@ -135,7 +136,7 @@ class RedisStore(RecordStore):
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
                 # Once, for connections that a restart of the server has cut.
-                retry=Retry(NoBackoff(), 1, (self._module.ConnectionError,)),
+                retry=retry(no_backoff(), 1, (self._module.ConnectionError,)),
             )
         except (ValueError, TypeError):
             raise StoreError(_WRONG_URL) from None
@@ -216,6 +217,11 @@ class RedisStore(RecordStore):
             self._failed(error)
             return None, None
         return len(names), held
+
+    def _collect(self) -> GCReport:
+        with self._reachable():  # the server removes by itself; that it is there is asked for
+            self._client.ping()
+        return GCReport()
 
     def _close(self) -> None:
         self._client.close()

@@ -1,0 +1,95 @@
+"""Files: written as a whole or not at all, and read only where they are regular files."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from kvpact.errors import FormatError
+
+
+def open_regular(path: str | PathLike[str], *, follow: bool = True) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Opening a named pipe would wait for a writer, and a device can be endless; neither is read.
+
+    Parameters
+    ----------
+    path : path
+        The file.
+    follow : bool
+        Whether it may be a symbolic link.
+
+    Raises
+    ------
+    FormatError
+        A folder, a pipe, a device or, unless `follow`, a symbolic link.
+    OSError
+        There is no such file, or it can't be read.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+    refused = FormatError(f"{path} is no regular file")
+    if not follow and Path(path).is_symlink():
+        raise refused
+    try:
+        handle = os.open(path, flags | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
+    except OSError:
+        # A socket can't be opened at all, nor a folder on some systems.
+        with suppress(OSError):
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise refused from None
+        raise
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return handle
+    os.close(handle)
+    raise refused
+
+
+def read_regular(path: str | PathLike[str], *, follow: bool = True) -> bytes:
+    """Return the bytes of a regular file; parameters and errors as of `open_regular`."""
+    with os.fdopen(open_regular(path, follow=follow), "rb") as file:
+        return file.read()
+
+
+def write_atomic(path: str | PathLike[str], data: Any) -> None:
+    """Write a file that nobody ever sees half: beside its place, to the disk, then renamed.
+
+    Parameters
+    ----------
+    path : path
+        Replaced if it is there. Only its owner can read the file (mode 0600).
+    data : bytes-like
+        What to write.
+
+    Raises
+    ------
+    OSError
+        The folder does not exist, the disk is full, …; a file that was there is unchanged.
+    """
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new names in a folder survive a loss of power, where folders can be opened."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,67 @@
+"""What the command line can't do is one line that names it, and leaves nothing behind."""
+
+import os
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpact.cli.app import app
+
+
+def refused(*args) -> str:
+    """Return the one line of a command that fails."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert result.exit_code == 2, result.output
+    lines = [x for x in result.stderr.strip().splitlines() if not x.startswith("loading model")]
+    (line,) = lines
+    return line
+
+
+@pytest.mark.parametrize("layers", [2**20 + 1, 10**12, 10**30])
+def test_more_layers_than_there_can_be(layers):
+    shape = ("--tokens", 10, "--kv-heads", 2, "--head-dim", 16)
+    assert "num_layers" in refused("size", "int:bits=4", *shape, "--layers", layers)
+
+
+def test_a_device_and_a_pipe_are_no_snapshots(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", tmp_path / "pipe"):
+        for command in ("show", "verify"):
+            assert f"{path} is no regular file" in refused("snapshot", command, path)
+
+
+@pytest.fixture
+def closed_port():
+    """Yield a port of this host that nobody listens at, and nobody else can take."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+@pytest.mark.parametrize("command", ["ls", "stats", "gc"])
+def test_a_server_that_is_away_is_said_once(closed_port, command):
+    pytest.importorskip("redis")
+    line = refused("store", command, f"redis://127.0.0.1:{closed_port}")
+    assert line.count(f"127.0.0.1:{closed_port}") >= 1 and line.count("does not answer") == 1
+
+
+def test_a_server_is_named_as_it_is_reached(monkeypatch):
+    redis = pytest.importorskip("redis")
+    from kvpact.stores import RedisStore
+
+    monkeypatch.setattr(redis.Redis, "ping", lambda self: True)
+    with RedisStore("redis://") as store:
+        assert repr(store) == "RedisStore('localhost:6379')"
+    with RedisStore("redis:///3") as store:
+        assert repr(store) == "RedisStore('localhost:6379')"
+
+
+def test_a_failed_command_leaves_no_folder(tmp_path):
+    out = tmp_path / "new" / "results"
+    for command in (("eval", "int:bits=4"), ("demo",)):
+        line = refused(*command, "--model", tmp_path / "no-model", "--out", out)
+        assert "no-model" in line and not (tmp_path / "new").exists()
+    out.mkdir(parents=True)
+    refused("eval", "int:bits=4", "--model", tmp_path / "no-model", "--out", out)
+    assert out.is_dir(), "a folder that was there stays"
