@@ -1,12 +1,14 @@
 """`CompressedCache` as transformers' `Cache`: state, bookkeeping, fallbacks, bytes."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from kvpact.errors import KVPactError, NonFiniteError
+from kvpact.errors import GeometryError, KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.testing import held_bytes
 
@@ -19,7 +21,7 @@ def prefilled(model, prompt, spec="turboquant:bits=4", **options):
 
 
 def inner(cache, layer=0):
-    return cache.layers[layer].flushed()._layers[0]
+    return cache.layers[layer].entry()
 
 
 def test_padding_is_never_a_sink(llama, prompt):
@@ -177,8 +179,8 @@ def test_exact_tokens_are_let_go_once_they_are_stored(llama):
         cache = CompressedCache(llama.config, "turboquant:bits=4", attention="keep")
         with torch.no_grad():
             llama(ids, past_key_values=cache)
-        assert all(layer._pending is None for layer in cache.layers)
-        assert cache.memory_usage() == sum(held_bytes(layer) for layer in cache.layers)
+        assert cache._shared.waiting == [None, None] and cache._shared.asked is None
+        assert cache.memory_usage() == held_bytes(cache._shared)
 
 
 def test_uses_less_memory_than_the_exact_cache(llama):
@@ -265,3 +267,81 @@ def test_a_model_that_chooses_its_tokens_keeps_its_attention(llama, fallbacks, m
     assert type(made.layers[1]).__name__ == "DynamicIndexedLayer"
     assert len(said) == 1
     assert "choose the tokens" in said[0]
+
+
+@pytest.mark.parametrize("spec", ["none", "kivi:bits=2,window=0,sinks=0"])
+def test_attention_that_refuses_a_mask_stores_nothing(llama, prompt, spec):
+    """The next call goes on as if the refused one had never come."""
+    ids = prompt["input_ids"][1:]
+    cache = CompressedCache(llama.config, spec)
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        before = [t.clone() for i in range(2) for t in inner(cache, i).tensors()]
+        wrong = torch.ones(1, 1, 30, 69, dtype=torch.bool).tril(39)
+        with pytest.raises(GeometryError, match="mask"):
+            llama(ids[:, :30], attention_mask=wrong, past_key_values=cache)
+        assert [cache.get_seq_length(i) for i in range(2)] == [40, 40]
+        after = [t for i in range(2) for t in inner(cache, i).tensors()]
+        assert all(map(torch.equal, before, after))
+        twin = CompressedCache(llama.config, spec)
+        llama(ids, past_key_values=twin)
+        assert torch.equal(*(llama(ids, past_key_values=held).logits for held in (cache, twin)))
+
+
+def test_one_mask_is_looked_at_once_for_all_layers(llama, prompt, monkeypatch):
+    from kvpact.integrations.transformers import attention
+
+    looked, given = [], attention.left_padding
+    monkeypatch.setattr(attention, "left_padding", lambda m: looked.append(m) or given(m))
+    cache, mask = CompressedCache(llama.config, "none"), prompt["attention_mask"]
+    with torch.no_grad():
+        llama(**prompt, past_key_values=cache)
+        for end in (41, 42):
+            row = torch.nn.functional.pad(mask, (0, end - 40), value=1)
+            llama(prompt["input_ids"][:, :1], attention_mask=row, past_key_values=cache)
+    assert len(looked) == 3
+
+
+def test_a_mask_that_changes_between_layers_is_looked_at_again(llama):
+    """Equal tensors are told from changed ones: a model may write to its mask."""
+    from kvpact.integrations.transformers.attention import call_config
+
+    layers = CompressedCache(llama.config, "none").layers
+    k, mask = torch.ones(1, 2, 3, 16), torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    tokens = [layer.update(k, k)[0].pending for layer in layers]
+    one = call_config(tokens[0], mask, 1.0, True, {})
+    assert call_config(tokens[1], mask, 1.0, True, {}) is one
+    mask[..., 0] = False
+    two = call_config(tokens[1], mask, 1.0, True, {})
+    assert one.padding is None
+    assert two.padding.tolist() == [1]
+    assert call_config(tokens[1], mask, 0.5, True, {}).softmax_scale == 0.5
+
+
+def test_layers_of_unlike_shapes_have_caches_of_their_own(llama):
+    cache = CompressedCache(llama.config, "int:bits=8")
+    one, two = torch.ones(1, 2, 5, 16), torch.ones(1, 1, 5, 32)
+    for layer, x in zip(cache.layers, (one, two), strict=True):
+        layer.update(x, x)
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 5, 16), (1, 1, 5, 32)]
+    cache.crop(-2)
+    assert [cache.get_seq_length(i) for i in range(2)] == [3, 3]
+    assert cache.stats()["values"] == 2 * 3 * (32 + 32)
+    with pytest.raises(GeometryError, match="unlike shapes"):
+        cache.snapshot()
+    twin = copy.deepcopy(cache)
+    cache.reset()
+    assert [twin.get_seq_length(i) for i in range(2)] == [3, 3]
+    assert cache.memory_usage() == 0
+
+
+def test_slots_are_freed_with_the_cache(llama, prompt):
+    """No cycle of references keeps them until the garbage collector comes."""
+    gc.disable()
+    try:
+        cache = prefilled(llama, prompt)
+        held = weakref.ref(inner(cache).k)
+        del cache
+        assert held() is None
+    finally:
+        gc.enable()

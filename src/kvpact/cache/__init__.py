@@ -11,7 +11,7 @@ from kvpact.cache.plain_state import KVSnapshot
 from kvpact.cache.protocol import EngineCache
 from kvpact.cache.sequences import Page
 from kvpact.cache.specs import cache_specs
-from kvpact.cache.stats import bytes_per_token, merge_stats, planned_bytes, unplanned
+from kvpact.cache.stats import bytes_per_token, planned_bytes, unplanned
 from kvpact.cache.step import Step
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "check_query",
     "check_tokens",
     "create_cache",
-    "merge_stats",
     "planned_bytes",
     "unplanned",
 ]

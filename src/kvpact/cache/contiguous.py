@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -270,34 +268,6 @@ class ContiguousCache(BatchRows):
         ]
         for layer, new in zip(self._layers, built, strict=True):
             layer.take_over(new.k, new.v, new.padding)
-
-    def split(self) -> list[ContiguousCache]:
-        """Return a cache per layer that takes over what this one holds; use this one no more."""
-        parts = []
-        for spec, layer in zip(self.specs, self._layers, strict=True):
-            geometry = replace(self.geometry, num_layers=1)
-            part = ContiguousCache([spec], geometry, self.max_tokens, compute=self.compute)
-            part._layers = [layer]
-            parts.append(part)
-        return parts
-
-    @staticmethod
-    def joined(caches: Sequence[ContiguousCache]) -> ContiguousCache:
-        """Return one cache of the layers of several, which it shares.
-
-        Raises
-        ------
-        GeometryError
-            Their K and V have unlike shapes or dtypes.
-        """
-        kinds = {replace(cache.geometry, num_layers=1) for cache in caches}
-        if len(kinds) != 1:
-            raise GeometryError(f"caches of unlike geometry can't be joined: {len(kinds)} kinds")
-        specs = [spec for cache in caches for spec in cache.specs]
-        geometry = replace(kinds.pop(), num_layers=len(specs))
-        whole = ContiguousCache(specs, geometry, compute=caches[0].compute)
-        whole._layers = [layer for cache in caches for layer in cache._layers]
-        return whole
 
     def fork(self) -> Self:
         """Return an independent copy; slots are shared until one side writes to them."""

@@ -97,23 +97,6 @@ def paged_stats(
     return stats
 
 
-def merge_stats(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the statistics of several caches with one `Compute` as those of one."""
-    sizes = {name: sum(part["bytes"][name] for part in parts) for name in parts[0]["bytes"]}
-    values, packed = (sum(part[name] for part in parts) for name in ("values", "packed_values"))
-    specs = {part["spec"] for part in parts}
-    return {
-        **parts[0],
-        "spec": specs.pop() if len(specs) == 1 else "mixed",
-        "tokens": max(part["tokens"] for part in parts),
-        "values": values,
-        "packed_values": packed,
-        "bytes": sizes,
-        "bits_per_value": sizes["total"] * 8 / values if values else nan,
-        "slot_bits_per_value": (sizes["codes"] + sizes["side"]) * 8 / packed if packed else nan,
-    }
-
-
 def _count(stream: Stream, sizes: dict[str, int]) -> None:
     batch, heads = stream.tail.shape[:2]
     for field in stream.codec.fields:

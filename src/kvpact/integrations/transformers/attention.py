@@ -5,22 +5,21 @@ For any other K and V it does what transformers' ``sdpa`` does.
 
 from __future__ import annotations
 
-import inspect
-import sys
-import weakref
-from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.contract import AttendConfig
-from kvpact.errors import KVPactError, SpecError
+from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.handles import KVHandle, say_once
 from kvpact.integrations.transformers.latent import read_before_stored
+from kvpact.integrations.transformers.shared import Asked
+from kvpact.integrations.transformers.tokens import NewTokens
 from kvpact.kernels import attend_exact
 
 ATTENTION = "kvpact"
@@ -31,102 +30,6 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION, attention_forward)
     # Without a mask function of that name the mask would silently be None.
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-
-
-class Loan:
-    """Held by the caches for which a config's attention is ``kvpact``; what it was comes back."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Loan:
-        return self
-
-
-_loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
-
-
-def _lent(config: PreTrainedConfig) -> Loan:
-    loan = _loans.get(id(config))
-    if loan is None:
-        loan = _loans[id(config)] = Loan()
-        before = config._attn_implementation
-        weakref.finalize(loan, _give_back, config, before).atexit = False
-    config._attn_implementation = ATTENTION
-    return loan
-
-
-def _give_back(config: PreTrainedConfig, attention: str | None) -> None:
-    if config._attn_implementation == ATTENTION:
-        config._attn_implementation = attention
-
-
-@lru_cache(maxsize=256)
-def _asks_by_name(module: str) -> bool:
-    """Whether a model's code compares the name of its attention instead of looking it up."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
-        return False
-    return "._attn_implementation ==" in source and "ALL_ATTENTION_FUNCTIONS" not in source
-
-
-def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:
-    """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
-
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        The decoder's.
-    attention : {"auto", "keep"}
-        ``keep`` leaves the config alone.
-    sparse : bool
-        Whether some layers choose the tokens that they attend to. They say so in a mask only under
-        ``sdpa`` and ``eager``, so the config is left alone.
-
-    Returns
-    -------
-    Loan or None
-        For the cache to hold: when the last cache of a config is gone, its attention is again what
-        it was. None where the config was left alone.
-
-    Raises
-    ------
-    SpecError
-        `attention` is neither.
-    KVPactError
-        The attention is ``kvpact``, but the model's code knows ``sdpa`` by name only.
-    """
-    if attention not in ("auto", "keep"):
-        raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
-    register_attention()
-    current = config._attn_implementation
-    if sparse and attention == "auto":
-        say_once(
-            "sparse",
-            "layers of this model choose the tokens they attend to, which works with attention "
-            f"{current!r} and not with 'kvpact': the compressed layers are read decompressed",
-        )
-        return None
-    if _asks_by_name(type(config).__module__.replace(".configuration_", ".modeling_")):
-        if current == ATTENTION:
-            raise KVPactError(
-                "this model computes attention by itself and knows 'sdpa' by name; with 'kvpact' "
-                "it would not be causal: load it with attention 'sdpa'"
-            )
-        if attention == "auto":
-            say_once(
-                "decompressed",
-                "this model computes attention by itself: K and V are decompressed for it in every "
-                "step, which is right, but slower and with a whole layer in memory",
-            )
-        return None
-    if attention == "auto" and (current in ("sdpa", None) or id(config) in _loans):
-        return _lent(config)
-    if attention == "auto" and current != ATTENTION:
-        say_once(
-            "decompressed",
-            f"the model's attention is {current!r}, which will read decompressed K and V; "
-            "model.set_attn_implementation('kvpact') attends over the compressed cache",
-        )
-    return None
 
 
 def attention_forward(
@@ -170,7 +73,8 @@ def attention_forward(
     fresh = None if handles else read_before_stored(module, key)
     if fresh is not None:
         _check_inference(module)
-        fresh.settle(left_padding(attention_mask))
+        left = left_padding(attention_mask)
+        fresh.store(None if left is None else fresh.own_padding(left))
     if not handles and not _needs_own(kwargs):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
@@ -185,23 +89,66 @@ def attention_forward(
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    config = AttendConfig(
-        softmax_scale=scaling,
-        softcap=kwargs.get("softcap"),
-        sink_logits=kwargs.get("s_aux"),
-        # Where there is a mask, the window is in it.
-        sliding_window=kwargs.get("sliding_window") if attention_mask is None else None,
-        mask=_with_bias(attention_mask, kwargs.get("position_bias"), is_causal),
-        is_causal=attention_mask is None and is_causal,
-        padding=left_padding(attention_mask) if handles else None,
-    )
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
+        config = call_config(key.pending.origin, attention_mask, scaling, is_causal, kwargs)
         output = key.pending.attend(query, config)
     else:
+        config = _config(attention_mask, scaling, is_causal, kwargs)
         output = attend_exact(key, value, query, config)
     if handles or fresh is not None:
         output = _without_gradient(query, output)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _config(
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+    kwargs: dict[str, Any],
+    **more: Any,
+) -> AttendConfig:
+    return AttendConfig(
+        softmax_scale=scaling,
+        softcap=kwargs.get("softcap"),
+        sink_logits=kwargs.get("s_aux"),
+        # Where there is a mask, the window is in it.
+        sliding_window=kwargs.get("sliding_window") if mask is None else None,
+        mask=_with_bias(mask, kwargs.get("position_bias")),
+        is_causal=mask is None and is_causal,
+        **more,
+    )
+
+
+def call_config(
+    tokens: NewTokens,
+    mask: Tensor | None,
+    scaling: float | None,
+    is_causal: bool,
+    kwargs: dict[str, Any],
+) -> AttendConfig:
+    """Return how to attend, made once for all layers that are called alike.
+
+    Parameters
+    ----------
+    tokens : NewTokens
+        A layer's new tokens.
+    mask, scaling, is_causal, kwargs
+        As `attention_forward` was given them.
+    """
+    shared, get = tokens.shared, kwargs.get
+    version = 0 if mask is None or mask.is_inference() else mask._version
+    plain = scaling, is_causal, get("softcap"), get("sliding_window"), version
+    tensors = mask, get("s_aux"), get("position_bias")
+    known = shared.asked
+    if known is not None and known.plain == plain and all(map(is_, known.tensors, tensors)):
+        return known.config
+    padding = left_padding(mask)
+    if padding is not None:
+        padding = tokens.own_padding(padding)
+    more = {"padding": padding, "exact_new": shared.exact_new}
+    config = _config(mask, scaling, is_causal, kwargs, **more)
+    shared.asked = Asked(plain, tensors, config)
+    return config
 
 
 def _check_inference(module: torch.nn.Module) -> None:
@@ -233,7 +180,7 @@ def _needs_own(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
 
 
-def _with_bias(mask: Tensor | None, bias: Tensor | None, is_causal: bool) -> Tensor | None:
+def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     if bias is None or mask is None:
         return mask if bias is None else bias
     if mask.dtype == torch.bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
     get_layer_types_and_kwargs,
 )
 
-from kvpact.cache import ContiguousCache, cache_specs, merge_stats
-from kvpact.cache.rows import refuse_pickling
+from kvpact.cache import ContiguousCache
+from kvpact.cache.stats import cache_stats
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.attention import choose_attention
+from kvpact.integrations.transformers.choice import choose_attention
+from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
+from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
@@ -35,7 +35,7 @@ class _NoMaximum(KVPactError, AttributeError):
     """`max_cache_len` was asked for: `hasattr` says no, and the message says what to do."""
 
 
-class CompressedCache(Cache):
+class CompressedCache(EngineCache):
     """A compressed KV cache for `model(…, past_key_values=cache)` and `model.generate`.
 
     Full-attention layers are compressed; all others (sliding, chunked, linear, …) keep
@@ -84,27 +84,28 @@ class CompressedCache(Cache):
         backend: str = "auto",
         precision: str = "full",
     ) -> None:
-        chosen = self._compute = choose(backend, precision)
         decoder = config.get_text_config(decoder=True)
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
+        kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in _LAYERS]
         latent_dim = getattr(decoder, "kv_lora_rank", None)
+        shared = SharedState(decoder, exact_new, kept, choose(backend, precision), latent_dim)
         layers: list[Any] = []
-        for layer_type, layer_options, layer_spec in zip(types, options, specs, strict=True):
+        count = 0
+        for layer_type, layer_options in zip(types, options, strict=True):
             if layer_type in _LAYERS:
-                arguments = (layer_spec, exact_new, latent_dim, chosen, decoder)
-                layers.append(_LAYERS[layer_type](*arguments, **layer_options))
+                layers.append(_LAYERS[layer_type](shared, count, **layer_options))
+                count += 1
             elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_options))
             else:
                 raise KVPactError(f"layer type {layer_type!r} is not known to this transformers")
-        self._compressed = [layer for layer in layers if isinstance(layer, CompressedLayer)]
-        if not self._compressed:
+        if not count:
             raise KVPactError(
                 f"no layer of this model has full attention ({', '.join(sorted(set(types)))}); "
                 "there is nothing to compress"
             )
-        super().__init__(layers=layers)
+        super().__init__(layers, shared)
         self._loan = choose_attention(decoder, attention, sparse=_SPARSE in types)
         self._pairs = config.is_encoder_decoder
         self._latest: tuple[int, int] | None = None
@@ -137,8 +138,7 @@ class CompressedCache(Cache):
         """Raise if a layer is updated twice in one call: once by its cross-attention."""
         latest, self._latest = self._latest, (layer, tokens)
         if latest is not None and latest[0] == layer:
-            twice: Any = self.layers[layer]
-            twice.crop(-latest[1])
+            self.crop(-latest[1])
             raise GeometryError(
                 "this model's cross-attention wants a cache of its own: pass past_key_values="
                 "EncoderDecoderCache(CompressedCache(config, spec), DynamicCache(config=config))"
@@ -152,13 +152,6 @@ class CompressedCache(Cache):
             "cache of its own in the place of an empty one, so that nothing would be compressed: "
             "run prefix tuning without past_key_values"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
-        other = memo[id(self)] = object.__new__(type(self))
-        vars(other).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
-        return other
-
-    __reduce_ex__ = refuse_pickling
 
     def snapshot(
         self, *, token_ids: Tensor | None = None, identity: Identity | None = None
@@ -189,40 +182,46 @@ class CompressedCache(Cache):
             The model has layers that transformers caches itself.
         """
         self._require_all_compressed()
-        count = len(self._compressed)
-        specs = self.specs_for(snapshot.geometry)
+        shared, geometry = self._shared, snapshot.geometry
+        count = len(shared.specs)
         if snapshot.num_layers != count:
             raise GeometryError(f"{snapshot.num_layers} layers, the model has {count}")
-        held, geometry = self._compressed[0].flushed(), snapshot.geometry
-        if held is not None:
-            mine = replace(held.geometry, num_layers=count, dtype=geometry.dtype)
+        for held in self._caches():
+            mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
-        whole = ContiguousCache(specs, geometry, compute=self._compute)
+        whole = shared.new_cache(geometry)
         whole.restore(snapshot, device=device)
-        for layer, cache in zip(self._compressed, whole.split(), strict=True):
-            layer.take_over(cache)
+        shared.hold(whole if whole.batch_size is not None else None, count)
 
     def held(self) -> ContiguousCache | None:
-        """Return one cache of all layers, which it shares; None while one of them is empty.
+        """Return the cache of all layers, every token stored; None while one of them is empty.
 
         Raises
         ------
         SnapshotError
             The model has layers that transformers caches itself.
+        GeometryError
+            Layers have K and V of unlike shapes.
         """
         self._require_all_compressed()
-        caches = [layer.flushed() for layer in self._compressed]
-        held = [cache for cache in caches if cache is not None]
-        return ContiguousCache.joined(held) if len(held) == len(caches) else None
+        caches = self._caches()
+        if None in self._shared.held:
+            return None
+        if len(caches) > 1:
+            raise GeometryError(f"layers have K and V of {len(caches)} unlike shapes or dtypes")
+        return caches[0]
 
     def specs_for(self, geometry: CacheGeometry) -> list[Spec]:
         """Return each compressed layer's spec, completed for a geometry with latents."""
-        one = replace(geometry, num_layers=1)
-        return [spec for layer in self._compressed for spec in cache_specs(layer.spec, one)]
+        return self._shared.specs_for(geometry)
+
+    def _caches(self) -> list[ContiguousCache]:
+        self._shared.flush()
+        return [cache for cache in self._shared.caches() if isinstance(cache, ContiguousCache)]
 
     def _require_all_compressed(self) -> None:
-        native = [layer for layer in self.layers if type(layer) is not CompressedLayer]
+        native = self._own_layers()
         if native:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in native}))
             raise SnapshotError(
@@ -230,14 +229,9 @@ class CompressedCache(Cache):
                 "can't be saved, so neither can this model's cache"
             )
 
-    def _stats(self) -> list[dict[str, Any]]:
-        caches = [layer.flushed() for layer in self._compressed]
-        return [cache.stats() for cache in caches if cache is not None]
-
     def memory_usage(self) -> int:
         """Bytes held by the compressed layers."""
-        caches = [layer.flushed() for layer in self._compressed]
-        return sum(cache.memory_usage() for cache in caches if cache is not None)
+        return sum(cache.memory_usage() for cache in self._caches())
 
     def stats(self) -> dict[str, Any]:
         """Return what the compressed layers hold (see `kvpact.cache.stats`).
@@ -250,11 +244,11 @@ class CompressedCache(Cache):
         KVPactError
             Nothing is held yet.
         """
-        parts = self._stats()
-        if not parts:
+        caches = self._caches()
+        if not caches:
             raise KVPactError("the cache is empty; run the model first")
-        counts = {
-            "compressed": len(self._compressed),
-            "native": len(self.layers) - len(self._compressed),
-        }
-        return {**merge_stats(parts), "layers": counts}
+        held = enumerate(self._shared.held)
+        layers = [x.entry(i) for i, x in held if isinstance(x, ContiguousCache)]
+        count = len(self._shared.specs)
+        counts = {"compressed": count, "native": len(self.layers) - count}
+        return {**cache_stats(layers, caches[0].layout, caches[0].compute), "layers": counts}

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kvpact.contract import AttendConfig
 from kvpact.integrations.transformers.handles import (
-    FirstLatents,
     KVHandle,
-    NewTokens,
+    Tokens,
     refuse_gradients,
 )
+from kvpact.integrations.transformers.tokens import NewTokens
 from kvpact.kernels import absorb_query, expand_output
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -38,7 +38,7 @@ class HeadTokens:
 
     Parameters
     ----------
-    latents : NewTokens
+    latents : Tokens
         The tokens as latents and rotated keys.
     module : torch.nn.Module
         The attention layer.
@@ -46,7 +46,7 @@ class HeadTokens:
         Its own `expand_kv`.
     """
 
-    def __init__(self, latents: NewTokens, module: Any, expand: Expand) -> None:
+    def __init__(self, latents: Tokens, module: Any, expand: Expand) -> None:
         self._latents, self._module, self._expand = latents, module, expand
         self._parts: tuple[Tensor, Tensor] | None = None
 
@@ -54,6 +54,11 @@ class HeadTokens:
     def fresh(self) -> bool:
         """Never: these are handed on once tokens are stored."""
         return False
+
+    @property
+    def origin(self) -> NewTokens:
+        """The latents as they are stored."""
+        return self._latents.origin
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the latents, absorbed: `[B, H, S, d_nope + d_rope]` to `[B, H, S, d_v]`."""
@@ -98,7 +103,7 @@ def meet(attention: type) -> None:
         expand = functools.partial(original, module)
         if latents.pending.fresh:
             k, v = expand(latents, rope)
-            _read.expanded = weakref.ref(k), weakref.ref(latents.pending)
+            _read.expanded = weakref.ref(k), weakref.ref(latents.pending.origin)
             return k, v
         if not _is_plain(module, expand):
             k, v = expand(latents, rope)
@@ -118,7 +123,7 @@ class _Read(threading.local):
 _read = _Read()
 
 
-def read_before_stored(module: Any, key: Tensor) -> FirstLatents | None:
+def read_before_stored(module: Any, key: Tensor) -> NewTokens | None:
     """Return the latents that `key` was just made of, where they are not stored yet.
 
     The first tokens of a cache are always expanded: they are exact, and for a prompt that is the

@@ -1,13 +1,12 @@
-"""One full-attention layer of a model on a compressed cache."""
+"""One full-attention layer of a model on a compressed cache, contiguous or paged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     CacheLayerMixin,
     LinearAttentionAndFullAttentionLayer,
@@ -15,28 +14,25 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvpact.cache import ContiguousCache, cache_specs
-from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.handles import Pending, as_stored, returned_pair
-from kvpact.kernels import Compute
+from kvpact.cache import ContiguousCache
+from kvpact.cache.layer import CacheLayer
+from kvpact.integrations.transformers.handles import returned_pair
+from kvpact.integrations.transformers.shared import BatchCache, SharedState
+from kvpact.integrations.transformers.tokens import NewTokens
 from kvpact.spec import Spec
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """transformers' cache layer over a `ContiguousCache` of one layer.
+    """transformers' cache layer over one layer of a kvpact cache.
+
+    Rollbacks, beams and the like concern all layers at once: `EngineCache` carries them out.
 
     Parameters
     ----------
-    spec : Spec
-        Methods for K and V.
-    exact_new : bool
-        As in `AttendConfig`.
-    latent_dim : int, optional
-        Width of the latents of a model with latent attention (MLA).
-    compute : Compute, optional
-        What was asked to compute; the best that is there if omitted.
-    config : PreTrainedConfig, optional
-        The decoder's, which names the attention that reads what `update` returns.
+    shared : SharedState
+        Of the cache that the layer belongs to.
+    index : int
+        Which of the compressed layers it is.
     """
 
     is_sliding = False
@@ -44,160 +40,99 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
     supports_early_init = False
 
-    def __init__(
-        self,
-        spec: Spec,
-        exact_new: bool = True,
-        latent_dim: int | None = None,
-        compute: Compute | None = None,
-        config: PreTrainedConfig | None = None,
-    ) -> None:
+    def __init__(self, shared: SharedState, index: int) -> None:
         # The base class would set `keys` and `values`, which are computed here.
-        self.spec, self._exact_new, self._latent_dim = spec, exact_new, latent_dim
-        self._compute, self._config = compute, config
-        self.cache: ContiguousCache | None = None
-        self._pending: Pending | None = None
+        self._shared, self._index = shared, index
+
+    @property
+    def cache(self) -> BatchCache | None:
+        """What holds the layer's tokens; all of them are stored."""
+        tokens = self._shared.waiting[self._index]
+        if tokens is not None:
+            tokens.store()
+        return self._shared.held[self._index]
+
+    @property
+    def spec(self) -> Spec:
+        """The layer's methods."""
+        return self._shared.specs[self._index]
+
+    def entry(self) -> CacheLayer | None:
+        """Return the layer's streams in a contiguous cache."""
+        cache = self.cache
+        return cache.entry(self._index) if isinstance(cache, ContiguousCache) else None
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the layer has seen tokens."""
-        return self.cache is not None
+        return self.get_seq_length() > 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Take the geometry from the first tokens."""
-        k, v = as_stored(key_states[:, :, :0], value_states[:, :, :0], None)
-        heads, width = k.shape[1], k.shape[3]
-        latent = heads == 1 and width == self._latent_dim
-        geometry = CacheGeometry(1, heads, width, v.shape[3], k.dtype, latent)
-        specs = cache_specs(self.spec, geometry)
-        self.cache = ContiguousCache(specs, geometry, compute=self._compute)
-        self.dtype, self.device = key_states.dtype, key_states.device
+        """Do nothing: `update` takes the shape from the first tokens."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take new tokens; return handles for K and V of all.
+        """Take new tokens; return what stands for K and V of all.
 
         Parameters
         ----------
         key_states, value_states : Tensor
             `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`.
         """
-        cache = self.flushed()
-        if cache is None:
-            self.lazy_initialization(key_states, value_states)
-            assert self.cache is not None
-            cache = self.cache
-        total = cache.seq_len() + key_states.shape[2]
-        pending = Pending(
-            cache, key_states.detach(), value_states.detach(), self._exact_new, self._forget
-        )
-        self._pending = pending
-        attention = None if self._config is None else self._config._attn_implementation
-        return returned_pair(pending, key_states, value_states, total, attention)
-
-    def take_over(self, cache: ContiguousCache) -> None:
-        """Hold what a cache of one layer holds."""
-        self._pending, self.cache = None, cache if cache.batch_size is not None else None
-        tail = next(iter(cache.tails()), None)
-        if tail is not None:
-            self.dtype, self.device = tail.dtype, tail.device
-
-    def _forget(self) -> None:
-        self._pending = None
-
-    def flushed(self) -> ContiguousCache | None:
-        """Return the cache with all tokens stored."""
-        pending, self._pending = self._pending, None
-        if pending is not None and pending.waiting:
-            pending.store()
-        return self.cache
+        shared, index = self._shared, self._index
+        before = shared.waiting[index]
+        if before is not None:
+            before.store()
+        k, v = key_states.detach(), value_states.detach()
+        tokens = NewTokens(shared, index, k, v)
+        attention = shared.config._attn_implementation
+        return returned_pair(tokens, key_states, value_states, tokens.total, attention)
 
     def _whole(self, side: str) -> Tensor | None:
-        cache = self.flushed()
-        return None if cache is None or cache.seq_len() == 0 else cache.dequantize(0, side)
+        cache = self.cache
+        if not isinstance(cache, ContiguousCache) or cache.seq_len(self._index) == 0:
+            return None
+        return cache.dequantize(self._index, side)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """K of all tokens, decompressed for code that looks at it."""
+        """K of all tokens, decompressed for code that looks at it; None for pages."""
         return self._whole("k")
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """V of all tokens, decompressed for code that looks at it."""
+        """V of all tokens, decompressed for code that looks at it; None for pages."""
         return self._whole("v")
 
     @property
     def batch_size(self) -> int:
         """Rows of the batch; not there before the first tokens."""
-        cache = self.flushed()
+        cache = self.cache
         if cache is None or cache.batch_size is None:
             raise AttributeError("no tokens yet")
         return cache.batch_size
 
     def get_seq_length(self) -> int:
-        """Tokens held."""
-        pending = self._pending
-        held = 0 if self.cache is None else self.cache.seq_len()
-        return held + pending.k.shape[2] if pending is not None and pending.waiting else held
+        """Tokens held, of the longest row."""
+        tokens, cache = self._shared.waiting[self._index], self._shared.held[self._index]
+        if tokens is not None:
+            return tokens.total
+        return 0 if cache is None else cache.seq_len(self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next update returns."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """No limit (but a pool's)."""
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; called with 0 in every assisted step."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes a negative number of tokens to remove, not {tokens_to_remove}"
-            )
-        cache = self.flushed() if tokens_to_remove else None
-        if cache is not None:
-            cache.truncate(max(cache.seq_len() + tokens_to_remove, 0))
-
-    def reset(self) -> None:
-        """Forget all tokens and the geometry."""
-        self._pending = self.cache = None
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rearrange the batch rows."""
-        cache = self.flushed()
-        if cache is not None:
-            cache.reorder(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every batch row."""
-        cache = self.flushed()
-        if cache is not None:
-            cache.repeat(repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some batch rows (indices, or a boolean mask)."""
-        cache = self.flushed()
-        if cache is not None:
-            rows = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-            cache.select(rows)
-
     def offload(self) -> None:
-        """Do nothing: a compressed layer stays where it is."""
+        """Do nothing: compressed tokens stay where they are."""
 
     def prefetch(self) -> None:
-        """Do nothing: a compressed layer stays where it is."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
-        other = self._empty()
-        cache = self.flushed()
-        if cache is not None:
-            other.cache = cache.fork()
-            other.dtype, other.device = self.dtype, self.device
-        return other
-
-    def _empty(self) -> CompressedLayer:
-        return type(self)(self.spec, self._exact_new, self._latent_dim, self._compute, self._config)
+        """Do nothing: compressed tokens stay where they are."""
 
 
 class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore
@@ -205,7 +140,7 @@ class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
 
     Parameters
     ----------
-    *args
+    shared, index
         As of `CompressedLayer`.
     number_of_states : int
         As transformers wants it.
@@ -213,14 +148,13 @@ class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
 
     is_croppable = LinearAttentionCacheLayerMixin.is_croppable
 
-    def __init__(self, *args: Any, number_of_states: int = 1) -> None:
-        CompressedLayer.__init__(self, *args)
+    def __init__(self, shared: SharedState, index: int, number_of_states: int = 1) -> None:
+        CompressedLayer.__init__(self, shared, index)
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Take the shapes of K and V (given by position) or of a state (by name)."""
-        kind = CompressedLayer if args else LinearAttentionLayer
-        kind.lazy_initialization(self, *args, **kwargs)
+        """Take the shape of a state."""
+        LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
     def offload(self) -> None:
         """Move the states to the CPU."""
@@ -231,22 +165,30 @@ class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
         LinearAttentionLayer.prefetch(self)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Forget tokens and states."""
+        """Forget the states."""
         LinearAttentionLayer.reset(self)
-        CompressedLayer.reset(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rearrange the batch rows."""
+        """Rearrange the states' batch rows."""
         LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        CompressedLayer.reorder_cache(self, beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, where transformers can undo the states."""
+        """Undo the states of the last tokens, where transformers can."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
-        CompressedLayer.crop(self, tokens_to_remove)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedLayer:
-        other = super().__deepcopy__(memo)
-        states = vars(LinearAttentionLayer(self.number_of_states))
-        vars(other).update({name: deepcopy(vars(self)[name], memo) for name in states})
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat the states' batch rows."""
+        self._change(lambda state: state.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some of the states' batch rows."""
+        self._change(lambda state: state[indices])
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        for states in (self.conv_states, self.recurrent_states):
+            states.update({i: change(x) for i, x in states.items() if x is not None})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedHybridLayer:
+        other = memo[id(self)] = object.__new__(type(self))
+        vars(other).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
         return other

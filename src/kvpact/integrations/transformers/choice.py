@@ -1,0 +1,111 @@
+"""Which attention a model uses while caches made for it are there."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from kvpact.errors import KVPactError, SpecError
+from kvpact.integrations.transformers.attention import ATTENTION, register_attention
+from kvpact.integrations.transformers.handles import say_once
+
+
+class Loan:
+    """Held by the caches for which a config's attention is ``kvpact``; what it was comes back."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Loan:
+        return self
+
+
+_loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
+
+
+def _lent(config: PreTrainedConfig) -> Loan:
+    loan = _loans.get(id(config))
+    if loan is None:
+        loan = _loans[id(config)] = Loan()
+        before = config._attn_implementation
+        weakref.finalize(loan, _give_back, config, before).atexit = False
+    config._attn_implementation = ATTENTION
+    return loan
+
+
+def _give_back(config: PreTrainedConfig, attention: str | None) -> None:
+    if config._attn_implementation == ATTENTION:
+        config._attn_implementation = attention
+
+
+@lru_cache(maxsize=256)
+def _asks_by_name(module: str) -> bool:
+    """Whether a model's code compares the name of its attention instead of looking it up."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return False
+    return "._attn_implementation ==" in source and "ALL_ATTENTION_FUNCTIONS" not in source
+
+
+def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:
+    """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        The decoder's.
+    attention : {"auto", "keep"}
+        ``keep`` leaves the config alone.
+    sparse : bool
+        Whether some layers choose the tokens that they attend to. They say so in a mask only under
+        ``sdpa`` and ``eager``, so the config is left alone.
+
+    Returns
+    -------
+    Loan or None
+        For the cache to hold: when the last cache of a config is gone, its attention is again what
+        it was. None where the config was left alone.
+
+    Raises
+    ------
+    SpecError
+        `attention` is neither.
+    KVPactError
+        The attention is ``kvpact``, but the model's code knows ``sdpa`` by name only.
+    """
+    if attention not in ("auto", "keep"):
+        raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
+    register_attention()
+    current = config._attn_implementation
+    if sparse and attention == "auto":
+        say_once(
+            "sparse",
+            "layers of this model choose the tokens they attend to, which works with attention "
+            f"{current!r} and not with 'kvpact': the compressed layers are read decompressed",
+        )
+        return None
+    if _asks_by_name(type(config).__module__.replace(".configuration_", ".modeling_")):
+        if current == ATTENTION:
+            raise KVPactError(
+                "this model computes attention by itself and knows 'sdpa' by name; with 'kvpact' "
+                "it would not be causal: load it with attention 'sdpa'"
+            )
+        if attention == "auto":
+            say_once(
+                "decompressed",
+                "this model computes attention by itself: K and V are decompressed for it in every "
+                "step, which is right, but slower and with a whole layer in memory",
+            )
+        return None
+    if attention == "auto" and (current in ("sdpa", None) or id(config) in _loans):
+        return _lent(config)
+    if attention == "auto" and current != ATTENTION:
+        say_once(
+            "decompressed",
+            f"the model's attention is {current!r}, which will read decompressed K and V; "
+            "model.set_attn_implementation('kvpact') attends over the compressed cache",
+        )
+    return None

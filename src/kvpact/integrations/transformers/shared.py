@@ -1,0 +1,132 @@
+"""What the layers of one transformers cache share: where their tokens are held, and who waits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from kvpact.cache import ContiguousCache, cache_specs
+from kvpact.cache.paged_view import PagedView
+from kvpact.contract import AttendConfig
+from kvpact.geometry import CacheGeometry
+from kvpact.kernels import Compute
+from kvpact.spec import Spec
+
+if TYPE_CHECKING:
+    from kvpact.integrations.transformers.tokens import NewTokens
+
+BatchCache = ContiguousCache | PagedView
+"""What holds the tokens of one batch."""
+
+
+class Asked(NamedTuple):
+    """What a layer's attention was called with, and the `AttendConfig` made of it."""
+
+    plain: tuple[object, ...]
+    tensors: tuple[Tensor | None, ...]
+    config: AttendConfig
+
+
+class SharedState:
+    """What the layers of one transformers cache share.
+
+    It refers to neither the cache nor its layers: slots are freed when the cache is gone, without
+    waiting for the garbage collector.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        The decoder's; it names the attention that reads what `update` returns.
+    exact_new : bool
+        As in `AttendConfig`.
+    specs : list of Spec
+        One per compressed layer, from which a `ContiguousCache` for all of them is made when the
+        first layer brings its shape; empty over a paged cache.
+    compute : Compute, optional
+        What was asked to compute in it.
+    latent_dim : int, optional
+        Width of the latents of a model with latent attention (MLA).
+
+    Attributes
+    ----------
+    held : list
+        What holds each layer's tokens; None before the first. Nearly always one cache; layers with
+        K and V of another shape have one of their own.
+    waiting : list
+        Each layer's tokens that nothing has used yet.
+    asked : Asked or None
+        How the last layer was called; the next ones, mostly, are called alike.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        exact_new: bool,
+        specs: list[Spec],
+        compute: Compute | None = None,
+        latent_dim: int | None = None,
+    ) -> None:
+        self.config, self.exact_new, self.specs = config, exact_new, specs
+        self.compute, self._latent_dim = compute, latent_dim
+        self.held: list[BatchCache | None] = [None] * len(specs)
+        self.waiting: list[NewTokens | None] = [None] * len(specs)
+        self.asked: Asked | None = None
+
+    def hold(self, cache: BatchCache | None, layers: int) -> None:
+        """Let one cache hold the tokens of all layers; those that wait are dropped."""
+        self.held, self.waiting, self.asked = [cache] * layers, [None] * layers, None
+
+    def caches(self) -> list[BatchCache]:
+        """Return every cache once."""
+        return list({id(cache): cache for cache in self.held if cache is not None}.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedState:
+        self.flush()
+        other = SharedState(self.config, self.exact_new, self.specs, self.compute, self._latent_dim)
+        forks = {id(cache): cache.fork() for cache in self.caches()}
+        other.hold(None, len(self.held))
+        other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
+        memo[id(self)] = other
+        return other
+
+    def flush(self) -> None:
+        """Store tokens that nothing has used."""
+        for tokens in self.waiting:
+            if tokens is not None:
+                tokens.store()
+
+    def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
+        """Return what holds a layer's tokens; made for all layers if these are the first.
+
+        Parameters
+        ----------
+        layer : int
+            Which of the compressed layers.
+        k, v : Tensor
+            `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`, in the dtype that is stored.
+        """
+        cache = self.held[layer]
+        if cache is None:
+            latent = k.shape[1] == 1 and k.shape[3] == self._latent_dim
+            shape = k.shape[1], k.shape[3], v.shape[3]
+            geometry = CacheGeometry(len(self.specs), *shape, k.dtype, latent)
+            alike = (x for x in self.caches() if geometry_of(x) == geometry)
+            cache = self.held[layer] = next(alike, None) or self.new_cache(geometry)
+        return cache
+
+    def new_cache(self, geometry: CacheGeometry) -> ContiguousCache:
+        """Return an empty cache of all layers."""
+        return ContiguousCache(self.specs_for(geometry), geometry, compute=self.compute)
+
+    def specs_for(self, geometry: CacheGeometry) -> list[Spec]:
+        """Return each layer's spec, completed for a geometry with latents."""
+        one = replace(geometry, num_layers=1)
+        return [cache_specs(spec, one)[0] for spec in self.specs]
+
+
+def geometry_of(cache: BatchCache) -> CacheGeometry:
+    """Return the shape of K and V in what holds tokens."""
+    return cache.cache.geometry if isinstance(cache, PagedView) else cache.geometry

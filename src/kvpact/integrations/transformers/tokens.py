@@ -1,0 +1,191 @@
+"""New tokens of one layer, between the model's `update` and the attention that uses them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.checks import DTYPES
+from kvpact.cache.paged_view import PagedView
+from kvpact.contract import AttendConfig, DequantResult
+from kvpact.errors import KVPactError, StaleResult
+from kvpact.integrations.transformers.handles import say_once
+from kvpact.integrations.transformers.shared import SharedState, geometry_of
+from kvpact.kernels import AttendCall
+from kvpact.kernels.torch.attend import attend
+
+
+class NewTokens:
+    """The tokens of one `update`, stored when they are first used: what a handle stands for.
+
+    The attention function knows the padding of each row and `update` does not; so storing waits
+    for whichever comes first: attention, decompression, or the next call to the layer. Attention
+    that refuses a call stores nothing.
+
+    Parameters
+    ----------
+    shared : SharedState
+        Of the layer's cache.
+    layer : int
+        Which of the compressed layers.
+    k, v : Tensor
+        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, without gradients.
+    """
+
+    def __init__(self, shared: SharedState, layer: int, k: Tensor, v: Tensor) -> None:
+        self._dtypes = k.dtype, v.dtype
+        cache = shared.held[layer]
+        held = None if cache is None else geometry_of(cache).dtype
+        if not (k.dtype is v.dtype is held):
+            k, v = as_stored(k, v, held)
+        self.k, self.v, self.shared, self._layer = k, v, shared, layer
+        self._cache = cache or shared.cache_for(layer, k, v)
+        self.total = self._cache.seq_len(layer) + k.shape[2]
+        self._latent = geometry_of(self._cache).latent
+        self._waiting = True
+        self._parts: tuple[Tensor, Tensor] | None = None
+        shared.waiting[layer] = self
+
+    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend over the past and these tokens, and store them; all or nothing.
+
+        Parameters
+        ----------
+        q : Tensor
+            `[B, H_q, new, D]`.
+        config : AttendConfig
+            As `attention.call_config` makes it.
+
+        Raises
+        ------
+        KVPactError
+            Wrong input (see `ContiguousCache.attend`), or a second use in a paged cache.
+        """
+        if q.dtype not in DTYPES:
+            return self.attend(q.float(), config).to(q.dtype)
+        if not self._waiting:
+            k, v = self._all()
+            return attend(AttendCall(None, k, v, q, config, config.padding, self._latent))
+        self._use()
+        return self._cache.attend(self._layer, self.k, self.v, q, config)
+
+    def store(self, padding: Tensor | None = None) -> DequantResult:
+        """Store the tokens; return K and V of all, decompressed when read."""
+        self._use()
+        config = AttendConfig(padding=padding, exact_new=self.shared.exact_new)
+        return self._cache.prefill(self._layer, self.k, self.v, None, config)
+
+    def _use(self) -> None:
+        # From now on only the handles, which live as long as the model's layer looks at them, keep
+        # the exact tokens; those that can't be stored are dropped with the error.
+        self._waiting = False
+        waiting = self.shared.waiting
+        if waiting[self._layer] is self:
+            waiting[self._layer] = None
+        if self._layer + 1 == len(waiting):
+            self.shared.asked = None  # the call's mask is kept no longer than the call
+
+    def part(self, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of all tokens, decompressed, in the dtype of the new ones.
+
+        Raises
+        ------
+        KVPactError
+            Rows of a paged cache have unlike lengths, or these tokens were used already.
+        """
+        index = 0 if side == "k" else 1
+        whole = (self.k, self.v) if self.fresh else self._all()
+        return whole[index].to(self._dtypes[index])
+
+    def _all(self) -> tuple[Tensor, Tensor]:
+        if self._parts is None:
+            if self._waiting:
+                self._require_one_length()
+                result = self.store()
+                self._parts = (
+                    _latent_parts(result, self.k) if self._latent else (result.k, result.v)
+                )
+            else:
+                self._parts = self._again("k", self.k), self._again("v", self.v)
+        return self._parts
+
+    def _again(self, side: str, new: Tensor) -> Tensor:
+        """Return K or V of all tokens, which are stored: the past as it is held now."""
+        cache, begin = self._cache, self.total - new.shape[2]
+        if isinstance(cache, PagedView):
+            raise KVPactError(
+                "these tokens were used already: a model that reads K and V of a layer twice can't "
+                "run on a paged batch; use CompressedCache"
+            )
+        if cache.seq_len(self._layer) < self.total:
+            raise StaleResult("the cache was rolled back or reset since; call the model again")
+        whole = cache.dequantize(self._layer, side)[:, :, : self.total]
+        if self.shared.exact_new:
+            whole[:, :, begin:] = new
+        return whole
+
+    def _lengths(self) -> list[int]:
+        """Return the tokens that each row of a paged cache held before these."""
+        cache = self._cache
+        if not isinstance(cache, PagedView) or cache.seqs is None:
+            return []
+        return [cache.cache.seq_len(seq, self._layer) for seq in cache.seqs]
+
+    def _require_one_length(self) -> None:
+        if len(set(self._lengths())) > 1:
+            self._use()
+            remedy = "call model.set_attn_implementation('kvpact')"
+            if self._latent:
+                remedy += "; 'kv_b_proj' has to be a plain linear layer (no adapter, no hooks)"
+            raise KVPactError(
+                "rows of unlike length can't be decompressed into one tensor for the model's own "
+                f"attention; {remedy}"
+            )
+
+    def own_padding(self, padding: Tensor) -> Tensor | None:
+        """Return the padding within each row, unless the cache knows it already.
+
+        Parameters
+        ----------
+        padding : Tensor
+            `[B]` positions that no query may see, from the left. In a paged cache what stands left
+            of a shorter row is not in it.
+        """
+        lengths = self._lengths()
+        held: int | Tensor = self.total - self.k.shape[2]
+        if lengths:
+            held = torch.tensor(lengths, device=padding.device)
+            padding = (padding - (held.max() - held)).clamp(min=0)
+        # Padding ends with a row's first real token; rows that have one are not looked at again.
+        return padding if bool((padding > 0).any() and (padding >= held).any()) else None
+
+    @property
+    def fresh(self) -> bool:
+        """Whether these are a cache's first latents, not yet stored: read as they are."""
+        first = self.total == self.k.shape[2]
+        return self._latent and self.shared.exact_new and self._waiting and first
+
+    @property
+    def origin(self) -> NewTokens:
+        """The tokens as they are stored."""
+        return self
+
+
+def as_stored(k: Tensor, v: Tensor, held: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Return K and V in one dtype that a cache holds.
+
+    Under autocast RoPE makes K fp32 while V stays bf16: both become fp32. Numbers of float64 lose
+    digits, which is said once. Where the tokens held have a wider dtype, new ones get it too.
+    """
+    dtype = torch.promote_types(k.dtype, v.dtype)
+    if dtype is torch.float64:
+        say_once("float64", "K and V of dtype float64 are stored and attended to in float32")
+        dtype = torch.float32
+    if held is not None and torch.promote_types(dtype, held) is held:
+        dtype = held
+    return k.to(dtype), v.to(dtype)
+
+
+def _latent_parts(result: DequantResult, latents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `c_kv` and `k_rope` of a result over latents: its K is both side by side."""
+    return result.v, result.k[..., latents.shape[-1] :]
