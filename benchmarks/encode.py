@@ -64,8 +64,7 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
     method = parse_spec(spec).key
     codec = (method.key_codec if side == "k" else method.value_codec)(dim, torch.float32)
     x = torch.randn(1, HEADS, tokens, dim, generator=torch.Generator().manual_seed(0))
-    store = SegmentList(codec, 1, HEADS, torch.device("cpu"))
-    store.extend(store.missing(tokens))
+    store = SegmentList(codec, 1, HEADS, torch.device("cpu")).grown(tokens, 0)
     size = store.segment_tokens
     segments = [store.segment(index) for index in range(-(-tokens // size))]
     matrix, encoder = torch.randn(dim, dim), CpuEncoder(library(), codec)

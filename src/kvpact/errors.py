@@ -53,6 +53,14 @@ class StaleResult(KVPactError, RuntimeError):
     """A lazy result was read after its cache had been rolled back, reordered or reset."""
 
 
+class CorruptState(KVPactError, RuntimeError):
+    """K and V of a layer do not belong together, so nothing can be computed from them."""
+
+
+class KernelError(KVPactError, RuntimeError):
+    """A native kernel refused its arguments: a defect of kvpact; the cache is as before."""
+
+
 class FormatError(KVPactError, ValueError):
     """Stored bytes are not in a format that this version can read."""
 

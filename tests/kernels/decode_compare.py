@@ -58,8 +58,8 @@ def compare_slots(codec, store: SegmentList, start: int, end: int, dtype, invers
 def packed(spec: str, side: str, tokens: torch.Tensor) -> tuple[object, SegmentList]:
     """Return a codec and the slots of tokens that it encoded."""
     codec = codec_of(spec, side, tokens.shape[3], tokens.dtype)
-    store = SegmentList(codec, *tokens.shape[:2], tokens.device)
-    store.extend(torch_slots(codec, tokens, 0))
+    segments = tuple(torch_slots(codec, tokens, 0))
+    store = SegmentList(codec, *tokens.shape[:2], tokens.device, segments)
     return codec, store
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.pages import PagePool
-from kvpact.cache.sequences import Page, PagedSequence
+from kvpact.cache.sequence_pages import SequencePages
+from kvpact.cache.sequences import Page
 from kvpact.errors import GeometryError
 
 
-class BlockTables:
+class BlockTables(SequencePages):
     """What a `PagedKVCache` says about its pages."""
-
-    pool: PagePool
-    device: torch.device
-    _sequence: Callable[[int], PagedSequence]
 
     def iter_pages(self, seq: int) -> Iterator[Page]:
         """Iterate over a sequence's pages and the tokens that stand on them."""

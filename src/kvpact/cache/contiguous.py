@@ -70,33 +70,26 @@ class ContiguousCache(BatchRows):
             for i, spec in enumerate(specs)
         ]
 
-    def _layer(
+    def _check(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
-    ) -> CacheLayer:
-        """Return a layer, its lock taken, after all checks; the caller releases the lock."""
-        check_layer(layer, len(self._layers))
+    ) -> None:
+        """Raise a named error unless a layer, whose lock is held, can take new tokens."""
         entry = self._layers[layer]
-        entry.lock.acquire()
-        try:
-            check_tokens(self.geometry, k, v, q, entry.k.tail if entry.k is not None else None)
-            if self.batch_size not in (None, k.shape[0]):
-                raise GeometryError(f"batch {k.shape[0]}, but other layers hold {self.batch_size}")
-            if q is not None:
-                check_query(self.geometry, q, config)
-            total = entry.length + k.shape[2]
-            if self.max_tokens is not None and total > self.max_tokens:
-                raise CacheFull(
-                    f"layer {layer}: {total} tokens wanted, {self.max_tokens} allowed, "
-                    f"{self.max_tokens - entry.length} free; truncate or raise max_tokens"
-                )
-            if config.padding is not None and config.padding.shape != k.shape[:1]:
-                raise GeometryError(
-                    f"padding has shape {tuple(config.padding.shape)}; it should be [{k.shape[0]}]"
-                )
-        except BaseException:
-            entry.lock.release()
-            raise
-        return entry
+        check_tokens(self.geometry, k, v, q, entry.k.tail if entry.k is not None else None)
+        if self.batch_size not in (None, k.shape[0]):
+            raise GeometryError(f"batch {k.shape[0]}, but other layers hold {self.batch_size}")
+        if q is not None:
+            check_query(self.geometry, q, config)
+        total = entry.length + k.shape[2]
+        if self.max_tokens is not None and total > self.max_tokens:
+            raise CacheFull(
+                f"layer {layer}: {total} tokens wanted, {self.max_tokens} allowed, "
+                f"{self.max_tokens - entry.length} free; truncate or raise max_tokens"
+            )
+        if config.padding is not None and config.padding.shape != k.shape[:1]:
+            raise GeometryError(
+                f"padding has shape {tuple(config.padding.shape)}; it should be [{k.shape[0]}]"
+            )
 
     @torch.no_grad()
     def attend(
@@ -130,11 +123,11 @@ class ContiguousCache(BatchRows):
         config = config or _DEFAULT
         if not isinstance(q, Tensor):
             raise DtypeError(f"q should be a torch tensor, not {type(q).__name__}")
-        entry = self._layer(layer, k, v, q, config)
-        try:
+        check_layer(layer, len(self._layers))
+        entry = self._layers[layer]
+        with entry.lock:
+            self._check(layer, k, v, q, config)
             return entry.attend(k, v, q, config)
-        finally:
-            entry.lock.release()
 
     @torch.no_grad()
     def store(
@@ -151,11 +144,11 @@ class ContiguousCache(BatchRows):
         `config` only `padding` and `exact_new` matter here, and `q`, if given, is only checked.
         """
         config = config or _DEFAULT
-        entry = self._layer(layer, k, v, q, config)
-        try:
+        check_layer(layer, len(self._layers))
+        entry = self._layers[layer]
+        with entry.lock:
+            self._check(layer, k, v, q, config)
             return entry.store(k, v, config)
-        finally:
-            entry.lock.release()
 
     def prefill(
         self,
@@ -261,13 +254,11 @@ class ContiguousCache(BatchRows):
             streams = [layer.k for layer in self._layers]
             device = next((s.tail.device for s in streams if s is not None), "cpu")
         built = [
-            restored_layer(
-                layer.emptied(), snapshot.layer(index), torch.device(device), shared=False
-            )
+            restored_layer(layer.empty(), snapshot.layer(index), torch.device(device), shared=False)
             for index, layer in enumerate(self._layers)
         ]
         for layer, new in zip(self._layers, built, strict=True):
-            layer.take_over(new.k, new.v, new.padding)
+            layer.restore(new.k, new.v, new.padding)
 
     def fork(self) -> Self:
         """Return an independent copy; slots are shared until one side writes to them."""

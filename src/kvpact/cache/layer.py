@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.segments import SegmentList, SegmentStore
+from kvpact.cache.held import Held, LayerPlan
+from kvpact.cache.segments import MakeStore, SegmentList, SegmentStore
 from kvpact.cache.step import Step
-from kvpact.cache.stream import AppendPlan, Stream
+from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
-from kvpact.errors import GeometryError, StaleResult
+from kvpact.errors import CorruptState, GeometryError, StaleResult
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import Compute, LayerView, Plan, StreamView, check_queries
+from kvpact.kernels import Compute, LayerView, StreamView, check_queries
 from kvpact.methods import Codec
 from kvpact.spec import Spec
-
-MakeStore = Callable[[Codec, int, int, torch.device, str], SegmentStore]
 
 
 def _segment_list(
@@ -34,24 +34,13 @@ def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, device=device).expand(batch, -1).contiguous()
 
 
-def _forked(stream: Stream, side: str, make_store: MakeStore | None) -> Stream:
-    if make_store is None:
-        return stream.fork()
-    batch, heads = stream.tail.shape[:2]
-    return stream.fork(make_store(stream.codec, batch, heads, stream.tail.device, side))
-
-
-class LayerPlan(NamedTuple):
-    """New tokens of a layer, encoded and not yet stored."""
-
-    streams: tuple[Stream, Stream]
-    appends: list[AppendPlan]
-    step: Step
-    exact_new: bool
-
-
 class CacheLayer:
     """K and V of one layer. Every public method takes the layer's lock.
+
+    What is held is one immutable value, exchanged by one assignment. So an exception, whatever it
+    is and wherever it comes from, leaves the layer as it was before the call or as it is after it.
+    Slots that an append was about to fill lie behind all that the value speaks of; they are cleared
+    by the layer's next operation.
 
     Parameters
     ----------
@@ -65,6 +54,8 @@ class CacheLayer:
         K and V are MLA latents and rotated keys.
     compute : Compute, optional
         What was asked to compute; the best that is there if omitted.
+    lock : lock, optional
+        The layer's, where several sequences have a layer each; one of its own if omitted.
     """
 
     def __init__(
@@ -74,26 +65,35 @@ class CacheLayer:
         codecs: tuple[Codec, Codec] | None = None,
         latent: bool = False,
         compute: Compute | None = None,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.spec, self._make_store, self._codecs = spec, make_store, codecs
-        self.lock, self._latent = threading.RLock(), latent
+        self.lock, self._latent = lock or threading.RLock(), latent
         self.compute = compute or Compute()
-        self.k: Stream | None = None
-        self.v: Stream | None = None
-        self._padding: Tensor | None = None
-        self._version = 0
-        self._plan: Plan | None = None
+        self._held = Held(None, None, None, 0)
+        self._clean = True  # False before anything is written behind the slots held, or left there
+        self._moved = 0  # how often slots came to lie elsewhere; changed under a pool's lock
+
+    @property
+    def k(self) -> Stream | None:
+        """The stream of K; None while nothing is held."""
+        return self._held.k
+
+    @property
+    def v(self) -> Stream | None:
+        """The stream of V; None while nothing is held."""
+        return self._held.v
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        with self.lock:
-            return 0 if self.k is None else self.k.length
+        k = self._held.k
+        return 0 if k is None else k.length
 
     @property
     def padding(self) -> Tensor | None:
         """Left-padding tokens of each row, `[B]`."""
-        return self._padding
+        return self._held.padding
 
     @property
     def codecs(self) -> tuple[Codec, Codec] | None:
@@ -103,7 +103,25 @@ class CacheLayer:
     @property
     def padding_bytes(self) -> int:
         """Bytes that the rows' padding takes."""
-        return 0 if self._padding is None else self._padding.nbytes
+        padding = self._held.padding
+        return 0 if padding is None else padding.nbytes
+
+    @property
+    def version(self) -> int:
+        """Another number whenever views of what was held may not be read any more."""
+        return self._held.version + self._moved
+
+    @property
+    def clean(self) -> bool:
+        """Whether all slots of tokens that are not held are known to be zero."""
+        return self._clean
+
+    def __repr__(self) -> str:
+        """Tell what is held."""
+        held = self._held
+        padding = "" if held.padding is None else f", padding={held.padding.tolist()}"
+        state = f"length={self.length}{padding}, version={held.version}, clean={self.clean}"
+        return f"CacheLayer({str(self.spec)!r}, {state}, k={held.k!r}, v={held.v!r})"
 
     def attend(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the tokens held and the new ones, and store these; all or nothing."""
@@ -123,35 +141,67 @@ class CacheLayer:
 
     def prepare(self, k: Tensor, v: Tensor, config: AttendConfig) -> LayerPlan:
         """Encode new tokens and allocate what they need; the layer stays as it is."""
+        if not self._clean:
+            self.settle()
+        held = self._held
         padding = self._next_padding(config, k.shape[0])
-        streams = (self.k or self.new_stream(k, True), self.v or self.new_stream(v, False))
-        appends = [
-            stream.prepare(x, *self._sink_positions(stream, padding))
-            for stream, x in zip(streams, (k, v), strict=True)
-        ]
-        computes = self._plan_of(*streams)
-        step = Step(self._view(padding), k, v, padding, self.lock, computes, self._latent)
-        return LayerPlan(streams, appends, step, config.exact_new)
+        k_stream, v_stream = held.k or self.new_stream(k, True), held.v or self.new_stream(v, False)
+        k_plan = k_stream.prepare(k, *self._sink_positions(k_stream, padding))
+        v_plan = v_stream.prepare(v, *self._sink_positions(v_stream, padding))
+        plan = held.plan or self.compute.plan(k_stream.plan, v_stream.plan)
+        after = Held(k_plan.after, v_plan.after, padding, held.version, plan)
+        past = self._view(held, padding)
+        step = Step(past, k, v, padding, self.lock, plan, self._latent)
+        return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
 
     def commit(self, plan: LayerPlan) -> Step:
-        """Carry out a plan; nothing in it can fail: what needs memory or checks was prepared."""
-        for stream, append in zip(plan.streams, plan.appends, strict=True):
-            stream.commit(append)
-        self.k, self.v = plan.streams
-        self._padding = plan.step.padding
+        """Carry out a plan; the caller has held the lock since `prepare`.
+
+        Raises
+        ------
+        StaleResult
+            The layer changed since the plan was made.
+        KernelError
+            The native encoder refuses; the layer is as before.
+        """
+        self.write(plan)
+        self._held = plan.after
+        return self.stored(plan)
+
+    def write(self, plan: LayerPlan) -> None:
+        """Write a plan's slots, which nobody reads before the layer holds `plan.after`."""
+        if self._held is not plan.before:
+            raise StaleResult(
+                "the layer was rolled back, freed or written to while these tokens were on their "
+                "way; none of them is stored, give them again"
+            )
+        self._clean = False
+        for append in plan.appends:
+            append.write()
+
+    def stored(self, plan: LayerPlan) -> Step:
+        """Return the step of a plan that was carried out."""
+        self._clean = True
         if plan.exact_new:
             return plan.step
         k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]
-        return plan.step._replace(view=self._view(self._padding), k=k, v=v)
+        return plan.step._replace(view=self._view(self._held, plan.step.padding), k=k, v=v)
 
-    def _plan_of(self, k: Stream, v: Stream) -> Plan:
-        """Return who computes for the layer, decided once for its codecs."""
-        plan = self._plan
-        if plan is None or plan.k.codec is not k.codec or plan.v.codec is not v.codec:
-            plan = self._plan = self.compute.plan(k.plan, v.plan)
-        return plan
+    def settle(self) -> None:
+        """Zero the slots of tokens that are not held: a rollback's, or an append's that failed.
 
-    def adopt(
+        Slots that others read, too, wait until they are copied, or this layer's alone.
+        """
+        streams = self._held.streams()
+        self._clean = all([stream.store.clear_from(stream.packed) for stream in streams])
+
+    def restore(self, k: Stream | None, v: Stream | None, padding: Tensor | None) -> None:
+        """Hold other streams from now on, whose slots are clean."""
+        with self.lock:
+            self._held = Held(k, v, padding, self._held.version + 1)
+            self._clean = True
+
+    def share(
         self,
         tokens: int,
         geometry: CacheGeometry,
@@ -159,21 +209,26 @@ class CacheLayer:
         device: torch.device,
         sinks: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        """Take over `tokens` tokens that are packed in the store already, with their sinks."""
-        with self.lock:
-            shape = (1, geometry.num_kv_heads, 0)
-            k = torch.zeros(*shape, geometry.head_dim, dtype=dtype, device=device)
-            v = torch.zeros(*shape, geometry.value_dim, dtype=dtype, device=device)
-            self.k, self.v = self.new_stream(k, True), self.new_stream(v, False)
-            self.k.adopt(tokens, sinks[0])
-            self.v.adopt(tokens, sinks[1])
+        """Hold `tokens` tokens that are packed in the store already, with their sinks.
+
+        For a new layer that nobody else knows yet: no lock is taken.
+        """
+        shape = (1, geometry.num_kv_heads, 0)
+        streams = []
+        for key, dim in ((True, geometry.head_dim), (False, geometry.value_dim)):
+            x = torch.zeros(*shape, dim, dtype=dtype, device=device)
+            empty, given = self.new_stream(x, key), sinks[0 if key else 1]
+            streams.append(
+                empty.restore(tokens, tokens, empty.tail, empty.sinks if given is None else given)
+            )
+        self._held = Held(streams[0], streams[1], None, 0)
 
     def _next_padding(self, config: AttendConfig, batch: int) -> Tensor | None:
         """Return the padding with what `config` says of rows that hold no real token yet."""
         if config.padding is None:
-            return self._padding
-        given = config.padding.to("cpu", torch.long)
-        known = self._padding if self._padding is not None else torch.zeros(batch, dtype=torch.long)
+            return self._held.padding
+        given, known = config.padding.to("cpu", torch.long), self._held.padding
+        known = torch.zeros(batch, dtype=torch.long) if known is None else known
         open_rows = known >= self.length
         merged = torch.where(open_rows, torch.maximum(given, known), known)
         return merged if merged.any() else None
@@ -198,46 +253,37 @@ class CacheLayer:
 
     def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
         """Return an empty stream for K or V like `x`, not yet the layer's own."""
-        batch, heads, _, dim = x.shape
         method = self.spec.key if key else self.spec.value
         codec = codec or self.make_codec(x, key)
+        batch, heads = x.shape[:2]
         store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
-        return Stream(
-            codec,
-            batch,
-            heads,
-            dim,
-            method.sinks,
-            method.window,
-            x.dtype,
-            x.device,
-            store,
-            self.compute.stream(codec, x.device, x.dtype),
-        )
+        plan = self.compute.stream(codec, x.device, x.dtype)
+        return Stream.empty(codec, x, method.sinks, method.window, store, plan)
 
-    def take_over(self, k: Stream | None, v: Stream | None, padding: Tensor | None) -> None:
-        """Hold other streams from now on."""
-        with self.lock:
-            self._version += 1
-            self.k, self.v, self._padding = k, v, padding
-
-    def emptied(self) -> CacheLayer:
+    def empty(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
         return CacheLayer(self.spec, self._make_store, self._codecs, self._latent, self.compute)
 
-    def _view(self, padding: Tensor | None) -> LayerView | None:
-        if self.k is None or self.v is None or self.length == 0:
+    def _view(self, held: Held, padding: Tensor | None) -> LayerView | None:
+        if held.k is None or held.v is None:
             return None
-        version = self._version
+        length = held.k.length
+        if length != held.v.length:
+            raise CorruptState(
+                f"the layer holds {length} tokens of K and {held.v.length} of V: reset it"
+            )
+        if not length:
+            return None
+        version = held.version + self._moved
 
         def check() -> None:
-            if self._version != version:
+            if self.version != version:
                 raise StaleResult(
                     "the cache was rolled back, reordered or reset since this result was made; "
                     "read k and v before that"
                 )
 
-        k, v = (self._stream_view(stream, padding, check) for stream in (self.k, self.v))
+        k, v = (self._stream_view(stream, padding, check) for stream in (held.k, held.v))
         return LayerView(k, v, padding)
 
     def _stream_view(
@@ -261,7 +307,7 @@ class CacheLayer:
             stream = self.k if side == "k" else self.v
             if stream is None:
                 raise GeometryError("the layer holds no tokens yet")
-            view = self._stream_view(stream, self._padding, lambda: None)
+            view = self._stream_view(stream, self._held.padding, lambda: None)
             batch, heads, _, dim = view.tail.shape
             whole, begin = view.tail.new_empty(batch, heads, view.length, dim), view.exact_from
             if begin:
@@ -272,55 +318,69 @@ class CacheLayer:
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on; nothing if there are no more than that."""
         with self.lock:
-            if self.k is None or self.v is None or length >= self.length:
-                return
-            self._version += 1
-            for stream in (self.k, self.v):
-                stream.truncate(length)
-                positions, _ = self._sink_positions(stream, self._padding)
-                if positions is not None:
-                    stream.clear_sinks(positions, length)
-            if length == 0:
-                self._padding = None
+            self._held = self.truncated(length)
+            if not self._clean:
+                self.settle()
+
+    def truncated(self, length: int) -> Held:
+        """Return what is held without the tokens from `length` on; the layer stays as it is.
+
+        Slots are to be cleared before the next append, whether or not the layer comes to hold that.
+        """
+        held = self._held
+        if held.k is None or held.v is None or length >= held.k.length:
+            return held
+        self._clean = False
+        k = held.k.truncate(length, self._sink_positions(held.k, held.padding)[0])
+        v = held.v.truncate(length, self._sink_positions(held.v, held.padding)[0])
+        padding = held.padding if length else None
+        return Held(k, v, padding, held.version + 1, held.plan)
 
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
         """Return a copy that shares the slots until one side writes.
 
-        With `make_store` the copy's slots lie in stores of that making, which hold them already.
+        With `make_store` the copy's slots lie in stores of that making, which hold them already,
+        and it shares the lock.
         """
         with self.lock:
-            other = CacheLayer(
-                self.spec,
-                make_store or self._make_store,
-                self._codecs,
-                self._latent,
-                self.compute,
-            )
-            if self.k is not None and self.v is not None:
-                other.k = _forked(self.k, "k", make_store)
-                other.v = _forked(self.v, "v", make_store)
-                other._padding = self._padding
+            if not self._clean:
+                self.settle()
+            other = self.empty()
+            if make_store is not None:
+                other.lock, other._make_store = self.lock, make_store
+            held = self._held
+            if held.k is None or held.v is None:
+                return other
+            # First of all this side stops writing to what the other one is going to read.
+            k, v = held.k.shared(), held.v.shared()
+            self._held = held._replace(k=k, v=v)
+            k, v = k.fork(make_store, "k"), v.fork(make_store, "v")
+            other._held, other._clean = held._replace(k=k, v=v, version=0), self._clean
             return other
 
     def select(self, indices: Tensor) -> None:
         """Keep the given batch rows, in this order; rows may repeat."""
         with self.lock:
-            if self.k is None or self.v is None:
+            held = self._held
+            if held.k is None or held.v is None:
                 return
-            self._version += 1
-            self.k, self.v = self.k.select(indices), self.v.select(indices)
-            if self._padding is not None:
-                self._padding = self._padding[indices.cpu()]
+            k, v = held.k.select(indices), held.v.select(indices)
+            padding = None if held.padding is None else held.padding[indices.cpu()]
+            self._clean = False
+            self._held = Held(k, v, padding, held.version + 1, held.plan)
+            self.settle()  # What forks share may not have been clean.
 
     def streams(self) -> list[Stream]:
         """Return the streams, if there are any."""
-        return [stream for stream in (self.k, self.v) if stream is not None]
+        return self._held.streams()
 
     def reset(self) -> None:
         """Forget everything, the batch size included."""
-        with self.lock:
-            self._version += 1
-            self.k = self.v = self._padding = None
+        self.restore(None, None, None)
+
+    def outdate(self) -> None:
+        """Refuse views of what is held from now on: slots are about to lie elsewhere."""
+        self._moved += 1
 
     def waiting_state(self) -> list[Tensor]:
         """Return what the layer's own codecs learnt, where no stream holds it."""
@@ -333,4 +393,4 @@ class CacheLayer:
         with self.lock:
             held = [tensor for stream in self.streams() for tensor in stream.tensors()]
             held += self.waiting_state()
-            return held + ([] if self._padding is None else [self._padding])
+            return held + ([] if self._held.padding is None else [self._held.padding])

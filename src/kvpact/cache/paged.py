@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +12,16 @@ from torch import Tensor
 from kvpact.cache.block_tables import BlockTables
 from kvpact.cache.checks import check_layer, check_tokens
 from kvpact.cache.codecs import Calibration
-from kvpact.cache.layer import CacheLayer, MakeStore
-from kvpact.cache.paged_step import PagedStep
-from kvpact.cache.pages import PagePool, PageStore
-from kvpact.cache.prefixes import PrefixTable, SharedPage, page_keys
+from kvpact.cache.held import LayerPlan, exchange
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.paged_step import store_rows
+from kvpact.cache.pages import PagePool
+from kvpact.cache.prefixes import SharedPage, page_keys
 from kvpact.cache.saved_pages import PagedSnapshots
-from kvpact.cache.sequences import PagedSequence, distinct_bytes, packed_tokens
+from kvpact.cache.sequences import PagedSequence, distinct_bytes
 from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import paged_stats
+from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
@@ -61,10 +62,9 @@ class PagedKVCache(BlockTables, PagedSnapshots):
     -----
     A sequence's sinks and window are exact copies of its own, beside the pages. Calls for different
     layers may run in parallel, calls for one layer take turns; `reserve` (which `append` calls)
-    takes the pages of all layers at once, under the pool's lock.
+    takes the pages of all layers at once, under the pool's lock. What changes whole sequences
+    (`truncate`, `fork`, `free`, `restore`, `snapshot`) waits for the calls of all layers.
     """
-
-    layout = "paged"
 
     def __init__(
         self,
@@ -77,49 +77,16 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         backend: str = "auto",
         precision: str = "full",
     ) -> None:
-        self.compute = choose(backend, precision)
-        self.geometry, self.device = geometry, torch.device(device)
-        self._dtype = geometry.dtype or torch.float32
-        self.specs = cache_specs(spec, geometry)
-        check_covered(self.compute, self.specs, geometry)
-        self.pool = PagePool(self.specs, geometry, num_pages, page_size, self.device, calibration)
-        self._sequences: dict[int, PagedSequence] = {}
-        self._next = 0
-        self._prefixes = PrefixTable()
-        self._layer_locks = [threading.RLock() for _ in self.specs]
+        compute = choose(backend, precision)
+        specs, place = cache_specs(spec, geometry), torch.device(device)
+        check_covered(compute, specs, geometry)
+        pool = PagePool(specs, geometry, num_pages, page_size, place, calibration)
+        super().__init__(specs, geometry, pool, place, compute)
 
     @property
     def token_geometry(self) -> CacheGeometry:
         """The geometry with the dtype that tokens have to be of."""
         return replace(self.geometry, dtype=self._dtype)
-
-    def _maker(self, layer: int, table: list[int]) -> MakeStore:
-        fields = self.pool.storage[layer]
-        return lambda codec, batch, heads, device, side: PageStore(self.pool, fields[side], table)
-
-    def _empty_layer(self, layer: int, table: list[int]) -> CacheLayer:
-        """Return a layer of a sequence that has the pages of `table`."""
-        return CacheLayer(
-            self.specs[layer],
-            self._maker(layer, table),
-            self.pool.codecs[layer],
-            self.geometry.latent,
-            self.compute,
-        )
-
-    def _sequence(self, seq: int) -> PagedSequence:
-        named = isinstance(seq, int) and not isinstance(seq, bool)
-        found = self._sequences.get(seq) if named else None
-        if found is None:
-            known = named and 0 <= seq < self._next
-            reason = "was freed" if known else "was never allocated"
-            raise SequenceError(f"sequence {seq!r} {reason}")
-        return found
-
-    def _add(self, sequence: PagedSequence) -> int:
-        seq, self._next = self._next, self._next + 1
-        self._sequences[seq] = sequence
-        return seq
 
     def allocate(self, token_ids: Sequence[int] | None = None) -> int:
         """Begin a sequence; return its id (ids are never used again).
@@ -131,14 +98,19 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             published are shared: `seq_len` then says how many tokens are there already. At least
             the last token is left to be computed.
         """
-        with self.pool.lock:
-            table: list[int] = []
-            layers = [self._empty_layer(i, table) for i in range(len(self.specs))]
-            sequence = PagedSequence(table, layers)
-            if token_ids is not None:
-                keys = page_keys(token_ids[: max(len(token_ids) - 1, 0)], self.pool.page_size)
-                self._share(sequence, self._prefixes.match(keys))
-            return self._add(sequence)
+        keys = page_keys((token_ids or ())[:-1], self.pool.page_size)
+        return self._with_pages(lambda: self._add([self._empty(keys)])[0])
+
+    def allocate_rows(self, count: int) -> list[int]:
+        """Begin sequences, all or none; return their ids."""
+        return self._with_pages(lambda: self._add([self._empty() for _ in range(count)]))
+
+    def _empty(self, keys: Sequence[bytes] = ()) -> PagedSequence:
+        table: list[int] = []
+        layers = [self._empty_layer(i, table) for i in range(len(self.specs))]
+        sequence = PagedSequence(table, layers)
+        self._share(sequence, self._prefixes.match(keys))
+        return sequence
 
     def _share(self, sequence: PagedSequence, pages: list[SharedPage]) -> None:
         if not pages:
@@ -148,7 +120,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             sequence.table.append(shared.page)
         tokens = len(pages) * self.pool.page_size
         for layer, sinks in zip(sequence.layers, pages[-1].sinks, strict=True):
-            layer.adopt(tokens, self.geometry, self._dtype, self.device, sinks)
+            layer.share(tokens, self.geometry, self._dtype, self.device, sinks)
 
     def publish(self, seq: int, token_ids: Sequence[int]) -> int:
         """Let later sequences share this one's full pages; return how many are offered.
@@ -165,86 +137,73 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         GeometryError
             Fewer tokens are held than ids given.
         """
-        with self.pool.lock:
-            sequence = self._sequence(seq)
-            if len(token_ids) > sequence.length:
-                raise GeometryError(
-                    f"{len(token_ids)} token ids, but sequence {seq} holds {sequence.length} tokens"
-                )
-            if any(layer.padding_bytes for layer in sequence.layers):
-                raise GeometryError(
-                    f"sequence {seq} has padding; sequences with padding don't share"
-                )
-            full = sequence.packed // self.pool.page_size
-            sinks = [
-                (layer.k.sinks if layer.k else None, layer.v.sinks if layer.v else None)
-                for layer in sequence.layers
-            ]
-            keys = page_keys(token_ids, self.pool.page_size)[:full]
-            for key, page in zip(keys, sequence.table, strict=False):
-                self._prefixes.add(key, SharedPage(page, sinks))
-            return len(keys)
+        return self._with_pages(lambda: self._publish(seq, token_ids))
+
+    def _publish(self, seq: int, token_ids: Sequence[int]) -> int:
+        sequence = self._sequence(seq)
+        if len(token_ids) > sequence.length:
+            raise GeometryError(
+                f"{len(token_ids)} token ids, but sequence {seq} holds {sequence.length} tokens"
+            )
+        if any(layer.padding_bytes for layer in sequence.layers):
+            raise GeometryError(f"sequence {seq} has padding; sequences with padding don't share")
+        full = sequence.packed // self.pool.page_size
+        sinks = [
+            (layer.k.sinks if layer.k else None, layer.v.sinks if layer.v else None)
+            for layer in sequence.layers
+        ]
+        keys = page_keys(token_ids, self.pool.page_size)[:full]
+        for key, page in zip(keys, sequence.table, strict=False):
+            self._prefixes.add(key, SharedPage(page, sinks))
+        return len(keys)
 
     def fork(self, seq: int) -> int:
         """Return a new sequence with the same tokens; pages are shared until one side writes."""
-        with self.pool.lock:
-            source = self._sequence(seq)
-            table = list(source.table)
-            for page in table:
-                self.pool.retain(page)
-            layers = [layer.fork(self._maker(i, table)) for i, layer in enumerate(source.layers)]
-            sequence = PagedSequence(table, layers)
-            sequence.unclean = source.unclean
-            return self._add(sequence)
+        return self._alone(lambda: self._add([self._fork(seq)])[0])
+
+    def fork_rows(self, seqs: Sequence[int], move: bool = False) -> list[int]:
+        """Return a fork of each, all or none; with `move` each one itself where it comes first."""
+
+        def make() -> list[int]:
+            kept = [move and seq not in seqs[:i] for i, seq in enumerate(seqs)]
+            made = [self._fork(s) for s, keep in zip(seqs, kept, strict=True) if not keep]
+            ids = iter(self._add(made))
+            return [s if keep else next(ids) for s, keep in zip(seqs, kept, strict=True)]
+
+        return self._alone(make)
+
+    def _fork(self, seq: int) -> PagedSequence:
+        source = self._sequence(seq)
+        table = list(source.table)
+        layers = [layer.fork(self._maker(i, table)) for i, layer in enumerate(source.layers)]
+        for page in table:
+            self.pool.retain(page)
+        return PagedSequence(table, layers)
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from `length` on; see `ContiguousCache.truncate`."""
         if isinstance(length, bool) or not isinstance(length, int) or length < 0:
             raise GeometryError(f"truncate to a number of tokens from 0 on, not {length!r}")
-        with self.pool.lock:
-            sequence = self._sequence(seq)
-            first_changed = length // self.pool.page_size
-            for page in sequence.table[first_changed:]:
-                if self.pool.references[page] == 1:
-                    self._prefixes.drop(page)
-            for layer in sequence.layers:
-                layer.truncate(length)
-            self._trim(sequence, -(-sequence.length // self.pool.page_size))
-            self._clean(sequence)
+        self._alone(lambda: self._truncate(self._sequence(seq), length))
 
-    def _clean(self, sequence: PagedSequence) -> None:
-        """Zero what a sequence's own pages hold of tokens that went; shared ones wait."""
-        size = self.pool.page_size
-        sequence.unclean = False
-        for index in range(sequence.packed // size, len(sequence.table)):
-            if self.pool.references[sequence.table[index]] > 1:
-                sequence.unclean = True
-            else:
-                self._prefixes.drop(sequence.table[index])
-                self._clear(sequence, index)
-
-    def _clear(self, sequence: PagedSequence, index: int) -> None:
+    def _truncate(self, sequence: PagedSequence, length: int) -> None:
+        self._change(sequence, length // self.pool.page_size)
+        exchange(sequence.layers, [layer.truncated(length) for layer in sequence.layers])
+        self._trim(sequence, -(-sequence.length // self.pool.page_size))
         for layer in sequence.layers:
-            for stream in layer.streams():
-                if stream.packed < (index + 1) * self.pool.page_size:
-                    stream.clear_segment(index)
-
-    def _trim(self, sequence: PagedSequence, pages: int) -> None:
-        while len(sequence.table) > pages:
-            self._release(sequence.table.pop())
-
-    def _release(self, page: int) -> None:
-        if self.pool.release(page):
-            self._prefixes.drop(page)
+            if not layer.clean:
+                layer.settle()
 
     def free(self, seq: int) -> None:
         """End a sequence and give its pages back."""
-        with self.pool.lock:
-            sequence = self._sequence(seq)
-            del self._sequences[seq]
-            self._trim(sequence, 0)
-            for layer in sequence.layers:
-                layer.reset()
+        self._alone(lambda: self._free(seq))
+
+    def _free(self, seq: int) -> None:
+        sequence = self._sequence(seq)
+        self._retired.append(sequence)
+        del self._sequences[seq]
+        self._trim(sequence, 0)
+        sequence.end()
 
     def layer_of(self, seq: int, layer: int) -> CacheLayer:
         """Return what a sequence holds in a layer: its streams, to be read under its `lock`."""
@@ -277,43 +236,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             raise GeometryError("reserve takes a number of tokens from 0 on for each sequence")
         if len(set(seqs)) != len(seqs):
             raise SequenceError("a sequence is named twice in one call")
-        with self.pool.lock:
-            wanted = [
-                self._needs(self._sequence(seq), count, layer)
-                for seq, count in zip(seqs, counts, strict=True)
-            ]
-            total = sum(len(copies) + new for copies, new in wanted)
-            pages = self.pool.take(total, f"{sum(counts)} tokens for {len(seqs)} sequences")
-            for seq, (copies, new) in zip(seqs, wanted, strict=True):
-                sequence = self._sequence(seq)
-                for index in copies:
-                    self._replace(sequence, index, pages.pop(0))
-                sequence.table += [pages.pop(0) for _ in range(new)]
-                if sequence.unclean:
-                    self._clean(sequence)
-
-    def _needs(
-        self, sequence: PagedSequence, tokens: int, layer: int | None
-    ) -> tuple[list[int], int]:
-        """Return the places of the table whose pages have to be copied, and the new pages."""
-        size, table = self.pool.page_size, sequence.table
-        # Layers are at unlike lengths while a step goes through the model: the shortest has most
-        # to write, the longest may have these tokens already.
-        layers = sequence.layers if layer is None else [sequence.layers[layer]]
-        shortest = min(entry.length for entry in layers)
-        new = max(-(-(shortest + tokens) // size) - len(table), 0)
-        first = min(packed_tokens(entry) for entry in layers) // size
-        copies = [i for i in range(first, len(table)) if self.pool.references[table[i]] > 1]
-        return copies if tokens else [], new
-
-    def _replace(self, sequence: PagedSequence, index: int, page: int) -> None:
-        old = sequence.table[index]
-        self.pool.copy(old, page)
-        sequence.table[index] = page
-        self._release(old)
-        self._clear(sequence, index)
-        for layer in sequence.layers:
-            layer._version += 1  # unread results would read a page that is no longer this one's
+        self._with_pages(lambda: self._reserve(seqs, counts, layer))
 
     def append(self, layer: int, tokens: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Store new tokens of many sequences in one layer: all of them, or none.
@@ -334,9 +257,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             seq: (k[None] if isinstance(k, Tensor) else k, v[None] if isinstance(v, Tensor) else v)
             for seq, (k, v) in tokens.items()
         }
-        with self.step(layer, given) as plans:
-            for entry, plan in plans:
-                entry.commit(plan)
+        self.step(layer, given)
 
     def step(
         self,
@@ -344,13 +265,25 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         tokens: Mapping[int, tuple[Tensor, Tensor]],
         configs: Mapping[int, AttendConfig] | None = None,
         checked: bool = False,
-    ) -> PagedStep:
-        """Return a context with a prepared plan per sequence; pages go back if it fails.
+        before: Callable[[list[LayerPlan]], None] | None = None,
+    ) -> list[Step]:
+        """Store new tokens, `[1, H_kv, new, D]`, and return a `Step` per sequence: all or none.
 
-        `checked` says that the tokens went through `check`, be it as rows of one tensor.
+        Parameters
+        ----------
+        layer, tokens
+            As in `append`.
+        configs : mapping, optional
+            Sequence id -> padding and `exact_new`.
+        checked : bool
+            The tokens went through `check`, be it as rows of one tensor.
+        before : callable, optional
+            Called with the plans before anything is stored; nothing is stored if it raises.
         """
         check_layer(layer, len(self.specs))
-        return PagedStep(self, layer, tokens, configs or {}, checked)
+        for k, v in () if checked else tokens.values():
+            self.check(layer, k, v)
+        return store_rows(self, layer, tokens, configs or {}, before)
 
     def check(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
         """Raise a named error unless new tokens (`[B, H_kv, new, D]`) can be stored in a layer."""
@@ -373,7 +306,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
     @property
     def num_free_pages(self) -> int:
         """Pages that no sequence holds."""
-        return self.pool.num_free
+        return self._with_pages(lambda: self.pool.num_free)
 
     def memory_usage(self) -> int:
         """Bytes of all tensors held: the pool, and the exact tokens of the sequences."""
@@ -385,7 +318,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         return [t for pair in self.pool.codecs for codec in pair for t in codec.state().values()]
 
     def _all_layers(self) -> list[list[CacheLayer]]:
-        return [sequence.layers for sequence in self._sequences.values()]
+        return [sequence.layers for sequence in list(self._sequences.values())]
 
     def stats(self) -> dict[str, Any]:
         """Return what is held, as `ContiguousCache.stats`; pages count once, however many share."""

@@ -2,84 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvpact.cache.layer import CacheLayer, LayerPlan
+from kvpact.cache.held import LayerPlan, exchange
 from kvpact.cache.sequences import PagedSequence
+from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig
 
 if TYPE_CHECKING:
     from kvpact.cache.paged import PagedKVCache
 
+Tokens = Mapping[int, tuple[Tensor, Tensor]]
+Before = Callable[[list[LayerPlan]], None]
 
-class PagedStep:
-    """Plans for one layer and many sequences, made on entry, undone (pages too) on an error."""
 
-    def __init__(
-        self,
-        cache: PagedKVCache,
-        layer: int,
-        tokens: Mapping[int, tuple[Tensor, Tensor]],
-        configs: Mapping[int, AttendConfig],
-        checked: bool = False,
-    ) -> None:
-        self._cache, self._layer, self._tokens, self._configs = cache, layer, tokens, configs
-        self._checked = checked
+def store_rows(
+    cache: PagedKVCache,
+    layer: int,
+    tokens: Tokens,
+    configs: Mapping[int, AttendConfig],
+    before: Before | None = None,
+) -> list[Step]:
+    """Carry out `PagedKVCache.step`; the tokens were checked.
 
-    def __enter__(self) -> list[tuple[CacheLayer, LayerPlan]]:
-        cache, layer = self._cache, self._layer
-        for k, v in () if self._checked else self._tokens.values():
-            cache.check(layer, k, v)
-        counts = [k.shape[2] for k, _ in self._tokens.values()]
-        # Two steps of one layer go one after the other, from the count of their pages on.
-        self._lock = cache._layer_locks[layer]
-        self._lock.acquire()
-        self._before: dict[int, int] = {}
+    The layer's lock is held from the count of the pages to the end, so two calls for one layer go
+    one after the other, and nobody cuts or frees a sequence in between.
+    """
+    with cache.layer_locks[layer]:
+        counts = [k.shape[2] for k, _ in tokens.values()]
+        with cache.pool.lock:
+            sequences = [cache._sequence(seq) for seq in tokens]
+            pages = [len(sequence.table) for sequence in sequences]
+            cache.reserve(list(tokens), counts, layer)
         try:
-            with cache.pool.lock:
-                before = {seq: len(cache._sequence(seq).table) for seq in self._tokens}
-                cache.reserve(list(self._tokens), counts, layer)
-                self._before = before
-                for seq, count in zip(self._tokens, counts, strict=True):
-                    sequence = cache._sequence(seq)
-                    sequence.coming[layer] = sequence.layers[layer].length + count
-            plans = []
-            for seq, (k, v) in self._tokens.items():
-                entry = cache._sequence(seq).layers[layer]
-                plans.append((entry, entry.prepare(k, v, self._configs.get(seq, AttendConfig()))))
-            return plans
+            for sequence, count in zip(sequences, counts, strict=True):
+                sequence.coming[layer] = sequence.layers[layer].length + count
+            return _store(layer, sequences, tokens, configs, before)
         except BaseException:
-            self._undo()
+            _give_back(cache, layer, sequences, pages)
             raise
+        finally:
+            # One that stays after a second interrupt keeps a few pages reserved, nothing more.
+            for sequence in sequences:
+                sequence.coming.pop(layer, None)
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
-            self._undo()
-        else:
-            self._arrived()
-            self._lock.release()
 
-    def _arrived(self) -> list[tuple[PagedSequence, int]]:
-        """Take the step's tokens off what is on its way; return its sequences, if not freed."""
-        cache = self._cache
-        with cache.pool.lock:
-            known = [
-                (cache._sequences[seq], pages)
-                for seq, pages in self._before.items()
-                if seq in cache._sequences
-            ]
-            for sequence, _ in known:
-                sequence.coming.pop(self._layer, None)
-        return known
+def _store(
+    layer: int,
+    sequences: list[PagedSequence],
+    tokens: Tokens,
+    configs: Mapping[int, AttendConfig],
+    before: Before | None,
+) -> list[Step]:
+    entries = [sequence.layers[layer] for sequence in sequences]
+    default = AttendConfig()
+    plans = [
+        entry.prepare(k, v, configs.get(seq, default))
+        for entry, (seq, (k, v)) in zip(entries, tokens.items(), strict=True)
+    ]
+    if before is not None:
+        before(plans)
+    for entry, plan in zip(entries, plans, strict=True):
+        entry.write(plan)
+    exchange(entries, [plan.after for plan in plans])
+    return [entry.stored(plan) for entry, plan in zip(entries, plans, strict=True)]
 
-    def _undo(self) -> None:
-        cache = self._cache
-        with cache.pool.lock:
-            for sequence, pages in self._arrived():
-                # Other layers may have got here in the meantime, or be on their way.
-                used = max([sequence.length, *sequence.coming.values()])
-                cache._trim(sequence, max(pages, -(-used // cache.pool.page_size)))
-        self._lock.release()
+
+def _give_back(
+    cache: PagedKVCache, layer: int, sequences: list[PagedSequence], pages: list[int]
+) -> None:
+    """Give pages back that were reserved for tokens which are not stored after all."""
+
+    def trim() -> None:
+        for sequence, count in zip(sequences, pages, strict=True):
+            # Other layers may have got here in the meantime, or be on their way.
+            coming = [length for other, length in sequence.coming.items() if other != layer]
+            used = max([sequence.length, *coming])
+            cache._trim(sequence, max(count, -(-used // cache.pool.page_size)))
+
+    cache._with_pages(trim)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.checks import check_layer, check_query
+from kvpact.cache.held import LayerPlan
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step, attend_steps
@@ -20,6 +20,7 @@ from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import check_queries
 from kvpact.snapshot import Identity, Snapshot
 
+T = TypeVar("T")
 _DEFAULT = AttendConfig()
 
 
@@ -49,7 +50,8 @@ class PagedView(BatchRows):
         # Layers of a model may bring their first tokens in threads: one of them makes the rows for
         # all, and a failure takes them away only if no other call is about to fill them.
         self._lock = threading.Lock()
-        self._calls, self._unfilled = 0, False
+        self._calls: set[object] = set()
+        self._unfilled = False
         for seq in self.seqs or ():
             cache.seq_len(seq)
         if len(set(self.seqs or ())) != len(self.seqs or ()):
@@ -60,24 +62,28 @@ class PagedView(BatchRows):
         """Rows; None while there are none."""
         return None if self.seqs is None else len(self.seqs)
 
-    @contextmanager
-    def _rows(self, batch: int) -> Iterator[list[int]]:
-        """Give the rows, made now if there are none; unmake them if nothing comes to be stored."""
-        with self._lock:
-            if self.seqs is None:
-                self.seqs = [self.cache.allocate() for _ in range(batch)]
-                self._unfilled = True
-            if len(self.seqs) != batch:
-                raise GeometryError(f"batch {batch}, but the view has {len(self.seqs)} sequences")
-            rows = self.seqs
-            self._calls += 1
-        stored = False
+    def _take_rows(self, batch: int) -> list[int]:
+        """Return the rows, made now if there are none; the view's lock is held."""
+        if self.seqs is None:
+            self.seqs = self.cache.allocate_rows(batch)
+            self._unfilled = True
+        if len(self.seqs) != batch:
+            raise GeometryError(f"batch {batch}, but the view has {len(self.seqs)} sequences")
+        return self.seqs
+
+    def _with_rows(self, batch: int, action: Callable[[list[int]], T]) -> T:
+        """Run `action` on the rows; unmake those made for it if nothing comes to be stored."""
+        call, stored = object(), False
         try:
-            yield rows
+            with self._lock:
+                self._calls.add(call)
+                rows = self._take_rows(batch)
+            result = action(rows)
             stored = True
+            return result
         finally:
             with self._lock:
-                self._calls -= 1
+                self._calls.discard(call)
                 self._unfilled = self._unfilled and not stored
                 if self._unfilled and not self._calls:
                     self._unfilled = False
@@ -117,27 +123,41 @@ class PagedView(BatchRows):
         self.cache.check(layer, k, v, q)
         if q is not None:
             check_query(self.cache.geometry, q, config)
-        output: Tensor | None = None
-        with self._rows(k.shape[0]) as seqs:
-            new = k.shape[2]
-            configs = self._configs(layer, new, config)
-            tokens = dict(
-                zip(seqs, zip(torch.split(k, 1), torch.split(v, 1), strict=True), strict=True)
-            )
-            rules = [configs[seq] for seq in seqs]
-            with self.cache.step(layer, tokens, configs, checked=True) as plans:
-                if run and q is not None:
-                    if config.exact_new:
-                        output = attend_steps([plan.step for _, plan in plans], q, rules)
-                    else:
-                        for (entry, _), row, rule in zip(
-                            plans, torch.split(q, 1), rules, strict=True
-                        ):
-                            check_queries(row, k.shape[1], entry.length + new, rule)
-                steps = [entry.commit(plan) for entry, plan in plans]
-        if run and q is not None and not config.exact_new:
-            output = attend_steps(steps, q, rules)
-        return steps, rules, output
+        query = q if run else None
+        return self._with_rows(
+            k.shape[0], lambda seqs: self._store_rows(layer, seqs, k, v, query, config)
+        )
+
+    def _store_rows(
+        self,
+        layer: int,
+        seqs: list[int],
+        k: Tensor,
+        v: Tensor,
+        q: Tensor | None,
+        config: AttendConfig,
+    ) -> tuple[list[Step], list[AttendConfig], Tensor | None]:
+        configs = self._configs(layer, k.shape[2], config)
+        pairs = zip(torch.split(k, 1), torch.split(v, 1), strict=True)
+        tokens = dict(zip(seqs, pairs, strict=True))
+        rules = [configs[seq] for seq in seqs]
+        output: list[Tensor] = []
+
+        def before(plans: list[LayerPlan]) -> None:
+            assert q is not None
+            if config.exact_new:
+                output.append(attend_steps([plan.step for plan in plans], q, rules))
+                return
+            for plan, row, rule in zip(plans, torch.split(q, 1), rules, strict=True):
+                assert plan.after.k is not None
+                check_queries(row, k.shape[1], plan.after.k.length, rule)
+
+        with self.cache.layer_locks[layer]:
+            call = None if q is None else before
+            steps = self.cache.step(layer, tokens, configs, checked=True, before=call)
+            if q is not None and not config.exact_new:
+                output.append(attend_steps(steps, q, rules))
+        return steps, rules, output[0] if output else None
 
     def attend(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -244,22 +264,16 @@ class PagedView(BatchRows):
         """Return a view of forked sequences."""
         other = PagedView(self.cache)
         if self.seqs is not None:
-            other.seqs = [self.cache.fork(seq) for seq in self.seqs]
+            other.seqs = self.cache.fork_rows(self.seqs)
         return other
 
     def _keep_rows(self, indices: Tensor) -> None:
         """Fork rows that repeat, free those that are not kept."""
-        rows, old = indices.tolist(), self.seqs or []
-        kept: set[int] = set()
-        chosen = []
-        for row in rows:
-            seq = old[row]
-            chosen.append(self.cache.fork(seq) if seq in kept else seq)
-            kept.add(seq)
+        old = self.seqs or []
+        self.seqs = self.cache.fork_rows([old[row] for row in indices.tolist()], move=True)
         for seq in old:
-            if seq not in kept:
+            if seq not in self.seqs:
                 self.cache.free(seq)
-        self.seqs = chosen
 
     def memory_usage(self) -> int:
         """Bytes of the whole paged cache: its pool is one allocation."""

@@ -9,7 +9,8 @@ pages, and nobody writes to a page that somebody else holds.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import lcm
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.saved import check_fits, learnt_states
+from kvpact.cache.segments import clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
@@ -100,6 +102,8 @@ class PagePool:
         self.lock = threading.RLock()
         self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
+        # False while references and free pages may not be what the tables of sequences say.
+        self.counted = True
 
     @property
     def num_pages(self) -> int:
@@ -129,6 +133,7 @@ class PagePool:
                     f"{why}: {count} pages of {self.page_size} tokens wanted, {len(self._free)} of "
                     f"{self.num_pages} free; free a sequence or make a larger pool"
                 )
+            self.counted = self.counted and not count
             pages = [self._free.pop() for _ in range(count)]
             for page in pages:
                 self.references[page] = 1
@@ -141,22 +146,40 @@ class PagePool:
     def retain(self, page: int) -> None:
         """Add a reference."""
         with self.lock:
+            self.counted = False
             self.references[page] += 1
 
     def release(self, page: int) -> bool:
         """Take a reference away; True if that freed the page."""
         with self.lock:
             assert self.references[page] > 0, "a page was released twice"
+            self.counted = False
             self.references[page] -= 1
             if self.references[page]:
                 return False
             self._free.append(page)
             return True
 
+    def recount(self, tables: Iterable[Sequence[int]]) -> None:
+        """Count references anew from the tables of all sequences, after an interrupted call."""
+        with self.lock:
+            counts = Counter(page for table in tables for page in table)
+            self.references = [counts[page] for page in range(self.num_pages)]
+            free = range(self.num_pages - 1, -1, -1)
+            self._free = [page for page in free if not counts[page]]
+            self.counted = True
+
     def copy(self, source: int, target: int) -> None:
         """Copy a page, all layers of it."""
         for tensor in self.tensors():
             tensor[target] = tensor[source]
+
+    def clear(self, page: int, layer: int, side: int, start: int) -> None:
+        """Zero what a page holds of its tokens from `start` on, for K (0) or V (1) of a layer."""
+        if start < self.page_size:
+            fields = self.storage[layer][SIDES[side]]
+            segment = {name: tensor[page : page + 1] for name, tensor in fields.items()}
+            clear_segment(self.codecs[layer][side], segment, max(start, 0))
 
 
 class PageStore:
@@ -166,38 +189,44 @@ class PageStore:
     ----------
     pool : PagePool
         Holds the pages.
+    codec : Codec
+        The stream's.
     fields : dict
         The pool's storage of this layer and side.
     table : list of int
         The sequence's pages, in order; shared by all of its streams, changed by its cache alone.
     """
 
-    def __init__(self, pool: PagePool, fields: Segment, table: list[int]) -> None:
-        self._pool, self._fields, self._table = pool, fields, table
+    def __init__(self, pool: PagePool, codec: Codec, fields: Segment, table: list[int]) -> None:
+        self._pool, self._codec, self._fields, self._table = pool, codec, fields, table
         self.segment_tokens = pool.page_size
         self._source: _PageSource | None = None
 
-    def missing(self, tokens: int) -> list[Segment]:
-        """Return nothing: pages are reserved for all layers before a stream appends."""
+    def grown(self, tokens: int, kept: int) -> PageStore:
+        """Return itself: pages are reserved for all layers before a stream appends."""
         pages = -(-tokens // self.segment_tokens)
         if pages > len(self._table):
             raise CacheFull(f"{pages} pages needed, {len(self._table)} reserved; call reserve")
-        return []
+        return self
 
-    def extend(self, segments: list[Segment]) -> None:
-        """Do nothing: see `missing`."""
+    def cut(self, tokens: int) -> PageStore:
+        """Return itself: the cache gives pages back for all layers at once."""
+        return self
+
+    def clear_from(self, tokens: int) -> bool:
+        """Zero the slots from `tokens` on; False if some are on pages that others hold, too."""
+        size, clean = self.segment_tokens, True
+        for index in range(tokens // size, len(self._table)):
+            if self._pool.references[self._table[index]] == 1:
+                clear_segment(self._codec, self.segment(index), max(tokens - index * size, 0))
+            else:
+                clean = clean and tokens >= (index + 1) * size
+        return clean
 
     def segment(self, index: int) -> Segment:
         """Return a page as a segment of one row."""
         page = self._table[index]
         return {name: tensor[page : page + 1] for name, tensor in self._fields.items()}
-
-    def own(self, index: int) -> bool:
-        """Whether the page is this sequence's alone."""
-        return self._pool.references[self._table[index]] == 1
-
-    def keep(self, count: int) -> None:
-        """Do nothing: the cache gives pages back for all layers at once."""
 
     def source(self) -> SegmentSource:
         """Return the pages as they are now."""
@@ -206,9 +235,9 @@ class PageStore:
             self._source = _PageSource(self._fields, pages, self.segment_tokens)
         return self._source
 
-    def fork(self) -> PageStore:
-        """Not used: a fork of a sequence has a table of its own."""
-        raise AssertionError("a paged stream is forked with its sequence")
+    def shared(self) -> PageStore:
+        """Return itself: pages that others hold are copied before they are written to."""
+        return self
 
     def select(self, indices: Tensor) -> PageStore:
         """Not used: a sequence is one row."""

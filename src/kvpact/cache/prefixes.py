@@ -75,8 +75,8 @@ class PrefixTable:
     def add(self, key: bytes, shared: SharedPage) -> None:
         """Offer a page; of equal ones the first is shared, then the next that is still held."""
         if shared.page not in self._keys:
+            self._keys[shared.page] = key  # first of all: `drop` finds what this says
             self._pages.setdefault(key, []).append(shared)
-            self._keys[shared.page] = key
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors held."""
@@ -85,9 +85,17 @@ class PrefixTable:
 
     def drop(self, page: int) -> None:
         """Forget a page that was freed or is about to change."""
-        key = self._keys.pop(page, None)
+        key = self._keys.get(page)
         if key is None:
             return
-        self._pages[key] = [shared for shared in self._pages[key] if shared.page != page]
-        if not self._pages[key]:
-            del self._pages[key]
+        left = [shared for shared in self._pages.get(key, ()) if shared.page != page]
+        if left:
+            self._pages[key] = left
+        else:
+            self._pages.pop(key, None)
+        self._keys.pop(page, None)  # last: a call that was interrupted is made again
+
+    def drop_unheld(self, references: Sequence[int]) -> None:
+        """Forget all pages that nobody holds."""
+        for page in [page for page in self._keys if not references[page]]:
+            self.drop(page)

@@ -184,10 +184,11 @@ def restored_layer(
         codec = fitted_codec(codec, held, device)
         stream = empty.new_stream(x, key, codec)
         _check_stream(stream, held)
-        _fill(stream, held)
-        streams.append(stream)
+        exact = held.sinks if held.sinks is None else held.sinks.to(device)
+        tail = held.tail.to(device)
+        streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
     padding = None if state.padding is None else torch.tensor(state.padding, dtype=torch.long)
-    empty.take_over(streams[0], streams[1], padding)
+    empty.restore(streams[0], streams[1], padding)
     return empty
 
 
@@ -263,23 +264,6 @@ def _learnt_alike(codec: Codec, stream: StreamState) -> bool:
 
 def _is_on(codec: Codec, device: torch.device) -> bool:
     return all(tensor.device == device for tensor in codec.state().values())
-
-
-def _fill(stream: Stream, state: StreamState) -> None:
-    """Put slots and exact tokens into an empty stream whose store has room for them."""
-    step = stream.store.segment_tokens
-    stream.store.extend(stream.store.missing(state.packed))
-    for field in stream.codec.fields:
-        held = state.slots.get(field.name)
-        if held is None:
-            continue
-        units = step // field.tokens
-        for index in range(-(-state.packed // step)):
-            part = held[:, :, index * units : (index + 1) * units]
-            stream.store.segment(index)[field.name][:, :, : part.shape[2]] = part
-    device = stream.tail.device
-    sinks = None if state.sinks is None else state.sinks.to(device)
-    stream.take_over(state.packed, state.start, state.tail.to(device), sinks)
 
 
 def check_slots(codec: Codec, state: StreamState) -> None:

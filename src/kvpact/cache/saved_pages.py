@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.pages import PagePool
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
+from kvpact.cache.sequence_pages import SequencePages
 from kvpact.cache.sequences import PagedSequence
 from kvpact.errors import GeometryError, SequenceError
-from kvpact.geometry import CacheGeometry
 from kvpact.snapshot import Identity, LayerState, Snapshot
 from kvpact.snapshot.parts import select_rows, stack_rows
 from kvpact.spec import Spec
@@ -34,20 +32,8 @@ def paged_states(specs: Sequence[Spec], sequences: Sequence[PagedSequence]) -> l
     ]
 
 
-class PagedSnapshots:
+class PagedSnapshots(SequencePages):
     """What a `PagedKVCache` does with snapshots."""
-
-    pool: PagePool
-    specs: list[Spec]
-    geometry: CacheGeometry
-    device: torch.device
-    layout: str
-    _dtype: torch.dtype
-    _sequences: dict[int, PagedSequence]
-    _sequence: Callable[[int], PagedSequence]
-    _add: Callable[[PagedSequence], int]
-    _trim: Callable[[PagedSequence, int], None]
-    _empty_layer: Callable[[int, list[int]], CacheLayer]
 
     def snapshot(
         self,
@@ -67,11 +53,19 @@ class PagedSnapshots:
             The sequences are of unlike length or were cut at unlike places.
         """
         rows = [seqs] if isinstance(seqs, int) else list(seqs)
-        with self.pool.lock:
-            states = paged_states(self.specs, [self._sequence(seq) for seq in rows])
-            return build_snapshot(
-                states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
-            )
+
+        def states() -> list[LayerState]:
+            return paged_states(self.specs, [self._sequence(seq) for seq in rows])
+
+        return build_snapshot(
+            self._alone(states),
+            self.specs,
+            self.geometry,
+            self.layout,
+            token_ids,
+            identity,
+            page_size,
+        )
 
     def restore(self, snapshot: Snapshot, *, row: int = 0, seq: int | None = None) -> int:
         """Make a sequence of a snapshot's row; return its id.
@@ -103,18 +97,21 @@ class PagedSnapshots:
         check_fits(snapshot, self.specs, self.geometry, self._dtype)
         if seqs is not None and (len(seqs) != len(rows) or len(set(seqs)) != len(seqs)):
             raise SequenceError(f"{len(rows)} rows go into as many different sequences, not {seqs}")
-        with self.pool.lock:
-            for seq in seqs or ():
-                self._sequence(seq)
-            built = self._restored(snapshot, rows)
-            if seqs is None:
-                return [self._add(sequence) for sequence in built]
-            for seq, new in zip(seqs, built, strict=True):
-                old, self._sequences[seq] = self._sequences[seq], new
-                self._trim(old, 0)
-                for layer in old.layers:
-                    layer.reset()
-            return list(seqs)
+        return self._alone(lambda: self._restore_rows(snapshot, rows, seqs))
+
+    def _restore_rows(
+        self, snapshot: Snapshot, rows: Sequence[int], seqs: Sequence[int] | None
+    ) -> list[int]:
+        old = [self._sequence(seq) for seq in seqs or ()]
+        built = self._restored(snapshot, rows)
+        if seqs is None:
+            return self._add(built)
+        self._retired.extend(old)
+        self._sequences.update(zip(seqs, built, strict=True))
+        for sequence in old:
+            self._trim(sequence, 0)
+            sequence.end()
+        return list(seqs)
 
     def _restored(self, snapshot: Snapshot, rows: Sequence[int]) -> list[PagedSequence]:
         """Return new sequences, each on pages of its own; pages go back if one can't be made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 from typing import Any, Protocol
 
@@ -16,36 +17,40 @@ SEGMENT_TOKENS = 128
 
 
 class SegmentStore(Protocol):
-    """Storage of one stream in pieces of a fixed number of tokens."""
+    """Storage of one stream in pieces of a fixed number of tokens.
+
+    What a store holds never changes, only what is written into it: a call that needs more, fewer or
+    other segments returns another store.
+    """
 
     segment_tokens: int
 
-    def missing(self, tokens: int) -> list[Segment]:
-        """Return the segments that `tokens` tokens need beyond those there; changes nothing."""
+    def grown(self, tokens: int, kept: int) -> SegmentStore:
+        """Return a store with room for `tokens` tokens, to be written from `kept` on.
+
+        Segments that a fork shares and that will be written are copied; the copies hold nothing
+        from `kept` on.
+        """
         ...
 
-    def extend(self, segments: list[Segment]) -> None:
-        """Add what `missing` returned."""
+    def cut(self, tokens: int) -> SegmentStore:
+        """Return a store without the segments that `tokens` tokens do not need."""
+        ...
+
+    def clear_from(self, tokens: int) -> bool:
+        """Zero the slots from `tokens` on; False if some are shared and stay as they are."""
         ...
 
     def segment(self, index: int) -> Segment:
-        """Return a segment, to be written to after `own`."""
-        ...
-
-    def own(self, index: int) -> bool:
-        """Make a segment this stream's alone; False if it stays shared (and may not change)."""
-        ...
-
-    def keep(self, count: int) -> None:
-        """Drop all but the first `count` segments."""
+        """Return a segment, to be written to where `grown` said so."""
         ...
 
     def source(self) -> SegmentSource:
         """Return what attention reads from; it stays as it is when segments are added."""
         ...
 
-    def fork(self) -> SegmentStore:
-        """Return a store that shares the segments."""
+    def shared(self) -> SegmentStore:
+        """Return a store of the same segments that writes to none of them."""
         ...
 
     def select(self, indices: Tensor) -> SegmentStore:
@@ -57,94 +62,14 @@ class SegmentStore(Protocol):
         ...
 
 
-class SegmentList:
-    """Segments allocated one by one; a fork shares them until one side writes.
+MakeStore = Callable[[Codec, int, int, torch.device, str], SegmentStore]
+"""Makes the store of a stream: codec, batch, heads, device, side (``k`` or ``v``)."""
 
-    Parameters
-    ----------
-    codec : Codec
-        Whose fields are stored.
-    batch, heads : int
-        Rows and heads.
-    device : torch.device
-        Where the segments live.
-    """
 
-    def __init__(self, codec: Codec, batch: int, heads: int, device: torch.device) -> None:
-        self.segment_tokens = lcm(SEGMENT_TOKENS, codec.group)
-        self._codec, self._shape, self._device = codec, (batch, heads), device
-        self._segments: list[Segment] = []
-        self._owned: list[bool] = []
-        self._source: ListSource | None = None
-
-    def missing(self, tokens: int) -> list[Segment]:
-        """Allocate what is missing."""
-        count = -(-tokens // self.segment_tokens) - len(self._segments)
-        return [
-            {
-                field.name: field.allocate(*self._shape, self.segment_tokens, self._device)
-                for field in self._codec.fields
-            }
-            for _ in range(count)
-        ]
-
-    def extend(self, segments: list[Segment]) -> None:
-        """Add new segments."""
-        if segments:
-            self._source = None
-        self._segments += segments
-        self._owned += [True] * len(segments)
-
-    def segment(self, index: int) -> Segment:
-        """Return a segment."""
-        return self._segments[index]
-
-    def own(self, index: int) -> bool:
-        """Copy a segment that a fork shares."""
-        if not self._owned[index]:
-            shared = self._segments[index]
-            self._segments[index] = {name: tensor.clone() for name, tensor in shared.items()}
-            self._owned[index] = True
-            self._source = None
-        return True
-
-    def keep(self, count: int) -> None:
-        """Drop later segments."""
-        if count < len(self._segments):
-            self._source = None
-        del self._segments[count:], self._owned[count:]
-
-    def source(self) -> SegmentSource:
-        """Return the segments as they are now."""
-        if self._source is None:
-            self._source = ListSource(tuple(self._segments), self.segment_tokens)
-        return self._source
-
-    def fork(self) -> SegmentList:
-        """Share all segments."""
-        self._owned = [False] * len(self._segments)
-        other = self._copy()
-        other._segments, other._owned = list(self._segments), list(self._owned)
-        return other
-
-    def select(self, indices: Tensor) -> SegmentList:
-        """Copy rows."""
-        other = self._copy()
-        other._shape = (len(indices), self._shape[1])
-        other.extend(
-            [
-                {name: tensor.index_select(0, indices) for name, tensor in segment.items()}
-                for segment in self._segments
-            ]
-        )
-        return other
-
-    def _copy(self) -> SegmentList:
-        return SegmentList(self._codec, *self._shape, self._device)
-
-    def tensors(self, name: str) -> list[Tensor]:
-        """Return a field's tensors."""
-        return [segment[name] for segment in self._segments]
+def clear_segment(codec: Codec, segment: Segment, start: int) -> None:
+    """Zero what a segment holds of its tokens from `start` on."""
+    for field in codec.fields:
+        field.clear_from(segment[field.name], start)
 
 
 class PointerTable:
@@ -170,7 +95,15 @@ class PointerTable:
 
 
 class ListSource:
-    """Reads segments by joining them."""
+    """Reads segments by joining them.
+
+    Parameters
+    ----------
+    segments : tuple of dict
+        Field -> `[B, H, units, …]` each.
+    segment_tokens : int
+        Tokens per segment.
+    """
 
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
         self._segments, self.segment_tokens = segments, segment_tokens
@@ -188,3 +121,97 @@ class ListSource:
         if found is None:
             found = self._pointers[name] = PointerTable([s[name] for s in self._segments])
         return found.entry
+
+
+class SegmentList(ListSource):
+    """Segments allocated one by one: a store, and the source that attention reads.
+
+    Parameters
+    ----------
+    codec : Codec
+        Whose fields are stored.
+    batch, heads : int
+        Rows and heads.
+    device : torch.device
+        Where the segments live.
+    segments : tuple of dict
+        What there is.
+    shared : int
+        The first so many segments belong to forks, too, and are never written to.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        batch: int,
+        heads: int,
+        device: torch.device,
+        segments: tuple[Segment, ...] = (),
+        shared: int = 0,
+    ) -> None:
+        super().__init__(segments, lcm(SEGMENT_TOKENS, codec.group))
+        self._codec, self._shape, self._device, self._shared = codec, (batch, heads), device, shared
+
+    def grown(self, tokens: int, kept: int) -> SegmentList:
+        """Copy what is shared and will be written, allocate what is missing."""
+        first = kept // self.segment_tokens
+        missing = -(-tokens // self.segment_tokens) - len(self._segments)
+        if tokens == kept or (missing <= 0 and first >= self._shared):
+            return self
+        segments = list(self._segments)
+        for index in range(first, self._shared):
+            segments[index] = {name: x.clone() for name, x in segments[index].items()}
+            start = max(kept - index * self.segment_tokens, 0)
+            clear_segment(self._codec, segments[index], start)
+        for _ in range(missing):
+            segments.append(
+                {
+                    field.name: field.allocate(*self._shape, self.segment_tokens, self._device)
+                    for field in self._codec.fields
+                }
+            )
+        return self._with(tuple(segments), min(first, self._shared))
+
+    def cut(self, tokens: int) -> SegmentList:
+        """Drop later segments."""
+        count = -(-tokens // self.segment_tokens)
+        if count >= len(self._segments):
+            return self
+        return self._with(self._segments[:count], min(count, self._shared))
+
+    def clear_from(self, tokens: int) -> bool:
+        """Zero slots; shared segments are cleared when they are copied."""
+        size = self.segment_tokens
+        for index in range(max(tokens // size, self._shared), len(self._segments)):
+            clear_segment(self._codec, self._segments[index], max(tokens - index * size, 0))
+        return True
+
+    def segment(self, index: int) -> Segment:
+        """Return a segment."""
+        return self._segments[index]
+
+    def source(self) -> SegmentSource:
+        """Return the segments as they are: a list reads itself."""
+        return self
+
+    def shared(self) -> SegmentList:
+        """Share all segments."""
+        other = self._with(self._segments, len(self._segments))
+        other._pointers, other.prepared = self._pointers, self.prepared
+        return other
+
+    def select(self, indices: Tensor) -> SegmentList:
+        """Copy rows."""
+        segments = tuple(
+            {name: tensor.index_select(0, indices) for name, tensor in segment.items()}
+            for segment in self._segments
+        )
+        shape = (len(indices), self._shape[1])
+        return SegmentList(self._codec, *shape, self._device, segments)
+
+    def _with(self, segments: tuple[Segment, ...], shared: int) -> SegmentList:
+        return SegmentList(self._codec, *self._shape, self._device, segments, shared)
+
+    def tensors(self, name: str) -> list[Tensor]:
+        """Return a field's tensors."""
+        return [segment[name] for segment in self._segments]

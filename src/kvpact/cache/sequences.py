@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvpact.cache.held import Held, exchange
 from kvpact.cache.layer import CacheLayer
 
 
@@ -23,8 +24,6 @@ class PagedSequence:
 
     def __init__(self, table: list[int], layers: list[CacheLayer]) -> None:
         self.table, self.layers = table, layers
-        # A page that was shared when a rollback cut it may still hold tokens that went.
-        self.unclean = False
         # Layer -> the length that a step under way will bring it to: its pages are spoken for.
         self.coming: dict[int, int] = {}
 
@@ -32,6 +31,22 @@ class PagedSequence:
     def length(self) -> int:
         """Tokens of the longest layer."""
         return max(layer.length for layer in self.layers)
+
+    def end(self) -> None:
+        """Hold nothing any more; views of what was held are refused."""
+        gone = [Held(None, None, None, layer.version + 1) for layer in self.layers]
+        exchange(self.layers, gone)
+        self.table.clear()
+
+    def __repr__(self) -> str:
+        """Tell which pages there are, and what the layers hold."""
+        lengths = [layer.length for layer in self.layers]
+        packed = [packed_tokens(layer) for layer in self.layers]
+        dirty = [index for index, layer in enumerate(self.layers) if not layer.clean]
+        return (
+            f"PagedSequence(pages={self.table}, lengths={lengths}, packed={packed}, "
+            f"coming={self.coming}, dirty={dirty})"
+        )
 
     @property
     def packed(self) -> int:

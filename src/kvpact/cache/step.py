@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpact.cache.dequant import dequant_result
 from kvpact.contract import AttendConfig, DequantResult
+from kvpact.errors import GeometryError
 from kvpact.kernels import AttendCall, LayerView, Plan
 
 
@@ -73,7 +74,7 @@ class Step(NamedTuple):
 
 @torch.no_grad()
 def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfig]) -> Tensor:
-    """Attend over many sequences' steps, each a row of `q`: `[N, H_q, q_len, D_v]`.
+    """Attend over many sequences' steps in one layer, each a row of `q`: `[N, H_q, q_len, D_v]`.
 
     Raises
     ------
@@ -81,10 +82,8 @@ def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfi
         As of `Step.attend`.
     """
     queries = torch.split(q, 1)
-    with ExitStack() as locks:
-        # All are read at once. Nobody takes one of these locks while holding another, but here;
-        # and here they are always taken in one order.
-        for step in sorted(steps, key=lambda step: id(step.lock)):
-            locks.enter_context(step.lock)
+    if len(locks := {id(step.lock): step.lock for step in steps}) > 1:
+        raise GeometryError("steps of different layers can't be one batch; attend to each")
+    with next(iter(locks.values())):
         rows = zip(steps, queries, configs, strict=True)
         return steps[0].plan.attend([step._call(x, config) for step, x, config in rows])

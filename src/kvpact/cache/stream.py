@@ -14,18 +14,23 @@ later are coded with it, at once, until the group is complete.
 
 Segments are fixed numbers of tokens; growing never copies. A fork shares them: each side copies a
 segment before it writes to it.
+
+A stream never changes. An append is planned (checked, encoded, allocated), which gives the stream
+as it will be; then the new slots are written, behind those that anybody reads; then the layer holds
+the new stream. So whatever goes wrong on the way, the stream that the layer holds is right.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.segments import SegmentStore
+from kvpact.cache.append import AppendPlan, Piece
+from kvpact.cache.segments import MakeStore, SegmentStore
 from kvpact.kernels import Segment, StreamPlan
-from kvpact.kernels.base import Encoder
 from kvpact.methods import Codec
 
 MOST_STEP = 8
@@ -34,89 +39,108 @@ SLACK = 8
 """Tokens of that room."""
 
 
-class _Piece(NamedTuple):
-    """Whole groups (or the rest of one), prepared by an encoder, and the tokens they are."""
-
-    start: int
-    end: int
-    encoder: Encoder
-    prepared: Any
-
-
-class AppendPlan(NamedTuple):
-    """All that an append will change; made without changing anything."""
-
-    pieces: list[_Piece]
-    packed: int
-    tail_start: int
-    tail: Tensor
-    room: int
-    sinks: Tensor | None
-    segments: list[Segment]
-
-
-class Stream:
-    """Slots and exact tokens of one stream.
+class Stream(NamedTuple):
+    """Slots and exact tokens of one stream at one moment; an append or a rollback makes another.
 
     Parameters
     ----------
     codec : Codec
         Encodes and decodes.
-    batch, heads, dim : int
-        Shape of the vectors.
-    sinks, window : int
-        Exact tokens at the beginning and at the end.
-    dtype : torch.dtype
-        Dtype of the exact tokens.
-    device : torch.device
-        Where everything lives.
-    store : SegmentStore
-        Where the slots lie.
+    window : int
+        Exact tokens at the end.
     plan : StreamPlan
         Who encodes and decodes.
+    store : SegmentStore
+        Where the slots lie.
+    packed : int
+        Tokens that have slots.
+    tail : Tensor
+        `[B, H, length - tail_start, D]`, exact tokens; in its dtype, on its device.
+    tail_start : int
+        Tokens in front of the tail.
+    spare : int
+        Tokens that fit behind the tail, into its memory.
+    sinks : Tensor or None
+        `[B, H, S, D]`, each row's exact first tokens.
     """
 
-    def __init__(
-        self,
+    codec: Codec
+    window: int
+    plan: StreamPlan
+    store: SegmentStore
+    packed: int
+    tail: Tensor
+    tail_start: int
+    spare: int
+    sinks: Tensor | None
+
+    @classmethod
+    def empty(
+        cls,
         codec: Codec,
-        batch: int,
-        heads: int,
-        dim: int,
+        like: Tensor,
         sinks: int,
         window: int,
-        dtype: torch.dtype,
-        device: torch.device,
         store: SegmentStore,
         plan: StreamPlan,
-    ) -> None:
-        self.codec, self.window, self.plan = codec, window, plan
-        self.store = store
-        self._room = 0  # tokens that fit behind the tail, into its memory
-        self.packed = 0
-        self.tail = torch.zeros(batch, heads, 0, dim, dtype=dtype, device=device)
-        self._tail_start = 0
-        self.sinks: Tensor | None = None
-        if sinks:
-            self.sinks = torch.zeros(batch, heads, sinks, dim, dtype=dtype, device=device)
+    ) -> Stream:
+        """Return a stream for tokens like `[B, H, T, D]` that holds none.
+
+        Parameters
+        ----------
+        codec : Codec
+            Encodes and decodes.
+        like : Tensor
+            Has the shape, dtype and device of the tokens to come; its tokens are not looked at.
+        sinks, window : int
+            Exact tokens at the beginning and at the end.
+        store : SegmentStore
+            Where the slots lie.
+        plan : StreamPlan
+            Who encodes and decodes.
+        """
+        batch, heads, _, dim = like.shape
+        first = like.new_zeros(batch, heads, sinks, dim) if sinks else None
+        tail = like.new_zeros(batch, heads, 0, dim)
+        return cls(codec, window, plan, store, 0, tail, 0, 0, first)
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self._tail_start + self.tail.shape[2]
+        return self.tail_start + self.tail.shape[2]
 
-    def adopt(self, tokens: int, sinks: Tensor | None) -> None:
-        """Begin an empty stream with tokens whose slots are in the store (whole groups)."""
-        self.packed = self._tail_start = tokens
-        if self.sinks is not None and sinks is not None:
-            self.sinks = sinks
+    def restore(
+        self,
+        packed: int,
+        tail_start: int,
+        tail: Tensor,
+        sinks: Tensor | None,
+        slots: Mapping[str, Tensor] | None = None,
+    ) -> Stream:
+        """Return an empty stream with what another held.
 
-    def take_over(self, packed: int, start: int, tail: Tensor, sinks: Tensor | None) -> None:
-        """Hold what another stream held; its slots are in the store already."""
-        self.packed, self._tail_start = packed, start
-        self.tail, self.sinks, self._room = tail, sinks, 0
+        Parameters
+        ----------
+        packed, tail_start : int
+            As in `Stream`.
+        tail, sinks : Tensor
+            The exact tokens.
+        slots : mapping, optional
+            Field -> `[B, H, units, …]` of the packed tokens, which are copied; they are in the
+            store already if omitted.
+        """
+        store, size = self.store.grown(packed, 0), self.store.segment_tokens
+        for field in self.codec.fields if slots else ():
+            held, units = (slots or {}).get(field.name), size // field.tokens
+            for index in range(-(-packed // size) if held is not None else 0):
+                part = held[:, :, index * units : (index + 1) * units]  # type: ignore[index]
+                store.segment(index)[field.name][:, :, : part.shape[2]] = part
+        return self._replace(
+            store=store, packed=packed, tail_start=tail_start, tail=tail, sinks=sinks, spare=0
+        )
 
     def prepare(self, x: Tensor, sink_positions: Tensor | None, sink_end: int) -> AppendPlan:
-        """Encode tokens and allocate what they need; the stream stays as it is.
+        """Encode tokens and allocate what they need.
 
         Parameters
         ----------
@@ -137,32 +161,34 @@ class Stream:
         held = self.length
         length = held + x.shape[2]
         pieces, packed = self._encode(x, length)
-        start = max(self._tail_start, self._exact_start(packed, length, self.codec.group))
-        tail, room = self._next_tail(x, start)
-        segments = self.store.missing(packed)
+        start = max(self.tail_start, self._exact_start(packed, length, self.codec.group))
+        tail, spare = self._next_tail(x, start)
         sinks = self.sinks
         if held < sink_end:
             sinks = self._fill_sinks(x, sink_positions)
-        return AppendPlan(pieces, packed, start, tail, room, sinks, segments)
+        store = self.store.grown(packed, self.packed)
+        codec, window, plan = self.codec, self.window, self.plan
+        after = Stream(codec, window, plan, store, packed, tail, start, spare, sinks)
+        return AppendPlan(after, pieces)
 
     def _next_tail(self, x: Tensor, start: int) -> tuple[Tensor, int]:
         """Return the tail from `start` on with new tokens behind it, and the room left behind them.
 
         Room is written to at once: no view reaches there.
         """
-        new, first = x.shape[2], start - self._tail_start
+        new, first = x.shape[2], start - self.tail_start
         held = self.tail.shape[2]
         kept = held - first
         if kept < 0:
             x, kept, new = x[:, :, -kept:], 0, new + kept
         shape, strides = x.shape, self.tail.stride()
-        if kept and self._room >= new:
+        if kept and self.spare >= new:
             offset = self.tail.storage_offset()
             behind = (*shape[:2], new, shape[3])
             self.tail.as_strided(behind, strides, offset + held * strides[2]).copy_(x)
             both = (*shape[:2], kept + new, shape[3])
             tail = self.tail.as_strided(both, strides, offset + first * strides[2])
-            return tail, self._room - new
+            return tail, self.spare - new
         old = self.tail[:, :, first:]
         if new > MOST_STEP or not self.length or kept + new == 0:
             # A slice would keep the whole of `x` alive behind it.
@@ -184,26 +210,26 @@ class Stream:
         The tail may begin earlier, at the beginning of the window's first group: those tokens are
         there so that a rollback inside the window can open their group again.
         """
-        return max(self._tail_start, self._exact_start(self.packed, self.length))
+        return max(self.tail_start, self._exact_start(self.packed, self.length))
 
     def exact_tail(self) -> Tensor:
         """Return the tokens from `exact_from` on."""
-        first = self.exact_from - self._tail_start
+        first = self.exact_from - self.tail_start
         return self.tail[:, :, first:] if first else self.tail
 
-    def _encode(self, x: Tensor, length: int) -> tuple[list[_Piece], int]:
+    def _encode(self, x: Tensor, length: int) -> tuple[list[Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
         cut = packed % group
         if cut and packed < length:
             end = min(packed + group - cut, length)
             tokens = self._tokens(x, packed, end)
             rest = self.plan.prepare(tokens, self._group_at(packed))
-            pieces.append(_Piece(packed, end, *rest))
+            pieces.append(Piece(packed, end, *rest))
             packed = end
         end = packed + (length - packed) // group * group if packed % group == 0 else packed
         if end > packed:
             tokens = self._tokens(x, packed, end)
-            pieces.append(_Piece(packed, end, *self.plan.prepare(tokens)))
+            pieces.append(Piece(packed, end, *self.plan.prepare(tokens)))
         return pieces, max(end, packed)
 
     def _tokens(self, x: Tensor, start: int, end: int) -> Tensor:
@@ -211,7 +237,7 @@ class Stream:
         held = self.length
         if start >= held:
             return x if end - start == x.shape[2] else x[:, :, start - held : end - held]
-        known = torch.cat([self.tail[:, :, start - self._tail_start :], x[:, :, : end - held]], 2)
+        known = torch.cat([self.tail[:, :, start - self.tail_start :], x[:, :, : end - held]], 2)
         return known[:, :, : end - start]
 
     def _group_at(self, token: int) -> Segment:
@@ -235,75 +261,59 @@ class Stream:
         sinks[row, :, slot] = x[row, :, source[row, slot]].to(sinks.dtype)
         return sinks
 
-    def commit(self, plan: AppendPlan) -> None:
-        """Carry out a plan."""
-        self.store.extend(plan.segments)
-        for piece in plan.pieces:
-            self._write(piece)
-        self.packed, self._tail_start = plan.packed, plan.tail_start
-        self.tail, self._room, self.sinks = plan.tail, plan.room, plan.sinks
+    def truncate(self, length: int, sink_positions: Tensor | None) -> Stream:
+        """Return the stream without the tokens from `length` on (at most what is held).
 
-    def _write(self, piece: _Piece) -> None:
-        size = self.store.segment_tokens
-        first = piece.start // size
-        indices = range(first, -(-piece.end // size))
-        for index in indices:
-            self.store.own(index)
-        segments = [self.store.segment(index) for index in indices]
-        piece.encoder.write(piece.prepared, segments, size, piece.start - first * size)
+        Their slots are still to be cleared: `store.clear_from(packed)`.
 
-    def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on (at most what is held)."""
-        self._room = 0
-        if length >= self._tail_start:
-            self.tail = self.tail[:, :, : length - self._tail_start].clone()
-        else:
-            self.tail = self.tail[:, :, :0].clone()
-            self._tail_start = length
-        if length < self.packed:
+        Parameters
+        ----------
+        length : int
+            Tokens to keep.
+        sink_positions : Tensor or None
+            `[B, S]`: where each row's sink tokens stand.
+        """
+        start, packed, sinks = min(self.tail_start, length), self.packed, self.sinks
+        tail = self.tail[:, :, : length - start if length >= self.tail_start else 0].clone()
+        if length < packed:
             begin = length - length % self.codec.group
             # All tokens of the cut group are exact: it is open again, as if never packed.
-            self.packed = begin if begin >= self._tail_start else length
-            self._clear_slots()
-
-    def _clear_slots(self) -> None:
-        segment, inside = divmod(self.packed, self.store.segment_tokens)
-        if inside and self.store.own(segment):
-            self.clear_segment(segment)
-        self.store.keep(segment + bool(inside))
-
-    def clear_segment(self, index: int) -> None:
-        """Zero what a segment holds of tokens from `packed` on."""
-        inside = max(self.packed - index * self.store.segment_tokens, 0)
-        for field in self.codec.fields:
-            field.clear_from(self.store.segment(index)[field.name], inside)
-
-    def clear_sinks(self, sink_positions: Tensor, length: int) -> None:
-        """Zero the sink tokens that stand at or behind `length`."""
-        if self.sinks is not None:
+            packed = begin if begin >= start else length
+        if sinks is not None and sink_positions is not None:
             row, slot = (sink_positions >= length).nonzero(as_tuple=True)
-            self.sinks = self.sinks.clone()
-            self.sinks[row, :, slot] = 0
+            sinks = sinks.clone()
+            sinks[row, :, slot] = 0
+        return self._replace(
+            store=self.store.cut(packed),
+            packed=packed,
+            tail=tail,
+            tail_start=start,
+            spare=0,
+            sinks=sinks,
+        )
 
-    def fork(self, store: SegmentStore | None = None) -> Stream:
-        """Return a copy that shares the slots until one side writes (or has another store)."""
-        self._room = 0  # nobody writes behind a tail that two share
-        other = object.__new__(Stream)
-        other.__dict__.update(self.__dict__)
-        other.plan = self.plan.fork()
-        other.store = self.store.fork() if store is None else store
-        return other
+    def shared(self) -> Stream:
+        """Return the stream as this side of a fork holds it: it writes nowhere that both read."""
+        return self._replace(store=self.store.shared(), spare=0)
+
+    def fork(self, make_store: MakeStore | None = None, side: str = "") -> Stream:
+        """Return the other side of a fork, with slots in a store of that making if it is given."""
+        store = self.store.shared()
+        if make_store is not None:
+            batch, heads = self.tail.shape[:2]
+            store = make_store(self.codec, batch, heads, self.tail.device, side)
+        return self._replace(store=store, spare=0, plan=self.plan.fork())
 
     def select(self, indices: Tensor) -> Stream:
         """Return a copy with the given batch rows."""
-        other = object.__new__(Stream)
-        other.__dict__.update(self.__dict__)
-        other._room, other.plan = 0, self.plan.fork()
         indices = indices.to(self.tail.device)
-        other.store = self.store.select(indices)
-        other.tail = self.tail.index_select(0, indices)
-        other.sinks = None if self.sinks is None else self.sinks.index_select(0, indices)
-        return other
+        return self._replace(
+            store=self.store.select(indices),
+            plan=self.plan.fork(),
+            tail=self.tail.index_select(0, indices),
+            sinks=None if self.sinks is None else self.sinks.index_select(0, indices),
+            spare=0,
+        )
 
     @property
     def room(self) -> int:
@@ -320,3 +330,14 @@ class Stream:
         held = [tensor for field in self.codec.fields for tensor in self.store.tensors(field.name)]
         learnt = self.codec.state().values()
         return [*held, *learnt, self.tail_memory(), *([] if self.sinks is None else [self.sinks])]
+
+    def __repr__(self) -> str:
+        """Tell how many tokens are held, and how."""
+        batch, heads, _, dim = self.tail.shape
+        sinks = 0 if self.sinks is None else self.sinks.shape[2]
+        return (
+            f"Stream({type(self.codec).__name__}, batch={batch}, heads={heads}, dim={dim}, "
+            f"length={self.length}, packed={self.packed}, "
+            f"tail={self.tail_start}:{self.length}, exact_from={self.exact_from}, "
+            f"spare={self.spare}, sinks={sinks}, window={self.window})"
+        )

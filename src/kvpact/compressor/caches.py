@@ -172,21 +172,16 @@ def _adopt(compressed: CompressedKV, entry: CacheLayer, device: torch.device) ->
             _filled(entry.new_stream(rows(source.open), key), source, rows)
             for source, key in ((compressed.k, True), (compressed.v, False))
         ]
-        entry.k, entry.v = streams
+        entry.restore(streams[0], streams[1], None)
 
 
 def _filled(target: Stream, source: PackedStream, rows: Callable[[Tensor], Tensor]) -> Stream:
-    store, size = target.store, target.store.segment_tokens
-    store.extend(store.missing(source.packed))
-    for index in range(-(-source.packed // size)):
-        segment = store.segment(index)
-        for field in source.codec.fields:
-            units = size // field.tokens
-            part = rows(source.slots[field.name][:, :, index * units : (index + 1) * units])
-            segment[field.name][:, :, : part.shape[2]] = part
-    target.adopt(source.packed, _sinks(target, source, rows))
+    slots, sinks = {name: rows(x) for name, x in source.slots.items()}, _sinks(target, source, rows)
+    target = target.restore(source.packed, source.packed, target.tail, sinks, slots)
     if source.open.shape[2]:
-        target.commit(target.prepare(rows(source.open), None, 0))
+        plan = target.prepare(rows(source.open), None, 0)
+        plan.write()
+        return plan.after
     return target
 
 

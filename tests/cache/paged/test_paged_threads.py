@@ -42,7 +42,7 @@ def meet_in(cache, name, monkeypatch, call):
 def test_first_tokens_of_two_layers_go_into_the_same_rows(monkeypatch):
     cache = PagedKVCache("int:bits=8", GEOMETRY, 16)
     view = cache.view()
-    others = meet_in(cache, "allocate", monkeypatch, lambda: view.prefill(1, *kv(5, 1)))
+    others = meet_in(cache, "allocate_rows", monkeypatch, lambda: view.prefill(1, *kv(5, 1)))
     view.prefill(0, *kv(5))
     others[0].join(PATIENCE)
     assert [view.seq_len(i) for i in range(3)] == [5, 5, 0]
@@ -84,12 +84,26 @@ def test_failing_first_calls_leave_no_rows(monkeypatch):
 def test_failing_step_leaves_pages_that_another_layer_has_prepared():
     cache = PagedKVCache("int:bits=8,sinks=0,window=0", GEOMETRY, 8)
     seq = cache.allocate()
-    failing = cache.step(0, {seq: tuple(x[None] for x in row(40))})
-    failing.__enter__()
-    with cache.step(1, {seq: tuple(x[None] for x in row(70))}) as plans:
-        failing.__exit__(ValueError, ValueError("the model failed"), None)
-        for entry, plan in plans:
-            entry.commit(plan)
+    inside, done = threading.Event(), threading.Event()
+
+    def fail(_):
+        inside.set()
+        done.wait(PATIENCE)
+        raise ValueError("the model failed")
+
+    def failing():
+        with pytest.raises(ValueError, match="the model failed"):
+            cache.step(0, {seq: tuple(x[None] for x in row(40))}, before=fail)
+
+    thread = threading.Thread(target=failing)
+
+    def meanwhile(_):
+        done.set()
+        thread.join(PATIENCE)
+
+    thread.start()
+    inside.wait(PATIENCE)
+    cache.step(1, {seq: tuple(x[None] for x in row(70))}, before=meanwhile)
     assert [cache.seq_len(seq, i) for i in range(3)] == [0, 70, 0]
     held = cache.layer_of(seq, 1).dequantize("k")
     assert (held[0] - row(70)[0]).norm() < 0.01 * held.norm()

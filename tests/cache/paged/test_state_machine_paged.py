@@ -56,6 +56,10 @@ def kv(layer, ids, start):
     return k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
 
 
+def _clean(cache, seq):
+    return all(layer.clean for layer in cache._sequence(seq).layers)
+
+
 class Model:
     """One sequence: its token ids, its tensors by layer, and its contiguous twin."""
 
@@ -272,7 +276,7 @@ class Pages(RuleBasedStateMachine):
         # Writing is an OR: what stood there before would come through.
         for seq in self.models:
             for index, page in enumerate(self.cache.block_table(seq).tolist()):
-                if self.cache.pool.references[page] > 1 or self.cache._sequence(seq).unclean:
+                if self.cache.pool.references[page] > 1 or not _clean(self.cache, seq):
                     continue
                 for layer in self.cache._sequence(seq).layers:
                     for stream in layer.streams():

@@ -23,7 +23,7 @@ def test_nothing_is_allocated_for_rows_that_a_file_only_claims():
     empty = create_cache("int:bits=8", geometry)
     with pytest.raises(errors.FormatError, match="number of sinks"):
         restored_layer(
-            empty.entry(0).emptied(),
+            empty.entry(0).empty(),
             replace(layer, streams=tuple(huge)),
             torch.device("cpu"),
             shared=False,

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import GeometryError, KernelError
 from kvpact.formats import CodesField, Field
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.base import Segment
@@ -171,7 +171,7 @@ class CpuEncoder:
 
         Raises
         ------
-        KVPactError
+        KernelError
             The kernel refused its arguments; the slots are as they were.
         """
         if isinstance(prepared, dict):
@@ -195,7 +195,10 @@ class CpuEncoder:
         args.threads = torch.get_num_threads()
         status = self._library.encode(self._library.bit, ctypes.byref(args), 1)
         if status:
-            raise KVPactError(f"the native encoder refused its arguments ({status})")
+            raise KernelError(
+                f"the native encoder refused its arguments (status {status}); nothing was stored. "
+                "This is a defect of kvpact: report it, and use backend='torch' until then"
+            )
 
     def _prepare(self, encoder: CodecEncoder, segments: Sequence[dict[str, Tensor]]) -> None:
         self._known, self._arrays = [], []

@@ -1,0 +1,65 @@
+"""What a layer of a cache holds at one moment, and how it comes to hold something else."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from kvpact.cache.append import AppendPlan
+from kvpact.cache.step import Step
+from kvpact.cache.stream import Stream
+from kvpact.kernels import Plan
+
+if TYPE_CHECKING:
+    from kvpact.cache.layer import CacheLayer
+
+
+class Held(NamedTuple):
+    """What a layer holds at one moment.
+
+    Parameters
+    ----------
+    k, v : Stream or None
+        The streams; None while nothing is held.
+    padding : Tensor or None
+        `[B]` left-padding tokens.
+    version : int
+        Counts the changes that make views stale.
+    plan : Plan or None
+        Who computes; None before the first tokens.
+    """
+
+    k: Stream | None
+    v: Stream | None
+    padding: Tensor | None
+    version: int
+    plan: Plan | None = None
+
+    def streams(self) -> list[Stream]:
+        """Return the streams, if there are any."""
+        return [] if self.k is None or self.v is None else [self.k, self.v]
+
+
+class LayerPlan(NamedTuple):
+    """New tokens of a layer, encoded and not yet stored."""
+
+    before: Held
+    after: Held
+    appends: list[AppendPlan]
+    step: Step
+    exact_new: bool
+
+
+def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:
+    """Let each layer hold its state: all of them, or none.
+
+    That is one call of C, in which no interrupt is delivered: the old states are kept until its
+    end, so nothing is freed, and no code of Python runs, in between.
+    """
+    old = [layer._held for layer in layers]
+    deque(map(setattr, layers, repeat("_held"), states), maxlen=0)
+    del old

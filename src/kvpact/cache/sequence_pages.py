@@ -1,0 +1,182 @@
+"""Sequences, their pages, and the order in which locks are taken to change them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.pages import PagePool, PageStore
+from kvpact.cache.prefixes import PrefixTable
+from kvpact.cache.segments import MakeStore
+from kvpact.cache.sequences import PagedSequence, packed_tokens
+from kvpact.errors import SequenceError
+from kvpact.geometry import CacheGeometry
+from kvpact.kernels import Compute
+from kvpact.spec import Spec
+
+T = TypeVar("T")
+
+
+class SequencePages:
+    """The sequences of a paged cache and their pages.
+
+    One lock per layer, shared by all sequences, and the pool's. A call for one layer takes that
+    layer's lock and then the pool's, for as long as it counts pages. A call that changes whole
+    sequences takes the locks of all layers, from the first to the last, and then the pool's.
+    Nobody takes a layer's lock who holds the pool's or a later layer's.
+
+    Pages belong to the tables of sequences. Counts of references and the list of free pages only
+    repeat what the tables say: after an interrupted call they are made again from them.
+
+    Parameters
+    ----------
+    specs : list of Spec
+        One per layer.
+    geometry : CacheGeometry
+        Shape of K and V.
+    pool : PagePool
+        Holds the pages.
+    device : torch.device
+        Where the pool lives.
+    compute : Compute
+        What was asked to compute.
+    """
+
+    layout = "paged"
+
+    def __init__(
+        self,
+        specs: list[Spec],
+        geometry: CacheGeometry,
+        pool: PagePool,
+        device: torch.device,
+        compute: Compute,
+    ) -> None:
+        self.specs, self.geometry, self.pool = specs, geometry, pool
+        self.device, self.compute = device, compute
+        self._dtype = geometry.dtype or torch.float32
+        self._sequences: dict[int, PagedSequence] = {}
+        self._next = 0
+        self._prefixes = PrefixTable()
+        # Sequences that a call under way ends: their pages go back, whatever happens to it.
+        self._retired: list[PagedSequence] = []
+        self.layer_locks = [threading.RLock() for _ in specs]
+
+    def _maker(self, layer: int, table: list[int]) -> MakeStore:
+        fields = self.pool.storage[layer]
+        return lambda codec, batch, heads, device, side: PageStore(
+            self.pool, codec, fields[side], table
+        )
+
+    def _empty_layer(self, layer: int, table: list[int]) -> CacheLayer:
+        """Return a layer of a sequence that has the pages of `table`."""
+        return CacheLayer(
+            self.specs[layer],
+            self._maker(layer, table),
+            self.pool.codecs[layer],
+            self.geometry.latent,
+            self.compute,
+            self.layer_locks[layer],
+        )
+
+    def _alone(self, action: Callable[[], T], layer: int = 0) -> T:
+        """Run `action` while no other call is at work in any layer, under the pool's lock.
+
+        Locks are taken in one order: the layers', the first layer's first, then the pool's.
+        """
+        if layer == len(self.layer_locks):
+            return self._with_pages(action)
+        with self.layer_locks[layer]:
+            return self._alone(action, layer + 1)
+
+    def _with_pages(self, action: Callable[[], T]) -> T:
+        """Run `action`, which moves pages, under the pool's lock."""
+        with self.pool.lock:
+            if self._retired or not self.pool.counted:
+                self._recover()
+            result = action()
+            self._retired.clear()
+            self.pool.counted = True
+            return result
+
+    def _recover(self) -> None:
+        """Finish what an interrupted call began: what counts are the tables of the sequences."""
+        known = list(self._sequences.values())
+        for sequence in self._retired:
+            if all(sequence is not other for other in known):
+                sequence.end()
+        self.pool.recount([sequence.table for sequence in known])
+        self._prefixes.drop_unheld(self.pool.references)
+
+    def _sequence(self, seq: int) -> PagedSequence:
+        named = isinstance(seq, int) and not isinstance(seq, bool)
+        found = self._sequences.get(seq) if named else None
+        if found is None:
+            known = named and 0 <= seq < self._next
+            reason = "was freed" if known else "was never allocated"
+            raise SequenceError(f"sequence {seq!r} {reason}")
+        return found
+
+    def _add(self, sequences: Sequence[PagedSequence]) -> list[int]:
+        seqs = list(range(self._next, self._next + len(sequences)))
+        self._next += len(seqs)
+        self._sequences.update(zip(seqs, sequences, strict=True))
+        return seqs
+
+    def _change(self, sequence: PagedSequence, first: int) -> None:
+        """Offer a sequence's own pages from `first` on no more: they are about to change."""
+        for page in sequence.table[first:]:
+            if self.pool.references[page] == 1:
+                self._prefixes.drop(page)
+
+    def _trim(self, sequence: PagedSequence, pages: int) -> None:
+        while len(sequence.table) > pages:
+            self.pool.counted = False
+            self._release(sequence.table.pop())
+
+    def _release(self, page: int) -> None:
+        if self.pool.release(page):
+            self._prefixes.drop(page)
+
+    def _reserve(self, seqs: Sequence[int], counts: Sequence[int], layer: int | None) -> None:
+        sequences = [self._sequence(seq) for seq in seqs]
+        wanted = [
+            self._needs(sequence, count, layer)
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
+        total = sum(len(copies) + new for copies, new in wanted)
+        pages = self.pool.take(total, f"{sum(counts)} tokens for {len(seqs)} sequences")
+        for sequence, count, (copies, new) in zip(sequences, counts, wanted, strict=True):
+            for index in copies:
+                self._replace(sequence, index, pages.pop())
+            if count:
+                self._change(sequence, sequence.packed // self.pool.page_size)
+            sequence.table += [pages.pop() for _ in range(new)]
+
+    def _needs(
+        self, sequence: PagedSequence, tokens: int, layer: int | None
+    ) -> tuple[list[int], int]:
+        """Return the places of the table whose pages have to be copied, and the new pages."""
+        size, table = self.pool.page_size, sequence.table
+        # Layers are at unlike lengths while a step goes through the model: the shortest has most
+        # to write, the longest may have these tokens already.
+        layers = sequence.layers if layer is None else [sequence.layers[layer]]
+        shortest = min(entry.length for entry in layers)
+        new = max(-(-(shortest + tokens) // size) - len(table), 0)
+        first = min(packed_tokens(entry) for entry in layers) // size
+        copies = [i for i in range(first, len(table)) if self.pool.references[table[i]] > 1]
+        return copies if tokens else [], new
+
+    def _replace(self, sequence: PagedSequence, index: int, page: int) -> None:
+        old, start = sequence.table[index], index * self.pool.page_size
+        self.pool.copy(old, page)
+        for number, layer in enumerate(sequence.layers):
+            for side, stream in enumerate(layer.streams()):
+                self.pool.clear(page, number, side, stream.packed - start)
+            layer.outdate()  # unread results would read a page that is no longer this one's
+        sequence.table[index] = page
+        self._release(old)
