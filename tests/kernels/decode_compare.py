@@ -16,7 +16,7 @@ from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.decode import decode
 
 FORMATS = (
-    *(s for s in ENCODED if "prod" not in s and not s.startswith(("qjl", "polar"))),  # torch's
+    *ENCODED,
     "none:dtype=fp32",
     "none:dtype=fp16",
     "none:dtype=bf16",

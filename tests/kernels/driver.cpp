@@ -19,9 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "decode.h"
-#include "encode.h"
-#include "kvpact.h"
+#include "abi.h"
 
 namespace {
 

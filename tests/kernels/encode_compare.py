@@ -33,17 +33,6 @@ FORMATS = (
     "kvarn:bits=2,group=32",
     "kvarn:bits=3,group=128",
     "kvarn:bits=8,group=32,seed=3",
-    "turboquant:bits=2,mode=prod",
-    "turboquant:bits=4,mode=prod,scale=l2",
-    "turboquant:bits=8,mode=prod,scale=unbiased,seed=4",
-    "turboquant:bits=4,mode=prod,center=64",
-    "qjl:sketch=1",
-    "qjl",
-    "qjl:sketch=4,seed=9",
-    "polarquant",
-    "polarquant:levels=1,first=1",
-    "polarquant:levels=6,first=8,seed=2",
-    "polarquant:levels=3,first=5",
 )
 WIDTHS = (64, 80, 96, 128, 256, 576)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from encode_compare import DTYPES, FORMATS, WIDTHS, codec_of, compare, random_pieces
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact import CacheGeometry, create_cache
@@ -102,21 +102,11 @@ def test_ties(spec):
     st.integers(0, 2**32),
     st.sampled_from((1.0, 1e-6, 1e-3, 50.0)),
 )
-@example(
-    "turboquant:bits=8,mode=prod,scale=unbiased,seed=4",
-    "k",
-    256,
-    [1, 49],
-    0,
-    torch.float32,
-    3,
-    50.0,
-)
 def test_any_pieces_are_the_whole(spec, side, dim, counts, start, dtype, seed, size):
     group = codec_of(spec, side, dim, dtype).group
     counts = [-(-count // group) * group for count in counts]
     (tokens,), start = random_pieces(spec, side, dim, sum(counts), start, dtype, seed)
-    # Beyond the limit, which may be low (long residuals of `mode=prod`), torch encodes.
+    # Beyond the limit torch encodes.
     limit = (
         min(codec_encoder(codec_of(spec, side, dim, dtype)).limit, torch.finfo(dtype).max) * 0.99
     )
@@ -201,15 +191,24 @@ def test_forks_write_behind_their_own_tails():
     assert torch.equal(before.k, tokens[10, 0])
 
 
-def test_what_is_not_native_is_torch_and_says_why():
+@pytest.mark.parametrize(
+    ("spec", "codec"),
+    (
+        ("lowrank:rank=8", "LowRankCodec"),
+        ("qjl", "SignCodec"),
+        ("polarquant", "PolarCodec"),
+        ("turboquant:bits=3,mode=prod", "TurboQuantCodec"),
+    ),
+)
+def test_what_is_not_native_is_torch_and_says_why(spec, codec):
     generator = torch.Generator().manual_seed(6)
     k, v = torch.randn(2, 1, 2, 64, 64, generator=generator)
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
-    cache = create_cache("lowrank:rank=8/turboquant:bits=4", geometry)
+    cache = create_cache(f"{spec}/turboquant:bits=4", geometry)
     cache.prefill(0, k, v)
     stats = cache.stats()["compute"]
     assert stats["encode"] == {"torch": 1, "cpu": 1}
-    assert stats["reasons"]["encode: torch"] == "cpu: no native encoding for LowRankCodec"
+    assert stats["reasons"]["encode: torch"] == f"cpu: no native encoding for {codec}"
 
 
 def test_numbers_beyond_the_format_are_refused_as_by_torch():

@@ -1,5 +1,6 @@
 """What one call allocates beyond the cache: bounded, and the same for long caches as for short."""
 
+import threading
 import weakref
 
 import pytest
@@ -8,7 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvpact
+from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_tokens
+
+NATIVE = _load()
+KERNELS = [
+    "torch",
+    pytest.param("exact", marks=pytest.mark.skipif(isinstance(NATIVE, str), reason=str(NATIVE))),
+]
 
 HEADS, QUERY_HEADS, DIM = 3, 9, 64  # SmolLM2-135M
 SPECS = [
@@ -23,11 +31,14 @@ SPECS = [
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the life of every storage that comes up while the mode is on."""
+    """Follows the life of every storage that comes up while the mode is on.
+
+    `scratch` is what the calling thread then held for the native kernels.
+    """
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = self.largest = 0
+        self.live = self.peak = self.largest = self.scratch = 0
         self.known = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -61,15 +72,28 @@ def tokens(count, seed=0):
     return k, v, random_tokens(1, QUERY_HEADS, count, DIM, seed=seed + 2)
 
 
-def filled(spec, count):
-    cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, HEADS, DIM))
+def filled(spec, count, **options):
+    cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, HEADS, DIM), **options)
     cache.prefill(0, *tokens(count))
     return cache
 
 
 def measured(call):
-    with Allocations() as allocations:
-        call()
+    """Call in a thread of its own, which has no native scratch memory yet."""
+    allocations, threads = Allocations(), torch.get_num_threads()
+
+    def run():
+        torch.set_num_threads(1)  # so that no other thread computes
+        with allocations:
+            call()
+        if not isinstance(NATIVE, str):
+            allocations.scratch, everyone = NATIVE.scratch()
+            assert everyone >= allocations.scratch
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(threads)
     return allocations
 
 
@@ -86,33 +110,46 @@ def test_the_meter_itself():
     assert allocations.peak == 8000
     assert allocations.largest == 4000
     assert allocations.live == 0
+    assert allocations.scratch == 0
 
 
+@pytest.mark.skipif(isinstance(NATIVE, str), reason=str(NATIVE))
+def test_the_meter_sees_scratch_memory():
+    cache = filled("turboquant:bits=4", 1024, kernel="exact")
+    one = measured(lambda: cache.attend(0, *tokens(1, 5)))
+    assert one.scratch > 2**16  # a block's scores and weights, the encoder's tile
+    assert measured(lambda: cache.attend(0, *tokens(256, 6))).scratch > one.scratch
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_decode_call_allocates_little_and_no_more_for_a_long_cache(spec):
+def test_a_decode_call_allocates_little_and_no_more_for_a_long_cache(spec, kernel):
     peaks = {}
     for held in (1024, 8192):
-        cache = filled(spec, held)
+        cache = filled(spec, held, kernel=kernel)
         cache.decode(0, *tokens(1, 5), kvpact.AttendConfig())  # tables are made once
         peaks[held] = measured(lambda c=cache: c.decode(0, *tokens(1, 9), kvpact.AttendConfig()))
-        assert peaks[held].peak <= 4 * 2**20
+        assert peaks[held].peak + peaks[held].scratch <= 4 * 2**20
         # No tensor holds a number per token and channel, nor every score.
         assert peaks[held].largest < held * DIM * 4
     assert abs(peaks[8192].peak - peaks[1024].peak) <= 64 * 2**10
+    assert abs(peaks[8192].scratch - peaks[1024].scratch) <= 64 * 2**10
     assert peaks[8192].largest < 8192 * QUERY_HEADS * 4
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("spec", ["turboquant:bits=4", "kivi:bits=2"])
-def test_a_chunk_allocates_no_more_for_a_long_cache(spec):
+def test_a_chunk_allocates_no_more_for_a_long_cache(spec, kernel):
     peaks = []
     for held in (1024, 8192):
-        cache = filled(spec, held)
+        cache = filled(spec, held, kernel=kernel)
         cache.attend(0, *tokens(256, 5))
         allocations = measured(lambda c=cache: c.attend(0, *tokens(256, 9)))
-        peaks.append(allocations.peak)
+        peaks.append(allocations)
         # One tile of scores, [9 heads, 256 queries, 256 tokens] fp32, is the largest there is.
         assert allocations.largest <= 4 * QUERY_HEADS * 256 * 256
-    assert abs(peaks[1] - peaks[0]) <= 64 * 2**10
+    assert abs(peaks[1].peak - peaks[0].peak) <= 64 * 2**10
+    assert abs(peaks[1].scratch - peaks[0].scratch) <= 64 * 2**10
 
 
 def test_growing_never_copies_the_whole():

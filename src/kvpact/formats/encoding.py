@@ -12,12 +12,10 @@ class Encoding:
 
     Parameters
     ----------
-    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced", "signs",
-        "polar"}
+    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced"}
         Levels of a codebook (`quantizers.lloyd_max`); GGUF's integers, or integers with a zero
         point (`quantizers.uniform`), per token; the latter per channel and group of tokens; 8-bit
-        floating point; KVarN's tiles; signs alone; angles and
-        radii.
+        floating point; KVarN's tiles.
     bits : int
         Width of the codes.
     limit : float
@@ -29,21 +27,14 @@ class Encoding:
     channels : int
         Channels that share a scale; 0 for all.
     levels, boundaries : tuple of float
-        The codebook, and what is between its levels. Of angles: cosines and sines of what is
-        between them, level after level.
-    sketch : tuple of int
-        Seeds of further rotations. With a codebook: the signs of what it leaves, rotated, are
-        stored, and its norm. With signs: the first two lead to what is encoded, its signs are
-        stored and those of each further rotation of it.
-    angles : tuple of str
-        Names of the fields of angles, level after level.
-    codes, scale, zero, mean, balance, sketched, residual : str or None
-        Names of the fields.
+        The codebook, and what is between its levels.
+    codes : str
+        Name of the field of codes.
+    scale, zero, mean, balance : str or None
+        Names of the fields; None for a field that is not there.
     """
 
-    kind: Literal[
-        "codebook", "symmetric", "affine", "channel", "float8", "balanced", "signs", "polar"
-    ]
+    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced"]
     bits: int
     limit: float
     choice: str = ""
@@ -51,15 +42,11 @@ class Encoding:
     channels: int = 0
     levels: tuple[float, ...] = ()
     boundaries: tuple[float, ...] = ()
-    sketch: tuple[int, ...] = ()
-    angles: tuple[str, ...] = ()
-    codes: str | None = "codes"
+    codes: str = "codes"
     scale: str | None = "scale"
     zero: str | None = None
     mean: str | None = None
     balance: str | None = None
-    sketched: str | None = None
-    residual: str | None = None
 
 
 def search_tree(boundaries: tuple[float, ...]) -> list[float]:

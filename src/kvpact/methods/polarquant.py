@@ -26,9 +26,8 @@ from torch import Tensor
 
 from kvpact.arithmetic import square_root
 from kvpact.formats import CodesField, TokenField
-from kvpact.formats.encoding import Encoding
 from kvpact.methods.base import Arrays, Codec, Method
-from kvpact.quantizers.numbers import HALF_MAX, half
+from kvpact.quantizers.numbers import half
 from kvpact.transforms import RandomHadamard
 
 # Lloyd-Max levels of 2 bits for the density of levels 2 to 6: pi/4 plus and minus these. Constants
@@ -151,23 +150,6 @@ class PolarCodec(Codec):
         radii.append(nodes / self._unit(len(self._pairs)))
         out["radii"] = half(torch.cat(radii, dim=-1), "radius of a token")
         return out
-
-    def encoding(self) -> Encoding:
-        """Angles and radii after a rotation."""
-        cpu, levels = torch.device("cpu"), range(1, len(self._pairs) + 1)
-        inner = [_directions(level, self._first, True, cpu) for level in levels]
-        cosines, sines = zip(*inner, strict=True) if inner else ((), ())
-        return Encoding(
-            "polar",
-            self._first,
-            # No radius is longer than the vector.
-            0.9 * HALF_MAX / math.sqrt(self._dim),
-            levels=tuple(number for part in cosines for number in part.tolist()) or (1.0,),
-            boundaries=tuple(number for part in sines for number in part.tolist()) or (0.0,),
-            angles=tuple(f"angles{level}" for level in levels),
-            codes=None,
-            scale="radii",
-        )
 
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo all but the rotation."""

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, TokenField
-from kvpact.formats.encoding import Encoding
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.methods.integer import IntegerCodec
-from kvpact.quantizers.numbers import HALF_MAX, half
+from kvpact.quantizers.numbers import half
 from kvpact.transforms import RandomHadamard
 
 
@@ -79,17 +78,6 @@ class SignCodec(Codec):
         blocks = torch.cat([y, *(block.forward(y) for block in self._further)], dim=-1)
         size = divide(square_root(tree_sum(y.square())), math.sqrt(y.shape[-1]))
         return {"signs": (blocks > 0).to(torch.uint8), "scale": half(size, "size of a token")}
-
-    def encoding(self) -> Encoding:
-        """Signs of rotations."""
-        return Encoding(
-            "signs",
-            1,
-            0.99 * HALF_MAX,  # a rotated vector is as long as the vector
-            sketch=tuple(range(self._seed, self._seed + 1 + self._sketch)),
-            codes=None,
-            sketched="signs",
-        )
 
     def decode(self, arrays: Arrays) -> Tensor:
         """Return the mean of the blocks' estimates, in the space of the first block."""

@@ -144,15 +144,14 @@ class TurboQuantCodec(Codec):
             group=self._center,
         )
 
-    def encoding(self) -> Encoding:
-        """A codebook after a rotation, and QJL of what it leaves."""
+    def encoding(self) -> Encoding | None:
+        """A codebook after a rotation; QJL of what that leaves has none."""
+        if self.has_bias:
+            return None
         cpu = torch.device("cpu")
         levels = lloyd_max.levels(self._bits, cpu).tolist()
         boundaries = lloyd_max.boundaries(self._bits, cpu).tolist()
         growth = 1.0 if self._scale == "l2" else self._growth(levels, boundaries)
-        if self.has_bias:  # see `_longest`
-            residual = math.sqrt(self._dim) if self._scale == "unbiased" else 3.5
-            growth = max(growth, residual * math.sqrt(self._dim))
         return Encoding(
             "codebook",
             self._bits,
@@ -162,9 +161,6 @@ class TurboQuantCodec(Codec):
             levels=tuple(levels),
             boundaries=tuple(boundaries),
             mean="mean" if self._center else None,
-            sketch=(self._sketch.seed,) if self.has_bias else (),
-            sketched="signs" if self.has_bias else None,
-            residual="residual_norm" if self.has_bias else None,
         )
 
     def _growth(self, levels: list[float], boundaries: list[float]) -> float:

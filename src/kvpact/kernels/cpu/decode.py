@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kvpact.errors import DtypeError, GeometryError, KVPactError
 from kvpact.kernels.base import SlotReader
-from kvpact.kernels.cpu.decode_structs import DecodeArgs
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.cpu.structs import DecodeArgs
 
 
 def decode(

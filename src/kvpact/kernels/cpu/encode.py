@@ -19,16 +19,15 @@ from kvpact.formats import CodesField, Field
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.base import Segment
 from kvpact.kernels.cpu import structs
-from kvpact.kernels.cpu.encode_structs import CHOICES, KINDS, EncodeArgs
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
+from kvpact.kernels.cpu.structs import CHOICES, ENCODINGS, MOST_DIM, MOST_GROUP, EncodeArgs
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
-MOST_DIM, MOST_GROUP = 1024, 128
-_FIELDS = ("codes", "scale", "zero", "mean", "balance", "sketched", "residual")
+_FIELDS = ("codes", "scale", "zero", "mean", "balance")
 _CPU = torch.device("cpu")
 
 
@@ -64,14 +63,8 @@ class CodecEncoder:
             self.reason = f"no native encoding for {type(codec).__name__}"
             return
         fields: dict[str, Field] = {field.name: field for field in codec.fields}
-        codes = fields[form.codes or form.sketched or form.scale or ""]
+        codes = fields[form.codes]
         dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
-        seeds, channels = list(form.sketch), form.channels
-        if form.kind == "polar" and isinstance(transform, RandomHadamard):
-            dim, channels = transform.dim, dim
-        if form.kind == "signs":  # instead of a transform
-            transform = RandomHadamard(dim // (len(seeds) - 1), seeds.pop(0))
-            dim = transform.dim
         if dim > MOST_DIM:
             self.reason = f"width {dim} is above {MOST_DIM}"
         elif transform is not IDENTITY and not isinstance(transform, RandomHadamard):
@@ -80,25 +73,17 @@ class CodecEncoder:
             self.reason = f"groups of {form.group} tokens"
         self.limit, self.args = form.limit, EncodeArgs()
         args = self.args
-        args.kind, args.bits, args.dim = KINDS[form.kind], form.bits, dim
+        args.kind, args.bits, args.dim = ENCODINGS[form.kind], form.bits, dim
         args.by_channel = _by_channel(codes)
         args.choice, args.group = CHOICES[form.choice], form.group
-        args.channels = channels or dim
+        args.channels = form.channels or dim
         if isinstance(transform, RandomHadamard):
             args.signs = self._keep(_signs(transform))
-        if seeds:
-            sketch = torch.cat([_signs(RandomHadamard(dim, seed)) for seed in seeds])
-            args.sketch, args.sketches = self._keep(sketch), len(seeds)
         if form.levels:
             args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
-            angles = form.kind == "polar"
-            tree = list(form.boundaries) if angles else search_tree(form.boundaries)
+            tree = search_tree(form.boundaries)
             args.steps = self._keep(torch.tensor(tree, dtype=torch.float32))
-        for level, name in enumerate(form.angles):
-            args.angles_by_channel |= _by_channel(fields[name]) << level
-        args.angle_levels = len(form.angles)
         names = [(name, getattr(form, name)) for name in _FIELDS]
-        names += [(f"angles{level}", name) for level, name in enumerate(form.angles, 1)]
         self.fields = [(name, fields[field]) for name, field in names if field is not None]
 
     def _keep(self, tensor: Tensor) -> int:

@@ -9,8 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu.decode_structs import DecodeArgs
-from kvpact.kernels.cpu.structs import ABI
+from kvpact.kernels.cpu.structs import ABI, DecodeArgs
 
 LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4}
 """Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand. The one named and
@@ -51,7 +50,16 @@ class NativeLibrary:
         self.magnitude = loaded.kvp_magnitude
         self.magnitude.argtypes = [c_int, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]
         self.magnitude.restype = c_float
+        self._scratch = loaded.kvp_scratch
+        self._scratch.argtypes = [POINTER(c_int64)]
+        self._scratch.restype = c_int64
         self.bit = LEVELS[self.level]
+
+    def scratch(self) -> tuple[int, int]:
+        """Return the bytes of scratch memory that the calling thread and all threads hold."""
+        everyone = c_int64()
+        own = int(self._scratch(ctypes.byref(everyone)))
+        return own, everyone.value
 
     def read(self, addresses: list[int], size: int, threads: int) -> int:
         """Read `size` bytes at each address: a lower bound for all that reads them.

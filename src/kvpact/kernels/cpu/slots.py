@@ -14,7 +14,7 @@ from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY
 from kvpact.transforms.hadamard import RandomHadamard, random_signs
 
-MOST_DIM, MOST_GROUPS = 1024, 32
+MOST_GROUPS = 32
 DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
 _KINDS = {
     "table": structs.TABLE,
@@ -58,8 +58,8 @@ class SlotFormat:
             return
         codes = next(field for field in codec.fields if field.name == form.codes)
         dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
-        if dim > MOST_DIM:
-            self.reason = f"width {dim} is above {MOST_DIM}"
+        if dim > structs.MOST_DIM:
+            self.reason = f"width {dim} is above {structs.MOST_DIM}"
         elif codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
             self.reason = f"transform {type(codec.transform).__name__}"
         channels = form.channels or dim

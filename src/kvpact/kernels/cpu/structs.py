@@ -1,4 +1,4 @@
-"""The structures of ``native/kvpact.h``, in ctypes."""
+"""The structures of ``native/abi.h``, in ctypes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,21 @@ import struct
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from typing import Any, ClassVar
 
-ABI = 2
+ABI = 3
+MOST_DIM, MOST_GROUP = 1024, 128
+"""Channels of the widest vectors, and tokens of the largest group that is encoded together."""
 
 F32, F16, BF16 = 0, 1, 2
 TABLE, LINEAR, RAW, E4M3, E5M2 = range(5)
+ENCODINGS = {
+    "codebook": 0,
+    "symmetric": 1,
+    "affine": 2,
+    "channel": 3,
+    "float8": 4,
+    "balanced": 5,
+}
+CHOICES = {"ls": 0, "l2": 1, "unbiased": 2, "e4m3": 0, "e5m2": 1, "": 0}
 
 
 class Field(Structure):
@@ -91,6 +102,55 @@ class AttendArgs(Structure):
         ("fast", c_int32),
         ("scale", c_float),
         ("softcap", c_float),
+        ("threads", c_int64),
+    ]
+
+
+class EncodeArgs(Structure):
+    """Tokens of one stream, and where they go."""
+
+    _fields_: ClassVar = [
+        ("kind", c_int32),
+        ("bits", c_int32),
+        ("dim", c_int32),
+        ("by_channel", c_int32),
+        ("choice", c_int32),
+        ("dtype", c_int32),
+        ("group", c_int32),
+        ("channels", c_int32),
+        ("signs", c_void_p),
+        ("levels", c_void_p),
+        ("steps", c_void_p),
+        ("x", Exact),
+        ("batch", c_int64),
+        ("heads", c_int64),
+        ("tokens", c_int64),
+        ("start", c_int64),
+        ("segment_tokens", c_int64),
+        ("codes", Field),
+        ("scale", Field),
+        ("zero", Field),
+        ("mean", Field),
+        ("balance", Field),
+        ("threads", c_int64),
+    ]
+
+
+class DecodeArgs(Structure):
+    """Packed tokens of one stream, and where their numbers go."""
+
+    _fields_: ClassVar = [
+        ("slots", Stream),
+        ("by_channel", c_int32),
+        ("dtype", c_int32),
+        ("batch", c_int64),
+        ("heads", c_int64),
+        ("first", c_int64),
+        ("last", c_int64),
+        ("out", c_void_p),
+        ("row", c_int64),
+        ("head", c_int64),
+        ("token", c_int64),
         ("threads", c_int64),
     ]
 

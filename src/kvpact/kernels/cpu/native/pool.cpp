@@ -32,13 +32,15 @@ struct Pool {
     std::atomic<uint64_t> round{0};
     std::atomic<int64_t> running{0}; // threads that are in the round
     std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
     bool open = false; // threads may still join the round
     int64_t wanted = 0, count = 0;
     kvp_work work = nullptr;
     void *context = nullptr;
 
     void take() {
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) work(context, i);
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;)
+            if (!work(context, i)) failed.store(true, std::memory_order_relaxed);
     }
 
     void serve(int64_t index) {
@@ -61,7 +63,7 @@ struct Pool {
         }
     }
 
-    void run(int64_t others, int64_t n, kvp_work f, void *c) {
+    bool run(int64_t others, int64_t n, kvp_work f, void *c) {
         {
             std::lock_guard<std::mutex> guard(lock);
             while ((int64_t)threads.size() < others) {
@@ -77,6 +79,7 @@ struct Pool {
             work = f;
             context = c;
             next.store(0, std::memory_order_relaxed);
+            failed.store(false, std::memory_order_relaxed);
             open = true;
             round++;
         }
@@ -84,11 +87,12 @@ struct Pool {
         take();
         std::unique_lock<std::mutex> guard(lock);
         open = false;
-        if (running == 0) return;
+        if (running == 0) return !failed;
         guard.unlock();
         for (int i = 0; i < LAST_LOOKS && running.load(std::memory_order_relaxed) != 0; i++) rest();
         guard.lock();
         done.wait(guard, [&] { return running == 0; });
+        return !failed;
     }
 };
 
@@ -112,15 +116,17 @@ Pool *current() {
 }
 } // namespace
 
-void kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context) {
+bool kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context) {
     if (threads > count) threads = count;
     if (threads > 1) {
         Pool *p = current();
         if (p->owner.try_lock()) {
-            p->run(threads - 1, count, work, context);
+            const bool done = p->run(threads - 1, count, work, context);
             p->owner.unlock();
-            return;
+            return done;
         }
     }
-    for (int64_t i = 0; i < count; i++) work(context, i);
+    bool done = true;
+    for (int64_t i = 0; i < count; i++) done = work(context, i) && done;
+    return done;
 }

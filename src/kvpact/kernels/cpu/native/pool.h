@@ -2,8 +2,10 @@
 #pragma once
 #include <stdint.h>
 
-typedef void (*kvp_work)(void *context, int64_t index);
+// Returns false where it could not be done, for want of memory.
+typedef bool (*kvp_work)(void *context, int64_t index);
 
 // Calls work(context, i) for 0 <= i < count on the caller and at most `threads` - 1 others. Where
-// the others are busy for somebody else, the caller does it all: no two calls share cores.
-void kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context);
+// the others are busy for somebody else, the caller does it all: no two calls share cores. False if any of
+// them returned false.
+bool kvp_parallel(int64_t threads, int64_t count, kvp_work work, void *context);

@@ -1,0 +1,190 @@
+// The C interface of the native kernels. Mirrored by ../structs.py; KVP_ABI counts changes.
+#pragma once
+#include <stdint.h>
+
+#define KVP_ABI 3
+
+#if defined(_WIN32)
+#define KVP_EXPORT __declspec(dllexport)
+#else
+#define KVP_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Tokens whose codes lie together, channels of the widest vectors, tokens of the largest group that
+// is encoded together.
+enum { KVP_TILE = 32, KVP_MOST_DIM = 1024, KVP_MOST_GROUP = 128 };
+
+enum { KVP_F32 = 0, KVP_F16 = 1, KVP_BF16 = 2 };
+
+// What the slots hold: codes that a table turns into numbers, codes that are the numbers
+// (less an offset, table[0]), or one number per channel and token.
+enum { KVP_TABLE = 0, KVP_LINEAR = 1, KVP_RAW = 2, KVP_E4M3 = 3, KVP_E5M2 = 4 };
+
+// Storage of a field: a pointer per segment (or page), strides in bytes. No pointers: no field.
+typedef struct {
+    const char *const *base;
+    int64_t row, head;
+} kvp_field;
+
+// Exact tokens [B, H, T, D], the last axis without gaps; strides in bytes.
+typedef struct {
+    const char *data;
+    int64_t row, head, token;
+} kvp_exact;
+
+// K or V of one layer:
+//   x = scale[token, channel group] * level + zero[token, channel group]      or, per channel,
+//   x = scale[token] * (fold[channel] * level + shift[channel])               (shift_scaled)
+//   x = scale[token] * (fold[channel] * level) + shift[channel]               (otherwise)
+//   V: x = fold[channel] * (scale[token] * level + zero[token])
+typedef struct {
+    int32_t kind, bits, dim;
+    int32_t number;        // dtype of raw numbers
+    int32_t group;         // tokens that share fold and shift
+    int32_t channels;      // channels that share a scale and a zero
+    int32_t shift_scaled;
+    int32_t dtype;         // of the exact tokens
+    float middle;          // taken off the levels: zero and shift are at it, not at code 0
+    int32_t unused;
+    const float *table;    // 2**bits levels
+    const float *signs;    // of the rotation, or NULL
+    int64_t segment_tokens;
+    kvp_field codes, scale, zero, fold, shift;
+    int64_t exact_from;    // tokens from here on are exact
+    kvp_exact tail, fresh, sinks;
+    const int64_t *sink_positions;  // [B, n_sinks]
+    int64_t n_sinks;
+} kvp_stream;
+
+typedef struct {
+    kvp_stream k, v;
+    int64_t batch, heads, groups, queries;
+    int64_t held, fresh;   // tokens of the cache, and new ones behind them
+    int64_t first;         // position of the first query
+    const char *q;         // [B, H_q, q_len, D]
+    int64_t q_row, q_head, q_token;
+    float *out;            // [B, H_q, q_len, D_v], no gaps
+    int32_t q_dtype, causal;
+    int64_t window;        // 0: none
+    const int64_t *padding;      // [B] or NULL
+    const float *sink_logits;    // [H_q] or NULL
+    const char *mask;            // bytes (1: may be seen) or floats, or NULL
+    int64_t mask_row, mask_head, mask_query;  // strides in bytes; tokens have no gaps
+    int32_t mask_float, fast;
+    float scale, softcap;        // softcap 0: none
+    int64_t threads;
+} kvp_attend_args;
+
+// How numbers become codes: levels of a codebook after a rotation; GGUF's integers; integers with
+// a zero point, per token or per channel; 8-bit floats; KVarN's balanced tiles.
+enum {
+    KVP_CODEBOOK = 0,
+    KVP_SYMMETRIC = 1,
+    KVP_AFFINE = 2,
+    KVP_CHANNEL = 3,
+    KVP_FLOAT8 = 4,
+    KVP_BALANCED = 5
+};
+enum { KVP_LEAST_SQUARES = 0, KVP_NORM = 1, KVP_UNBIASED = 2 };
+
+// Where the tokens of one stream (K or V of a layer) go. Storage of tokens that are not there is
+// zero, and codes are ORed into it.
+typedef struct {
+    int32_t kind, bits, dim;
+    int32_t by_channel;    // 1: a word of codes holds consecutive tokens of a channel (V)
+    int32_t choice;        // codebook: of the scale; float8: 0 e4m3, 1 e5m2
+    int32_t dtype;         // of x
+    int32_t group;         // tokens that are encoded together; 0 or 1: one by one
+    int32_t channels;      // channels that share a scale
+    const float *signs;    // of the rotation, or NULL
+    const float *levels;   // 2**bits
+    const float *steps;    // boundaries as a search tree: [1] is the root, [2i], [2i + 1] its ends
+    kvp_exact x;           // [B, H, T, D]
+    int64_t batch, heads, tokens;
+    int64_t start;         // position of the first token
+    int64_t segment_tokens;
+    // A pointer per segment, the first for the one that `start` is in. No pointers: no field.
+    kvp_field codes, scale, zero, mean, balance;
+    int64_t threads;
+} kvp_encode_args;
+
+// Packed tokens of one stream, and where their numbers go.
+typedef struct {
+    kvp_stream slots;      // exact tokens don't count; without signs, vectors stay as they are
+    int32_t by_channel;    // 1: a word of codes holds consecutive tokens of a channel (V)
+    int32_t dtype;         // of out; what is beyond fp16 becomes its largest number
+    int64_t batch, heads;
+    int64_t first, last;   // tokens
+    char *out;             // [B, H, last - first, D], the last axis without gaps; strides in bytes
+    int64_t row, head, token;
+    int64_t threads;
+} kvp_decode_args;
+
+// A step: new tokens of a layer, and queries that attend over them and the past, in one call. What stays
+// from step to step is a plan, made once: shapes, strides, rules, where the slots lie.
+enum { KVP_STEP_FEW = 0, KVP_STEP_ROWS = 1, KVP_STEP_LATENT = 2 };
+
+// How K or V is stored.
+typedef struct {
+    kvp_encode_args form;  // the fields point to all segments of the stream
+    float limit;           // the largest magnitude of a new token
+    int32_t unused;
+} kvp_store;
+
+typedef struct {
+    kvp_attend_args attend; // what a step does not say
+    kvp_store k, v;
+    int64_t kernel;
+} kvp_step_plan;
+
+// K or V of one step. `tail` are the exact tokens from `exact_from` on.
+typedef struct {
+    int64_t exact_from;
+    kvp_exact tail;
+    const char *fresh;     // the new tokens
+    char *spare;           // behind the tail: where the new tokens are copied to; or NULL
+    int64_t start, tokens; // that are encoded, if any
+    const char *x;         // where they lie, with the tail's strides; NULL: they are the new ones
+} kvp_append;
+
+typedef struct {
+    const kvp_step_plan *plan;
+    kvp_append k, v;
+    const char *q;
+    float *out;
+    int64_t held, threads;
+} kvp_step_args;
+
+KVP_EXPORT int kvp_abi(void);
+// Bytes of scratch memory that the calling thread holds for its next call; `all` (or NULL) gets those of
+// all threads. A thread gives back nothing before it ends.
+KVP_EXPORT int64_t kvp_scratch(int64_t *all);
+// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512, 8 NEON.
+KVP_EXPORT int kvp_levels(void);
+// Carries out `count` calls at once, on the threads of the first. Level: one bit of kvp_levels.
+// Returns 0, or why nothing was computed: 1 no such level, 2 a call that is not covered, 3 no memory.
+KVP_EXPORT int kvp_attend(int level, const kvp_attend_args *args, int64_t count);
+// One call with many query rows per KV head, which share what is decoded. With `latent`, K holds
+// latents and V rotated keys: the queries are as wide as both, and the latents are the values too.
+KVP_EXPORT int kvp_attend_rows(int level, const kvp_attend_args *args, int latent);
+// Reads memory and does next to nothing with it: how fast the slots could come at best.
+KVP_EXPORT uint64_t kvp_read(int level, int64_t threads, int64_t count, const char *const *data, int64_t bytes);
+// Encodes `count` streams. Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
+KVP_EXPORT int kvp_encode(int level, const kvp_encode_args *args, int64_t count);
+// The largest magnitude in x ([B, H, T, D]); NaN or infinity where one number is.
+KVP_EXPORT float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads,
+                               int64_t tokens, int64_t dim);
+// Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
+KVP_EXPORT int kvp_decode(int level, const kvp_decode_args *args);
+// Steps of several sequences, all of one kernel: checks q, K and V, attends, encodes what is to be encoded
+// and copies the new tokens behind the tails. Returns 0; 4 where a number is NaN, infinite or beyond its
+// limit, and nothing was written; else as kvp_attend, and what lies behind the tokens held may be written.
+KVP_EXPORT int kvp_step(int level, const kvp_step_args *steps, int64_t count);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,246 @@
+// Decode attention over packed slots: blocks of tokens, an online softmax, two accumulators (exact
+// values, and values in the codec's space). The torch body is attention/attend.py.
+#include "attend/exact_tokens.h"
+#include "simd/rotate.h"
+#include "attend/rules.h"
+#include "scratch.h"
+#include "table.h"
+
+namespace KVP_NS {
+
+// Raises a row's peak to the highest of its scores, which is returned.
+INLINE float raise_peak(float *state, const float *score, int64_t n, int64_t width) {
+    vf top = load(score);
+    for (int64_t i = W; i < n; i += W) top = max(top, load(score + i));
+    const float most = highest(top), before = state[0];
+    if (most > before) {
+        state[0] = most;
+        if (before != -INFINITY) {
+            const float decay = expf(before - most);
+            state[1] *= decay;
+            scale_by(state + 2, decay, 2 * width);
+        }
+    }
+    return most;
+}
+
+#if defined(KVP_AVX512)
+// Weights and weighted sums of a block in 8-bit integers, with no fp32 weights in between.
+static void fast_block(Pass &p, float *partial, int64_t t, int64_t n) {
+    const int64_t stride = p.job.partial_row();
+    ValueTiles tiles(p, partial + 2, t);
+    tiles.take(p, n);
+    const int tokens = tiles.run.tiles * TILE, groups = p.v_size.groups;
+    const BlockScales scales(p.scratch.weights, tiles.scale, groups, tokens);
+    by_fast_bits(p.a.v.bits, [&](auto f) {
+        constexpr int bits = decltype(f)::bits;
+        FastValues &fast = p.scratch.values;
+        // The block's weights are relative to its own highest score, for the digits' sake.
+        alignas(64) float top[W], decay[W];
+        for (int r = 0; r < p.passed; r++) {
+            float *state = partial + r * stride;
+            top[r] = r < p.rows ? raise_peak(state, p.score[r], tokens, p.job.v_width) : -INFINITY;
+            decay[r] = (top[r] - state[0]) * LOG2E;
+        }
+        store(decay, exp2_(load_first(decay, p.passed)));
+        for (int r = 0; r < p.passed; r++) {
+            if (top[r] == -INFINITY) top[r] = decay[r] = 0; // nothing is seen: all weights are 0
+            partial[r * stride + 1] += weigh_digits<bits>(fast, groups, r, p.score[r], top[r], decay[r], scales, tokens);
+        }
+        f.v(p.passed)(tiles.run, fast);
+        return 0;
+    });
+}
+#endif
+
+static void scores(Pass &p, int64_t t, int64_t n) {
+    const int64_t packed = upto(p.a.k.exact_from - t, n);
+    if (packed > 0) packed_scores(p, t, packed);
+    exact_scores(p, t, n);
+    for (int r = 0; r < p.rows; r++) apply_rules(p.a, p.b, p.h, p.r0 + r, p.score[r], t, n);
+}
+
+static void values(Pass &p, float *partial, int64_t t, int64_t n) {
+    const kvp_attend_args &a = p.a;
+    const int64_t stride = p.job.partial_row(), width = p.job.v_width;
+    const int64_t packed = upto(a.v.exact_from - t, n);
+    const ExactTokens exact(a.v, a, p.b, p.h, t, n);
+#if defined(KVP_AVX512)
+    if (a.fast && !exact.count && fast_format(a.v)) return fast_block(p, partial, t, n);
+#endif
+    const int64_t padded = whole(n, TILE);
+    for (int r = 0; r < p.passed; r++) {
+        float *state = partial + r * stride;
+        if (r >= p.rows || raise_peak(state, p.score[r], padded, width) == -INFINITY) {
+            memset(p.weight[r], 0, sizeof(float) * BLOCK);
+            continue;
+        }
+        vf total = zero();
+        const vf high = set1(state[0]), factor = set1(LOG2E);
+        for (int64_t i = 0; i < padded; i += W) {
+            vf w = exp2_(mul(sub(load(p.score[r] + i), high), factor));
+            total = add(total, w);
+            store(p.weight[r] + i, w);
+        }
+        state[1] += sum(total);
+    }
+    exact_values(p, partial + 2 + width, exact);
+    if (packed > 0) packed_values(p, partial + 2, t, packed);
+}
+
+// The passes over a block of tokens: head after head, the query rows of each, some at a time.
+struct Turn {
+    struct {
+        int64_t h, r;
+        int rows, passed;
+    } passes[TURN];
+    int count = 0;
+    const Job &job;
+    int64_t h, last, r = 0;
+
+    Turn(const Job &of, int64_t first_head, int64_t last_head) : job(of), h(first_head), last(last_head) {}
+    bool next() {
+        for (count = 0; count < TURN && h < last; count++) {
+            auto &x = passes[count];
+            x.h = h;
+            x.r = r;
+            x.rows = next_rows(*job.args, job.rows - r, &x.passed);
+            r += x.rows;
+            if (r < job.rows) continue;
+            r = 0;
+            h++;
+        }
+        return count > 0;
+    }
+};
+
+static bool task(const Job &job, int64_t index) {
+    const kvp_attend_args &a = *job.args;
+    const int64_t split = index % job.splits, part = index / job.splits;
+    const int64_t b = part / job.parts(), first_head = part % job.parts() * job.heads;
+    const int64_t last_head = upto(first_head + job.heads, a.heads);
+    const int64_t begin = job.begin + split * job.chunk, end = upto(begin + job.chunk, job.end);
+    const auto partial = [&](int64_t h) {
+        return job.partial + ((b * a.heads + h) * job.splits + split) * job.partial_size();
+    };
+    for (int64_t h = first_head; h < last_head; h++)
+        for (int64_t r = 0; r < job.rows; r++) {
+            float *state = partial(h) + r * job.partial_row();
+            memset(state, 0, sizeof(float) * job.partial_row());
+            state[0] = -INFINITY;
+        }
+    TaskScratch *own = own_scratch<TaskScratch>();
+    if (!own) return false;
+    TaskScratch &scratch = *own;
+    const Sizes k_size(a.k, true), v_size(a.v, false);
+#if defined(KVP_AVX512)
+    if (a.fast && fast_format(a.k)) scratch.key_table = ByteLevels(a.k).vector(-128);
+    if (a.fast && fast_format(a.v)) {
+        const ByteLevels levels(a.v);
+        scratch.values.table = levels.vector(-128);
+        scratch.values.step = levels.step;
+    }
+#endif
+    for (int64_t t = begin; t < end;) {
+        const int64_t next = upto((t / job.block + 1) * job.block, end), first = t / TILE * TILE;
+        for (Turn turn(job, first_head, last_head); turn.next();) {
+            const auto pass = [&](int i) {
+                const auto &x = turn.passes[i];
+                return Pass{job, a, k_size, v_size, b, x.h, first_head, last_head, end, x.r, x.rows, x.passed, scratch, scratch.score[i], scratch.weight};
+            };
+            for (int i = 0; i < turn.count; i++) {
+                Pass p = pass(i);
+                scores(p, first, next - first);
+            }
+            for (int i = 0; i < turn.count; i++) {
+                Pass p = pass(i);
+                values(p, partial(p.h) + p.r0 * job.partial_row(), first, next - first);
+            }
+        }
+        t = next;
+    }
+    return true;
+}
+
+static void prepare(const Job &job) {
+    const kvp_attend_args &a = *job.args;
+    const bool packed = job.rotated != job.q && a.k.exact_from > job.begin;
+    for (int64_t i = 0; i < job.pairs(); i++) {
+        float *q = job.q + i * job.q_size(), *rotated = job.rotated + i * job.q_size();
+        // The last pass computes up to 3 rows more than there are.
+        const int64_t padded = (job.rows + 3) / 4 * 4, end = job.rows * job.k_width;
+        memset(q + end, 0, sizeof(float) * (size_t)(padded * job.k_width - end));
+        for (int64_t r = 0; r < job.rows; r++) {
+            const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
+            const char *from = a.q + b * a.q_row + h * a.q_head + r % a.queries * a.q_token;
+            for (int64_t c = a.k.dim; c < job.k_width; c++) q[r * job.k_width + c] = 0;
+            to_floats(q + r * job.k_width, from, a.q_dtype, a.k.dim);
+            scale_by(q + r * job.k_width, a.scale, job.k_width);
+        }
+        if (!packed) continue; // or there is nothing that is rotated
+        memcpy(rotated, q, sizeof(float) * (size_t)(padded * job.k_width));
+        for (int64_t r = 0; r < job.rows; r++) rotate(rotated + r * job.k_width, a.k.signs, a.k.dim);
+    }
+#if defined(KVP_AVX512)
+    if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;
+    const ByteLevels levels(a.k);
+    for (int64_t i = 0; i < job.pairs(); i++)
+        by_fast_bits(a.k.bits, [&](auto f) {
+            const FastKeys keys(job, i, 0, levels.vector(-128));
+            make_fast_keys<decltype(f)::bits>(keys, a.k, levels.step, job.rotated + i * job.q_size(), (job.rows + 3) / 4 * 4);
+            return 0;
+        });
+#endif
+}
+
+static void finish(const Job &job) {
+    const kvp_attend_args &a = *job.args;
+    const int64_t stride = job.partial_row(), width = job.v_width;
+    const bool packed = a.v.signs && a.v.exact_from > job.begin;
+    for (int64_t i = 0; i < job.pairs(); i++)
+        for (int64_t r = 0; r < job.rows; r++) {
+            const int64_t b = i / a.heads, h = i % a.heads * a.groups + r / a.queries;
+            float *all = job.partial + i * job.splits * job.partial_size() + r * stride;
+            float peak = a.sink_logits ? a.sink_logits[h] : -INFINITY;
+            for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, all[s * job.partial_size()]);
+            float *out = a.out + ((b * a.heads * a.groups + h) * a.queries + r % a.queries) * a.v.dim;
+            if (peak == -INFINITY) {
+                memset(out, 0, sizeof(float) * a.v.dim);
+                continue;
+            }
+            float total = a.sink_logits ? expf(a.sink_logits[h] - peak) : 0;
+            for (int64_t s = 0; s < job.splits; s++) {
+                float *state = all + s * job.partial_size();
+                const float decay = expf(state[0] - peak);
+                total += state[1] * decay;
+                if (decay != 1.0f) scale_by(state + 2, decay, 2 * width);
+                if (s) add_scaled(all + 2, state + 2, 1.0f, 2 * width);
+            }
+            if (packed) rotate_back(all + 2, a.v.signs, a.v.dim);
+            const float share = 1.0f / total;
+            for (int c = 0; c < a.v.dim; c++) out[c] = (all[2 + c] + all[2 + width + c]) * share;
+        }
+}
+
+static uint64_t read(const char *data, int64_t bytes) {
+    constexpr int N = 8;
+    vf acc[N];
+    for (int k = 0; k < N; k++) acc[k] = zero();
+    int64_t i = 0;
+    for (; i + N * W * 4 <= bytes; i += N * W * 4)
+        for (int k = 0; k < N; k++) acc[k] = max(acc[k], load((const float *)(data + i) + k * W));
+    for (int k = 1; k < N; k++) acc[0] = max(acc[0], acc[k]);
+    float all[W];
+    store(all, acc[0]);
+    uint64_t sum = 0;
+    memcpy(&sum, all, sizeof sum);
+    return sum;
+}
+
+void fill_attend(Table &table) {
+    table.prepare = prepare;
+    table.task = task;
+    table.finish = finish;
+    table.read = read;
+}
+} // namespace KVP_NS

@@ -1,0 +1,31 @@
+// What one call consists of, seen by the pool and by every level.
+#pragma once
+#include "sizes.h"
+
+constexpr int BLOCK = 256; // at most so many tokens' scores are held at a time
+constexpr int MAX_ROWS = 8; // query rows that share one pass over the slots
+
+struct Job {
+    const kvp_attend_args *args;
+    int64_t rows;             // query rows of a KV head: groups * queries
+    int64_t k_width, v_width; // widths padded to 32
+    int64_t begin, end;       // tokens that any query sees
+    int64_t block;            // tokens whose scores are held at a time, BLOCK or half of it
+    int64_t splits, chunk;    // parts of the tokens, and tokens of a part
+    int64_t heads;            // KV heads of a task, one after the other in each block of tokens
+    float *q, *rotated;       // [B * H][rows + MAX_ROWS][k_width]
+    float *partial;           // [B * H * splits][rows + MAX_ROWS][2 + 2 * v_width]
+    int64_t q_size() const { return (rows + MAX_ROWS) * k_width; }
+    int64_t partial_row() const { return 2 + 2 * v_width; }
+    // A pass may compute more rows than there are: those behind them are of this task alone.
+    int64_t partial_size() const { return (rows + MAX_ROWS) * partial_row(); }
+    float *bytes;             // for kernel="fast", see FastKeys: [B * H][byte_size()]
+    int64_t byte_size() const { return args->fast ? (rows + MAX_ROWS) * (k_width / 4 + 33) : 0; }
+    int64_t pairs() const { return args->batch * args->heads; }
+    int64_t parts() const { return (args->heads + heads - 1) / heads; } // of the heads of a row
+    int64_t tasks() const { return args->batch * parts() * splits; }
+    // Memory that a call needs beside its arguments.
+    int64_t floats() const {
+        return pairs() * ((args->k.signs ? 2 : 1) * q_size() + splits * partial_size() + byte_size());
+    }
+};

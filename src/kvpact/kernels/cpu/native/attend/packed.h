@@ -1,0 +1,250 @@
+// Packed tokens of a block: scores against K, weighted sums of V.
+#pragma once
+#include "attend/exact.h"
+#if defined(KVP_AVX512)
+#include "attend/fast.h"
+#endif
+#include "attend/formats.h"
+
+namespace KVP_NS {
+
+// Passes whose scores are computed one after the other before any of their values is read: the
+// longer the pieces of memory that are read in their order, the faster.
+constexpr int TURN = 8;
+
+// Memory of one thread for its task.
+struct TaskScratch {
+    alignas(64) float folded[MAX_ROWS * MOST_DIM];
+    alignas(64) float score[TURN][MAX_ROWS][BLOCK], weight[MAX_ROWS][BLOCK];
+    alignas(64) float weights[MOST_GROUPS * MAX_ROWS * BLOCK]; // weight times scale, by channel group
+    alignas(64) float shift[MOST_GROUPS * MAX_ROWS];
+#if defined(KVP_AVX512)
+    vi key_table;
+    FastValues values;
+#endif
+};
+
+// Sizes of a stream's slots, reckoned once per task.
+struct Sizes {
+    int64_t tile, side; // bytes of a tile's codes, and of one number per token
+    int groups;
+    Sizes(const kvp_stream &s, bool key) : tile(tile_bytes(s, key)), groups(groups_of(s)) {
+        side = 2 * TILE * (int64_t)groups;
+    }
+};
+
+// Everything that the query rows of one pass need.
+struct Pass {
+    const Job &job;
+    const kvp_attend_args &a;
+    const Sizes &k_size, &v_size;
+    int64_t b, h, first_head, last_head, end; // of the task: its heads, and the end of its tokens
+    int64_t r0;
+    int rows, passed;
+    TaskScratch &scratch;
+    float (*score)[BLOCK];
+    float (*weight)[BLOCK];
+};
+
+// The slots that are read next: those of the next head, or those a block later. Memory is read in
+// its order, but prefetching by the hardware alone falls behind.
+struct Ahead {
+    const kvp_stream &x;
+    const Sizes &size;
+    int64_t b, h, left; // tokens that are left
+    Place place;
+
+    Ahead(const kvp_stream &stream, const Sizes &sizes, const Pass &p, int64_t t)
+        : x(stream), size(sizes), b(p.b), h(p.h + 1), left(upto(x.exact_from, p.end) - t), place(x, t) {
+        if (h < p.last_head) return;
+        h = p.first_head;
+        left -= p.job.block;
+        place = Place(x, left > 0 ? t + p.job.block : t);
+    }
+    // Prefetches what stands beside the codes of a tile; returns where the codes are, and goes on.
+    INLINE const char *next(const void *otherwise) {
+        if (left <= 0) return (const char *)otherwise;
+        lines(place.tile(x.scale, b, h, size.side), size.side);
+        lines(place.tile(x.zero, b, h, size.side), size.side);
+        if (x.group && (uint32_t)place.inside % (uint32_t)x.group == 0) {
+            lines(place.group(x.fold, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
+            lines(place.group(x.shift, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
+        }
+        const char *codes = place.tile(x.codes, b, h, size.tile);
+        place.step(x);
+        left -= TILE;
+        return codes;
+    }
+    static INLINE void lines(const char *at, int64_t bytes) {
+        if (at)
+            for (int64_t i = 0; i < bytes; i += 64) prefetch(at + i);
+    }
+};
+
+// The factors of a group's channels go into q, its shifts into one number per query row.
+INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *outer) {
+    const kvp_stream &k = p.a.k;
+    const int64_t unit = 2 * (int64_t)k.dim, width = p.job.k_width;
+    const Place place(k, t);
+    const uint16_t *fold = (const uint16_t *)place.group(k.fold, p.b, p.h, k.group, unit);
+    const uint16_t *shift = (const uint16_t *)place.group(k.shift, p.b, p.h, k.group, unit);
+    const vf middle = set1(k.middle);
+    float *moved = k.shift_scaled ? inner : outer, *folded = p.scratch.folded;
+    for (int r = 0; r < p.passed; r += 4) {
+        vf acc[4] = {zero(), zero(), zero(), zero()};
+        for (int64_t c = 0; c < width; c += W) {
+            const vf factor = fold ? halves(fold, c, k.dim) : zero();
+            const vf number = shift ? fma(factor, middle, halves(shift, c, k.dim)) : zero();
+            for (int i = 0; i < 4; i++) { // rows on top are never looked at
+                const vf x = load(q + (r + i) * width + c);
+                acc[i] = fma(x, number, acc[i]);
+                if (fold) store(folded + (r + i) * width + c, mul(x, factor));
+            }
+        }
+        if (!shift) continue;
+        alignas(16) float sums[4];
+        sum4(sums, acc[0], acc[1], acc[2], acc[3]);
+        for (int i = 0; i < 4; i++) moved[r + i] = sums[i];
+    }
+}
+
+static void packed_scores(Pass &p, int64_t t, int64_t n) {
+    const kvp_stream &k = p.a.k;
+    const int groups = p.k_size.groups;
+    const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
+    float inner[MAX_ROWS] = {0}, outer[MAX_ROWS] = {0}, sums[MAX_ROWS * MOST_GROUPS];
+    if (k.zero.base)
+        for (int r = 0; r < p.passed; r++)
+            for (int g = 0; g < groups; g++) {
+                float total = 0;
+                for (int c = g * k.channels; c < k.dim && c < (g + 1) * k.channels; c++)
+                    total += q[r * p.job.k_width + c];
+                sums[r * groups + g] = total;
+            }
+    const KFunction one = by_format(k, [&](auto f) { return f.k(p.passed); });
+    const KFunction two = by_format(k, [&](auto f) { return groups == 1 ? f.pair(p.passed) : nullptr; });
+#if defined(KVP_AVX512)
+    const bool in_bytes = p.a.fast && fast_format(k);
+    const auto fast = by_fast_bits(k.bits, [&](auto f) { return f.k(p.passed); });
+    const auto fast_pair = by_fast_bits(k.bits, [&](auto f) { return f.pair(p.passed, groups); });
+    const FastKeys keys(p.job, p.b * p.a.heads + p.h, p.r0, p.scratch.key_table);
+    const bool pairs = in_bytes ? fast_pair != nullptr : two != nullptr;
+#else
+    const bool pairs = two != nullptr;
+#endif
+    KTile tile;
+    tile.table = k.table;
+    tile.q = k.fold.base ? p.scratch.folded : q;
+    tile.sums = k.zero.base ? sums : nullptr;
+    tile.inner = inner;
+    tile.outer = outer;
+    tile.width = p.job.k_width;
+    tile.dim = k.dim;
+    tile.channels = k.channels;
+    tile.middle = k.middle;
+    int64_t folded = -1;
+    Place place(k, t);
+    Ahead ahead(k, p.k_size, p, t);
+    for (int64_t i = 0; i < n;) {
+        if (k.group && (t + i) / k.group != folded) {
+            folded = (t + i) / k.group;
+            fold_keys(p, q, t + i, inner, outer);
+        }
+        const bool pair = pairs && i + TILE < n && (!k.group || (t + i + TILE) / k.group == folded);
+        for (int j = 0; j <= pair; j++, place.step(k)) {
+            tile.words[j] = (const uint32_t *)place.tile(k.codes, p.b, p.h, p.k_size.tile);
+            tile.scale[j] = (const uint16_t *)place.tile(k.scale, p.b, p.h, p.k_size.side);
+            tile.zero[j] = (const uint16_t *)place.tile(k.zero, p.b, p.h, p.k_size.side);
+            tile.ahead[j] = ahead.next(tile.words[j]);
+        }
+        tile.out = p.score[0] + i;
+#if defined(KVP_AVX512)
+        if (in_bytes) (pair ? fast_pair : fast)(tile, keys);
+        else
+#endif
+            (pair ? two : one)(tile);
+        i += pair ? 2 * TILE : TILE;
+    }
+}
+
+// The slots of V from tile to tile.
+struct ValueTiles {
+    const uint16_t *scale[BLOCK / TILE], *zero[BLOCK / TILE];
+    Place place;
+    Ahead ahead;
+    VRun run;
+
+    ValueTiles(const Pass &p, float *acc, int64_t t) : place(p.a.v, t), ahead(p.a.v, p.v_size, p, t) {
+        const kvp_stream &v = p.a.v;
+        run.table = v.table;
+        run.weights = p.scratch.weights;
+        run.shift = p.scratch.shift;
+        run.fold = nullptr;
+        run.acc = acc;
+        run.stride = p.job.partial_row();
+        run.dim = v.dim;
+        run.channels = v.channels;
+    }
+    INLINE void take(const Pass &p, int64_t tokens) {
+        const kvp_stream &v = p.a.v;
+        run.tiles = 0;
+        for (int64_t i = 0; i < tokens; i += TILE, run.tiles++, place.step(v)) {
+            run.words[run.tiles] = (const uint32_t *)place.tile(v.codes, p.b, p.h, p.v_size.tile);
+            run.ahead[run.tiles] = ahead.next(run.words[run.tiles]);
+            scale[run.tiles] = (const uint16_t *)place.tile(v.scale, p.b, p.h, p.v_size.side);
+            zero[run.tiles] = (const uint16_t *)place.tile(v.zero, p.b, p.h, p.v_size.side);
+        }
+    }
+};
+
+// The weights of R rows from token `i` of the block on, times the scales of a group of channels; and
+// the sums of weights times zeros.
+template <int R> static void weigh(Pass &p, const ValueTiles &tiles, int g, int r0, int64_t i) {
+    const float(*from)[BLOCK] = p.weight + r0;
+    float *to = p.scratch.weights + (g * MAX_ROWS + r0) * BLOCK;
+    const vf middle = set1(p.a.v.middle);
+    vf moved[4] = {zero(), zero(), zero(), zero()};
+    for (int tile = 0; tile < tiles.run.tiles; tile++)
+        for (int c = 0; c < TILE; c += W) {
+            const int side = g * TILE + c, at = tile * TILE + c;
+            const vf s = tiles.scale[tile] ? load_half(tiles.scale[tile] + side) : set1(1.0f);
+            for (int r = 0; r < R; r++) store(to + r * BLOCK + at, mul(load(&from[r][i + at]), s));
+            if (!tiles.zero[tile]) continue;
+            const vf z = fma(s, middle, load_half(tiles.zero[tile] + side));
+            for (int r = 0; r < R; r++) moved[r] = fma(load(&from[r][i + at]), z, moved[r]);
+        }
+    if (tiles.zero[0]) store_sums(p.scratch.shift + g * MAX_ROWS + r0, 1, moved[0], moved[1], moved[2], moved[3]);
+}
+
+static void packed_values(Pass &p, float *acc, int64_t t, int64_t n) {
+    const kvp_stream &v = p.a.v;
+    const int groups = p.v_size.groups;
+    const int64_t step = v.group && v.group < BLOCK ? v.group : BLOCK;
+    ValueTiles tiles(p, acc, t);
+    VRun &a = tiles.run;
+    for (int64_t i = 0; i < n;) {
+        const int64_t end = upto(i + step - (t + i) % step, n);
+        memset(p.scratch.shift, 0, sizeof(float) * groups * MAX_ROWS);
+        tiles.take(p, end - i);
+        for (int g = 0; g < groups; g++)
+            for (int r = 0; r < p.passed; r += 4) {
+                const int rows = (int)upto(4, p.passed - r);
+                (rows == 1 ? weigh<1> : rows == 2 ? weigh<2> : rows == 3 ? weigh<3> : weigh<4>)(p, tiles, g, r, i);
+            }
+        a.fold = (const uint16_t *)Place(v, t + i).group(v.fold, p.b, p.h, v.group ? v.group : 1, 2 * (int64_t)v.dim);
+        i = end;
+#if defined(KVP_AVX512)
+        if (p.a.fast && fast_format(v)) {
+            FastValues &fast = p.scratch.values;
+            by_fast_bits(v.bits, [&](auto f) {
+                make_digits<decltype(f)::bits>(fast, a, p.passed);
+                f.v(p.passed)(a, fast);
+                return 0;
+            });
+            continue;
+        }
+#endif
+        by_format(v, [&](auto f) { return f.v(p.passed); })(a);
+    }
+}
+} // namespace KVP_NS

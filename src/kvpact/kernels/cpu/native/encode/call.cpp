@@ -1,0 +1,98 @@
+// kvp_encode and kvp_magnitude: which calls are covered, and their tasks.
+#include <math.h>
+#include <string.h>
+
+#include "pool.h"
+#include "table.h"
+
+namespace {
+
+constexpr int64_t FEW = 4;       // tokens of a head that don't fill a register of their own
+
+struct Call {
+    const kvp_encode_args *args;
+    const Table *table;
+    int64_t parts; // of a head
+};
+
+// Parts begin at absolute multiples of PART: no two write to one word, and none cuts a group.
+bool run_task(void *context, int64_t index) {
+    const Call *call = (const Call *)context;
+    const kvp_encode_args &a = *call->args;
+    const int64_t part = index % call->parts + a.start / PART;
+    int64_t begin = part * PART - a.start, end = begin + PART;
+    if (begin < 0) begin = 0;
+    if (end > a.tokens) end = a.tokens;
+    return call->table->encode_span(a, Span{index / call->parts, begin, end});
+}
+
+bool covered(const kvp_encode_args &a) {
+    if (a.dim < 1 || a.dim > MOST_DIM || a.bits < 1 || a.bits > 8) return false;
+    if (a.kind < KVP_CODEBOOK || a.kind > KVP_BALANCED || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
+    if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data || !a.codes.base) return false;
+    if (a.group > 1) {
+        if (PART % a.group || a.group % 32 || a.start % a.group || a.tokens % a.group) return false;
+        const bool grid = a.scale.base && a.zero.base;
+        if (a.kind == KVP_CODEBOOK ? !a.mean.base : a.kind == KVP_CHANNEL ? !grid : a.kind != KVP_BALANCED) return false;
+        if (a.kind == KVP_BALANCED && (!grid || !a.balance.base)) return false;
+    } else if (a.kind == KVP_CHANNEL || a.kind == KVP_BALANCED) {
+        return false;
+    }
+    if (a.kind == KVP_CODEBOOK && (!a.levels || !a.steps || !a.scale.base)) return false;
+    if ((a.kind == KVP_SYMMETRIC || a.kind == KVP_AFFINE) && (a.channels < 1 || a.bits < 2 || !a.scale.base)) return false;
+    return a.kind != KVP_AFFINE || a.zero.base;
+}
+
+} // namespace
+
+int kvp_encode(int level, const kvp_encode_args *args, int64_t count) {
+    const Table *table = table_of(level);
+    if (!table) return 1;
+    for (int64_t i = 0; i < count; i++)
+        if (!covered(args[i])) return 2;
+    for (int64_t i = 0; i < count; i++) {
+        const kvp_encode_args &a = args[i];
+        const int64_t pairs = a.batch * a.heads;
+        if (a.tokens < 1 || pairs < 1) continue;
+        Call call{&a, table, (a.start + a.tokens - 1) / PART - a.start / PART + 1};
+        if (a.group <= 1 && a.tokens <= FEW) {
+            if (!table->encode_few(a, 0, pairs * a.tokens)) return 3;
+            continue;
+        }
+        const int64_t threads = pairs * a.tokens * a.dim < SMALL_WORK ? 1 : a.threads;
+        if (!kvp_parallel(threads, pairs * call.parts, run_task, &call)) return 3;
+    }
+    return 0;
+}
+
+float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads, int64_t tokens,
+                    int64_t dim) {
+    const Table *table = table_of(level);
+    if (!table) return NAN;
+    const int64_t size = dtype == KVP_F32 ? 4 : 2;
+    // Rows without gaps are read in one go.
+    if (x->token == dim * size || tokens == 1) {
+        dim *= tokens;
+        tokens = 1;
+        if (x->head == dim * size || heads == 1) {
+            dim *= heads;
+            heads = 1;
+        }
+    }
+    uint32_t most = 0;
+    for (int64_t b = 0; b < batch; b++)
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t t = 0; t < tokens; t++) {
+                const uint32_t found = table->largest(x->data + b * x->row + h * x->head + t * x->token, dim, dtype);
+                if (found > most) most = found;
+            }
+    if (dtype == KVP_F16) {
+        const int exponent = (int)(most >> 10), mantissa = (int)(most & 0x3ff);
+        if (exponent == 31) return mantissa ? NAN : INFINITY;
+        return exponent ? ldexpf((float)(mantissa | 0x400), exponent - 25) : ldexpf((float)mantissa, -24);
+    }
+    if (dtype == KVP_BF16) most <<= 16;
+    float result;
+    memcpy(&result, &most, 4);
+    return result;
+}

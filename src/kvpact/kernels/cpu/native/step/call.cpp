@@ -1,0 +1,100 @@
+// kvp_step: one layer's step in one call. Nothing is written before everything was checked and
+// attended; what is then written lies behind the tokens held, where nobody reads yet.
+#include <string.h>
+#include <vector>
+
+#include "table.h"
+
+namespace {
+
+struct Side {
+    const kvp_stream &stream; // its `fresh` are the new tokens
+    const kvp_store *plan;
+    const kvp_append &append;
+};
+
+// Whether all numbers are at most `limit` (and so finite).
+bool within(int level, const kvp_exact &x, int32_t dtype, const kvp_attend_args &a, int64_t heads, int64_t tokens,
+            int64_t dim, float limit) {
+    return kvp_magnitude(level, &x, dtype, a.batch, heads, tokens, dim) <= limit;
+}
+
+int encode(int level, const Side &side, const kvp_attend_args &a) {
+    if (!side.append.tokens) return 0;
+    kvp_encode_args args = side.plan->form;
+    const int64_t segment = side.append.start / args.segment_tokens;
+    for (kvp_field *field : {&args.codes, &args.scale, &args.zero, &args.mean, &args.balance})
+        if (field->base) field->base += segment;
+    args.x = side.stream.fresh;
+    if (side.append.x) {
+        args.x = side.stream.tail;
+        args.x.data = side.append.x;
+    }
+    args.dtype = side.stream.dtype;
+    args.batch = a.batch;
+    args.heads = a.heads;
+    args.tokens = side.append.tokens;
+    args.start = side.append.start;
+    args.threads = a.threads;
+    return kvp_encode(level, &args, 1);
+}
+
+// Copies the new tokens behind the tail.
+void keep(const Side &side, const kvp_attend_args &a) {
+    if (!side.append.spare) return;
+    const kvp_exact &to = side.stream.tail, &from = side.stream.fresh;
+    const size_t bytes = (size_t)side.stream.dim * (side.stream.dtype == KVP_F32 ? 4 : 2);
+    for (int64_t b = 0; b < a.batch; b++)
+        for (int64_t h = 0; h < a.heads; h++)
+            for (int64_t t = 0; t < a.fresh; t++)
+                memcpy(side.append.spare + b * to.row + h * to.head + t * to.token,
+                       from.data + b * from.row + h * from.head + t * from.token, bytes);
+}
+
+} // namespace
+
+int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
+    static thread_local std::vector<kvp_attend_args> calls;
+    if (!table_of(level)) return 1;
+    if (count < 1) return 0;
+    try {
+        calls.resize((size_t)count);
+    } catch (...) {
+        return 3;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const kvp_step_args &s = steps[i];
+        const kvp_step_plan &plan = *s.plan;
+        kvp_attend_args &a = calls[(size_t)i] = plan.attend;
+        for (int side = 0; side < 2; side++) {
+            kvp_stream &x = side ? a.v : a.k;
+            const kvp_append &append = side ? s.v : s.k;
+            x.exact_from = append.exact_from;
+            x.tail = append.tail;
+            x.fresh.data = append.fresh;
+            if (!within(level, x.fresh, x.dtype, a, a.heads, a.fresh, x.dim, (side ? plan.v : plan.k).limit)) return 4;
+        }
+        a.q = s.q;
+        a.out = s.out;
+        a.held = s.held;
+        a.first = s.held + a.fresh - a.queries;
+        a.threads = s.threads;
+        const int64_t width = a.k.dim + (plan.kernel == KVP_STEP_LATENT ? a.v.dim : 0);
+        const kvp_exact q = {a.q, a.q_row, a.q_head, a.q_token};
+        if (!within(level, q, a.q_dtype, a, a.heads * a.groups, a.queries, width, 3.4028235e38f)) return 4;
+    }
+    int status = 0;
+    if (steps[0].plan->kernel == KVP_STEP_FEW) status = kvp_attend(level, calls.data(), count);
+    else
+        for (int64_t i = 0; i < count && !status; i++)
+            status = kvp_attend_rows(level, &calls[(size_t)i], steps[i].plan->kernel == KVP_STEP_LATENT);
+    for (int64_t i = 0; i < count && !status; i++) {
+        const kvp_step_args &s = steps[i];
+        const Side k = {calls[(size_t)i].k, &s.plan->k, s.k}, v = {calls[(size_t)i].v, &s.plan->v, s.v};
+        keep(k, calls[(size_t)i]);
+        keep(v, calls[(size_t)i]);
+        status = encode(level, k, calls[(size_t)i]);
+        if (!status) status = encode(level, v, calls[(size_t)i]);
+    }
+    return status;
+}

@@ -1,0 +1,54 @@
+#include "table.h"
+
+namespace {
+
+enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
+
+// The levels that this processor supports, of those that were compiled in.
+int supported() {
+    int found = BASE;
+#if defined(KVP_X86)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        found |= AVX2;
+        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+            __builtin_cpu_supports("avx512vnni"))
+            found |= AVX512;
+    }
+#elif defined(KVP_ARM)
+    found |= NEON; // part of every AArch64
+#endif
+    return found;
+}
+
+#define KVP_FILLED(name)            \
+    [] {                            \
+        Table table{};              \
+        name::fill_attend(table);   \
+        name::fill_rows(table);     \
+        name::fill_encode(table);   \
+        name::fill_decode(table);   \
+        return table;               \
+    }()
+
+} // namespace
+
+const Table *table_of(int level) {
+    static const int levels = supported();
+    if (!(levels & level)) return nullptr;
+#if defined(KVP_X86)
+    static const Table avx2 = KVP_FILLED(kvp_avx2), avx512 = KVP_FILLED(kvp_avx512);
+    if (level == AVX512) return &avx512;
+    if (level == AVX2) return &avx2;
+#elif defined(KVP_ARM)
+    static const Table neon = KVP_FILLED(kvp_neon);
+    if (level == NEON) return &neon;
+#endif
+    static const Table base = KVP_FILLED(kvp_base);
+    return level == BASE ? &base : nullptr;
+}
+
+int kvp_abi(void) { return KVP_ABI; }
+
+int kvp_levels(void) { return supported(); }

@@ -1,0 +1,40 @@
+// The functions of one instruction set. Each kernel source is compiled once per level, in a namespace
+// of its own (see simd/level.h), and fills in its part of the level's table.
+#pragma once
+#include "attend/job.h"
+#include "attend/rows.h"
+#include "sizes.h"
+
+struct Table {
+    // attend/attend.cpp: few query rows per KV head.
+    void (*prepare)(const Job &job);
+    // False: there is no memory.
+    bool (*task)(const Job &job, int64_t index);
+    void (*finish)(const Job &job);
+    uint64_t (*read)(const char *data, int64_t bytes);
+    // attend/rows.cpp: many.
+    void (*rows_task)(const RowsJob &job, int64_t index);
+    void (*rows_finish)(const RowsJob &job, int64_t index);
+    // encode/encode.cpp: tokens of one head; or one token of each of many heads, counted through.
+    bool (*encode_span)(const kvp_encode_args &args, Span span);
+    bool (*encode_few)(const kvp_encode_args &args, int64_t first, int64_t last);
+    // The largest magnitude of `count` numbers, as its bits.
+    uint32_t (*largest)(const void *numbers, int64_t count, int32_t dtype);
+    // decode/decode.cpp: positions of one head.
+    bool (*decode_span)(const kvp_decode_args &args, Span span);
+};
+
+// The table of a level, one bit of kvp_levels; NULL where it is not compiled in or not supported.
+const Table *table_of(int level);
+
+#define KVP_LEVEL(name)                 \
+    namespace name {                    \
+    void fill_attend(Table &table);     \
+    void fill_rows(Table &table);       \
+    void fill_encode(Table &table);     \
+    void fill_decode(Table &table);     \
+    }
+KVP_LEVEL(kvp_base)
+KVP_LEVEL(kvp_neon)
+KVP_LEVEL(kvp_avx2)
+KVP_LEVEL(kvp_avx512)
