@@ -13,7 +13,8 @@ from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.decode import decode
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder
 from kvpact.kernels.cpu.library import library
-from kvpact.kernels.cpu.slots import DTYPES, MOST_DIM, slot_format
+from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.cpu.structs import MOST_DIM
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
 
