@@ -13,9 +13,9 @@ from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_tokens
 
 NATIVE = _load()
-KERNELS = [
+BACKENDS = [
     "torch",
-    pytest.param("exact", marks=pytest.mark.skipif(isinstance(NATIVE, str), reason=str(NATIVE))),
+    pytest.param("auto", marks=pytest.mark.skipif(isinstance(NATIVE, str), reason=str(NATIVE))),
 ]
 
 HEADS, QUERY_HEADS, DIM = 3, 9, 64  # SmolLM2-135M
@@ -115,18 +115,18 @@ def test_the_meter_itself():
 
 @pytest.mark.skipif(isinstance(NATIVE, str), reason=str(NATIVE))
 def test_the_meter_sees_scratch_memory():
-    cache = filled("turboquant:bits=4", 1024, kernel="exact")
+    cache = filled("turboquant:bits=4", 1024, backend="auto")
     one = measured(lambda: cache.attend(0, *tokens(1, 5)))
     assert one.scratch > 2**16  # a block's scores and weights, the encoder's tile
     assert measured(lambda: cache.attend(0, *tokens(256, 6))).scratch > one.scratch
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_decode_call_allocates_little_and_no_more_for_a_long_cache(spec, kernel):
+def test_a_decode_call_allocates_little_and_no_more_for_a_long_cache(spec, backend):
     peaks = {}
     for held in (1024, 8192):
-        cache = filled(spec, held, kernel=kernel)
+        cache = filled(spec, held, backend=backend)
         cache.decode(0, *tokens(1, 5), kvpact.AttendConfig())  # tables are made once
         peaks[held] = measured(lambda c=cache: c.decode(0, *tokens(1, 9), kvpact.AttendConfig()))
         assert peaks[held].peak + peaks[held].scratch <= 4 * 2**20
@@ -137,12 +137,12 @@ def test_a_decode_call_allocates_little_and_no_more_for_a_long_cache(spec, kerne
     assert peaks[8192].largest < 8192 * QUERY_HEADS * 4
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", ["turboquant:bits=4", "kivi:bits=2"])
-def test_a_chunk_allocates_no_more_for_a_long_cache(spec, kernel):
+def test_a_chunk_allocates_no_more_for_a_long_cache(spec, backend):
     peaks = []
     for held in (1024, 8192):
-        cache = filled(spec, held, kernel=kernel)
+        cache = filled(spec, held, backend=backend)
         cache.attend(0, *tokens(256, 5))
         allocations = measured(lambda c=cache: c.attend(0, *tokens(256, 9)))
         peaks.append(allocations)
