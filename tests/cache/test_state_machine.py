@@ -1,11 +1,9 @@
 """Random histories of a small cache, compared after each step with an oracle.
 
-The oracle holds plain tensors and quantises every token exactly once; nothing in it is clever.
+The oracle (`kvpact.testing.StreamOracle`) holds plain tensors; nothing in it is clever.
 """
 
 from __future__ import annotations
-
-import copy
 
 import hypothesis.strategies as st
 import pytest
@@ -20,7 +18,13 @@ from hypothesis.stateful import (
 )
 
 import kvpact
-from kvpact.testing import held_bytes, random_tokens, reference_attention, same_bytes
+from kvpact.testing import (
+    LayerOracle,
+    held_bytes,
+    random_tokens,
+    reference_attention,
+    same_bytes,
+)
 
 HEADS, DIM, V_DIM = 2, 16, 8
 SETTINGS = settings(
@@ -43,127 +47,6 @@ SPECS = {
 }
 
 
-class StreamOracle:
-    """K or V of one layer.
-
-    `given` are all tokens as given, `shown` those that are packed, decompressed when they were
-    packed and never touched again. Group codecs keep one dictionary of arrays per group.
-    """
-
-    def __init__(self, codec, sinks, window):
-        self.codec, self.sinks, self.window = codec, sinks, window
-        self.given = self.shown = None
-        self.groups = []
-        self.tail_start = 0
-
-    @property
-    def packed(self):
-        return 0 if self.shown is None else self.shown.shape[2]
-
-    def append(self, x):
-        self.given = x if self.given is None else torch.cat([self.given, x], 2)
-        if self.shown is None:
-            self.shown = x[:, :, :0]
-        length, group = self.given.shape[2], self.codec.group
-        if group == 1:
-            self._show(self.codec.encode(self.given[:, :, self.packed :].float()))
-        while group > 1 and self.packed < length:
-            inside = self.packed % group
-            if inside:
-                end = min(self.packed + group - inside, length)
-                self._continue(self.given[:, :, self.packed : end].float(), inside)
-            elif self.packed + group <= length:
-                x = self.given[:, :, self.packed : self.packed + group].float()
-                self.groups.append(self.codec.encode(x))
-                self._show(self.groups[-1])
-            else:
-                break
-        begin = max(length - self.window, 0)
-        self.tail_start = max(self.tail_start, min(self.packed, begin - begin % group))
-
-    def _continue(self, x, inside):
-        """Add tokens to a group that a rollback has cut, with the group's side information."""
-        arrays = self.groups[-1]
-        frozen = {f.name: arrays[f.name] for f in self.codec.fields if f.per_group}
-        for name, new in self.codec.encode(x, frozen).items():
-            arrays[name] = arrays[name].clone()
-            arrays[name][:, :, inside : inside + new.shape[2]] = new
-        self._show(arrays, inside, inside + x.shape[2])
-
-    def _show(self, arrays, start=0, end=None):
-        y = self.codec.transform.inverse(self.codec.decode(arrays))[:, :, start:end]
-        self.shown = torch.cat([self.shown, y.to(self.given.dtype)], 2)
-
-    def truncate(self, length):
-        self.given = self.given[:, :, :length]
-        self.tail_start = min(self.tail_start, length)
-        if length < self.packed:
-            begin = length - length % self.codec.group
-            # A group all of whose tokens are still known exactly is open again.
-            kept = begin if begin >= self.tail_start else length
-            self.shown = self.shown[:, :, :kept]
-            del self.groups[-(-kept // self.codec.group) :]
-
-    def rows(self, indices):
-        self.given, self.shown = self.given[indices], self.shown[indices]
-        self.groups = [{name: a[indices] for name, a in g.items()} for g in self.groups]
-
-    def read(self, padding):
-        """What the cache should show: sinks and the window as given, the rest as stored."""
-        x = self.given.clone()
-        start = max(self.tail_start, min(self.packed, max(x.shape[2] - self.window, 0)))
-        x[:, :, :start] = self.shown[:, :, :start]
-        for row, first in enumerate(padding):
-            part = slice(first, first + self.sinks)
-            x[row, :, part] = self.given[row, :, part]
-        return x
-
-
-class CacheOracle:
-    """One layer: two streams and each row's padding."""
-
-    def __init__(self, spec, dim, v_dim, dtype):
-        self._make = lambda: (
-            StreamOracle(spec.key.key_codec(dim, dtype), spec.key.sinks, spec.key.window),
-            StreamOracle(spec.value.value_codec(v_dim, dtype), spec.value.sinks, spec.value.window),
-        )
-        self.reset()
-
-    def reset(self):
-        self.k, self.v = self._make()
-        self.padding = []
-
-    @property
-    def length(self):
-        return 0 if self.k.given is None else self.k.given.shape[2]
-
-    @property
-    def batch(self):
-        return None if self.k.given is None else self.k.given.shape[0]
-
-    def append(self, k, v, padding=None):
-        self.padding = list(padding or self.padding or [0] * k.shape[0])
-        self.k.append(k)
-        self.v.append(v)
-
-    def truncate(self, length):
-        if length < self.length:
-            self.k.truncate(length)
-            self.v.truncate(length)
-            self.padding = self.padding if length else [0] * len(self.padding)
-
-    def rows(self, indices):
-        self.k.rows(indices)
-        self.v.rows(indices)
-        self.padding = [self.padding[i] for i in indices]
-
-    def fork(self):
-        return copy.deepcopy(self)
-
-    def read(self):
-        return self.k.read(self.padding), self.v.read(self.padding)
-
-
 class Histories(RuleBasedStateMachine):
     """Up to three forks, one of them active."""
 
@@ -174,7 +57,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         spec = kvpact.parse_spec(self.spec)
         self.geometry = kvpact.CacheGeometry(1, HEADS, DIM, V_DIM, self.dtype)
-        pair = (kvpact.create_cache(spec, self.geometry), CacheOracle(spec, DIM, V_DIM, self.dtype))
+        pair = (kvpact.create_cache(spec, self.geometry), LayerOracle(spec, DIM, V_DIM, self.dtype))
         self.pairs, self.active, self.seed = [pair], 0, 0
 
     @property
@@ -277,13 +160,13 @@ class Histories(RuleBasedStateMachine):
         picks = (picks * batch)[:batch] if same else picks
         indices = [pick % batch for pick in picks]
         (self.cache.reorder if same else self.cache.select)(torch.tensor(indices))
-        self.oracle.rows(indices)
+        self.oracle.select(indices)
 
     @precondition(lambda self: self.oracle.batch and self.oracle.batch < 3)
     @rule(times=st.integers(1, 2))
     def repeat(self, times):
         self.cache.repeat(times)
-        self.oracle.rows([i for i in range(self.oracle.batch) for _ in range(times)])
+        self.oracle.select([i for i in range(self.oracle.batch) for _ in range(times)])
 
     @precondition(lambda self: self.oracle.length > 300)
     @rule()

@@ -8,10 +8,10 @@ from kvpact import CompressedKV, KVCacheCompressor
 from kvpact.compressor.files import FORMAT, VERSION
 from kvpact.errors import FormatError, IntegrityError, KVPactError
 from kvpact.snapshot import Container
+from kvpact.testing import method_specs
 from kvpact.testing.held import same_bytes
 
-METHODS = ["none", "int:bits=4", "turboquant:bits=3,center=64/kivi", "kvarn", "lowrank:rank=8",
-           "vq:codebook_size=300", "hybrid:rank=64", "hybrid:rank=8"]  # fmt: skip
+METHODS = [*method_specs(), "turboquant:bits=3,center=64/kivi", "hybrid:rank=64"]
 
 
 def compressed(method: str = "lowrank:rank=8", tokens: int = 141) -> CompressedKV:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from kvpact import CacheGeometry, CompressedKV, KVCacheCompressor, PagedKVCache
 from kvpact.errors import CacheFull
+from kvpact.testing import method_specs
 from kvpact.testing.held import same_bytes
 
 GEOMETRY = CacheGeometry(2, 3, 64, 80)
-METHODS = ["none", "int:bits=4", "turboquant:bits=4", "turboquant:bits=3,center=64/kivi",
-           "kivi", "kvarn", "polarquant", "qjl"]  # fmt: skip
+METHODS = [*method_specs(fitted=False), "turboquant:bits=3,center=64/kivi"]
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -3,18 +3,9 @@
 import re
 
 from kvpact.testing import PagedCacheContract
+from kvpact.testing.specs import method_specs
 
-SPECS = [
-    "none",
-    "fp8",
-    "int:bits=4",
-    "turboquant:bits=2,mode=prod",
-    "turboquant:bits=3,center=64",
-    "kivi:bits=2",
-    "kvarn:bits=3",
-    "polarquant",
-    "qjl",
-]
+SPECS = [*method_specs(fitted=False), "turboquant:bits=2,mode=prod", "turboquant:bits=3,center=64"]
 
 
 def _classes():

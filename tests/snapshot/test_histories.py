@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, Snapshot, create_cache
-from kvpact.testing import random_tokens
+from kvpact.testing import method_specs, random_tokens
 
 ROWS, LAYERS, HEADS, DIM, V_DIM = 2, 2, 2, 16, 8
-SPECS = {
+SPECS = dict.fromkeys(method_specs(), torch.float32) | {
     "none": torch.bfloat16,
     "fp8": torch.float16,
     "int:bits=3,sinks=0,window=0": torch.float32,
@@ -21,11 +21,9 @@ SPECS = {
     "turboquant:bits=3,center=64": torch.float32,
     "kivi:bits=2,sinks=3,window=40": torch.float16,
     "kvarn:bits=4,group=32,sinks=0,window=0/int:bits=8,sinks=5,window=70": torch.float32,
-    "polarquant": torch.float32,
     "qjl": torch.float16,
     "lowrank:rank=6": torch.float32,
     "lowrank:energy=0.9,window=5": torch.float16,
-    "vq:codebook_size=20": torch.float32,
     "hybrid:rank=6,window=3": torch.float32,
     "hybrid:rank=80": torch.float16,
 }

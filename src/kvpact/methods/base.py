@@ -150,6 +150,11 @@ class Method(ABC):
     paper: ClassVar[str] = ""
     key_only: ClassVar[tuple[str, ...]] = ()
     """Options that change the codec for K alone."""
+    examples: ClassVar[Mapping[str, float]] = {}
+    """Specs to test the method with, the most telling one first, and the largest relative error
+    `|decoded - x| / |x|` over N(0, 1) tokens of each: what `kvpact.testing` makes its table of."""
+    variants: ClassVar[Mapping[str, float]] = {}
+    """Further options of the same codecs, with their errors: for tests of the codecs alone."""
 
     sinks: int = 4
     window: int = 64

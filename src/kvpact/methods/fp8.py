@@ -8,6 +8,7 @@ plus 16/D with a scale.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -74,6 +75,10 @@ class FP8(Method):
 
     name: ClassVar[str] = "fp8"
     paper: ClassVar[str] = "arXiv:2209.05433"
+    examples: ClassVar[Mapping[str, float]] = {
+        "fp8": 0.028,
+        "fp8:format=e5m2,scale=none": 0.06,
+    }
     format: str = "e4m3"
     scale: str = "token"
 

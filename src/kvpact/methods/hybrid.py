@@ -183,6 +183,14 @@ class Hybrid(FittedMethod):
     """
 
     name: ClassVar[str] = "hybrid"
+    examples: ClassVar[Mapping[str, float]] = {
+        "hybrid:rank=32,quant_bits=4": 0.98,
+        "hybrid:rank=1000,quant_bits=8": 0.0074,
+    }
+    variants: ClassVar[Mapping[str, float]] = {
+        "hybrid:rank=1000,quant_bits=4": 0.13,
+        "hybrid:rank=16,quant_bits=8,per_head=false/vq:codebook_size=16": 0.99,
+    }
     rank: int = 32
     quant_bits: int = 4
     group: int = 64

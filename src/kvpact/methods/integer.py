@@ -7,6 +7,7 @@ Bits per value: bits + 16/group, or bits + 32/group.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -95,6 +96,17 @@ class Integer(Method):
     """
 
     name: ClassVar[str] = "int"
+    examples: ClassVar[Mapping[str, float]] = {
+        "int:bits=4": 0.108,
+        "int:bits=8": 0.0067,
+        "int:bits=5,window=3": 0.055,
+        "int:bits=4,zero=true": 0.09,
+    }
+    variants: ClassVar[Mapping[str, float]] = {
+        "int:bits=2": 0.42,
+        "int:bits=3": 0.19,
+        "int:bits=7,group=64,sinks=0": 0.02,
+    }
     bits: int = 8
     group: int = 32
     zero: bool = False

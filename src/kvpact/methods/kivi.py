@@ -8,6 +8,7 @@ as stored. The paper's residual of 128 exact tokens is ``window=128``. Bits per 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,6 +81,14 @@ class KIVI(Method):
 
     name: ClassVar[str] = "kivi"
     paper: ClassVar[str] = "arXiv:2402.02750"
+    examples: ClassVar[Mapping[str, float]] = {
+        "kivi:bits=2": 0.48,
+        "kivi:bits=4,sinks=0,window=0": 0.09,
+        "kivi:bits=4,group=128,window=128": 0.12,
+    }
+    variants: ClassVar[Mapping[str, float]] = {
+        "kivi:bits=2,group=64": 0.56,
+    }
     bits: int = 2
     group: int = 32
 

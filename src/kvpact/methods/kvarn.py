@@ -16,6 +16,7 @@ or 128, and 4 bits for K with 2 for V.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -238,6 +239,12 @@ class KVarN(Method):
 
     name: ClassVar[str] = "kvarn"
     paper: ClassVar[str] = "arXiv:2606.03458"
+    examples: ClassVar[Mapping[str, float]] = {
+        "kvarn:bits=3": 0.26,
+        "kvarn:bits=3,group=32,sinks=0,window=0": 0.26,
+        "kvarn:bits=2": 0.6,
+        "kvarn:bits=4,group=128": 0.122,
+    }
     bits: int = 4
     group: int = 64
     seed: int = 0

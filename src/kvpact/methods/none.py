@@ -5,6 +5,7 @@ The reference of all others, held in the same layouts. Bits per value: those of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -48,6 +49,13 @@ class Exact(Method):
     """
 
     name: ClassVar[str] = "none"
+    examples: ClassVar[Mapping[str, float]] = {
+        "none": 0.0001,
+        "none:sinks=4,window=64,dtype=fp16": 0.0003,
+    }
+    variants: ClassVar[Mapping[str, float]] = {
+        "none:dtype=bf16": 0.002,
+    }
     sinks: int = 0
     window: int = 0
     dtype: str = "auto"

@@ -17,6 +17,7 @@ the paper's preset, and the default, is 3.875 (``first=4,levels=4``).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -183,6 +184,11 @@ class PolarQuant(Method):
 
     name: ClassVar[str] = "polarquant"
     paper: ClassVar[str] = "arXiv:2502.02617"
+    examples: ClassVar[Mapping[str, float]] = {
+        "polarquant": 0.187,
+        "polarquant:levels=6,first=3,sinks=0,window=0": 0.277,
+        "polarquant:levels=1,first=6/polarquant:levels=5": 0.187,
+    }
     levels: int = 4
     first: int = 4
     seed: int = 0

@@ -21,6 +21,7 @@ sketch + 16/D, V value_bits + 32/value_group. The paper's preset, at D = 128, is
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -109,6 +110,10 @@ class QJL(Method):
     name: ClassVar[str] = "qjl"
     paper: ClassVar[str] = "arXiv:2406.03482"
     key_only: ClassVar[tuple[str, ...]] = ("sketch", "seed")
+    examples: ClassVar[Mapping[str, float]] = {
+        "qjl": 0.55,
+        "qjl:sketch=3,sinks=0,window=0/qjl:value_bits=4": 0.45,
+    }
     sketch: int = 2
     value_bits: int = 2
     value_group: int = 32

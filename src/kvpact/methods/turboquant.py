@@ -25,6 +25,7 @@ Presets of the paper: ``turboquant:bits=2`` to ``bits=4``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -203,6 +204,19 @@ class TurboQuant(Method):
     name: ClassVar[str] = "turboquant"
     paper: ClassVar[str] = "arXiv:2504.19874"
     key_only: ClassVar[tuple[str, ...]] = ("mode", "center")
+    examples: ClassVar[Mapping[str, float]] = {
+        "turboquant:bits=4": 0.101,
+        "turboquant:bits=3,center=64": 0.192,
+        "turboquant:bits=3,sinks=0,window=0": 0.195,
+        "turboquant:bits=4,mode=prod": 0.145,
+        "turboquant:bits=3,mode=prod,center=64,sinks=0,window=0": 0.27,
+    }
+    variants: ClassVar[Mapping[str, float]] = {
+        "turboquant:bits=1": 0.615,
+        "turboquant:bits=2": 0.355,
+        "turboquant:bits=8,scale=unbiased": 0.0068,
+        "turboquant:bits=2,center=128": 0.355,
+    }
     bits: int = 4
     mode: str = "mse"
     scale: str = "ls"

@@ -67,7 +67,9 @@ from kvpact.testing.fitted import (  # noqa: E402
 )
 from kvpact.testing.held import held_bytes, held_tensors, same_bytes  # noqa: E402
 from kvpact.testing.method import MethodContract  # noqa: E402
+from kvpact.testing.oracle import LayerOracle, StreamOracle  # noqa: E402
 from kvpact.testing.reference import reference_attention  # noqa: E402
+from kvpact.testing.specs import example_specs, method_specs, variant_specs  # noqa: E402
 from kvpact.testing.store import StoreContract  # noqa: E402
 
 __all__ = [
@@ -76,13 +78,18 @@ __all__ = [
     "FittedCacheContract",
     "FittedMethodContract",
     "FittedPagedCacheContract",
+    "LayerOracle",
     "MethodContract",
     "PagedCacheContract",
     "Shape",
     "StoreContract",
+    "StreamOracle",
+    "example_specs",
     "held_bytes",
     "held_tensors",
+    "method_specs",
     "random_tokens",
     "reference_attention",
     "same_bytes",
+    "variant_specs",
 ]

@@ -5,14 +5,10 @@ import torch
 
 from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import SpecError
+from kvpact.testing import example_specs
 
 GEOMETRY = CacheGeometry(2, 2, 64, v_head_dim=80)
-SPECS = [
-    "lowrank:rank=16",
-    "vq:codebook_size=16",
-    "hybrid:rank=32,quant_bits=4",
-    "lowrank:energy=0.9",
-]
+SPECS = list(example_specs(fitted=True))
 
 
 def tokens(count: int, heads: int, dim: int, seed: int) -> torch.Tensor:

@@ -16,9 +16,9 @@ from kvpact.errors import (
     SequenceError,
     SpecError,
 )
-from kvpact.testing import random_tokens, same_bytes
+from kvpact.testing import method_specs, random_tokens, same_bytes
 
-SPECS = ["none", "int:bits=4", "turboquant:bits=3,center=64", "kivi:bits=2", "kvarn:bits=3"]
+SPECS = [*method_specs(fitted=False), "turboquant:bits=3,center=64"]
 GEOMETRY = CacheGeometry(2, 2, 32, 48)
 
 

@@ -1,0 +1,207 @@
+"""The specification of appends and rollbacks: what a stream holds, in the simplest form.
+
+`StreamOracle` keeps plain tensors and quantises every token exactly once. The state machines of the
+tests compare caches with it after every step; `Stream` in `kvpact/cache/stream.py` does the same
+with packed slots, shared segments and a short tail.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvpact.methods import Codec
+from kvpact.spec import Spec
+
+
+class StreamOracle:
+    """K or V of one layer.
+
+    Parameters
+    ----------
+    codec : Codec
+        Encodes whole groups of tokens.
+    sinks, window : int
+        First and most recent tokens that read back exactly.
+
+    Attributes
+    ----------
+    given : Tensor or None
+        `[B, H, length, D]`, all tokens as they were given.
+    shown : Tensor or None
+        `[B, H, packed, D]`, the packed tokens, decoded when they were packed and never again.
+    groups : list of dict
+        The arrays of each packed group, of a codec with groups.
+    tail_start : int
+        The first token that the stream still knows exactly, sinks aside. It only moves forward,
+        but for rollbacks: what is no longer exact can't become so again.
+
+    Notes
+    -----
+    The rules are these:
+
+    1. A token is packed once, when its group is complete; groups stand at absolute positions. A
+       codec with `group = 1` packs every token at once.
+    2. The window, and the group in which it begins, are known exactly, too.
+    3. A rollback removes tokens. If it cuts a group all of whose tokens are still known exactly,
+       the group is open again, as if it had never been packed. If not, what was packed stays, and
+       the tokens that follow are coded with the group's side information until it is complete.
+    4. Reading gives sinks and window as they were given and the rest as it was packed.
+    """
+
+    def __init__(self, codec: Codec, sinks: int, window: int) -> None:
+        self.codec, self.sinks, self.window = codec, sinks, window
+        self.given: Tensor | None = None
+        self.shown: Tensor | None = None
+        self.groups: list[dict[str, Tensor]] = []
+        self.tail_start = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return 0 if self.given is None else self.given.shape[2]
+
+    @property
+    def packed(self) -> int:
+        """Tokens that have slots."""
+        return 0 if self.shown is None else self.shown.shape[2]
+
+    def append(self, x: Tensor) -> None:
+        """Store tokens `[B, H, new, D]`."""
+        self.given = x if self.given is None else torch.cat([self.given, x], 2)
+        length, group = self.length, self.codec.group
+        if self.shown is None:
+            self.shown = x[:, :, :0]
+        if group == 1:
+            self._show(self.codec.encode(self.given[:, :, self.packed :].float()))
+        while group > 1 and self.packed < length:
+            inside = self.packed % group
+            if inside:
+                end = min(self.packed + group - inside, length)
+                self._continue(self.given[:, :, self.packed : end].float(), inside)
+            elif self.packed + group <= length:
+                tokens = self.given[:, :, self.packed : self.packed + group].float()
+                self.groups.append(self.codec.encode(tokens))
+                self._show(self.groups[-1])
+            else:
+                break
+        begin = max(length - self.window, 0)
+        self.tail_start = max(self.tail_start, min(self.packed, begin - begin % group))
+
+    def _continue(self, x: Tensor, inside: int) -> None:
+        """Add tokens to a group that a rollback has cut, with the group's side information."""
+        arrays = self.groups[-1]
+        frozen = {field.name: arrays[field.name] for field in self.codec.fields if field.per_group}
+        for name, new in self.codec.encode(x, frozen).items():
+            arrays[name] = arrays[name].clone()
+            arrays[name][:, :, inside : inside + new.shape[2]] = new
+        self._show(arrays, inside, inside + x.shape[2])
+
+    def _show(self, arrays: dict[str, Tensor], start: int = 0, end: int | None = None) -> None:
+        assert self.given is not None and self.shown is not None
+        y = self.codec.transform.inverse(self.codec.decode(arrays))[:, :, start:end]
+        self.shown = torch.cat([self.shown, y.to(self.given.dtype)], 2)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        if self.given is None or self.shown is None:
+            return
+        self.given = self.given[:, :, :length]
+        self.tail_start = min(self.tail_start, length)
+        if length < self.packed:
+            begin = length - length % self.codec.group
+            # A group all of whose tokens are still known exactly is open again.
+            kept = begin if begin >= self.tail_start else length
+            self.shown = self.shown[:, :, :kept]
+            del self.groups[-(-kept // self.codec.group) :]
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep some rows, in this order; rows may repeat."""
+        if self.given is None or self.shown is None:
+            return
+        rows = list(indices)
+        self.given, self.shown = self.given[rows], self.shown[rows]
+        self.groups = [{name: array[rows] for name, array in g.items()} for g in self.groups]
+
+    def read(self, padding: Sequence[int]) -> Tensor:
+        """Return what a cache should show, `[B, H, length, D]`.
+
+        Parameters
+        ----------
+        padding : sequence of int
+            Left-padding tokens of each row; the row's sinks are the tokens that follow them.
+        """
+        assert self.given is not None and self.shown is not None
+        x = self.given.clone()
+        start = max(self.tail_start, min(self.packed, max(x.shape[2] - self.window, 0)))
+        x[:, :, :start] = self.shown[:, :, :start]
+        for row, first in enumerate(padding):
+            part = slice(first, first + self.sinks)
+            x[row, :, part] = self.given[row, :, part]
+        return x
+
+
+class LayerOracle:
+    """One layer: two streams, and each row's padding.
+
+    Parameters
+    ----------
+    spec : Spec
+        Of the cache.
+    dim, v_dim : int
+        Width of K and of V.
+    dtype : torch.dtype
+        Of the tokens.
+    """
+
+    def __init__(self, spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> None:
+        self._spec, self._widths, self._dtype = spec, (dim, v_dim), dtype
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, padding included."""
+        key, value, (dim, v_dim) = self._spec.key, self._spec.value, self._widths
+        self.k = StreamOracle(key.key_codec(dim, self._dtype), key.sinks, key.window)
+        self.v = StreamOracle(value.value_codec(v_dim, self._dtype), value.sinks, value.window)
+        self.padding: list[int] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.k.length
+
+    @property
+    def batch(self) -> int | None:
+        """Rows; None while nothing is held."""
+        return None if self.k.given is None else self.k.given.shape[0]
+
+    def append(self, k: Tensor, v: Tensor, padding: Sequence[int] | None = None) -> None:
+        """Store tokens; `padding` is known with a row's first tokens."""
+        self.padding = list(padding or self.padding or [0] * k.shape[0])
+        self.k.append(k)
+        self.v.append(v)
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on; never extends."""
+        if length < self.length:
+            self.k.truncate(length)
+            self.v.truncate(length)
+            self.padding = self.padding if length else [0] * len(self.padding)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Keep some rows, in this order; rows may repeat."""
+        self.k.select(indices)
+        self.v.select(indices)
+        self.padding = [self.padding[i] for i in indices]
+
+    def fork(self) -> Self:
+        """Return an independent copy."""
+        return copy.deepcopy(self)
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return K and V of all tokens held, as a cache should show them."""
+        return self.k.read(self.padding), self.v.read(self.padding)
