@@ -76,7 +76,7 @@ class ContiguousCache(BatchRows):
         """Raise a named error unless a layer, whose lock is held, can take new tokens."""
         entry = self._layers[layer]
         check_tokens(self.geometry, k, v, q, entry.k.tail if entry.k is not None else None)
-        if self.batch_size not in (None, k.shape[0]):
+        if entry.k is None and self.batch_size not in (None, k.shape[0]):
             raise GeometryError(f"batch {k.shape[0]}, but other layers hold {self.batch_size}")
         if q is not None:
             check_query(self.geometry, q, config)

@@ -128,16 +128,19 @@ def returned_pair(
         (``flex_attention`` compiles its inputs, ``flash_attention_2`` reads their memory)
         decompressed K and V.
     """
-    made: list[Tensor] = []
-    for side, x in (("k", k), ("v", v)):
-        if implementation in _TAKES_HANDLES:
-            shape = (*x.shape[:2], total, x.shape[3])
-            made.append(KVHandle(tokens, side, shape, x.dtype, x.device))
-        else:
-            made.append(tokens.part(side))
+    made: tuple[Tensor, Tensor]
+    if implementation in _TAKES_HANDLES:
+        batch, heads, _, width = k.shape
+        shape = batch, heads, total, width
+        one = KVHandle(tokens, "k", shape, k.dtype, k.device)
+        if v.shape != k.shape:
+            shape = (*v.shape[:2], total, v.shape[3])
+        made = one, KVHandle(tokens, "v", shape, v.dtype, v.device)
+    else:
+        made = tokens.part("k"), tokens.part("v")
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-        made = [refuse_gradients(x) for x in made]
-    return made[0], made[1]
+        made = refuse_gradients(made[0]), refuse_gradients(made[1])
+    return made
 
 
 def _decompressed(func: Any) -> str:

@@ -84,10 +84,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         before = shared.waiting[index]
         if before is not None:
             before.store()
-        k, v = key_states.detach(), value_states.detach()
-        tokens = NewTokens(shared, index, k, v)
-        attention = shared.config._attn_implementation
-        return returned_pair(tokens, key_states, value_states, tokens.total, attention)
+        if index == 0 or shared.held[index] is None:
+            shared.attention = shared.config._attn_implementation
+        tokens = NewTokens(shared, index, key_states, value_states)
+        return returned_pair(tokens, key_states, value_states, tokens.total, shared.attention)
 
     def _whole(self, side: str) -> Tensor | None:
         cache = self.cache

@@ -57,6 +57,9 @@ class SharedState:
         K and V of another shape have one of their own.
     waiting : list
         Each layer's tokens that nothing has used yet.
+    attention : str or None
+        The implementation that reads what `update` returns, as the config named it when the first
+        layer was called: reading a config is slow.
     asked : Asked or None
         How the last layer was called; the next ones, mostly, are called alike.
     """
@@ -74,6 +77,7 @@ class SharedState:
         self.held: list[BatchCache | None] = [None] * len(specs)
         self.waiting: list[NewTokens | None] = [None] * len(specs)
         self.asked: Asked | None = None
+        self.attention: str | None = None
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
         """Let one cache hold the tokens of all layers; those that wait are dropped."""

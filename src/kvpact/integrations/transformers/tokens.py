@@ -29,19 +29,23 @@ class NewTokens:
     layer : int
         Which of the compressed layers.
     k, v : Tensor
-        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, without gradients.
+        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`.
     """
 
     def __init__(self, shared: SharedState, layer: int, k: Tensor, v: Tensor) -> None:
         self._dtypes = k.dtype, v.dtype
+        if k.requires_grad or v.requires_grad:
+            k, v = k.detach(), v.detach()
         cache = shared.held[layer]
-        held = None if cache is None else geometry_of(cache).dtype
-        if not (k.dtype is v.dtype is held):
-            k, v = as_stored(k, v, held)
+        if cache is None:
+            k, v = as_stored(k, v, None)
+            cache = shared.cache_for(layer, k, v)
+        geometry = geometry_of(cache)
+        if not k.dtype is v.dtype is geometry.dtype:
+            k, v = as_stored(k, v, geometry.dtype)
         self.k, self.v, self.shared, self._layer = k, v, shared, layer
-        self._cache = cache or shared.cache_for(layer, k, v)
-        self.total = self._cache.seq_len(layer) + k.shape[2]
-        self._latent = geometry_of(self._cache).latent
+        self._cache, self._latent = cache, geometry.latent
+        self.total = cache.seq_len(layer) + k.shape[2]
         self._waiting = True
         self._parts: tuple[Tensor, Tensor] | None = None
         shared.waiting[layer] = self
