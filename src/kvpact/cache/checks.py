@@ -9,7 +9,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexError, NonFiniteError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_latent_config, query_groups
-from kvpact.quantizers.numbers import all_finite
+from kvpact.quantizers.checks import require_finite
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -73,8 +73,12 @@ def check_tokens(
         if held.device != k.device:
             raise DeviceError(f"k is on {k.device}, the layer's cache on {held.device}; move it")
     for name, x, _, _ in given:
-        if not all_finite(x):
-            raise NonFiniteError(f"{name} holds NaN or infinity; nothing was stored")
+        require_finite(
+            x,
+            lambda name=name: NonFiniteError(  # type: ignore[misc]
+                f"{name} holds NaN or infinity; nothing was stored"
+            ),
+        )
 
 
 def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> None:

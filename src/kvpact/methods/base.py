@@ -15,6 +15,7 @@ from kvpact.errors import NonFiniteError, RegistrationError, SpecError
 from kvpact.formats import Field
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
+from kvpact.quantizers.checks import checks_are_deferred, require
 from kvpact.spec import option_types
 from kvpact.transforms import IDENTITY, Transform
 
@@ -67,6 +68,11 @@ class Codec(ABC):
     def check_range(self, x: Tensor) -> None:
         """Raise `NonFiniteError` where a vector of `x` (`[..., D]`) is beyond the codec's range."""
         if self.max_abs == self.max_norm == math.inf or x.is_meta or not x.numel():
+            return
+        if checks_are_deferred():
+            norms = torch.linalg.vector_norm(x.to(torch.float32), dim=-1)
+            good = (x.abs() <= self.max_abs).all() & (norms <= self.max_norm).all()
+            require(good, lambda: NonFiniteError("beyond the range of the method"))
             return
         low, high = torch.aminmax(x)
         size, what, limit = max(-float(low), float(high)), "a number", self.max_abs

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from kvpact.errors import NonFiniteError
+from kvpact.quantizers.checks import are_finite, require, require_finite
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 HALF_MAX = torch.finfo(torch.float16).max
@@ -18,8 +17,7 @@ def all_finite(x: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinity; many times faster than `isfinite`."""
     if x.is_meta or not x.numel():
         return True
-    low, high = torch.aminmax(x)  # both are NaN where one number is
-    return math.isfinite(float(low)) and math.isfinite(float(high))
+    return bool(are_finite(x))
 
 
 def cast(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
@@ -40,12 +38,13 @@ def cast(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
         A value is beyond the range of `dtype`.
     """
     y = x.to(dtype)
-    if not all_finite(y):
-        limit = torch.finfo(dtype).max
-        raise NonFiniteError(
-            f"{what}: magnitude {x.abs().max():.4g} is beyond {dtype} ({limit:.6g}); "
-            "scale the input down or keep this layer at 'none'"
-        )
+    require_finite(
+        y,
+        lambda: NonFiniteError(
+            f"{what}: magnitude {x.abs().max():.4g} is beyond {dtype} "
+            f"({torch.finfo(dtype).max:.6g}); scale the input down or keep this layer at 'none'"
+        ),
+    )
     return y
 
 
@@ -72,10 +71,13 @@ def to_fp8(x: Tensor, kind: str, saturate: bool) -> Tensor:
         A value is beyond the range and `saturate` is False.
     """
     limit = torch.finfo(FP8[kind]).max
-    if not saturate and (x.abs() > limit).any():
-        raise NonFiniteError(
-            f"fp8 {kind} without a scale holds magnitudes up to {limit:g}, not "
-            f"{x.abs().max():.4g}; use scale=token"
+    if not saturate:
+        require(
+            (x.abs() <= limit).all(),
+            lambda: NonFiniteError(
+                f"fp8 {kind} without a scale holds magnitudes up to {limit:g}, not "
+                f"{x.abs().max():.4g}; use scale=token"
+            ),
         )
     return x.clamp(-limit, limit).to(FP8[kind]).view(torch.uint8)
 
