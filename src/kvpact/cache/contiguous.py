@@ -125,7 +125,7 @@ class ContiguousCache(BatchRows):
             raise DtypeError(f"q should be a torch tensor, not {type(q).__name__}")
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
-        with entry.lock:
+        with self.compute.checking(), entry.lock:
             self._check(layer, k, v, q, config)
             return entry.attend(k, v, q, config)
 
@@ -146,7 +146,7 @@ class ContiguousCache(BatchRows):
         config = config or _DEFAULT
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
-        with entry.lock:
+        with self.compute.checking(), entry.lock:
             self._check(layer, k, v, q, config)
             return entry.store(k, v, config)
 
@@ -164,6 +164,11 @@ class ContiguousCache(BatchRows):
         """
         config = config or _DEFAULT
         return self.store(layer, k, v, config, q).dequantize(q, config)
+
+    def verify(self) -> None:
+        """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed."""
+        for layer in self._layers:
+            layer.verify()
 
     def dequantize(self, layer: int, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of all tokens held, decompressed: `[B, H_kv, T, D]`."""

@@ -21,6 +21,7 @@ def create_cache(
     max_tokens: int | None = None,
     backend: str = "auto",
     precision: str = "full",
+    check: str = "now",
     num_pages: int | None = None,
     page_size: int | None = None,
     calibration: Calibration | None = None,
@@ -46,6 +47,11 @@ def create_cache(
     precision : {"full", "int8"}
         How attention computes: ``full`` agrees with torch to rounding; ``int8`` uses 8-bit integers
         where the backend has such kernels, at an error of about 1 % of the output.
+    check : {"now", "deferred"}
+        When tokens are checked for NaN, infinity and numbers beyond the method's range: before
+        they are stored (``now``), so that the cache stays as it was; or with a flag that stays on
+        the device and is read by `verify`, `stats`, `snapshot` and `dequantize` (``deferred``), so
+        that no step makes the host wait for a GPU. Shapes, dtypes and devices are always checked.
     num_pages, page_size : int, optional
         Of the pool, with ``layout="paged"`` (see `PagedKVCache`).
     calibration : mapping, optional
@@ -67,7 +73,7 @@ def create_cache(
     BackendUnavailable
         The backend asked for can't run here, or does not cover the spec's methods.
     """
-    compute = choose(backend, precision)
+    compute = choose(backend, precision, check)
     if layout not in ("contiguous", "paged"):
         raise SpecError(f"layout {layout!r} is not known; there are 'contiguous' and 'paged'")
     if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
@@ -83,6 +89,7 @@ def create_cache(
             calibration=calibration,
             backend=backend,
             precision=precision,
+            check=check,
         ).view()
     if num_pages is not None or page_size is not None:
         raise GeometryError("num_pages and page_size go with layout='paged'")

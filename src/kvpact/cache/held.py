@@ -31,6 +31,8 @@ class Held(NamedTuple):
         Counts the changes that make views stale.
     plan : Plan or None
         Who computes; None before the first tokens.
+    good : Tensor or None
+        0-d bool: whether all tokens passed the checks that were deferred; None where none were.
     """
 
     k: Stream | None
@@ -38,6 +40,7 @@ class Held(NamedTuple):
     padding: Tensor | None
     version: int
     plan: Plan | None = None
+    good: Tensor | None = None
 
     def streams(self) -> list[Stream]:
         """Return the streams, if there are any."""

@@ -16,10 +16,11 @@ from kvpact.cache.segments import MakeStore, SegmentList, SegmentStore
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
-from kvpact.errors import CorruptState, GeometryError, StaleResult
+from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute, LayerView, StreamView, check_queries
 from kvpact.methods import Codec
+from kvpact.quantizers.checks import collected
 from kvpact.spec import Spec
 
 
@@ -149,7 +150,11 @@ class CacheLayer:
         k_plan = k_stream.prepare(k, *self._sink_positions(k_stream, padding))
         v_plan = v_stream.prepare(v, *self._sink_positions(v_stream, padding))
         plan = held.plan or self.compute.plan(k_stream.plan, v_stream.plan)
-        after = Held(k_plan.after, v_plan.after, padding, held.version, plan)
+        good = held.good
+        if self.compute.deferred:
+            new = collected()
+            good = new if good is None or new is None else good & new
+        after = Held(k_plan.after, v_plan.after, padding, held.version, plan, good)
         past = self._view(held, padding)
         step = Step(past, k, v, padding, self.lock, plan, self._latent)
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
@@ -301,12 +306,22 @@ class CacheLayer:
             check=check,
         )
 
+    def verify(self) -> None:
+        """Raise `NonFiniteError` if a deferred check failed; reads from the device."""
+        good = self._held.good
+        if good is not None and not bool(good):
+            raise NonFiniteError(
+                "tokens that were stored with deferred checks hold NaN, infinity or numbers "
+                "beyond the method's range; reset this layer and see what its model computes"
+            )
+
     def dequantize(self, side: str) -> Tensor:
         """Return K or V of all tokens held, decompressed."""
         with self.lock:
             stream = self.k if side == "k" else self.v
             if stream is None:
                 raise GeometryError("the layer holds no tokens yet")
+            self.verify()
             view = self._stream_view(stream, self._held.padding, lambda: None)
             batch, heads, _, dim = view.tail.shape
             whole, begin = view.tail.new_empty(batch, heads, view.length, dim), view.exact_from
@@ -334,7 +349,7 @@ class CacheLayer:
         k = held.k.truncate(length, self._sink_positions(held.k, held.padding)[0])
         v = held.v.truncate(length, self._sink_positions(held.v, held.padding)[0])
         padding = held.padding if length else None
-        return Held(k, v, padding, held.version + 1, held.plan)
+        return Held(k, v, padding, held.version + 1, held.plan, held.good)
 
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
         """Return a copy that shares the slots until one side writes.
@@ -367,7 +382,7 @@ class CacheLayer:
             k, v = held.k.select(indices), held.v.select(indices)
             padding = None if held.padding is None else held.padding[indices.cpu()]
             self._clean = False
-            self._held = Held(k, v, padding, held.version + 1, held.plan)
+            self._held = Held(k, v, padding, held.version + 1, held.plan, held.good)
             self.settle()  # What forks share may not have been clean.
 
     def streams(self) -> list[Stream]:

@@ -55,7 +55,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         quantisation) learn, once, for all sequences; or the states of codecs that learnt before.
         Such methods can't be paged without. A `Snapshot` gives what the cache that it is from had
         learnt.
-    backend, precision : str
+    backend, precision, check : str
         Who computes, and how (see `create_cache`).
 
     Notes
@@ -76,8 +76,9 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         calibration: Calibration | Snapshot | None = None,
         backend: str = "auto",
         precision: str = "full",
+        check: str = "now",
     ) -> None:
-        compute = choose(backend, precision)
+        compute = choose(backend, precision, check)
         specs, place = cache_specs(spec, geometry), torch.device(device)
         check_covered(compute, specs, geometry)
         pool = PagePool(specs, geometry, num_pages, page_size, place, calibration)
@@ -281,9 +282,16 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             Called with the plans before anything is stored; nothing is stored if it raises.
         """
         check_layer(layer, len(self.specs))
-        for k, v in () if checked else tokens.values():
-            self.check(layer, k, v)
-        return store_rows(self, layer, tokens, configs or {}, before)
+        with self.compute.checking():
+            for k, v in () if checked else tokens.values():
+                self.check(layer, k, v)
+            return store_rows(self, layer, tokens, configs or {}, before)
+
+    def verify(self) -> None:
+        """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed."""
+        for layers in self._all_layers():
+            for layer in layers:
+                layer.verify()
 
     def check(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
         """Raise a named error unless new tokens (`[B, H_kv, new, D]`) can be stored in a layer."""

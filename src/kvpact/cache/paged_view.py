@@ -120,13 +120,14 @@ class PagedView(BatchRows):
     def _store(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig, run: bool
     ) -> tuple[list[Step], list[AttendConfig], Tensor | None]:
-        self.cache.check(layer, k, v, q)
-        if q is not None:
-            check_query(self.cache.geometry, q, config)
-        query = q if run else None
-        return self._with_rows(
-            k.shape[0], lambda seqs: self._store_rows(layer, seqs, k, v, query, config)
-        )
+        with self.cache.compute.checking():
+            self.cache.check(layer, k, v, q)
+            if q is not None:
+                check_query(self.cache.geometry, q, config)
+            query = q if run else None
+            return self._with_rows(
+                k.shape[0], lambda seqs: self._store_rows(layer, seqs, k, v, query, config)
+            )
 
     def _store_rows(
         self,
@@ -203,6 +204,12 @@ class PagedView(BatchRows):
             yield KVTile(0, total, keys, values, bias)
 
         return DequantResult(tiles, total, any(result.has_bias for result in results))
+
+    def verify(self) -> None:
+        """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed."""
+        for seq in self.seqs or ():
+            for layer in range(self.cache.geometry.num_layers):
+                self.cache.layer_of(seq, layer).verify()
 
     def seq_len(self, layer: int = 0) -> int:
         """Tokens of the longest row in a layer."""

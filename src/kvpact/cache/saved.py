@@ -72,6 +72,7 @@ def _stream_state(stream: Stream) -> StreamState:
 def layer_state(layer: CacheLayer) -> LayerState:
     """Return a layer's state, which does not change when the layer does."""
     with layer.lock:
+        layer.verify()
         spec, padding = layer.spec.to_json(), layer.padding
         if layer.k is None or layer.v is None:
             return LayerState(spec, None, None)

@@ -42,6 +42,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
     layers = list(layers)
     for layer in layers:
         with layer.lock:
+            layer.verify()
             tokens = max(tokens, layer.length)
             sizes["sinks"] += layer.padding_bytes
             sizes["side"] += sum(tensor.nbytes for tensor in layer.waiting_state())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,16 @@ from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.torch.queries import check_call
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays, Codec
+from kvpact.quantizers.checks import deferred
 from kvpact.spec import Spec
 
 BACKENDS: tuple[Backend, ...] = (CPU, TORCH)
 """In the order in which ``backend="auto"`` tries them. The last one covers everything."""
 
 NAMES = ("auto", *(backend.name for backend in BACKENDS))
+CHECKS = ("now", "deferred")
 _CPU = torch.device("cpu")
+_AT_ONCE = nullcontext()
 
 
 class Line(NamedTuple):
@@ -89,12 +93,20 @@ class Compute:
         One of `NAMES`.
     precision : {"full", "int8"}
         How attention may compute.
+    deferred : bool
+        Whether checks of numbers leave a flag on the device instead of reading it.
     """
 
-    def __init__(self, requested: str = "auto", precision: Precision = "full") -> None:
-        self.requested, self.precision = requested, precision
+    def __init__(
+        self, requested: str = "auto", precision: Precision = "full", deferred: bool = False
+    ) -> None:
+        self.requested, self.precision, self.deferred = requested, precision, deferred
         self.counts = Counts()
         self._reasons: dict[tuple[Operation, str], str] = {}
+
+    def checking(self) -> AbstractContextManager[object]:
+        """Return a context for the checks of one call: at once, or deferred."""
+        return deferred() if self.deferred else _AT_ONCE
 
     @property
     def named(self) -> bool:
@@ -320,7 +332,7 @@ class Plan:
         return f"Plan({', '.join(parts)}, precision {self._precision})"
 
 
-def choose(backend: str = "auto", precision: str = "full") -> Compute:
+def choose(backend: str = "auto", precision: str = "full", check: str = "now") -> Compute:
     """Return what computes for a cache.
 
     Parameters
@@ -331,11 +343,13 @@ def choose(backend: str = "auto", precision: str = "full") -> Compute:
     precision : {"full", "int8"}
         ``full`` agrees with the torch bodies to rounding; ``int8`` lets attention compute in 8-bit
         integers where a backend has such kernels (about 1 % of the output's norm).
+    check : {"now", "deferred"}
+        When NaN, infinity and numbers beyond a method's range are looked for (see `create_cache`).
 
     Raises
     ------
     BackendUnavailable
-        There is no such backend or precision; or the backend asked for by name can't run here.
+        There is no such backend, precision or check; or the backend named can't run here.
     """
     if backend not in NAMES:
         raise BackendUnavailable(f"backend {backend!r} is not known; there are {', '.join(NAMES)}")
@@ -343,12 +357,14 @@ def choose(backend: str = "auto", precision: str = "full") -> Compute:
         raise BackendUnavailable(
             f"precision {precision!r} is not known; there are {', '.join(PRECISIONS)}"
         )
+    if check not in CHECKS:
+        raise BackendUnavailable(f"check {check!r} is not known; there are {', '.join(CHECKS)}")
     cap()  # a misspelt KVPACT_SIMD is an error, not a reason to be slow
     found = [one for one in BACKENDS if backend in ("auto", one.name)]
     reasons = [one.runs_here(_CPU) for one in found]
     if all(reasons):
         raise BackendUnavailable(f"backend {backend!r}: {reasons[0]}; use 'auto' or 'torch'")
-    return Compute(backend, precision)
+    return Compute(backend, precision, check == "deferred")
 
 
 def check_covered(compute: Compute, specs: Sequence[Spec], geometry: CacheGeometry) -> None:

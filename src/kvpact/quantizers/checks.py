@@ -22,12 +22,18 @@ _local = threading.local()
 def deferred() -> Iterator[list[Tensor]]:
     """Collect the flags of this thread's checks (0-d bool, True where good) instead of reading."""
     before = getattr(_local, "flags", None)
-    flags: list[Tensor] = []
+    flags: list[Tensor] = [] if before is None else before
     _local.flags = flags
     try:
         yield flags
     finally:
         _local.flags = before
+
+
+def collected() -> Tensor | None:
+    """Return a 0-d bool, whether all that this thread deferred is good; None where nothing is."""
+    flags: list[Tensor] | None = getattr(_local, "flags", None)
+    return torch.stack(flags).all() if flags else None
 
 
 def checks_are_deferred() -> bool:

@@ -1,0 +1,106 @@
+"""A step on a device makes the host wait for nothing; what was not checked is told later."""
+
+import pytest
+import torch
+from host_reads import HostReads
+
+from kvpact import CacheGeometry, create_cache
+from kvpact.errors import BackendUnavailable, NonFiniteError
+
+GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)
+SPECS = (
+    "turboquant:bits=4",
+    "turboquant:bits=4,center=64",
+    "turboquant:bits=3,mode=prod",
+    "int:bits=8",
+    "int:bits=4,zero=true",
+    "kivi:bits=2",
+    "kvarn:bits=4",
+    "fp8",
+    "fp8:scale=none",
+    "qjl/int:bits=4",
+    "polarquant",
+    "none",
+    "none:dtype=fp16",
+)
+
+
+def tokens(count, generator, heads=2):
+    return torch.randn(1, heads, count, 64, generator=generator)
+
+
+def make(spec, layout="contiguous", **options):
+    pages = {"num_pages": 16} if layout == "paged" else {}
+    return create_cache(spec, GEOMETRY, layout, backend="torch", **pages, **options)
+
+
+def step(cache, count, generator):
+    k, v, q = (tokens(count, generator, heads) for heads in (2, 2, 4))
+    return cache.attend(0, k, v, q)
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "paged"))
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_step_reads_from_the_device(spec, layout):
+    outputs = []
+    for check in ("now", "deferred"):
+        generator = torch.Generator().manual_seed(0)
+        cache = make(spec, layout, check=check)
+        step(cache, 300, generator)
+        with HostReads() as reads:
+            found = [step(cache, count, generator) for count in (1, 1, 70, 1)]
+        outputs.append(torch.cat(found, 2))
+        assert bool(reads.counts) == (check == "now")
+    assert torch.equal(*outputs)
+    cache.verify()
+    assert cache.stats()["tokens"] == 373
+
+
+def test_the_counter_counts():
+    x = torch.ones(3)
+    with HostReads() as reads:
+        float(x[0])
+        x.nonzero()
+        x[x > 0] = 2
+        bool(x.sum() > 0)
+    assert sum(reads.counts.values()) >= 4
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "paged"))
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf))
+def test_what_was_not_checked_is_told_at_the_next_natural_point(bad, layout):
+    generator = torch.Generator().manual_seed(1)
+    cache = make("turboquant:bits=4", layout, check="deferred")
+    step(cache, 40, generator)
+    cache.verify()
+    k, v, q = (tokens(1, generator, heads) for heads in (2, 2, 4))
+    v[0, 1, 0, 5] = bad
+    cache.attend(0, k, v, q)
+    step(cache, 1, generator)
+    fork = cache.fork()
+    for look in (cache.verify, cache.stats, cache.snapshot, fork.verify):
+        with pytest.raises(NonFiniteError, match="deferred"):
+            look()
+    fork.reset()
+    cache.reset()
+    step(cache, 5, generator)
+    cache.verify()
+
+
+def test_numbers_beyond_the_range_of_a_method_are_told():
+    generator = torch.Generator().manual_seed(2)
+    for spec, size in (("turboquant:bits=4", 1e6), ("fp8:scale=none", 500.0), ("kivi:bits=2", 1e5)):
+        cache = make(spec, check="deferred")
+        x = tokens(1, generator) * size
+        cache.store(0, x, x)
+        with pytest.raises(NonFiniteError, match="deferred"):
+            cache.verify()
+
+
+def test_checks_are_at_once_by_default():
+    cache = make("turboquant:bits=4")
+    with pytest.raises(NonFiniteError, match="nothing was stored"):
+        cache.store(0, *torch.full((2, 1, 2, 1, 64), torch.nan))
+    assert cache.seq_len() == 0
+    with pytest.raises(BackendUnavailable, match="now, deferred"):
+        make("fp8", check="later")
