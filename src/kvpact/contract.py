@@ -19,8 +19,9 @@ from torch import Tensor
 
 from kvpact.errors import DtypeError, GeometryError, NonFiniteError
 
-SMALLEST, LARGEST = 1e-30, 1e30
-"""Bounds of `AttendConfig`'s factors: fp32 holds them and their inverses with room to spare."""
+SMALLEST, LARGEST, LARGEST_CAP = 1e-30, 1e30, 1e8
+"""Bounds of `AttendConfig`'s factors: fp32 holds them and their inverses with room to spare.
+A larger softcap would cap nothing, and its tanh of tiny numbers would be lost to rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class AttendConfig:
         A field of another type.
     GeometryError
         A number out of range: `softmax_scale` is 0 or of a magnitude from 1e-30 to 1e30, `softcap`
-        from 1e-30 to 1e30; windows, groups and padding are whole numbers.
+        from 1e-30 to 1e8; windows, groups and padding are whole numbers.
     NonFiniteError
         NaN in a tensor.
     """
@@ -91,9 +92,9 @@ class AttendConfig:
                 )
         if self.softcap is not None:
             self._set_real("softcap")
-            if not SMALLEST <= self.softcap <= LARGEST:
+            if not SMALLEST <= self.softcap <= LARGEST_CAP:
                 raise GeometryError(
-                    f"softcap should be a number from {SMALLEST} to {LARGEST}, "
+                    f"softcap should be a number from {SMALLEST} to {LARGEST_CAP}, "
                     f"not {self.softcap!r}; None is no softcap"
                 )
         if self.padding is not None and (

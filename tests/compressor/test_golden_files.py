@@ -9,7 +9,7 @@ import torch
 
 import kvpact
 from kvpact import CompressedKV
-from kvpact.compressor.compressed import flat
+from kvpact.compressor.stream import flat
 from kvpact.methods.fitted import FittedMethod
 from kvpact.testing.held import same_bytes
 

@@ -51,7 +51,8 @@ def field_info(field: Field) -> FieldInfo:
     return FieldInfo(field.name, field.dtype, tuple(field.shape), field.tokens)
 
 
-def _stream_state(stream: Stream) -> StreamState:
+def stream_state(stream: Stream) -> StreamState:
+    """Return a stream's state; the slots of one segment, and of several, are copies."""
     source, step = stream.store.source(), stream.store.segment_tokens
     segments, slots = -(-stream.packed // step), {}
     for field in stream.codec.fields:
@@ -77,7 +78,7 @@ def layer_state(layer: CacheLayer) -> LayerState:
         if layer.k is None or layer.v is None:
             return LayerState(spec, None, None)
         rows = None if padding is None else tuple(padding.tolist())
-        return LayerState(spec, (_stream_state(layer.k), _stream_state(layer.v)), rows)
+        return LayerState(spec, (stream_state(layer.k), stream_state(layer.v)), rows)
 
 
 def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) -> LayerState:
@@ -184,7 +185,7 @@ def restored_layer(
             same_learnt(codec, held)
         codec = fitted_codec(codec, held, device)
         stream = empty.new_stream(x, key, codec)
-        _check_stream(stream, held)
+        check_stream(codec, held)
         exact = held.sinks if held.sinks is None else held.sinks.to(device)
         tail = held.tail.to(device)
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
@@ -193,20 +194,20 @@ def restored_layer(
     return empty
 
 
-def _check_stream(stream: Stream, state: StreamState) -> None:
+def check_stream(codec: Codec, state: StreamState) -> None:
     """Raise `FormatError` unless a stream's state is one that a cache could have been in."""
     exact = [state.tail] if state.sinks is None else [state.tail, state.sinks]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in exact)
     _need(finite, "exact tokens that are not finite")
     try:
-        stream.codec.check_range(state.tail)  # those of an open group are going to be packed
+        codec.check_range(state.tail)  # those of an open group are going to be packed
     except NonFiniteError as error:
         raise FormatError(f"the snapshot can't be right: {error}") from error
-    whole = state.length - state.length % stream.codec.group
+    whole = state.length - state.length % codec.group
     # Complete groups are packed; a group that a rollback cut may be packed further.
     _need(state.packed >= whole, "complete groups that are not packed")
-    _need(state.packed % stream.codec.group == 0 or state.packed == state.length, "a cut group")
-    check_slots(stream.codec, state)
+    _need(state.packed % codec.group == 0 or state.packed == state.length, "a cut group")
+    check_slots(codec, state)
 
 
 def _need(good: bool, what: str) -> None:
@@ -227,7 +228,7 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
         if stream.packed and not learnt:
             raise FormatError("the snapshot has packed slots and not what their method learnt")
         # A codec that was calibrated alike stays, so that its state is not held twice.
-        if learnt and not (_learnt_alike(codec, stream) and _is_on(codec, device)):
+        if learnt and not (learnt_alike(codec, stream) and _is_on(codec, device)):
             codec = codec.restore(learnt)
     elif stream.learnt:
         raise FormatError("the snapshot has learnt what its method does not learn")
@@ -249,14 +250,15 @@ def learnt_states(snapshot: Snapshot, device: torch.device) -> Calibration:
 
 def same_learnt(codec: Codec, stream: StreamState) -> None:
     """Raise `MismatchError` unless a codec has learnt exactly what a snapshot's has."""
-    if not _learnt_alike(codec, stream):
+    if not learnt_alike(codec, stream):
         raise MismatchError(
             "the snapshot's method learnt from other tokens than this cache's; make the cache "
             "with calibration=snapshot, or calibrate both with the same tokens"
         )
 
 
-def _learnt_alike(codec: Codec, stream: StreamState) -> bool:
+def learnt_alike(codec: Codec, stream: StreamState) -> bool:
+    """Tell whether a codec has learnt exactly what a state's has."""
     state = codec.state()
     return state.keys() == stream.learnt.keys() and all(
         torch.equal(tensor.cpu(), stream.learnt[name].cpu()) for name, tensor in state.items()

@@ -6,7 +6,6 @@ is a batch of rows. Rows of a batch lie beside the heads in a `CompressedKV`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,14 +13,16 @@ from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.saved import learnt_alike, restored_layer, stream_state
 from kvpact.cache.stream import Stream
-from kvpact.compressor.compressed import CompressedKV, flat
-from kvpact.compressor.stream import PackedStream
+from kvpact.compressor.compressed import CompressedKV
+from kvpact.compressor.stream import PackedStream, flat, without_window
 from kvpact.errors import CacheFull, GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
-from kvpact.methods import Codec, Method
+from kvpact.methods import Method
 from kvpact.methods.fitted import FittedCodec
+from kvpact.snapshot import LayerState, StreamState
 from kvpact.spec import Spec
 
 AnyCache = ContiguousCache | PagedKVCache
@@ -115,83 +116,54 @@ def _stream(
     if shared or not same_slots(wanted, held):
         x = flat(entry.dequantize(side))
         make = wanted.key_codec if side == "k" else wanted.value_codec
-        return PackedStream.empty(make(x.shape[3], x.dtype), x, compute).fitted(x).append(x)
-    # A group that a rollback cut is not whole; its tokens go on as they are.
-    packed = source.packed - source.packed % source.codec.group
-    known = source.length - source.tail.shape[2]
-    if packed >= known:
-        rest = flat(source.tail[:, :, packed - known :]).clone()
-    else:
-        rest = flat(entry.dequantize(side)[:, :, packed:]).clone()
+        return PackedStream.fitted(make(x.shape[3], x.dtype), x, compute).append(x)
+    state = stream_state(source)
+    # A group that a rollback cut is not whole; its tokens go on as they are read.
+    whole = state.packed - state.packed % source.codec.group
+    cut = whole < max(state.start, state.packed)
+    rest = entry.dequantize(side)[:, :, whole:] if cut else None
     # What the tokens were before they were packed is not known any more, nor is the error.
-    stream = PackedStream(source.codec, {}, rest, packed, torch.nan, torch.nan, compute)
-    if not packed:
-        return stream
-    slots, storages = {}, source.store.source()
-    tokens = -(-packed // stream.unit) * stream.unit
-    count = -(-packed // source.store.segment_tokens)
-    for field in source.codec.fields:
-        units = tokens // field.tokens
-        storage = storages.gather(field.name, 0, count)[:, :, :units]
-        storage = storage.reshape(1, -1, *storage.shape[2:]).clone(
-            memory_format=torch.contiguous_format
-        )
-        field.clear_from(storage, packed)
-        slots[field.name] = storage
-    return replace(stream, slots=slots)
+    return PackedStream(source.codec, without_window(state, rest), torch.nan, torch.nan, compute)
 
 
 def _fits(compressed: CompressedKV, entry: CacheLayer) -> bool:
     """Whether the cache would pack tokens to the same slots."""
+    packed = (compressed.k, compressed.v)
     methods = zip(_sides(compressed.spec), _sides(entry.spec), strict=True)
-    if not all(same_slots(a, b) for a, b in methods):
-        return False
-    wanted = (compressed.k, compressed.v)
-    made = (entry.new_stream(s.open, s is compressed.k).codec for s in wanted)
-    return all(_learnt_the_same(a.codec, b) for a, b in zip(wanted, made, strict=True))
+    return all(same_slots(a, b) for a, b in methods) and all(
+        learnt_alike(entry.make_codec(stream.open, key), stream.held)
+        for stream, key in zip(packed, (True, False), strict=True)
+    )
 
 
 def _sides(spec: Spec) -> tuple[Method, Method]:
     return spec.key, spec.value
 
 
-def _learnt_the_same(a: Codec, b: Codec) -> bool:
-    x, y = a.state(), b.state()
-    return x.keys() == y.keys() and all(torch.equal(x[name], y[name].to(x[name])) for name in x)
-
-
 def _adopt(compressed: CompressedKV, entry: CacheLayer, device: torch.device) -> None:
     """Copy slots into an empty layer."""
+    k, v = (
+        _with_sinks(stream, compressed.batch, method.sinks)
+        for stream, method in zip((compressed.k, compressed.v), _sides(entry.spec), strict=True)
+    )
+    restored_layer(entry, LayerState(entry.spec.to_json(), (k, v), None), device, shared=False)
+
+
+def _with_sinks(source: PackedStream, batch: int, count: int) -> StreamState:
+    """Return a stream's state by rows, with sinks as the slots have them."""
 
     def rows(x: Tensor) -> Tensor:
-        heads = x.shape[1] // compressed.batch
-        return x.reshape(compressed.batch, heads, *x.shape[2:]).to(device)
+        return x.reshape(batch, x.shape[1] // batch, *x.shape[2:])
 
-    with entry.lock:
-        streams = [
-            _filled(entry.new_stream(rows(source.open), key), source, rows)
-            for source, key in ((compressed.k, True), (compressed.v, False))
-        ]
-        entry.restore(streams[0], streams[1], None)
-
-
-def _filled(target: Stream, source: PackedStream, rows: Callable[[Tensor], Tensor]) -> Stream:
-    slots, sinks = {name: rows(x) for name, x in source.slots.items()}, _sinks(target, source, rows)
-    target = target.restore(source.packed, source.packed, target.tail, sinks, slots)
-    if source.open.shape[2]:
-        plan = target.prepare(rows(source.open), None, 0)
-        plan.write()
-        return plan.after
-    return target
-
-
-def _sinks(target: Stream, source: PackedStream, rows: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """Return the sinks as the slots have them; nobody knows them better any more."""
-    if target.sinks is None:
-        return None
-    sinks, count = target.sinks.clone(), min(target.sinks.shape[2], source.length)
+    sinks = source.open.new_zeros(*source.open.shape[:2], count, source.open.shape[3])
+    held = min(count, source.length)
     packed = min(count, source.packed)
     if packed:
-        sinks[:, :, :packed] = rows(source.read(0, packed))
-    sinks[:, :, packed:count] = rows(source.open[:, :, : count - packed])
-    return sinks
+        source.read(0, packed, sinks[:, :, :packed])
+    sinks[:, :, packed:held] = source.open[:, :, : held - packed]
+    return replace(
+        source.held,
+        slots={name: rows(x) for name, x in source.slots.items()},
+        tail=rows(source.open),
+        sinks=rows(sinks) if count else None,
+    )

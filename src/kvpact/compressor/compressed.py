@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
 from os import PathLike
 from typing import Literal, NamedTuple
 
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.compressor.checks import check_pair
-from kvpact.compressor.stream import PackedStream
+from kvpact.compressor.stream import PackedStream, flat
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.kernels import Compute
 from kvpact.spec import Spec
@@ -142,12 +140,7 @@ class CompressedKV:
                 )
         if bound is not None and not 0 <= bound <= 1:
             raise GeometryError(f"bound is a share of the energy from 0 to 1, not {bound!r}")
-        return self._map(lambda stream, x: stream.append(x, bound), k, v)
-
-    def _map(
-        self, make: Callable[[PackedStream, Tensor], PackedStream], k: Tensor, v: Tensor
-    ) -> CompressedKV:
-        return replace(self, k=make(self.k, flat(k)), v=make(self.v, flat(v)))
+        return replace(self, k=self.k.append(flat(k), bound), v=self.v.append(flat(v), bound))
 
     def with_compute(self, compute: Compute) -> CompressedKV:
         """Return the same, encoded and decoded by another backend from now on."""
@@ -182,8 +175,3 @@ class CompressedKV:
         from kvpact.compressor.files import load
 
         return load(path)
-
-
-def flat(x: Tensor) -> Tensor:
-    """Put rows of the batch beside the heads: `[1, B * H, T, D]`."""
-    return x.reshape(1, prod(x.shape[:-2]), *x.shape[-2:])

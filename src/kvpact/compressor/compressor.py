@@ -11,8 +11,8 @@ from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.specs import latent_spec
 from kvpact.compressor import caches
 from kvpact.compressor.checks import check_pair
-from kvpact.compressor.compressed import CompressedKV, Layout, flat
-from kvpact.compressor.stream import PackedStream
+from kvpact.compressor.compressed import CompressedKV, Layout
+from kvpact.compressor.stream import PackedStream, flat
 from kvpact.errors import DtypeError, GeometryError, SpecError
 from kvpact.kernels import choose
 from kvpact.methods import Method
@@ -127,7 +127,7 @@ class KVCacheCompressor:
         key = self.spec.key.key_codec(k.shape[-1], k.dtype)
         value = self.spec.value.value_codec(v.shape[-1], v.dtype)
         streams = [
-            PackedStream.empty(codec, x, self._compute).fitted(x).append(x)
+            PackedStream.fitted(codec, x, self._compute).append(x)
             for codec, x in ((key, flat(k)), (value, flat(v)))
         ]
         batch = k.shape[0] if layout == "batched" else 1

@@ -7,24 +7,27 @@ what the spec's codecs say before anything is used.
 from __future__ import annotations
 
 import math
+import re
 from os import PathLike
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpact.cache.saved import check_stream, field_info
 from kvpact.compressor.checks import DTYPES
 from kvpact.compressor.compressed import CompressedKV
-from kvpact.compressor.stream import PackedStream
+from kvpact.compressor.stream import PackedStream, room
 from kvpact.errors import FormatError, KVPactError
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
-from kvpact.snapshot import Container
+from kvpact.snapshot import Container, StreamState
 from kvpact.spec import Spec
 
 FORMAT = "kvpact.compressed_kv"
 VERSION = 1
+_NAME = re.compile(r"[kv]\.(open|(slots|state)\..+)")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 
@@ -105,7 +108,7 @@ def load(path: str | PathLike[str]) -> CompressedKV:
 
 
 def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> CompressedKV:
-    strange = [name for name in tensors if not name.startswith(("k.", "v."))]
+    strange = [name for name in tensors if not _NAME.fullmatch(name)]
     if strange:
         raise FormatError(f"unknown tensors: {', '.join(strange)}")
     spec, dtype = Spec.from_json(manifest["spec"]), _DTYPES[manifest["dtype"]]
@@ -145,27 +148,27 @@ def _stream(
     dtype: torch.dtype,
 ) -> PackedStream:
     rows, dim = size
-    state = {n.removeprefix("state."): t for n, t in tensors.items() if n.startswith("state.")}
-    if isinstance(codec, FittedCodec):
-        codec = codec.restore(state)
-    elif state:
-        raise FormatError("a codec that learns nothing has a state")
     packed, count = _number(entry, "packed", 0), _number(entry, "open", 0)
     energy, lost = (
         math.nan if entry[name] is None else float(entry[name]) for name in ("energy", "lost")
     )
-    rest = tensors.get("open", torch.zeros(1, rows, 0, dim, dtype=dtype))
-    _expect("open", rest, (1, rows, count, dim), dtype)
-    stream = PackedStream(codec, {}, rest, packed, energy, lost)
-    tokens, slots = -(-packed // stream.unit) * stream.unit, {}
-    for field in codec.fields if packed else ():
-        slots[field.name] = tensors[f"slots.{field.name}"]
-        shape = (1, rows, tokens // field.tokens, *field.shape)
+    rest = tensors.pop("open", torch.zeros(1, rows, 0, dim, dtype=dtype))
+    learnt = {name[6:]: x for name, x in tensors.items() if name.startswith("state.")}
+    if isinstance(codec, FittedCodec):
+        codec = codec.restore(learnt)
+    elif learnt:
+        raise FormatError("a codec that learns nothing has a state")
+    slots = {name[6:]: x for name, x in tensors.items() if name.startswith("slots.")}
+    fields = tuple(field_info(field) for field in codec.fields)
+    if slots.keys() != {field.name for field in fields if packed}:
+        raise FormatError("the slots are not those of the method")
+    for field in fields if packed else ():
+        shape = (1, rows, room(codec, packed) // field.tokens, *field.shape)
         _expect(field.name, slots[field.name], shape, field.dtype)
-    named = {f"slots.{name}" for name in slots} | {f"state.{name}" for name in state} | {"open"}
-    if set(tensors) - named:
-        raise FormatError(f"unknown tensors: {', '.join(sorted(set(tensors) - named))}")
-    return PackedStream(codec, slots, rest, packed, energy, lost)
+    _expect("open", rest, (1, rows, count, dim), dtype)
+    held = StreamState(fields, slots, packed, packed, rest, None, codec.state())
+    check_stream(codec, held)
+    return PackedStream(codec, held, energy, lost)
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -1,24 +1,32 @@
-"""K or V as packed slots: the formats of the caches, no exact sinks or window."""
+"""K or V as packed slots: the state of a cache's stream without sinks and window."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
-from math import lcm
+from math import lcm, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.segments import ListSource
+from kvpact.cache.saved import field_info, stream_state
+from kvpact.cache.segments import ListSource, SegmentList
+from kvpact.cache.stream import Stream
 from kvpact.formats import TILE
 from kvpact.kernels import Compute, SegmentSource, StreamPlan
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.lowrank import LowRankCodec
+from kvpact.snapshot import StreamState
 
 _CHUNK = 1024
 """Tokens that are decoded at a time."""
+
+
+def flat(x: Tensor) -> Tensor:
+    """Put rows of the batch beside the heads: `[1, B * H, T, D]`."""
+    return x.reshape(1, prod(x.shape[:-2]), *x.shape[-2:])
 
 
 class _Slots(NamedTuple):
@@ -28,54 +36,58 @@ class _Slots(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedStream:
-    """Tokens of K or of V; appending gives a new one.
+    """Tokens of K or of V; appending gives a new stream.
 
-    A codec that quantises tokens in groups packs whole groups; the tokens behind them are exact.
     Rows of the batch lie beside the heads, so that a fitted codec learns each sequence's own basis.
 
     Parameters
     ----------
     codec : Codec
         Encodes and decodes; fitted, if it can be.
-    slots : dict
-        Storage by field name, `[1, N, units, …]` with N = batch x heads.
-    open : Tensor
-        `[1, N, n, D]`, the tokens of the group that is not complete.
-    packed : int
-        Tokens in slots.
+    held : StreamState
+        Slots `[1, N, units, …]` with N = batch x heads; the tail is the open group alone.
     energy, lost : float
-        Sums of squares of all tokens, and of what came back less what was given.
+        Sums of squares of all tokens, and of the differences after compression.
     compute : Compute
         What encodes and decodes.
     """
 
     codec: Codec
-    slots: dict[str, Tensor]
-    open: Tensor
-    packed: int = 0
+    held: StreamState
     energy: float = 0.0
     lost: float = 0.0
     compute: Compute = dataclass_field(default_factory=Compute)
 
     @classmethod
-    def empty(cls, codec: Codec, x: Tensor, compute: Compute) -> PackedStream:
-        """Return a stream for tokens like `x` (`[1, N, T, D]`) that holds none."""
-        return cls(codec, {}, x[:, :, :0].clone(), compute=compute)
+    def fitted(cls, codec: Codec, x: Tensor, compute: Compute) -> PackedStream:
+        """Return a stream for tokens like `x` (`[1, N, T, D]`) that holds none.
+
+        A codec that learns from tokens has learnt from `x`.
+        """
+        codec = codec.fit(x) if isinstance(codec, FittedCodec) else codec
+        fields = tuple(field_info(field) for field in codec.fields)
+        held = StreamState(fields, {}, 0, 0, x[:, :, :0].clone(), None, codec.state())
+        return cls(codec, held, compute=compute)
 
     @property
-    def unit(self) -> int:
-        """Tokens by which storage grows."""
-        return lcm(TILE, self.codec.group, *(field.tokens for field in self.codec.fields))
+    def slots(self) -> dict[str, Tensor]:
+        """Storage by field name."""
+        return dict(self.held.slots)
+
+    @property
+    def open(self) -> Tensor:
+        """`[1, N, n, D]`, the tokens of the group that is not complete."""
+        return self.held.tail
+
+    @property
+    def packed(self) -> int:
+        """Tokens in slots."""
+        return self.held.packed
 
     @property
     def length(self) -> int:
         """Tokens held."""
-        return self.packed + self.open.shape[2]
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """What the codec learnt."""
-        return self.codec.state()
+        return self.held.length
 
     @property
     def error(self) -> float:
@@ -85,14 +97,8 @@ class PackedStream:
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor held, by name."""
         held = {f"slots.{name}": tensor for name, tensor in self.slots.items()}
-        held |= {f"state.{name}": tensor for name, tensor in self.state.items()}
+        held |= {f"state.{name}": tensor for name, tensor in self.codec.state().items()}
         return {**held, "open": self.open} if self.open.numel() else held
-
-    def fitted(self, x: Tensor) -> PackedStream:
-        """Return an empty stream whose codec learnt from `x`, if it learns."""
-        if isinstance(self.codec, FittedCodec):
-            return replace(self, codec=self.codec.fit(x))
-        return self
 
     def append(self, x: Tensor, bound: float | None = None) -> PackedStream:
         """Return a stream with more tokens; this one stays as it is.
@@ -110,34 +116,24 @@ class PackedStream:
             A token that the codec can't hold.
         """
         self.codec.check_range(x)
-        known = torch.cat([self.open, x], dim=2)
-        count = known.shape[2] // self.codec.group * self.codec.group
+        longer = self._extended(x, bound)
+        plan = longer._stream().prepare(x, None, 0)
+        plan.write()
         energy = self.energy + float(x.double().square().sum())
-        if not count:
-            return replace(self, open=known, energy=energy)
-        stream = self._extended(known[:, :, :count], bound)
-        slots = stream._encoded(known[:, :, :count])
-        stream = replace(
-            stream,
-            slots=slots,
-            open=known[:, :, count:].clone(),
-            packed=self.packed + count,
-            energy=energy,
-        )
-        lost = 0.0
-        for start in range(0, count, stream._step):
-            end = min(start + stream._step, count)
-            got = stream.read(self.packed + start, self.packed + end)
-            lost += float((got.double() - known[:, :, start:end].double()).square().sum())
-        return replace(stream, lost=self.lost + lost)
+        longer = replace(longer, held=_own(stream_state(plan.after)), energy=energy)
+        known, lost, step = torch.cat([self.open, x], dim=2), 0.0, room(self.codec, _CHUNK)
+        for start in range(self.packed, longer.packed, step):
+            end = min(start + step, longer.packed)
+            given = known[:, :, start - self.packed : end - self.packed].double()
+            lost += float((longer.read(start, end).double() - given).square().sum())
+        return replace(longer, lost=self.lost + lost)
 
-    def _encoded(self, x: Tensor) -> dict[str, Tensor]:
-        """Return copies of the slots with whole groups of tokens behind what they hold."""
-        end = self.packed + x.shape[2]
-        encoder, prepared = self._plan().prepare(x)
-        slots, capacity = self._grown(end, x.device)
-        encoder.write(prepared, [slots], capacity, self.packed)
-        return slots
+    def _stream(self) -> Stream:
+        """Return a cache's stream that holds the same and shares no memory with this one."""
+        x, codec = self.open, self.codec
+        store = SegmentList(codec, 1, x.shape[1], x.device)
+        stream = Stream.empty(codec, x, 0, 0, store, self._plan())
+        return stream.restore(self.packed, self.packed, x, None, self.slots)
 
     def _plan(self) -> StreamPlan:
         return self.compute.stream(self.codec, self.open.device, self.open.dtype)
@@ -154,23 +150,9 @@ class PackedStream:
         values = torch.nn.functional.pad(values, (0, codec.rank - self.codec.rank))
         storage = new.allocate(1, values.shape[1], values.shape[2], values.device)
         new.write(storage, 0, values)
-        return replace(self, codec=codec, slots={new.name: storage})
-
-    def _grown(self, tokens: int, device: torch.device) -> tuple[dict[str, Tensor], int]:
-        """Return copies of the slots with room for `tokens` tokens in all, and that room."""
-        tokens = -(-tokens // self.unit) * self.unit
-        grown = {}
-        for field in self.codec.fields:
-            storage = field.allocate(1, self.open.shape[1], tokens, device)
-            if field.name in self.slots:
-                held = self.slots[field.name]
-                storage[:, :, : held.shape[2]] = held
-            grown[field.name] = storage
-        return grown, tokens
-
-    @property
-    def _step(self) -> int:
-        return -(-_CHUNK // self.unit) * self.unit
+        fields, slots = (field_info(new),), {new.name: storage}
+        held = replace(self.held, fields=fields, slots=slots, learnt=codec.state())
+        return replace(self, codec=codec, held=held)
 
     def read(self, start: int, end: int, out: Tensor | None = None) -> Tensor:
         """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype.
@@ -180,7 +162,7 @@ class PackedStream:
         if out is None:
             _, rows, _, dim = self.open.shape
             out = self.open.new_empty(1, rows, end - start, dim)
-        source = ListSource((self.slots,), -(-self.packed // self.unit) * self.unit)
+        source = ListSource((self.slots,), room(self.codec, self.packed))
         self._plan().decode_slots(_Slots(self.codec, source), start, end, out)
         return out
 
@@ -188,8 +170,42 @@ class PackedStream:
         """Return all tokens, `[1, N, T, D]` in the input's dtype."""
         _, rows, _, dim = self.open.shape
         whole = self.open.new_empty(1, rows, self.length, dim)
-        for start in range(0, self.packed, self._step):
-            end = min(start + self._step, self.packed)
+        step = room(self.codec, _CHUNK)
+        for start in range(0, self.packed, step):
+            end = min(start + step, self.packed)
             self.read(start, end, whole[:, :, start:end])
         whole[:, :, self.packed :] = self.open
         return whole
+
+
+def room(codec: Codec, tokens: int) -> int:
+    """Return the tokens for which storage of `tokens` packed tokens has room: whole units."""
+    unit = lcm(TILE, codec.group, *(field.tokens for field in codec.fields))
+    return -(-tokens // unit) * unit
+
+
+def without_window(state: StreamState, rest: Tensor | None = None) -> StreamState:
+    """Return a cache's stream as rows beside the heads, without sinks and window.
+
+    Parameters
+    ----------
+    state : StreamState
+        `[B, H, …]`.
+    rest : Tensor, optional
+        `[B, H, n, D]`, the tokens of the open group, where the tail does not hold them all.
+    """
+    rest = state.tail[:, :, state.packed - state.start :] if rest is None else rest
+    packed = state.length - rest.shape[2]
+    slots = {
+        info.name: state.slots[info.name][:, :, : -(-packed // info.tokens)].flatten(0, 1)[None]
+        for info in state.fields
+        if packed
+    }
+    return _own(replace(state, slots=slots, packed=packed, start=packed, tail=flat(rest)))
+
+
+def _own(state: StreamState) -> StreamState:
+    """Return a state whose tensors hold nothing else in memory, and no sinks."""
+    layout = torch.contiguous_format
+    slots = {name: x.clone(memory_format=layout) for name, x in state.slots.items()}
+    return replace(state, slots=slots, tail=state.tail.clone(memory_format=layout), sinks=None)
