@@ -6,6 +6,7 @@ Where checks are deferred the flags stay on the device, to be read at a natural 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,5 +67,12 @@ def are_finite(x: Tensor) -> Tensor:
 
 def require_finite(x: Tensor, error: Callable[[], NonFiniteError]) -> None:
     """Raise `error()` where a number of `x` is NaN or infinity; see `require`."""
-    if not x.is_meta and x.numel():
+    if x.is_meta or not x.numel():
+        return
+    if checks_are_deferred():
         require(are_finite(x), error)
+        return
+    low, high = torch.aminmax(x)
+    # Python's own test: on a CPU it costs a fraction of three more tensors.
+    if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+        raise error()
