@@ -34,6 +34,7 @@ pytest.register_assert_rewrite(
     *(
         f"kvpact.testing.{name}"
         for name in (
+            "backend",
             "cache_append",
             "cache_attention",
             "cache_bytes",
@@ -57,6 +58,7 @@ pytest.register_assert_rewrite(
     )
 )
 
+from kvpact.testing.backend import BackendContract  # noqa: E402
 from kvpact.testing.cache import CacheContract  # noqa: E402
 from kvpact.testing.cache_paged import PagedCacheContract  # noqa: E402
 from kvpact.testing.data import SHAPES, Shape, random_tokens  # noqa: E402
@@ -74,6 +76,7 @@ from kvpact.testing.store import StoreContract  # noqa: E402
 
 __all__ = [
     "SHAPES",
+    "BackendContract",
     "CacheContract",
     "FittedCacheContract",
     "FittedMethodContract",

@@ -1,0 +1,298 @@
+"""`BackendContract`: a backend computes what the torch bodies compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpact.cache import create_cache
+from kvpact.contract import AttendConfig
+from kvpact.geometry import CacheGeometry
+from kvpact.kernels.base import OPERATIONS, AttendCall, Backend, Operation, Segment, SegmentSource
+from kvpact.kernels.torch.backend import TORCH
+from kvpact.methods import Codec
+from kvpact.methods.fitted import FittedCodec
+from kvpact.spec import parse_spec
+from kvpact.testing.data import random_tokens
+from kvpact.testing.held import same_bytes
+from kvpact.testing.specs import example_specs, variant_specs
+
+ROWS, HEADS, SEGMENT = 2, 3, 128
+GUARD = 64
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDTHS = (20, 33, 64, 80)
+SPECS = [*(example_specs() | variant_specs())]
+every_spec = pytest.mark.parametrize("spec", SPECS)
+both_sides = pytest.mark.parametrize("side", ["key", "value"])
+
+_PADDING = torch.tensor([0, 7])
+CALLS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    # Tokens held, new tokens, query heads per KV head, rules.
+    "one token": (300, 1, 3, {}),
+    "a short past": (1, 1, 1, {}),
+    "a chunk": (333, 40, 2, {"softmax_scale": 0.3}),
+    "softcap": (129, 5, 5, {"softcap": 2.0}),
+    "a sliding window": (200, 70, 1, {"sliding_window": 33}),
+    "sinks": (65, 1, 2, {"sink_logits": torch.linspace(-1, 3, 2 * HEADS)}),
+    "padding": (150, 3, 4, {"padding": _PADDING}),
+    "not causal": (97, 9, 2, {"is_causal": False}),
+    "nothing seen": (64, 1, 2, {"mask": torch.zeros(1, 1, 1, 65, dtype=torch.bool)}),
+    "an additive mask": (90, 2, 2, {"mask": torch.linspace(-3, 1, 92).expand(1, 1, 2, 92)}),
+}
+
+
+class _Slots(NamedTuple):
+    codec: Codec
+    source: SegmentSource
+
+
+class _Source:
+    """Segments as a `SegmentSource` without addresses in memory."""
+
+    segment_tokens = SEGMENT
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self._segments = segments
+        self.prepared: dict[str, Any] = {}
+        self._tables: dict[str, Tensor] = {}
+
+    def gather(self, name: str, first: int, last: int) -> Tensor:
+        return torch.cat([segment[name] for segment in self._segments[first:last]], 2)
+
+    def addresses(self, name: str) -> tuple[int, int, int] | None:
+        parts = [segment[name] for segment in self._segments]
+        if name not in self._tables:
+            self._tables[name] = torch.tensor([part.data_ptr() for part in parts])
+        size = parts[0].element_size()
+        row, head = (parts[0].stride(axis) * size for axis in (0, 1))
+        return self._tables[name].data_ptr(), row, head
+
+
+@contextmanager
+def unwritten_is_nan() -> Iterator[None]:
+    """Fill new, uninitialised tensors with NaN, so that what is not written is seen."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        memory.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(enabled, warn_only=warn)
+
+
+class BackendContract:
+    """Inherit this in a test module and return your backend from `make_backend`.
+
+    What a backend covers is compared with `kvpact.kernels.torch`, which defines the results:
+    encoded slots and decoded numbers to the bit, attention by the norm of the difference. What it
+    does not cover is skipped with the backend's own reason.
+
+    Attributes
+    ----------
+    max_error, max_error_int8 : float
+        `|output - torch's| / |torch's|` of attention in fp32 stays below it, with
+        ``precision="full"`` and with ``"int8"``.
+    device : str
+        Where the backend is tested.
+    """
+
+    max_error: ClassVar[float] = 1e-6
+    max_error_int8: ClassVar[float] = 0.03
+    device: ClassVar[str] = "cpu"
+
+    def make_backend(self) -> Backend:
+        """Return the backend."""
+        raise NotImplementedError
+
+    def _backend(self) -> Backend:
+        backend = self.make_backend()
+        if reason := backend.runs_here(torch.device(self.device)):
+            pytest.skip(reason)
+        return backend
+
+    def _codec(self, spec: str, side: str, dim: int, dtype: torch.dtype) -> Codec:
+        method = getattr(parse_spec(spec), side)
+        codec: Codec = getattr(method, f"{side}_codec")(dim, dtype)
+        if isinstance(codec, FittedCodec):
+            x = random_tokens(ROWS, HEADS, 256, dim, seed=7)
+            codec = codec.fit(x.to(self.device, dtype))
+        return codec
+
+    def _covered(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> Backend:
+        backend = self._backend()
+        if reason := backend.covers(operation, codec, dtype):
+            pytest.skip(f"{operation}: {reason}")
+        return backend
+
+    def _guarded(self, codec: Codec) -> tuple[Segment, list[Tensor]]:
+        """Return a segment of zeros, and the memory that it lies in with guards on both sides."""
+        segment, memory = {}, []
+        tokens = max(SEGMENT, codec.group)
+        for field in codec.fields:
+            like = field.allocate(ROWS, HEADS, tokens, torch.device(self.device))
+            whole = torch.full((like.numel() + 2 * GUARD,), 85, device=self.device).to(like.dtype)
+            segment[field.name] = whole[GUARD:-GUARD].view(like.shape).zero_()
+            memory.append(whole)
+        return segment, memory
+
+    def _slots(
+        self, backend: Backend, codec: Codec, x: Tensor, pieces: tuple[int, ...]
+    ) -> list[Segment]:
+        """Return the segments after pieces of tokens were written to them in turn."""
+        made = [self._guarded(codec) for _ in range(-(-x.shape[2] // SEGMENT))]
+        segments, start = [segment for segment, _ in made], 0
+        encoder = backend.encoder(codec)
+        for piece in torch.split(x, list(pieces), 2):
+            end = start + piece.shape[2]
+            first, last = start // SEGMENT, -(-end // SEGMENT)
+            prepared = encoder.prepare(piece)
+            encoder.write(prepared, segments[first:last], SEGMENT, start - first * SEGMENT)
+            start = end
+        for whole in (whole for _, memory in made for whole in memory):
+            guards = torch.cat([whole[:GUARD], whole[-GUARD:]])
+            assert bool((guards == torch.tensor(85).to(whole.dtype)).all()), "guards overwritten"
+        return segments
+
+    def test_it_says_what_it_covers(self) -> None:
+        """A name, and for every operation and method the reason why not, or nothing."""
+        backend = self._backend()
+        assert backend.name and backend.describe()
+        for spec in SPECS:
+            codec = self._codec(spec, "key", 64, torch.float32)
+            for operation in OPERATIONS:
+                reason = backend.covers(operation, codec, torch.float32)
+                assert isinstance(reason, str)
+
+    @both_sides
+    @every_spec
+    def test_encoded_bytes(self, spec: str, side: str) -> None:
+        """The slots of the torch body, whatever the pieces; nothing is written beside them."""
+        for dim, dtype in zip(WIDTHS, (*DTYPES, torch.float32), strict=True):
+            codec = self._codec(spec, side, dim, dtype)
+            backend = self._covered("encode", codec, dtype)
+            group = codec.group
+            pieces = (group, 2 * group, 5 * group) if group > 1 else (1, 36, 129, 1)
+            x = random_tokens(ROWS, HEADS, sum(pieces), dim, seed=dim, dtype=dtype, offset=1.0)
+            x = x.to(self.device)
+            expected = self._slots(TORCH, codec, x, (x.shape[2],))
+            for wanted, found in zip(expected, self._slots(backend, codec, x, pieces), strict=True):
+                assert all(same_bytes(wanted[name], found[name]) for name in wanted)
+
+    @both_sides
+    @every_spec
+    def test_decoded_numbers(self, spec: str, side: str) -> None:
+        """The numbers of the torch body for any part, into memory with gaps."""
+        for dim, dtype in zip(WIDTHS, (*DTYPES, torch.float32), strict=True):
+            codec = self._codec(spec, side, dim, dtype)
+            backend = self._covered("decode", codec, dtype)
+            count = -(-200 // codec.group) * codec.group
+            x = random_tokens(ROWS, HEADS, count, dim, seed=dim, dtype=dtype).to(self.device)
+            slots = _Slots(codec, _Source(self._slots(TORCH, codec, x, (count,))))
+            for start, end in ((0, 1), (37, 38), (30, 33), (5, 150), (0, count)):
+                for inverse in (True, False):
+                    expected = self._decoded(TORCH, slots, start, end, dim, dtype, inverse)
+                    found = self._decoded(backend, slots, start, end, dim, dtype, inverse)
+                    assert same_bytes(expected, found), (dim, dtype, start, end, inverse)
+
+    def _decoded(
+        self,
+        backend: Backend,
+        slots: _Slots,
+        start: int,
+        end: int,
+        dim: int,
+        dtype: torch.dtype,
+        inverse: bool,
+    ) -> Tensor:
+        count = end - start
+        shape = (ROWS + 1, HEADS + 1, count + 2, dim + 3)
+        whole = torch.full(shape, 85.0, dtype=dtype, device=self.device)
+        out = whole[:ROWS, :HEADS, 1 : 1 + count, 1 : 1 + dim]
+        out.fill_(torch.nan)
+        backend.decode(slots, start, end, out, inverse=inverse)
+        found = out.clone()
+        out.fill_(85.0)
+        assert bool((whole == 85.0).all()), "guards overwritten"
+        return found
+
+    def _call(
+        self, spec: str, name: str, dim: int, dtype: torch.dtype, seed: int = 0, more: int = 0
+    ) -> AttendCall:
+        """Return a call of attention over a cache that the torch bodies filled."""
+        held, new, groups, rules = CALLS[name]
+        held += more
+        v_dim, padding = dim + 16, rules.get("padding")
+        geometry = CacheGeometry(1, HEADS, dim, v_dim, dtype)
+
+        def tokens(heads: int, count: int, width: int, side: int) -> Tensor:
+            x = random_tokens(ROWS, heads, count, width, seed=10 * seed + side, dtype=dtype)
+            return x.to(self.device)
+
+        past = tokens(HEADS, held, dim, 0), tokens(HEADS, held, v_dim, 1)
+        cache = create_cache(spec, geometry, backend="torch")
+        cache.prefill(0, *past, config=AttendConfig(padding=padding))
+        k, v = tokens(HEADS, new, dim, 2), tokens(HEADS, new, v_dim, 3)
+        q, config = tokens(HEADS * groups, new, dim, 4), AttendConfig(**rules)
+        # `store` leaves the view of the past, to which the new tokens do not belong.
+        step = cache.store(0, k, v, AttendConfig(padding=padding))  # type: ignore[union-attr]
+        return AttendCall(step.view, k, v, q, config, step.padding)
+
+    def _attended(self, backend: Backend, calls: list[AttendCall], precision: str) -> Tensor:
+        with unwritten_is_nan():
+            return backend.attend(calls, precision)  # type: ignore[arg-type]
+
+    def _codecs_of(self, call: AttendCall) -> tuple[Codec, Codec]:
+        assert call.view is not None
+        return call.view.k.codec, call.view.v.codec
+
+    def _compare(self, calls: list[AttendCall], precision: str = "full") -> None:
+        codecs = self._codecs_of(calls[0])
+        for codec in codecs:
+            backend = self._covered("attend", codec, calls[0].q.dtype)
+        if backend.precision(precision, *codecs)[0] != precision:  # type: ignore[arg-type]
+            pytest.skip(f"{backend.name} has no {precision} here")
+        expected = self._attended(TORCH, calls, "full")
+        found = self._attended(backend, calls, precision)
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        limit = self.max_error if precision == "full" else self.max_error_int8
+        limit = max(limit, 2 * torch.finfo(found.dtype).eps)
+        error = (found.double() - expected.double()).norm()
+        assert error <= limit * expected.double().norm()
+
+    @every_spec
+    def test_attention_over_every_method(self, spec: str) -> None:
+        """One token and a chunk, at a width that is no power of two."""
+        for dim, name in ((64, "one token"), (80, "a chunk")):
+            self._compare([self._call(spec, name, dim, torch.float32)])
+
+    @pytest.mark.parametrize("name", CALLS)
+    @pytest.mark.parametrize("spec", ["none", "int:bits=4", "kivi:bits=2,group=32"])
+    def test_attention_by_every_rule(self, spec: str, name: str) -> None:
+        """Scale, softcap, windows, sinks, masks, padding, in every dtype."""
+        for dim, dtype in zip((36, 64, 128), DTYPES, strict=True):
+            self._compare([self._call(spec, name, dim, dtype)])
+
+    @pytest.mark.parametrize("spec", ["turboquant:bits=4", "none", "fp8/int:bits=8"])
+    def test_several_calls_at_once(self, spec: str) -> None:
+        """Batches of unlike lengths: their outputs come in the order of the calls."""
+        calls = [
+            self._call(spec, "one token", 64, torch.float32, seed, more)
+            for seed, more in enumerate((0, 77, 500))
+        ]
+        self._compare(calls)
+
+    @pytest.mark.parametrize("bits", [2, 4, 8])
+    def test_int8_is_close(self, bits: int) -> None:
+        """Attention in 8-bit integers, where the backend has it."""
+        spec = f"turboquant:bits={bits}"
+        self._compare([self._call(spec, "one token", 64, torch.float32)], "int8")
