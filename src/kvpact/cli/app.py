@@ -74,7 +74,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Compressed KV caches: what they cost in quality, and what they save.",
+    help="Compress KV caches, and measure what that costs in quality and saves in memory.",
 )
 
 

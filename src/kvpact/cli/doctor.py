@@ -27,7 +27,7 @@ CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "am
 
 
 def doctor() -> None:
-    """Versions, processor, backends and optional parts; always exits with 0."""
+    """Print versions, processor, backends and optional packages; always exits with 0."""
     console = output_console()
     system = table(("system", ""), left=2)
     system.add_row("python", f"{platform.python_version()} on {platform.platform()}")

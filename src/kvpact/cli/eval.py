@@ -38,15 +38,19 @@ def evaluate_command(
         None, help="Folder for eval.json, eval.md and eval.png.", show_default=False
     ),
     packed_only: bool = typer.Option(
-        False, "--packed-only", help="No sinks, no window, new tokens as stored: the harsher way."
+        False,
+        "--packed-only",
+        help="Leave out sinks and window, and read new tokens as stored (harsher).",
     ),
     ablation: bool = typer.Option(
-        False, "--ablation", help="Each spec as it is, with sinks=0,window=0, and packed only."
+        False,
+        "--ablation",
+        help="Evaluate each spec as given, with sinks=0,window=0, and packed only.",
     ),
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
     threads: int | None = typer.Option(None, help="CPU threads.", show_default=False),
 ) -> None:
-    """Perplexity, KL and top-1 agreement of compressed caches against the exact one."""
+    """Measure perplexity, KL and top-1 agreement against the exact cache."""
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
     check_sizes(tokens, chunk)
     book = book_path().read_text("utf-8") if text is None else read_text(text)

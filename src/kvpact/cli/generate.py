@@ -60,21 +60,21 @@ class Stream:
 def generate(
     prompt: str | None = typer.Argument(None, help="Text to continue."),
     file: Path | None = typer.Option(
-        None, help="UTF-8 file (- for stdin) in front of the prompt.", show_default=False
+        None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
     ),
     spec: str = typer.Option("turboquant:bits=4", help="Spec or recipe of the cache."),
     model: str = typer.Option("smollm2", help="Name, hub id or folder of a model."),
     max_new_tokens: int = typer.Option(128, min=1, help="Tokens to generate at most."),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
+    temperature: float = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy."),
     top_p: float | None = typer.Option(None, min=0.0, max=1.0, help="Nucleus sampling."),
-    seed: int = typer.Option(0, help="For sampling."),
-    chunk: int | None = typer.Option(None, min=1, help="Prefill in chunks of so many tokens."),
+    seed: int = typer.Option(0, help="Seed for sampling."),
+    chunk: int | None = typer.Option(None, min=1, help="Tokens per prefill chunk."),
     chat: bool = typer.Option(False, "--chat", help="Put the prompt into the chat template."),
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
     prefix_store: str | None = typer.Option(
         None,
         metavar="STORE",
-        help="Load the longest known prefix from this store (a directory or URL), save new ones.",
+        help="Load the longest known prefix from this store (directory or URL); save new ones.",
         show_default=False,
     ),
     tenant: str | None = typer.Option(None, help="Tenants share no prefixes.", show_default=False),

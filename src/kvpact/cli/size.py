@@ -17,18 +17,18 @@ from kvpact.recipe import layer_specs
 
 def size(
     specs: list[str] = typer.Argument(..., metavar="SPEC...", help="Specs or recipes."),
-    tokens: int = typer.Option(..., help="Tokens of a sequence.", show_default=False),
+    tokens: int = typer.Option(..., help="Tokens per sequence.", show_default=False),
     config: Path | None = typer.Option(
-        None, help="A model's config.json instead of the next four.", show_default=False
+        None, help="A model's config.json, in place of the next four options.", show_default=False
     ),
     layers: int | None = typer.Option(None, help="Layers with full attention."),
     kv_heads: int | None = typer.Option(None, help="KV heads per layer."),
     head_dim: int | None = typer.Option(None, help="Width of a key."),
-    v_head_dim: int | None = typer.Option(None, help="Width of a value, if another."),
-    batch: int = typer.Option(1, help="Sequences."),
-    dtype: str = typer.Option("float16", help="Of sinks, window and exact caches."),
+    v_head_dim: int | None = typer.Option(None, help="Width of a value, if it differs."),
+    batch: int = typer.Option(1, help="Number of sequences."),
+    dtype: str = typer.Option("float16", help="Dtype of sinks, window and uncompressed caches."),
 ) -> None:
-    """How many bytes caches hold for a geometry, without loading a model."""
+    """Print the bytes that caches take for a geometry; no model is loaded."""
     if tokens < 0 or batch < 1:
         raise InputError("--tokens should be 0 or more, --batch 1 or more")
     shape = _shape(config) if config is not None else {}

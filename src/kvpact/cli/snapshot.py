@@ -26,27 +26,27 @@ from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 
 snapshot = typer.Typer(
-    help="Save caches as files, look at them, check them, go on from them.", no_args_is_help=True
+    help="Save caches as files; show, verify and restore them.", no_args_is_help=True
 )
 _PATH = typer.Argument(..., metavar="FILE", help="A snapshot.", dir_okay=False)
 _MODEL = typer.Option("smollm2", help="Name, hub id or folder of a model.")
 _ADAPTER = typer.Option(None, help="Name of the model's adapter.", show_default=False)
-_TENANT = typer.Option(None, help="Whose snapshot it is.", show_default=False)
+_TENANT = typer.Option(None, help="Tenant that the snapshot belongs to.", show_default=False)
 _THREADS = typer.Option(None, help="CPU threads.", show_default=False)
 CHUNK = 256
 
 
 @snapshot.command()
 def save(
-    out: Path = typer.Argument(..., metavar="FILE", help="Where to.", dir_okay=False),
-    prompt: str | None = typer.Argument(None, help="Text to hold."),
+    out: Path = typer.Argument(..., metavar="FILE", help="File to write.", dir_okay=False),
+    prompt: str | None = typer.Argument(None, help="Text to run through the model."),
     file: Path | None = typer.Option(
-        None, help="UTF-8 file (- for stdin) in front of the prompt.", show_default=False
+        None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
     ),
     spec: str = typer.Option("turboquant:bits=4", help="Spec or recipe of the cache."),
     model: str = _MODEL,
     dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
-    chunk: int = typer.Option(CHUNK, min=1, help="Prefill in chunks of so many tokens."),
+    chunk: int = typer.Option(CHUNK, min=1, help="Tokens per prefill chunk."),
     adapter: str | None = _ADAPTER,
     tenant: str | None = _TENANT,
     threads: int | None = _THREADS,
@@ -119,7 +119,7 @@ def show(
 
 @snapshot.command()
 def verify(paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snapshots.")) -> None:
-    """Check every checksum; exit code 2 and a line for the first file that is not right."""
+    """Verify every checksum; exit with code 2 at the first damaged file."""
     for path in paths:
         held = Snapshot.open(path)
         with progress(f"checking {path}") as report:
@@ -130,14 +130,14 @@ def verify(paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snap
 @snapshot.command()
 def restore(
     path: Path = _PATH,
-    prompt: str | None = typer.Argument(None, help="Text behind the snapshot's."),
+    prompt: str | None = typer.Argument(None, help="Text that follows the snapshot's."),
     model: str = _MODEL,
     max_new_tokens: int = typer.Option(128, min=1, help="Tokens to generate at most."),
     adapter: str | None = _ADAPTER,
     tenant: str | None = _TENANT,
     threads: int | None = _THREADS,
 ) -> None:
-    """Go on from a snapshot, greedily, with the model that it is of."""
+    """Continue a snapshot by greedy decoding, with the model that it was made with."""
     held = Snapshot.load(path)
     ids = held.token_ids
     if ids is None or ids.shape[0] != 1:

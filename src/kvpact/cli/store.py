@@ -26,7 +26,7 @@ _URL = typer.Argument(
     ..., metavar="STORE", help="A directory, redis://…, rediss://… or a URL of fsspec."
 )
 PASSWORD = typer.Option(
-    None, envvar="KVPACT_STORE_PASSWORD", help="Of a redis server.", show_default=False
+    None, envvar="KVPACT_STORE_PASSWORD", help="Password of a redis server.", show_default=False
 )
 
 
@@ -61,7 +61,7 @@ def opened(
 
 @store.command("ls")
 def list_keys(url: str = _URL, password: str | None = PASSWORD) -> None:
-    """Print every key, one a line."""
+    """Print every key, one per line."""
     with opened(url, password) as held:
         for key in sorted(held.keys()):
             typer.echo(printable(key))
@@ -69,7 +69,7 @@ def list_keys(url: str = _URL, password: str | None = PASSWORD) -> None:
 
 @store.command()
 def stats(url: str = _URL, password: str | None = PASSWORD) -> None:
-    """How many entries there are, and their bytes."""
+    """Print the number of entries and their bytes."""
     with opened(url, password) as held:
         found = held.stats()
         if found.entries is None or found.bytes is None:
@@ -85,7 +85,7 @@ def stats(url: str = _URL, password: str | None = PASSWORD) -> None:
 def gc(
     url: str = _URL,
     password: str | None = PASSWORD,
-    verify: bool = typer.Option(False, help="Read all entries; remove those that are damaged."),
+    verify: bool = typer.Option(False, help="Read all entries and remove damaged ones."),
     max_bytes: int | None = typer.Option(
         None, help="Drop the least recently used entries above this.", show_default=False
     ),
@@ -93,7 +93,7 @@ def gc(
         None, help="Drop entries older than this many seconds.", show_default=False
     ),
 ) -> None:
-    """Remove what is too old, too much, damaged, or left by processes that were killed."""
+    """Remove expired, surplus and damaged entries, and what killed processes left."""
     with opened(url, password, max_bytes=max_bytes, ttl=ttl) as held, progress("reading") as show:
         report = held.gc(verify=verify, progress=show)
     grid = table(("removed", "entries"))
