@@ -3,9 +3,9 @@
 Their attention modules give the cache a latent and a rotated key, get both back for all tokens, and
 make K and V of the heads of them in `expand_kv`. When a compressed cache for such a model is made,
 that method of its class is wrapped: given handles by a plain module, it hands handles on, and
-attention goes over the latents with `kv_b_proj` absorbed (see `attention.latent`). Everything else
-passes through unchanged, and where something in between reads K or V of the heads, they are made of
-decompressed latents.
+attention goes over the latents with `kv_b_proj` absorbed (see `kernels.torch.latent`). Everything
+else passes through unchanged, and where something in between reads K or V of the heads, they are
+made of decompressed latents.
 """
 
 from __future__ import annotations
