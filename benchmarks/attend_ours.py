@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
+from kvpact.cache.layer import CacheLayer
 from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import library
 
@@ -70,7 +71,7 @@ def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call],
         for _ in range(count - 1):
             caches.append(cache.fork())
             caches[-1].select(torch.tensor([0]))
-        views = [(entry._plan, entry._view(None)) for entry in (c.entry(0) for c in caches)]
+        views = [past(c.entry(0)) for c in caches]
     q = torch.randn(1, heads * groups, 1, dim, generator=generator)
     new, config = torch.randn(1, heads, 1, dim, generator=generator), AttendConfig()
     made = [(plan, (AttendCall(view, new, new, q, config),)) for plan, view in views]
@@ -78,6 +79,12 @@ def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call],
     for call in calls:
         call()  # a step finds what the step before it has kept beside the slots
     return calls, held
+
+
+def past(layer: CacheLayer) -> tuple[Any, Any]:
+    """Return who computes for a layer, and a view of what it holds."""
+    held = layer._held
+    return held.plan, layer._view(held, held.padding)
 
 
 def reads(size: int, streams: int, ring: int) -> list[Call]:
@@ -109,4 +116,4 @@ def paged_views(
         for seq in seqs:
             cache.append(0, {seq: (k, v)})
     layers = [cache.layer_of(seq, 0) for seq in seqs]
-    return [(layer._plan, layer._view(None)) for layer in layers]
+    return [past(layer) for layer in layers]

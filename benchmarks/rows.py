@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attend_ours import copies
+from attend_ours import copies, past
 from attend_rounds import measure, turn_of
 from machine import processor
 
@@ -50,7 +50,7 @@ def views(spec: str, shape: str, tokens: int, ring: int, kernel: str) -> list[An
     for _ in range(copies(first.memory_usage(), ring) - 1):
         caches.append(first.fork())
         caches[-1].select(torch.tensor([0]))
-    return [(entry._plan, entry._view(None)) for entry in (cache.entry(0) for cache in caches)]
+    return [past(cache.entry(0)) for cache in caches]
 
 
 def forced(rows: int, call: Callable[[], object]) -> Callable[[], object]:
