@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpact.cache.checks import check_layer, check_query, check_tokens
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.quick import quick_attend
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
 from kvpact.cache.stats import cache_stats
@@ -91,7 +92,6 @@ class ContiguousCache(BatchRows):
                 f"padding has shape {tuple(config.padding.shape)}; it should be [{k.shape[0]}]"
             )
 
-    @torch.no_grad()
     def attend(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
@@ -121,6 +121,15 @@ class ContiguousCache(BatchRows):
             Wrong input (see `kvpact.errors`); the cache is as before.
         """
         config = config or _DEFAULT
+        if type(layer) is int and 0 <= layer < len(self._layers):
+            output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
+            if output is not None:
+                return output
+        return self._attend(layer, k, v, q, config)
+
+    @torch.no_grad()
+    def _attend(self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
+        """Take the ordinary way."""
         if not isinstance(q, Tensor):
             raise DtypeError(f"q should be a torch tensor, not {type(q).__name__}")
         check_layer(layer, len(self._layers))

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.cache.append import AppendPlan
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
-from kvpact.kernels import Plan
+from kvpact.kernels import Plan, StepRunner
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
@@ -33,6 +33,8 @@ class Held(NamedTuple):
         Who computes; None before the first tokens.
     good : Tensor or None
         0-d bool: whether all tokens passed the checks that were deferred; None where none were.
+    runner : StepRunner or None
+        Carries out the next step at once, if that is like those before.
     """
 
     k: Stream | None
@@ -41,6 +43,7 @@ class Held(NamedTuple):
     version: int
     plan: Plan | None = None
     good: Tensor | None = None
+    runner: StepRunner | None = None
 
     def streams(self) -> list[Stream]:
         """Return the streams, if there are any."""

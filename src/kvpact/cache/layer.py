@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.held import Held, LayerPlan
+from kvpact.cache.quick import make_runner
 from kvpact.cache.segments import MakeStore, SegmentList, SegmentStore
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
@@ -73,6 +74,7 @@ class CacheLayer:
         self.compute = compute or Compute()
         self._held = Held(None, None, None, 0)
         self._clean = True  # False before anything is written behind the slots held, or left there
+        self._last: Any = None  # what the last call was like, see `quick`
         self._moved = 0  # how often slots came to lie elsewhere; changed under a pool's lock
 
     @property
@@ -131,6 +133,7 @@ class CacheLayer:
             if config.exact_new:
                 output = plan.step.attend(q, config)
                 self.commit(plan)
+                make_runner(self, k, v, q, config)
                 return output
             check_queries(q, k.shape[1], self.length + k.shape[2], config)
             return self.commit(plan).attend(q, config)
@@ -368,9 +371,9 @@ class CacheLayer:
                 return other
             # First of all this side stops writing to what the other one is going to read.
             k, v = held.k.shared(), held.v.shared()
-            self._held = held._replace(k=k, v=v)
+            self._held = held._replace(k=k, v=v, runner=None)
             k, v = k.fork(make_store, "k"), v.fork(make_store, "v")
-            other._held, other._clean = held._replace(k=k, v=v, version=0), self._clean
+            other._held, other._clean = held._replace(k=k, v=v, version=0, runner=None), self._clean
             return other
 
     def select(self, indices: Tensor) -> None:

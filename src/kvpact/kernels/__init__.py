@@ -1,6 +1,13 @@
 """Everything that computes over packed slots: attention, encoding and decoding, by backend."""
 
-from kvpact.kernels.base import AttendCall, Backend, Segment, SegmentSource
+from kvpact.kernels.base import (
+    AttendCall,
+    Backend,
+    Segment,
+    SegmentSource,
+    StepRunner,
+    StepTokens,
+)
 from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan, check_covered, choose, report
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output
@@ -17,6 +24,8 @@ __all__ = [
     "Plan",
     "Segment",
     "SegmentSource",
+    "StepRunner",
+    "StepTokens",
     "StreamPlan",
     "StreamView",
     "absorb_query",

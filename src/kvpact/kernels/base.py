@@ -108,6 +108,67 @@ class AttendCall(NamedTuple):
         return tail
 
 
+class StepTokens(NamedTuple):
+    """How one stream takes the new tokens of a step.
+
+    Parameters
+    ----------
+    exact_from : int
+        The tokens from here on are exact.
+    tail : Tensor
+        `[B, H, n, D]`, the exact tokens held.
+    skip : int
+        Tokens of the tail in front of `exact_from`.
+    keep : bool
+        Whether the new tokens are copied behind the tail, into its memory.
+    start, count : int
+        The tokens to be encoded.
+    inside : int
+        Tokens of the tail in front of `start`; -1 where the new tokens are the ones to be encoded.
+    """
+
+    exact_from: int
+    tail: Tensor
+    skip: int
+    keep: bool
+    start: int
+    count: int
+    inside: int
+
+
+class StepRunner(Protocol):
+    """What carries out steps of one layer at once; made for calls that are alike."""
+
+    sources: tuple[SegmentSource, SegmentSource]
+    """Where the slots of K and V lie."""
+
+    def fits(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
+        """Whether a call is like the one that this was made for; tensors are not looked into."""
+        ...
+
+    def run(
+        self, k: Tensor, v: Tensor, q: Tensor, held: int, sides: tuple[StepTokens, StepTokens]
+    ) -> Tensor | None:
+        """Check, attend, encode and keep new tokens.
+
+        Parameters
+        ----------
+        k, v, q : Tensor
+            As in the call that this was made for (`fits`).
+        held : int
+            Tokens held before.
+        sides : tuple of StepTokens
+            How K and V take the new tokens.
+
+        Returns
+        -------
+        Tensor or None
+            The output. None, and nothing is written, where a number is NaN, infinite or beyond
+            what is surely stored: the ordinary way then decides, and names it.
+        """
+        ...
+
+
 class Encoder(Protocol):
     """Encodes the tokens of one stream into its slots; not for two threads at once."""
 
@@ -209,6 +270,13 @@ class Backend(Protocol):
         -------
         Tensor
             `[sum of B, H_q, q_len, D_v]` in q's dtype; a query that may see no token gets zeros.
+        """
+        ...
+
+    def step(self, call: AttendCall, precision: Precision) -> StepRunner | None:
+        """Return what carries out steps like `call` at once; None where there is no such thing.
+
+        The call's view is of the slots that the steps read and write.
         """
         ...
 

@@ -27,6 +27,7 @@ from kvpact.kernels.base import (
     Operation,
     Precision,
     SlotReader,
+    StepRunner,
 )
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.library import cap
@@ -77,6 +78,12 @@ class Counts:
         """Count operations."""
         with self._lock:
             self._counts[operation][who] += count
+
+    def add_step(self, who: str, attends: int, encodes: int) -> None:
+        """Count what steps did that were carried out at once."""
+        with self._lock:
+            self._counts["attend"][who] += attends
+            self._counts["encode"][who] += encodes
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts by operation and backend."""
@@ -315,6 +322,16 @@ class Plan:
                     self._new = backend
                     break
         return self._new
+
+    def step(self, call: AttendCall) -> StepRunner | None:
+        """Return what carries out steps like a call at once, where one backend does it all."""
+        if not self._attend is self.k._encode is self.v._encode:
+            return None
+        return self._attend.step(call, self._precision)
+
+    def count_step(self, steps: int, encodes: int) -> None:
+        """Count what was carried out by what `step` returned."""
+        self.compute.counts.add_step(self._name, steps, encodes)
 
     def explain(self) -> list[Line]:
         """Return who does what, and why no better backend."""

@@ -92,7 +92,7 @@ def _stream(
             fresh = fresh.to(view.tail.dtype)
             alive.append(fresh)
         new = _exact(fresh, alive)
-    if view.sinks is not None and view.sink_positions is not None and view.exact_from:
+    if view.sinks is not None and view.sink_positions is not None:
         sinks = _exact(view.sinks, alive)
         placed = view.sink_positions.contiguous()
         alive.append(placed)
@@ -210,6 +210,11 @@ that is a quarter faster still at 64 to 128 rows in 4 bits, no faster in 8, and 
 """
 
 
+def query_rows_for_many(int8: bool) -> int:
+    """Return how many query rows of a KV head make the kernel for many rows the faster one."""
+    return MANY_ROWS_INT8 if int8 else MANY_ROWS
+
+
 def attend_native(
     library: NativeLibrary, calls: Sequence[AttendCall], precision: Precision
 ) -> Tensor:
@@ -226,7 +231,7 @@ def attend_native(
     out = new_output(rows, q_heads, queries, first.output_dim)
     place, size = out.data_ptr(), out.stride(0) * out.itemsize
     int8 = precision == "int8"
-    least = 1 if first.latent else MANY_ROWS_INT8 if int8 else MANY_ROWS
+    least = 1 if first.latent else query_rows_for_many(int8)
     few: list[NativeCall] = []
     many: list[NativeCall] = []
     for call in calls:

@@ -14,6 +14,7 @@ from kvpact.kernels.cpu.decode import decode
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder
 from kvpact.kernels.cpu.library import library
 from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.cpu.step import CpuStep, covers
 from kvpact.kernels.cpu.structs import MOST_DIM
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
@@ -64,6 +65,10 @@ class CpuBackend:
     def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
         """Attend over all calls at once."""
         return native.attend_native(library(), calls, precision)
+
+    def step(self, call: AttendCall, precision: Precision) -> CpuStep | None:
+        """Return what carries out steps like a call, each in one native call."""
+        return CpuStep(library(), call, precision == "int8") if covers(call) else None
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder."""

@@ -47,6 +47,9 @@ class NativeLibrary:
         self.decode = loaded.kvp_decode
         self.decode.argtypes = [c_int, POINTER(DecodeArgs)]
         self.decode.restype = c_int
+        self.step = loaded.kvp_step
+        self.step.argtypes = [c_int, c_void_p, c_int64]
+        self.step.restype = c_int
         self.magnitude = loaded.kvp_magnitude
         self.magnitude.argtypes = [c_int, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]
         self.magnitude.restype = c_float

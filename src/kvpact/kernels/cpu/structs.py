@@ -155,6 +155,27 @@ class DecodeArgs(Structure):
     ]
 
 
+class Store(Structure):
+    """How K or V is stored."""
+
+    _fields_: ClassVar = [("form", EncodeArgs), ("limit", c_float), ("unused", c_int32)]
+
+
+class StepPlan(Structure):
+    """What stays from one step of a layer to the next."""
+
+    _fields_: ClassVar = [
+        ("attend", AttendArgs),
+        ("k", Store),
+        ("v", Store),
+        ("kernel", c_int64),
+    ]
+
+
+STEP = struct.Struct("@25q")
+"""`kvp_step_args`: the address of a plan; K and V, ten numbers each; q, out, held, threads."""
+
+
 _CODES = {c_int32: "i", c_int64: "q", c_float: "f", c_void_p: "q"}
 
 

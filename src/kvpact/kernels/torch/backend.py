@@ -44,6 +44,10 @@ class TorchBackend:
         outputs = [attend(call) for call in calls]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def step(self, call: AttendCall, precision: Precision) -> None:
+        """Return nothing: a step's parts are carried out one by one."""
+        return
+
     def encoder(self, codec: Codec) -> TorchEncoder:
         """Return an encoder."""
         return TorchEncoder(codec)

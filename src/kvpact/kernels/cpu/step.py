@@ -1,0 +1,171 @@
+"""A layer's step in one native call: check, attend, encode and keep, with arguments made once.
+
+It stands for the calls that define it: `CpuBackend.attend`, the encoders' `write`, and the copy of
+the new tokens behind the tail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.arithmetic import saturated
+from kvpact.contract import AttendConfig
+from kvpact.errors import KVPactError
+from kvpact.kernels.base import AttendCall, StepTokens
+from kvpact.kernels.cpu import structs
+from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_many
+from kvpact.kernels.cpu.encode import codec_encoder
+from kvpact.kernels.cpu.library import NativeLibrary
+from kvpact.kernels.views import StreamView
+
+_F32 = torch.float32
+_FEW, _MANY, _LATENT = range(3)
+_REFUSED = 4
+_LARGEST = torch.finfo(_F32).max
+
+
+def covers(call: AttendCall) -> bool:
+    """Whether steps like this call can be carried out in one native call each."""
+    view, k, v, q, config, _, _ = call
+    if view is None or k is None or v is None or config.mask is not None:
+        return False
+    if config.padding is not None or not config.exact_new:
+        return False
+    if any(x.stride(3) != 1 or x.requires_grad or not x.is_cpu for x in (k, v, q)):
+        return False
+    pairs = ((k, view.k), (v, view.v))
+    return all(x.dtype is side.tail.dtype and _storable(side) for x, side in pairs)
+
+
+def _storable(side: StreamView) -> bool:
+    codec = side.codec
+    encoder = codec_encoder(codec)
+    if encoder.reason or any(side.source.addresses(f.name) is None for _, f in encoder.fields):
+        return False
+    # The tokens of an open group were not compared with this limit when they came.
+    return codec.group == 1 or encoder.limit >= min(codec.max_abs, codec.max_norm)
+
+
+def _nothing() -> None:
+    """Stand for a plan in a pickle: addresses mean nothing elsewhere."""
+
+
+class CpuStep:
+    """What stays from one step of a layer to the next: shapes, rules, where the slots lie.
+
+    Parameters
+    ----------
+    library : NativeLibrary
+        Computes.
+    call : AttendCall
+        A call like those to come, which `covers` lets pass; its view is of the slots that they
+        read and write.
+    int8 : bool
+        Whether attention may compute in 8-bit integers.
+    """
+
+    def __init__(self, library: NativeLibrary, call: AttendCall, int8: bool) -> None:
+        assert call.view is not None and call.k is not None and call.v is not None
+        self.config, self.sources = call.config, (call.view.k.source, call.view.v.source)
+        self._like = [(x.shape, x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
+        self._library, self._out = library, (*call.q.shape[:3], call.output_dim)
+        native = native_call(call, 0, int8)
+        self._alive = (native.alive, call.view.k.codec, call.view.v.codec, call.padding)
+        self._sinks = (call.view.k.sinks, call.view.v.sinks)
+        args = self._args = structs.StepPlan()
+        ctypes.memmove(ctypes.byref(args.attend), native.args, len(native.args))
+        _fill(args.k, call.view.k)
+        _fill(args.v, call.view.v)
+        many = native.query_rows >= query_rows_for_many(int8)
+        args.kernel = _LATENT if call.latent else _MANY if many else _FEW
+        self._address = ctypes.addressof(args)
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        """Leave nothing in a pickle."""
+        return _nothing, ()
+
+    def fits(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
+        """Whether a call is like the one that the plan was made for."""
+        if config is not self.config and not _equal(config, self.config):
+            return False
+        like_k, like_v, like_q = self._like
+        return _alike(k, like_k) and _alike(v, like_v) and _alike(q, like_q)
+
+    def run(
+        self, k: Tensor, v: Tensor, q: Tensor, held: int, sides: tuple[StepTokens, StepTokens]
+    ) -> Tensor | None:
+        """Carry out one step; None, and nothing is written, where a number can't be stored so."""
+        out = new_output(*self._out)
+        addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+        done = run_steps(self._library, [self.packed(*addresses, held, sides)])
+        if not done:
+            return None
+        return out if q.dtype is _F32 else saturated(out, q.dtype)
+
+    def packed(
+        self, k: int, v: int, q: int, out: int, held: int, sides: tuple[StepTokens, StepTokens]
+    ) -> bytes:
+        """Return a step's arguments; tensors by their addresses."""
+        threads = torch.get_num_threads()
+        append_k, append_v = _append(sides[0], k), _append(sides[1], v)
+        return structs.STEP.pack(self._address, *append_k, *append_v, q, out, held, threads)
+
+
+def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
+    """Carry out steps of several sequences; False, and nothing is written, if one is refused.
+
+    Raises
+    ------
+    MemoryError, KVPactError
+        There is no scratch memory, or the library refuses its arguments; slots behind those held
+        may have been written to.
+    """
+    status = library.step(library.bit, steps[0] if len(steps) == 1 else b"".join(steps), len(steps))
+    if status == 0:
+        return True
+    if status == _REFUSED:
+        return False
+    if status == 3:
+        raise MemoryError("no memory for the scratch space of a step")
+    raise KVPactError(f"the native kernel refused the step ({status})")
+
+
+def _append(side: StepTokens, new: int) -> tuple[int, ...]:
+    exact_from, tail, skip, keep, start, tokens, inside = side
+    row, head, token, _ = tail.stride()
+    size = tail.itemsize
+    token *= size
+    base = tail.data_ptr()
+    spare = base + tail.shape[2] * token if keep else 0
+    encoded = base + inside * token if inside >= 0 else 0
+    exact = base + skip * token
+    return exact_from, exact, row * size, head * size, token, new, spare, start, tokens, encoded
+
+
+def _fill(store: structs.Store, side: StreamView) -> None:
+    codec, encoder, dim = side.codec, codec_encoder(side.codec), side.tail.shape[3]
+    store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
+    ctypes.memmove(
+        ctypes.byref(store.form), ctypes.byref(encoder.args), ctypes.sizeof(structs.EncodeArgs)
+    )
+    store.form.segment_tokens = side.source.segment_tokens
+    for name, field in encoder.fields:
+        setattr(store.form, name, structs.Field(*(side.source.addresses(field.name) or ())))
+
+
+def _alike(x: Tensor, like: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> bool:
+    if type(x) is not Tensor or x.requires_grad or not x.is_cpu:
+        return False
+    return x.shape == like[0] and x.stride() == like[1] and x.dtype is like[2]
+
+
+def _equal(a: AttendConfig, b: AttendConfig) -> bool:
+    """Whether configs without tensors are equal."""
+    tensors = (a.mask, a.padding, a.sink_logits, b.mask, b.padding, b.sink_logits)
+    return all(x is None for x in tensors) and a == b

@@ -1,0 +1,199 @@
+"""Steps in one native call leave and return what the ordinary way does, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact.cache import contiguous
+from kvpact.errors import CacheFull, GeometryError, NonFiniteError
+from kvpact.kernels.cpu import step as native
+from kvpact.kernels.cpu.library import _load
+
+pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
+
+SPECS = (
+    "turboquant:bits=4",
+    "turboquant:bits=3,window=5,sinks=3",
+    "turboquant:bits=2,center=64,window=9",
+    "int:bits=8/kivi:bits=2",
+    "int:bits=4,zero=true,window=40/fp8",
+    "kivi:bits=2,window=16/kvarn:bits=3,group=32",
+)
+GEOMETRY = CacheGeometry(2, 2, 48, dtype=torch.float32)
+
+
+def random(count, batch=1, dtype=torch.float32, geometry=GEOMETRY, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, geometry.num_kv_heads, count, geometry.head_dim)
+    k, v = torch.randn(2, *shape, generator=generator).to(dtype)
+    q = torch.randn(batch, 3 * shape[1], *shape[2:], generator=generator).to(dtype)
+    return k, v, q
+
+
+class Watched:
+    """Counts the quick steps, or refuses to take any."""
+
+    def __init__(self, monkeypatch):
+        self.taken, self.allowed, self.real = 0, True, contiguous.quick_attend
+        monkeypatch.setattr(contiguous, "quick_attend", self)
+
+    def __call__(self, *args):
+        output = self.real(*args) if self.allowed else None
+        self.taken += output is not None
+        return output
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    def poisoned(*shape):
+        return torch.full(shape, torch.nan)
+
+    monkeypatch.setattr(native, "new_output", poisoned)
+    return Watched(monkeypatch)
+
+
+def same_state(a, b):
+    """Whether two caches hold the same bytes: slots, side information, sinks, exact tokens."""
+    for one, other in zip(a._layers, b._layers, strict=True):
+        for left, right in zip(one.streams(), other.streams(), strict=True):
+            assert (left.packed, left.tail_start) == (right.packed, right.tail_start)
+            assert torch.equal(left.tail, right.tail)
+            assert (left.sinks is None) or torch.equal(left.sinks, right.sinks)
+            for field in left.codec.fields:
+                pairs = zip(left.store.tensors(field.name), right.store.tensors(field.name), strict=True)
+                for x, y in pairs:
+                    assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), field.name
+        assert one.clean and other.clean
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_history_of_steps(spec, dtype, watched):
+    """Prompts, steps of 1 to 4 tokens, rollbacks, forks: outputs and state of both ways."""
+    geometry = replace(GEOMETRY, dtype=dtype)
+    quick, plain = (create_cache(spec, geometry) for _ in range(2))
+    history = [(2, 1), (1, 12), (70, 1), (1, 75), (3, 9), (2, 1), (2, 12), (1, 30)]
+    seed = 0
+    for turn, (count, times) in enumerate(history):
+        for _ in range(times):
+            for layer in range(2):
+                seed += 1
+                k, v, q = random(count, 2, dtype, seed=seed)
+                outputs = []
+                for cache, watched.allowed in ((quick, True), (plain, False)):
+                    outputs.append(cache.attend(layer, k, v, q))
+                assert torch.equal(*outputs)
+        same_state(quick, plain)
+        if turn == 4:
+            quick, plain = quick.fork(), plain.fork()
+        if turn == 5:
+            for cache in (quick, plain):
+                cache.truncate(150)
+                cache.select(torch.tensor([1, 0]))
+    assert watched.taken > 0.6 * 2 * sum(times for _, times in history)
+    assert quick.seq_len() == plain.seq_len()
+    assert quick.stats()["compute"]["attend"] == plain.stats()["compute"]["attend"]
+    assert quick.stats()["compute"]["encode"] == plain.stats()["compute"]["encode"]
+
+
+@pytest.mark.parametrize("case", ("padding", "views", "rules", "latent"))
+def test_calls_of_other_shapes(case, watched):
+    """Left padding, tokens in views, rules of the call, latents."""
+    geometry = CacheGeometry.mla(1, 40, 16) if case == "latent" else GEOMETRY
+    spec = "turboquant:bits=4,sinks=2,window=8"
+    if case == "latent":
+        spec = "turboquant:bits=4/int:bits=8"
+    caches = [create_cache(spec, geometry) for _ in range(2)]
+    for step in range(30):
+        count = 40 if step == 0 else 1
+        generator = torch.Generator().manual_seed(step)
+        if case == "latent":
+            k, v = (torch.randn(1, 1, count, d, generator=generator) for d in (40, 16))
+            q = torch.randn(1, 4, count, 56, generator=generator)
+            config = AttendConfig(softmax_scale=0.2)
+        else:
+            k, v, q = random(count, 2, seed=step)
+            config = AttendConfig(sliding_window=30, softcap=3.0) if case == "rules" else None
+        if case == "views":
+            k, v, q = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v, q))
+        if case == "padding" and step == 0:
+            config = AttendConfig(padding=torch.tensor([0, 7]))
+        outputs = []
+        for cache, watched.allowed in zip(caches, (True, False), strict=True):
+            outputs.append(cache.attend(0, k, v, q, config))
+        assert torch.equal(*outputs)
+    same_state(*caches)
+    assert watched.taken >= 24
+
+
+def stepped(spec="turboquant:bits=4", **options):
+    cache = create_cache(spec, GEOMETRY, **options)
+    for count in (40, 1, 1, 1):
+        cache.attend(0, *random(count))
+    return cache
+
+
+@pytest.mark.parametrize("wrong", (torch.nan, torch.inf, 1e30))
+@pytest.mark.parametrize("which", (0, 1, 2))
+def test_numbers_that_can_not_be_stored_change_nothing(which, wrong, watched):
+    cache, other = stepped(), stepped()
+    tokens = [x.clone() for x in random(1)]
+    tokens[which][0, 1, 0, 3] = wrong
+    taken = watched.taken
+    if which == 2 and wrong == 1e30:
+        cache.attend(0, *tokens)  # a query may be large
+        other.attend(0, *tokens)
+    else:
+        with pytest.raises(NonFiniteError):
+            cache.attend(0, *tokens)
+        assert watched.taken == taken
+    same_state(cache, other)
+    assert torch.equal(cache.attend(0, *random(1)), other.attend(0, *random(1)))
+
+
+def test_an_interrupt_after_the_native_call_leaves_the_layer_as_it_was(watched, monkeypatch):
+    cache, other = stepped(), stepped()
+    real = native.run_steps
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "run_steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.attend(0, *random(1, seed=1))
+    monkeypatch.undo()
+    assert cache.seq_len() == other.seq_len()
+    assert torch.equal(cache.attend(0, *random(1, seed=2)), other.attend(0, *random(1, seed=2)))
+    same_state(cache, other)
+
+
+def test_other_calls_take_the_ordinary_way(watched):
+    cache = stepped(max_tokens=44)
+    k, v, q = random(1)
+    taken = watched.taken
+    with pytest.raises(GeometryError):
+        cache.attend(0, k, v, q[..., :20])
+    with pytest.raises(GeometryError):
+        cache.attend(0, k.expand(2, -1, -1, -1), v, q)
+    cache.attend(0, k, v, q, AttendConfig(mask=torch.ones(1, 1, 1, 44, dtype=torch.bool)))
+    assert watched.taken == taken
+    with pytest.raises(CacheFull):
+        cache.attend(0, k, v, q)
+    assert cache.seq_len() == 44
+
+
+def test_a_copy_and_a_pickle_have_plans_of_their_own(watched):
+    cache = stepped()
+    other, held = copy.deepcopy(cache), cache._layers[0]._held
+    assert held.runner is not None or cache._layers[0]._held.runner is None
+    assert pickle.loads(pickle.dumps(held.runner)) is None
+    outputs = [one.attend(0, *random(1, seed=i)) for i, one in enumerate((cache, other))]
+    assert not torch.equal(*outputs)
+    assert cache.seq_len() == other.seq_len() == 44
