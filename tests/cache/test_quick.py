@@ -66,7 +66,9 @@ def same_state(a, b):
             assert torch.equal(left.tail, right.tail)
             assert (left.sinks is None) or torch.equal(left.sinks, right.sinks)
             for field in left.codec.fields:
-                pairs = zip(left.store.tensors(field.name), right.store.tensors(field.name), strict=True)
+                pairs = zip(
+                    left.store.tensors(field.name), right.store.tensors(field.name), strict=True
+                )
                 for x, y in pairs:
                     assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), field.name
         assert one.clean and other.clean
