@@ -90,7 +90,7 @@ def quick_step(held: Held, k: Tensor, v: Tensor) -> QuickStep | None:
     length = held_before + k.shape[2]
     _, _, padding, version, plan, good, runner = held
     after = Held(k_after, v_after, padding, version, plan, good, runner)
-    return QuickStep(after, length, (k_side, v_side), bool(k_side.count) + bool(v_side.count))
+    return QuickStep(after, length, (k_side, v_side), bool(k_side.encoded) + bool(v_side.encoded))
 
 
 def _next(stream: Stream, x: Tensor) -> tuple[Stream, StepTokens] | None:

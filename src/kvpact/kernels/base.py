@@ -121,8 +121,8 @@ class StepTokens(NamedTuple):
         Tokens of the tail in front of `exact_from`.
     keep : bool
         Whether the new tokens are copied behind the tail, into its memory.
-    start, count : int
-        The tokens to be encoded.
+    start, encoded : int
+        The first token to be encoded, and how many are.
     inside : int
         Tokens of the tail in front of `start`; -1 where the new tokens are the ones to be encoded.
     """
@@ -132,7 +132,7 @@ class StepTokens(NamedTuple):
     skip: int
     keep: bool
     start: int
-    count: int
+    encoded: int
     inside: int
 
 
