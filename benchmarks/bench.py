@@ -72,7 +72,7 @@ def main() -> None:
         medians = {name: statistics.median(t[2:]) for name, t in times.items()}
         best = min(medians[name] for name in ("exact, sdpa", "exact, matmul"))
         for name, measured in times.items():
-            low, _, high = statistics.quantiles(measured[2:], n=4)
+            low, _, high = statistics.quantiles(measured[2:], n=4, method="inclusive")
             spread = f"{low * 1e3:.2f}-{high * 1e3:.2f}"
             print(f"{name:24}{medians[name] * 1e3:10.2f}{spread:>18}{medians[name] / best:14.2f}")
 

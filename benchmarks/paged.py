@@ -81,7 +81,7 @@ def batches(sizes: list[int], length: int, repeats: int) -> None:
             for layout, call in calls.items():
                 times[layout].append(min(timed(call) for _ in range(4)))
         ratios = [b / a for a, b in zip(times["contiguous"], times["paged"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         contiguous, paged = (statistics.median(times[layout]) * 1e3 for layout in calls)
         line = f"{f'batch of {batch}, {length} tokens each':38}{contiguous:14.3f}{paged:10.3f}"
         print(f"{line}{middle:7.2f}{low:6.2f}-{high:.2f}")
@@ -119,7 +119,7 @@ def main() -> None:
         for what in ("append", "attend", "gather"):
             contiguous, paged = (times[what, layout][1:] for layout in ("contiguous", "paged"))
             ratios = [b / a for a, b in zip(contiguous, paged, strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
             print(
                 f"{spec + ', ' + what:38.38}{statistics.median(contiguous) * 1e3:14.2f}"
                 f"{statistics.median(paged) * 1e3:10.2f}{middle:7.2f}{low:6.2f}-{high:.2f}"
