@@ -62,9 +62,9 @@ def test_mask_sizes_and_lengths(llama, prompt):
         -1,
     )
     assert (cache.batch_size, cache.is_compileable, cache.is_croppable) == (2, False, True)
-    assert cache.is_initialized and all(layer.is_initialized for layer in cache.layers)
+    assert all(layer.is_initialized for layer in cache.layers)
     fresh = CompressedCache(llama.config, "none")
-    assert not fresh.is_initialized and not any(layer.is_initialized for layer in fresh.layers)
+    assert not any(layer.is_initialized for layer in fresh.layers)
 
 
 def test_tokens_count_before_they_are_attended(llama):
