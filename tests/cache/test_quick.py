@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.cache import contiguous
+from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
+from kvpact.cache import contiguous, paged_view
 from kvpact.errors import CacheFull, GeometryError, NonFiniteError
 from kvpact.kernels.cpu import step as native
 from kvpact.kernels.cpu.library import _load
@@ -40,13 +40,17 @@ class Watched:
     """Counts the quick steps, or refuses to take any."""
 
     def __init__(self, monkeypatch):
-        self.taken, self.allowed, self.real = 0, True, contiguous.quick_attend
-        monkeypatch.setattr(contiguous, "quick_attend", self)
+        self.taken, self.allowed = 0, True
+        for module, name in ((contiguous, "quick_attend"), (paged_view, "quick_rows")):
+            monkeypatch.setattr(module, name, self.watched(getattr(module, name)))
 
-    def __call__(self, *args):
-        output = self.real(*args) if self.allowed else None
-        self.taken += output is not None
-        return output
+    def watched(self, real):
+        def quick(*args):
+            output = real(*args) if self.allowed else None
+            self.taken += output is not None
+            return output
+
+        return quick
 
 
 @pytest.fixture
@@ -102,6 +106,79 @@ def test_a_history_of_steps(spec, dtype, watched):
     assert quick.seq_len() == plain.seq_len()
     assert quick.stats()["compute"]["attend"] == plain.stats()["compute"]["attend"]
     assert quick.stats()["compute"]["encode"] == plain.stats()["compute"]["encode"]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_sequences_on_pages(spec, watched):
+    """Rows of unlike length, pages that forks share, rollbacks: outputs and state of both ways."""
+    pools = [PagedKVCache(spec, GEOMETRY, num_pages=60) for _ in range(2)]
+    views = []
+    for pool, watched.allowed in zip(pools, (True, False), strict=True):
+        seqs = [pool.allocate() for _ in range(3)]
+        for i, seq in enumerate(seqs):
+            for layer in range(2):
+                pool.view([seq]).attend(layer, *random(20 + 30 * i, seed=i))
+        views.append(pool.view([*seqs, pool.fork(seqs[1])]))
+    for step in range(120):
+        if step == 60:
+            for view in views:
+                view.cache.truncate(view.seqs[0], 41)
+        if step == 80:
+            forks = [view.fork() for view in views]
+            views, forks = forks, views
+        for layer in range(2):
+            outputs = []
+            for view, watched.allowed in zip(views, (True, False), strict=True):
+                outputs.append(view.attend(layer, *random(1, 4, seed=step)))
+            assert torch.equal(*outputs)
+    assert watched.taken > 0.75 * 2 * 120  # not while a group is cut
+    for view in views:
+        assert [view.cache.seq_len(seq) for seq in view.seqs] == [101, 170, 200, 170]
+    left, right = (pool.stats() for pool in pools)
+    assert left["compute"]["attend"] == right["compute"]["attend"]
+    assert pools[0].pool.num_free == pools[1].pool.num_free
+    for one, other in zip(*(pool._sequences.values() for pool in pools), strict=True):
+        assert one.table == other.table
+        for a, b in zip(one.layers, other.layers, strict=True):
+            for x, y in zip(a.streams(), b.streams(), strict=True):
+                assert torch.equal(x.tail, y.tail) and x.packed == y.packed
+    for x, y in zip(*(pool.pool.tensors() for pool in pools), strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched, monkeypatch):
+    pool = PagedKVCache("turboquant:bits=4", GEOMETRY, num_pages=9, page_size=32)
+    view = pool.view([pool.allocate(), pool.allocate()])
+    for count in (29, 1, 1, 1):
+        for layer in range(2):
+            view.attend(layer, *random(count, 2))
+    free, tensors = pool.pool.num_free, [x.clone() for x in pool.pool.tensors()]
+    k, v, q = random(1, 2)
+    with pytest.raises(NonFiniteError):
+        view.attend(0, k, torch.where(v == v[1, 1, 0, 1], torch.nan, v), q)
+    real = native.run_steps
+
+    def interrupted(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "run_steps", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        view.attend(0, k, v, q)
+    monkeypatch.undo()
+    assert pool.pool.num_free == free and view.seq_len(0) == 32
+    for x, y in zip(tensors, pool.pool.tensors(), strict=True):
+        held = x.view(torch.uint8) != 0
+        assert torch.equal(x.view(torch.uint8)[held], y.view(torch.uint8)[held])
+    view.attend(0, k, v, q)
+    other = PagedKVCache("turboquant:bits=4", GEOMETRY, num_pages=9, page_size=32)
+    rows = other.view([other.allocate(), other.allocate()])
+    for count in (29, 1, 1, 1):
+        for layer in range(2):
+            rows.attend(layer, *random(count, 2))
+    rows.attend(0, k, v, q)
+    for x, y in zip(other.pool.tensors(), pool.pool.tensors(), strict=True):
+        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
 
 @pytest.mark.parametrize("case", ("padding", "views", "rules", "latent"))

@@ -42,7 +42,7 @@ def store_rows(
                 sequence.coming[layer] = sequence.layers[layer].length + count
             return _store(layer, sequences, tokens, configs, before)
         except BaseException:
-            _give_back(cache, layer, sequences, pages)
+            give_back(cache, layer, sequences, pages)
             raise
         finally:
             # One that stays after a second interrupt keeps a few pages reserved, nothing more.
@@ -71,7 +71,7 @@ def _store(
     return [entry.stored(plan) for entry, plan in zip(entries, plans, strict=True)]
 
 
-def _give_back(
+def give_back(
     cache: PagedKVCache, layer: int, sequences: list[PagedSequence], pages: list[int]
 ) -> None:
     """Give pages back that were reserved for tokens which are not stored after all."""

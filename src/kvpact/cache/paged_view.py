@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpact.cache.checks import check_layer, check_query
 from kvpact.cache.held import LayerPlan
 from kvpact.cache.paged import PagedKVCache
+from kvpact.cache.quick_rows import make_runners, quick_rows
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile
@@ -156,6 +157,8 @@ class PagedView(BatchRows):
         with self.cache.layer_locks[layer]:
             call = None if q is None else before
             steps = self.cache.step(layer, tokens, configs, checked=True, before=call)
+            if q is not None and config.padding is None and config.mask is None:
+                make_runners(self.cache, layer, seqs, k, v, q, config)
             if q is not None and not config.exact_new:
                 output.append(attend_steps(steps, q, rules))
         return steps, rules, output[0] if output else None
@@ -164,7 +167,17 @@ class PagedView(BatchRows):
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens of all rows and attend; see `ContiguousCache.attend`."""
-        _, _, output = self._store(layer, k, v, q, config or _DEFAULT, run=True)
+        config, seqs = config or _DEFAULT, self.seqs
+        if (
+            seqs
+            and not self._unfilled
+            and type(layer) is int
+            and 0 <= layer < len(self.cache.specs)
+        ):
+            output = quick_rows(self.cache, layer, seqs, k, v, q, config)
+            if output is not None:
+                return output
+        _, _, output = self._store(layer, k, v, q, config, run=True)
         assert output is not None
         return output
 

@@ -1,8 +1,7 @@
 """Steps of a few tokens in one call of a backend: what most calls of a decoding engine are.
 
 The ordinary way (`CacheLayer.prepare`, `commit`) defines what a step does. This one is taken where
-the state has a `StepRunner`, made for calls alike, and where no segment has to be made, no group
-was cut and nothing but slots and the tail's memory is written.
+the state has a `StepRunner`, made for calls that are alike, and no group was cut.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from kvpact.cache.held import Held
 from kvpact.cache.stream import MOST_STEP, Stream
 from kvpact.contract import AttendConfig
-from kvpact.kernels import AttendCall, StepTokens
+from kvpact.kernels import AttendCall, StepRunner, StepTokens
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
@@ -54,10 +53,15 @@ def quick_attend(
         step = quick_step(held, k, v)
         if step is None or (max_tokens is not None and step.length > max_tokens):
             return None
+        runner = moved(layer, step, k, v, q, config)
+        if runner is None:
+            return None
         layer._clean = False
         output = runner.run(k, v, q, step.length - k.shape[2], step.sides)
         if output is not None:
-            layer._held = step.after
+            layer._held = (
+                step.after if runner is held.runner else step.after._replace(runner=runner)
+            )
             assert held.plan is not None
             held.plan.count_step(1, step.encodes)
         layer._clean = True
@@ -104,8 +108,8 @@ def _next(stream: Stream, x: Tensor) -> tuple[Stream, StepTokens] | None:
         return None  # a group that was cut
     after = length - length % group
     count = after - packed
-    if count and store.grown(after, packed) is not store:
-        return None
+    if count:
+        store = store.grown(after, packed)
     if not in_tail and after == length and not window:  # no token is kept
         side = StepTokens(held, tail, 0, False, packed, count, -1)
         return Stream(codec, window, plan, store, after, tail, after, spare, sinks), side
@@ -131,6 +135,27 @@ def _next(stream: Stream, x: Tensor) -> tuple[Stream, StepTokens] | None:
     return Stream(codec, window, plan, store, after, tail, start, spare, sinks), side
 
 
+def moved(
+    layer: CacheLayer, step: QuickStep, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+) -> StepRunner | None:
+    """Return the step's runner, or another one where slots came to lie elsewhere."""
+    runner, after = step.after.runner, step.after
+    assert runner is not None and after.k is not None and after.v is not None
+    sources = after.k.store.source(), after.v.store.source()
+    if runner.sources[0] is sources[0] and runner.sources[1] is sources[1]:
+        return runner
+    return _made(layer, after, k, v, q, config)
+
+
+def _made(
+    layer: CacheLayer, held: Held, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+) -> StepRunner | None:
+    """Return a runner for steps from a state on, in which the new tokens may be."""
+    assert held.plan is not None
+    view = layer._view(held, held.padding)
+    return held.plan.step(AttendCall(view, k, v, q, config, held.padding, layer._latent))
+
+
 def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> None:
     """Let a layer take its next steps in one call each, if it just took one a second time."""
     this = (k.shape, k.stride(), v.stride(), q.shape, q.stride(), q.dtype)
@@ -141,7 +166,6 @@ def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: Atte
         return
     if any(layer._sink_positions(s, held.padding)[1] > s.length for s in streams):
         return  # sink tokens are still to come
-    call = AttendCall(layer._view(held, held.padding), k, v, q, config, held.padding, layer._latent)
-    runner = held.plan.step(call)
+    runner = _made(layer, held, k, v, q, config)
     if runner is not None:
         layer._held = held._replace(runner=runner)

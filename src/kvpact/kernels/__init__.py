@@ -5,6 +5,7 @@ from kvpact.kernels.base import (
     Backend,
     Segment,
     SegmentSource,
+    StepRow,
     StepRunner,
     StepTokens,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Segment",
     "SegmentSource",
+    "StepRow",
     "StepRunner",
     "StepTokens",
     "StreamPlan",

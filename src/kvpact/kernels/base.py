@@ -168,6 +168,34 @@ class StepRunner(Protocol):
         """
         ...
 
+    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
+        """Whether each row of a call is like the call that this was made for."""
+        ...
+
+    def alike(self, other: StepRunner) -> bool:
+        """Whether both were made for calls that are alike, but for their slots."""
+        ...
+
+    def run_rows(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
+        """Carry out a step of several layers, all of them or none; see `run`.
+
+        Parameters
+        ----------
+        rows : sequence of StepRow
+            Their runners are alike.
+        k, v, q : Tensor
+            A row for each.
+        """
+        ...
+
+
+class StepRow(NamedTuple):
+    """One row of a step: what carries it out, the tokens held, and how it takes the new ones."""
+
+    runner: StepRunner
+    held: int
+    sides: tuple[StepTokens, StepTokens]
+
 
 class Encoder(Protocol):
     """Encodes the tokens of one stream into its slots; not for two threads at once."""

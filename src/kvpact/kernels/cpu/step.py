@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
-from kvpact.kernels.base import AttendCall, StepTokens
+from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_many
 from kvpact.kernels.cpu.encode import codec_encoder
@@ -96,6 +96,40 @@ class CpuStep:
             return False
         like_k, like_v, like_q = self._like
         return _alike(k, like_k) and _alike(v, like_v) and _alike(q, like_q)
+
+    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
+        """Whether each row of a call is like the call that the plan was made for."""
+        if config is not self.config and not _equal(config, self.config):
+            return False
+        for x, like in zip((k, v, q), self._like, strict=True):
+            if type(x) is not Tensor or x.dim() != 4 or not _alike(x[:1], like):
+                return False
+        return k.shape[0] == v.shape[0] == q.shape[0]
+
+    def alike(self, other: StepRunner) -> bool:
+        """Whether two plans are for calls that are alike, but for their slots."""
+        if self is other:
+            return True
+        if not isinstance(other, CpuStep) or self._like != other._like:
+            return False
+        return self.config is other.config or _equal(self.config, other.config)
+
+    def run_rows(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
+        """Carry out a step of several layers, all of them or none."""
+        out = new_output(len(rows), *self._out[1:])
+        addresses = [x.data_ptr() for x in (k, v, q, out)]
+        strides = [x.stride(0) * x.itemsize for x in (k, v, q, out)]
+        steps = []
+        for runner, held, sides in rows:
+            assert isinstance(runner, CpuStep)
+            k_at, v_at, q_at, out_at = addresses
+            steps.append(runner.packed(k_at, v_at, q_at, out_at, held, sides))
+            addresses = [
+                address + stride for address, stride in zip(addresses, strides, strict=True)
+            ]
+        if not run_steps(self._library, steps):
+            return None
+        return out if q.dtype is _F32 else saturated(out, q.dtype)
 
     def run(
         self, k: Tensor, v: Tensor, q: Tensor, held: int, sides: tuple[StepTokens, StepTokens]
