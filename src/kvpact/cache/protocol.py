@@ -15,8 +15,8 @@ from kvpact.snapshot import Snapshot
 class EngineCache(CompressedKVCache, Protocol):
     """A `CompressedKVCache` that attends over its packed slots, rolls back, forks and is saved.
 
-    `kvpact.create_cache` returns such a cache. Parameters, errors, threads and what holds after a
-    failure are those of `CompressedKVCache`.
+    `kvpact.create_cache` returns such a cache (on pages without `store`). Parameters, errors,
+    threads and what holds after a failure are those of `CompressedKVCache`.
 
     Notes
     -----
