@@ -77,14 +77,15 @@ class QuickStep(NamedTuple):
     encodes: int
 
 
-def quick_step(held: Held, k: Tensor, v: Tensor) -> QuickStep | None:
+def quick_step(held: Held, k: Tensor, v: Tensor, row: int | None = None) -> QuickStep | None:
     """Return the step that new tokens make; None where it has to be made the ordinary way.
 
-    Memory of the tail that nobody reads may be written to.
+    `row` says which row of `k` and `v` they are, where they are not all. Memory of the tail that
+    nobody reads may be written to.
     """
     if held.k is None or held.v is None:
         return None
-    k_next, v_next = _next(held.k, k), _next(held.v, v)
+    k_next, v_next = _next(held.k, k, row), _next(held.v, v, row)
     if k_next is None or v_next is None:
         return None
     (k_after, k_side), (v_after, v_side) = k_next, v_next
@@ -97,7 +98,7 @@ def quick_step(held: Held, k: Tensor, v: Tensor) -> QuickStep | None:
     return QuickStep(after, length, (k_side, v_side), bool(k_side.encoded) + bool(v_side.encoded))
 
 
-def _next(stream: Stream, x: Tensor) -> tuple[Stream, StepTokens] | None:
+def _next(stream: Stream, x: Tensor, row: int | None) -> tuple[Stream, StepTokens] | None:
     """Return the stream after new tokens, and how it takes them."""
     codec, window, plan, store, packed, tail, tail_start, spare, sinks = stream
     new = x.shape[2]
@@ -113,8 +114,10 @@ def _next(stream: Stream, x: Tensor) -> tuple[Stream, StepTokens] | None:
     if not in_tail and after == length and not window:  # no token is kept
         side = StepTokens(held, tail, 0, False, packed, count, -1)
         return Stream(codec, window, plan, store, after, tail, after, spare, sinks), side
-    exact_from = max(tail_start, stream._exact_start(packed, held))
-    start = max(tail_start, stream._exact_start(after, length, group))
+    # As of `Stream.exact_from`, before; and where the tail begins afterwards.
+    exact_from = max(tail_start, min(packed, max(held - window, 0)))
+    begin = max(length - window, 0)
+    start = max(tail_start, min(after, begin - begin % group))
     inside = packed - tail_start if count and group > 1 else -1
     keep = in_tail > 0 and spare >= new
     if inside >= 0 and not keep:
@@ -131,12 +134,18 @@ def _next(stream: Stream, x: Tensor) -> tuple[Stream, StepTokens] | None:
         tail = tail.as_strided((batch, heads, length - start, dim), strides, offset)
         spare -= new
     else:
-        tail, spare = stream._next_tail(x, start)
+        tail, spare = stream._next_tail(x if row is None else x[row : row + 1], start)
     return Stream(codec, window, plan, store, after, tail, start, spare, sinks), side
 
 
 def moved(
-    layer: CacheLayer, step: QuickStep, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    layer: CacheLayer,
+    step: QuickStep,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    config: AttendConfig,
+    row: int | None = None,
 ) -> StepRunner | None:
     """Return the step's runner, or another one where slots came to lie elsewhere."""
     runner, after = step.after.runner, step.after
@@ -144,6 +153,8 @@ def moved(
     sources = after.k.store.source(), after.v.store.source()
     if runner.sources[0] is sources[0] and runner.sources[1] is sources[1]:
         return runner
+    if row is not None:
+        k, v, q = (x[row : row + 1] for x in (k, v, q))
     return _made(layer, after, k, v, q, config)
 
 

@@ -16,7 +16,7 @@ from kvpact.cache.quick import make_runner, moved, quick_step
 from kvpact.cache.sequences import PagedSequence
 from kvpact.contract import AttendConfig
 from kvpact.errors import CacheFull
-from kvpact.kernels import StepRow
+from kvpact.kernels import StepRow, StepRunner
 
 if TYPE_CHECKING:
     from kvpact.cache.paged import PagedKVCache
@@ -50,57 +50,73 @@ def quick_rows(
         The output. None where the ordinary way has to be taken; nothing is stored then.
     """
     with cache.layer_locks[layer]:
-        found = [cache._sequences.get(seq) for seq in seqs]
-        rows = [row for row in found if row is not None]
-        entries = [row.layers[layer] for row in rows]
-        if len(rows) < len(seqs) or len(set(seqs)) < len(seqs):
-            return None
-        if not _alike(entries, k, v, q, config):
+        rows = _rows(cache, layer, seqs, k, v, q, config)
+        if rows is None:
             return None
         with cache.pool.lock:
-            pages = [len(row.table) for row in rows]
+            pages = [len(row.table) for row, _, _ in rows]
             try:
-                if not _has_room(cache.pool, rows, entries, k.shape[2]):
+                if not _have_room(cache.pool, rows, k.shape[2]):
                     cache.reserve(list(seqs), [k.shape[2]] * len(seqs), layer)
             except CacheFull:
                 return None
         output = None
         try:
-            for row, entry in zip(rows, entries, strict=True):
-                row.coming[layer] = entry.length + k.shape[2]
-            output = _run(entries, k, v, q, config)
+            for row, _, length in rows:
+                row.coming[layer] = length + k.shape[2]
+            output = _run([entry for _, entry, _ in rows], k, v, q, config)
         finally:
             if output is None:
-                give_back(cache, layer, rows, pages)
-            for row in rows:
+                give_back(cache, layer, [row for row, _, _ in rows], pages)
+            for row, _, _ in rows:
                 row.coming.pop(layer, None)
         return output
 
 
-def _alike(
-    entries: list[CacheLayer], k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
-) -> bool:
-    """Whether all rows take the same step as before."""
-    runners = [entry._held.runner for entry in entries]
-    first = runners[0] if runners else None
-    if first is None or not first.fits_rows(k, v, q, config) or k.shape[0] != len(entries):
-        return False
-    if not all(runner is not None and first.alike(runner) for runner in runners):
-        return False
-    return all(entry._clean for entry in entries)
+_Row = tuple[PagedSequence, CacheLayer, int]
+"""A sequence, its layer, and the tokens that this holds."""
 
 
-def _has_room(
-    pool: PagePool, rows: list[PagedSequence], entries: list[CacheLayer], new: int
-) -> bool:
+def _rows(
+    cache: PagedKVCache,
+    layer: int,
+    seqs: Sequence[int],
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    config: AttendConfig,
+) -> list[_Row] | None:
+    """Return the rows, if all of them take the same step as before."""
+    rows: list[_Row] = []
+    first: StepRunner | None = None
+    for seq in seqs:
+        row = cache._sequences.get(seq)
+        if row is None:
+            return None
+        entry = row.layers[layer]
+        held = entry._held
+        runner, stream = held.runner, held.k
+        if runner is None or stream is None or not entry._clean:
+            return None
+        if first is None:
+            first = runner
+            if not first.fits_rows(k, v, q, config) or k.shape[0] != len(seqs):
+                return None
+        elif not first.alike(runner):
+            return None
+        rows.append((row, entry, stream.length))
+    return rows if len(rows) == 1 or len(set(seqs)) == len(rows) else None
+
+
+def _have_room(pool: PagePool, rows: list[_Row], new: int) -> bool:
     """Whether the new tokens' pages are there, and nobody else's."""
     size, references = pool.page_size, pool.references
     if not pool.counted:
         return False
-    for row, entry in zip(rows, entries, strict=True):
+    for row, entry, length in rows:
         k, v = entry._held.k, entry._held.v
         assert k is not None and v is not None
-        if k.length + new > len(row.table) * size:
+        if length + new > len(row.table) * size:
             return False
         first = min(k.packed, v.packed) // size
         if any(references[page] != 1 for page in row.table[first:]):
@@ -112,16 +128,16 @@ def _run(
     entries: list[CacheLayer], k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
     made, steps, encodes = [], [], 0
-    tokens = zip(*(torch.split(x, 1) for x in (k, v, q)), strict=True)
-    for entry, (k_row, v_row, q_row) in zip(entries, tokens, strict=True):
-        step = quick_step(entry._held, k_row, v_row)
-        runner = step and moved(entry, step, k_row, v_row, q_row, config)
+    new = k.shape[2]
+    for row, entry in enumerate(entries):
+        step = quick_step(entry._held, k, v, row)
+        runner = step and moved(entry, step, k, v, q, config, row)
         if step is None or runner is None:
             return None
         made.append(
             step.after if runner is step.after.runner else step.after._replace(runner=runner)
         )
-        steps.append(StepRow(runner, step.length - k.shape[2], step.sides))
+        steps.append(StepRow(runner, step.length - new, step.sides))
         encodes += step.encodes
     for entry in entries:
         entry._clean = False

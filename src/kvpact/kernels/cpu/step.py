@@ -101,8 +101,10 @@ class CpuStep:
         """Whether each row of a call is like the call that the plan was made for."""
         if config is not self.config and not _equal(config, self.config):
             return False
-        for x, like in zip((k, v, q), self._like, strict=True):
-            if type(x) is not Tensor or x.dim() != 4 or not _alike(x[:1], like):
+        for x, (shape, stride, dtype) in zip((k, v, q), self._like, strict=True):
+            if type(x) is not Tensor or x.requires_grad or not x.is_cpu or x.dtype is not dtype:
+                return False
+            if x.stride() != stride or x.shape[1:] != shape[1:]:
                 return False
         return k.shape[0] == v.shape[0] == q.shape[0]
 
@@ -117,16 +119,13 @@ class CpuStep:
     def run_rows(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Carry out a step of several layers, all of them or none."""
         out = new_output(len(rows), *self._out[1:])
-        addresses = [x.data_ptr() for x in (k, v, q, out)]
-        strides = [x.stride(0) * x.itemsize for x in (k, v, q, out)]
+        at = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+        apart = [x.stride(0) * x.itemsize for x in (k, v, q, out)] if len(rows) > 1 else [0] * 4
         steps = []
-        for runner, held, sides in rows:
+        for row, (runner, held, sides) in enumerate(rows):
             assert isinstance(runner, CpuStep)
-            k_at, v_at, q_at, out_at = addresses
+            k_at, v_at, q_at, out_at = [x + row * step for x, step in zip(at, apart, strict=True)]
             steps.append(runner.packed(k_at, v_at, q_at, out_at, held, sides))
-            addresses = [
-                address + stride for address, stride in zip(addresses, strides, strict=True)
-            ]
         if not run_steps(self._library, steps):
             return None
         return out if q.dtype is _F32 else saturated(out, q.dtype)
