@@ -2,21 +2,28 @@
 
 What a token's K and V are follows from its layer, its place and all ids up to it, so a sequence
 that shares another's pages has to hold what it would have computed. Lossy methods are compared with
-a contiguous cache per sequence that is given the same tokens.
+a contiguous cache per sequence that is given the same tokens. Some calls are interrupted at a line,
+or an allocation in them fails: then all sequences are as before the call or as after it, no page is
+lost, and the next calls work.
 """
+
+from functools import lru_cache
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.helpers.faults import FAULTS, disturbed, is_free, same_state
 
 import kvpact
 from kvpact import CacheGeometry, PagedKVCache
+from kvpact.cache.saved import layer_state
 from kvpact.errors import CacheFull, SequenceError
 from kvpact.testing import random_tokens, same_bytes
 
 LAYERS, HEADS, DIM, V_DIM, LONGEST = 2, 2, 16, 8, 256
+GEOMETRY = CacheGeometry(LAYERS, HEADS, DIM, V_DIM)
 SETTINGS = settings(
     max_examples=40,
     stateful_step_count=30,
@@ -32,6 +39,7 @@ SPECS = {
     "none": (14, True),
     "turboquant:bits=3,center=64,sinks=3,window=0": (9, True),
     "kivi:bits=2,sinks=2,window=40/int:bits=4,sinks=5,window=0": (14, False),
+    "vq:codebook_size=16,dims=4,sinks=2,window=0/lowrank:rank=4,sinks=0,window=0": (14, True),
 }
 
 
@@ -56,6 +64,24 @@ def kv(layer, ids, start):
     return k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
 
 
+@lru_cache(maxsize=2)
+def calibration(spec):
+    """Tokens for methods that learn, the same for the pool and for every twin."""
+    if "vq" not in spec:
+        return None
+    return {
+        layer: (
+            random_tokens(1, HEADS, 200, DIM, seed=90 + layer),
+            random_tokens(1, HEADS, 200, V_DIM, seed=95 + layer),
+        )
+        for layer in range(LAYERS)
+    }
+
+
+def _same(states, others):
+    return all(map(same_state, states, others))
+
+
 def _clean(cache, seq):
     return all(layer.clean for layer in cache._sequence(seq).layers)
 
@@ -67,7 +93,7 @@ class Model:
         self.ids, self.prompt, self.published, self.whole_groups = [], 0, 0, True
         self.k = [torch.zeros(HEADS, 0, DIM) for _ in range(LAYERS)]
         self.v = [torch.zeros(HEADS, 0, V_DIM) for _ in range(LAYERS)]
-        self.twin = kvpact.create_cache(spec, CacheGeometry(LAYERS, HEADS, DIM, V_DIM))
+        self.twin = kvpact.create_cache(spec, GEOMETRY, calibration=calibration(spec))
 
     def lengths(self):
         return [x.shape[1] for x in self.k]
@@ -96,9 +122,10 @@ class Pages(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        geometry = CacheGeometry(LAYERS, HEADS, DIM, V_DIM)
-        self.cache = PagedKVCache(self.spec, geometry, self.num_pages)
-        self.size = self.cache.pool.page_size
+        self.cache = PagedKVCache(
+            self.spec, GEOMETRY, self.num_pages, calibration=calibration(self.spec)
+        )
+        self.size, self.empty_bytes = self.cache.pool.page_size, self.cache.memory_usage()
         self.models, self.freed = {}, []
 
     def _pick(self, which):
@@ -205,6 +232,70 @@ class Pages(RuleBasedStateMachine):
         del self.models[seq]
         self.freed.append(seq)
 
+    @precondition(lambda self: self.models)
+    @rule(
+        call=st.sampled_from(["append", "append", "truncate", "fork", "free", "publish"]),
+        which=st.lists(st.integers(0, 5), min_size=1, max_size=2),
+        fault=st.sampled_from(sorted(FAULTS)),
+        n=st.one_of(st.integers(1, 80), st.integers(1, 600)),
+        count=st.sampled_from([1, 33, 70]),
+    )
+    def disturb(self, call, which, fault, n, count):
+        """Let a call fail at its n-th line or operation, then find out which state that left."""
+        seqs = list(dict.fromkeys(self._pick(i) for i in which))
+        seq, tokens = seqs[0], {}
+        if call == "append":
+            for each in seqs:
+                model = self.models[each]
+                start, ids = model.lengths()[0], model.ids
+                end = min(start + count, LONGEST)
+                if end > start:
+                    ids = ids + PROMPTS[model.prompt][len(ids) : end]
+                    tokens[each] = (ids, kv(0, ids[:end], start))
+        if call == "publish" and not (self.shares and self.models[seq].whole_groups):
+            return
+        kept = max(max(self.models[seq].lengths()) - count, 0)
+        calls = {
+            "append": lambda: self.cache.append(0, {s: pair for s, (_, pair) in tokens.items()}),
+            "truncate": lambda: self.cache.truncate(seq, kept),
+            "fork": lambda: self.cache.fork(seq),
+            "free": lambda: self.cache.free(seq),
+            "publish": lambda: self.cache.publish(seq, self.models[seq].ids),
+        }
+        before = {s: self._layer_states(s) for s in self.models}
+        try:
+            disturbed(calls[call], fault, n)
+        except CacheFull:
+            assert call == "append"
+        locks = [*self.cache.layer_locks, self.cache.pool.lock]
+        assert all(is_free(lock) for lock in locks)
+        found = {s: self._layer_states(s) for s in self.models if s in self.cache._sequences}
+        changed = {s for s in before if s not in found or not _same(found[s], before[s])}
+        if call == "append":
+            assert changed in (set(), set(tokens))  # all sequences or none
+            for each in changed:
+                self.models[each].ids = tokens[each][0]
+                self.models[each].append(0, *tokens[each][1])
+        elif changed:
+            assert changed == {seq}
+            assert call in ("truncate", "free")
+            if call == "free":
+                del self.models[seq]
+                self.freed.append(seq)
+            else:
+                self.models[seq].truncate(kept)
+        if call == "truncate":
+            # What is offered is dropped first: it may be gone although nothing else changed.
+            self.models[seq].published = 0
+            if seq in changed and kept % self.size:
+                self.models[seq].whole_groups = False
+        for extra in set(self.cache._sequences) - set(self.models):
+            assert call == "fork"
+            self.cache.free(extra)
+
+    def _layer_states(self, seq):
+        return [layer_state(self.cache.layer_of(seq, layer)) for layer in range(LAYERS)]
+
     @precondition(lambda self: self.freed)
     @rule(which=st.integers(0, 5))
     def free_again(self, which):
@@ -253,9 +344,9 @@ class Pages(RuleBasedStateMachine):
     @invariant()
     def no_page_is_lost_or_held_twice(self):
         counts, pool = self._references(), self.cache.pool
+        assert self.cache.num_free_pages == counts.count(0)  # counts anew what was interrupted
         assert pool.references == counts
         assert sorted(pool._free) == [page for page, count in enumerate(counts) if not count]
-        assert self.cache.num_free_pages == counts.count(0)
 
     @invariant()
     def contents_are_the_dictionary(self):
@@ -293,7 +384,7 @@ class Pages(RuleBasedStateMachine):
         assert self.cache.num_free_pages == self.num_pages
         assert not any(self.cache.pool.references)
         assert not self.cache._prefixes._pages
-        assert self.cache.memory_usage() == sum(t.nbytes for t in self.cache.pool.tensors())
+        assert self.cache.memory_usage() == self.empty_bytes
 
 
 OPERATIONS = ("allocate", "append", "fork", "truncate", "free", "publish")
