@@ -1,8 +1,8 @@
 """Random histories of a small cache, compared after each step with an oracle.
 
-The oracle (`kvpact.testing.StreamOracle`) holds plain tensors; nothing in it is clever. Some calls are
-interrupted at a line, or an allocation in them fails: byte for byte, the cache is then as before the
-call or as after it, and goes on.
+The oracle (`kvpact.testing.StreamOracle`) holds plain tensors; nothing in it is clever. Some calls
+are interrupted at a line, or memory runs out in them: byte for byte, the cache is then as before
+the call or as after it, and goes on.
 """
 
 from __future__ import annotations

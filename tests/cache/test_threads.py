@@ -1,4 +1,4 @@
-"""One lock per layer, none held while another is taken; no sleep in here, only meetings."""
+"""One lock per layer, none held while another is taken (in a paged cache: taken in one order)."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +11,7 @@ import torch
 
 import kvpact
 from kvpact.cache import layer as layer_module
+from kvpact.cache import pages, sequence_pages
 from kvpact.errors import StaleResult
 from kvpact.methods.none import Exact, ExactCodec
 from kvpact.registry import unregister_method
@@ -270,4 +271,45 @@ def test_no_lock_is_held_while_another_is_taken(monkeypatch, exact_new):
     cache.reset()
     assert len(WatchedLock.most) > 50
     assert max(WatchedLock.most) == 1
+    assert not WatchedLock.held.stack, "a lock was not released"
+
+
+def test_paged_locks_are_taken_in_one_order(monkeypatch):
+    """Layers' locks, the first layer's first, then the pool's; nothing else."""
+    for module in (sequence_pages, pages):
+        monkeypatch.setattr(module, "threading", SimpleNamespace(RLock=WatchedLock))
+    cache = kvpact.PagedKVCache("kivi:bits=2", geometry(3), 40)
+    order = {id(lock): place for place, lock in enumerate([*cache.layer_locks, cache.pool.lock])}
+    pairs = set()
+    acquire = WatchedLock.acquire
+
+    def noting(self, *arguments, **options):
+        held = [order[id(lock)] for lock in self.held.__dict__.get("stack", [])]
+        assert order[id(self)] in held or all(place < order[id(self)] for place in held)
+        pairs.update((place, order[id(self)]) for place in held)
+        return acquire(self, *arguments, **options)
+
+    monkeypatch.setattr(WatchedLock, "acquire", noting)
+    view = cache.view()
+    for config in (kvpact.AttendConfig(), kvpact.AttendConfig(exact_new=False)):
+        for i in range(3):
+            result = view.prefill(i, *tokens(70, i, batch=2), config)
+            view.attend(i, *tokens(3, i, batch=2), config)
+            assert result.k.shape[2] >= 70
+            cache.layer_of(view.seqs[0], i).dequantize("k")
+    first, second = view.seqs
+    fork = cache.fork(first)
+    cache.append(0, {fork: tuple(x[0] for x in tokens(40)[:2])})
+    with pytest.raises(kvpact.KVPactError):
+        cache.append(0, {first: tuple(x[0] for x in tokens(4000)[:2])})
+    cache.truncate(first, 20)
+    cache.publish(second, list(range(70)))
+    cache.allocate(list(range(80)))
+    cache.restore(cache.snapshot(second), seq=fork)
+    view.reorder(torch.tensor([1, 0]))
+    cache.memory_usage()
+    cache.stats()
+    view.reset()
+    cache.free(fork)
+    assert {(0, 1), (1, 2), (2, 3), (0, 3)} <= pairs
     assert not WatchedLock.held.stack, "a lock was not released"

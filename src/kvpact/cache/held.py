@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvpact.cache.append import AppendPlan
@@ -58,6 +60,22 @@ class LayerPlan(NamedTuple):
     appends: list[AppendPlan]
     step: Step
     exact_new: bool
+
+
+@lru_cache(maxsize=64)
+def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device).expand(batch, -1).contiguous()
+
+
+def sink_positions(stream: Stream, padding: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
+    if stream.sinks is None:
+        return None, 0
+    batch, _, sinks, _ = stream.sinks.shape
+    if padding is None:
+        return _first_tokens(batch, sinks, stream.sinks.device), sinks
+    positions = padding.unsqueeze(1) + torch.arange(sinks)
+    return positions.to(stream.sinks.device), int(padding.max()) + sinks
 
 
 def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:

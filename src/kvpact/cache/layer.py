@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.held import Held, LayerPlan
+from kvpact.cache.held import Held, LayerPlan, sink_positions
 from kvpact.cache.quick import make_runner
 from kvpact.cache.segments import MakeStore, SegmentList, SegmentStore
 from kvpact.cache.step import Step
@@ -29,11 +28,6 @@ def _segment_list(
     codec: Codec, batch: int, heads: int, device: torch.device, side: str
 ) -> SegmentStore:
     return SegmentList(codec, batch, heads, device)
-
-
-@lru_cache(maxsize=64)
-def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device).expand(batch, -1).contiguous()
 
 
 class CacheLayer:
@@ -150,8 +144,8 @@ class CacheLayer:
         held = self._held
         padding = self._next_padding(config, k.shape[0])
         k_stream, v_stream = held.k or self.new_stream(k, True), held.v or self.new_stream(v, False)
-        k_plan = k_stream.prepare(k, *self._sink_positions(k_stream, padding))
-        v_plan = v_stream.prepare(v, *self._sink_positions(v_stream, padding))
+        k_plan = k_stream.prepare(k, *sink_positions(k_stream, padding))
+        v_plan = v_stream.prepare(v, *sink_positions(v_stream, padding))
         plan = held.plan or self.compute.plan(k_stream.plan, v_stream.plan)
         good = held.good
         if self.compute.deferred:
@@ -241,16 +235,6 @@ class CacheLayer:
         merged = torch.where(open_rows, torch.maximum(given, known), known)
         return merged if merged.any() else None
 
-    def _sink_positions(self, stream: Stream, padding: Tensor | None) -> tuple[Tensor | None, int]:
-        """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
-        if stream.sinks is None:
-            return None, 0
-        batch, _, sinks, _ = stream.sinks.shape
-        if padding is None:
-            return _first_tokens(batch, sinks, stream.sinks.device), sinks
-        positions = padding.unsqueeze(1) + torch.arange(sinks)
-        return positions.to(stream.sinks.device), int(padding.max()) + sinks
-
     def make_codec(self, x: Tensor, key: bool) -> Codec:
         """Return the codec for K or V like `x` (`[B, H, T, D]`), fitted if it is shared."""
         if self._codecs is not None:
@@ -297,7 +281,7 @@ class CacheLayer:
     def _stream_view(
         self, stream: Stream, padding: Tensor | None, check: Callable[[], None]
     ) -> StreamView:
-        positions, sink_end = self._sink_positions(stream, padding)
+        positions, sink_end = sink_positions(stream, padding)
         return StreamView(
             codec=stream.codec,
             source=stream.store.source(),
@@ -349,8 +333,8 @@ class CacheLayer:
         if held.k is None or held.v is None or length >= held.k.length:
             return held
         self._clean = False
-        k = held.k.truncate(length, self._sink_positions(held.k, held.padding)[0])
-        v = held.v.truncate(length, self._sink_positions(held.v, held.padding)[0])
+        k = held.k.truncate(length, sink_positions(held.k, held.padding)[0])
+        v = held.v.truncate(length, sink_positions(held.v, held.padding)[0])
         padding = held.padding if length else None
         return Held(k, v, padding, held.version + 1, held.plan, held.good)
 
