@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.held import Held
+from kvpact.cache.held import Held, sink_positions
 from kvpact.cache.stream import MOST_STEP, Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRunner, StepTokens
@@ -175,7 +175,7 @@ def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: Atte
     streams = held.streams()
     if not again or k.shape[2] > MOST_STEP or not streams or held.plan is None:
         return
-    if any(layer._sink_positions(s, held.padding)[1] > s.length for s in streams):
+    if any(sink_positions(s, held.padding)[1] > s.length for s in streams):
         return  # sink tokens are still to come
     runner = _made(layer, held, k, v, q, config)
     if runner is not None:
