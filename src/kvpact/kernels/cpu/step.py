@@ -76,7 +76,9 @@ class CpuStep:
         self._like = [(x.shape, x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
         self._library, self._out = library, (*call.q.shape[:3], call.output_dim)
         native = native_call(call, 0, int8)
-        self._alive = (native.alive, call.view.k.codec, call.view.v.codec, call.padding)
+        # What the arguments point to: where sink tokens stand, and logits of sinks.
+        memory = [x.untyped_storage() for x in native.alive]
+        self._alive = (memory, call.view.k.codec, call.view.v.codec, call.padding)
         self._sinks = (call.view.k.sinks, call.view.v.sinks)
         args = self._args = structs.StepPlan()
         ctypes.memmove(ctypes.byref(args.attend), native.args, len(native.args))
