@@ -251,3 +251,14 @@ def test_many_query_rows(run, tmp_path):
         assert set(row["ms"]) == {"torch", "many"} | ({"few"} if row["shape"] != "MLA" else set())
         assert all(ms > 0 for ms in row["ms"].values())
     assert len(re.findall(r"^\| \d+ \|", (tmp_path / "rows.md").read_text(), re.M)) == 6
+
+
+def test_latency_beside_dynamic_cache(run, model_folder, tmp_path):
+    sizes = ("--prompts", 24, "--held", 16, "--rounds", 2, "--steps", 4, "--threads", 1)
+    printed = run("latency", "--model", model_folder, *sizes, "--out", tmp_path)
+    rows = json.loads((tmp_path / "latency.json").read_text("utf-8"))["rows"]
+    assert [(row["what"], row["tokens"]) for row in rows] == [("prompt", 24), ("step", 16)]
+    for row in rows:
+        low, high = row["quartiles"]
+        assert 0 < low <= row["ratio"] <= high and min(row["ms"]) > 0
+    assert (tmp_path / "latency.md").read_text("utf-8").strip() in printed

@@ -1,0 +1,129 @@
+"""Time to the first token of a prompt, and of a decode step, beside transformers' DynamicCache.
+
+    python benchmarks/latency.py [--model smollm2] [--spec turboquant:bits=4] [--threads 1 2]
+        [--prompts 512 2048 4096] [--held 64 256 1024] [--rounds 5] [--steps 40] [--out DIR]
+
+The model is loaded twice, so that each cache has a model with the attention that is made for it:
+``sdpa`` for DynamicCache, ``kvpact`` for the compressed one. The two take turns. A prompt is the
+beginning of a book, given in one call, logits of the last token only; a step is one token after so
+many. Printed are medians in milliseconds, and the ratio of each round's two times: its median and
+quartiles. Below 1 the compressed cache is the quicker one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from attend_rounds import quartiles
+from machine import about, head
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvpact.data import book_path
+from kvpact.integrations.models import load_model
+from kvpact.integrations.transformers import CompressedCache
+
+Row = dict[str, Any]
+Make = Callable[[], Cache]
+
+
+def timed(model: PreTrainedModel, tokens: torch.Tensor, cache: Cache) -> float:
+    """Carry out one forward pass; return seconds."""
+    begin = perf_counter()
+    model(tokens, past_key_values=cache, logits_to_keep=1)
+    return perf_counter() - begin
+
+
+def row(name: str, tokens: int, threads: int, times: list[tuple[float, float]]) -> Row:
+    """Return medians in milliseconds and the ratio of ours over theirs, round by round."""
+    low, middle, high = quartiles([ours / theirs for theirs, ours in times])
+    theirs, ours = (statistics.median(found) * 1e3 for found in zip(*times, strict=True))
+    ratio = {"ratio": middle, "quartiles": [low, high]}
+    return {"what": name, "tokens": tokens, "threads": threads, "ms": [theirs, ours], **ratio}
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Measure prompts and steps for every number of threads."""
+    theirs, tokenizer = load_model(options.model)
+    ours, _ = load_model(options.model)
+    text = book_path().read_text("utf-8")[: 8 * max(*options.prompts, *options.held)]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    makes: list[tuple[PreTrainedModel, Make]] = [
+        (theirs, lambda: DynamicCache(config=theirs.config)),
+        (ours, lambda: CompressedCache(ours.config, options.spec)),
+    ]
+    rows = []
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        for count in options.prompts:
+            prompt, times = ids[:, :count], []
+            for turn in range(options.rounds + 1):
+                found = [timed(model, prompt, make()) for model, make in makes]
+                if turn:  # the first round warms up
+                    times.append((found[0], found[1]))
+            rows.append(row("prompt", count, threads, times))
+        for count in options.held:
+            caches = [make() for _, make in makes]
+            for (model, _), cache in zip(makes, caches, strict=True):
+                timed(model, ids[:, :count], cache)
+            token, times = ids[:, count : count + 1], []
+            for turn in range(options.steps + 3):
+                found = [
+                    timed(model, token, cache)
+                    for (model, _), cache in zip(makes, caches, strict=True)
+                ]
+                if turn >= 3:
+                    times.append((found[0], found[1]))
+            rows.append(row("step", count, threads, times))
+    return rows
+
+
+def markdown(rows: list[Row], found: dict[str, object]) -> str:
+    """Return a table."""
+    lines = [head(found), "", "| | tokens | threads | DynamicCache, ms | kvpact, ms | ratio |"]
+    lines.append("|---|--:|--:|--:|--:|--:|")
+    for r in rows:
+        low, high = r["quartiles"]
+        numbers = (
+            f"{r['ms'][0]:.1f} | {r['ms'][1]:.1f} | {r['ratio']:.3f} ({low:.3f} to {high:.3f})"
+        )
+        lines.append(f"| {r['what']} | {r['tokens']} | {r['threads']} | {numbers} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print, and write DIR/latency.json and DIR/latency.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--spec", default="turboquant:bits=4")
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 2048, 4096])
+    parser.add_argument("--held", type=int, nargs="*", default=[64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = about(model=options.model, spec=options.spec)
+    with torch.no_grad():
+        rows = measure(options)
+    report = markdown(rows, found)
+    print(report)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        data = json.dumps({"about": found, "rows": rows}, indent=1)
+        (options.out / "latency.json").write_text(data + "\n", "utf-8")
+        (options.out / "latency.md").write_text(report, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
