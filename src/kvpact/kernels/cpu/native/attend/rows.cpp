@@ -1,7 +1,7 @@
 // Attention with many query rows per KV head: a block of tokens is decoded once into fp32 panels,
 // and two matrix products do the rest. Over latents (attention/latent.py) the values are the keys'
 // panels, so the second product is the other way round: channels times tokens, rows side by side.
-// The torch bodies are attention/attend.py and attention/latent.py.
+// The torch bodies are torch/attend.py and torch/latent.py; ../README.md has the loops.
 #include "attend/rows.h"
 #include "attend/rules.h"
 #include "attend/tiles.h"
@@ -9,12 +9,17 @@
 
 namespace KVP_NS {
 
+// Rows that a run has at least: a few strips of the product.
+constexpr int64_t RUN_ROWS = 24;
+constexpr int64_t MOST_RUN = 48; // and at most: its scores stay in the first-level cache
+static_assert(RUN_ROWS % STRIP<VECTORS> == 0, "a run is whole strips");
+
 // The memory of a task, cut up.
 struct Room {
     float *q, *rotated; // [rows][q_width]
     float *key, *rope;  // panels [channels][PANEL] of TOKENS columns; of the rotated keys
     float *value;       // panels [TOKENS][PANEL] of the columns of what lies in V's place
-    float *score;       // [rows][TOKENS], then weights
+    float *score;       // [rows of a run][TOKENS], then weights
     float *turned;      // latents: panels [TOKENS][PANEL] of weights, rows side by side
     float *sum[2];      // latents: [width][rows], of exact values and of packed ones
     float *part;
@@ -32,71 +37,118 @@ struct Room {
         key = take(TOKENS * (int64_t)a.k.dim);
         rope = take(job.latent ? TOKENS * whole(a.v.dim, W) : 0);
         value = take(TOKENS * whole(a.v.dim, PANEL));
-        score = take(job.at_once * TOKENS);
+        score = take((job.latent ? job.at_once : MOST_RUN) * TOKENS);
         turned = take(job.latent ? TOKENS * whole(job.at_once, PANEL) : 0);
         for (float *&s : sum) s = take(job.latent ? job.width * job.at_once : 0);
         part = take(job.splits == 1 ? job.part_size() : 0);
     }
 };
 
-// The rows of a task and where it is.
+// The rows of a task and where it is. Rows are queries times query heads, all heads of a query
+// together: so they stand in the order of their positions.
 struct Rows {
     const RowsJob &job;
     const kvp_attend_args &a;
     const Room &room;
     Part part;
     int64_t b, h, first, count;
+    bool gathered[2]; // whether the sums of exact, of packed values hold any
+    INLINE int64_t query(int64_t i) const { return (uint32_t)(first + i) / (uint32_t)a.groups; }
+    INLINE int64_t head(int64_t i) const { return h * a.groups + (uint32_t)(first + i) % (uint32_t)a.groups; }
 };
 
 static void read_queries(const Rows &r) {
     const kvp_attend_args &a = r.a;
     const int size = a.q_dtype == KVP_F32 ? 4 : 2;
     const int64_t width = r.job.q_width, rope = whole(a.k.dim, TILE);
+    const bool rotates = a.k.exact_from > r.job.begin || (r.job.latent && a.v.exact_from > r.job.begin);
     for (int64_t i = 0; i < r.count; i++) {
         float *q = r.room.q + i * width, *rotated = r.room.rotated + i * width;
-        const int64_t row = r.first + i, head = r.h * a.groups + row / a.queries;
-        const char *from = a.q + r.b * a.q_row + head * a.q_head + row % a.queries * a.q_token;
+        const char *from = a.q + r.b * a.q_row + r.head(i) * a.q_head + r.query(i) * a.q_token;
         to_floats(q, from, a.q_dtype, a.k.dim);
         if (r.job.latent) to_floats(q + rope, from + (int64_t)a.k.dim * size, a.q_dtype, a.v.dim);
-        for (int64_t c = 0; c < width; c++) q[c] *= a.scale;
+        scale_by(q, a.scale, width);
+        if (!rotates) continue;
         memcpy(rotated, q, sizeof(float) * width);
         if (a.k.signs) rotate(rotated, a.k.signs, a.k.dim);
         if (r.job.latent && a.v.signs) rotate(rotated + rope, a.v.signs, a.v.dim);
     }
 }
 
-// score (+)= q k for the first n columns of the panels, which have `height` rows.
-static void scores(const Rows &r, const float *q, const float *panels, int64_t dim, int64_t height, int64_t n, bool add) {
-    product({r.count, dim, q, r.job.q_width, panels, r.room.score, TOKENS, add}, (n + W - 1) / W, height * PANEL);
+// Consecutive rows, and the columns of a block that any of them sees.
+struct Run {
+    int64_t first, count, from, to;
+};
+
+// Splits a task's rows where causality or the window hides columns of a block from some of them.
+// Rows stand in the order of their positions, so each run has the columns of its first and last row.
+static int find_runs(const Rows &r, int64_t t, int64_t lead, int64_t n, Run *runs) {
+    const kvp_attend_args &a = r.a;
+    if (r.job.latent) {
+        runs[0] = {0, r.count, lead, n};
+        return 1;
+    }
+    int count = 0;
+    for (int64_t i = 0; i < r.count; i += RUN_ROWS) {
+        const int64_t last = upto(i + RUN_ROWS, r.count) - 1;
+        int64_t low = lead, high = n;
+        if (a.window) low = from(low, a.first + r.query(i) - a.window + 1 - t);
+        if (a.causal) high = upto(high, a.first + r.query(last) + 1 - t);
+        if (low >= high) continue;
+        Run *before = count ? runs + count - 1 : nullptr;
+        const bool fits = before && before->first + before->count == i && last + 1 - before->first <= MOST_RUN;
+        if (fits && before->from == low && before->to == high) before->count = last + 1 - before->first;
+        else runs[count++] = {i, last + 1 - i, low, high};
+    }
+    return count;
 }
 
-// Scores of the tokens t to t + n, those before `lead` aside, become weights. True where the sums
-// gathered so far have to be multiplied with the numbers left in `decay`.
-static bool weigh(const Rows &r, int64_t t, int64_t lead, int64_t n, float *decay) {
-    const float log2e = 1.44269504088896340736f;
+// score (+)= q k for the columns of a run; the panels have `height` rows.
+static void scores(const Rows &r, const Run &run, const float *q, const float *panels, int64_t dim, int64_t height, bool add) {
+    const int64_t width = r.job.q_width, column = run.from / PANEL * PANEL;
+    product({run.count, dim, q + run.first * width, width, panels + column * height,
+             r.room.score + column, TOKENS, add},
+            (run.to - column + W - 1) / W, height * PANEL);
+}
+
+// The scores of a run become weights, in units of e to the row's highest score. The sums gathered
+// so far are multiplied with what that makes of them, which `decay` notes for latents' sums.
+static bool weigh(const Rows &r, const Run &run, int64_t t, float *decay) {
+    const kvp_attend_args &a = r.a;
+    const int64_t start = run.from / W * W, stop = whole(run.to, W), width = r.job.width;
+    const int64_t padding = a.padding ? a.padding[r.b] - t : 0;
     bool changed = false;
-    for (int64_t i = 0; i < r.count; i++) {
-        float *s = r.room.score + i * TOKENS;
-        apply_rules(r.a, r.b, r.h, r.first + i, s, t, n);
-        for (int64_t k = 0; k < lead; k++) s[k] = -INFINITY;
-        vf top = load(s);
-        for (int64_t k = W; k < n; k += W) top = max(top, load(s + k));
-        const float before = r.part.peak[i], peak = highest(top) > before ? highest(top) : before;
+    for (int64_t i = run.first; i < run.first + run.count; i++) {
+        float *s = r.room.score + (i - run.first) * TOKENS;
+        const int64_t at = a.first + r.query(i) - t;
+        int64_t low = from(run.from, padding), high = run.to;
+        if (a.window) low = from(low, at - a.window + 1);
+        if (a.causal) high = upto(high, at + 1);
+        cap_and_mask(a, r.b, r.head(i), r.query(i), s, t, low, high);
+        for (int64_t k = start; k < upto(low, stop); k++) s[k] = -INFINITY;
+        for (int64_t k = from(high, start); k < stop; k++) s[k] = -INFINITY;
+        vf top = load(s + start);
+        for (int64_t k = start + W; k < stop; k += W) top = max(top, load(s + k));
+        const float before = r.part.peak[i], now = highest(top), peak = now > before ? now : before;
         decay[i] = 1;
         if (peak == -INFINITY) {
-            memset(s, 0, sizeof(float) * TOKENS);
+            memset(s + start, 0, sizeof(float) * (stop - start));
             continue;
         }
         vf total = zero();
-        const vf high = set1(peak), factor = set1(log2e);
-        for (int64_t k = 0; k < n; k += W) {
-            const vf w = exp2_(mul(sub(load(s + k), high), factor));
+        const vf level = set1(peak), factor = set1(LOG2E);
+        for (int64_t k = start; k < stop; k += W) {
+            const vf w = exp2_(mul(sub(load(s + k), level), factor));
             total = add(total, w);
             store(s + k, w);
         }
         if (peak > before && before != -INFINITY) {
             decay[i] = expf(before - peak);
             changed = true;
+            if (!r.job.latent) {
+                if (r.gathered[0]) scale_by(r.part.exact + i * width, decay[i], width);
+                if (r.gathered[1]) scale_by(r.part.packed + i * width, decay[i], width);
+            }
         }
         r.part.peak[i] = peak;
         r.part.total[i] = r.part.total[i] * decay[i] + sum(total);
@@ -109,22 +161,15 @@ static bool decode_values(const Rows &r, int64_t t, int64_t begin, int64_t end) 
     return values({r.a, r.a.v, r.b, r.h, t, begin, end, r.room.value, TOKENS * PANEL});
 }
 
-static void add_values(const Rows &r, int64_t t, int64_t begin, int64_t end, const float *decay, bool changed) {
-    const int64_t width = r.job.width, panel = TOKENS * PANEL;
-    if (changed)
-        for (int64_t i = 0; i < r.count; i++)
-            if (decay[i] != 1) {
-                scale_by(r.part.exact + i * width, decay[i], width);
-                scale_by(r.part.packed + i * width, decay[i], width);
-            }
-    const bool packed = decode_values(r, t, begin, end);
-    const int64_t lead = begin - t;
-    product({r.count, end - begin, r.room.score + lead, TOKENS, r.room.value + lead * PANEL,
-             packed ? r.part.packed : r.part.exact, width, true},
-            (r.a.v.dim + W - 1) / W, panel);
+// sum += weights v for the columns of a run.
+static void add_values(const Rows &r, const Run &run, bool packed) {
+    const int64_t width = r.job.width;
+    product({run.count, run.to - run.from, r.room.score + run.from, TOKENS,
+             r.room.value + run.from * PANEL, (packed ? r.part.packed : r.part.exact) + run.first * width, width, true},
+            (r.a.v.dim + W - 1) / W, TOKENS * PANEL);
 }
 
-// The same over the keys' panels: sum[channel][row].
+// The same over the keys' panels, for all rows: sum[channel][row].
 static void add_latents(const Rows &r, bool packed, int64_t lead, int64_t n, float *decay, bool changed) {
     const int64_t rows = whole(r.count, W), at_once = r.job.at_once, dim = r.a.k.dim;
     for (int64_t i = r.count; i < rows; i++) {
@@ -150,59 +195,84 @@ static void add_latents(const Rows &r, bool packed, int64_t lead, int64_t n, flo
 }
 
 // Tokens from `begin` to `end`, all packed or all exact, in K and in V.
-static void block(const Rows &r, int64_t begin, int64_t end) {
+static void block(Rows &r, int64_t begin, int64_t end) {
     const kvp_attend_args &a = r.a;
     const int64_t t = begin / TILE * TILE, lead = begin - t, n = end - t;
-    bool packed = keys({a, a.k, r.b, r.h, t, begin, end, r.room.key, a.k.dim * PANEL});
-    scores(r, packed ? r.room.rotated : r.room.q, r.room.key, a.k.dim, a.k.dim, n, false);
-    if (r.job.latent) {
-        const bool packed_rope = decode_values(r, t, begin, end);
+    Run runs[MOST_AT_ONCE / RUN_ROWS + 1];
+    const int count = find_runs(r, t, lead, n, runs);
+    if (!count) return;
+    const bool packed = keys({a, a.k, r.b, r.h, t, begin, end, r.room.key, a.k.dim * PANEL});
+    const bool packed_values = decode_values(r, t, begin, end);
+    const float *q = packed ? r.room.rotated : r.room.q;
+    r.gathered[packed_values] = true;
+    alignas(64) float decay[MOST_AT_ONCE];
+    if (!r.job.latent) {
+        for (int i = 0; i < count; i++) {
+            scores(r, runs[i], q, r.room.key, a.k.dim, a.k.dim, false);
+            weigh(r, runs[i], t, decay);
+            add_values(r, runs[i], packed_values);
+        }
+    } else {
+        scores(r, runs[0], q, r.room.key, a.k.dim, a.k.dim, false);
         const int64_t rope = whole(a.k.dim, TILE), height = whole(a.v.dim, W);
         for (int64_t k = 0; k < n; k += W)
             for (int64_t c = 0; c < height; c += W)
                 transpose_block(r.room.value + c / PANEL * TOKENS * PANEL + k * PANEL + c % PANEL, PANEL,
                                 r.room.rope + k / PANEL * height * PANEL + c * PANEL + k % PANEL, PANEL);
-        scores(r, (packed_rope ? r.room.rotated : r.room.q) + rope, r.room.rope, a.v.dim, height, n, true);
+        scores(r, runs[0], (packed_values ? r.room.rotated : r.room.q) + rope, r.room.rope, a.v.dim, height, true);
+        const bool changed = weigh(r, runs[0], t, decay);
+        add_latents(r, packed, lead, n, decay, changed);
     }
-    alignas(64) float decay[MOST_AT_ONCE];
-    const bool changed = weigh(r, t, lead, n, decay);
-    if (r.job.latent) add_latents(r, packed, lead, n, decay, changed);
-    else add_values(r, t, begin, end, decay, changed);
 }
 
 // Merges what the splits of a task's rows have gathered, and writes the outputs.
-static void merge(const RowsJob &job, int64_t pair, int64_t first, int64_t count, float *parts) {
-    const kvp_attend_args &a = *job.args;
+static void merge(const Rows &r, float *parts) {
+    const RowsJob &job = r.job;
+    const kvp_attend_args &a = r.a;
     const kvp_stream &x = job.values();
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = first + i, b = pair / a.heads, h = pair % a.heads * a.groups + row / a.queries;
-        float peak = a.sink_logits ? a.sink_logits[h] : -INFINITY;
+    const bool any_packed = x.exact_from > job.begin;
+    for (int64_t i = 0; i < r.count; i++) {
+        const int64_t h = r.head(i);
+        const float sink = a.sink_logits ? a.sink_logits[h] : -INFINITY;
+        float peak = sink;
         for (int64_t s = 0; s < job.splits; s++) peak = fmaxf(peak, Part(job, parts + s * job.part_size()).peak[i]);
-        float *out = a.out + ((b * a.heads * a.groups + h) * a.queries + row % a.queries) * x.dim;
+        float *out = a.out + ((r.b * a.heads * a.groups + h) * a.queries + r.query(i)) * x.dim;
         if (peak == -INFINITY) {
             memset(out, 0, sizeof(float) * x.dim);
             continue;
         }
-        float total = a.sink_logits ? expf(a.sink_logits[h] - peak) : 0;
-        alignas(64) float exact[MOST_DIM], packed[MOST_DIM];
-        memset(exact, 0, sizeof(float) * job.width);
-        memset(packed, 0, sizeof(float) * job.width);
+        float total = expf(sink - peak);
         for (int64_t s = 0; s < job.splits; s++) {
             const Part part(job, parts + s * job.part_size());
-            const float decay = expf(part.peak[i] - peak);
-            total += part.total[i] * decay;
-            add_scaled(exact, part.exact + i * job.width, decay, job.width);
-            add_scaled(packed, part.packed + i * job.width, decay, job.width);
+            total += part.total[i] * expf(part.peak[i] - peak);
         }
-        if (x.signs) rotate_back(packed, x.signs, x.dim);
-        const float share = 1.0f / total;
-        for (int c = 0; c < x.dim; c++) out[c] = (exact[c] + packed[c]) * share;
+        alignas(64) float exact[MOST_DIM], packed[MOST_DIM];
+        memset(exact, 0, sizeof(float) * job.width);
+        if (any_packed) memset(packed, 0, sizeof(float) * job.width);
+        for (int64_t s = 0; s < job.splits; s++) {
+            const Part part(job, parts + s * job.part_size());
+            const float share = expf(part.peak[i] - peak) / total;
+            add_scaled(exact, part.exact + i * job.width, share, job.width);
+            if (any_packed) add_scaled(packed, part.packed + i * job.width, share, job.width);
+        }
+        if (any_packed) {
+            if (x.signs) rotate_back(packed, x.signs, x.dim);
+            add_scaled(exact, packed, 1, job.width);
+        }
+        memcpy(out, exact, sizeof(float) * x.dim);
     }
 }
 
+// Tasks with the last queries come first: with causality they take the longest.
+static Rows rows_of(const RowsJob &job, int64_t task, const Room &room, float *part) {
+    const int64_t pair = task / job.parts, first = (job.parts - 1 - task % job.parts) * job.at_once;
+    return {job, *job.args, room, Part(job, part), pair / job.args->heads, pair % job.args->heads,
+            first, upto(job.at_once, job.rows - first), {false, false}};
+}
+
 static void rows_finish(const RowsJob &job, int64_t index) {
-    const int64_t first = index % job.parts * job.at_once;
-    merge(job, index / job.parts, first, upto(job.at_once, job.rows - first), job.partial + index * job.splits * job.part_size());
+    float *parts = job.partial + index * job.splits * job.part_size();
+    merge(rows_of(job, index, Room(job, nullptr), parts), parts);
 }
 
 static void rows_task(const RowsJob &job, int64_t index) {
@@ -213,10 +283,8 @@ static void rows_task(const RowsJob &job, int64_t index) {
         return;
     }
     const Room room(job, memory);
-    const int64_t split = index % job.splits, task = index / job.splits, pair = task / job.parts;
-    const int64_t first = task % job.parts * job.at_once;
-    Rows r{job, a, room, Part(job, job.splits == 1 ? room.part : job.partial + index * job.part_size()),
-           pair / a.heads, pair % a.heads, first, upto(job.at_once, job.rows - first)};
+    const int64_t split = index % job.splits;
+    Rows r = rows_of(job, index / job.splits, room, job.splits == 1 ? room.part : job.partial + index * job.part_size());
     memset(r.part.exact, 0, sizeof(float) * job.part_size());
     for (int64_t i = 0; i < job.at_once; i++) r.part.peak[i] = -INFINITY;
     if (job.latent)
@@ -224,12 +292,10 @@ static void rows_task(const RowsJob &job, int64_t index) {
     read_queries(r);
 
     // Tokens that any of these rows sees.
-    const int64_t last = first + r.count - 1;
-    const bool one_head = first / a.queries == last / a.queries;
     int64_t t = job.begin + split * job.chunk, end = upto(t + job.chunk, job.end);
-    if (a.window) t = from(t, a.first + (one_head ? first % a.queries : 0) - a.window + 1);
+    if (a.window) t = from(t, a.first + r.query(0) - a.window + 1);
     if (a.padding) t = from(t, a.padding[r.b]);
-    if (a.causal && one_head) end = upto(end, a.first + last % a.queries + 1);
+    if (a.causal) end = upto(end, a.first + r.query(r.count - 1) + 1);
     while (t < end) {
         int64_t next = upto((t / TOKENS + 1) * TOKENS, end);
         if (t < a.k.exact_from) next = upto(next, a.k.exact_from);
@@ -243,7 +309,7 @@ static void rows_task(const RowsJob &job, int64_t index) {
                 transpose_block(room.sum[0] + c * job.at_once + i, job.at_once, r.part.exact + i * job.width + c, job.width);
                 transpose_block(room.sum[1] + c * job.at_once + i, job.at_once, r.part.packed + i * job.width + c, job.width);
             }
-    if (job.splits == 1) merge(job, pair, first, r.count, room.part);
+    if (job.splits == 1) merge(r, room.part);
 }
 
 void fill_rows(Table &table) {

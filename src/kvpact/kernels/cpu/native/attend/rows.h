@@ -3,7 +3,7 @@
 #include "attend/job.h"
 
 constexpr int TOKENS = 128;     // decoded at a time
-constexpr int MOST_AT_ONCE = 256; // rows of a task
+constexpr int MOST_AT_ONCE = 512; // rows of a task
 
 struct RowsJob {
     const kvp_attend_args *args;

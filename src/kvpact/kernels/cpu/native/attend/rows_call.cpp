@@ -12,6 +12,7 @@ float *task_memory(int64_t floats) {
 }
 
 constexpr int64_t CACHED = 80 << 10;      // numbers of queries and sums that a task may hold
+constexpr int64_t LEAST_AT_ONCE = 64;     // rows of a task, or decoding would take most of its time
 constexpr int64_t SMALL = 1 << 21;        // products that are not worth a second thread
 constexpr int64_t SHORTEST = 4 * TOKENS;  // of the parts that tokens are split into
 
@@ -48,9 +49,13 @@ int kvp_attend_rows(int level, const kvp_attend_args *args, int latent) {
     job.rows = a.groups * a.queries;
     job.q_width = whole(a.k.dim, 32) + (latent ? whole(a.v.dim, 32) : 0);
     job.width = whole(job.values().dim, 32);
-    // As many rows as fit into the second-level cache, alike in all parts.
+    // As many rows as fit into the second-level cache, alike in all parts, and enough parts for the
+    // threads to share.
     int64_t most = CACHED / (job.q_width + job.width) / 16 * 16;
-    most = most < 64 ? 64 : most > MOST_AT_ONCE ? MOST_AT_ONCE : most;
+    most = most > MOST_AT_ONCE ? MOST_AT_ONCE : most;
+    const int64_t share = a.batch * a.heads * job.rows / (4 * (a.threads > 1 ? a.threads : 1)) / 16 * 16;
+    if (share < most && a.threads > 1) most = share;
+    if (most < LEAST_AT_ONCE) most = LEAST_AT_ONCE;
     job.parts = (job.rows + most - 1) / most;
     job.at_once = whole((job.rows + job.parts - 1) / job.parts, 16);
     job.parts = (job.rows + job.at_once - 1) / job.at_once;

@@ -1,6 +1,8 @@
 // Slots and exact tokens -> fp32 panels for matrix products: K as [channel][token], V as
 // [token][channel], both still in the codec's space.
 #pragma once
+#include <type_traits>
+
 #include "attend/exact.h"
 #include "attend/formats.h"
 #include "simd/lanes.h"
@@ -245,10 +247,10 @@ template <class Number> struct Decoder<RawFunctions<Number>> {
     }
 };
 
-// `count` tokens as fp32 rows become the columns from `token` on.
-INLINE void put_keys(const Tokens &s, int64_t token, const float *rows, int count) {
+// The channels from `first` on of `count` tokens, fp32 rows, become the columns from `token` on.
+INLINE void put_keys(const Tokens &s, int64_t token, const float *rows, int count, int64_t first = 0) {
     for (int i = 0; i < count; i++)
-        for (int64_t c = 0; c < s.x.dim; c++) s.key(token + i)[c * PANEL] = rows[i * MOST_DIM + c];
+        for (int64_t c = first; c < s.x.dim; c++) s.key(token + i)[c * PANEL] = rows[i * MOST_DIM + c];
 }
 INLINE void put_values(const Tokens &s, int64_t token, const float *row) {
     for (int64_t c = 0; c < s.x.dim; c += W) store(s.value(token, c), load(row + c));
@@ -269,39 +271,54 @@ static void place_sinks(const Tokens &s, bool key) {
     }
 }
 
-static void exact_keys(const Tokens &s) {
-    alignas(64) float rows[W * MOST_DIM];
+// W tokens that stand in columns side by side go straight through the registers; others by a copy.
+template <int DTYPE> static void exact_keys(const Tokens &s) {
+    constexpr int SIZE = DTYPE == KVP_F32 ? 4 : 2;
+    const int64_t dim = s.x.dim;
     for (int64_t t = s.begin; t < s.end;) {
         const int64_t column = t - s.base;
-        const int count = (int)upto(upto(W - column % W, s.end - t), W);
-        for (int i = 0; i < count; i++) to_floats(rows + i * MOST_DIM, exact_token(s.x, s.a, s.b, s.h, t + i), s.x.dtype, s.x.dim);
+        const int count = (int)upto(W - column % W, s.end - t);
+        alignas(64) float rows[W * MOST_DIM];
+        int64_t c = 0;
+        const char *at[W];
+        for (int i = 0; i < count; i++) at[i] = exact_token(s.x, s.a, s.b, s.h, t + i);
         if (count == W)
-            for (int64_t c = 0; c < s.x.dim; c += W) {
-                if (c + W <= s.x.dim) {
-                    transpose_block(rows + c, MOST_DIM, s.key(column) + c * PANEL, PANEL);
-                } else {
-                    alignas(64) float last[W * W];
-                    transpose_block(rows + c, MOST_DIM, last, W);
-                    for (int64_t i = 0; i < s.x.dim - c; i++) store(s.key(column) + (c + i) * PANEL, load(last + i * W));
-                }
+            for (; c + W <= dim; c += W) {
+                vf r[W];
+                for (int i = 0; i < W; i++) r[i] = load_numbers(at[i] + c * SIZE, DTYPE);
+                transpose(r);
+                for (int i = 0; i < W; i++) store(s.key(column) + (c + i) * PANEL, r[i]);
             }
-        else put_keys(s, column, rows, count);
+        if (c < dim) {
+            for (int i = 0; i < count; i++) to_floats(rows + i * MOST_DIM + c, at[i] + c * SIZE, DTYPE, (int)(dim - c));
+            put_keys(s, column, rows, count, c);
+        }
         t += count;
     }
 }
-static void exact_values(const Tokens &s) {
-    alignas(64) float row[MOST_DIM];
-    for (int64_t c = s.x.dim / W * W; c < (s.x.dim + W - 1) / W * W; c++) row[c] = 0;
+template <int DTYPE> static void exact_values(const Tokens &s) {
+    constexpr int SIZE = DTYPE == KVP_F32 ? 4 : 2;
+    const int64_t dim = s.x.dim;
     for (int64_t t = s.begin; t < s.end; t++) {
-        to_floats(row, exact_token(s.x, s.a, s.b, s.h, t), s.x.dtype, s.x.dim);
-        put_values(s, t - s.base, row);
+        const char *at = exact_token(s.x, s.a, s.b, s.h, t);
+        int64_t c = 0;
+        for (; c + W <= dim; c += W) store(s.value(t - s.base, c), load_numbers(at + c * SIZE, DTYPE));
+        if (c == dim) continue;
+        alignas(64) float last[W] = {};
+        to_floats(last, at + c * SIZE, DTYPE, (int)(dim - c));
+        store(s.value(t - s.base, c), load(last));
     }
+}
+template <class F> INLINE void by_dtype(int dtype, F &&run) {
+    if (dtype == KVP_F32) run(std::integral_constant<int, KVP_F32>());
+    else if (dtype == KVP_F16) run(std::integral_constant<int, KVP_F16>());
+    else run(std::integral_constant<int, KVP_BF16>());
 }
 
 // Both return whether the tokens are packed ones; a call has only such, or none.
 static bool keys(const Tokens &s) {
     if (s.begin >= s.x.exact_from) {
-        exact_keys(s);
+        by_dtype(s.x.dtype, [&](auto dtype) { exact_keys<dtype()>(s); });
         return false;
     }
     by_format(s.x, [&](auto f) { Decoder<decltype(f)>::keys(s); });
@@ -310,7 +327,7 @@ static bool keys(const Tokens &s) {
 }
 static bool values(const Tokens &s) {
     if (s.begin >= s.x.exact_from) {
-        exact_values(s);
+        by_dtype(s.x.dtype, [&](auto dtype) { exact_values<dtype()>(s); });
         return false;
     }
     by_format(s.x, [&](auto f) { Decoder<decltype(f)>::values(s); });
