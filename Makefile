@@ -47,6 +47,7 @@ bench: $(READY) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/attend.py --avx2 --tokens 4096 16384 65536 --out $(BENCH)
 	@$(PY) benchmarks/attend.py --linearity --out $(BENCH)
 	@$(PY) benchmarks/rows.py --rounds 3 --queries 1 8 16 32 128 --out $(BENCH)
+	@$(PY) benchmarks/prompt.py --rounds 3 --tokens 512 2048 --past 4096 16384 --chunks 256 --out $(BENCH)
 	@$(PY) benchmarks/encode.py --out $(BENCH)
 	@$(PY) benchmarks/bench.py
 	@$(PY) benchmarks/paged.py

@@ -240,6 +240,20 @@ def test_targets_of_a_real_model(module):
 
 
 @native
+def test_prompts(run, tmp_path):
+    size = ("--tokens", 40, "--past", 64, "--chunks", 8, "--shapes", "B", "--rounds", 2)
+    printed = run("prompt", *size, "--threads", 1, 2, "--out", tmp_path)
+    rows = json.loads((tmp_path / "prompt.json").read_text("utf-8"))["rows"]
+    cases = [(0, 40, 1), (0, 40, 2), (64, 8, 1), (64, 8, 2)]
+    assert [(row["past"], row["new"], row["threads"]) for row in rows] == cases
+    for row in rows:
+        assert row["ratios"]["sdpa"] == pytest.approx(row["ms"]["sdpa"] / row["ms"]["kvpact"])
+        assert ("sdpa, no mask" in row["ms"]) == (row["past"] > 0)
+    report = (tmp_path / "prompt.md").read_text("utf-8")
+    assert all(line in printed for line in report.splitlines()[-4:])
+
+
+@native
 def test_many_query_rows(run, tmp_path):
     size = ("--tokens", 64, "--rounds", 2, "--queries", 2, 40, "--threads", 1, "--ring", 0)
     run("rows", *size, "--specs", "int:bits=8", "--out", tmp_path)

@@ -254,6 +254,9 @@ def record_all(recorder: Recorder) -> None:
         {"spec": "turboquant:bits=3", "dtype": torch.float16, "held": 700},
         *({"spec": spec, "new": 21, "held": 270} for spec in compare.FORMATS),
         {"spec": "turboquant:bits=4", "dtype": torch.bfloat16, "held": 31},
+        {"spec": "turboquant:bits=4", "held": 0, "new": 150, "sliding_window": 60},
+        {"spec": "none", "held": 0, "new": 70, "dim": 36, "value_dim": 100, "batch": 2},
+        {"spec": "int:bits=4", "held": 0, "new": 33, "dtype": torch.float16},
     ):
         record_attend(recorder, **case)
     threads = torch.get_num_threads()
