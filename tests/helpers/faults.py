@@ -90,6 +90,14 @@ def disturbed(call, fault: str, n: int) -> bool:
     return False
 
 
+def length_of(call, fault: str) -> int:
+    """Return how many lines, or operations, a call has: that many faults it can meet."""
+    make, _ = FAULTS[fault]
+    with make(1 << 40) as counting:
+        call()
+    return (1 << 40) - counting.left
+
+
 def is_free(lock) -> bool:
     """Whether another thread can take a lock."""
     found = []
