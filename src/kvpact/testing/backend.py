@@ -26,8 +26,6 @@ ROWS, HEADS, SEGMENT = 2, 3, 128
 GUARD = 64
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (20, 33, 64, 80)
-SPECS = [*(example_specs() | variant_specs())]
-every_spec = pytest.mark.parametrize("spec", SPECS)
 both_sides = pytest.mark.parametrize("side", ["key", "value"])
 
 _PADDING = torch.tensor([0, 7])
@@ -44,6 +42,11 @@ CALLS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "nothing seen": (64, 1, 2, {"mask": torch.zeros(1, 1, 1, 65, dtype=torch.bool)}),
     "an additive mask": (90, 2, 2, {"mask": torch.linspace(-3, 1, 92).expand(1, 1, 2, 92)}),
 }
+
+
+def _specs() -> list[str]:
+    """Return every spec; asked for when tests are collected, since it looks all methods up."""
+    return [*(example_specs() | variant_specs())]
 
 
 class _Slots(NamedTuple):
@@ -109,6 +112,12 @@ class BackendContract:
     max_error_int8: ClassVar[float] = 0.03
     device: ClassVar[str] = "cpu"
 
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give checks that name no specs of their own every one of the registered methods."""
+        own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+        if "spec" in metafunc.fixturenames and "spec" not in own:
+            metafunc.parametrize("spec", _specs())
+
     def make_backend(self) -> Backend:
         """Return the backend."""
         raise NotImplementedError
@@ -166,14 +175,13 @@ class BackendContract:
         """A name, and for every operation and method the reason why not, or nothing."""
         backend = self._backend()
         assert backend.name and backend.describe()
-        for spec in SPECS:
+        for spec in _specs():
             codec = self._codec(spec, "key", 64, torch.float32)
             for operation in OPERATIONS:
                 reason = backend.covers(operation, codec, torch.float32)
                 assert isinstance(reason, str)
 
     @both_sides
-    @every_spec
     def test_encoded_bytes(self, spec: str, side: str) -> None:
         """The slots of the torch body, whatever the pieces; nothing is written beside them."""
         for dim, dtype in zip(WIDTHS, (*DTYPES, torch.float32), strict=True):
@@ -188,7 +196,6 @@ class BackendContract:
                 assert all(same_bytes(wanted[name], found[name]) for name in wanted)
 
     @both_sides
-    @every_spec
     def test_decoded_numbers(self, spec: str, side: str) -> None:
         """The numbers of the torch body for any part, into memory with gaps."""
         for dim, dtype in zip(WIDTHS, (*DTYPES, torch.float32), strict=True):
@@ -269,7 +276,6 @@ class BackendContract:
         error = (found.double() - expected.double()).norm()
         assert error <= limit * expected.double().norm()
 
-    @every_spec
     def test_attention_over_every_method(self, spec: str) -> None:
         """One token and a chunk, at a width that is no power of two."""
         for dim, name in ((64, "one token"), (80, "a chunk")):
