@@ -1,5 +1,5 @@
 // Decode attention over packed slots: blocks of tokens, an online softmax, two accumulators (exact
-// values, and values in the codec's space). The torch body is attention/attend.py.
+// values, and values in the codec's space). The torch body is kernels/torch/attend.py.
 #include "attend/exact_tokens.h"
 #include "simd/rotate.h"
 #include "attend/rules.h"

@@ -1,4 +1,4 @@
-// The same loops in 8-bit integers (VPDPBUSD), for kernel="fast": q and the levels as 8 bits, the
+// The same loops in 8-bit integers (VPDPBUSD), for precision="int8": q and the levels as 8 bits, the
 // weights of V as two digits of 8 bits. For codes of 2, 4 and 8 bits without zero points.
 #pragma once
 #include "attend/keys.h"

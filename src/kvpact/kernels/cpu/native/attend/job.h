@@ -19,7 +19,7 @@ struct Job {
     int64_t partial_row() const { return 2 + 2 * v_width; }
     // A pass may compute more rows than there are: those behind them are of this task alone.
     int64_t partial_size() const { return (rows + MAX_ROWS) * partial_row(); }
-    float *bytes;             // for kernel="fast", see FastKeys: [B * H][byte_size()]
+    float *bytes;             // for precision="int8", see FastKeys: [B * H][byte_size()]
     int64_t byte_size() const { return args->fast ? (rows + MAX_ROWS) * (k_width / 4 + 33) : 0; }
     int64_t pairs() const { return args->batch * args->heads; }
     int64_t parts() const { return (args->heads + heads - 1) / heads; } // of the heads of a row

@@ -1,5 +1,5 @@
 // Attention with many query rows per KV head: a block of tokens is decoded once into fp32 panels,
-// and two matrix products do the rest. Over latents (attention/latent.py) the values are the keys'
+// and two matrix products do the rest. Over latents (kernels/torch/latent.py) the values are the keys'
 // panels, so the second product is the other way round: channels times tokens, rows side by side.
 // The torch bodies are torch/attend.py and torch/latent.py; ../README.md has the loops.
 #include "attend/rows.h"

@@ -1,4 +1,4 @@
-// What happens to scores before the softmax: softcap, masks, window, padding (attention/logits.py).
+// What happens to scores before the softmax: softcap, masks, window, padding (kernels/torch/logits.py).
 #pragma once
 #include "attend/exact.h"
 #include "attend/formats.h"
