@@ -181,8 +181,20 @@ def test_exact_tokens_are_let_go_once_they_are_stored(llama):
         cache = CompressedCache(llama.config, "turboquant:bits=4", attention="keep")
         with torch.no_grad():
             llama(ids, past_key_values=cache)
-        assert cache._shared.waiting == [None, None] and cache._shared.asked is None
+        assert cache._shared.waiting == [None, None]
         assert cache.memory_usage() == held_bytes(cache._shared)
+
+
+def test_a_mask_is_kept_no_longer_than_its_call_and_other_rules_are(llama, prompt):
+    cache, token = CompressedCache(llama.config, "none"), prompt["input_ids"][:, :1]
+    with torch.no_grad():
+        llama(**prompt, past_key_values=cache)
+        assert cache._shared.asked is None
+        configs = []
+        for _ in range(2):
+            llama(token, past_key_values=cache)
+            configs.append(cache._shared.asked.config)
+    assert configs[0] is configs[1] and configs[0].mask is None
 
 
 def test_uses_less_memory_than_the_exact_cache(llama):

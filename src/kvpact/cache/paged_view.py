@@ -45,7 +45,7 @@ class PagedView(BatchRows):
     layout = "paged"
 
     def __init__(self, cache: PagedKVCache, seqs: Sequence[int] | None = None) -> None:
-        self.cache = cache
+        self.cache, self.geometry = cache, cache.geometry
         self._owns = seqs is None
         self.seqs: list[int] | None = None if seqs is None else list(seqs)
         # Layers of a model may bring their first tokens in threads: one of them makes the rows for

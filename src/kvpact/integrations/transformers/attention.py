@@ -5,7 +5,6 @@ For any other K and V it does what transformers' ``sdpa`` does.
 
 from __future__ import annotations
 
-from operator import is_
 from typing import Any
 
 import torch
@@ -69,19 +68,22 @@ def attention_forward(
     KVPactError
         Training with a compressed cache.
     """
-    handles = isinstance(key, KVHandle) and isinstance(value, KVHandle)
-    fresh = None if handles else read_before_stored(module, key)
+    tokens = fresh = None
+    if isinstance(key, KVHandle) and isinstance(value, KVHandle):
+        tokens = key.pending
+    else:
+        fresh = read_before_stored(module, key)
+    compressed = tokens is not None or fresh is not None
+    if compressed and module.training:
+        raise KVPactError("a compressed cache is for inference; call model.eval() first")
     if fresh is not None:
-        _check_inference(module)
         left = left_padding(attention_mask)
         fresh.store(None if left is None else fresh.own_padding(left))
-    if not handles and not _needs_own(kwargs):
+    if tokens is None and not _needs_own(kwargs):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )[0]
-        return (output if fresh is None else _without_gradient(query, output)), None
-    if handles:
-        _check_inference(module)
+        return (_without_gradient(query, output) if compressed else output), None
     if kwargs.get("output_attentions"):
         say_once(
             "output_attentions",
@@ -89,13 +91,13 @@ def attention_forward(
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if isinstance(key, KVHandle) and isinstance(value, KVHandle):
-        config = call_config(key.pending.origin, attention_mask, scaling, is_causal, kwargs)
-        output = key.pending.attend(query, config)
+    if tokens is not None:
+        config = call_config(tokens.origin, attention_mask, scaling, is_causal, kwargs)
+        output = tokens.attend(query, config)
     else:
         config = _config(attention_mask, scaling, is_causal, kwargs)
         output = attend_exact(key, value, query, config)
-    if handles or fresh is not None:
+    if compressed:
         output = _without_gradient(query, output)
     return output.transpose(1, 2).contiguous(), None
 
@@ -126,7 +128,7 @@ def call_config(
     is_causal: bool,
     kwargs: dict[str, Any],
 ) -> AttendConfig:
-    """Return how to attend, made once for all layers that are called alike.
+    """Return how to attend, made once for all layers and steps that are called alike.
 
     Parameters
     ----------
@@ -138,22 +140,22 @@ def call_config(
     shared, get = tokens.shared, kwargs.get
     version = 0 if mask is None or mask.is_inference() else mask._version
     plain = scaling, is_causal, get("softcap"), get("sliding_window"), version
-    tensors = mask, get("s_aux"), get("position_bias")
-    known = shared.asked
-    if known is not None and known.plain == plain and all(map(is_, known.tensors, tensors)):
+    sinks, bias, known = get("s_aux"), get("position_bias"), shared.asked
+    if (
+        known is not None
+        and known.plain == plain
+        and known.mask is mask
+        and known.sink_logits is sinks
+        and known.bias is bias
+    ):
         return known.config
     padding = left_padding(mask)
     if padding is not None:
         padding = tokens.own_padding(padding)
     more = {"padding": padding, "exact_new": shared.exact_new}
     config = _config(mask, scaling, is_causal, kwargs, **more)
-    shared.asked = Asked(plain, tensors, config)
+    shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
-
-
-def _check_inference(module: torch.nn.Module) -> None:
-    if module.training:
-        raise KVPactError("a compressed cache is for inference; call model.eval() first")
 
 
 def _without_gradient(query: Tensor, output: Tensor) -> Tensor:

@@ -125,8 +125,8 @@ class CompressedCache(EngineCache):
         if self._pairs:
             self._require_one_call(layer_idx, key_states.shape[2])
         layer: Any = self.layers[layer_idx]
-        k, v = layer.update(key_states, value_states, *args, **kwargs)
-        return k, v
+        pair: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
+        return pair
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that a layer holds; models ask for it when a call begins."""

@@ -26,6 +26,8 @@ class FallbackWarning(UserWarning):
 
 _said: set[str] = set()
 
+_make = torch.Tensor._make_wrapper_subclass
+
 _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
@@ -74,18 +76,9 @@ class KVHandle(Tensor):
     side: str
 
     @staticmethod
-    def __new__(
-        cls,
-        pending: Tokens,
-        side: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> KVHandle:
-        """Make a handle for ``k`` or ``v``."""
-        handle: KVHandle = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device
-        )
+    def of(pending: Tokens, side: str, shape: tuple[int, ...], like: Tensor) -> KVHandle:
+        """Make a handle for ``k`` or ``v``, on the device and in the dtype of `like`."""
+        handle: KVHandle = _make(KVHandle, shape, dtype=like.dtype, device=like.device)
         handle.pending, handle.side = pending, side
         return handle
 
@@ -131,11 +124,11 @@ def returned_pair(
     made: tuple[Tensor, Tensor]
     if implementation in _TAKES_HANDLES:
         batch, heads, _, width = k.shape
-        shape = batch, heads, total, width
-        one = KVHandle(tokens, "k", shape, k.dtype, k.device)
-        if v.shape != k.shape:
-            shape = (*v.shape[:2], total, v.shape[3])
-        made = one, KVHandle(tokens, "v", shape, v.dtype, v.device)
+        v_batch, v_heads, _, v_width = v.shape
+        made = (
+            KVHandle.of(tokens, "k", (batch, heads, total, width), k),
+            KVHandle.of(tokens, "v", (v_batch, v_heads, total, v_width), v),
+        )
     else:
         made = tokens.part("k"), tokens.part("v")
     if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):

@@ -155,7 +155,7 @@ def _handed_on(
     w_uk, w_uv = _weights(module)
     heads, nope, _ = w_uk.shape
     k, v = (
-        KVHandle(tokens, side, (batch, heads, total, width), latents.dtype, latents.device)
+        KVHandle.of(tokens, side, (batch, heads, total, width), latents)
         for side, width in (("k", nope + rope.shape[-1]), ("v", w_uv.shape[1]))
     )
     if latents.requires_grad:

@@ -26,7 +26,9 @@ class Asked(NamedTuple):
     """What a layer's attention was called with, and the `AttendConfig` made of it."""
 
     plain: tuple[object, ...]
-    tensors: tuple[Tensor | None, ...]
+    mask: Tensor | None
+    sink_logits: Tensor | None
+    bias: Tensor | None
     config: AttendConfig
 
 
@@ -61,7 +63,8 @@ class SharedState:
         The implementation that reads what `update` returns, as the config named it when the first
         layer was called: reading a config is slow.
     asked : Asked or None
-        How the last layer was called; the next ones, mostly, are called alike.
+        How the last layer was called; the next ones, mostly, are called alike, and so are those of
+        the next step where there is no mask.
     """
 
     def __init__(
@@ -96,6 +99,14 @@ class SharedState:
         memo[id(self)] = other
         return other
 
+    def end_call(self) -> None:
+        """Let go of what a call brought: its mask is kept no longer than the call."""
+        asked = self.asked
+        if asked is not None:
+            tensors = asked.mask, asked.sink_logits, asked.bias
+            if any(x is not None for x in tensors):
+                self.asked = None
+
     def flush(self) -> None:
         """Store tokens that nothing has used."""
         for tokens in self.waiting:
@@ -117,7 +128,7 @@ class SharedState:
             latent = k.shape[1] == 1 and k.shape[3] == self._latent_dim
             shape = k.shape[1], k.shape[3], v.shape[3]
             geometry = CacheGeometry(len(self.specs), *shape, k.dtype, latent)
-            alike = (x for x in self.caches() if geometry_of(x) == geometry)
+            alike = (x for x in self.caches() if x.geometry == geometry)
             cache = self.held[layer] = next(alike, None) or self.new_cache(geometry)
         return cache
 
@@ -129,8 +140,3 @@ class SharedState:
         """Return each layer's spec, completed for a geometry with latents."""
         one = replace(geometry, num_layers=1)
         return [cache_specs(spec, one)[0] for spec in self.specs]
-
-
-def geometry_of(cache: BatchCache) -> CacheGeometry:
-    """Return the shape of K and V in what holds tokens."""
-    return cache.cache.geometry if isinstance(cache, PagedView) else cache.geometry

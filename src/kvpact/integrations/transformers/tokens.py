@@ -10,7 +10,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.integrations.transformers.handles import say_once
-from kvpact.integrations.transformers.shared import SharedState, geometry_of
+from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import AttendCall
 from kvpact.kernels.torch.attend import attend
 
@@ -32,21 +32,21 @@ class NewTokens:
         `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`.
     """
 
+    # Made in every layer of every step: with slots it takes less time.
+    __slots__ = "__weakref__", "_cache", "_dtypes", "_layer", "_parts", "k", "shared", "total", "v"
+
     def __init__(self, shared: SharedState, layer: int, k: Tensor, v: Tensor) -> None:
-        self._dtypes = k.dtype, v.dtype
+        self._dtypes = k_dtype, v_dtype = k.dtype, v.dtype
         if k.requires_grad or v.requires_grad:
             k, v = k.detach(), v.detach()
         cache = shared.held[layer]
         if cache is None:
             k, v = as_stored(k, v, None)
             cache = shared.cache_for(layer, k, v)
-        geometry = geometry_of(cache)
-        if not k.dtype is v.dtype is geometry.dtype:
-            k, v = as_stored(k, v, geometry.dtype)
-        self.k, self.v, self.shared, self._layer = k, v, shared, layer
-        self._cache, self._latent = cache, geometry.latent
+        elif not k_dtype is v_dtype is cache.geometry.dtype:
+            k, v = as_stored(k, v, cache.geometry.dtype)
+        self.k, self.v, self.shared, self._layer, self._cache = k, v, shared, layer, cache
         self.total = cache.seq_len(layer) + k.shape[2]
-        self._waiting = True
         self._parts: tuple[Tensor, Tensor] | None = None
         shared.waiting[layer] = self
 
@@ -67,9 +67,10 @@ class NewTokens:
         """
         if q.dtype not in DTYPES:
             return self.attend(q.float(), config).to(q.dtype)
-        if not self._waiting:
+        if self.shared.waiting[self._layer] is not self:
             k, v = self._all()
-            return attend(AttendCall(None, k, v, q, config, config.padding, self._latent))
+            latent = self._cache.geometry.latent
+            return attend(AttendCall(None, k, v, q, config, config.padding, latent))
         self._use()
         return self._cache.attend(self._layer, self.k, self.v, q, config)
 
@@ -82,12 +83,10 @@ class NewTokens:
     def _use(self) -> None:
         # From now on only the handles, which live as long as the model's layer looks at them, keep
         # the exact tokens; those that can't be stored are dropped with the error.
-        self._waiting = False
-        waiting = self.shared.waiting
-        if waiting[self._layer] is self:
-            waiting[self._layer] = None
-        if self._layer + 1 == len(waiting):
-            self.shared.asked = None  # the call's mask is kept no longer than the call
+        shared = self.shared
+        shared.waiting[self._layer] = None
+        if self._layer + 1 == len(shared.waiting):
+            shared.end_call()
 
     def part(self, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of all tokens, decompressed, in the dtype of the new ones.
@@ -103,11 +102,13 @@ class NewTokens:
 
     def _all(self) -> tuple[Tensor, Tensor]:
         if self._parts is None:
-            if self._waiting:
+            if self.shared.waiting[self._layer] is self:
                 self._require_one_length()
                 result = self.store()
                 self._parts = (
-                    _latent_parts(result, self.k) if self._latent else (result.k, result.v)
+                    _latent_parts(result, self.k)
+                    if self._cache.geometry.latent
+                    else (result.k, result.v)
                 )
             else:
                 self._parts = self._again("k", self.k), self._again("v", self.v)
@@ -139,7 +140,7 @@ class NewTokens:
         if len(set(self._lengths())) > 1:
             self._use()
             remedy = "call model.set_attn_implementation('kvpact')"
-            if self._latent:
+            if self._cache.geometry.latent:
                 remedy += "; 'kv_b_proj' has to be a plain linear layer (no adapter, no hooks)"
             raise KVPactError(
                 "rows of unlike length can't be decompressed into one tensor for the model's own "
@@ -166,8 +167,9 @@ class NewTokens:
     @property
     def fresh(self) -> bool:
         """Whether these are a cache's first latents, not yet stored: read as they are."""
-        first = self.total == self.k.shape[2]
-        return self._latent and self.shared.exact_new and self._waiting and first
+        shared, first = self.shared, self.total == self.k.shape[2]
+        latent = self._cache.geometry.latent
+        return latent and shared.exact_new and first and shared.waiting[self._layer] is self
 
     @property
     def origin(self) -> NewTokens:
