@@ -77,8 +77,7 @@ def attention_forward(
     if compressed and module.training:
         raise KVPactError("a compressed cache is for inference; call model.eval() first")
     if fresh is not None:
-        left = left_padding(attention_mask)
-        fresh.store(None if left is None else fresh.own_padding(left))
+        fresh.store(_own_padding(fresh, attention_mask))
     if tokens is None and not _needs_own(kwargs):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
@@ -149,13 +148,16 @@ def call_config(
         and known.bias is bias
     ):
         return known.config
-    padding = left_padding(mask)
-    if padding is not None:
-        padding = tokens.own_padding(padding)
+    padding = _own_padding(tokens, mask)
     more = {"padding": padding, "exact_new": shared.exact_new}
     config = _config(mask, scaling, is_causal, kwargs, **more)
     shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
+
+
+def _own_padding(tokens: NewTokens, mask: Tensor | None) -> Tensor | None:
+    left = left_padding(mask)
+    return None if left is None else tokens.own_padding(left)
 
 
 def _without_gradient(query: Tensor, output: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,9 +18,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.stats import cache_stats
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.engine_cache import EngineCache
-from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
@@ -88,29 +87,24 @@ class CompressedCache(EngineCache):
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
         kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in _LAYERS]
-        latent_dim = getattr(decoder, "kv_lora_rank", None)
-        shared = SharedState(decoder, exact_new, kept, choose(backend, precision), latent_dim)
+        shared = SharedState(decoder, exact_new, kept, choose(backend, precision))
+        indices = count()
         layers: list[Any] = []
-        count = 0
-        for layer_type, layer_options in zip(types, options, strict=True):
-            if layer_type in _LAYERS:
-                layers.append(_LAYERS[layer_type](shared, count, **layer_options))
-                count += 1
-            elif layer_type in DYNAMIC_LAYER_TYPE_MAPPING:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**layer_options))
+        for kind, more in zip(types, options, strict=True):
+            if kind in _LAYERS:
+                layers.append(_LAYERS[kind](shared, next(indices), **more))
+            elif kind in DYNAMIC_LAYER_TYPE_MAPPING:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
             else:
-                raise KVPactError(f"layer type {layer_type!r} is not known to this transformers")
-        if not count:
+                raise KVPactError(f"layer type {kind!r} is not known to this transformers")
+        if not kept:
             raise KVPactError(
                 f"no layer of this model has full attention ({', '.join(sorted(set(types)))}); "
                 "there is nothing to compress"
             )
-        super().__init__(layers, shared)
-        self._loan = choose_attention(decoder, attention, sparse=_SPARSE in types)
+        super().__init__(layers, shared, attention, sparse=_SPARSE in types)
         self._pairs = config.is_encoder_decoder
         self._latest: tuple[int, int] | None = None
-        if latent_dim:
-            hand_on(decoder)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -182,17 +176,16 @@ class CompressedCache(EngineCache):
             The model has layers that transformers caches itself.
         """
         self._require_all_compressed()
-        shared, geometry = self._shared, snapshot.geometry
-        count = len(shared.specs)
-        if snapshot.num_layers != count:
-            raise GeometryError(f"{snapshot.num_layers} layers, the model has {count}")
+        shared, geometry, layers = self._shared, snapshot.geometry, len(self.layers)
+        if snapshot.num_layers != layers:
+            raise GeometryError(f"{snapshot.num_layers} layers, the model has {layers}")
         for held in self._caches():
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
         whole = shared.new_cache(geometry)
         whole.restore(snapshot, device=device)
-        shared.hold(whole if whole.batch_size is not None else None, count)
+        shared.hold(whole if whole.batch_size is not None else None, layers)
 
     def held(self) -> ContiguousCache | None:
         """Return the cache of all layers, every token stored; None while one of them is empty.
@@ -217,8 +210,7 @@ class CompressedCache(EngineCache):
         return self._shared.specs_for(geometry)
 
     def _caches(self) -> list[ContiguousCache]:
-        self._shared.flush()
-        return [cache for cache in self._shared.caches() if isinstance(cache, ContiguousCache)]
+        return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]
 
     def _require_all_compressed(self) -> None:
         native = self._own_layers()
@@ -249,6 +241,6 @@ class CompressedCache(EngineCache):
             raise KVPactError("the cache is empty; run the model first")
         held = enumerate(self._shared.held)
         layers = [x.entry(i) for i, x in held if isinstance(x, ContiguousCache)]
-        count = len(self._shared.specs)
-        counts = {"compressed": count, "native": len(self.layers) - count}
+        compressed = len(self._shared.specs)
+        counts = {"compressed": compressed, "native": len(self.layers) - compressed}
         return {**cache_stats(layers, caches[0].layout, caches[0].compute), "layers": counts}

@@ -80,29 +80,29 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
     register_attention()
     current = config._attn_implementation
-    if sparse and attention == "auto":
+    by_name = _asks_by_name(type(config).__module__.replace(".configuration_", ".modeling_"))
+    if by_name and current == ATTENTION:
+        raise KVPactError(
+            "this model computes attention by itself and knows 'sdpa' by name; with 'kvpact' "
+            "it would not be causal: load it with attention 'sdpa'"
+        )
+    if attention == "keep":
+        return None
+    if sparse:
         say_once(
             "sparse",
             "layers of this model choose the tokens they attend to, which works with attention "
             f"{current!r} and not with 'kvpact': the compressed layers are read decompressed",
         )
-        return None
-    if _asks_by_name(type(config).__module__.replace(".configuration_", ".modeling_")):
-        if current == ATTENTION:
-            raise KVPactError(
-                "this model computes attention by itself and knows 'sdpa' by name; with 'kvpact' "
-                "it would not be causal: load it with attention 'sdpa'"
-            )
-        if attention == "auto":
-            say_once(
-                "decompressed",
-                "this model computes attention by itself: K and V are decompressed for it in every "
-                "step, which is right, but slower and with a whole layer in memory",
-            )
-        return None
-    if attention == "auto" and (current in ("sdpa", None) or id(config) in _loans):
+    elif by_name:
+        say_once(
+            "decompressed",
+            "this model computes attention by itself: K and V are decompressed for it in every "
+            "step, which is right, but slower and with a whole layer in memory",
+        )
+    elif current in ("sdpa", None) or id(config) in _loans:
         return _lent(config)
-    if attention == "auto" and current != ATTENTION:
+    elif current != ATTENTION:
         say_once(
             "decompressed",
             f"the model's attention is {current!r}, which will read decompressed K and V; "

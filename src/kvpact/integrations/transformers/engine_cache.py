@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvpact.cache.paged_view import PagedView
 from kvpact.cache.rows import refuse_pickling
+from kvpact.integrations.transformers.choice import choose_attention
+from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
 
@@ -23,13 +26,22 @@ class EngineCache(Cache):
         transformers' cache layers, compressed ones and others.
     shared : SharedState
         What the compressed ones share.
+    attention : {"auto", "keep"}
+        As in `CompressedCache`.
+    sparse : bool
+        Whether some layers choose the tokens that they attend to (see `choose_attention`).
     """
 
     __reduce_ex__ = refuse_pickling
 
-    def __init__(self, layers: list[Any], shared: SharedState) -> None:
+    def __init__(
+        self, layers: list[Any], shared: SharedState, attention: str, sparse: bool = False
+    ) -> None:
         super().__init__(layers=layers)
         self._shared = shared
+        self._loan = choose_attention(shared.config, attention, sparse)
+        if shared.latent_dim:
+            hand_on(shared.config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = memo[id(self)] = object.__new__(type(self))
@@ -48,12 +60,15 @@ class EngineCache(Cache):
             )
         for layer in self._own_layers():
             layer.crop(tokens_to_remove)
-        if tokens_to_remove:
-            self._shared.flush()
-            for cache in self._shared.caches():
+        for cache in self._shared.stored() if tokens_to_remove else ():
+            if isinstance(cache, PagedView):
+                for seq in cache.seqs or ():
+                    length = cache.cache.seq_len(seq)
+                    cache.cache.truncate(seq, max(length + tokens_to_remove, 0))
+            else:
                 # Layers of which a call that failed had reached only some become equal again.
-                first = self._shared.held.index(cache)
-                cache.truncate(max(cache.seq_len(first) + tokens_to_remove, 0))
+                length = cache.seq_len(self._shared.held.index(cache))
+                cache.truncate(max(length + tokens_to_remove, 0))
 
     def reset(self) -> None:
         """Forget all tokens and, in a contiguous cache, their shape."""
@@ -63,25 +78,22 @@ class EngineCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rearrange the batch rows."""
-        self._shared.flush()
         for layer in self._own_layers():
             layer.reorder_cache(beam_idx)
-        for cache in self._shared.caches():
+        for cache in self._shared.stored():
             cache.reorder(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
-        self._shared.flush()
         for layer in self._own_layers():
             layer.batch_repeat_interleave(repeats)
-        for cache in self._shared.caches():
+        for cache in self._shared.stored():
             cache.repeat(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows (indices, or a boolean mask)."""
-        self._shared.flush()
         for layer in self._own_layers():
             layer.batch_select_indices(indices)
         kept = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-        for cache in self._shared.caches():
+        for cache in self._shared.stored():
             cache.select(kept)

@@ -101,14 +101,13 @@ def meet(attention: type) -> None:
             k, v = original(module, latents, rope)
             return k, v
         expand = functools.partial(original, module)
-        if latents.pending.fresh:
-            k, v = expand(latents, rope)
+        fresh = latents.pending.fresh
+        if not fresh and _is_plain(module, expand):
+            return _handed_on(module, expand, latents, rope)
+        k, v = expand(latents, rope)
+        if fresh:
             _read.expanded = weakref.ref(k), weakref.ref(latents.pending.origin)
-            return k, v
-        if not _is_plain(module, expand):
-            k, v = expand(latents, rope)
-            return k, v
-        return _handed_on(module, expand, latents, rope)
+        return k, v
 
     expand_kv.kvpact = True  # type: ignore[attr-defined]
     attention.expand_kv = expand_kv  # type: ignore[attr-defined]

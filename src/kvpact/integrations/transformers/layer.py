@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.layer import CacheLayer
@@ -128,15 +122,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """No limit (but a pool's)."""
         return -1
 
-    def offload(self) -> None:
-        """Do nothing: compressed tokens stay where they are."""
 
-    def prefetch(self) -> None:
-        """Do nothing: compressed tokens stay where they are."""
+class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ignore
+    """A layer with full attention, compressed, and a linear one, whose states stay as they are.
 
-
-class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore
-    """A layer with full attention, compressed, beside a linear one, whose state stays as it is.
+    What transformers does to a layer (`crop`, `reset`, `reorder_cache`, …) it does to the states.
 
     Parameters
     ----------
@@ -146,35 +136,11 @@ class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
         As transformers wants it.
     """
 
-    is_croppable = LinearAttentionCacheLayerMixin.is_croppable
+    is_compileable = False
 
     def __init__(self, shared: SharedState, index: int, number_of_states: int = 1) -> None:
         CompressedLayer.__init__(self, shared, index)
         LinearAttentionLayer.__init__(self, number_of_states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Take the shape of a state."""
-        LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
-
-    def offload(self) -> None:
-        """Move the states to the CPU."""
-        LinearAttentionLayer.offload(self)  # type: ignore[no-untyped-call]
-
-    def prefetch(self) -> None:
-        """Bring the states back."""
-        LinearAttentionLayer.prefetch(self)  # type: ignore[no-untyped-call]
-
-    def reset(self) -> None:
-        """Forget the states."""
-        LinearAttentionLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rearrange the states' batch rows."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Undo the states of the last tokens, where transformers can."""
-        LinearAttentionLayer.crop(self, tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat the states' batch rows."""
@@ -187,8 +153,3 @@ class CompressedHybridLayer(CompressedLayer, LinearAttentionAndFullAttentionLaye
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         for states in (self.conv_states, self.recurrent_states):
             states.update({i: change(x) for i, x in states.items() if x is not None})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedHybridLayer:
-        other = memo[id(self)] = object.__new__(type(self))
-        vars(other).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
-        return other

@@ -10,9 +10,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.errors import GeometryError, KVPactError
-from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.engine_cache import EngineCache
-from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
 
@@ -71,10 +69,8 @@ class PagedBatch(EngineCache):
             )
         shared = SharedState(decoder, exact_new, [])
         shared.hold(PagedView(cache, seqs), len(types))
-        super().__init__([CompressedLayer(shared, i) for i in range(len(types))], shared)
-        self._loan = choose_attention(decoder, attention)
-        if cache.geometry.latent:
-            hand_on(decoder)
+        layers = [CompressedLayer(shared, i) for i in range(len(types))]
+        super().__init__(layers, shared, attention)
 
     @property
     def view(self) -> PagedView:
@@ -92,14 +88,3 @@ class PagedBatch(EngineCache):
         """Forget all tokens (see `PagedView.reset`)."""
         self._shared.hold(self.view, len(self.layers))
         self.view.reset()
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every row."""
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes a negative number of tokens to remove, not {tokens_to_remove}"
-            )
-        self._shared.flush()
-        for seq in self.seqs if tokens_to_remove else ():
-            length = self.view.cache.seq_len(seq)
-            self.view.cache.truncate(seq, max(length + tokens_to_remove, 0))

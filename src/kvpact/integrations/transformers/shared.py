@@ -49,11 +49,11 @@ class SharedState:
         first layer brings its shape; empty over a paged cache.
     compute : Compute, optional
         What was asked to compute in it.
-    latent_dim : int, optional
-        Width of the latents of a model with latent attention (MLA).
 
     Attributes
     ----------
+    latent_dim : int or None
+        Width of the latents of a model with latent attention (MLA).
     held : list
         What holds each layer's tokens; None before the first. Nearly always one cache; layers with
         K and V of another shape have one of their own.
@@ -73,10 +73,9 @@ class SharedState:
         exact_new: bool,
         specs: list[Spec],
         compute: Compute | None = None,
-        latent_dim: int | None = None,
     ) -> None:
-        self.config, self.exact_new, self.specs = config, exact_new, specs
-        self.compute, self._latent_dim = compute, latent_dim
+        self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
+        self.latent_dim: int | None = getattr(config, "kv_lora_rank", None)
         self.held: list[BatchCache | None] = [None] * len(specs)
         self.waiting: list[NewTokens | None] = [None] * len(specs)
         self.asked: Asked | None = None
@@ -91,9 +90,8 @@ class SharedState:
         return list({id(cache): cache for cache in self.held if cache is not None}.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedState:
-        self.flush()
-        other = SharedState(self.config, self.exact_new, self.specs, self.compute, self._latent_dim)
-        forks = {id(cache): cache.fork() for cache in self.caches()}
+        other = SharedState(self.config, self.exact_new, self.specs, self.compute)
+        forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
         memo[id(self)] = other
@@ -107,11 +105,12 @@ class SharedState:
             if any(x is not None for x in tensors):
                 self.asked = None
 
-    def flush(self) -> None:
-        """Store tokens that nothing has used."""
+    def stored(self) -> list[BatchCache]:
+        """Store the tokens that nothing has used; return every cache once."""
         for tokens in self.waiting:
             if tokens is not None:
                 tokens.store()
+        return self.caches()
 
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
         """Return what holds a layer's tokens; made for all layers if these are the first.
@@ -125,7 +124,7 @@ class SharedState:
         """
         cache = self.held[layer]
         if cache is None:
-            latent = k.shape[1] == 1 and k.shape[3] == self._latent_dim
+            latent = k.shape[1] == 1 and k.shape[3] == self.latent_dim
             shape = k.shape[1], k.shape[3], v.shape[3]
             geometry = CacheGeometry(len(self.specs), *shape, k.dtype, latent)
             alike = (x for x in self.caches() if x.geometry == geometry)

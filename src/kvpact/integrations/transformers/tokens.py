@@ -50,6 +50,11 @@ class NewTokens:
         self._parts: tuple[Tensor, Tensor] | None = None
         shared.waiting[layer] = self
 
+    @property
+    def _waits(self) -> bool:
+        """Whether nothing has used these tokens yet."""
+        return self.shared.waiting[self._layer] is self
+
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and these tokens, and store them; all or nothing.
 
@@ -67,7 +72,7 @@ class NewTokens:
         """
         if q.dtype not in DTYPES:
             return self.attend(q.float(), config).to(q.dtype)
-        if self.shared.waiting[self._layer] is not self:
+        if not self._waits:
             k, v = self._all()
             latent = self._cache.geometry.latent
             return attend(AttendCall(None, k, v, q, config, config.padding, latent))
@@ -102,14 +107,12 @@ class NewTokens:
 
     def _all(self) -> tuple[Tensor, Tensor]:
         if self._parts is None:
-            if self.shared.waiting[self._layer] is self:
+            if self._waits:
                 self._require_one_length()
                 result = self.store()
-                self._parts = (
-                    _latent_parts(result, self.k)
-                    if self._cache.geometry.latent
-                    else (result.k, result.v)
-                )
+                self._parts = result.k, result.v
+                if self._cache.geometry.latent:  # `c_kv` and `k_rope`: its K is both side by side
+                    self._parts = result.v, result.k[..., self.k.shape[-1] :]
             else:
                 self._parts = self._again("k", self.k), self._again("v", self.v)
         return self._parts
@@ -167,9 +170,8 @@ class NewTokens:
     @property
     def fresh(self) -> bool:
         """Whether these are a cache's first latents, not yet stored: read as they are."""
-        shared, first = self.shared, self.total == self.k.shape[2]
-        latent = self._cache.geometry.latent
-        return latent and shared.exact_new and first and shared.waiting[self._layer] is self
+        first, latent = self.total == self.k.shape[2], self._cache.geometry.latent
+        return latent and self.shared.exact_new and first and self._waits
 
     @property
     def origin(self) -> NewTokens:
@@ -190,8 +192,3 @@ def as_stored(k: Tensor, v: Tensor, held: torch.dtype | None) -> tuple[Tensor, T
     if held is not None and torch.promote_types(dtype, held) is held:
         dtype = held
     return k.to(dtype), v.to(dtype)
-
-
-def _latent_parts(result: DequantResult, latents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `c_kv` and `k_rope` of a result over latents: its K is both side by side."""
-    return result.v, result.k[..., latents.shape[-1] :]
