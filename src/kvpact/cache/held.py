@@ -47,6 +47,11 @@ class Held(NamedTuple):
     good: Tensor | None = None
     runner: StepRunner | None = None
 
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return 0 if self.k is None else self.k.length
+
     def streams(self) -> list[Stream]:
         """Return the streams, if there are any."""
         return [] if self.k is None or self.v is None else [self.k, self.v]
@@ -84,6 +89,9 @@ def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:
     That is one call of C, in which no interrupt is delivered: the old states are kept until its
     end, so nothing is freed, and no code of Python runs, in between.
     """
+    if len(layers) == 1:
+        layers[0]._held = states[0]
+        return
     old = [layer._held for layer in layers]
     deque(map(setattr, layers, repeat("_held"), states), maxlen=0)
     del old

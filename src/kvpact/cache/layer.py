@@ -84,8 +84,7 @@ class CacheLayer:
     @property
     def length(self) -> int:
         """Tokens held."""
-        k = self._held.k
-        return 0 if k is None else k.length
+        return self._held.length
 
     @property
     def padding(self) -> Tensor | None:

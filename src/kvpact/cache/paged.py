@@ -202,6 +202,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
     def _free(self, seq: int) -> None:
         sequence = self._sequence(seq)
         self._retired.append(sequence)
+        self.known_rows.clear()
         del self._sequences[seq]
         self._trim(sequence, 0)
         sequence.end()

@@ -104,6 +104,7 @@ class PagePool:
         self._free = list(range(num_pages - 1, -1, -1))
         # False while references and free pages may not be what the tables of sequences say.
         self.counted = True
+        self.changes = 0  # another number whenever references or free pages changed
 
     @property
     def num_pages(self) -> int:
@@ -134,6 +135,7 @@ class PagePool:
                     f"{self.num_pages} free; free a sequence or make a larger pool"
                 )
             self.counted = self.counted and not count
+            self.changes += 1
             pages = [self._free.pop() for _ in range(count)]
             for page in pages:
                 self.references[page] = 1
@@ -147,6 +149,7 @@ class PagePool:
         """Add a reference."""
         with self.lock:
             self.counted = False
+            self.changes += 1
             self.references[page] += 1
 
     def release(self, page: int) -> bool:
@@ -154,6 +157,7 @@ class PagePool:
         with self.lock:
             assert self.references[page] > 0, "a page was released twice"
             self.counted = False
+            self.changes += 1
             self.references[page] -= 1
             if self.references[page]:
                 return False
@@ -163,6 +167,7 @@ class PagePool:
     def recount(self, tables: Iterable[Sequence[int]]) -> None:
         """Count references anew from the tables of all sequences, after an interrupted call."""
         with self.lock:
+            self.changes += 1
             counts = Counter(page for table in tables for page in table)
             self.references = [counts[page] for page in range(self.num_pages)]
             free = range(self.num_pages - 1, -1, -1)

@@ -6,14 +6,14 @@ the state has a `StepRunner`, made for calls that are alike, and no group was cu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvpact.cache.held import Held, sink_positions
 from kvpact.cache.stream import MOST_STEP, Stream
 from kvpact.contract import AttendConfig
-from kvpact.kernels import AttendCall, StepRunner, StepTokens
+from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
@@ -50,112 +50,102 @@ def quick_attend(
         runner = held.runner
         if runner is None or not layer._clean or not runner.fits(k, v, q, config):
             return None
-        step = quick_step(held, k, v)
-        if step is None or (max_tokens is not None and step.length > max_tokens):
+        step = quick_step(layer, k, v, q, config)
+        if step is None or (max_tokens is not None and held.length + k.shape[2] > max_tokens):
             return None
-        runner = moved(layer, step, k, v, q, config)
-        if runner is None:
-            return None
+        after, row = step
         layer._clean = False
-        output = runner.run(k, v, q, step.length - k.shape[2], step.sides)
+        output = row.runner.run((row,), k, v, q)
         if output is not None:
-            layer._held = (
-                step.after if runner is held.runner else step.after._replace(runner=runner)
-            )
+            layer._held = after
             assert held.plan is not None
-            held.plan.count_step(1, step.encodes)
+            held.plan.count_step(1, encodes(row))
         layer._clean = True
         return output
 
 
-class QuickStep(NamedTuple):
-    """A layer's step: what it holds afterwards, and how K and V take the new tokens."""
-
-    after: Held
-    length: int
-    sides: tuple[StepTokens, StepTokens]
-    encodes: int
+def encodes(row: StepRow) -> int:
+    """Return how many streams of a row pack tokens."""
+    return (row.k.encoded > 0) + (row.v.encoded > 0)
 
 
-def quick_step(held: Held, k: Tensor, v: Tensor, row: int | None = None) -> QuickStep | None:
-    """Return the step that new tokens make; None where it has to be made the ordinary way.
+def quick_step(
+    layer: CacheLayer,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    config: AttendConfig,
+    index: int | None = None,
+) -> tuple[Held, StepRow] | None:
+    """Return what a layer holds after a step, and what a backend has to do.
 
-    `row` says which row of `k` and `v` they are, where they are not all. Memory of the tail that
-    nobody reads may be written to.
+    Memory behind the tail, that nobody reads, may be written to.
+
+    Parameters
+    ----------
+    layer : CacheLayer
+        Has a runner, which fits.
+    k, v, q, config
+        The call's.
+    index : int, optional
+        Which row of the tensors is the layer's, where it is one of many.
+
+    Returns
+    -------
+    tuple or None
+        None where the step has to be made the ordinary way.
     """
-    if held.k is None or held.v is None:
+    k_before, v_before, padding, version, plan, good, runner = layer._held
+    if k_before is None or v_before is None or runner is None:
         return None
-    k_next, v_next = _next(held.k, k, row), _next(held.v, v, row)
-    if k_next is None or v_next is None:
+    held, new = k_before.length, k.shape[2]
+    k_next, v_next = _next(k_before, k, new, index), _next(v_before, v, new, index)
+    if k_next is None or v_next is None or held != v_before.length:
         return None
-    (k_after, k_side), (v_after, v_side) = k_next, v_next
-    held_before = held.k.tail_start + k_side.tail.shape[2]
-    if held_before != held.v.tail_start + v_side.tail.shape[2]:
-        return None
-    length = held_before + k.shape[2]
-    _, _, padding, version, plan, good, runner = held
+    (k_after, k_tokens), (v_after, v_tokens) = k_next, v_next
+    k_source, v_source = runner.sources
+    if k_source is not k_after.store.source() or v_source is not v_after.store.source():
+        # Slots came to lie elsewhere.
+        if index is not None:
+            k, v, q = (x[index : index + 1] for x in (k, v, q))
+        runner = _made(layer, Held(k_after, v_after, padding, version, plan), k, v, q, config)
+        if runner is None:
+            return None
     after = Held(k_after, v_after, padding, version, plan, good, runner)
-    return QuickStep(after, length, (k_side, v_side), bool(k_side.encoded) + bool(v_side.encoded))
+    return after, StepRow(runner, held, k_tokens, v_tokens)
 
 
-def _next(stream: Stream, x: Tensor, row: int | None) -> tuple[Stream, StepTokens] | None:
+def _next(
+    stream: Stream, x: Tensor, new: int, index: int | None
+) -> tuple[Stream, StepTokens] | None:
     """Return the stream after new tokens, and how it takes them."""
-    codec, window, plan, store, packed, tail, tail_start, spare, sinks = stream
-    new = x.shape[2]
-    batch, heads, in_tail, dim = tail.shape
-    group, held = codec.group, tail_start + in_tail
-    length = held + new
+    codec, window, plan, store, packed, memory, tail_start, held, spare, sinks = stream
+    group, length = codec.group, held + new
     if packed % group or held - packed >= group:
         return None  # a group that was cut
     after = length - length % group
     count = after - packed
     if count:
         store = store.grown(after, packed)
-    if not in_tail and after == length and not window:  # no token is kept
-        side = StepTokens(held, tail, 0, False, packed, count, -1)
-        return Stream(codec, window, plan, store, after, tail, after, spare, sinks), side
+    if tail_start == held and after == length and not window:  # no token is kept
+        side = StepTokens(held, memory, False, packed, count, False)
+        return Stream(codec, window, plan, store, after, memory, length, length, spare, sinks), side
     # As of `Stream.exact_from`, before; and where the tail begins afterwards.
     exact_from = max(tail_start, min(packed, max(held - window, 0)))
     begin = max(length - window, 0)
     start = max(tail_start, min(after, begin - begin % group))
-    inside = packed - tail_start if count and group > 1 else -1
-    keep = in_tail > 0 and spare >= new
-    if inside >= 0 and not keep:
+    inside = count > 0 and group > 1
+    keep = tail_start < held and spare >= new
+    if inside and not keep:
         return None  # the group's tokens have to lie in one piece
-    strides = tail.stride()
-    if in_tail and dim > 1 and strides[3] != 1:
+    if not memory.dense:
         return None
-    side = StepTokens(exact_from, tail, exact_from - tail_start, keep, packed, count, inside)
-    if start == length:
-        if in_tail:  # no token is kept any more, and neither is their memory
-            tail, spare = tail.new_empty(batch, heads, 0, dim), 0
-    elif keep:
-        offset = tail.storage_offset() + (start - tail_start) * strides[2]
-        tail = tail.as_strided((batch, heads, length - start, dim), strides, offset)
+    side = StepTokens(exact_from, memory, keep, packed, count, inside)
+    if keep and start < length:
         spare -= new
     else:
-        tail, spare = stream._next_tail(x if row is None else x[row : row + 1], start)
-    return Stream(codec, window, plan, store, after, tail, start, spare, sinks), side
-
-
-def moved(
-    layer: CacheLayer,
-    step: QuickStep,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    config: AttendConfig,
-    row: int | None = None,
-) -> StepRunner | None:
-    """Return the step's runner, or another one where slots came to lie elsewhere."""
-    runner, after = step.after.runner, step.after
-    assert runner is not None and after.k is not None and after.v is not None
-    sources = after.k.store.source(), after.v.store.source()
-    if runner.sources[0] is sources[0] and runner.sources[1] is sources[1]:
-        return runner
-    if row is not None:
-        k, v, q = (x[row : row + 1] for x in (k, v, q))
-    return _made(layer, after, k, v, q, config)
+        memory, spare = stream.next_memory(x if index is None else x[index : index + 1], start)
+    return Stream(codec, window, plan, store, after, memory, start, length, spare, sinks), side
 
 
 def _made(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,14 +12,58 @@ from kvpact.cache.held import exchange
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.paged_step import give_back
 from kvpact.cache.pages import PagePool
-from kvpact.cache.quick import make_runner, moved, quick_step
+from kvpact.cache.quick import encodes, make_runner, quick_step
 from kvpact.cache.sequences import PagedSequence
 from kvpact.contract import AttendConfig
 from kvpact.errors import CacheFull
-from kvpact.kernels import StepRow, StepRunner
+from kvpact.kernels import StepRunner
 
 if TYPE_CHECKING:
     from kvpact.cache.paged import PagedKVCache
+
+
+class KnownRows(NamedTuple):
+    """Rows that took a step of a layer together, and what was found out about their pages.
+
+    Parameters
+    ----------
+    seqs : list of int
+        Their ids.
+    sequences, layers : list
+        The sequences, and what each holds in the layer.
+    runners : list of StepRunner
+        What carries out their next steps; alike. A layer that took any other step has another one.
+    room : int
+        So many tokens fit the pages of every row, and nobody else holds these; -1 if some are held.
+    changes : int
+        `PagePool.changes` when the room was counted.
+    """
+
+    seqs: list[int]
+    sequences: list[PagedSequence]
+    layers: list[CacheLayer]
+    runners: list[StepRunner]
+    room: int = -1
+    changes: int = -1
+
+    def stand(self) -> bool:
+        """Whether no layer took another step in the meantime."""
+        for layer, runner in zip(self.layers, self.runners, strict=True):
+            if layer._held.runner is not runner or not layer._clean:
+                return False
+        return True
+
+    def after(self, new: int) -> KnownRows:
+        """Return the rows after a step of so many tokens."""
+        seqs, sequences, layers, _, room, changes = self
+        runners = [runner for layer in layers if (runner := layer._held.runner) is not None]
+        return KnownRows(seqs, sequences, layers, runners, room - new, changes)
+
+    def counted(self, pool: PagePool) -> KnownRows:
+        """Return the rows with the room that they have now; the pool's lock is held."""
+        if self.changes == pool.changes and pool.counted:
+            return self
+        return self._replace(room=_room(pool, self), changes=pool.changes)
 
 
 def quick_rows(
@@ -50,103 +94,78 @@ def quick_rows(
         The output. None where the ordinary way has to be taken; nothing is stored then.
     """
     with cache.layer_locks[layer]:
-        rows = _rows(cache, layer, seqs, k, v, q, config)
-        if rows is None:
+        rows = cache.known_rows.pop(layer, None)
+        if rows is None or rows.seqs != seqs or not rows.stand():
+            rows = _find(cache, layer, seqs)
+        if rows is None or not rows.runners[0].fits_rows(k, v, q, config, len(seqs)):
             return None
-        with cache.pool.lock:
-            pages = [len(row.table) for row, _, _ in rows]
-            try:
-                if not _have_room(cache.pool, rows, k.shape[2]):
-                    cache.reserve(list(seqs), [k.shape[2]] * len(seqs), layer)
-            except CacheFull:
-                return None
+        new, pool = k.shape[2], cache.pool
+        with pool.lock:
+            pages = [len(sequence.table) for sequence in rows.sequences]
+            rows = rows.counted(pool)
+            if rows.room < new:
+                try:
+                    cache.reserve(rows.seqs, new, layer)
+                except CacheFull:
+                    return None
+                rows = rows.counted(pool)
         output = None
         try:
-            for row, _, length in rows:
-                row.coming[layer] = length + k.shape[2]
-            output = _run([entry for _, entry, _ in rows], k, v, q, config)
+            for sequence, entry in zip(rows.sequences, rows.layers, strict=True):
+                sequence.coming[layer] = entry.length + new
+            output = _run(rows, k, v, q, config)
+            if output is not None:
+                cache.known_rows[layer] = rows.after(new)
         finally:
             if output is None:
-                give_back(cache, layer, [row for row, _, _ in rows], pages)
-            for row, _, _ in rows:
-                row.coming.pop(layer, None)
+                give_back(cache, layer, rows.sequences, pages)
+            for sequence in rows.sequences:
+                sequence.coming.pop(layer, None)
         return output
 
 
-_Row = tuple[PagedSequence, CacheLayer, int]
-"""A sequence, its layer, and the tokens that this holds."""
-
-
-def _rows(
-    cache: PagedKVCache,
-    layer: int,
-    seqs: Sequence[int],
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    config: AttendConfig,
-) -> list[_Row] | None:
+def _find(cache: PagedKVCache, layer: int, seqs: Sequence[int]) -> KnownRows | None:
     """Return the rows, if all of them take the same step as before."""
-    rows: list[_Row] = []
-    first: StepRunner | None = None
-    for seq in seqs:
-        row = cache._sequences.get(seq)
-        if row is None:
-            return None
-        entry = row.layers[layer]
-        held = entry._held
-        runner, stream = held.runner, held.k
-        if runner is None or stream is None or not entry._clean:
-            return None
-        if first is None:
-            first = runner
-            if not first.fits_rows(k, v, q, config) or k.shape[0] != len(seqs):
-                return None
-        elif not first.alike(runner):
-            return None
-        rows.append((row, entry, stream.length))
-    return rows if len(rows) == 1 or len(set(seqs)) == len(rows) else None
+    found = [cache._sequences.get(seq) for seq in seqs]
+    sequences = [sequence for sequence in found if sequence is not None]
+    layers = [sequence.layers[layer] for sequence in sequences]
+    made = [entry._held.runner for entry in layers if entry._clean]
+    runners = [runner for runner in made if runner is not None]
+    if not len(seqs) == len(runners) == len(set(seqs)):
+        return None
+    if not all(runner.alike(runners[0]) for runner in runners):
+        return None
+    return KnownRows(list(seqs), sequences, layers, runners)
 
 
-def _have_room(pool: PagePool, rows: list[_Row], new: int) -> bool:
-    """Whether the new tokens' pages are there, and nobody else's."""
-    size, references = pool.page_size, pool.references
-    if not pool.counted:
-        return False
-    for row, entry, length in rows:
-        k, v = entry._held.k, entry._held.v
-        assert k is not None and v is not None
-        if length + new > len(row.table) * size:
-            return False
-        first = min(k.packed, v.packed) // size
-        if any(references[page] != 1 for page in row.table[first:]):
-            return False
-    return True
+def _room(pool: PagePool, rows: KnownRows) -> int:
+    """Return how many new tokens fit each row's pages; -1 where others hold some of these."""
+    size, references, room = pool.page_size, pool.references, []
+    for sequence, entry in zip(rows.sequences, rows.layers, strict=True):
+        k, v = entry.streams()
+        table, first = sequence.table, min(k.packed, v.packed) // size
+        if any(references[page] != 1 for page in table[first:]):
+            return -1
+        room.append(len(table) * size - k.length)
+    return min(room) if pool.counted else -1
 
 
-def _run(
-    entries: list[CacheLayer], k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
-) -> Tensor | None:
-    made, steps, encodes = [], [], 0
-    new = k.shape[2]
-    for row, entry in enumerate(entries):
-        step = quick_step(entry._held, k, v, row)
-        runner = step and moved(entry, step, k, v, q, config, row)
-        if step is None or runner is None:
+def _run(rows: KnownRows, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor | None:
+    made, steps = [], []
+    for index, entry in enumerate(rows.layers):
+        step = quick_step(entry, k, v, q, config, index)
+        if step is None:
             return None
-        made.append(
-            step.after if runner is step.after.runner else step.after._replace(runner=runner)
-        )
-        steps.append(StepRow(runner, step.length - new, step.sides))
-        encodes += step.encodes
-    for entry in entries:
+        made.append(step[0])
+        steps.append(step[1])
+    for entry in rows.layers:
         entry._clean = False
-    output = steps[0].runner.run_rows(steps, k, v, q)
+    output = rows.runners[0].run(steps, k, v, q)
     if output is not None:
-        exchange(entries, made)
+        exchange(rows.layers, made)
         assert made[0].plan is not None
-        made[0].plan.count_step(len(made), encodes)
-    for entry in entries:
+        made[0].plan.count_step(len(made), sum(map(encodes, steps)))
+    for entry in rows.layers:
         entry._clean = True
     return output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,6 +17,9 @@ from kvpact.errors import SequenceError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
 from kvpact.spec import Spec
+
+if TYPE_CHECKING:
+    from kvpact.cache.quick_rows import KnownRows
 
 T = TypeVar("T")
 
@@ -65,6 +68,8 @@ class SequencePages:
         # Sequences that a call under way ends: their pages go back, whatever happens to it.
         self._retired: list[PagedSequence] = []
         self.layer_locks = [threading.RLock() for _ in specs]
+        # Layer -> the rows of its last quick step; under the layer's lock.
+        self.known_rows: dict[int, KnownRows] = {}
 
     def _maker(self, layer: int, table: list[int]) -> MakeStore:
         fields = self.pool.storage[layer]

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvpact.cache.append import AppendPlan, Piece
 from kvpact.cache.segments import MakeStore, SegmentStore
-from kvpact.kernels import Segment, StreamPlan
+from kvpact.kernels import Segment, StreamPlan, TokenMemory
 from kvpact.methods import Codec
 
 MOST_STEP = 8
@@ -54,10 +54,12 @@ class Stream(NamedTuple):
         Where the slots lie.
     packed : int
         Tokens that have slots.
-    tail : Tensor
-        `[B, H, length - tail_start, D]`, exact tokens; in its dtype, on its device.
+    memory : TokenMemory
+        Where the tail lies, `[B, H, n, D]`; in its dtype, on its device.
     tail_start : int
         Tokens in front of the tail.
+    length : int
+        Tokens held.
     spare : int
         Tokens that fit behind the tail, into its memory.
     sinks : Tensor or None
@@ -69,8 +71,9 @@ class Stream(NamedTuple):
     plan: StreamPlan
     store: SegmentStore
     packed: int
-    tail: Tensor
+    memory: TokenMemory
     tail_start: int
+    length: int
     spare: int
     sinks: Tensor | None
 
@@ -101,13 +104,13 @@ class Stream(NamedTuple):
         """
         batch, heads, _, dim = like.shape
         first = like.new_zeros(batch, heads, sinks, dim) if sinks else None
-        tail = like.new_zeros(batch, heads, 0, dim)
-        return cls(codec, window, plan, store, 0, tail, 0, 0, first)
+        memory = TokenMemory(like.new_zeros(batch, heads, 0, dim), 0)
+        return cls(codec, window, plan, store, 0, memory, 0, 0, 0, first)
 
     @property
-    def length(self) -> int:
-        """Tokens held."""
-        return self.tail_start + self.tail.shape[2]
+    def tail(self) -> Tensor:
+        """The exact tokens at the end, `[B, H, length - tail_start, D]`."""
+        return self.memory.tokens(self.tail_start, self.length)
 
     def restore(
         self,
@@ -135,9 +138,12 @@ class Stream(NamedTuple):
             for index in range(-(-packed // size) if held is not None else 0):
                 part = held[:, :, index * units : (index + 1) * units]  # type: ignore[index]
                 store.segment(index)[field.name][:, :, : part.shape[2]] = part
-        return self._replace(
-            store=store, packed=packed, tail_start=tail_start, tail=tail, sinks=sinks, spare=0
-        )
+        return self._replace(store=store, packed=packed, sinks=sinks)._with_tail(tail, tail_start)
+
+    def _with_tail(self, tail: Tensor, start: int) -> Stream:
+        """Return the stream with other exact tokens, in memory of their own, from `start` on."""
+        memory, length = TokenMemory(tail, start), start + tail.shape[2]
+        return self._replace(memory=memory, tail_start=start, length=length, spare=0)
 
     def prepare(self, x: Tensor, sink_positions: Tensor | None, sink_end: int) -> AppendPlan:
         """Encode tokens and allocate what they need.
@@ -157,46 +163,42 @@ class Stream(NamedTuple):
             A token that the codec can't hold, be it now or when its group is complete.
         """
         self.codec.check_range(x)
-        x = x.to(self.tail.dtype)
+        x = x.to(self.memory.tensor.dtype)
         held = self.length
         length = held + x.shape[2]
         pieces, packed = self._encode(x, length)
         start = max(self.tail_start, self._exact_start(packed, length, self.codec.group))
-        tail, spare = self._next_tail(x, start)
+        memory, spare = self.next_memory(x, start)
         sinks = self.sinks
         if held < sink_end:
             sinks = self._fill_sinks(x, sink_positions)
         store = self.store.grown(packed, self.packed)
         codec, window, plan = self.codec, self.window, self.plan
-        after = Stream(codec, window, plan, store, packed, tail, start, spare, sinks)
+        after = Stream(codec, window, plan, store, packed, memory, start, length, spare, sinks)
         return AppendPlan(after, pieces)
 
-    def _next_tail(self, x: Tensor, start: int) -> tuple[Tensor, int]:
-        """Return the tail from `start` on with new tokens behind it, and the room left behind them.
+    def next_memory(self, x: Tensor, start: int) -> tuple[TokenMemory, int]:
+        """Return where the tail from `start` on lies with new tokens, and the room behind them.
 
         Room is written to at once: no view reaches there.
         """
-        new, first = x.shape[2], start - self.tail_start
-        held = self.tail.shape[2]
-        kept = held - first
-        if kept < 0:
-            x, kept, new = x[:, :, -kept:], 0, new + kept
-        shape, strides = x.shape, self.tail.stride()
+        new, held, memory = x.shape[2], self.length, self.memory
+        length, kept = held + new, max(held - start, 0)
         if kept and self.spare >= new:
-            offset = self.tail.storage_offset()
-            behind = (*shape[:2], new, shape[3])
-            self.tail.as_strided(behind, strides, offset + held * strides[2]).copy_(x)
-            both = (*shape[:2], kept + new, shape[3])
-            tail = self.tail.as_strided(both, strides, offset + first * strides[2])
-            return tail, self.spare - new
-        old = self.tail[:, :, first:]
-        if new > MOST_STEP or not self.length or kept + new == 0:
+            memory.tokens(held, length).copy_(x)
+            return memory, self.spare - new
+        if start > held:
+            x = x[:, :, start - held :]
+        if new > MOST_STEP or not held or start == length:
             # A slice would keep the whole of `x` alive behind it.
-            return (torch.cat([old, x], 2) if kept else x.clone()), 0
-        tail = x.new_zeros(*shape[:2], kept + new + SLACK, shape[3])
-        tail[:, :, :kept] = old
-        tail[:, :, kept : kept + new] = x
-        return tail[:, :, : kept + new], SLACK
+            tail = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
+            return TokenMemory(tail, start), 0
+        shape, count = x.shape, length - start
+        tail = x.new_zeros(*shape[:2], count + SLACK, shape[3])
+        if kept:
+            tail[:, :, :kept] = memory.tokens(start, held)
+        tail[:, :, kept:count] = x
+        return TokenMemory(tail, start), SLACK
 
     def _exact_start(self, packed: int, length: int, group: int = 1) -> int:
         """Where the window begins, or the group that it begins in; never behind `packed`."""
@@ -214,8 +216,7 @@ class Stream(NamedTuple):
 
     def exact_tail(self) -> Tensor:
         """Return the tokens from `exact_from` on."""
-        first = self.exact_from - self.tail_start
-        return self.tail[:, :, first:] if first else self.tail
+        return self.memory.tokens(self.exact_from, self.length)
 
     def _encode(self, x: Tensor, length: int) -> tuple[list[Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
@@ -237,7 +238,7 @@ class Stream(NamedTuple):
         held = self.length
         if start >= held:
             return x if end - start == x.shape[2] else x[:, :, start - held : end - held]
-        known = torch.cat([self.tail[:, :, start - self.tail_start :], x[:, :, : end - held]], 2)
+        known = torch.cat([self.memory.tokens(start, held), x[:, :, : end - held]], 2)
         return known[:, :, : end - start]
 
     def _group_at(self, token: int) -> Segment:
@@ -274,7 +275,7 @@ class Stream(NamedTuple):
             `[B, S]`: where each row's sink tokens stand.
         """
         start, packed, sinks = min(self.tail_start, length), self.packed, self.sinks
-        tail = self.tail[:, :, : length - start if length >= self.tail_start else 0].clone()
+        tail = self.memory.tokens(start, length).clone()
         if length < packed:
             begin = length - length % self.codec.group
             # All tokens of the cut group are exact: it is open again, as if never packed.
@@ -283,14 +284,8 @@ class Stream(NamedTuple):
             row, slot = (sink_positions >= length).nonzero(as_tuple=True)
             sinks = sinks.clone()
             sinks[row, :, slot] = 0
-        return self._replace(
-            store=self.store.cut(packed),
-            packed=packed,
-            tail=tail,
-            tail_start=start,
-            spare=0,
-            sinks=sinks,
-        )
+        cut = self._replace(store=self.store.cut(packed), packed=packed, sinks=sinks)
+        return cut._with_tail(tail, start)
 
     def shared(self) -> Stream:
         """Return the stream as this side of a fork holds it: it writes nowhere that both read."""
@@ -300,20 +295,20 @@ class Stream(NamedTuple):
         """Return the other side of a fork, with slots in a store of that making if it is given."""
         store = self.store.shared()
         if make_store is not None:
-            batch, heads = self.tail.shape[:2]
-            store = make_store(self.codec, batch, heads, self.tail.device, side)
+            like = self.memory.tensor
+            batch, heads = like.shape[:2]
+            store = make_store(self.codec, batch, heads, like.device, side)
         return self._replace(store=store, spare=0, plan=self.plan.fork())
 
     def select(self, indices: Tensor) -> Stream:
         """Return a copy with the given batch rows."""
-        indices = indices.to(self.tail.device)
-        return self._replace(
+        indices = indices.to(self.memory.tensor.device)
+        rows = self._replace(
             store=self.store.select(indices),
             plan=self.plan.fork(),
-            tail=self.tail.index_select(0, indices),
             sinks=None if self.sinks is None else self.sinks.index_select(0, indices),
-            spare=0,
         )
+        return rows._with_tail(self.tail.index_select(0, indices), self.tail_start)
 
     @property
     def room(self) -> int:
@@ -322,8 +317,9 @@ class Stream(NamedTuple):
 
     def tail_memory(self) -> Tensor:
         """Return the memory of the tail, with the room in it."""
-        count = self.tail.untyped_storage().nbytes() // self.tail.element_size()
-        return self.tail if count == self.tail.numel() else self.tail.as_strided((count,), (1,), 0)
+        tail, held = self.memory.tensor, self.tail
+        count = tail.untyped_storage().nbytes() // tail.itemsize
+        return held if count == held.numel() else tail.as_strided((count,), (1,), 0)
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""
@@ -333,7 +329,7 @@ class Stream(NamedTuple):
 
     def __repr__(self) -> str:
         """Tell how many tokens are held, and how."""
-        batch, heads, _, dim = self.tail.shape
+        batch, heads, _, dim = self.memory.tensor.shape
         sinks = 0 if self.sinks is None else self.sinks.shape[2]
         return (
             f"Stream({type(self.codec).__name__}, batch={batch}, heads={heads}, dim={dim}, "

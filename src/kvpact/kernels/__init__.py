@@ -8,6 +8,7 @@ from kvpact.kernels.base import (
     StepRow,
     StepRunner,
     StepTokens,
+    TokenMemory,
 )
 from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan, check_covered, choose, report
 from kvpact.kernels.torch.attend import attend_exact
@@ -30,6 +31,7 @@ __all__ = [
     "StepTokens",
     "StreamPlan",
     "StreamView",
+    "TokenMemory",
     "absorb_query",
     "attend_exact",
     "check_covered",

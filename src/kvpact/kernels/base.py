@@ -108,6 +108,40 @@ class AttendCall(NamedTuple):
         return tail
 
 
+class TokenMemory:
+    """Memory of consecutive exact tokens, with room behind those that are there.
+
+    What lies where never changes, so it is asked once: a step only counts.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        `[B, H, n, D]`: the tokens, and the room.
+    start : int
+        Position of the first one.
+    """
+
+    __slots__ = ("dense", "head", "origin", "row", "start", "tensor", "token")
+
+    def __init__(self, tensor: Tensor, start: int) -> None:
+        self.tensor, self.start = tensor, start
+        size, (row, head, token, channel) = tensor.itemsize, tensor.stride()
+        self.row, self.head, self.token = row * size, head * size, token * size
+        self.dense = channel == 1 or tensor.shape[3] == 1
+        # Where the token of position 0 would lie, had it been kept.
+        self.origin = tensor.data_ptr() - start * self.token
+
+    def __reduce__(self) -> tuple[type[TokenMemory], tuple[Tensor, int]]:
+        """Let a copy ask where its own tensor lies."""
+        return TokenMemory, (self.tensor, self.start)
+
+    def tokens(self, start: int, end: int) -> Tensor:
+        """Return the tokens of positions `start <= t < end`, `[B, H, end - start, D]`."""
+        if start == end:
+            return self.tensor[:, :, :0] if self.tensor.shape[2] else self.tensor
+        return self.tensor[:, :, start - self.start : end - self.start]
+
+
 class StepTokens(NamedTuple):
     """How one stream takes the new tokens of a step.
 
@@ -115,25 +149,22 @@ class StepTokens(NamedTuple):
     ----------
     exact_from : int
         The tokens from here on are exact.
-    tail : Tensor
-        `[B, H, n, D]`, the exact tokens held.
-    skip : int
-        Tokens of the tail in front of `exact_from`.
+    memory : TokenMemory
+        They lie here.
     keep : bool
-        Whether the new tokens are copied behind the tail, into its memory.
+        Whether the new tokens are copied behind them.
     start, encoded : int
         The first token to be encoded, and how many are.
-    inside : int
-        Tokens of the tail in front of `start`; -1 where the new tokens are the ones to be encoded.
+    inside : bool
+        Whether those lie in `memory`; otherwise they are the new tokens.
     """
 
     exact_from: int
-    tail: Tensor
-    skip: int
+    memory: TokenMemory
     keep: bool
     start: int
     encoded: int
-    inside: int
+    inside: bool
 
 
 class StepRunner(Protocol):
@@ -146,19 +177,23 @@ class StepRunner(Protocol):
         """Whether a call is like the one that this was made for; tensors are not looked into."""
         ...
 
-    def run(
-        self, k: Tensor, v: Tensor, q: Tensor, held: int, sides: tuple[StepTokens, StepTokens]
-    ) -> Tensor | None:
-        """Check, attend, encode and keep new tokens.
+    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int) -> bool:
+        """Whether a call has so many rows, each like the call that this was made for."""
+        ...
+
+    def alike(self, other: StepRunner) -> bool:
+        """Whether both were made for calls that are alike, but for their slots."""
+        ...
+
+    def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
+        """Check, attend, encode and keep new tokens: all of them, or none.
 
         Parameters
         ----------
+        rows : sequence of StepRow
+            One for the whole batch, or one for each row of the tensors; their runners are alike.
         k, v, q : Tensor
-            As in the call that this was made for (`fits`).
-        held : int
-            Tokens held before.
-        sides : tuple of StepTokens
-            How K and V take the new tokens.
+            As in the calls that the runners were made for (`fits`, `fits_rows`).
 
         Returns
         -------
@@ -168,33 +203,14 @@ class StepRunner(Protocol):
         """
         ...
 
-    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
-        """Whether each row of a call is like the call that this was made for."""
-        ...
-
-    def alike(self, other: StepRunner) -> bool:
-        """Whether both were made for calls that are alike, but for their slots."""
-        ...
-
-    def run_rows(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
-        """Carry out a step of several layers, all of them or none; see `run`.
-
-        Parameters
-        ----------
-        rows : sequence of StepRow
-            Their runners are alike.
-        k, v, q : Tensor
-            A row for each.
-        """
-        ...
-
 
 class StepRow(NamedTuple):
-    """One row of a step: what carries it out, the tokens held, and how it takes the new ones."""
+    """A layer's step: what carries it out, the tokens held, and how K and V take the new ones."""
 
     runner: StepRunner
     held: int
-    sides: tuple[StepTokens, StepTokens]
+    k: StepTokens
+    v: StepTokens
 
 
 class Encoder(Protocol):

@@ -52,6 +52,10 @@ def _storable(side: StreamView) -> bool:
     return codec.group == 1 or encoder.limit >= min(codec.max_abs, codec.max_norm)
 
 
+_Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape (that of a row where rows are many), strides and dtype of a tensor."""
+
+
 def _nothing() -> None:
     """Stand for a plan in a pickle: addresses mean nothing elsewhere."""
 
@@ -73,7 +77,8 @@ class CpuStep:
     def __init__(self, library: NativeLibrary, call: AttendCall, int8: bool) -> None:
         assert call.view is not None and call.k is not None and call.v is not None
         self.config, self.sources = call.config, (call.view.k.source, call.view.v.source)
-        self._like = [(x.shape, x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
+        self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
+        self._row_like = [(shape[1:], stride, dtype) for shape, stride, dtype in self._like]
         self._library, self._out = library, (*call.q.shape[:3], call.output_dim)
         native = native_call(call, 0, int8)
         # What the arguments point to: where sink tokens stand, and logits of sinks.
@@ -87,6 +92,8 @@ class CpuStep:
         many = native.query_rows >= query_rows_for_many(int8)
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
         self._address = ctypes.addressof(args)
+        out_row = math.prod(self._out[1:]) * _F32.itemsize
+        self._apart = (*(x.stride(0) * x.itemsize for x in (call.k, call.v, call.q)), out_row)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """Leave nothing in a pickle."""
@@ -99,16 +106,12 @@ class CpuStep:
         like_k, like_v, like_q = self._like
         return _alike(k, like_k) and _alike(v, like_v) and _alike(q, like_q)
 
-    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
-        """Whether each row of a call is like the call that the plan was made for."""
+    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int) -> bool:
+        """Whether a call has so many rows, each like the call that the plan was made for."""
         if config is not self.config and not _equal(config, self.config):
             return False
-        for x, (shape, stride, dtype) in zip((k, v, q), self._like, strict=True):
-            if type(x) is not Tensor or x.requires_grad or not x.is_cpu or x.dtype is not dtype:
-                return False
-            if x.stride() != stride or x.shape[1:] != shape[1:]:
-                return False
-        return k.shape[0] == v.shape[0] == q.shape[0]
+        like_k, like_v, like_q = self._row_like
+        return _alike(k, like_k, rows) and _alike(v, like_v, rows) and _alike(q, like_q, rows)
 
     def alike(self, other: StepRunner) -> bool:
         """Whether two plans are for calls that are alike, but for their slots."""
@@ -118,38 +121,20 @@ class CpuStep:
             return False
         return self.config is other.config or _equal(self.config, other.config)
 
-    def run_rows(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
-        """Carry out a step of several layers, all of them or none."""
-        out = new_output(len(rows), *self._out[1:])
-        at = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
-        apart = [x.stride(0) * x.itemsize for x in (k, v, q, out)] if len(rows) > 1 else [0] * 4
-        steps = []
-        for row, (runner, held, sides) in enumerate(rows):
+    def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
+        """Check, attend, encode and keep new tokens: all of them, or none; see `StepRunner`."""
+        out = new_output(len(rows) * self._out[0], *self._out[1:])
+        k_at, v_at, q_at, out_at = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
+        threads, args = torch.get_num_threads(), []
+        for runner, held, k_tokens, v_tokens in rows:
             assert isinstance(runner, CpuStep)
-            k_at, v_at, q_at, out_at = [x + row * step for x, step in zip(at, apart, strict=True)]
-            steps.append(runner.packed(k_at, v_at, q_at, out_at, held, sides))
-        if not run_steps(self._library, steps):
+            stored = (*_append(k_tokens, held, k_at), *_append(v_tokens, held, v_at))
+            args.append(structs.STEP.pack(runner._address, *stored, q_at, out_at, held, threads))
+            k_row, v_row, q_row, out_row = self._apart
+            k_at, v_at, q_at, out_at = k_at + k_row, v_at + v_row, q_at + q_row, out_at + out_row
+        if not run_steps(self._library, args):
             return None
         return out if q.dtype is _F32 else saturated(out, q.dtype)
-
-    def run(
-        self, k: Tensor, v: Tensor, q: Tensor, held: int, sides: tuple[StepTokens, StepTokens]
-    ) -> Tensor | None:
-        """Carry out one step; None, and nothing is written, where a number can't be stored so."""
-        out = new_output(*self._out)
-        addresses = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
-        done = run_steps(self._library, [self.packed(*addresses, held, sides)])
-        if not done:
-            return None
-        return out if q.dtype is _F32 else saturated(out, q.dtype)
-
-    def packed(
-        self, k: int, v: int, q: int, out: int, held: int, sides: tuple[StepTokens, StepTokens]
-    ) -> bytes:
-        """Return a step's arguments; tensors by their addresses."""
-        threads = torch.get_num_threads()
-        append_k, append_v = _append(sides[0], k), _append(sides[1], v)
-        return structs.STEP.pack(self._address, *append_k, *append_v, q, out, held, threads)
 
 
 def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
@@ -171,16 +156,21 @@ def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
     raise KVPactError(f"the native kernel refused the step ({status})")
 
 
-def _append(side: StepTokens, new: int) -> tuple[int, ...]:
-    exact_from, tail, skip, keep, start, tokens, inside = side
-    row, head, token, _ = tail.stride()
-    size = tail.itemsize
-    token *= size
-    base = tail.data_ptr()
-    spare = base + tail.shape[2] * token if keep else 0
-    encoded = base + inside * token if inside >= 0 else 0
-    exact = base + skip * token
-    return exact_from, exact, row * size, head * size, token, new, spare, start, tokens, encoded
+def _append(tokens: StepTokens, held: int, new: int) -> tuple[int, ...]:
+    exact_from, memory, keep, start, encoded, inside = tokens
+    origin, token = memory.origin, memory.token
+    return (
+        exact_from,
+        origin + exact_from * token,
+        memory.row,
+        memory.head,
+        token,
+        new,
+        origin + held * token if keep else 0,
+        start,
+        encoded,
+        origin + start * token if inside else 0,
+    )
 
 
 def _fill(store: structs.Store, side: StreamView) -> None:
@@ -194,10 +184,12 @@ def _fill(store: structs.Store, side: StreamView) -> None:
         setattr(store.form, name, structs.Field(*(side.source.addresses(field.name) or ())))
 
 
-def _alike(x: Tensor, like: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> bool:
+def _alike(x: Tensor, like: _Like, rows: int = 0) -> bool:
+    """Whether a tensor is like those before; if `rows` are named, but for so many in front."""
     if type(x) is not Tensor or x.requires_grad or not x.is_cpu:
         return False
-    return x.shape == like[0] and x.stride() == like[1] and x.dtype is like[2]
+    shape = (rows, *like[0]) if rows else like[0]
+    return x.shape == shape and x.stride() == like[1] and x.dtype is like[2]
 
 
 def _equal(a: AttendConfig, b: AttendConfig) -> bool:
