@@ -11,7 +11,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.cache import contiguous, paged_view
-from kvpact.errors import CacheFull, GeometryError, NonFiniteError
+from kvpact.errors import CacheFull, GeometryError, NonFiniteError, SequenceError
 from kvpact.kernels.cpu import step as native
 from kvpact.kernels.cpu.library import _load
 
@@ -144,6 +144,36 @@ def test_sequences_on_pages(spec, watched):
                 assert torch.equal(x.tail, y.tail) and x.packed == y.packed
     for x, y in zip(*(pool.pool.tensors() for pool in pools), strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def test_views_that_share_sequences_take_turns(watched):
+    """What is known of the last rows is not taken for what holds now."""
+    pools = [PagedKVCache(SPECS[1], GEOMETRY, num_pages=40, page_size=32) for _ in range(2)]
+    groups = ([0, 1], [1, 2], [2, 0, 1], [0, 1], [3, 1])
+    for pool in pools:
+        for seq in pool.allocate_rows(4):
+            pool.view([seq]).attend(0, *random(25 + seq, seed=seq))
+    for step in range(60):
+        if step == 40:
+            for pool in pools:
+                pool.truncate(1, 50)
+        group = groups[step % 5]
+        tokens = random(1, len(group), seed=step)
+        outputs = []
+        for pool, watched.allowed in zip(pools, (True, False), strict=True):
+            outputs.append(pool.view(group).attend(0, *tokens))
+        assert torch.equal(*outputs)
+    assert watched.taken > 40
+    watched.allowed = True
+    view = pools[0].view([0, 1])
+    pools[0].free(1)
+    with pytest.raises(SequenceError, match="was freed"):
+        view.attend(0, *random(1, 2))
+    assert [pools[0].seq_len(seq) for seq in (0, 2)] == [pools[1].seq_len(seq) for seq in (0, 2)]
+    for x, y in zip(*(pool.pool.tensors() for pool in pools), strict=True):
+        for row in (0, 2, 3):
+            for page in pools[1]._sequences[row].table:
+                assert torch.equal(x[page].view(torch.uint8), y[page].view(torch.uint8))
 
 
 def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched, monkeypatch):

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvpact import CacheGeometry, create_cache
+from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import CompressedCache, register_attention
 
@@ -193,6 +193,13 @@ def test_pickling_a_bare_cache_says_what_to_do_instead():
     with pytest.raises(SnapshotError, match=r"snapshot\(\)"):
         pickle.dumps(cache)
     assert copy.deepcopy(cache).seq_len() == 3
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_pickling_or_copying_a_paged_cache_says_what_to_do_instead(save):
+    cache = PagedKVCache("int:bits=8", CacheGeometry(1, 1, 16), num_pages=1)
+    with pytest.raises(SnapshotError, match=r"snapshot\(seqs\).*fork\(seq\)"):
+        save(cache)
 
 
 def test_a_model_gets_its_attention_back_when_its_caches_are_gone(llama):

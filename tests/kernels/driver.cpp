@@ -148,6 +148,8 @@ struct Case {
         if (operation == "attend") status = kvp_attend(level, (const kvp_attend_args *)args, 1);
         if (operation == "attend_rows") status = kvp_attend_rows(level, (const kvp_attend_args *)args, 0);
         if (operation == "encode") status = kvp_encode(level, (const kvp_encode_args *)args, 1);
+        if (operation == "step")
+            status = kvp_step(level, (const kvp_step_args *)args, blocks[0].contents.size() / sizeof(kvp_step_args));
         if (operation == "decode") status = kvp_decode(level, (const kvp_decode_args *)args);
         if (status) fail(operation + " of " + label + " returned " + std::to_string(status));
     }

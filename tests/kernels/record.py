@@ -21,7 +21,6 @@ import argparse
 import ctypes
 import itertools
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ import encode_compare
 import torch
 from torch import Tensor
 
+from kvpact import CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import encode as encoder
 from kvpact.kernels.cpu import library, slots, structs
@@ -44,10 +44,12 @@ CHECKS = {
     "attend_rows": {"out": NEAR},
     "encode": dict.fromkeys(("codes", "scale", "zero", "mean"), EQUAL),
     "decode": {"out": EQUAL},
+    "step": {"out": NEAR, "spare": EQUAL},
 }
 """What an operation writes, by the names of the structure's fields."""
 
 
+STEPS = ("turboquant:bits=4", "turboquant:bits=3,window=5,sinks=3", "kivi:bits=2/int:bits=8")
 FAST = ("turboquant:bits=4", "turboquant:bits=2", "int:bits=8,group=64")
 
 
@@ -108,7 +110,8 @@ class Recorder:
             address = original(x)
             if x.numel():
                 last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-                self._sizes[address] = (last + 1) * x.element_size()
+                size = (last + 1) * x.element_size()
+                self._sizes[address] = max(size, self._sizes.get(address, 0))
                 self._alive.append(x)
             return address
 
@@ -130,12 +133,17 @@ class Recorder:
     def _watched(self, name: str, call: Callable[..., int]) -> Callable[..., int]:
         def watched(bit: int, given: Any, *rest: int) -> int:
             if isinstance(given, bytes):  # one structure after the other
-                size = ctypes.sizeof(structs.AttendArgs)
-                parts = [given[i : i + size] for i in range(0, len(given), size)]
-                found = [structs.AttendArgs.from_buffer_copy(part) for part in parts]
+                kind = structs.StepArgs if name == "step" else structs.AttendArgs
+                found = [
+                    kind.from_buffer_copy(given, place)
+                    for place in range(0, len(given), ctypes.sizeof(kind))
+                ]
             else:
                 found = [given._obj]
-            cases = [self._copied(name, args) for args in found]
+            if name == "step":
+                cases = [self._copied_steps(found)]
+            else:
+                cases = [self._copied(name, args) for args in found]
             status = call(bit, given, *rest)
             for case in cases:
                 case.expect_memory()
@@ -148,6 +156,32 @@ class Recorder:
         whole = Block(0, bytes(args))
         case = Case(operation, [whole], [])
         self._follow(case, 0, args, 0, 0, CHECKS[operation])
+        return case
+
+    def _copied_steps(self, rows: list[structs.StepArgs]) -> Case:
+        """Copy the steps of a call, and their plans without what the steps say themselves."""
+        case = Case("step", [Block(0, b"".join(map(bytes, rows)))], [])
+        for row, args in enumerate(rows):
+            place, size = row * ctypes.sizeof(args), ctypes.sizeof(structs.StepPlan)
+            plan = structs.StepPlan.from_buffer_copy(ctypes.string_at(args.plan, size))
+            attend = plan.attend
+            attend.q = attend.out = args.plan = None
+            for stream, append, store in ((attend.k, args.k, plan.k), (attend.v, args.v, plan.v)):
+                stream.exact_from, store.form.tokens = (
+                    append.exact_from,
+                    append.start + append.tokens,
+                )
+                stream.tail.data = stream.fresh.data = store.form.x.data = None
+                if append.exact_from == args.held:
+                    append.tail.data = None  # there are no such tokens
+            at = len(case.blocks)
+            case.blocks.append(Block(0, bytes(plan)))
+            case.pointers.append((0, place, at, 0))
+            for side, store in (("k", plan.k), ("v", plan.v)):
+                offset = getattr(structs.StepPlan, side).offset
+                self._follow(case, at, store.form, offset, 0, CHECKS["encode"])
+            self._follow(case, at, attend, 0, 0, {})
+            self._follow(case, 0, args, place, 0, CHECKS["step"])
         return case
 
     def _follow(
@@ -172,15 +206,16 @@ class Recorder:
                 for index, pointer in enumerate(pointers):
                     self._point(case, table, 8 * index, pointer, check)
             elif isinstance(value, ctypes.Structure) and not isinstance(value, structs.Field):
-                self._follow(case, block, value, at, segments, {})
+                written = checks if isinstance(value, structs.Append) else {}
+                self._follow(case, block, value, at, segments, written)
             elif kind is ctypes.c_void_p and value:
                 self._point(case, block, at, value, check)
 
     def _point(self, case: Case, block: int, offset: int, pointer: int, check: int) -> None:
-        known = sorted(self._sizes)
-        begin = known[bisect_right(known, pointer) - 1]
-        size = self._sizes[begin]
-        assert begin <= pointer < begin + size, f"{case.operation}: {pointer:#x} is not known"
+        # Views of a tensor were seen, too: the whole of it is wanted.
+        known = [place for place in self._sizes.items() if 0 <= pointer - place[0] < place[1]]
+        assert known, f"{case.operation}: {pointer:#x} is not known"
+        begin, size = max(known, key=lambda place: place[1])
         place = (begin, size)
         places = [(other.address, len(other.contents)) for other in case.blocks]
         if place not in places:
@@ -241,6 +276,22 @@ def record_decode(recorder: Recorder, spec: str, side: str, dim: int, *place: An
     recorder.cases[before:] = made
 
 
+def record_steps(recorder: Recorder, spec: str, layout: str = "contiguous", rows: int = 1) -> None:
+    """Record steps of one call each; the tests compare such steps with the ordinary way."""
+    before = len(recorder.cases)
+    options = {"num_pages": 2 * rows, "page_size": 128} if layout == "paged" else {}
+    cache = create_cache(spec, CacheGeometry(1, 2, 64, dtype=torch.float32), layout, **options)
+    tokens = torch.randn(rows, 10, 134, 64, generator=torch.Generator().manual_seed(rows))
+    cache.prefill(0, tokens[:, :2, :124], tokens[:, 2:4, :124])
+    for k, v, q in (x.split((2, 2, 6), 1) for x in tokens[:, :, 124:].split(1, 2)):
+        cache.attend(0, k.contiguous(), v.contiguous(), q.contiguous())
+    made = [one for one in recorder.cases[before:] if one.operation == "step"]
+    assert made, spec
+    for one in made:
+        one.label, one.bound = f"{spec} {layout} {rows}", compare.BOUND
+    recorder.cases[before:] = made
+
+
 def record_all(recorder: Recorder) -> None:
     """Record all formats, and shapes and rules with edges."""
     mask = torch.arange(303).expand(1, 1, 3, 303) % 3 > 0
@@ -265,6 +316,9 @@ def record_all(recorder: Recorder) -> None:
         # Heads don't divide by the threads, so these share the tokens of a head.
         record_attend(recorder, spec=spec, heads=3, held=4500, groups=groups)
     torch.set_num_threads(threads)
+    for spec in STEPS:
+        record_steps(recorder, spec)
+        record_steps(recorder, spec, "paged", 3)
     widths = itertools.cycle((20, 33, 64, 80, 128))
     for spec, place, side in itertools.product(encode_compare.FORMATS, encode_compare.PLACES, "kv"):
         record_encode(recorder, spec, side, next(widths), *place)

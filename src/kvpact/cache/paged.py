@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import paged_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig
-from kvpact.errors import GeometryError, SequenceError
+from kvpact.errors import GeometryError, SequenceError, SnapshotError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_covered, choose
 from kvpact.recipe import SpecLike
@@ -83,6 +83,13 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         check_covered(compute, specs, geometry)
         pool = PagePool(specs, geometry, num_pages, page_size, place, calibration)
         super().__init__(specs, geometry, pool, place, compute)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str:
+        """Refuse pickling and copying: locks and addresses are part of this."""
+        raise SnapshotError(
+            "a PagedKVCache can't be pickled or copied: snapshot(seqs) can be saved and restored, "
+            "fork(seq) copies a sequence"
+        )
 
     @property
     def token_geometry(self) -> CacheGeometry:

@@ -321,6 +321,10 @@ class Stream(NamedTuple):
         count = tail.untyped_storage().nbytes() // tail.itemsize
         return held if count == held.numel() else tail.as_strided((count,), (1,), 0)
 
+    def held_parts(self) -> tuple[object, ...]:
+        """Return the fields with the tail in the place of its memory, room and all."""
+        return tuple(self.tail if part is self.memory else part for part in self)
+
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""
         held = [tensor for field in self.codec.fields for tensor in self.store.tensors(field.name)]

@@ -38,7 +38,9 @@ def held_tensors(root: object) -> dict[str, Tensor]:
     ----------
     root : object
         Attributes, slots, containers, bound methods and closures are followed; classes, modules
-        and the globals of functions are not, so what a process has once is left out.
+        and the globals of functions are not, so what a process has once is left out. Of an object
+        that reserves memory for tokens to come, the result of its method `held_parts` is followed
+        instead: views of what it holds.
 
     Returns
     -------
@@ -61,7 +63,10 @@ def held_tensors(root: object) -> dict[str, Tensor]:
 
 
 def _children(item: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(item, Mapping):
+    parts = getattr(item, "held_parts", None)
+    if isinstance(parts, MethodType):
+        yield from _children(parts())
+    elif isinstance(item, Mapping):
         for number, (key, value) in enumerate(item.items()):
             yield f".key({number})", key
             yield f"[{key!r}]" if isinstance(key, str | int) else f"[{number}]", value

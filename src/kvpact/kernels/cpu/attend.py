@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import saturated
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import CorruptState, GeometryError, KernelError
 from kvpact.kernels.base import AttendCall, Precision
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.library import NativeLibrary
@@ -134,14 +134,14 @@ def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
 
     Raises
     ------
-    KVPactError
+    CorruptState
         K and V hold unlike numbers of tokens: memory that is not the cache's would be read.
     """
     view, k, v, q, config, padding, _ = call
     batch, q_heads, queries, dim = q.shape
     heads, held, new = call.kv_heads, call.held, call.new
     if view is not None and view.v.length != held:
-        raise KVPactError(f"K holds {held} tokens and V {view.v.length}; reset this layer")
+        raise CorruptState(f"K holds {held} tokens and V {view.v.length}; reset this layer")
     alive: list[Tensor] = []
     k_fixed, k_moving = _stream(view and view.k, k, alive)
     v_fixed, v_moving = _stream(view and view.v, v, alive)
@@ -246,5 +246,5 @@ def attend_native(
     if status == 3:
         raise MemoryError("no memory for the scratch space of attention")
     if status:
-        raise KVPactError(f"the native kernel refused the call ({status})")
+        raise KernelError(f"the native kernel refused the call ({status})")
     return out if first.q.dtype is _F32 else saturated(out, first.q.dtype)

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvpact.errors import DtypeError, GeometryError, KVPactError
+from kvpact.errors import DtypeError, GeometryError, KernelError
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, slot_format
@@ -47,4 +47,4 @@ def decode(
     args.out, args.threads = out.data_ptr(), torch.get_num_threads()
     status = library.decode(library.bit, ctypes.byref(args))
     if status:
-        raise KVPactError(f"the native decoder refused its arguments ({status})")
+        raise KernelError(f"the native decoder refused its arguments ({status})")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
-from kvpact.errors import KVPactError
+from kvpact.errors import KernelError
 from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_many
@@ -142,7 +142,7 @@ def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
 
     Raises
     ------
-    MemoryError, KVPactError
+    MemoryError, KernelError
         There is no scratch memory, or the library refuses its arguments; slots behind those held
         may have been written to.
     """
@@ -153,7 +153,7 @@ def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
         return False
     if status == 3:
         raise MemoryError("no memory for the scratch space of a step")
-    raise KVPactError(f"the native kernel refused the step ({status})")
+    raise KernelError(f"the native kernel refused the step ({status})")
 
 
 def _append(tokens: StepTokens, held: int, new: int) -> tuple[int, ...]:

@@ -172,8 +172,32 @@ class StepPlan(Structure):
     ]
 
 
-STEP = struct.Struct("@25q")
-"""`kvp_step_args`: the address of a plan; K and V, ten numbers each; q, out, held, threads."""
+class Append(Structure):
+    """K or V of one step."""
+
+    _fields_: ClassVar = [
+        ("exact_from", c_int64),
+        ("tail", Exact),
+        ("fresh", c_void_p),
+        ("spare", c_void_p),
+        ("start", c_int64),
+        ("tokens", c_int64),
+        ("x", c_void_p),
+    ]
+
+
+class StepArgs(Structure):
+    """One step; `plan` is the address of a `StepPlan`."""
+
+    _fields_: ClassVar = [
+        ("plan", c_void_p),
+        ("k", Append),
+        ("v", Append),
+        ("q", c_void_p),
+        ("out", c_void_p),
+        ("held", c_int64),
+        ("threads", c_int64),
+    ]
 
 
 _CODES = {c_int32: "i", c_int64: "q", c_float: "f", c_void_p: "q"}
@@ -195,4 +219,8 @@ _STREAM = f"{FIXED_BYTES}s{_codes(Stream, 'exact_from')}"
 CALL = struct.Struct("@" + 2 * _STREAM + _codes(AttendArgs, "batch"))
 """`AttendArgs` in one piece: of K and of V the fixed bytes, then every number behind them."""
 
+STEP = struct.Struct("@" + _codes(StepArgs))
+"""`StepArgs` in one piece."""
+
 assert CALL.size == sizeof(AttendArgs), "padding inside of AttendArgs"
+assert STEP.size == sizeof(StepArgs), "padding inside of StepArgs"
