@@ -35,7 +35,7 @@ def test_golden_file(path: Path):
         for field in stream.codec.fields:
             storage = field.allocate(1, 2, 96, x.device)
             field.write(storage, 0, arrays[field.name])
-            assert same_bytes(storage, stream.slots[field.name]), field.name
+            assert same_bytes(storage, stream.held.slots[field.name]), field.name
 
 
 def test_every_fitted_method_has_a_file_of_its_version():
@@ -47,5 +47,5 @@ def test_every_fitted_method_has_a_file_of_its_version():
     methods = [m for m in kvpact.list_methods().values() if isinstance(m, type)]
     fitted = {(m.name, m.version) for m in methods if issubclass(m, FittedMethod)}
     assert fitted == held
-    assert "exact" in CompressedKV.load(FOLDER / "hybrid-exact-v1.safetensors").k.slots
+    assert "exact" in CompressedKV.load(FOLDER / "hybrid-exact-v1.safetensors").k.held.slots
     assert np.isfinite([CompressedKV.load(path).error for path in FILES]).all()

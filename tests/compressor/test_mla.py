@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     before = held_bytes(cache), held_bytes(paged)
     with pytest.raises(GeometryError, match="2 rows can't become one sequence"):
         compressor.decompress_to_mla_cache(packed, paged, 0, paged.allocate())
-    with pytest.raises(GeometryError, match="don't fit a cache"):
+    with pytest.raises(GeometryError, match="k has width 16, the cache 64"):
         compressor.decompress_to_mla_cache(
             compressor.compress_kv(*(x[..., :16] for x in latents(5))), cache, 1
         )

@@ -16,9 +16,8 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.cache.saved import learnt_alike, restored_layer, stream_state
 from kvpact.cache.stream import Stream
 from kvpact.compressor.compressed import CompressedKV
-from kvpact.compressor.stream import PackedStream, flat, without_window
-from kvpact.errors import CacheFull, GeometryError, SequenceError
-from kvpact.geometry import CacheGeometry
+from kvpact.compressor.stream import PackedStream, flat, owned
+from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import Compute
 from kvpact.methods import Method
 from kvpact.methods.fitted import FittedCodec
@@ -54,19 +53,15 @@ def decompress(compressed: CompressedKV, cache: AnyCache, layer: int, seq_id: in
     entry = _entry(cache, layer, seq_id)
     if seq_id is not None and compressed.batch != 1:
         raise GeometryError(f"{compressed.batch} rows can't become one sequence")
-    _check_fit(compressed, cache.geometry)
     dtype = cache.geometry.dtype or (torch.float32 if seq_id is not None else compressed.dtype)
     device = cache.device if isinstance(cache, PagedKVCache) else compressed.device
-    held = entry.k.tail.shape[0] if entry.k is not None else None
-    empty = entry.length == 0 and held in (None, compressed.batch)
-    if empty and dtype == compressed.dtype and _fits(compressed, entry):
+    if dtype == compressed.dtype and _fits(compressed, entry, cache):
         if isinstance(cache, PagedKVCache):
             assert seq_id is not None
             cache.reserve([seq_id], compressed.tokens)
-        else:
-            _check_room(compressed, cache)
         _adopt(compressed, entry, device)
         return
+    # What does not fit, the cache names.
     k, v = (x.reshape(compressed.batch, -1, *x.shape[-2:]) for x in compressed.decompress())
     k, v = k.to(device, dtype), v.to(device, dtype)
     if isinstance(cache, PagedKVCache):
@@ -86,23 +81,6 @@ def _entry(cache: AnyCache, layer: int, seq_id: int | None) -> CacheLayer:
     return cache.entry(layer)
 
 
-def _check_fit(compressed: CompressedKV, geometry: CacheGeometry) -> None:
-    heads = compressed.k.open.shape[1] // compressed.batch
-    widths = (compressed.k.open.shape[3], compressed.v.open.shape[3])
-    if (heads, *widths) != (geometry.num_kv_heads, geometry.head_dim, geometry.value_dim):
-        raise GeometryError(
-            f"{heads} heads of width {widths} don't fit a cache of {geometry.num_kv_heads} heads "
-            f"of width ({geometry.head_dim}, {geometry.value_dim})"
-        )
-
-
-def _check_room(compressed: CompressedKV, cache: ContiguousCache) -> None:
-    if cache.batch_size not in (None, compressed.batch):
-        raise GeometryError(f"batch {compressed.batch}, but other layers hold {cache.batch_size}")
-    if cache.max_tokens is not None and compressed.tokens > cache.max_tokens:
-        raise CacheFull(f"{compressed.tokens} tokens wanted, {cache.max_tokens} allowed")
-
-
 def same_slots(a: Method, b: Method) -> bool:
     """Whether two methods pack tokens alike; sinks and window are beside the slots."""
     return replace(a, sinks=0, window=0) == replace(b, sinks=0, window=0)
@@ -116,22 +94,36 @@ def _stream(
     if shared or not same_slots(wanted, held):
         x = flat(entry.dequantize(side))
         make = wanted.key_codec if side == "k" else wanted.value_codec
-        return PackedStream.fitted(make(x.shape[3], x.dtype), x, compute).append(x)
+        return PackedStream.of(make(x.shape[3], x.dtype), x, compute)
     state = stream_state(source)
     # A group that a rollback cut is not whole; its tokens go on as they are read.
     whole = state.packed - state.packed % source.codec.group
     cut = whole < max(state.start, state.packed)
-    rest = entry.dequantize(side)[:, :, whole:] if cut else None
+    rest = entry.dequantize(side)[:, :, whole:] if cut else state.tail[:, :, whole - state.start :]
+    slots = {
+        info.name: state.slots[info.name][:, :, : -(-whole // info.tokens)].flatten(0, 1)[None]
+        for info in state.fields
+        if whole
+    }
+    packed = owned(replace(state, slots=slots, packed=whole, start=whole, tail=flat(rest)))
     # What the tokens were before they were packed is not known any more, nor is the error.
-    return PackedStream(source.codec, without_window(state, rest), torch.nan, torch.nan, compute)
+    return PackedStream(source.codec, packed, torch.nan, torch.nan, compute)
 
 
-def _fits(compressed: CompressedKV, entry: CacheLayer) -> bool:
-    """Whether the cache would pack tokens to the same slots."""
-    packed = (compressed.k, compressed.v)
+def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
+    """Whether a layer is empty, has room, and would pack tokens to the same slots."""
+    packed, batch, geometry = (compressed.k, compressed.v), compressed.batch, cache.geometry
+    shapes = [(s.held.tail.shape[1], s.held.tail.shape[3]) for s in packed]
+    rows = geometry.num_kv_heads * batch
+    if entry.length or shapes != [(rows, geometry.head_dim), (rows, geometry.value_dim)]:
+        return False
+    if isinstance(cache, ContiguousCache):
+        most = cache.max_tokens
+        if cache.batch_size not in (None, batch) or (most is not None and compressed.tokens > most):
+            return False
     methods = zip(_sides(compressed.spec), _sides(entry.spec), strict=True)
     return all(same_slots(a, b) for a, b in methods) and all(
-        learnt_alike(entry.make_codec(stream.open, key), stream.held)
+        learnt_alike(entry.make_codec(stream.held.tail, key), stream.held)
         for stream, key in zip(packed, (True, False), strict=True)
     )
 
@@ -155,15 +147,15 @@ def _with_sinks(source: PackedStream, batch: int, count: int) -> StreamState:
     def rows(x: Tensor) -> Tensor:
         return x.reshape(batch, x.shape[1] // batch, *x.shape[2:])
 
-    sinks = source.open.new_zeros(*source.open.shape[:2], count, source.open.shape[3])
-    held = min(count, source.length)
-    packed = min(count, source.packed)
+    state = source.held
+    packed, held = min(count, state.packed), min(count, state.length)
+    sinks = state.tail.new_zeros(*state.tail.shape[:2], count, state.tail.shape[3])
     if packed:
-        source.read(0, packed, sinks[:, :, :packed])
-    sinks[:, :, packed:held] = source.open[:, :, : held - packed]
+        sinks[:, :, :packed] = source.read(0, packed)
+    sinks[:, :, packed:held] = state.tail[:, :, : held - packed]
     return replace(
-        source.held,
-        slots={name: rows(x) for name, x in source.slots.items()},
-        tail=rows(source.open),
+        state,
+        slots={name: rows(x) for name, x in state.slots.items()},
+        tail=rows(state.tail),
         sinks=rows(sinks) if count else None,
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from kvpact.cache.checks import DTYPES
 from kvpact.errors import DeviceError, DtypeError, GeometryError, NonFiniteError
 from kvpact.quantizers.numbers import all_finite
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 AXES = {3: "[heads, tokens, width]", 4: "[batch, heads, tokens, width]"}
 
 

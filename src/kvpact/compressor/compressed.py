@@ -50,21 +50,21 @@ class CompressedKV:
     @property
     def tokens(self) -> int:
         """Tokens held."""
-        return self.k.length
+        return self.k.held.length
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of what was compressed and of what comes back."""
-        return self.k.open.dtype
+        return self.k.held.tail.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it lives."""
-        return self.k.open.device
+        return self.k.held.tail.device
 
     def _shape(self, stream: PackedStream) -> tuple[int, ...]:
-        _, rows, _, dim = stream.open.shape
-        shape = (self.batch, rows // self.batch, stream.length, dim)
+        _, rows, _, dim = stream.held.tail.shape
+        shape = (self.batch, rows // self.batch, stream.held.length, dim)
         return shape if self.layout == "batched" else shape[1:]
 
     @property
@@ -93,7 +93,9 @@ class CompressedKV:
     @property
     def values(self) -> int:
         """Numbers of K and V that are held."""
-        return self.tokens * sum(s.open.shape[1] * s.open.shape[3] for s in (self.k, self.v))
+        return self.tokens * sum(
+            s.held.tail.shape[1] * s.held.tail.shape[3] for s in (self.k, self.v)
+        )
 
     @property
     def bits_per_value(self) -> float:

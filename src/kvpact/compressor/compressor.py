@@ -126,12 +126,13 @@ class KVCacheCompressor:
     def _compress(self, k: Tensor, v: Tensor, layout: Layout) -> CompressedKV:
         key = self.spec.key.key_codec(k.shape[-1], k.dtype)
         value = self.spec.value.value_codec(v.shape[-1], v.dtype)
-        streams = [
-            PackedStream.fitted(codec, x, self._compute).append(x)
-            for codec, x in ((key, flat(k)), (value, flat(v)))
-        ]
-        batch = k.shape[0] if layout == "batched" else 1
-        return CompressedKV(self.spec, layout, batch, *streams)
+        return CompressedKV(
+            self.spec,
+            layout,
+            k.shape[0] if layout == "batched" else 1,
+            PackedStream.of(key, flat(k), self._compute),
+            PackedStream.of(value, flat(v), self._compute),
+        )
 
     def decompress_kv(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
         """Return K and V `[B, H, T, D]`, whatever method compressed them.

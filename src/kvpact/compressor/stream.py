@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from math import lcm, prod
@@ -59,35 +60,12 @@ class PackedStream:
     compute: Compute = dataclass_field(default_factory=Compute)
 
     @classmethod
-    def fitted(cls, codec: Codec, x: Tensor, compute: Compute) -> PackedStream:
-        """Return a stream for tokens like `x` (`[1, N, T, D]`) that holds none.
-
-        A codec that learns from tokens has learnt from `x`.
-        """
+    def of(cls, codec: Codec, x: Tensor, compute: Compute) -> PackedStream:
+        """Return tokens `[1, N, T, D]` compressed; a codec that learns has learnt from them."""
         codec = codec.fit(x) if isinstance(codec, FittedCodec) else codec
         fields = tuple(field_info(field) for field in codec.fields)
         held = StreamState(fields, {}, 0, 0, x[:, :, :0].clone(), None, codec.state())
-        return cls(codec, held, compute=compute)
-
-    @property
-    def slots(self) -> dict[str, Tensor]:
-        """Storage by field name."""
-        return dict(self.held.slots)
-
-    @property
-    def open(self) -> Tensor:
-        """`[1, N, n, D]`, the tokens of the group that is not complete."""
-        return self.held.tail
-
-    @property
-    def packed(self) -> int:
-        """Tokens in slots."""
-        return self.held.packed
-
-    @property
-    def length(self) -> int:
-        """Tokens held."""
-        return self.held.length
+        return cls(codec, held, compute=compute).append(x)
 
     @property
     def error(self) -> float:
@@ -96,9 +74,9 @@ class PackedStream:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor held, by name."""
-        held = {f"slots.{name}": tensor for name, tensor in self.slots.items()}
+        held = {f"slots.{name}": tensor for name, tensor in self.held.slots.items()}
         held |= {f"state.{name}": tensor for name, tensor in self.codec.state().items()}
-        return {**held, "open": self.open} if self.open.numel() else held
+        return {**held, "open": self.held.tail} if self.held.tail.numel() else held
 
     def append(self, x: Tensor, bound: float | None = None) -> PackedStream:
         """Return a stream with more tokens; this one stays as it is.
@@ -119,34 +97,33 @@ class PackedStream:
         longer = self._extended(x, bound)
         plan = longer._stream().prepare(x, None, 0)
         plan.write()
-        energy = self.energy + float(x.double().square().sum())
-        longer = replace(longer, held=_own(stream_state(plan.after)), energy=energy)
-        known, lost, step = torch.cat([self.open, x], dim=2), 0.0, room(self.codec, _CHUNK)
-        for start in range(self.packed, longer.packed, step):
-            end = min(start + step, longer.packed)
-            given = known[:, :, start - self.packed : end - self.packed].double()
-            lost += float((longer.read(start, end).double() - given).square().sum())
-        return replace(longer, lost=self.lost + lost)
+        longer = replace(longer, held=owned(stream_state(plan.after)))
+        known, lost = torch.cat([self.held.tail, x], 2), 0.0
+        for start, again in longer.parts(self.held.packed):
+            given = known[:, :, start - self.held.packed :][:, :, : again.shape[2]]
+            lost += float((again.double() - given.double()).square().sum())
+        energy = float(x.double().square().sum())
+        return replace(longer, energy=self.energy + energy, lost=self.lost + lost)
 
     def _stream(self) -> Stream:
         """Return a cache's stream that holds the same and shares no memory with this one."""
-        x, codec = self.open, self.codec
-        store = SegmentList(codec, 1, x.shape[1], x.device)
-        stream = Stream.empty(codec, x, 0, 0, store, self._plan())
-        return stream.restore(self.packed, self.packed, x, None, self.slots)
+        held, x = self.held, self.held.tail
+        store = SegmentList(self.codec, 1, x.shape[1], x.device)
+        stream = Stream.empty(self.codec, x, 0, 0, store, self._plan())
+        return stream.restore(held.packed, held.packed, x, None, held.slots)
 
     def _plan(self) -> StreamPlan:
-        return self.compute.stream(self.codec, self.open.device, self.open.dtype)
+        return self.compute.stream(self.codec, self.held.tail.device, self.held.tail.dtype)
 
     def _extended(self, x: Tensor, bound: float | None) -> PackedStream:
         """Return a stream with a basis that holds `x`; tokens held get zeros for what is new."""
-        if not self.packed or not isinstance(self.codec, LowRankCodec):
+        if not self.held.packed or not isinstance(self.codec, LowRankCodec):
             return self
         codec = self.codec.extended(x.to(torch.float32), bound)
         if codec is self.codec:
             return self
         (old,), (new,) = self.codec.fields, codec.fields
-        values = old.read(self.slots[old.name])
+        values = old.read(self.held.slots[old.name])
         values = torch.nn.functional.pad(values, (0, codec.rank - self.codec.rank))
         storage = new.allocate(1, values.shape[1], values.shape[2], values.device)
         new.write(storage, 0, values)
@@ -154,27 +131,27 @@ class PackedStream:
         held = replace(self.held, fields=fields, slots=slots, learnt=codec.state())
         return replace(self, codec=codec, held=held)
 
-    def read(self, start: int, end: int, out: Tensor | None = None) -> Tensor:
-        """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype.
-
-        `out`, if given, is where they then are.
-        """
-        if out is None:
-            _, rows, _, dim = self.open.shape
-            out = self.open.new_empty(1, rows, end - start, dim)
-        source = ListSource((self.slots,), room(self.codec, self.packed))
+    def read(self, start: int, end: int) -> Tensor:
+        """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype."""
+        _, rows, _, dim = self.held.tail.shape
+        out = self.held.tail.new_empty(1, rows, end - start, dim)
+        source = ListSource((dict(self.held.slots),), room(self.codec, self.held.packed))
         self._plan().decode_slots(_Slots(self.codec, source), start, end, out)
         return out
 
+    def parts(self, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Yield the packed tokens from `start` on, some at a time, with the first one's number."""
+        step = room(self.codec, _CHUNK)
+        for begin in range(start, self.held.packed, step):
+            yield begin, self.read(begin, min(begin + step, self.held.packed))
+
     def decompress(self) -> Tensor:
         """Return all tokens, `[1, N, T, D]` in the input's dtype."""
-        _, rows, _, dim = self.open.shape
-        whole = self.open.new_empty(1, rows, self.length, dim)
-        step = room(self.codec, _CHUNK)
-        for start in range(0, self.packed, step):
-            end = min(start + step, self.packed)
-            self.read(start, end, whole[:, :, start:end])
-        whole[:, :, self.packed :] = self.open
+        _, rows, _, dim = self.held.tail.shape
+        whole = self.held.tail.new_empty(1, rows, self.held.length, dim)
+        for start, part in self.parts():
+            whole[:, :, start : start + part.shape[2]] = part
+        whole[:, :, self.held.packed :] = self.held.tail
         return whole
 
 
@@ -184,27 +161,7 @@ def room(codec: Codec, tokens: int) -> int:
     return -(-tokens // unit) * unit
 
 
-def without_window(state: StreamState, rest: Tensor | None = None) -> StreamState:
-    """Return a cache's stream as rows beside the heads, without sinks and window.
-
-    Parameters
-    ----------
-    state : StreamState
-        `[B, H, …]`.
-    rest : Tensor, optional
-        `[B, H, n, D]`, the tokens of the open group, where the tail does not hold them all.
-    """
-    rest = state.tail[:, :, state.packed - state.start :] if rest is None else rest
-    packed = state.length - rest.shape[2]
-    slots = {
-        info.name: state.slots[info.name][:, :, : -(-packed // info.tokens)].flatten(0, 1)[None]
-        for info in state.fields
-        if packed
-    }
-    return _own(replace(state, slots=slots, packed=packed, start=packed, tail=flat(rest)))
-
-
-def _own(state: StreamState) -> StreamState:
+def owned(state: StreamState) -> StreamState:
     """Return a state whose tensors hold nothing else in memory, and no sinks."""
     layout = torch.contiguous_format
     slots = {name: x.clone(memory_format=layout) for name, x in state.slots.items()}

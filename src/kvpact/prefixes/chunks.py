@@ -34,7 +34,8 @@ from kvpact.snapshot import (
     StreamState,
     token_hash,
 )
-from kvpact.snapshot.pages import pack_pages, unpack_pages
+from kvpact.snapshot.container import as_bytes
+from kvpact.snapshot.pages import pack_pages, page_bytes, unpack_pages
 from kvpact.snapshot.state import geometry_json
 from kvpact.spec import Spec
 
@@ -81,25 +82,18 @@ class ChunkKind:
         return [texts[spec] for spec in self.specs]
 
     @cached_property
-    def _fields(self) -> list[tuple[tuple[FieldInfo, ...], ...]]:
+    def _fields(self) -> list[tuple[tuple[FieldInfo, ...], tuple[FieldInfo, ...]]]:
         """The fields of K and V, layer by layer."""
         return [
-            tuple(tuple(field_info(f) for f in codec.fields) for codec in pair)
-            for pair in self.codecs
+            (tuple(map(field_info, k.fields)), tuple(map(field_info, v.fields)))
+            for k, v in self.codecs
         ]
 
     @cached_property
     def _slot_bytes(self) -> list[int]:
         """Bytes of a chunk's slots in each layer."""
         heads = self.geometry.num_kv_heads
-        return [
-            sum(
-                heads * self.size // f.tokens * prod(f.shape) * f.dtype.itemsize
-                for stream in fields
-                for f in stream
-            )
-            for fields in self._fields
-        ]
+        return [page_bytes([*k, *v], heads, self.size) for k, v in self._fields]
 
     @cached_property
     def salt(self) -> bytes:
@@ -110,7 +104,7 @@ class ChunkKind:
                 for name, tensor in sorted(codec.state().items()):
                     what = f"{index} {side} {name} {tensor.dtype} {tuple(tensor.shape)}\n"
                     learnt.update(what.encode())
-                    learnt.update(_bytes(tensor).numpy().data)
+                    learnt.update(as_bytes(tensor).numpy().data)
         data = {
             "chunk": self.size,
             "format": [KIND, VERSION],
@@ -152,7 +146,7 @@ class ChunkKind:
         rows, exact = torch.cat(pages, dim=1), [s.sinks for x in states for s in x.streams or ()]
         for index in range(first, last):
             begin = (index - first) * self.size
-            held = [_bytes(x[:, :, begin : begin + self.size]) for x in exact if x is not None]
+            held = [as_bytes(x[:, :, begin : begin + self.size]) for x in exact if x is not None]
             named = [(SLOTS, rows[index - first]), (SINKS, torch.cat(held) if held else None)]
             tensors = [(name, x) for name, x in named if x is not None and x.numel()]
             runs = [(1, [sum(x.nbytes for _, x in tensors)])]
@@ -241,7 +235,3 @@ class ChunkKind:
             page_size=self.size,
             identity=self.identity,
         )
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)

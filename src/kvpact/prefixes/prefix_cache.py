@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import lcm
 
 import torch
@@ -19,6 +19,7 @@ from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.prefixes.sources import PrefixSource, source_of
 from kvpact.snapshot import Identity
+from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
 
 Tokens = Sequence[int] | Tensor
@@ -273,7 +274,7 @@ class PrefixCache:
             )
         for layer, pair in zip(layers, self._kind.codecs, strict=False):
             for stream, codec in zip(layer.streams(), pair, strict=False):
-                if not _same(stream.codec.state(), codec.state()):
+                if not same_tensors(stream.codec.state(), codec.state()):
                     raise MismatchError(
                         "the cache holds tokens of codecs that learnt something else than its "
                         "calibration: their slots would not be understood"
@@ -295,10 +296,6 @@ def token_ids(tokens: Tokens) -> list[int]:
     if tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise GeometryError("token ids should be whole numbers")
     return [int(token) for token in tokens.flatten().tolist()]
-
-
-def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:

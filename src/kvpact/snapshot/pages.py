@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError
 from kvpact.snapshot.state import FieldInfo, StreamState
+
+
+def page_bytes(fields: Sequence[FieldInfo], rows: int, page_size: int) -> int:
+    """Return the bytes of a page of a stream, for `rows` = batch x heads."""
+    units = ((rows * page_size // field.tokens, field) for field in fields)
+    return sum(count * prod(field.shape) * field.dtype.itemsize for count, field in units)
 
 
 def pack_pages(streams: Sequence[StreamState], pages: int, page_size: int) -> Tensor:
@@ -63,7 +70,7 @@ def unpack_pages(
         slots = {}
         for field in stream:
             shape = (*rows, page_size // field.tokens, *field.shape)
-            size = torch.Size(shape).numel() * field.dtype.itemsize
+            size = page_bytes([field], prod(rows), page_size)
             # Copied: in one page alone a field may begin where its dtype can't be viewed.
             part = data[:, place : place + size].clone().flatten().view(field.dtype)
             storage = part.view(pages, *shape).movedim(0, 2)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpact.errors import GeometryError, MismatchError
 from kvpact.snapshot.state import LayerState, StreamState
+from kvpact.snapshot.tensors import same_tensors
 
 
 def select_rows(state: LayerState, rows: Sequence[int]) -> LayerState:
@@ -69,10 +70,8 @@ def _stacked(streams: Sequence[StreamState]) -> StreamState:
             f"sequences of {', '.join(str(s.length) for s in streams)} tokens, or cut at unlike "
             "places, are no rows of one snapshot; take one of each"
         )
-    for other in streams[1:]:
-        same = other.learnt.keys() == first.learnt.keys()
-        if not same or any(not torch.equal(x, other.learnt[n]) for n, x in first.learnt.items()):
-            raise MismatchError("the sequences' methods have learnt unlike things")
+    if not all(same_tensors(first.learnt, other.learnt) for other in streams[1:]):
+        raise MismatchError("the sequences' methods have learnt unlike things")
     sinks = [s.sinks for s in streams if s.sinks is not None]
     return replace(
         first,
@@ -109,7 +108,8 @@ def joined(states: Sequence[LayerState]) -> LayerState:
         They are not of one history.
     """
     last = states[-1]
-    if any(_kind(state) != _kind(last) for state in states):
+    kinds = [(state.spec, state.padding, state.streams is None) for state in states]
+    if any(kind != kinds[-1] for kind in kinds):
         raise MismatchError("the parts of a layer are of unlike specs or paddings")
     if last.streams is None:
         return last
@@ -118,13 +118,8 @@ def joined(states: Sequence[LayerState]) -> LayerState:
         parts = [state.streams[index] for state in states if state.streams is not None]
         end = parts[-1]
         for part in parts:
-            same = part.fields == end.fields and part.learnt.keys() == end.learnt.keys()
-            if not same or any(not torch.equal(x, end.learnt[n]) for n, x in part.learnt.items()):
+            if part.fields != end.fields or not same_tensors(part.learnt, end.learnt):
                 raise MismatchError("the parts' methods have learnt unlike things")
         slots = {name: torch.cat([part.slots[name] for part in parts], 2) for name in end.slots}
         streams.append(replace(end, slots=slots))
     return replace(last, streams=(streams[0], streams[1]))
-
-
-def _kind(state: LayerState) -> tuple[object, ...]:
-    return state.spec, state.padding, state.streams is None

@@ -15,7 +15,7 @@ from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.header import DTYPE_NAMES
-from kvpact.snapshot.manifest import Manifest, manifest_json, read_manifest
+from kvpact.snapshot.manifest import LayerEntry, Manifest, pages_of, read_manifest
 from kvpact.snapshot.pages import pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
 from kvpact.snapshot.state import SIDES, Identity, LayerState, StreamState
@@ -86,10 +86,9 @@ class Snapshot:
         streams = [stream for layer in layers for stream in layer.streams or ()]
         batch = streams[0].tail.shape[0] if streams else 0
         packed = max((stream.packed for stream in streams), default=0)
-        pages = max(-(-(packed - begin) // page_size), 0)
+        pages = pages_of(packed, begin, page_size)
         ids = None if token_ids is None else token_rows(token_ids, batch)
-        manifest = manifest_json(
-            layers,
+        manifest = Manifest(
             slots=slots,
             geometry=geometry,
             layout=layout,
@@ -97,6 +96,7 @@ class Snapshot:
             page_size=page_size,
             begin=begin,
             pages=pages,
+            layers=tuple(LayerEntry.of(layer) for layer in layers),
             identity=identity or Identity(),
             token_hash=None if ids is None else token_hash(ids),
         )
@@ -107,14 +107,14 @@ class Snapshot:
         parts = []
         for index, layer in enumerate(layers):
             exact = exact_tensors(index, layer)
-            sizes.append(sum(tensor.nbytes for _, tensor in exact))
-            tensors += exact
+            sizes.append(sum(tensor.nbytes for tensor in exact.values()))
+            tensors += exact.items()
             parts.append(pack_pages(layer.streams or (), pages, page_size))
         whole = torch.cat(parts, dim=1)
         if whole.numel():
             tensors.append((_PAGES, whole))
         runs = [(1, sizes), (pages, [part.shape[1] for part in parts])]
-        return cls(Container.build(KIND, VERSION, manifest, tensors, runs))
+        return cls(Container.build(KIND, VERSION, manifest.to_json(), tensors, runs))
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Snapshot:
@@ -371,12 +371,8 @@ class Snapshot:
         for index, layer in enumerate(m.layers):
             sizes.append(0)
             for side, stream, dim in zip(SIDES, layer.streams or (), dims, strict=False):
-                name = f"layer.{index}.{side}"
-                wanted: list[tuple[str, int | None]]
-                wanted = [(f"{name}.learnt.{part}", None) for part in stream.learnt]
-                wanted += [(f"{name}.sinks", stream.sinks)] if stream.sinks else []
-                wanted += [(f"{name}.tail", stream.tail)] if stream.tail else []
-                for tensor, count in wanted:
+                for part, count in stream.tensors().items():
+                    tensor = f"layer.{index}.{side}.{part}"
                     if not rest or rest.pop(0) != tensor:
                         raise FormatError(f"tensor {tensor!r} is not where it should be")
                     found = entries[tensor]

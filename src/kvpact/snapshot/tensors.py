@@ -37,20 +37,25 @@ def token_rows(token_ids: Any, batch: int) -> Tensor:
     return ids.to(torch.int32) if small else ids
 
 
-def exact_tensors(index: int, layer: LayerState) -> list[tuple[str, Tensor]]:
+def exact_tensors(index: int, layer: LayerState) -> dict[str, Tensor]:
     """Return a layer's learnt and exact tensors by their names in the file, empty ones left out."""
-    found = []
+    found = {}
     for side, stream in zip(SIDES, layer.streams or (), strict=False):
         name = f"layer.{index}.{side}"
         for part in sorted(stream.learnt):
             if not stream.learnt[part].numel():
                 raise FormatError(f"the codec's state {part!r} is empty")
-            found.append((f"{name}.learnt.{part}", stream.learnt[part]))
+            found[f"{name}.learnt.{part}"] = stream.learnt[part]
         if stream.sinks is not None:
-            found.append((f"{name}.sinks", stream.sinks))
+            found[f"{name}.sinks"] = stream.sinks
         if stream.tail.numel():
-            found.append((f"{name}.tail", stream.tail))
+            found[f"{name}.tail"] = stream.tail
     return found
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Tell whether both have the same tensors under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in one.items())
 
 
 def sizes(entries: Mapping[str, Entry], total: int) -> dict[str, int]:
