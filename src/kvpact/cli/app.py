@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
 import typer
@@ -19,6 +18,7 @@ from kvpact.cli.size import size
 from kvpact.cli.snapshot import snapshot
 from kvpact.cli.store import store
 from kvpact.errors import KVPactError
+from kvpact.evaluate.runner import installed
 
 
 class OneLineErrors(TyperGroup):
@@ -80,10 +80,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"kvpact {version('kvpact')}")
-        except PackageNotFoundError:
-            typer.echo("kvpact (not installed as a distribution)")
+        typer.echo(f"kvpact {installed('kvpact') or '(not installed as a distribution)'}")
         raise typer.Exit
 
 

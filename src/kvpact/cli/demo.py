@@ -12,12 +12,12 @@ from rich.console import Group
 from rich.panel import Panel
 from rich.text import Text
 
+from kvpact.cli import options
 from kvpact.cli.console import output_console, progress, size_text
-from kvpact.cli.eval import run, show
-from kvpact.cli.inputs import open_model, require, results_folder, set_threads
+from kvpact.cli.eval import run, show_files
+from kvpact.cli.inputs import continued
 from kvpact.data import book_path
-from kvpact.evaluate import Candidate, compressed_cache, write_report
-from kvpact.evaluate.runner import check_sizes
+from kvpact.evaluate import Candidate, compressed_cache
 
 SPECS = (
     "none",
@@ -41,37 +41,22 @@ def demo(
     out: Path = typer.Option(Path("kvpact-demo"), help="Folder for the files."),
     tokens: int = typer.Option(2048, help="Tokens of the book to evaluate on."),
     chunk: int = typer.Option(256, help="Tokens fed at a time."),
-    model: str = typer.Option("smollm2", help="Name, hub id or folder of a model."),
+    model: str = options.MODEL,
     new_tokens: int = typer.Option(NEW_TOKENS, min=1, help="Tokens to continue the prompt by."),
-    threads: int | None = typer.Option(None, help="CPU threads.", show_default=False),
+    threads: int | None = options.THREADS,
 ) -> None:
     """Evaluate eight caches on a book, then let three of them continue it side by side."""
-    require("transformers", extra="transformers")
-    require("matplotlib", extra="eval")
-    check_sizes(tokens, chunk)
-    set_threads(threads)
     book = book_path().read_text("utf-8")
+    candidates = [Candidate(spec) for spec in SPECS]
+    sizes = {"tokens": tokens, "chunk": chunk, "text_name": "Northanger Abbey"}
+    _, files, network, tokenizer = run(candidates, book, out, model, "float32", threads, **sizes)
     console = output_console()
-    with results_folder(out):
-        network, tokenizer = open_model(model)
-        result = run(
-            network,
-            tokenizer,
-            [Candidate(spec) for spec in SPECS],
-            book,
-            tokens=tokens,
-            chunk=chunk,
-            model=model,
-            text_name="Northanger Abbey",
-        )
-        files = write_report(result, out)
-    show(result)
     console.print(HOW_TO_READ, style="bold", highlight=False)
     start = max(book.find(PROMPT_START), 0)
     ids = tokenizer(book[start:], truncation=True, max_length=PROMPT_TOKENS, return_tensors="pt")
     console.print()
     console.print(side_by_side(network, tokenizer, ids["input_ids"], new_tokens))
-    console.print("written: " + ", ".join(map(str, files)), soft_wrap=True, highlight=False)
+    show_files(files)
 
 
 def side_by_side(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> Group:
@@ -96,7 +81,8 @@ def side_by_side(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int)
                 cache = compressed_cache(model.config, Candidate(spec))
             else:
                 cache = DynamicCache(config=model.config)
-            texts.append(_continue(model, ids, cache, new_tokens))
+            tokens = continued(model, ids, cache, new_tokens)
+            texts.append(tokens[0, ids.shape[1] :].tolist())
             held = cache.memory_usage() if spec else _exact_bytes(cache)
             panels.append(_panel(tokenizer, spec or "exact cache", held, texts[0], texts[-1]))
             report(index + 1, 1 + len(CONTINUED), spec)
@@ -112,21 +98,6 @@ def side_by_side(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int)
 def _one_line(text: str) -> str:
     """Return the text without the book's line breaks, which would make ragged columns."""
     return text.replace("\n", " ")
-
-
-def _continue(model: Any, ids: torch.Tensor, cache: Any, new_tokens: int) -> list[int]:
-    output = model.generate(
-        ids.to(model.device),
-        attention_mask=torch.ones_like(ids).to(model.device),
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-    )
-    new: list[int] = output[0, ids.shape[1] :].tolist()
-    return new
 
 
 def first_difference(exact: list[int], other: list[int]) -> int | None:

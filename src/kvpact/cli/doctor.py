@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from kvpact.cli.console import output_console, table
+from kvpact.evaluate.runner import installed
 from kvpact.kernels import report
 
 CORE = ("kvpact", "torch", "numpy")
@@ -53,14 +53,6 @@ def doctor() -> None:
     extras.add_row("model smollm2", MODEL_PACKAGE, found or "missing", command)
     console.print(extras, markup=False)
     console.print(model_line(), highlight=False, soft_wrap=True)
-
-
-def installed(name: str) -> str | None:
-    """Return the version of a distribution, None where it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def processor() -> dict[str, str]:

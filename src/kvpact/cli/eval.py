@@ -7,15 +7,9 @@ from typing import Any
 
 import typer
 
+from kvpact.cli import options
 from kvpact.cli.console import note, output_console, progress, table
-from kvpact.cli.inputs import (
-    InputError,
-    open_model,
-    read_text,
-    require,
-    results_folder,
-    set_threads,
-)
+from kvpact.cli.inputs import InputError, open_model, read_text, require, results_folder
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, EvalResult, EvalRow, evaluate_text, write_report
 from kvpact.evaluate.base import row_name
@@ -33,7 +27,7 @@ def evaluate_command(
     ),
     tokens: int = typer.Option(2048, help="Tokens of the text to use."),
     chunk: int = typer.Option(256, help="Tokens fed at a time; the first chunk is not scored."),
-    model: str = typer.Option("smollm2", help="Name, hub id or folder of a model."),
+    model: str = options.MODEL,
     out: Path | None = typer.Option(
         None, help="Folder for eval.json, eval.md and eval.png.", show_default=False
     ),
@@ -47,34 +41,18 @@ def evaluate_command(
         "--ablation",
         help="Evaluate each spec as given, with sinks=0,window=0, and packed only.",
     ),
-    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
-    threads: int | None = typer.Option(None, help="CPU threads.", show_default=False),
+    dtype: str = options.DTYPE,
+    threads: int | None = options.THREADS,
 ) -> None:
     """Measure perplexity, KL and top-1 agreement against the exact cache."""
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
-    check_sizes(tokens, chunk)
     book = book_path().read_text("utf-8") if text is None else read_text(text)
-    if out is not None:
-        require("matplotlib", extra="eval")
-    set_threads(threads)
-    with results_folder(out):
-        network, tokenizer = open_model(model, dtype)
-        result = run(
-            network,
-            tokenizer,
-            candidates,
-            book,
-            tokens=tokens,
-            chunk=chunk,
-            model=model,
-            text_name="northanger_abbey.txt" if text is None else text.name,
-        )
-        files = write_report(result, out) if out is not None else []
-    show(result)
+    name = "northanger_abbey.txt" if text is None else text.name
+    sizes = {"tokens": tokens, "chunk": chunk, "text_name": name}
+    result, files, *_ = run(candidates, book, out, model, dtype, threads, **sizes)
     if ablation:
         show_ratios(result)
-    if files:
-        output_console().print("written: " + ", ".join(map(str, files)), soft_wrap=True)
+    show_files(files)
 
 
 def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> list[Candidate]:
@@ -103,32 +81,42 @@ def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> lis
 
 
 def run(
-    network: Any,
-    tokenizer: Any,
     candidates: list[Candidate],
     text: str,
-    *,
-    tokens: int,
-    chunk: int,
+    out: Path | None,
     model: str,
-    text_name: str,
-) -> EvalResult:
-    """Evaluate with a progress bar."""
-    with progress("evaluating") as report:
-        result = evaluate_text(
-            network,
-            tokenizer,
-            text,
-            candidates,
-            tokens=tokens,
-            chunk=chunk,
-            progress=report,
-            model_name=model,
-            text_name=text_name,
+    dtype: str,
+    threads: int | None,
+    **sizes: Any,
+) -> tuple[EvalResult, list[Path], Any, Any]:
+    """Evaluate on a text, write the files where `out` is given, and print the table.
+
+    `sizes` are ``tokens``, ``chunk`` and ``text_name`` of `evaluate_text`. Returns the files, the
+    model and its tokenizer beside the result.
+    """
+    check_sizes(sizes["tokens"], sizes["chunk"])
+    if out is not None:
+        require("matplotlib", extra="eval")
+    with results_folder(out):
+        network, tokenizer = open_model(model, dtype, threads)
+        with progress("evaluating") as report:
+            result = evaluate_text(
+                network, tokenizer, text, candidates, progress=report, model_name=model, **sizes
+            )
+        files = write_report(result, out) if out is not None else []
+    held, wanted = result.protocol.tokens, sizes["tokens"]
+    if held < wanted:
+        note(f"the text has {held} tokens, fewer than the {wanted} asked for")
+    show(result)
+    return result, files, network, tokenizer
+
+
+def show_files(files: list[Path]) -> None:
+    """Print which files were written, if any."""
+    if files:
+        output_console().print(
+            "written: " + ", ".join(map(str, files)), soft_wrap=True, highlight=False
         )
-    if result.protocol.tokens < tokens:
-        note(f"the text has {result.protocol.tokens} tokens, fewer than the {tokens} asked for")
-    return result
 
 
 def show(result: EvalResult) -> None:

@@ -11,11 +11,19 @@ from typing import Any
 import torch
 import typer
 
+from kvpact.cli import options
 from kvpact.cli.console import output_console, size_text, table
-from kvpact.cli.inputs import InputError, open_model, read_text, set_threads, text_config
+from kvpact.cli.inputs import (
+    InputError,
+    candidate_of,
+    check_positions,
+    continued,
+    open_model,
+    prompt_text,
+)
 from kvpact.cli.prefix import Prefix, prefix_of
 from kvpact.cli.store import PASSWORD
-from kvpact.evaluate import Candidate, compressed_cache
+from kvpact.evaluate import compressed_cache
 
 
 @dataclass
@@ -59,18 +67,16 @@ class Stream:
 
 def generate(
     prompt: str | None = typer.Argument(None, help="Text to continue."),
-    file: Path | None = typer.Option(
-        None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
-    ),
-    spec: str = typer.Option("turboquant:bits=4", help="Spec or recipe of the cache."),
-    model: str = typer.Option("smollm2", help="Name, hub id or folder of a model."),
-    max_new_tokens: int = typer.Option(128, min=1, help="Tokens to generate at most."),
+    file: Path | None = options.FILE,
+    spec: str = options.SPEC,
+    model: str = options.MODEL,
+    max_new_tokens: int = options.NEW_TOKENS,
     temperature: float = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy."),
     top_p: float | None = typer.Option(None, min=0.0, max=1.0, help="Nucleus sampling."),
     seed: int = typer.Option(0, help="Seed for sampling."),
     chunk: int | None = typer.Option(None, min=1, help="Tokens per prefill chunk."),
     chat: bool = typer.Option(False, "--chat", help="Put the prompt into the chat template."),
-    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    dtype: str = options.DTYPE,
     prefix_store: str | None = typer.Option(
         None,
         metavar="STORE",
@@ -79,71 +85,57 @@ def generate(
     ),
     tenant: str | None = typer.Option(None, help="Tenants share no prefixes.", show_default=False),
     password: str | None = PASSWORD,
-    threads: int | None = typer.Option(None, help="CPU threads.", show_default=False),
+    threads: int | None = options.THREADS,
 ) -> None:
     """Generate text on a compressed cache; prints memory and speed."""
-    candidate = Candidate(spec)
-    if not candidate.is_recipe:
-        candidate.layers(1)  # a bad spec is told before the model is loaded
-    parts = [read_text(file)] if file is not None else []
-    parts += [prompt] if prompt else []
-    if not parts:
-        raise InputError("nothing to continue; give a prompt or --file")
-    set_threads(threads)
-    network, tokenizer = open_model(model, dtype)
-    inputs = encode(tokenizer, "\n\n".join(parts), chat=chat)
-    length = inputs["input_ids"].shape[1]
-    limit = getattr(text_config(network), "max_position_embeddings", None)
-    if length == 0 or (limit is not None and length + max_new_tokens > limit):
-        raise InputError(
-            f"{length} prompt tokens and {max_new_tokens} new ones do not fit the model's "
-            f"{limit} positions; shorten the prompt or lower --max-new-tokens"
-        )
+    candidate, text = candidate_of(spec), prompt_text(file, prompt, "continue")
+    network, tokenizer = open_model(model, dtype, threads)
+    ids = encode(tokenizer, text, chat=chat)
+    check_positions(network, ids.shape[1], max_new_tokens)
     cache = compressed_cache(network.config, candidate)
-    sampling = temperature > 0 or top_p is not None
-    options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
-    if sampling:
+    sampling: dict[str, Any] = {}
+    if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)
-        options = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
-    stream = Stream(tokenizer)
+        sampling = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
+    stream, started = Stream(tokenizer), time.perf_counter()
     with prefix_of(prefix_store, network, cache, tenant, password) as prefix:
-        ids = inputs["input_ids"]
         prefix.load(ids)
-        tokens = network.generate(
-            **inputs.to(network.device),
-            **options,
-            top_k=None,
-            past_key_values=cache,
-            max_new_tokens=max_new_tokens,
-            prefill_chunk_size=chunk,
-            streamer=stream,
-        )
-        prefix.save(tokens)
-    show(spec, cache, stream, length, network.dtype, prefix)
+        sampling |= {"prefill_chunk_size": chunk, "streamer": stream}
+        prefix.save(continued(network, ids, cache, max_new_tokens, **sampling))
+    show(spec, cache, stream, ids.shape[1], network.dtype, prefix, started)
 
 
-def encode(tokenizer: Any, text: str, *, chat: bool) -> Any:
-    """Return the model's inputs ``[1, T]`` for a text.
+def encode(tokenizer: Any, text: str, *, chat: bool = False) -> torch.Tensor:
+    """Return the token ids ``[1, T]`` of a text.
 
     Raises
     ------
     InputError
         The chat template was asked for and the tokenizer has none.
     """
-    if not chat:
-        return tokenizer(text, return_tensors="pt")
-    if not tokenizer.chat_template:
+    if chat and not tokenizer.chat_template:
         raise InputError("this model's tokenizer has no chat template; leave --chat out")
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": text}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    if chat:
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    ids: torch.Tensor = inputs["input_ids"]
+    return ids
 
 
 def show(
-    spec: str, cache: Any, stream: Stream, length: int, dtype: torch.dtype, prefix: Prefix
+    spec: str,
+    cache: Any,
+    stream: Stream,
+    length: int,
+    dtype: torch.dtype,
+    prefix: Prefix,
+    started: float,
 ) -> None:
     """Print what the cache holds and how fast it went."""
     stats, held = cache.stats(), cache.memory_usage()
@@ -168,6 +160,8 @@ def show(
     grid.add_row("layers compressed / native", "{compressed} / {native}".format(**stats["layers"]))
     grid.add_row("prefill, tokens/s", f"{(length - prefix.loaded) / prefill:.1f}")
     grid.add_row("decode, tokens/s", f"{(new - 1) / decode:.1f}" if new > 1 else "-")
-    for name, value in prefix.rows(stream.times[0]):
+    seconds = stream.times[0] - started
+    grid.add_row("first token, seconds with the model loaded", f"{seconds:.2f}")
+    for name, value in prefix.rows:
         grid.add_row(name, value)
     output_console().print(grid)

@@ -1,4 +1,4 @@
-"""What commands are given: text files, a model, threads."""
+"""What commands are given: texts, a spec, a model, threads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 
 from kvpact.cli.console import note
 from kvpact.errors import BackendUnavailable, KVPactError
+from kvpact.evaluate import Candidate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -40,6 +41,29 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise InputError(f"{path} holds no text; give a text file")
     return text
+
+
+def prompt_text(file: Path | None, prompt: str | None, purpose: str) -> str:
+    """Return the text of a file and a prompt, a blank line between them.
+
+    Raises
+    ------
+    InputError
+        There is neither, or the file can't be read.
+    """
+    parts = [read_text(file)] if file is not None else []
+    parts += [prompt] if prompt else []
+    if not parts:
+        raise InputError(f"nothing to {purpose}; give a prompt or --file")
+    return "\n\n".join(parts)
+
+
+def candidate_of(spec: str) -> Candidate:
+    """Return a spec or recipe; a bad spec is told now, before a model is loaded."""
+    candidate = Candidate(spec)
+    if not candidate.is_recipe:
+        candidate.layers(1)
+    return candidate
 
 
 @contextmanager
@@ -99,28 +123,19 @@ def require(*packages: str, extra: str) -> None:
         )
 
 
-def set_threads(count: int | None) -> None:
-    """Let torch use `count` CPU threads; None leaves its choice.
-
-    Raises
-    ------
-    InputError
-        Less than one.
-    """
-    if count is not None:
-        if count < 1:
-            raise InputError(f"--threads {count} is not possible; take 1 or more")
-        torch.set_num_threads(count)
-
-
-def open_model(name: str, dtype: str = "float32") -> tuple[Any, Any]:
-    """Load a model and its tokenizer, saying so on stderr.
+def open_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
+    """Load a model and its tokenizer, saying so on stderr; torch may use so many CPU threads.
 
     Raises
     ------
     KVPactError
-        transformers or the model's package is not installed, or the model can't be loaded.
+        transformers or the model's package is not installed, or the model can't be loaded; less
+        than one thread.
     """
+    if threads is not None:
+        if threads < 1:
+            raise InputError(f"--threads {threads} is not possible; take 1 or more")
+        torch.set_num_threads(threads)
     torch_dtype = dtype_of(dtype)
     require("transformers", extra="transformers")
     from transformers.utils.logging import set_verbosity
@@ -132,6 +147,22 @@ def open_model(name: str, dtype: str = "float32") -> tuple[Any, Any]:
     return load_model(name, dtype=torch_dtype)
 
 
-def text_config(model: Any) -> Any:
-    """Return the config of a model's language part."""
-    return model.config.get_text_config(decoder=True)
+def check_positions(model: Any, tokens: int, new: int = 0) -> None:
+    """Raise `InputError` unless there are tokens, and the model has positions for them all."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if tokens == 0 or (limit is not None and tokens + new > limit):
+        more = f" and {new} new ones" if new else ""
+        hint = "; shorten the prompt or lower --max-new-tokens" if new else ""
+        raise InputError(f"{tokens} tokens{more} do not fit the model's {limit} positions{hint}")
+
+
+def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: Any) -> torch.Tensor:
+    """Let a model continue a text, ``[1, T]``, greedily unless options of its ``generate`` differ.
+
+    Tokens that the cache holds already are not computed again.
+    """
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    ids = ids.to(model.device)
+    options = {**greedy, "past_key_values": cache, "max_new_tokens": new, **options}
+    tokens: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return tokens

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import typer
 
+from kvpact.cli import options
 from kvpact.cli.console import (
     literal,
     note,
@@ -19,7 +20,14 @@ from kvpact.cli.console import (
     table,
 )
 from kvpact.cli.generate import Stream, encode
-from kvpact.cli.inputs import InputError, open_model, read_text, set_threads, text_config
+from kvpact.cli.inputs import (
+    InputError,
+    candidate_of,
+    check_positions,
+    continued,
+    open_model,
+    prompt_text,
+)
 from kvpact.errors import SnapshotError
 from kvpact.evaluate import Candidate, compressed_cache
 from kvpact.snapshot import Identity, Snapshot
@@ -29,10 +37,8 @@ snapshot = typer.Typer(
     help="Save caches as files; show, verify and restore them.", no_args_is_help=True
 )
 _PATH = typer.Argument(..., metavar="FILE", help="A snapshot.", dir_okay=False)
-_MODEL = typer.Option("smollm2", help="Name, hub id or folder of a model.")
 _ADAPTER = typer.Option(None, help="Name of the model's adapter.", show_default=False)
 _TENANT = typer.Option(None, help="Tenant that the snapshot belongs to.", show_default=False)
-_THREADS = typer.Option(None, help="CPU threads.", show_default=False)
 CHUNK = 256
 
 
@@ -40,33 +46,24 @@ CHUNK = 256
 def save(
     out: Path = typer.Argument(..., metavar="FILE", help="File to write.", dir_okay=False),
     prompt: str | None = typer.Argument(None, help="Text to run through the model."),
-    file: Path | None = typer.Option(
-        None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
-    ),
-    spec: str = typer.Option("turboquant:bits=4", help="Spec or recipe of the cache."),
-    model: str = _MODEL,
-    dtype: str = typer.Option("float32", help="float32, bfloat16 or float16."),
+    file: Path | None = options.FILE,
+    spec: str = options.SPEC,
+    model: str = options.MODEL,
+    dtype: str = options.DTYPE,
     chunk: int = typer.Option(CHUNK, min=1, help="Tokens per prefill chunk."),
     adapter: str | None = _ADAPTER,
     tenant: str | None = _TENANT,
-    threads: int | None = _THREADS,
+    threads: int | None = options.THREADS,
 ) -> None:
     """Run a text through a model and save the cache."""
-    candidate = Candidate(spec)
-    if not candidate.is_recipe:
-        candidate.layers(1)  # a bad spec, or folder, is told before the model is loaded
+    candidate = candidate_of(spec)
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out.absolute().parent} is no folder; make it first")
-    parts = [read_text(file)] if file is not None else []
-    parts += [prompt] if prompt else []
-    if not parts:
-        raise InputError("nothing to hold; give a prompt or --file")
-    set_threads(threads)
-    network, tokenizer = open_model(model, dtype)
-    ids = encode(tokenizer, "\n\n".join(parts), chat=False)["input_ids"].to(network.device)
-    length, limit = ids.shape[1], getattr(text_config(network), "max_position_embeddings", None)
-    if length == 0 or (limit is not None and length > limit):
-        raise InputError(f"{length} tokens do not fit the model's {limit} positions")
+    text = prompt_text(file, prompt, "hold")
+    network, tokenizer = open_model(model, dtype, threads)
+    ids = encode(tokenizer, text).to(network.device)
+    length = ids.shape[1]
+    check_positions(network, length)
     cache = compressed_cache(network.config, candidate)
     with progress("prefill") as report, torch.no_grad():
         for start in range(0, length, chunk):
@@ -131,20 +128,19 @@ def verify(paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snap
 def restore(
     path: Path = _PATH,
     prompt: str | None = typer.Argument(None, help="Text that follows the snapshot's."),
-    model: str = _MODEL,
-    max_new_tokens: int = typer.Option(128, min=1, help="Tokens to generate at most."),
+    model: str = options.MODEL,
+    max_new_tokens: int = options.NEW_TOKENS,
     adapter: str | None = _ADAPTER,
     tenant: str | None = _TENANT,
-    threads: int | None = _THREADS,
+    threads: int | None = options.THREADS,
 ) -> None:
     """Continue a snapshot by greedy decoding, with the model that it was made with."""
     held = Snapshot.load(path)
     ids = held.token_ids
     if ids is None or ids.shape[0] != 1:
         raise SnapshotError(f"{path} has no token ids, or several rows; restore it in Python")
-    set_threads(threads)
     dtype = next(str(layer.dtype)[6:] for layer in held.manifest.layers if layer.dtype)
-    network, tokenizer = open_model(model, dtype)
+    network, tokenizer = open_model(model, dtype, threads)
     held.require(**_identity(network, adapter, tenant).to_json())
     cache = compressed_cache(network.config, Candidate(_recipe(held)))
     cache.restore(held, device=network.device)
@@ -153,21 +149,9 @@ def restore(
         ids = torch.cat([ids, more.to(ids.dtype)], dim=1)
     else:
         cache.crop(-1)  # the last token is computed again: a snapshot holds no logits
-    limit = getattr(text_config(network), "max_position_embeddings", None)
-    if limit is not None and ids.shape[1] + max_new_tokens > limit:
-        raise InputError(f"{ids.shape[1]} and {max_new_tokens} tokens, the model has {limit}")
+    check_positions(network, ids.shape[1], max_new_tokens)
     note(f"{held.tokens} tokens restored")
-    network.generate(
-        ids.to(network.device),
-        attention_mask=torch.ones_like(ids).to(network.device),
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        past_key_values=cache,
-        max_new_tokens=max_new_tokens,
-        streamer=Stream(tokenizer),
-    )
+    continued(network, ids, cache, max_new_tokens, streamer=Stream(tokenizer))
 
 
 def _identity(model: Any, adapter: str | None, tenant: str | None) -> Identity:

@@ -79,20 +79,7 @@ class PackedStream:
         return {**held, "open": self.held.tail} if self.held.tail.numel() else held
 
     def append(self, x: Tensor, bound: float | None = None) -> PackedStream:
-        """Return a stream with more tokens; this one stays as it is.
-
-        Parameters
-        ----------
-        x : Tensor
-            `[1, N, new, D]`.
-        bound : float, optional
-            See `LowRankCodec.extended`.
-
-        Raises
-        ------
-        NonFiniteError
-            A token that the codec can't hold.
-        """
+        """Return a stream with more tokens, `[1, N, new, D]`; see `CompressedKV.append`."""
         self.codec.check_range(x)
         longer = self._extended(x, bound)
         plan = longer._stream().prepare(x, None, 0)

@@ -128,7 +128,10 @@ def evaluate(
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             threads=torch.get_num_threads(),
-            versions=_versions(),
+            versions={
+                name: installed(name) or "not installed"
+                for name in ("kvpact", "torch", "transformers")
+            },
         ),
     )
 
@@ -235,20 +238,15 @@ def _row(
     entry: Candidate, specs: list[Any], cache: Any, scores: MetricAccumulator, seconds: float
 ) -> EvalRow:
     stats, metrics = cache.stats(), scores.summary()
+    measured = ["perplexity", "perplexity_change", "perplexity_change_se", "top1"]
+    measured += ["kl_mean", "kl_median", "kl_p99", "kl_max"]
     return EvalRow(
+        **{name: getattr(metrics, name) for name in measured},
         spec=entry.label,
         bits_per_value=stats["bits_per_value"],
         bytes=cache.memory_usage(),
-        perplexity=metrics.perplexity,
-        perplexity_change=metrics.perplexity_change,
-        kl_mean=metrics.kl_mean,
-        kl_p99=metrics.kl_p99,
-        top1=metrics.top1,
         seconds=seconds,
         slot_bits_per_value=stats["slot_bits_per_value"],
-        kl_median=metrics.kl_median,
-        kl_max=metrics.kl_max,
-        perplexity_change_se=metrics.perplexity_change_se,
         sinks=exact_tokens(specs, "sinks"),
         window=exact_tokens(specs, "window"),
         packed_only=entry.packed_only,
@@ -258,11 +256,9 @@ def _row(
     )
 
 
-def _versions() -> dict[str, str]:
-    def of(name: str) -> str:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return "not installed"
-
-    return {name: of(name) for name in ("kvpact", "torch", "transformers")}
+def installed(name: str) -> str | None:
+    """Return the version of a distribution, None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -162,17 +162,15 @@ class ChunkKind:
             The blob is damaged, or another chunk than the one wanted.
         """
         held = Container(blob, KIND, VERSION)
-        wanted, sinks = self._manifest(index, ids), sum(self._sink_sizes(index))
-        if {k: v for k, v in held.manifest.items() if k != "sections"} != wanted:
+        manifest = {name: value for name, value in held.manifest.items() if name != "sections"}
+        if manifest != self._manifest(index, ids):
             raise FormatError("the chunk is of other tokens, or of another model or spec")
-        sizes = {SLOTS: sum(self._slot_bytes), SINKS: sinks}
-        sizes = {name: size for name, size in sizes.items() if size}
-        names = [name for name in held.entries if name in sizes]
-        if held.num_sections != 1 or len(held.entries) != 1 + len(names) or names != [*sizes]:
+        sizes = {SLOTS: sum(self._slot_bytes), SINKS: sum(self._sink_sizes(index))}
+        _, *found = [(name, x.dtype, x.end - x.begin) for name, x in held.entries.items()]
+        wanted = [(name, torch.uint8, size) for name, size in sizes.items() if size]
+        if held.num_sections != 1 or found != wanted:
             raise FormatError("the chunk's tensors are not those of its kind")
         tensors = {name: x.flatten() for name, x in held.tensors(0).items()}
-        if any(tensors[n].dtype != torch.uint8 or tensors[n].numel() != sizes[n] for n in names):
-            raise FormatError("the chunk's tensors have other sizes than its kind")
         empty = torch.zeros(0, dtype=torch.uint8)
         exact, dtype = tensors.get(SINKS, empty), self.geometry.dtype
         assert dtype is not None

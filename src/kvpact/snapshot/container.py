@@ -229,9 +229,12 @@ class Container:
         copy = torch.empty(end - begin, dtype=torch.uint8)
         data = copy.numpy()
         data[:] = np.frombuffer(self.buffer[base + begin : base + end], dtype=np.uint8)
+        self._check_sum(index, data)
+        return copy
+
+    def _check_sum(self, index: int, data: Any) -> None:
         if _sum(data) != self._table[_SUM * index : _SUM * (index + 1)]:
             raise IntegrityError(f"section {index} was changed: its checksum does not match")
-        return copy
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors that lie wholly in a section, checked, by name."""
@@ -256,9 +259,7 @@ class Container:
         place = self._data + self.entries[TABLE].end
         for index in range(self.num_sections):
             begin, end = self._bounds(index)
-            found = _sum(self.buffer[place + begin : place + end])
-            if found != self._table[_SUM * index : _SUM * (index + 1)]:
-                raise IntegrityError(f"section {index} was changed: its checksum does not match")
+            self._check_sum(index, self.buffer[place + begin : place + end])
             if progress is not None:
                 progress(index + 1, self.num_sections)
 

@@ -1,0 +1,12 @@
+"""Options that commands have in common."""
+
+import typer
+
+MODEL = typer.Option("smollm2", help="Name, hub id or folder of a model.")
+DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.")
+THREADS = typer.Option(None, help="CPU threads.", show_default=False)
+SPEC = typer.Option("turboquant:bits=4", help="Spec or recipe of the cache.")
+FILE = typer.Option(
+    None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
+)
+NEW_TOKENS = typer.Option(128, min=1, help="Tokens to generate at most.")
