@@ -197,6 +197,31 @@ def test_a_mask_is_kept_no_longer_than_its_call_and_other_rules_are(llama, promp
     assert configs[0] is configs[1] and configs[0].mask is None
 
 
+def test_handles_are_used_again_only_where_nothing_refers_to_them(llama):
+    config = copy.deepcopy(llama.config)
+    config.num_hidden_layers = 5
+    cache = CompressedCache(config, "none")
+    tokens = torch.randn(5, 2, 1, 2, 3, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        kept = cache.update(*tokens[0], 0)
+        first = cache.update(*tokens[1], 1)
+        freed = [id(x) for x in first]
+        assert not {id(x) for x in kept} & set(freed)
+        del first
+        again = cache.update(*tokens[2], 2)
+        assert [id(x) for x in again] == freed
+        one = again[1]  # of a pair of which the model keeps one
+        del again
+        later = cache.update(*tokens[3], 3)
+        assert not {id(x) for x in later} & set(freed)
+        last = cache.update(*tokens[4][..., :2, :], 4)
+        assert [x.shape[2] for x in last] == [2, 2]
+        for layer, pair in ((0, kept), (3, later)):
+            assert all(map(torch.equal, pair, tokens[layer]))
+        assert torch.equal(one, tokens[2][1])
+        assert all(map(torch.equal, last, tokens[4][..., :2, :]))
+
+
 def test_uses_less_memory_than_the_exact_cache(llama):
     ids = torch.randint(3, 128, (1, 500), generator=torch.Generator().manual_seed(1))
     cache, exact = CompressedCache(llama.config, "turboquant:bits=4"), DynamicCache()

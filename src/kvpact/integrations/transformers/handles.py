@@ -7,8 +7,9 @@ K or V instead: right in every model, only slower, and said once.
 
 from __future__ import annotations
 
+import sys
 import warnings
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -103,35 +104,74 @@ class KVHandle(Tensor):
         return func(*args, **kwargs)
 
 
-def returned_pair(
-    tokens: Tokens, k: Tensor, v: Tensor, total: int, implementation: str | None
-) -> tuple[Tensor, Tensor]:
-    """Return what `update` returns for K and V of `total` tokens, like the new ones otherwise.
+class HandlePair(NamedTuple):
+    """The handles that `update` returned for one layer, to be used again for the next one.
+
+    Making two handles takes as long as everything else that a layer does here in a decode step.
+    They are used again only where nobody refers to them any more: what a model keeps stays as it
+    is.
+    """
+
+    like: tuple[object, ...]
+    """Tokens in all, shapes, dtypes and device, which have to be the same."""
+    k: KVHandle
+    v: KVHandle
+
+    def references(self) -> tuple[int, ...]:
+        """Count the references to the handles, in Python and in C++."""
+        return (
+            sys.getrefcount(self.k),
+            sys.getrefcount(self.v),
+            self.k._use_count(),  # type: ignore[attr-defined]
+            self.v._use_count(),  # type: ignore[attr-defined]
+        )
+
+
+def _new_pair(
+    tokens: Any, k: Tensor, v: Tensor, total: int, like: tuple[object, ...]
+) -> HandlePair:
+    (batch, heads, _, width), (v_batch, v_heads, _, v_width) = k.shape, v.shape
+    return HandlePair(
+        like,
+        KVHandle.of(tokens, "k", (batch, heads, total, width), k),
+        KVHandle.of(tokens, "v", (v_batch, v_heads, total, v_width), v),
+    )
+
+
+_x = torch.empty(1, 1, 1, 1)
+_UNUSED = _new_pair(None, _x, _x, 1, ()).references()
+"""References to the handles of a pair that nothing else refers to."""
+
+
+def returned_pair(tokens: NewTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `update` returns for K and V of all tokens.
+
+    Attention that is known to run on any tensor gets handles. Any other (``flex_attention``
+    compiles its inputs, ``flash_attention_2`` reads their memory) gets decompressed K and V.
 
     Parameters
     ----------
-    tokens : Tokens
-        What they stand for.
+    tokens : NewTokens
+        The new tokens.
     k, v : Tensor
-        The new tokens as the model gave them.
-    total : int
-        Tokens in all.
-    implementation : str or None
-        The model's attention. One that is known to run on any tensor gets handles; any other
-        (``flex_attention`` compiles its inputs, ``flash_attention_2`` reads their memory)
-        decompressed K and V.
+        The same as the model gave them.
     """
+    shared = tokens.shared
+    differentiable = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     made: tuple[Tensor, Tensor]
-    if implementation in _TAKES_HANDLES:
-        batch, heads, _, width = k.shape
-        v_batch, v_heads, _, v_width = v.shape
-        made = (
-            KVHandle.of(tokens, "k", (batch, heads, total, width), k),
-            KVHandle.of(tokens, "v", (v_batch, v_heads, total, v_width), v),
-        )
-    else:
+    if shared.attention not in _TAKES_HANDLES:
         made = tokens.part("k"), tokens.part("v")
-    if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+    else:
+        like = tokens.total, k.shape, v.shape, k.dtype, v.dtype, k.device
+        # Taken away first, so that no other thread gets the same.
+        pair, shared.handles = shared.handles, None
+        if pair is None or pair.like != like or pair.references() != _UNUSED:
+            pair = _new_pair(tokens, k, v, tokens.total, like)
+        pair.k.pending = pair.v.pending = tokens
+        made = pair.k, pair.v
+        if not differentiable:
+            shared.handles = pair
+    if differentiable:
         made = refuse_gradients(made[0]), refuse_gradients(made[1])
     return made
 

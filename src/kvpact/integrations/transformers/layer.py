@@ -81,7 +81,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if index == 0 or shared.held[index] is None:
             shared.attention = shared.config._attn_implementation
         tokens = NewTokens(shared, index, key_states, value_states)
-        return returned_pair(tokens, key_states, value_states, tokens.total, shared.attention)
+        return returned_pair(tokens, key_states, value_states)
 
     def _whole(self, side: str) -> Tensor | None:
         cache = self.cache

@@ -16,6 +16,7 @@ from kvpact.kernels import Compute
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
+    from kvpact.integrations.transformers.handles import HandlePair
     from kvpact.integrations.transformers.tokens import NewTokens
 
 BatchCache = ContiguousCache | PagedView
@@ -65,6 +66,8 @@ class SharedState:
     asked : Asked or None
         How the last layer was called; the next ones, mostly, are called alike, and so are those of
         the next step where there is no mask.
+    handles : HandlePair or None
+        What the last layer's `update` returned.
     """
 
     def __init__(
@@ -80,10 +83,12 @@ class SharedState:
         self.waiting: list[NewTokens | None] = [None] * len(specs)
         self.asked: Asked | None = None
         self.attention: str | None = None
+        self.handles: HandlePair | None = None
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
         """Let one cache hold the tokens of all layers; those that wait are dropped."""
-        self.held, self.waiting, self.asked = [cache] * layers, [None] * layers, None
+        self.held, self.waiting = [cache] * layers, [None] * layers
+        self.asked = self.handles = None
 
     def caches(self) -> list[BatchCache]:
         """Return every cache once."""
@@ -98,8 +103,8 @@ class SharedState:
         return other
 
     def end_call(self) -> None:
-        """Let go of what a call brought: its mask is kept no longer than the call."""
-        asked = self.asked
+        """Let go of what a call brought: its mask and tokens are kept no longer than the call."""
+        asked, self.handles = self.asked, None
         if asked is not None:
             tensors = asked.mask, asked.sink_logits, asked.bias
             if any(x is not None for x in tensors):
