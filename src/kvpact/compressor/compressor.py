@@ -38,6 +38,10 @@ class KVCacheCompressor:
     ----------
     spec : Spec
         The methods for K and V.
+    method : Method or Spec
+        The method as given; a `Spec` for a string.
+    quant_bits : int
+        Bits of a ``hybrid`` whose spec string names none.
 
     Raises
     ------
@@ -52,7 +56,7 @@ class KVCacheCompressor:
     ) -> None:
         if type(quant_bits) is not int or quant_bits not in (4, 8):
             raise SpecError(f"quant_bits={quant_bits!r} should be one of 4, 8")
-        self._quant_bits, self._compute = quant_bits, choose(backend)
+        self.quant_bits, self._compute = quant_bits, choose(backend)
         if isinstance(method, Method):
             self.spec = Spec(method, method)
         elif isinstance(method, str):
@@ -63,28 +67,18 @@ class KVCacheCompressor:
             raise SpecError(
                 f"a method is a spec such as 'lowrank:rank=16' or a Method, not {method!r}"
             )
-        self._method: Method | Spec = method if isinstance(method, Method) else self.spec
+        self.method: Method | Spec = method if isinstance(method, Method) else self.spec
 
     def _with_default_bits(self, text: str) -> Spec:
         spec = parse_spec(text)
         sides = text.split("/")
         methods = [
-            replace(method, quant_bits=self._quant_bits)
+            replace(method, quant_bits=self.quant_bits)
             if isinstance(method, Hybrid) and "quant_bits" not in side
             else method
             for method, side in ((spec.key, sides[0]), (spec.value, sides[-1]))
         ]
         return Spec(methods[0], methods[1], spec.slashed)
-
-    @property
-    def method(self) -> Method | Spec:
-        """The method as given; a `Spec` for a string."""
-        return self._method
-
-    @property
-    def quant_bits(self) -> int:
-        """Bits of a ``hybrid`` whose spec string names none."""
-        return self._quant_bits
 
     def stats(self) -> dict[str, Any]:
         """Return ``compute``: what ran and why, see `kvpact.kernels.Compute.stats`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -12,23 +12,6 @@ from pathlib import Path
 from kvpact.evaluate.base import EvalProtocol, EvalResult, EvalRow, row_name
 from kvpact.evaluate.plot import save_plot
 
-COLUMNS = (
-    "spec",
-    "bits/value",
-    "slots",
-    "MB",
-    "perplexity",
-    "change %",
-    "± %",
-    "KL mean",
-    "KL median",
-    "KL p99",
-    "KL max",
-    "top-1 %",
-    "sinks",
-    "window",
-    "seconds",
-)
 READING = (
     "KL: nats per token, exact cache against this one, the smaller the better (perplexity is "
     "noisier). bits/value: all bytes held, exact sinks and window included; slots: packed alone."
@@ -85,8 +68,8 @@ def _json(value: object) -> object:
 
 def markdown_table(rows: Sequence[EvalRow]) -> str:
     """Return the rows as a Markdown table."""
-    cells = [_cells(row) for row in rows]
-    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *cells]
+    cells = [[cell(row) for cell in _COLUMNS.values()] for row in rows]
+    lines = [list(_COLUMNS), ["---", *["---:"] * (len(_COLUMNS) - 1)], *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -111,28 +94,27 @@ def _plot_title(protocol: EvalProtocol) -> str:
     return f"{where}: {protocol.tokens} tokens in chunks of {protocol.chunk}".removeprefix(": ")
 
 
-def _cells(row: EvalRow) -> tuple[str, ...]:
-    return (
-        row_name(row, "`"),
-        f"{row.bits_per_value:.3f}",
-        f"{row.slot_bits_per_value:.3f}",
-        f"{row.bytes / 1e6:.2f}",
-        f"{row.perplexity:.4f}",
-        f"{row.perplexity_change:+.3f}",
-        f"{row.perplexity_change_se:.3f}",
-        kl_text(row.kl_mean),
-        kl_text(row.kl_median),
-        kl_text(row.kl_p99),
-        kl_text(row.kl_max),
-        f"{row.top1:.2f}",
-        str(row.sinks),
-        str(row.window),
-        f"{row.seconds:.1f}",
-    )
-
-
 def kl_text(value: float) -> str:
     """Return a KL with three digits that count: as a decimal, or with an exponent if tiny."""
     if 0 < abs(value) < 1e-5:
         return f"{value:.0e}"
     return f"{value:.5f}"
+
+
+_COLUMNS: dict[str, Callable[[EvalRow], str]] = {
+    "spec": lambda row: row_name(row, "`"),
+    "bits/value": lambda row: f"{row.bits_per_value:.3f}",
+    "slots": lambda row: f"{row.slot_bits_per_value:.3f}",
+    "MB": lambda row: f"{row.bytes / 1e6:.2f}",
+    "perplexity": lambda row: f"{row.perplexity:.4f}",
+    "change %": lambda row: f"{row.perplexity_change:+.3f}",
+    "± %": lambda row: f"{row.perplexity_change_se:.3f}",
+    "KL mean": lambda row: kl_text(row.kl_mean),
+    "KL median": lambda row: kl_text(row.kl_median),
+    "KL p99": lambda row: kl_text(row.kl_p99),
+    "KL max": lambda row: kl_text(row.kl_max),
+    "top-1 %": lambda row: f"{row.top1:.2f}",
+    "sinks": lambda row: str(row.sinks),
+    "window": lambda row: str(row.window),
+    "seconds": lambda row: f"{row.seconds:.1f}",
+}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
+from kvpact.cache.codecs import layer_codecs
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.prefixes import page_keys
 from kvpact.cache.saved import PAGE_TOKENS, least_page_size
@@ -107,15 +108,8 @@ class PrefixCache:
         )
 
     def _codecs(self) -> tuple[tuple[Codec, Codec], ...]:
-        geometry, given = self._source.geometry, self._source.codecs()
-        dtype = geometry.dtype or torch.float32
-        pairs = given or [
-            (
-                spec.key.key_codec(geometry.head_dim, dtype),
-                spec.value.value_codec(geometry.value_dim, dtype),
-            )
-            for spec in self._source.specs
-        ]
+        source = self._source
+        pairs = source.codecs() or layer_codecs(source.specs, source.geometry, None)
         for pair in pairs:
             for codec in pair:
                 if isinstance(codec, FittedCodec):

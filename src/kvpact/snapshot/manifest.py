@@ -199,7 +199,7 @@ def read_manifest(data: Any) -> Manifest:
     need(all(len(row) == data["batch"] for row in data["paddings"]), "paddings")
     need(len(data["layers"]) == geometry.num_layers, "number of layers")
     fields = [_fields(entry, page_size) for entry in data["fields"]]
-    layers = tuple(_layer(entry, fields, data) for entry in data["layers"])
+    layers = tuple(_layer(index, fields, data) for index in range(geometry.num_layers))
     streams = [stream for layer in layers for stream in layer.streams or ()]
     packed = max((stream.packed for stream in streams), default=0)
     need(bool(streams) == bool(data["batch"]), "batch")
@@ -225,11 +225,10 @@ def _pick(known: list[Any], index: int, what: str) -> Any:
     return known[index]
 
 
-def _layer(
-    entry: dict[str, Any], fields: list[tuple[FieldInfo, ...]], data: dict[str, Any]
-) -> LayerEntry:
+def _layer(index: int, fields: list[tuple[FieldInfo, ...]], data: dict[str, Any]) -> LayerEntry:
+    entry = data["layers"][index]
     held = _PADDED_LAYER if "padding" in entry else _LAYER
-    check(entry, _EMPTY_LAYER if len(entry) == 1 else held, "layer")
+    check(entry, _EMPTY_LAYER if len(entry) == 1 else held, f"manifest.layers[{index}]")
     spec, padding = _pick(data["specs"], entry["spec"], "spec"), None
     if len(entry) == 1:
         return LayerEntry(spec, None, None, None)

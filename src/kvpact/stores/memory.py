@@ -56,18 +56,14 @@ class MemoryStore(RecordStore):
             self._records[name] = (record, created)
             self._bytes += len(record)
 
-    def _make_room(self, size: int) -> int:
-        dropped = 0
+    def _make_room(self, size: int) -> None:
         while self._max_bytes is not None and self._bytes + size > self._max_bytes:
             self._drop(next(iter(self._records)))
-            dropped += 1
-        self._count("evictions", dropped)
-        return dropped
+            self._count("evictions")
 
-    def _drop(self, name: str) -> bool:
+    def _drop(self, name: str) -> None:
         record, _ = self._records.pop(name, (b"", 0.0))
         self._bytes -= len(record)
-        return bool(record)
 
     def _discard(self, name: str, token: bytes) -> None:
         with self._lock:
