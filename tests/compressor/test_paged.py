@@ -6,7 +6,7 @@ from one_layer import normal
 from torch import Tensor
 
 from kvpact import CacheGeometry, CompressedKV, KVCacheCompressor, PagedKVCache
-from kvpact.errors import CacheFull
+from kvpact.errors import CacheFull, GeometryError
 from kvpact.testing import method_specs
 from kvpact.testing.held import same_bytes
 
@@ -88,6 +88,18 @@ def test_a_full_pool_changes_nothing():
     with pytest.raises(CacheFull):
         KVCacheCompressor("int:bits=4").decompress_to_paged_cache(compressed, cache, 0, other)
     assert (cache.seq_len(other), cache.num_free_pages) == (0, 0)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 80), (3, 48, 80), (3, 64, 64)])
+@pytest.mark.parametrize("spec", ["int:bits=4", "fp8"])
+def test_heads_and_widths_that_do_not_fit_are_named_and_change_nothing(shape, spec: str):
+    compressor = KVCacheCompressor("int:bits=4")
+    compressed = compressor.compress_kv_3d(*tokens(20))
+    cache = PagedKVCache(spec, CacheGeometry(1, *shape, torch.float32), 4)
+    seq = cache.allocate()
+    with pytest.raises(GeometryError, match=r"has .*, the cache"):
+        compressor.decompress_to_paged_cache(compressed, cache, 0, seq)
+    assert (cache.seq_len(seq), cache.num_free_pages) == (0, 4)
 
 
 def test_slots_of_pages_are_not_quantised_again():

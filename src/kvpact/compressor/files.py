@@ -89,7 +89,14 @@ def load(path: str | PathLike[str]) -> CompressedKV:
         return _rebuild(manifest, tensors)
     except KVPactError:
         raise
-    except (TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise FormatError(f"{path}: the manifest is damaged: {error!r}") from error
 
 
