@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.handles import KVHandle, say_once
+from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients, say_once
 from kvpact.integrations.transformers.latent import read_before_stored
 from kvpact.integrations.transformers.shared import Asked
 from kvpact.integrations.transformers.tokens import NewTokens
@@ -106,7 +106,8 @@ def _config(
     scaling: float | None,
     is_causal: bool,
     kwargs: dict[str, Any],
-    **more: Any,
+    padding: Tensor | None = None,
+    exact_new: bool = True,
 ) -> AttendConfig:
     return AttendConfig(
         softmax_scale=scaling,
@@ -116,7 +117,8 @@ def _config(
         sliding_window=kwargs.get("sliding_window") if mask is None else None,
         mask=_with_bias(mask, kwargs.get("position_bias")),
         is_causal=mask is None and is_causal,
-        **more,
+        padding=padding,
+        exact_new=exact_new,
     )
 
 
@@ -149,8 +151,7 @@ def call_config(
     ):
         return known.config
     padding = _own_padding(tokens, mask)
-    more = {"padding": padding, "exact_new": shared.exact_new}
-    config = _config(mask, scaling, is_causal, kwargs, **more)
+    config = _config(mask, scaling, is_causal, kwargs, padding, shared.exact_new)
     shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
 
@@ -161,22 +162,8 @@ def _own_padding(tokens: NewTokens, mask: Tensor | None) -> Tensor | None:
 
 
 def _without_gradient(query: Tensor, output: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and query.requires_grad:
-        refusing: Tensor = _NoGradient.apply(query, output)  # type: ignore[no-untyped-call]
-        return refusing
-    return output
-
-
-class _NoGradient(torch.autograd.Function):
-    """Stands where gradients would have to pass a compressed cache, and refuses them."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, output: Tensor) -> Tensor:
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise KVPactError("there are no gradients through a compressed cache; run without one")
+    tracked = torch.is_grad_enabled() and query.requires_grad
+    return refuse_gradients(output) if tracked else output
 
 
 def _needs_own(kwargs: dict[str, Any]) -> bool:

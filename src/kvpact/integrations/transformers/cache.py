@@ -17,14 +17,12 @@ from transformers.cache_utils import (
 from kvpact.cache import ContiguousCache
 from kvpact.cache.stats import cache_stats
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
-from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
-from kvpact.spec import Spec
 
 _SPARSE = "indexed_attention"
 _LAYERS = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
@@ -204,10 +202,6 @@ class CompressedCache(EngineCache):
         if len(caches) > 1:
             raise GeometryError(f"layers have K and V of {len(caches)} unlike shapes or dtypes")
         return caches[0]
-
-    def specs_for(self, geometry: CacheGeometry) -> list[Spec]:
-        """Return each compressed layer's spec, completed for a geometry with latents."""
-        return self._shared.specs_for(geometry)
 
     def _caches(self) -> list[ContiguousCache]:
         return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
 
 if TYPE_CHECKING:
+    from kvpact.integrations.transformers.latent import HeadTokens
     from kvpact.integrations.transformers.tokens import NewTokens
 
 
@@ -39,24 +39,6 @@ def say_once(key: str, message: str) -> None:
         warnings.warn(message, FallbackWarning, stacklevel=3)
 
 
-class Tokens(Protocol):
-    """What a handle stands for: all tokens of a layer, those of one `update` among them."""
-
-    @property
-    def fresh(self) -> bool:
-        """Whether they are a cache's first latents, not yet stored: read as they are."""
-
-    @property
-    def origin(self) -> NewTokens:
-        """The tokens of the `update`, as they are stored."""
-
-    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
-        """Attend over the past and these tokens, and store them."""
-
-    def part(self, side: str) -> Tensor:
-        """Return K (``k``) or V (``v``) of all tokens, decompressed, as `update` was given them."""
-
-
 def refuse_gradients(x: Tensor) -> Tensor:
     """Make a backward pass that reaches `x`, which stands for what a cache holds, raise.
 
@@ -73,11 +55,13 @@ def _refuse(gradient: Tensor) -> None:
 class KVHandle(Tensor):
     """K or V of all tokens of a layer, without the numbers."""
 
-    pending: Tokens
+    pending: NewTokens | HeadTokens
     side: str
 
     @staticmethod
-    def of(pending: Tokens, side: str, shape: tuple[int, ...], like: Tensor) -> KVHandle:
+    def of(
+        pending: NewTokens | HeadTokens, side: str, shape: tuple[int, ...], like: Tensor
+    ) -> KVHandle:
         """Make a handle for ``k`` or ``v``, on the device and in the dtype of `like`."""
         handle: KVHandle = _make(KVHandle, shape, dtype=like.dtype, device=like.device)
         handle.pending, handle.side = pending, side

@@ -21,11 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.integrations.transformers.handles import (
-    KVHandle,
-    Tokens,
-    refuse_gradients,
-)
+from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients
 from kvpact.integrations.transformers.tokens import NewTokens
 from kvpact.kernels import absorb_query, expand_output
 
@@ -38,39 +34,31 @@ class HeadTokens:
 
     Parameters
     ----------
-    latents : Tokens
-        The tokens as latents and rotated keys.
+    origin : NewTokens
+        The same tokens as latents and rotated keys, as they are stored.
     module : torch.nn.Module
         The attention layer.
     expand : callable
         Its own `expand_kv`.
     """
 
-    def __init__(self, latents: Tokens, module: Any, expand: Expand) -> None:
-        self._latents, self._module, self._expand = latents, module, expand
+    fresh = False  # they are handed on once the latents are stored
+
+    def __init__(self, origin: NewTokens, module: Any, expand: Expand) -> None:
+        self.origin, self._module, self._expand = origin, module, expand
         self._parts: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def fresh(self) -> bool:
-        """Never: these are handed on once tokens are stored."""
-        return False
-
-    @property
-    def origin(self) -> NewTokens:
-        """The latents as they are stored."""
-        return self._latents.origin
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the latents, absorbed: `[B, H, S, d_nope + d_rope]` to `[B, H, S, d_v]`."""
         w_uk, w_uv = _weights(self._module)
         nope = w_uk.shape[1]
         query = absorb_query(q[..., :nope], q[..., nope:], w_uk)
-        return expand_output(self._latents.attend(query, config), w_uv)
+        return expand_output(self.origin.attend(query, config), w_uv)
 
     def part(self, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of the heads, made of decompressed latents."""
         if self._parts is None:
-            latents, rope = self._latents.part("k"), self._latents.part("v")
+            latents, rope = self.origin.part("k"), self.origin.part("v")
             self._parts = self._expand(latents, rope)
         return self._parts[0 if side == "k" else 1]
 
@@ -149,7 +137,7 @@ def read_before_stored(module: Any, key: Tensor) -> NewTokens | None:
 def _handed_on(
     module: Any, expand: Expand, latents: KVHandle, rope: KVHandle
 ) -> tuple[KVHandle, KVHandle]:
-    tokens = HeadTokens(latents.pending, module, expand)
+    tokens = HeadTokens(latents.pending.origin, module, expand)
     batch, _, total, _ = latents.shape
     w_uk, w_uv = _weights(module)
     heads, nope, _ = w_uk.shape

@@ -43,9 +43,8 @@ class _Source:
 
     def __init__(self, cache: CompressedCache, model: Any) -> None:
         self._cache, self._device = cache, model.device
-        held = cache.held()
-        self.geometry = (held or _probed(cache, model)).geometry
-        self.specs = cache.specs_for(self.geometry)
+        held = cache.held() or _probed(cache, model)
+        self.geometry, self.specs = held.geometry, held.specs
 
     def codecs(self) -> None:
         """No codec exists before the first tokens."""

@@ -138,9 +138,6 @@ class SharedState:
 
     def new_cache(self, geometry: CacheGeometry) -> ContiguousCache:
         """Return an empty cache of all layers."""
-        return ContiguousCache(self.specs_for(geometry), geometry, compute=self.compute)
-
-    def specs_for(self, geometry: CacheGeometry) -> list[Spec]:
-        """Return each layer's spec, completed for a geometry with latents."""
         one = replace(geometry, num_layers=1)
-        return [cache_specs(spec, one)[0] for spec in self.specs]
+        specs = [cache_specs(spec, one)[0] for spec in self.specs]
+        return ContiguousCache(specs, geometry, compute=self.compute)
