@@ -105,10 +105,8 @@ class SharedState:
     def end_call(self) -> None:
         """Let go of what a call brought: its mask and tokens are kept no longer than the call."""
         asked, self.handles = self.asked, None
-        if asked is not None:
-            tensors = asked.mask, asked.sink_logits, asked.bias
-            if any(x is not None for x in tensors):
-                self.asked = None
+        if asked is not None and not (asked.mask is asked.sink_logits is asked.bias is None):
+            self.asked = None
 
     def stored(self) -> list[BatchCache]:
         """Store the tokens that nothing has used; return every cache once."""
@@ -118,7 +116,7 @@ class SharedState:
         return self.caches()
 
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
-        """Return what holds a layer's tokens; made for all layers if these are the first.
+        """Return what is to hold a layer's first tokens; made for all layers that are alike.
 
         Parameters
         ----------
@@ -127,13 +125,11 @@ class SharedState:
         k, v : Tensor
             `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`, in the dtype that is stored.
         """
-        cache = self.held[layer]
-        if cache is None:
-            latent = k.shape[1] == 1 and k.shape[3] == self.latent_dim
-            shape = k.shape[1], k.shape[3], v.shape[3]
-            geometry = CacheGeometry(len(self.specs), *shape, k.dtype, latent)
-            alike = (x for x in self.caches() if x.geometry == geometry)
-            cache = self.held[layer] = next(alike, None) or self.new_cache(geometry)
+        latent = k.shape[1] == 1 and k.shape[3] == self.latent_dim
+        shape = k.shape[1], k.shape[3], v.shape[3]
+        geometry = CacheGeometry(len(self.specs), *shape, k.dtype, latent)
+        alike = (x for x in self.caches() if x.geometry == geometry)
+        cache = self.held[layer] = next(alike, None) or self.new_cache(geometry)
         return cache
 
     def new_cache(self, geometry: CacheGeometry) -> ContiguousCache:
