@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from kvpact.errors import GeometryError, KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.attention import attention_forward
 from kvpact.testing import held_bytes
 
 
@@ -220,6 +221,21 @@ def test_handles_are_used_again_only_where_nothing_refers_to_them(llama):
             assert all(map(torch.equal, pair, tokens[layer]))
         assert torch.equal(one, tokens[2][1])
         assert all(map(torch.equal, last, tokens[4][..., :2, :]))
+
+
+def test_a_refused_step_leaves_no_tokens_behind(llama, prompt):
+    cache, token = prefilled(llama, prompt), torch.zeros(2, 2, 1, 16)
+    module, token[0] = llama.model.layers[0].self_attn, float("nan")
+    gc.disable()
+    try:
+        with torch.no_grad(), pytest.raises(NonFiniteError):
+            pair = cache.update(token, token, 0)
+            refused = weakref.ref(pair[0].pending)
+            attention_forward(module, torch.zeros(2, 4, 1, 16), *pair, None)
+        del pair
+        assert refused() is None
+    finally:
+        gc.enable()
 
 
 def test_uses_less_memory_than_the_exact_cache(llama):

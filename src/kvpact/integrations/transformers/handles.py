@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.cache.stream import MOST_STEP
 from kvpact.errors import KVPactError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def returned_pair(tokens: NewTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
             pair = _new_pair(tokens, k, v, tokens.total, like)
         pair.k.pending = pair.v.pending = tokens
         made = pair.k, pair.v
-        if not differentiable:
+        if not differentiable and k.shape[2] <= MOST_STEP:
             shared.handles = pair
     if differentiable:
         made = refuse_gradients(made[0]), refuse_gradients(made[1])

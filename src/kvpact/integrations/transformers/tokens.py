@@ -77,11 +77,16 @@ class NewTokens:
             latent = self._cache.geometry.latent
             return attend(AttendCall(None, k, v, q, config, config.padding, latent))
         self._use()
-        return self._cache.attend(self._layer, self.k, self.v, q, config)
+        try:
+            return self._cache.attend(self._layer, self.k, self.v, q, config)
+        except BaseException:
+            self.shared.handles = None  # they refer to these tokens
+            raise
 
     def store(self, padding: Tensor | None = None) -> DequantResult:
         """Store the tokens; return K and V of all, decompressed when read."""
         self._use()
+        self.shared.handles = None  # nothing but the model keeps what is decompressed
         config = AttendConfig(padding=padding, exact_new=self.shared.exact_new)
         return self._cache.prefill(self._layer, self.k, self.v, None, config)
 
