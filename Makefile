@@ -18,7 +18,8 @@ export OMP_WAIT_POLICY ?= passive
 # One test process per core, at most four, each with one torch thread: more of either is slower.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 BENCH := build/bench
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile
+# Files go to the processes in their order, long ones among them, not those with most tests first.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo test test-slow lint bench bench-quanto fuzz sanitize neon callgrind clean
 
