@@ -80,7 +80,7 @@ def run(site, *arguments):
 
 @pytest.fixture(scope="module")
 def outcomes(site):
-    """Failed checks by class, and the classes seen: of broken parts the checks that have to fail."""
+    """Failed checks by class; of a broken part only those that have to fail are run."""
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--junitxml=out.xml", "--tb=line"]
     wanted = [
         *(f"conformance.py::{name}" for name in sorted(GOOD)),
