@@ -33,7 +33,7 @@ test: lint ## lint, types, layers, then the tests
 	@echo "testing …"
 	@$(PYTEST)
 
-test-slow: $(READY) ## the quality figures on the real model, stores under load: some minutes
+test-slow: $(READY) ## quality on the real model, large codebooks, every SIMD level: some minutes
 	@$(PY) -m pytest -m slow
 
 lint: $(READY) ## ruff, mypy --strict, import-linter

@@ -22,8 +22,9 @@ class OutOfMemory(RuntimeError):
 class Interrupt:
     """Raise `KeyboardInterrupt` before the n-th line of kvpact's code that runs in a `with` block.
 
-    Lines that begin with `with` are left out: Python reports one again when its block is left, just
-    before the lock is released, and a signal is never delivered there.
+    Lines that begin with `with` or `try` are left out. Python reports the former again when the
+    block is left, just before the lock is released; the latter is an instruction that does nothing
+    and that no handler covers. A signal is never delivered at either.
     """
 
     def __init__(self, n: int) -> None:
@@ -49,7 +50,7 @@ class Interrupt:
         if event != "line" or self.fired:
             return self._line
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if line.lstrip().startswith("with "):
+        if line.lstrip().startswith(("with ", "try:")):
             return self._line
         self.left -= 1
         if self.fired:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from decode_compare import FORMATS, PLACES, Slots, compare, compare_slots, packed
-from encode_compare import DTYPES, WIDTHS, codec_of
+from encode_compare import DTYPES, WIDTHS, codec_of, levels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ from kvpact.kernels.cpu.library import _load
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", levels())
 def test_every_format_at_every_level(level):
     if LEVELS[level] > LEVELS[library().level]:
         pytest.skip(f"this processor (or KVPACT_SIMD) ends at {library().level}")

@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from encode_compare import DTYPES, FORMATS, WIDTHS, codec_of, compare, random_pieces
+from encode_compare import (
+    DTYPES,
+    FORMATS,
+    WIDTHS,
+    codec_of,
+    compare,
+    levels,
+    random_pieces,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +26,7 @@ from kvpact import CacheGeometry, create_cache
 from kvpact.arithmetic import square_root
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.formats.encoding import search_tree
-from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder, magnitude
 from kvpact.kernels.cpu.library import _load
@@ -44,7 +52,7 @@ SPECIAL = (
 )
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", levels())
 def test_every_format_at_every_level(level):
     if level not in library().levels:
         pytest.skip(f"{level}: not on this processor, or above KVPACT_SIMD")

@@ -112,6 +112,8 @@ class QJL(Method):
     key_only: ClassVar[tuple[str, ...]] = ("sketch", "seed")
     examples: ClassVar[Mapping[str, float]] = {
         "qjl": 0.55,
+    }
+    variants: ClassVar[Mapping[str, float]] = {
         "qjl:sketch=3,sinks=0,window=0/qjl:value_bits=4": 0.45,
     }
     sketch: int = 2

@@ -157,9 +157,9 @@ class VectorQuantization(FittedMethod):
     name: ClassVar[str] = "vq"
     examples: ClassVar[Mapping[str, float]] = {
         "vq:codebook_size=16": 0.61,
-        "vq:codebook_size=256": 0.33,
     }
     variants: ClassVar[Mapping[str, float]] = {
+        "vq:codebook_size=256": 0.33,
         "vq:codebook_size=300,dims=4": 0.33,
         "vq:codebook_size=16,dims=2,stages=2": 0.128,
         "vq:codebook_size=5,dims=3": 0.71,
