@@ -80,7 +80,7 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 		UBSAN_OPTIONS=print_stacktrace=1 setarch -R build/sanitize-$$kind/driver build/cases || exit 1; done
 
 neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
-	@$(PY) -m pytest -rs tests/kernels/test_neon.py
+	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
 
 callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver --parallel $(JOBS)

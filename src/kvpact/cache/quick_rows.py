@@ -102,6 +102,7 @@ def quick_rows(
         new, pool = k.shape[2], cache.pool
         with pool.lock:
             pages = [len(sequence.table) for sequence in rows.sequences]
+            changes = rows.changes
             rows = rows.counted(pool)
             if rows.room < new:
                 try:
@@ -109,11 +110,11 @@ def quick_rows(
                 except CacheFull:
                     return None
                 rows = rows.counted(pool)
-        output = None
+        output, stay = None, rows.changes == changes
         try:
             for sequence, entry in zip(rows.sequences, rows.layers, strict=True):
-                sequence.coming[layer] = entry.length + new
-            output = _run(rows, k, v, q, config)
+                sequence.coming[layer] = entry._held.length + new
+            output = _run(rows, k, v, q, config, stay)
             if output is not None:
                 cache.known_rows[layer] = rows.after(new)
         finally:
@@ -150,10 +151,12 @@ def _room(pool: PagePool, rows: KnownRows) -> int:
     return min(room) if pool.counted else -1
 
 
-def _run(rows: KnownRows, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor | None:
+def _run(
+    rows: KnownRows, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, stay: bool
+) -> Tensor | None:
     made, steps = [], []
     for index, entry in enumerate(rows.layers):
-        step = quick_step(entry, k, v, q, config, index)
+        step = quick_step(entry, k, v, q, config, index, stay)
         if step is None:
             return None
         made.append(step[0])
