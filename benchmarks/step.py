@@ -18,7 +18,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter_ns
@@ -78,18 +78,24 @@ def filled(spec: str, rows: int, held: int, heads: int, dim: int, layout: str) -
 
 
 def steps(
-    cache: CompressedKVCache, rows: int, heads: int, groups: int, dim: int, count: int
+    cache: CompressedKVCache,
+    rows: int,
+    heads: int,
+    groups: int,
+    dim: int,
+    count: int,
+    spent: Sequence[int] = (0,),
 ) -> list[float]:
-    """Return the microseconds of each of `count` steps of one token."""
+    """Return the microseconds of each of `count` steps of one token, less what `spent` says."""
     generator = torch.Generator().manual_seed(count)
     tokens = torch.randn(count, 2, rows, heads, 1, dim, generator=generator)
     queries = torch.randn(count, rows, heads * groups, 1, dim, generator=generator)
     triples = [(k, v, q) for (k, v), q in zip(tokens, queries, strict=True)]
     times = []
     for k, v, q in triples:
-        begin = perf_counter_ns()
+        begin, before = perf_counter_ns(), spent[0]
         cache.attend(0, k, v, q)
-        times.append((perf_counter_ns() - begin) / 1000)
+        times.append((perf_counter_ns() - begin - (spent[0] - before)) / 1000)
     return times
 
 
@@ -110,17 +116,9 @@ def fixed(rounds: int) -> dict[str, dict[str, float]]:
                 found.setdefault(name, []).extend(whole)
                 cache = filled(spec, 1, 64, 3, 64, layout)
                 with timed_library() as spent:
-                    inside = []
-                    for time in _each(cache, STEPS):
-                        inside.append(time - spent[0] / 1000)
-                        spent[0] = 0
-                found.setdefault(f"{name}: outside of the library", []).extend(inside)
+                    rest = steps(cache, 1, 3, 3, 64, STEPS, spent)
+                found.setdefault(f"{name}: outside of the library", []).extend(rest)
     return {name: summary(times) for name, times in found.items()}
-
-
-def _each(cache: CompressedKVCache, count: int) -> Iterator[float]:
-    for _ in range(count):
-        yield steps(cache, 1, 3, 3, 64, 1)[0]
 
 
 def batch(rounds: int) -> dict[str, dict[str, float]]:
