@@ -170,7 +170,7 @@ def test_aliases_expand_to_exactly_what_they_mean():
     assert str(mixed) == "int:bits=8,sinks=0,window=0/int:bits=4,sinks=0,window=0"
     # JSON never holds the short name.
     assert parse_spec("tq3").to_json()["key"] == {
-        "method": "turboquant", "version": 1, "bits": 3, "mode": "prod", "scale": "l2",
+        "method": "turboquant", "version": 2, "bits": 3, "mode": "prod", "scale": "l2",
         "center": 0, "seed": 0, "sinks": 0, "window": 0,
     }  # fmt: skip
 
@@ -265,7 +265,7 @@ def changed(path: str, value: object) -> dict:
     [
         (changed("version", 2), "spec version 2 is not known; this is 1"),
         (changed("version", "1"), "spec version '1' is not known"),
-        (changed("key.version", 2), "'turboquant' version 2 is not known; this is 1"),
+        (changed("key.version", 1), "'turboquant' version 1 is not known; this is 2: read it with"),
         (changed("value.version", None), "'int' version None is not known"),
         (changed("key.method", "turboquan"), "did you mean 'turboquant'"),
         (changed("key.method", None), "its name under 'method'"),

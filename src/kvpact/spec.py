@@ -213,7 +213,8 @@ def _method_from_json(data: Any) -> Any:
         raise SpecError(f"{data['method']!r} is an alias; JSON names the method itself")
     if data.get("version") != entry.version:
         raise SpecError(
-            f"{entry.name!r} version {data.get('version')!r} is not known; this is {entry.version}"
+            f"{entry.name!r} version {data.get('version')!r} is not known; this is "
+            f"{entry.version}: read it with the kvpact that wrote it, or store its tokens again"
         )
     options = {key: value for key, value in data.items() if key not in ("method", "version")}
     types = option_types(entry)

@@ -10,7 +10,7 @@ from kvpact import CacheGeometry
 from kvpact.cache import contiguous
 from kvpact.errors import DeviceError
 from kvpact.methods import Codec
-from kvpact.quantizers import lloyd_max, numbers
+from kvpact.quantizers import codebooks, numbers
 from kvpact.transforms.hadamard import random_signs
 
 
@@ -64,8 +64,8 @@ def test_a10_layers_may_live_on_different_devices(spec, monkeypatch):
 def test_a10_constants_are_made_for_each_device():
     for device in map(torch.device, ("cpu", "meta", "cpu")):
         assert random_signs(64, 0, device).device == device
-        assert lloyd_max.levels(3, device).device == device
-        assert lloyd_max.boundaries(3, device).device == device
+        assert codebooks.levels(3, device).device == device
+        assert codebooks.boundaries(3, device).device == device
 
 
 def test_a10_tensors_of_one_call_on_two_devices_are_refused():

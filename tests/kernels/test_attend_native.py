@@ -20,6 +20,7 @@ from kvpact.kernels import choose
 from kvpact.kernels.cpu import LEVELS, library
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.library import _load
+from kvpact.transforms import IDENTITY, RandomHadamard
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -300,13 +301,38 @@ def test_a_cap_takes_the_best_that_the_processor_has_below_it(monkeypatch, level
 )
 @pytest.mark.parametrize("shape", ((1, 64), (3, 80), (4, 128), (8, 36), (6, 256)))
 def test_fast_adds_one_percent(spec, shape):
-    """8-bit arithmetic is another result, by a bounded amount; beside it, nothing is exact."""
+    """8-bit arithmetic is another result, by a bounded amount: q is rounded to 8 bits."""
     groups, dim = shape
     case = {"spec": f"{spec},window=0,sinks=0", "groups": groups, "dim": dim, "held": 700}
     expected, found, calls = both(**case, backend="cpu", precision="int8")
     assert calls == {"cpu": 1}
     check_guards()
     assert 1e-4 < error(expected, found) < 0.02
+
+
+@pytest.mark.skipif(
+    isinstance(_load(), str) or library().level != "avx512", reason="fast needs AVX-512 VNNI"
+)
+@pytest.mark.parametrize("spec", ("turboquant:bits=4", "turboquant:bits=2", "int:bits=8"))
+@pytest.mark.parametrize("dim", (64, 80))
+def test_fast_takes_levels_as_they_are(spec, dim):
+    """Queries of 8 bits lose nothing, and two digits of the weights little: levels are exact.
+
+    Levels rounded to 127ths of the largest one would be 1e-3 off at 2 bits and 8e-3 at 4.
+    """
+    rotation = RandomHadamard(dim) if spec.startswith("turboquant") else IDENTITY
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] == 2:
+            return x  # a token
+        steps = (x * 30).round().clamp(-126, 126)
+        steps[..., 0] = 127
+        return rotation.inverse(steps) / 64
+
+    for seed in range(3):
+        case = {"dim": dim, "held": 700, "seed": seed, "change": whole, "backend": "cpu"}
+        expected, found, _ = both(f"{spec},window=0,sinks=0", **case, precision="int8")
+        assert 1e-6 < error(expected, found) < 3e-4
 
 
 def test_fast_is_exact_where_there_are_no_bytes():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvpact import Snapshot
+from kvpact.errors import SpecError
 from kvpact.snapshot.snapshot import VERSION
 
 FOLDER = Path(__file__).parents[1] / "golden" / "snapshots"
@@ -49,6 +50,17 @@ def test_read_and_gone_on_from(name: str, version: int):
     now = cache.snapshot(token_ids=ids, identity=who)
     assert now.geometry == after.geometry == make.GEOMETRY
     assert contents(now) == contents(after)
+
+
+def test_tokens_of_an_older_version_of_their_method_are_refused():
+    """Version 1 of turboquant had other levels: its codes would be read as other numbers."""
+    before = Snapshot.load(FOLDER / "refused" / "turboquant-of-version-1.safetensors")
+    cache = make.cache_for("turboquant")
+    make.grow(cache, 5, 3)
+    held = contents(cache.snapshot())
+    with pytest.raises(SpecError, match=r"'turboquant' version 1 is not known; this is 2: read it"):
+        cache.restore(before)
+    assert contents(cache.snapshot()) == held
 
 
 def test_the_cut_group_and_what_was_learnt_are_in_them():

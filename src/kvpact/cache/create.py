@@ -46,7 +46,8 @@ def create_cache(
         ``stats()["compute"]`` tells what ran, and why.
     precision : {"full", "int8"}
         How attention computes: ``full`` agrees with torch to rounding; ``int8`` uses 8-bit integers
-        where the backend has such kernels, at an error of about 1 % of the output.
+        where the backend has such kernels, at an error of about 1 % of the output (codes are exact,
+        queries have 8 bits).
     check : {"now", "deferred"}
         When tokens are checked for NaN, infinity and numbers beyond the method's range: before
         they are stored (``now``), so that the cache stays as it was; or with a flag that stays on

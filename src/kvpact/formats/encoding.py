@@ -13,7 +13,7 @@ class Encoding:
     Parameters
     ----------
     kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced"}
-        Levels of a codebook (`quantizers.lloyd_max`); GGUF's integers, or integers with a zero
+        Levels of a codebook (`quantizers.codebooks`); GGUF's integers, or integers with a zero
         point (`quantizers.uniform`), per token; the latter per channel and group of tokens; 8-bit
         floating point; KVarN's tiles.
     bits : int

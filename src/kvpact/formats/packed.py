@@ -10,7 +10,8 @@ from typing import Any, Literal
 class PackedFormat:
     """One stream's slots.
 
-    With `level` the number that a code stands for, a vector is, K and V alike::
+    With `level` the number that a code stands for (`levels` times `unit`), a vector is, K and V
+    alike::
 
         scale[token, channel group] * level + zero[token, channel group]
 
@@ -30,7 +31,8 @@ class PackedFormat:
     bits : int
         Width of the codes (of the numbers, where they are no codes).
     levels : tuple of float
-        As above.
+        In units. Kernels can multiply whole numbers of 8 bits (-128 to 127) exactly in integers, so
+        state those where there are any.
     codes, scale, zero, fold, shift : str or None
         Names of the fields.
     channels : int
@@ -42,6 +44,8 @@ class PackedFormat:
     middle : float
         Taken off the levels: with a zero or a shift, `level + middle` stands in place of `level`.
         A grid that begins at its least number would lose bits where sums cancel.
+    unit : float
+        What a level of 1 is worth.
     """
 
     kind: Literal["table", "linear", "raw", "e4m3", "e5m2"]
@@ -56,6 +60,14 @@ class PackedFormat:
     group: int = 0
     shift_scaled: bool = False
     middle: float = 0.0
+    unit: float = 1.0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all levels are whole numbers of 8 bits."""
+        return bool(self.levels) and all(
+            float(level).is_integer() and -128 <= level <= 127 for level in self.levels
+        )
 
 
 def integer_format(bits: int, offset: int | None, **fields: Any) -> PackedFormat:

@@ -32,7 +32,7 @@ from kvpact.quantizers.numbers import half
 from kvpact.transforms import RandomHadamard
 
 # Lloyd-Max levels of 2 bits for the density of levels 2 to 6: pi/4 plus and minus these. Constants
-# for the reason given in `lloyd_max`; a test derives them again.
+# for the reason given in `quantizers.codebooks`; a test derives them again.
 _OFFSETS = {
     2: (0.1514179, 0.4756420),
     3: (0.1110132, 0.3591485),

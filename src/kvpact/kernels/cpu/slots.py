@@ -73,7 +73,8 @@ class SlotFormat:
         self.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
         if form.kind == "raw":
             stream.number = DTYPES[codes.dtype]
-        levels = list(form.levels) or [0.0]
+        stream.unit = form.unit if form.whole else 0.0
+        levels = [level * form.unit for level in form.levels] or [0.0]
         if form.kind == "table":
             # At least 16: a vector register of levels is filled up with repetitions.
             levels *= max(16 // len(levels), 1)

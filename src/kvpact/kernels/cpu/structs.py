@@ -6,7 +6,7 @@ import struct
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from typing import Any, ClassVar
 
-ABI = 3
+ABI = 4
 MOST_DIM, MOST_GROUP = 1024, 128
 """Channels of the widest vectors, and tokens of the largest group that is encoded together."""
 
@@ -53,7 +53,7 @@ class Stream(Structure):
         ("shift_scaled", c_int32),
         ("dtype", c_int32),
         ("middle", c_float),
-        ("unused", c_int32),
+        ("unit", c_float),
         ("table", c_void_p),
         ("signs", c_void_p),
         ("segment_tokens", c_int64),

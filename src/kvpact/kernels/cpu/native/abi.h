@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 3
+#define KVP_ABI 4
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -49,7 +49,7 @@ typedef struct {
     int32_t shift_scaled;
     int32_t dtype;         // of the exact tokens
     float middle;          // taken off the levels: zero and shift are at it, not at code 0
-    int32_t unused;
+    float unit;            // levels are whole numbers from -128 to 127 times this; 0: they are not
     const float *table;    // 2**bits levels
     const float *signs;    // of the rotation, or NULL
     int64_t segment_tokens;

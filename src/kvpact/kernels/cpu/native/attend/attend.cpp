@@ -134,11 +134,10 @@ static bool task(const Job &job, int64_t index) {
     TaskScratch &scratch = *own;
     const Sizes k_size(a.k, true), v_size(a.v, false);
 #if defined(KVP_AVX512)
-    if (a.fast && fast_format(a.k)) scratch.key_table = ByteLevels(a.k).vector(-128);
+    if (a.fast && fast_format(a.k)) scratch.key_table = level_bytes(a.k);
     if (a.fast && fast_format(a.v)) {
-        const ByteLevels levels(a.v);
-        scratch.values.table = levels.vector(-128);
-        scratch.values.step = levels.step;
+        scratch.values.table = level_bytes(a.v);
+        scratch.values.unit = a.v.unit;
     }
 #endif
     for (int64_t t = begin; t < end;) {
@@ -183,11 +182,10 @@ static void prepare(const Job &job) {
     }
 #if defined(KVP_AVX512)
     if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;
-    const ByteLevels levels(a.k);
     for (int64_t i = 0; i < job.pairs(); i++)
         by_fast_bits(a.k.bits, [&](auto f) {
-            const FastKeys keys(job, i, 0, levels.vector(-128));
-            make_fast_keys<decltype(f)::bits>(keys, a.k, levels.step, job.rotated + i * job.q_size(), (job.rows + 3) / 4 * 4);
+            const FastKeys keys(job, i, 0, level_bytes(a.k));
+            make_fast_keys<decltype(f)::bits>(keys, a.k, job.rotated + i * job.q_size(), (job.rows + 3) / 4 * 4);
             return 0;
         });
 #endif

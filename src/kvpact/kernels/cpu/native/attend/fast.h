@@ -1,5 +1,6 @@
-// The same loops in 8-bit integers (VPDPBUSD), for precision="int8": q and the levels as 8 bits, the
-// weights of V as two digits of 8 bits. For codes of 2, 4 and 8 bits without zero points.
+// The same loops in 8-bit integers (VPDPBUSD), for precision="int8": q as 8 bits, the weights of V as
+// two digits of 8 bits. Levels are whole numbers of 8 bits, so they are exact. For codes of 2, 4 and 8
+// bits without zero points.
 #pragma once
 #include "attend/keys.h"
 #include "attend/values.h"
@@ -31,29 +32,17 @@ INLINE vi four_bytes(const int8_t *p) {
     return _mm512_set1_epi32(x);
 }
 
-// Levels as bytes, and what one step of them is worth.
-struct ByteLevels {
-    alignas(16) int8_t level[16];
-    float step;
-    ByteLevels(const kvp_stream &x) : level(), step(1) {
-        if (x.bits == 8) return;
-        float most = 0;
-        bool whole = true;
-        for (int i = 0; i < 16; i++) {
-            most = fmaxf(most, fabsf(x.table[i]));
-            whole = whole && x.table[i] == rintf(x.table[i]);
-        }
-        if (!whole) step = most / 127;
-        for (int i = 0; i < 16; i++) level[i] = (int8_t)rintf(x.table[i] / step);
-    }
-    INLINE vi vector(int offset) const {
-        __m128i all = _mm_add_epi8(_mm_load_si128((const __m128i *)level), _mm_set1_epi8((char)offset));
-        return _mm512_broadcast_i32x4(all);
-    }
-};
+// Levels in units, and 128 more, as unsigned bytes. The division leaves the whole number that the level
+// was made of.
+static vi level_bytes(const kvp_stream &x) {
+    alignas(16) uint8_t bytes[16] = {};
+    if (x.kind == KVP_TABLE)
+        for (int i = 0; i < 16; i++) bytes[i] = (uint8_t)(128 + lrintf(x.table[i] / x.unit));
+    return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)bytes));
+}
 
 static bool fast_format(const kvp_stream &x) {
-    if (x.zero.base || x.fold.base || x.shift.base) return false;
+    if (x.unit == 0 || x.zero.base || x.fold.base || x.shift.base) return false;
     if (x.kind == KVP_TABLE) return x.bits == 2 || x.bits == 4;
     return x.kind == KVP_LINEAR && x.bits == 8;
 }
@@ -76,13 +65,13 @@ struct FastKeys {
     }
 };
 
-template <int BITS> static void make_fast_keys(const FastKeys &f, const kvp_stream &k, float level_step, const float *q, int64_t rows) {
+template <int BITS> static void make_fast_keys(const FastKeys &f, const kvp_stream &k, const float *q, int64_t rows) {
     const int64_t width = f.width, groups = channel_groups(k.dim, k.channels);
     for (int64_t r = 0; r < rows; r++) {
         vf most = zero();
         for (int64_t c = 0; c < width; c += W) most = max(most, _mm512_abs_ps(load(q + r * width + c)));
         const float high = highest(most), scale = high > 0 ? high / 127 : 1;
-        f.step[r] = scale * level_step;
+        f.step[r] = scale * k.unit;
         for (int64_t g = 0; g < groups; g++) f.sum[r][g] = 0;
         for (int64_t c = 0; c < width; c += W) {
             vi x = _mm512_cvtps_epi32(mul(load(q + r * width + c), set1(1 / scale)));
@@ -139,7 +128,7 @@ template <int BITS, int RB, int TILES = 1, bool ONE = TILES == 2> void fast_k_ti
 
 struct FastValues {
     vi table; // levels + 128, unsigned
-    float step;
+    float unit;
     // Two signed digits of each weight, weight = 256 * high + low, in word order; and what the sums
     // of their products with bytes begin at, since these are 128 too large.
     alignas(64) int8_t high[32][MAX_ROWS][BLOCK], low[32][MAX_ROWS][BLOCK];
@@ -168,7 +157,7 @@ template <int BITS> struct Digits {
     }
     INLINE void end(FastValues &f, int g, int r, float range) const {
         const int32_t sum = _mm512_reduce_add_epi32(total);
-        f.scale[g][r] = range / MOST_DIGITS * f.step;
+        f.scale[g][r] = range / MOST_DIGITS * f.unit;
         f.high_start[g][r] = -(sum >> 1);
         f.low_start[g][r] = -128 * (sum & 1);
     }
