@@ -76,6 +76,27 @@ def test_packed_only_marks_its_rows(model_folder):
     assert "int:bits=3 (packed only)" in out and "none (packed only)" not in out
 
 
+def test_eval_of_two_texts_compares_and_summarises(model_folder, tmp_path):
+    book = book_path().read_text("utf-8")
+    for name, start in (("first.txt", 0), ("second.txt", 5000)):
+        (tmp_path / name).write_text(book[start : start + 400], encoding="utf-8")
+    out = good(
+        "eval", "int:bits=4", "int:bits=3", "--text", tmp_path / "first.txt",
+        "--text", tmp_path / "second.txt", "--tokens", 200, "--chunk", 64,
+        "--model", model_folder, "--against", "int:bits=3", "--out", tmp_path / "out",
+    )  # fmt: skip
+    for words in ("on first.txt", "on second.txt", "paired, against int:bits=3", "all 2 runs"):
+        assert words in out
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text("utf-8"))
+    assert [row["text"] for row in rows] == ["first.txt"] * 3 + ["second.txt"] * 3
+    assert rows[1]["kl_difference"] < 0 and rows[1]["against"] == "int:bits=3"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text("utf-8"))
+    assert [(row["spec"], row["better"], row["worse"]) for row in summary] == [
+        ("int:bits=4", 2, 0),
+        ("int:bits=3", 0, 0),
+    ]
+
+
 # --- generate --------------------------------------------------------------------------------
 
 
@@ -300,6 +321,8 @@ SHAPE = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--tokens", "8")
         (("eval", "{tmp}/none.toml"), "recipe"),
         (("eval", "{tmp}/none.toml", "--ablation"), "--ablation"),
         (("eval", "none", "--tokens", "5000", "--model", "{model}"), "1024"),
+        (("eval", "none", "--text", "{tmp}/text.txt", "--text", "{tmp}/text.txt"), "twice"),
+        (("eval", "int:bits=4", "--against", "int:bits=3"), "int:bits=3 is not among"),
         (("eval",), "SPEC"),
         (("eval", "none", "--nope"), "--nope"),
         (("generate",), "prompt"),

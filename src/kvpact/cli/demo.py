@@ -14,7 +14,8 @@ from rich.text import Text
 
 from kvpact.cli import options
 from kvpact.cli.console import output_console, progress, size_text
-from kvpact.cli.eval import run, show_files
+from kvpact.cli.eval import Plan, run
+from kvpact.cli.eval_tables import show_files
 from kvpact.cli.inputs import continued
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
@@ -48,15 +49,16 @@ def demo(
     """Evaluate eight caches on a book, then let three of them continue it side by side."""
     book = book_path().read_text("utf-8")
     candidates = [Candidate(spec) for spec in SPECS]
-    sizes = {"tokens": tokens, "chunk": chunk, "text_name": "Northanger Abbey"}
-    _, files, network, tokenizer = run(candidates, book, out, model, "float32", threads, **sizes)
+    plan = Plan(candidates, [("Northanger Abbey", book)], tokens, chunk, out=out)
+    outcome = run(plan, [model], "float32", threads)
+    tokenizer = outcome.tokenizer
     console = output_console()
     console.print(HOW_TO_READ, style="bold", highlight=False)
     start = max(book.find(PROMPT_START), 0)
     ids = tokenizer(book[start:], truncation=True, max_length=PROMPT_TOKENS, return_tensors="pt")
     console.print()
-    console.print(side_by_side(network, tokenizer, ids["input_ids"], new_tokens))
-    show_files(files)
+    console.print(side_by_side(outcome.model, tokenizer, ids["input_ids"], new_tokens))
+    show_files(outcome.files)
 
 
 def side_by_side(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> Group:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import note, output_console, progress, table
+from kvpact.cli.console import note, progress
+from kvpact.cli.eval_tables import show, show_files, show_ratios, show_summary
 from kvpact.cli.inputs import InputError, open_model, read_text, require, results_folder
 from kvpact.data import book_path
-from kvpact.evaluate import Candidate, EvalResult, EvalRow, evaluate_text, write_report
-from kvpact.evaluate.base import row_name
-from kvpact.evaluate.report import kl_text, protocol_text
-from kvpact.evaluate.runner import check_sizes
+from kvpact.evaluate import Candidate, EvalResult, evaluate_text, summarize, write_report
+from kvpact.evaluate.feed import check_sizes
 from kvpact.spec import parse_spec
 
 
@@ -22,14 +22,21 @@ def evaluate_command(
     specs: list[str] = typer.Argument(
         ..., metavar="SPEC...", help="Specs such as turboquant:bits=4, or recipes (.toml, .json)."
     ),
-    text: Path | None = typer.Option(
-        None, help="UTF-8 text file; the shipped excerpt of a book if omitted.", show_default=False
+    text: list[Path] = typer.Option(
+        [],
+        help="UTF-8 text file; the shipped excerpt of a book if omitted. Several may be given.",
+        show_default=False,
     ),
-    tokens: int = typer.Option(2048, help="Tokens of the text to use."),
+    tokens: int = typer.Option(2048, help="Tokens of each text to use."),
     chunk: int = typer.Option(256, help="Tokens fed at a time; the first chunk is not scored."),
-    model: str = options.MODEL,
+    model: list[str] = options.MODELS,
     out: Path | None = typer.Option(
-        None, help="Folder for eval.json, eval.md and eval.png.", show_default=False
+        None, help="Folder for eval.json, eval.md and plots.", show_default=False
+    ),
+    against: str | None = typer.Option(
+        None,
+        help="Spec that the others are compared with, token by token; the first if omitted.",
+        show_default=False,
     ),
     packed_only: bool = typer.Option(
         False,
@@ -44,15 +51,36 @@ def evaluate_command(
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
 ) -> None:
-    """Measure perplexity, KL and top-1 agreement against the exact cache."""
+    """Measure perplexity, KL and top-1 agreement against the exact cache.
+
+    With several models or texts each model reads each text, and a summary follows.
+    """
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
-    book = book_path().read_text("utf-8") if text is None else read_text(text)
-    name = "northanger_abbey.txt" if text is None else text.name
-    sizes = {"tokens": tokens, "chunk": chunk, "text_name": name}
-    result, files, *_ = run(candidates, book, out, model, dtype, threads, **sizes)
+    if against is not None and against not in ("none", *(c.label for c in candidates)):
+        raise InputError(f"--against {against} is not among the specs; take one of them, or none")
+    plan = Plan(candidates, texts_of(text), tokens, chunk, against, out)
+    outcome = run(plan, list(dict.fromkeys(model)), dtype, threads)
     if ablation:
-        show_ratios(result)
-    show_files(files)
+        for result in outcome.results:
+            show_ratios(result)
+    show_files(outcome.files)
+
+
+def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
+    """Return names and contents of texts, all of them read; the shipped book's if there are none.
+
+    Raises
+    ------
+    InputError
+        One of them can't be read, or is given twice.
+    """
+    if not paths:
+        return [("northanger_abbey.txt", book_path().read_text("utf-8"))]
+    if len(set(paths)) < len(paths):
+        raise InputError("--text names a file twice; give each once")
+    names = [path.name for path in paths]
+    same = len(set(names)) < len(names)
+    return [(str(path) if same else path.name, read_text(path)) for path in paths]
 
 
 def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> list[Candidate]:
@@ -80,75 +108,62 @@ def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> lis
     return candidates
 
 
-def run(
-    candidates: list[Candidate],
-    text: str,
-    out: Path | None,
-    model: str,
-    dtype: str,
-    threads: int | None,
-    **sizes: Any,
-) -> tuple[EvalResult, list[Path], Any, Any]:
-    """Evaluate on a text, write the files where `out` is given, and print the table.
+@dataclass(frozen=True)
+class Plan:
+    """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to."""
 
-    `sizes` are ``tokens``, ``chunk`` and ``text_name`` of `evaluate_text`. Returns the files, the
-    model and its tokenizer beside the result.
-    """
-    check_sizes(sizes["tokens"], sizes["chunk"])
-    if out is not None:
+    candidates: list[Candidate]
+    texts: list[tuple[str, str]]
+    tokens: int
+    chunk: int
+    against: str | None = None
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Results of all runs, the files written, and the last model with its tokenizer."""
+
+    results: list[EvalResult]
+    files: list[Path]
+    model: Any
+    tokenizer: Any
+
+
+def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outcome:
+    """Let every model read every text, print the tables, and write the files of a plan."""
+    check_sizes(plan.tokens, plan.chunk)
+    if plan.out is not None:
         require("matplotlib", extra="eval")
-    with results_folder(out):
-        network, tokenizer = open_model(model, dtype, threads)
-        with progress("evaluating") as report:
-            result = evaluate_text(
-                network, tokenizer, text, candidates, progress=report, model_name=model, **sizes
-            )
-        files = write_report(result, out) if out is not None else []
-    held, wanted = result.protocol.tokens, sizes["tokens"]
-    if held < wanted:
-        note(f"the text has {held} tokens, fewer than the {wanted} asked for")
-    show(result)
-    return result, files, network, tokenizer
+    results = []
+    with results_folder(plan.out):
+        for name in models:
+            network, tokenizer = open_model(name, dtype, threads)
+            for text_name, text in plan.texts:
+                results.append(_run_one(plan, network, tokenizer, name, text_name, text))
+                show(results[-1], plan.against, heading=len(models) * len(plan.texts) > 1)
+        if len(results) > 1:
+            show_summary(summarize(results, plan.against))
+        files = [] if plan.out is None else write_report(results, plan.out, against=plan.against)
+    return Outcome(results, files, network, tokenizer)
 
 
-def show_files(files: list[Path]) -> None:
-    """Print which files were written, if any."""
-    if files:
-        output_console().print(
-            "written: " + ", ".join(map(str, files)), soft_wrap=True, highlight=False
+def _run_one(
+    plan: Plan, network: Any, tokenizer: Any, model: str, text_name: str, text: str
+) -> EvalResult:
+    with progress("evaluating") as report:
+        result = evaluate_text(
+            network,
+            tokenizer,
+            text,
+            plan.candidates,
+            tokens=plan.tokens,
+            chunk=plan.chunk,
+            progress=report,
+            model_name=model,
+            text_name=text_name,
         )
-
-
-def show(result: EvalResult) -> None:
-    """Print the table of an evaluation, and how it was measured."""
-    columns = "spec|bits/\nvalue|MB|perplex-\nity|change\n%|KL\nmean|KL\np99|top-1\n%|time\ns"
-    grid = table(columns.split("|"))
-    for row in result.rows:
-        grid.add_row(
-            row_name(row),
-            f"{row.bits_per_value:.2f}",
-            f"{row.bytes / 1e6:.2f}",
-            f"{row.perplexity:.3f}",
-            f"{row.perplexity_change:+.2f}",
-            kl_text(row.kl_mean),
-            kl_text(row.kl_p99),
-            f"{row.top1:.1f}",
-            f"{row.seconds:.1f}",
-        )
-    console = output_console()
-    console.print(grid)
-    console.print(protocol_text(result.protocol, result.rows), style="dim", highlight=False)
-
-
-def show_ratios(result: EvalResult) -> None:
-    """Print how much more KL a spec costs without sinks and window, and packed only."""
-    grid = table(("spec", "KL mean", "sinks=0,window=0", "packed only"), title="KL over the spec's")
-    rows = [row for row in result.rows if row.spec != "none"]
-    for start in range(0, len(rows) - 2, 3):
-        full, bare, packed = rows[start : start + 3]
-        grid.add_row(full.spec, kl_text(full.kl_mean), _ratio(bare, full), _ratio(packed, full))
-    output_console().print(grid)
-
-
-def _ratio(row: EvalRow, base: EvalRow) -> str:
-    return f"x {row.kl_mean / base.kl_mean:.2f}" if base.kl_mean > 0 else "-"
+    held = result.protocol.tokens
+    if held < plan.tokens:
+        note(f"the text has {held} tokens, fewer than the {plan.tokens} asked for")
+    return result

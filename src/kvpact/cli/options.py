@@ -3,6 +3,9 @@
 import typer
 
 MODEL = typer.Option("smollm2", help="smollm2, gemma3, a hub id, or the folder of a model.")
+MODELS = typer.Option(
+    ["smollm2"], help="smollm2, gemma3, a hub id, or the folder of a model. Several may be given."
+)
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.")
 THREADS = typer.Option(None, help="CPU threads.", show_default=False)
 SPEC = typer.Option("turboquant:bits=4", help="Spec or recipe of the cache.")

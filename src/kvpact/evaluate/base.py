@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import nan
 from pathlib import PurePath
 
 from kvpact.errors import KVPactError
+from kvpact.evaluate.metrics import TokenScores
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import Spec
 
@@ -104,6 +106,12 @@ class EvalRow:
         Layers held by the method, and layers left to transformers' own cache.
     fitted : bool
         Whether the method learnt from tokens, those of the first chunk.
+    kl_se : float
+        Standard error of `kl_mean`, tokens taken as independent. NaN for fewer than two.
+    exact_bytes, covered_bytes, native_bytes : int
+        Bytes of the whole exact cache after the same tokens, those of them that this cache
+        compresses, and bytes of this cache that are left to transformers (see `coverage`). This
+        cache as a whole has ``bytes + native_bytes``.
     """
 
     spec: str
@@ -125,6 +133,10 @@ class EvalRow:
     layers_compressed: int
     layers_native: int
     fitted: bool = False
+    kl_se: float = nan
+    exact_bytes: int = 0
+    covered_bytes: int = 0
+    native_bytes: int = 0
 
 
 def row_name(row: EvalRow, quote: str = "") -> str:
@@ -146,6 +158,8 @@ class EvalProtocol:
         Names for the report.
     threads : int
         CPU threads of torch.
+    seed : int
+        Of what was drawn at random (tasks).
     versions : mapping
         Versions of kvpact, torch and transformers.
     """
@@ -160,11 +174,23 @@ class EvalProtocol:
     device: str
     threads: int
     versions: Mapping[str, str]
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Rows in the order of the candidates, and the protocol they were measured by."""
+    """What was measured of one model on one text.
+
+    Parameters
+    ----------
+    rows : list of EvalRow
+        In the order of the candidates.
+    protocol : EvalProtocol
+        How they were measured.
+    scores : tuple of TokenScores
+        Of each row, token by token: what paired differences are made of (see `differences`).
+    """
 
     rows: list[EvalRow]
     protocol: EvalProtocol
+    scores: tuple[TokenScores, ...] = ()

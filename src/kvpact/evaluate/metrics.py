@@ -70,6 +70,13 @@ def score_tokens(ref_logits: Tensor, logits: Tensor, targets: Tensor) -> TokenSc
     return TokenScores(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
 
 
+def mean_and_error(values: Tensor) -> tuple[float, float]:
+    """Return the mean of ``[N]`` values and its standard error, NaN for fewer than two."""
+    count = len(values)
+    spread = values.std(correction=1).item() if count > 1 else math.nan
+    return values.mean().item(), spread / math.sqrt(max(count, 1))
+
+
 @dataclass(frozen=True)
 class Metrics:
     """Summary over all scored tokens.
@@ -87,6 +94,8 @@ class Metrics:
         of the per-token NLLs. NaN for fewer than two tokens.
     kl_mean, kl_median, kl_p99, kl_max : float
         KL(reference || candidate), nats per token.
+    kl_se : float
+        Standard error of `kl_mean`, tokens taken as independent. NaN for fewer than two.
     top1 : float
         Tokens for which both put the same token first, in percent.
     """
@@ -97,6 +106,7 @@ class Metrics:
     perplexity_change: float
     log_ratio_se: float
     kl_mean: float
+    kl_se: float
     kl_median: float
     kl_p99: float
     kl_max: float
@@ -118,6 +128,15 @@ class MetricAccumulator:
         """Add the scores of further tokens."""
         self._parts.append(scores)
 
+    def scores(self) -> TokenScores:
+        """Return the scores of all tokens added, in their order."""
+        empty = torch.zeros(0, dtype=torch.float64)
+        columns = {
+            name: torch.cat([getattr(part, name) for part in self._parts] or [empty])
+            for name in ("ref_nll", "nll", "kl", "agree")
+        }
+        return TokenScores(**columns)
+
     def summary(self) -> Metrics:
         """Return the metrics over everything added.
 
@@ -126,24 +145,22 @@ class MetricAccumulator:
         ValueError
             Nothing was added.
         """
-        if not sum(len(part.nll) for part in self._parts):
+        all_scores = self.scores()
+        ref, nll, kl = all_scores.ref_nll, all_scores.nll, all_scores.kl
+        if not len(nll):
             raise ValueError("no token was scored")
-        ref = torch.cat([part.ref_nll for part in self._parts])
-        nll = torch.cat([part.nll for part in self._parts])
-        kl = torch.cat([part.kl for part in self._parts])
-        agree = torch.cat([part.agree for part in self._parts])
-        difference = nll - ref
-        count = len(nll)
-        spread = difference.std(correction=1).item() if count > 1 else math.nan
+        difference, log_ratio_se = mean_and_error(nll - ref)
+        kl_mean, kl_se = mean_and_error(kl)
         return Metrics(
-            scored=count,
+            scored=len(nll),
             perplexity=nll.mean().exp().item(),
             reference_perplexity=ref.mean().exp().item(),
-            perplexity_change=100 * difference.mean().expm1().item(),
-            log_ratio_se=spread / math.sqrt(count),
-            kl_mean=kl.mean().item(),
+            perplexity_change=100 * math.expm1(difference),
+            log_ratio_se=log_ratio_se,
+            kl_mean=kl_mean,
+            kl_se=kl_se,
             kl_median=kl.quantile(0.5).item(),
             kl_p99=kl.quantile(0.99).item(),
             kl_max=kl.max().item(),
-            top1=100 * agree.double().mean().item(),
+            top1=100 * all_scores.agree.double().mean().item(),
         )

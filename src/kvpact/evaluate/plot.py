@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from kvpact.errors import BackendUnavailable
 from kvpact.evaluate.base import EvalRow, row_name
+from kvpact.evaluate.canvas import COLOURS, INK, MUTED, new_figure, plain_axes
 
 FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
-INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 RISES = (0, 14, -14, 28, -28, 44, -44, 60, -60, 80, -80, 100, -100, 125, -125)
 PLACES = [(side, rise) for rise in RISES for side in (1, -1)]  # points right/left, up/down
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9", "#5d3a9b", "#7f7f7f")
 
 
 def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str = "") -> None:
@@ -34,16 +32,7 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     BackendUnavailable
         matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendUnavailable(
-            "matplotlib is not installed; pip install 'kvpact[eval]' to get the plot"
-        ) from error
-
-    figure = Figure(figsize=(10, 6.4), dpi=150, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure((10, 6.4))
     axes: Any = figure.add_subplot()
     drawn = [row for row in rows if FLOOR < row.kl_mean < math.inf]
     _style(axes, title)
@@ -71,11 +60,8 @@ def _style(axes: Any, title: str) -> None:
     axes.set_xlabel("bits per value, all bytes held (sinks, window, unused included)", color=INK)
     axes.set_ylabel("mean KL to the exact cache, nats per token", color=INK)
     axes.set_title(title, loc="left", fontsize=11, color=INK, wrap=True)
-    axes.grid(True, which="major", color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    plain_axes(axes)
 
 
 def _scale(axes: Any, rows: Sequence[EvalRow]) -> None:

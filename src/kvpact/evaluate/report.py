@@ -1,20 +1,17 @@
-"""The files of an evaluation: ``eval.json``, ``eval.md`` and ``eval.png``."""
+"""Evaluations in words and Markdown tables."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from os import PathLike
-from pathlib import Path
 
-from kvpact.evaluate.base import EvalProtocol, EvalResult, EvalRow, row_name
-from kvpact.evaluate.plot import save_plot
+from kvpact.evaluate.base import EvalProtocol, EvalRow, row_name
+from kvpact.evaluate.compare import Difference, SummaryRow
 
 READING = (
     "KL: nats per token, exact cache against this one, the smaller the better (perplexity is "
-    "noisier). bits/value: all bytes held, exact sinks and window included; slots: packed alone."
+    "noisier); ± is the standard error over tokens, taken as independent. bits/value: all bytes "
+    "held, exact sinks and window included; slots: packed alone. of all %: the bytes of all "
+    "layers, compressed or not, over the exact cache's."
 )
 
 
@@ -24,59 +21,67 @@ LEARNING = (
 )
 
 
-def write_report(result: EvalResult, directory: str | PathLike[str]) -> list[Path]:
-    """Write ``eval.json``, ``eval.md`` and ``eval.png``.
-
-    Parameters
-    ----------
-    result : EvalResult
-        What `evaluate` returned.
-    directory : str or path
-        Made where missing; files of those names are replaced.
-
-    Returns
-    -------
-    list of Path
-        The three files.
-
-    Raises
-    ------
-    OSError
-        The directory can't be made or written to.
-    BackendUnavailable
-        matplotlib is not installed; the first two files are there.
-    """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    data, table, plot = (folder / f"eval.{ending}" for ending in ("json", "md", "png"))
-    rows = [{key: _json(value) for key, value in asdict(row).items()} for row in result.rows]
-    data.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    text = (
-        "# Quality of compressed KV caches\n\n"
-        f"{protocol_text(result.protocol, result.rows)}\n\n"
-        f"{markdown_table(result.rows)}\n\n{READING}\n"
-    )
-    table.write_text(text, encoding="utf-8")
-    save_plot(result.rows, plot, title=_plot_title(result.protocol))
-    return [data, table, plot]
-
-
-def _json(value: object) -> object:
-    """Return the value, or None for NaN and infinity, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a Markdown table whose first `left` columns are text and the others numbers."""
+    rule = ["---"] * left + ["---:"] * (len(columns) - left)
+    lines = [columns, rule, *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def markdown_table(rows: Sequence[EvalRow]) -> str:
-    """Return the rows as a Markdown table."""
-    cells = [[cell(row) for cell in _COLUMNS.values()] for row in rows]
-    lines = [list(_COLUMNS), ["---", *["---:"] * (len(_COLUMNS) - 1)], *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    """Return the rows of an evaluation as a Markdown table."""
+    return markdown(list(_COLUMNS), [[cell(row) for cell in _COLUMNS.values()] for row in rows])
+
+
+def difference_table(found: Sequence[Difference]) -> str:
+    """Return paired differences as a Markdown table; empty where there are none."""
+    if not found:
+        return ""
+    columns = ["spec", f"KL less that of `{found[0].against}`", "±", "ratio", "NLL less", "±"]
+    rows = [
+        [
+            f"`{x.spec}`",
+            signed(x.kl_difference),
+            kl_text(x.kl_difference_se),
+            f"{x.kl_ratio:.3f}",
+            signed(x.nll_difference),
+            kl_text(x.nll_difference_se),
+        ]
+        for x in found
+    ]
+    return markdown(columns, rows)
+
+
+def summary_table(rows: Sequence[SummaryRow]) -> str:
+    """Return a summary over models and texts as a Markdown table; empty where there is none."""
+    if not rows:
+        return ""
+    return markdown(summary_columns(rows), [[f"`{row.spec}`", *summary_cells(row)] for row in rows])
+
+
+def summary_columns(rows: Sequence[SummaryRow]) -> list[str]:
+    """Return the names of the columns of a summary."""
+    against = f"less `{rows[0].against}`"
+    return ["spec", "KL mean", "±", "KL worst run", "ratio", against, "±", "better", "worse"]
+
+
+def summary_cells(row: SummaryRow) -> list[str]:
+    """Return the figures of a summary's row."""
+    return [
+        kl_text(row.kl_mean),
+        kl_text(row.kl_mean_se),
+        kl_text(row.kl_max),
+        f"{row.kl_ratio:.3f}",
+        signed(row.kl_difference),
+        kl_text(row.kl_difference_se),
+        f"{row.better} of {row.runs}",
+        f"{row.worse} of {row.runs}",
+    ]
 
 
 def protocol_text(protocol: EvalProtocol, rows: Sequence[EvalRow]) -> str:
     """Return how it was measured, in a few sentences."""
     versions = ", ".join(f"{name} {version}" for name, version in protocol.versions.items())
-    native = max((row.layers_native for row in rows), default=0)
     return (
         f"{protocol.model or 'model'} ({protocol.dtype}, {protocol.device}), "
         f"{protocol.tokens} tokens of {protocol.text or 'text'} in chunks of {protocol.chunk}, "
@@ -84,14 +89,44 @@ def protocol_text(protocol: EvalProtocol, rows: Sequence[EvalRow]) -> str:
         "itself exactly (packed only: as stored) and to the past as stored; the exact reference "
         f"is chunked alike and has perplexity {protocol.reference_perplexity:.4f}."
         + (LEARNING if any(row.fitted for row in rows) else "")
-        + (f" {native} layers are no full attention and stay uncompressed." if native else "")
+        + "".join(f" {text}" for text in (coverage_text(rows),) if text)
         + f" {versions}; {protocol.threads} threads."
     )
 
 
-def _plot_title(protocol: EvalProtocol) -> str:
-    where = " on ".join(filter(None, (protocol.model, protocol.text)))
-    return f"{where}: {protocol.tokens} tokens in chunks of {protocol.chunk}".removeprefix(": ")
+def coverage_text(rows: Sequence[EvalRow]) -> str:
+    """Return which part of the exact cache's bytes is compressed; empty where it is not known."""
+    best = max(rows, key=lambda row: row.covered_bytes, default=None)
+    if best is None or not best.covered_bytes:
+        return ""
+    share = 100 * best.covered_bytes / best.exact_bytes
+    text = (
+        f"Coverage: {share:.1f} % of the exact cache's {best.exact_bytes / 1e6:.2f} MB at this "
+        "context are compressed"
+    )
+    if best.layers_native:
+        text += (
+            f"; {best.layers_native} layers are no full attention and stay exact, "
+            f"{best.native_bytes / 1e6:.2f} MB of every cache"
+        )
+    return text + "."
+
+
+def run_name(protocol: EvalProtocol) -> str:
+    """Return the model and the text of a run."""
+    return " on ".join(filter(None, (protocol.model, protocol.text))) or "evaluation"
+
+
+def signed(value: float) -> str:
+    """Return a difference with its sign, as `kl_text`."""
+    return ("+" if value >= 0 else "") + kl_text(value)
+
+
+def whole_share(row: EvalRow) -> str:
+    """Return the bytes of all layers over those of the exact cache, in percent."""
+    if not row.exact_bytes:
+        return "-"
+    return f"{100 * (row.bytes + row.native_bytes) / row.exact_bytes:.1f}"
 
 
 def kl_text(value: float) -> str:
@@ -106,10 +141,12 @@ _COLUMNS: dict[str, Callable[[EvalRow], str]] = {
     "bits/value": lambda row: f"{row.bits_per_value:.3f}",
     "slots": lambda row: f"{row.slot_bits_per_value:.3f}",
     "MB": lambda row: f"{row.bytes / 1e6:.2f}",
+    "of all %": whole_share,
     "perplexity": lambda row: f"{row.perplexity:.4f}",
     "change %": lambda row: f"{row.perplexity_change:+.3f}",
     "± %": lambda row: f"{row.perplexity_change_se:.3f}",
     "KL mean": lambda row: kl_text(row.kl_mean),
+    "KL ±": lambda row: kl_text(row.kl_se),
     "KL median": lambda row: kl_text(row.kl_median),
     "KL p99": lambda row: kl_text(row.kl_p99),
     "KL max": lambda row: kl_text(row.kl_max),

@@ -8,8 +8,7 @@ advance in lockstep, so that the logits of two outputs at most exist at any time
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +20,28 @@ from kvpact.evaluate.base import (
     EvalProtocol,
     EvalResult,
     EvalRow,
-    EvaluationError,
     Progress,
     exact_tokens,
+)
+from kvpact.evaluate.coverage import coverage
+from kvpact.evaluate.feed import (
+    CacheFactory,
+    Steps,
+    check_sizes,
+    chunks,
+    compressed_cache,
+    entries_of,
+    first_tokens,
+    forward,
+    positions,
 )
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.methods.fitted import FittedMethod
 from kvpact.recipe import SpecLike
+from kvpact.spec import Spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-CacheFactory = Callable[[Any, Candidate], Any]
 
 
 def evaluate(
@@ -45,6 +54,7 @@ def evaluate(
     progress: Progress | None = None,
     model_name: str = "",
     text_name: str = "",
+    seed: int = 0,
     make_cache: CacheFactory | None = None,
 ) -> EvalResult:
     """Measure what each cache costs in quality on given tokens.
@@ -66,6 +76,8 @@ def evaluate(
         ``progress(done, total, what)`` after each forward pass.
     model_name, text_name : str
         For the report.
+    seed : int
+        For the report: of what was drawn (tasks); nothing is drawn here.
     make_cache : callable, optional
         ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
 
@@ -83,8 +95,8 @@ def evaluate(
     """
     from transformers import DynamicCache
 
-    entries = _entries(candidates, packed_only)
-    check_sizes(len(token_ids), chunk, _positions(model))
+    entries = entries_of(candidates, packed_only)
+    check_sizes(len(token_ids), chunk, positions(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     specs = [entry.layers(layers) for entry in entries]
     build = make_cache or compressed_cache
@@ -92,15 +104,15 @@ def evaluate(
     reference = DynamicCache(config=model.config)
     scores = [MetricAccumulator() for _ in entries]
     seconds = [0.0] * len(entries)
-    steps = _Steps(progress, -(-len(token_ids) // chunk) * (1 + len(entries)))
+    steps = Steps(progress, -(-len(token_ids) // chunk) * (1 + len(entries)))
 
     with torch.inference_mode():
-        for start, ids, targets in _chunks(token_ids.to(model.device), chunk):
-            exact = _forward(model, ids, reference)
+        for start, ids, targets in chunks(token_ids.to(model.device), chunk):
+            exact = forward(model, ids, reference)
             steps.done("exact reference")
             for i, cache in enumerate(caches):
                 begin = time.perf_counter()
-                logits = _forward(model, ids, cache)
+                logits = forward(model, ids, cache)
                 seconds[i] += time.perf_counter() - begin
                 if start and len(targets):  # the first chunk had no stored past to attend to
                     count = len(targets)
@@ -110,7 +122,7 @@ def evaluate(
             del exact
 
     rows = [
-        _row(entry, spec, cache, score, spent)
+        _row(entry, spec, cache, score, spent, reference)
         for entry, spec, cache, score, spent in zip(
             entries, specs, caches, scores, seconds, strict=True
         )
@@ -128,11 +140,13 @@ def evaluate(
             dtype=str(model.dtype).removeprefix("torch."),
             device=str(model.device),
             threads=torch.get_num_threads(),
+            seed=seed,
             versions={
                 name: installed(name) or "not installed"
                 for name in ("kvpact", "torch", "transformers")
             },
         ),
+        scores=tuple(score.scores() for score in scores),
     )
 
 
@@ -164,82 +178,22 @@ def evaluate_text(
     EvaluationError
         As `evaluate`; sizes are checked before the text is tokenised.
     """
-    check_sizes(tokens, chunk, _positions(model))
-    # Tokens are far shorter than 32 characters on average: a long book is not tokenised whole.
-    ids = tokenizer(text[: 32 * tokens], truncation=True, max_length=tokens)["input_ids"]
-    return evaluate(model, torch.tensor(ids), candidates, chunk=chunk, **options)
-
-
-def check_sizes(tokens: int, chunk: int, limit: int | None = None) -> None:
-    """Raise `EvaluationError` unless something can be scored within `limit` positions."""
-    if chunk < 1:
-        raise EvaluationError(f"chunk {chunk} is not possible; take 1 or more, 256 is usual")
-    if tokens < chunk + 2:
-        raise EvaluationError(
-            f"{tokens} tokens give nothing to score, the first chunk of {chunk} is left out; "
-            f"give a longer text, at least {chunk + 2} tokens, or a smaller chunk"
-        )
-    if limit is not None and tokens > limit:
-        raise EvaluationError(
-            f"{tokens} tokens are more than the model's {limit} positions; take at most {limit}"
-        )
-
-
-def compressed_cache(config: Any, candidate: Candidate) -> Any:
-    """Build the `CompressedCache` of a candidate for a model's config."""
-    from kvpact.integrations.transformers import CompressedCache
-
-    layers = config.get_text_config(decoder=True).num_hidden_layers
-    return CompressedCache(
-        config, candidate.spec_for_cache(layers), exact_new=not candidate.packed_only
-    )
-
-
-class _Steps:
-    """Counts steps and reports them."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def done(self, what: str) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._total, what)
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
-
-
-def _entries(candidates: Sequence[SpecLike | Candidate], packed_only: bool) -> list[Candidate]:
-    entries = [c if isinstance(c, Candidate) else Candidate(c, packed_only) for c in candidates]
-    # Nothing is packed in an exact cache: packed-only would be the same row again.
-    entries = [replace(e, packed_only=False) if e.label == "none" else e for e in entries]
-    if all(entry.label != "none" for entry in entries):
-        entries.insert(0, Candidate("none"))
-    return entries
-
-
-def _chunks(ids: Tensor, chunk: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield position, ids and next tokens of each chunk; the last token has no next one."""
-    for start in range(0, len(ids), chunk):
-        yield start, ids[start : start + chunk], ids[start + 1 : start + chunk + 1]
-
-
-def _forward(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
-    """Return the logits ``[T, V]`` of a chunk after what the cache holds."""
-    output = model(input_ids=ids[None], past_key_values=cache, use_cache=True)
-    logits: Tensor = output.logits[0]
-    return logits
+    check_sizes(tokens, chunk, positions(model))
+    ids = first_tokens(tokenizer, text, tokens)
+    return evaluate(model, ids, candidates, chunk=chunk, **options)
 
 
 def _row(
-    entry: Candidate, specs: list[Any], cache: Any, scores: MetricAccumulator, seconds: float
+    entry: Candidate,
+    specs: list[Spec],
+    cache: Any,
+    scores: MetricAccumulator,
+    seconds: float,
+    reference: Any,
 ) -> EvalRow:
     stats, metrics = cache.stats(), scores.summary()
     measured = ["perplexity", "perplexity_change", "perplexity_change_se", "top1"]
-    measured += ["kl_mean", "kl_median", "kl_p99", "kl_max"]
+    measured += ["kl_mean", "kl_se", "kl_median", "kl_p99", "kl_max"]
     return EvalRow(
         **{name: getattr(metrics, name) for name in measured},
         spec=entry.label,
@@ -252,6 +206,7 @@ def _row(
         packed_only=entry.packed_only,
         layers_compressed=stats["layers"]["compressed"],
         layers_native=stats["layers"]["native"],
+        **coverage(reference, cache, specs),
         fitted=any(isinstance(m, FittedMethod) for s in specs for m in (s.key, s.value)),
     )
 

@@ -1,0 +1,114 @@
+"""Feeding tokens through the exact cache and the candidates' caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpact.evaluate.base import Candidate, EvaluationError, Progress
+from kvpact.recipe import SpecLike
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+CacheFactory = Callable[[Any, Candidate], Any]
+"""Called as ``make_cache(model.config, candidate)``."""
+
+
+def check_sizes(tokens: int, chunk: int, limit: int | None = None) -> None:
+    """Raise `EvaluationError` unless something can be scored within `limit` positions."""
+    if chunk < 1:
+        raise EvaluationError(f"chunk {chunk} is not possible; take 1 or more, 256 is usual")
+    if tokens < chunk + 2:
+        raise EvaluationError(
+            f"{tokens} tokens give nothing to score, the first chunk of {chunk} is left out; "
+            f"give a longer text, at least {chunk + 2} tokens, or a smaller chunk"
+        )
+    if limit is not None and tokens > limit:
+        raise EvaluationError(
+            f"{tokens} tokens are more than the model's {limit} positions; take at most {limit}"
+        )
+
+
+def compressed_cache(config: Any, candidate: Candidate) -> Any:
+    """Build the `CompressedCache` of a candidate for a model's config."""
+    from kvpact.integrations.transformers import CompressedCache
+
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    return CompressedCache(
+        config, candidate.spec_for_cache(layers), exact_new=not candidate.packed_only
+    )
+
+
+class Steps:
+    """Counts steps and reports them.
+
+    Parameters
+    ----------
+    progress : callable or None
+        ``progress(done, total, what)``.
+    total : int
+        Steps in all.
+    """
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def done(self, what: str) -> None:
+        """Report that `what` took a step."""
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total, what)
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """Return the most tokens that a model takes, None where its config does not say."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
+
+
+def entries_of(candidates: Sequence[SpecLike | Candidate], packed_only: bool) -> list[Candidate]:
+    """Return candidates for specs, ``none`` in front where it is not among them."""
+    entries = [c if isinstance(c, Candidate) else Candidate(c, packed_only) for c in candidates]
+    # Nothing is packed in an exact cache: packed-only would be the same row again.
+    entries = [replace(e, packed_only=False) if e.label == "none" else e for e in entries]
+    if all(entry.label != "none" for entry in entries):
+        entries.insert(0, Candidate("none"))
+    return entries
+
+
+def chunks(ids: Tensor, chunk: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield position, ids and next tokens of each chunk; the last token has no next one."""
+    for start in range(0, len(ids), chunk):
+        yield start, ids[start : start + chunk], ids[start + 1 : start + chunk + 1]
+
+
+def forward(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
+    """Return the logits ``[T, V]`` of a chunk after what the cache holds."""
+    output = model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> Tensor:
+    """Return the first `tokens` tokens of a text, int64 ``[N]``; fewer where it has fewer."""
+    # Tokens are far shorter than 32 characters on average: a long book is not tokenised whole.
+    ids = tokenizer(text[: 32 * tokens], truncation=True, max_length=tokens)["input_ids"]
+    return torch.tensor(ids)
+
+
+def feed(model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int) -> Tensor:
+    """Feed tokens in chunks and return the logits after the last one, ``[V]``.
+
+    Parameters
+    ----------
+    ids : Tensor
+        int64 ``[N]``, N at least 1.
+    """
+    for _, part, _ in chunks(ids, chunk):
+        logits = forward(model, part, cache)
+    return logits[-1]

@@ -1,0 +1,138 @@
+"""The files of an evaluation: JSON for programs, Markdown and plots for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from kvpact.evaluate.base import EvalProtocol, EvalResult, row_name
+from kvpact.evaluate.charts import save_summary_plot
+from kvpact.evaluate.compare import baseline_index, differences, summarize
+from kvpact.evaluate.plot import save_plot
+from kvpact.evaluate.report import (
+    READING,
+    difference_table,
+    markdown_table,
+    protocol_text,
+    run_name,
+    summary_table,
+)
+
+PAIRED = (
+    "Paired over tokens; ± is the standard error of the mean difference. better, worse: runs whose "
+    "difference is beyond two standard errors. Each run counts alike; ratio is a geometric mean."
+)
+
+
+def write_report(
+    results: EvalResult | Sequence[EvalResult],
+    directory: str | PathLike[str],
+    *,
+    against: str | None = None,
+) -> list[Path]:
+    """Write ``eval.json``, ``eval.md`` and plots.
+
+    Parameters
+    ----------
+    results : EvalResult or sequence of EvalResult
+        What `evaluate` returned, one for each model and text, of the same candidates.
+    directory : str or path
+        Made where missing; files of those names are replaced.
+    against : str, optional
+        The spec that the others are compared with (see `differences`).
+
+    Returns
+    -------
+    list of Path
+        The files: ``eval.json`` (a list of rows: fields of `EvalRow`, of `EvalProtocol`, and of
+        `Difference` where the row has one), ``eval.md``, ``eval.png``. Of several runs
+        ``eval-MODEL-TEXT.png`` each, ``summary.json`` and ``summary.png``.
+
+    Raises
+    ------
+    OSError
+        The directory can't be made or written to.
+    EvaluationError
+        `against` is no candidate, or the results have unlike candidates; nothing is written.
+    BackendUnavailable
+        matplotlib is not installed; the files that need none are there.
+    """
+    runs = [results] if isinstance(results, EvalResult) else list(results)
+    summary = summarize(runs, against) if len(runs) > 1 else []
+    rows = [row for run in runs for row in _rows(run, against)]
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [write_json(folder / "eval.json", rows)]
+    text = ["# Quality of compressed KV caches"]
+    if len(runs) > 1:
+        written.append(write_json(folder / "summary.json", [asdict(row) for row in summary]))
+        text += [f"## {len(runs)} runs", *filter(None, (summary_table(summary), PAIRED))]
+    for run in runs:
+        text += _sections(run, against, heading=len(runs) > 1)
+    text.append(READING)
+    written.append(folder / "eval.md")
+    written[-1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    for run, name in zip(runs, _plot_names(runs), strict=True):
+        written.append(folder / name)
+        save_plot(run.rows, written[-1], title=_plot_title(run.protocol))
+    if summary:
+        written.append(folder / "summary.png")
+        save_summary_plot(runs, written[-1])
+    return written
+
+
+def write_json(path: Path, data: Any) -> Path:
+    """Write data as JSON; NaN and infinity, which JSON does not have, become null."""
+    path.write_text(json.dumps(_json(data), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def _rows(run: EvalResult, against: str | None) -> list[dict[str, Any]]:
+    """Return the rows of a run, each with how it was measured."""
+    protocol = asdict(run.protocol)
+    baseline_index(run.rows, against)
+    pairs = {x.spec: asdict(x) for x in differences(run, against)} if run.scores else {}
+    return [{**asdict(row), **protocol, **_pair(pairs.get(row_name(row)))} for row in run.rows]
+
+
+def _pair(found: dict[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (found or {}).items() if key != "spec"}
+
+
+def _sections(run: EvalResult, against: str | None, *, heading: bool) -> list[str]:
+    paired = difference_table(differences(run, against)) if run.scores else ""
+    parts = [f"## {run_name(run.protocol)}" if heading else ""]
+    parts += [protocol_text(run.protocol, run.rows), markdown_table(run.rows), paired]
+    return [part for part in parts if part]
+
+
+def _plot_names(runs: Sequence[EvalResult]) -> list[str]:
+    """Return a file name for each run's plot."""
+    if len(runs) == 1:
+        return ["eval.png"]
+    names: list[str] = []
+    for run in runs:
+        words = (Path(run.protocol.model).name, Path(run.protocol.text).stem)
+        name = re.sub(r"[^\w.-]+", "_", "-".join(("eval", *filter(None, words))))
+        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+    return [f"{name}.png" for name in names]
+
+
+def _plot_title(protocol: EvalProtocol) -> str:
+    return f"{run_name(protocol)}: {protocol.tokens} tokens in chunks of {protocol.chunk}"
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _json(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(entry) for entry in value]
+    return value
