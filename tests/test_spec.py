@@ -22,7 +22,13 @@ OWN_OPTIONS = {
         "format": st.sampled_from(["e4m3", "e5m2"]),
         "scale": st.sampled_from(["token", "none"]),
     },
-    "int": {"bits": WIDTHS, "group": st.integers(1, 1024), "zero": st.booleans()},
+    "int": {
+        "bits": WIDTHS,
+        "group": st.integers(1, 1024),
+        "zero": st.booleans(),
+        "rotate": st.booleans(),
+        "seed": st.integers(-5, 5),
+    },
     "turboquant": {
         "bits": WIDTHS,
         "mode": st.sampled_from(["mse", "prod"]),
@@ -75,7 +81,14 @@ def methods(for_value: bool = False) -> st.SearchStrategy:
         cls = METHODS[name]
         left_out = cls.key_only if for_value else ()
         options = {k: v for k, v in (OWN_OPTIONS[name] | COMMON).items() if k not in left_out}
-        return st.fixed_dictionaries({}, optional=options).map(lambda given: cls(**given))
+        return st.fixed_dictionaries({}, optional=options).map(lambda given: made(cls, given))
+
+    def made(cls: type, given: dict) -> object:
+        if not given.get("rotate", True):
+            given = {option: value for option, value in given.items() if option != "seed"}
+        elif "rotate" in option_types(cls) and "seed" in given:
+            given = {**given, "rotate": True}
+        return cls(**given)
 
     return st.sampled_from(sorted(METHODS)).flatmap(of)
 

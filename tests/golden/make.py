@@ -34,6 +34,7 @@ CASES = {
         "int:bits=8/int:bits=4",
         "int:bits=3,zero=true/int:bits=5,zero=true",
         "int:bits=6,group=64/int:bits=8",
+        "int:bits=4,group=80,rotate=true/int:bits=2,zero=true,rotate=true,seed=5",
     ],
     "turboquant": [
         "turboquant:bits=4/turboquant:bits=3",

@@ -18,6 +18,8 @@ FORMATS = (
     *(f"int:bits={bits}" for bits in (2, 3, 4, 5, 6, 7, 8)),
     "int:bits=4,zero=true",
     "int:bits=8,zero=true,group=64",
+    "int:bits=4,group=64,rotate=true",
+    "int:bits=3,zero=true,rotate=true/int:bits=8,rotate=true",
     "kivi:bits=2",
     "kivi:bits=4,group=64",
     "kivi:bits=3,group=128",

@@ -25,6 +25,8 @@ FORMATS = (
     "int:bits=4,group=48",
     "int:bits=6,zero=true",
     "int:bits=8,zero=true,group=64",
+    "int:bits=4,group=64,rotate=true",
+    "int:bits=3,zero=true,rotate=true",
     "fp8",
     "fp8:format=e5m2",
     "fp8:scale=none",

@@ -297,7 +297,14 @@ def test_a_cap_takes_the_best_that_the_processor_has_below_it(monkeypatch, level
     isinstance(_load(), str) or library().level != "avx512", reason="fast needs AVX-512 VNNI"
 )
 @pytest.mark.parametrize(
-    "spec", ("turboquant:bits=4", "turboquant:bits=2", "int:bits=8", "int:bits=4,group=64")
+    "spec",
+    (
+        "turboquant:bits=4",
+        "turboquant:bits=2",
+        "int:bits=8",
+        "int:bits=4,group=64",
+        "int:bits=4,group=256,rotate=true",
+    ),
 )
 @pytest.mark.parametrize("shape", ((1, 64), (3, 80), (4, 128), (8, 36), (6, 256)))
 def test_fast_adds_one_percent(spec, shape):

@@ -3,10 +3,17 @@
 Symmetric: `x = scale * (code - 2**(bits - 1))`, scale fp16 per group, exactly as GGUF's q8_0 and
 q4_0 where bits is 8 or 4 and group is 32. With ``zero=true``: `x = zero + scale * code`, both fp16.
 Bits per value: bits + 16/group, or bits + 32/group.
+
+With ``rotate=true`` the same for `y = R x`, R a Hadamard transform with random signs: `x = R^T y`.
+An outlier channel is then spread over all of them, so a scale per token (a group as wide as the
+vectors) is enough; rotated integers of 4 bits with one scale per token are what engines on GPUs
+have. `turboquant` has the same rotation and, with levels that follow the normal distribution, less
+distortion: at 4 bits .0092 against .0107 where D = 128, .0089 and .0090 where D = 64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -20,15 +27,33 @@ from kvpact.formats.packed import PackedFormat, integer_format
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers import uniform
 from kvpact.quantizers.numbers import HALF_MAX
+from kvpact.transforms import IDENTITY, RandomHadamard, Transform
 
 
 class IntegerCodec(Codec):
-    """Codes in groups of channels; the last group is shorter where the width asks for it."""
+    """Codes in groups of channels; the last group is shorter where the width asks for it.
+
+    Parameters
+    ----------
+    dim, bits, group, zero
+        As in `Integer`.
+    order : {"token", "channel"}
+        Order of the packed codes.
+    transform : Transform
+        What is rounded is `transform.forward` of the tokens.
+    """
 
     def __init__(
-        self, dim: int, bits: int, group: int, zero: bool, order: Literal["token", "channel"]
+        self,
+        dim: int,
+        bits: int,
+        group: int,
+        zero: bool,
+        order: Literal["token", "channel"],
+        transform: Transform = IDENTITY,
     ) -> None:
         self._dim, self._bits, self._group, self._zero = dim, bits, min(group, dim), zero
+        self.transform = transform
         groups = -(-dim // self._group)
         side = ("scale", "zero") if zero else ("scale",)
         self.fields = (
@@ -47,8 +72,8 @@ class IntegerCodec(Codec):
         return x.flatten(-2)[..., : self._dim]
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
-        """Round each group on a grid of its own."""
-        x = self._grouped(x)
+        """Transform, and round each group on a grid of its own."""
+        x = self._grouped(self.transform.forward(x))
         if self._zero:
             scale, zero = uniform.affine_grid(x, self._bits)
             codes = uniform.quantize_affine(x, scale, zero, self._bits)
@@ -61,7 +86,7 @@ class IntegerCodec(Codec):
         return {"codes": self._flat(codes), "scale": scale.squeeze(-1)}
 
     def decode(self, arrays: Arrays) -> Tensor:
-        """Undo `encode`."""
+        """Undo all but the transform."""
         codes, scale = self._grouped(arrays["codes"]), arrays["scale"].unsqueeze(-1)
         if self._zero:
             return self._flat(uniform.dequantize_affine(codes, scale, arrays["zero"].unsqueeze(-1)))
@@ -75,9 +100,12 @@ class IntegerCodec(Codec):
 
     def encoding(self) -> Encoding:
         """Integers per token and group of channels."""
+        # A rotation keeps the length, and may put all of it into one channel.
+        growth = 1.0 if self.transform is IDENTITY else 1.01 * math.sqrt(self._dim)
         if self._zero:
-            return Encoding("affine", self._bits, HALF_MAX, channels=self._group, zero="zero")
-        limit = 0.99 * HALF_MAX * (127 if self._bits == 8 else 1 << (self._bits - 1))
+            limit = HALF_MAX / growth
+            return Encoding("affine", self._bits, limit, channels=self._group, zero="zero")
+        limit = 0.99 * HALF_MAX * (127 if self._bits == 8 else 1 << (self._bits - 1)) / growth
         return Encoding("symmetric", self._bits, limit, channels=self._group)
 
 
@@ -93,6 +121,10 @@ class Integer(Method):
         Channels that share a scale.
     zero : bool
         Store a zero point too, and use the whole range between minimum and maximum.
+    rotate : bool
+        Round what a random rotation makes of the vectors.
+    seed : int
+        Chooses the rotation's signs; 0 without one.
     """
 
     name: ClassVar[str] = "int"
@@ -100,26 +132,36 @@ class Integer(Method):
         "int:bits=4": 0.108,
         "int:bits=8": 0.0067,
         "int:bits=5,window=3": 0.055,
-        "int:bits=4,zero=true": 0.09,
+        "int:bits=4,group=1024,zero=true,rotate=true": 0.13,
     }
     variants: ClassVar[Mapping[str, float]] = {
         "int:bits=2": 0.42,
         "int:bits=3": 0.19,
         "int:bits=7,group=64,sinks=0": 0.02,
+        "int:bits=4,zero=true": 0.09,
+        "int:bits=4,group=1024,rotate=true": 0.135,
+        "int:bits=8,rotate=true,seed=-3": 0.0067,
     }
     bits: int = 8
     group: int = 32
     zero: bool = False
+    rotate: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_choice("bits", range(2, 9))
         self.check("group", self.group >= 1, "at least 1")
+        self.check("seed", self.rotate or not self.seed, "left out, or beside rotate=true")
 
     def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for keys."""
-        return IntegerCodec(dim, self.bits, self.group, self.zero, "token")
+        return self._codec(dim, "token")
 
     def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for values."""
-        return IntegerCodec(dim, self.bits, self.group, self.zero, "channel")
+        return self._codec(dim, "channel")
+
+    def _codec(self, dim: int, order: Literal["token", "channel"]) -> Codec:
+        transform = RandomHadamard(dim, self.seed) if self.rotate else IDENTITY
+        return IntegerCodec(dim, self.bits, self.group, self.zero, order, transform)
