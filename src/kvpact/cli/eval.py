@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,16 @@ from kvpact.cli.console import note, progress
 from kvpact.cli.eval_tables import show, show_files, show_ratios, show_summary
 from kvpact.cli.inputs import InputError, open_model, read_text, require, results_folder
 from kvpact.data import book_path
-from kvpact.evaluate import Candidate, EvalResult, evaluate_text, summarize, write_report
-from kvpact.evaluate.feed import check_sizes
+from kvpact.evaluate import (
+    Candidate,
+    EvalResult,
+    evaluate_text,
+    free_running,
+    summarize,
+    write_report,
+)
+from kvpact.evaluate.feed import check_sizes, first_tokens, positions
+from kvpact.evaluate.free_running import check_steps
 from kvpact.spec import parse_spec
 
 
@@ -38,6 +46,13 @@ def evaluate_command(
         help="Spec that the others are compared with, token by token; the first if omitted.",
         show_default=False,
     ),
+    free_running_steps: int = typer.Option(
+        0,
+        "--free-running",
+        metavar="STEPS",
+        help="Also continue each text by so many single steps along the exact cache's greedy text.",
+        show_default=False,
+    ),
     packed_only: bool = typer.Option(
         False,
         "--packed-only",
@@ -58,7 +73,9 @@ def evaluate_command(
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
     if against is not None and against not in ("none", *(c.label for c in candidates)):
         raise InputError(f"--against {against} is not among the specs; take one of them, or none")
-    plan = Plan(candidates, texts_of(text), tokens, chunk, against, out)
+    if free_running_steps < 0:
+        raise InputError(f"--free-running {free_running_steps} is not possible; take 1 or more")
+    plan = Plan(candidates, texts_of(text), tokens, chunk, against, out, free_running_steps)
     outcome = run(plan, list(dict.fromkeys(model)), dtype, threads)
     if ablation:
         for result in outcome.results:
@@ -118,6 +135,7 @@ class Plan:
     chunk: int
     against: str | None = None
     out: Path | None = None
+    free_running: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,6 +157,8 @@ def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outco
     with results_folder(plan.out):
         for name in models:
             network, tokenizer = open_model(name, dtype, threads)
+            if plan.free_running:
+                check_steps(plan.tokens, plan.free_running, plan.chunk, positions(network))
             for text_name, text in plan.texts:
                 results.append(_run_one(plan, network, tokenizer, name, text_name, text))
                 show(results[-1], plan.against, heading=len(models) * len(plan.texts) > 1)
@@ -166,4 +186,18 @@ def _run_one(
     held = result.protocol.tokens
     if held < plan.tokens:
         note(f"the text has {held} tokens, fewer than the {plan.tokens} asked for")
-    return result
+    if not plan.free_running:
+        return result
+    with progress("free running") as report:
+        free = free_running(
+            network,
+            first_tokens(tokenizer, text, plan.tokens),
+            plan.candidates,
+            steps=plan.free_running,
+            chunk=plan.chunk,
+            tokenizer=tokenizer,
+            progress=report,
+        )
+    if free.steps < plan.free_running:
+        note(f"the exact cache ended its text after {free.steps} of {plan.free_running} steps")
+    return replace(result, free_running=free)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvpact.cli.console import output_console, table
-from kvpact.evaluate import EvalResult, EvalRow, SummaryRow, differences
+from kvpact.evaluate import EvalResult, EvalRow, FreeRunningResult, SummaryRow, differences
 from kvpact.evaluate.base import row_name
 from kvpact.evaluate.files import PAIRED
+from kvpact.evaluate.free_running_report import (
+    COLUMNS,
+    free_running_cells,
+    free_running_text,
+)
 from kvpact.evaluate.report import (
     kl_text,
     protocol_text,
@@ -57,6 +62,18 @@ def show(result: EvalResult, against: str | None = None, *, heading: bool = Fals
             paired.add_row(x.spec, signed(x.kl_difference), kl_text(x.kl_difference_se), ratio)
         console.print(paired)
     console.print(protocol_text(result.protocol, result.rows), style="dim", highlight=False)
+    if result.free_running is not None:
+        show_free_running(result.free_running)
+
+
+def show_free_running(result: FreeRunningResult) -> None:
+    """Print how each cache did along the exact cache's greedy text."""
+    grid = table(COLUMNS)
+    for row in result.rows:
+        grid.add_row(row_name(row), *free_running_cells(row, result.steps))
+    console = output_console()
+    console.print(grid)
+    console.print(free_running_text(result), style="dim", highlight=False)
 
 
 def show_summary(rows: list[SummaryRow]) -> None:

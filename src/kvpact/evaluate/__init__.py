@@ -4,6 +4,7 @@ from kvpact.evaluate.base import Candidate, EvalProtocol, EvalResult, EvalRow, E
 from kvpact.evaluate.compare import Difference, SummaryRow, differences, summarize
 from kvpact.evaluate.feed import compressed_cache
 from kvpact.evaluate.files import write_report
+from kvpact.evaluate.free_running import FreeRunningResult, FreeRunningRow, free_running
 from kvpact.evaluate.metrics import MetricAccumulator, Metrics, TokenScores, score_tokens
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import markdown_table
@@ -16,6 +17,8 @@ __all__ = [
     "EvalResult",
     "EvalRow",
     "EvaluationError",
+    "FreeRunningResult",
+    "FreeRunningRow",
     "MetricAccumulator",
     "Metrics",
     "SummaryRow",
@@ -24,6 +27,7 @@ __all__ = [
     "differences",
     "evaluate",
     "evaluate_text",
+    "free_running",
     "markdown_table",
     "save_plot",
     "score_tokens",

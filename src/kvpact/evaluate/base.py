@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import nan
 from pathlib import PurePath
+from typing import TYPE_CHECKING, Protocol
 
 from kvpact.errors import KVPactError
 from kvpact.evaluate.metrics import TokenScores
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import Spec
+
+if TYPE_CHECKING:
+    from kvpact.evaluate.free_running import FreeRunningResult
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)`` after each step."""
@@ -139,7 +143,19 @@ class EvalRow:
     native_bytes: int = 0
 
 
-def row_name(row: EvalRow, quote: str = "") -> str:
+class NamedRow(Protocol):
+    """A row of any table of specs."""
+
+    @property
+    def spec(self) -> str:
+        """The spec as it was given, or the name of a recipe's file."""
+
+    @property
+    def packed_only(self) -> bool:
+        """Whether new tokens, too, were attended as stored."""
+
+
+def row_name(row: NamedRow, quote: str = "") -> str:
     """Return a row's name: its spec, marked where only packed slots were attended to."""
     return f"{quote}{row.spec}{quote}" + (" (packed only)" if row.packed_only else "")
 
@@ -189,8 +205,11 @@ class EvalResult:
         How they were measured.
     scores : tuple of TokenScores
         Of each row, token by token: what paired differences are made of (see `differences`).
+    free_running : FreeRunningResult, optional
+        Along the exact cache's greedy text after the same tokens (see `free_running`).
     """
 
     rows: list[EvalRow]
     protocol: EvalProtocol
     scores: tuple[TokenScores, ...] = ()
+    free_running: FreeRunningResult | None = None

@@ -14,6 +14,12 @@ from typing import Any
 from kvpact.evaluate.base import EvalProtocol, EvalResult, row_name
 from kvpact.evaluate.charts import save_summary_plot
 from kvpact.evaluate.compare import baseline_index, differences, summarize
+from kvpact.evaluate.free_running_report import (
+    free_running_data,
+    free_running_table,
+    free_running_text,
+    save_free_running_plot,
+)
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import (
     READING,
@@ -52,7 +58,8 @@ def write_report(
     list of Path
         The files: ``eval.json`` (a list of rows: fields of `EvalRow`, of `EvalProtocol`, and of
         `Difference` where the row has one), ``eval.md``, ``eval.png``. Of several runs
-        ``eval-MODEL-TEXT.png`` each, ``summary.json`` and ``summary.png``.
+        ``eval-MODEL-TEXT.png`` each, ``summary.json`` and ``summary.png``. Of runs with a free
+        run ``free_running.json`` and ``free_running.png``.
 
     Raises
     ------
@@ -84,6 +91,11 @@ def write_report(
     if summary:
         written.append(folder / "summary.png")
         save_summary_plot(runs, written[-1])
+    free = [free_running_data(run, run.free_running) for run in runs if run.free_running]
+    if free:
+        written.append(write_json(folder / "free_running.json", free))
+        written.append(folder / "free_running.png")
+        save_free_running_plot(runs, written[-1])
     return written
 
 
@@ -109,6 +121,8 @@ def _sections(run: EvalResult, against: str | None, *, heading: bool) -> list[st
     paired = difference_table(differences(run, against)) if run.scores else ""
     parts = [f"## {run_name(run.protocol)}" if heading else ""]
     parts += [protocol_text(run.protocol, run.rows), markdown_table(run.rows), paired]
+    if run.free_running is not None:
+        parts += [free_running_text(run.free_running), free_running_table(run.free_running)]
     return [part for part in parts if part]
 
 

@@ -1,0 +1,230 @@
+"""Free running: how an error grows over many single steps, and when the text becomes another one.
+
+The exact cache continues a prompt greedily. Every candidate is fed the same tokens one step at a
+time, so its next-token distribution can be compared at each step, also after its own choice would
+have been another token. A compressed cache that wrote its own text would soon be compared on
+another text than the exact one, which says nothing about the size of its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpact.evaluate.base import Candidate, EvaluationError, Progress
+from kvpact.evaluate.feed import (
+    CacheFactory,
+    Steps,
+    compressed_cache,
+    entries_of,
+    feed,
+    positions,
+)
+from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, mean_and_error, score_tokens
+from kvpact.recipe import SpecLike
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NGRAM = 8  # tokens; a text that repeats this many is likely to go in circles
+
+
+@dataclass(frozen=True)
+class FreeRunningRow:
+    """One cache along the exact cache's greedy text.
+
+    Parameters
+    ----------
+    spec : str
+        The spec as it was given, or the name of a recipe's file.
+    packed_only : bool
+        Whether new tokens, too, were attended as stored.
+    kl_mean, kl_se : float
+        Mean over the steps of KL(exact || this) in nats, and its standard error, steps taken as
+        independent.
+    kl_first, kl_last : float
+        Mean over the first and the last quarter of the steps.
+    top1 : float
+        Percent of steps at which both caches put the same token first.
+    first_divergence : int or None
+        First step, counted from 1, at which this cache would have chosen another token; None where
+        it never would.
+    kl : tuple of float
+        KL at each step.
+    """
+
+    spec: str
+    packed_only: bool
+    kl_mean: float
+    kl_se: float
+    kl_first: float
+    kl_last: float
+    top1: float
+    first_divergence: int | None
+    kl: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class FreeRunningResult:
+    """Rows in the order of the candidates, and the text that they were measured along.
+
+    Parameters
+    ----------
+    rows : list of FreeRunningRow
+        One for each candidate.
+    prompt_tokens, steps : int
+        Tokens of the prompt, and tokens that the exact cache chose; fewer than asked for where it
+        ended the text.
+    token_ids : tuple of int
+        The tokens that it chose.
+    distinct : float
+        Percent of the text's sequences of 8 tokens that are different ones. Small models go in
+        circles; there, KL is small and says little.
+    text : str
+        The tokens decoded; empty where there was no tokenizer.
+    """
+
+    rows: list[FreeRunningRow]
+    prompt_tokens: int
+    steps: int
+    token_ids: tuple[int, ...]
+    distinct: float
+    text: str = ""
+
+
+def free_running(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    candidates: Sequence[SpecLike | Candidate],
+    *,
+    steps: int = 256,
+    chunk: int = 256,
+    packed_only: bool = False,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
+    make_cache: CacheFactory | None = None,
+) -> FreeRunningResult:
+    """Compare each cache with the exact one along the exact cache's greedy text.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model of transformers, in evaluation mode.
+    prompt : Tensor
+        int64 ``[N]``, fed in chunks, so that the text begins with a stored past.
+    candidates : sequence of str, Spec, path, mapping or Candidate
+        ``none`` is put in front where it is not among them.
+    steps : int
+        Tokens of the text. It ends sooner where the exact cache chooses a token that ends it.
+    chunk : int
+        Tokens of the prompt fed at a time.
+    packed_only : bool
+        See `evaluate`.
+    tokenizer : optional
+        Decodes the text for the result.
+    progress : callable, optional
+        ``progress(done, total, what)`` after each prompt and each step of a cache.
+    make_cache : callable, optional
+        ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
+
+    Returns
+    -------
+    FreeRunningResult
+        A row a candidate, in their order.
+
+    Raises
+    ------
+    EvaluationError
+        No step, an empty prompt, a chunk below 1, or more tokens than the model has positions.
+    SpecError
+        A candidate is no spec or recipe.
+    """
+    from transformers import DynamicCache
+
+    check_steps(len(prompt), steps, chunk, positions(model))
+    entries = entries_of(candidates, packed_only)
+    build = make_cache or compressed_cache
+    caches = [DynamicCache(config=model.config)]
+    caches += [build(model.config, entry) for entry in entries]
+    names = ["exact reference", *(entry.label for entry in entries)]
+    scores = [MetricAccumulator() for _ in entries]
+    count = Steps(progress, len(caches) * steps)
+    ends = _ends(model)
+    tokens: list[int] = []
+    with torch.inference_mode():
+        ids, size = prompt.to(model.device), chunk
+        while True:
+            exact, *others = (
+                _fed(model, ids, cache, size, count, name)
+                for cache, name in zip(caches, names, strict=True)
+            )
+            chosen = exact.argmax()
+            for score, logits in zip(scores, others, strict=True):
+                score.add(score_tokens(exact[None], logits[None], chosen[None]))
+            tokens.append(int(chosen))
+            if len(tokens) == steps or tokens[-1] in ends:
+                break
+            ids, size = chosen[None], 1
+    rows = [_row(entry, score.scores()) for entry, score in zip(entries, scores, strict=True)]
+    text = tokenizer.decode(tokens) if tokenizer is not None else ""
+    return FreeRunningResult(
+        rows, len(prompt), len(tokens), tuple(tokens), distinct_percent(tokens), text
+    )
+
+
+def _fed(
+    model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int, count: Steps, name: str
+) -> Tensor:
+    logits = feed(model, ids, cache, chunk)
+    count.done(name)
+    return logits
+
+
+def check_steps(prompt: int, steps: int, chunk: int, limit: int | None = None) -> None:
+    """Raise `EvaluationError` unless a prompt and `steps` tokens after it fit `limit` positions."""
+    if chunk < 1 or steps < 1 or prompt < 1:
+        raise EvaluationError(
+            f"{steps} steps after {prompt} tokens in chunks of {chunk} are not possible; "
+            "each has to be 1 or more"
+        )
+    if limit is not None and prompt + steps > limit:
+        raise EvaluationError(
+            f"{prompt} tokens and {steps} free-running steps are more than the model's {limit} "
+            f"positions; take at most {max(limit - steps, 0)} tokens, or fewer steps"
+        )
+
+
+def distinct_percent(tokens: Sequence[int]) -> float:
+    """Return the percent of sequences of `NGRAM` tokens that are different ones."""
+    grams = [tuple(tokens[i : i + NGRAM]) for i in range(max(len(tokens) - NGRAM + 1, 1))]
+    return 100 * len(set(grams)) / len(grams)
+
+
+def _ends(model: PreTrainedModel) -> set[int]:
+    """Return the tokens that end a text."""
+    config = getattr(model, "generation_config", None) or model.config
+    ends = getattr(config, "eos_token_id", None)
+    if ends is None:
+        return set()
+    return {ends} if isinstance(ends, int) else set(ends)
+
+
+def _row(entry: Candidate, scores: TokenScores) -> FreeRunningRow:
+    mean, error = mean_and_error(scores.kl)
+    quarter = max(len(scores.kl) // 4, 1)
+    differs = (~scores.agree).nonzero().flatten()
+    return FreeRunningRow(
+        spec=entry.label,
+        packed_only=entry.packed_only,
+        kl_mean=mean,
+        kl_se=error,
+        kl_first=scores.kl[:quarter].mean().item(),
+        kl_last=scores.kl[-quarter:].mean().item(),
+        top1=100 * scores.agree.double().mean().item(),
+        first_divergence=int(differs[0]) + 1 if len(differs) else None,
+        kl=tuple(scores.kl.tolist()),
+    )

@@ -1,0 +1,84 @@
+"""`kvpact eval` on a tiny saved model: tables and files."""
+
+import json
+
+from commands import good, invoke
+from PIL import Image
+
+from kvpact.data import book_path
+
+
+def test_eval_prints_a_table_and_writes_three_files(model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(book_path().read_text("utf-8")[:500], encoding="utf-8")
+    out = good(
+        "eval", "fp8", "int:bits=4", "--text", text, "--tokens", 300, "--chunk", 128,
+        "--model", model_folder, "--out", tmp_path / "out", "--threads", 1,
+    )  # fmt: skip
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text("utf-8"))
+    assert [row["spec"] for row in rows] == ["none", "fp8", "int:bits=4"]
+    assert rows[0]["kl_mean"] <= 1e-9 < rows[1]["kl_mean"] < rows[2]["kl_mean"]
+    for words in ("int:bits=4", "perplex", "300 tokens of text.txt", "171 scored", "eval.png"):
+        assert words in out
+    assert "first chunk left out" in (tmp_path / "out" / "eval.md").read_text("utf-8")
+    with Image.open(tmp_path / "out" / "eval.png") as image:
+        assert image.size == (1500, 960)
+
+
+def test_eval_says_when_the_text_is_shorter_than_asked_for(model_folder, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("a short text " * 10, encoding="utf-8")
+    result = invoke(
+        "eval", "none", "--text", text, "--tokens", 400, "--chunk", 64, "--model", model_folder
+    )
+    assert result.exit_code == 0
+    assert "the text has 130 tokens, fewer than the 400 asked for" in result.stderr
+
+
+def test_ablation_prints_ratios(model_folder):
+    out = good(
+        "eval", "int:bits=3", "--ablation", "--tokens", 200, "--chunk", 64, "--model", model_folder
+    )
+    assert "int:bits=3,sinks=0,window=0" in out
+    assert "int:bits=3 (packed only)" in out
+    assert out.count("x ") >= 2
+
+
+def test_packed_only_marks_its_rows(model_folder):
+    out = good(
+        "eval", "int:bits=3", "--packed-only", "--tokens", 200, "--chunk", 64,
+        "--model", model_folder,
+    )  # fmt: skip
+    assert "int:bits=3 (packed only)" in out and "none (packed only)" not in out
+
+
+def test_eval_of_two_texts_compares_and_summarises(model_folder, tmp_path):
+    book = book_path().read_text("utf-8")
+    for name, start in (("first.txt", 0), ("second.txt", 5000)):
+        (tmp_path / name).write_text(book[start : start + 400], encoding="utf-8")
+    out = good(
+        "eval", "int:bits=4", "int:bits=3", "--text", tmp_path / "first.txt",
+        "--text", tmp_path / "second.txt", "--tokens", 200, "--chunk", 64,
+        "--model", model_folder, "--against", "int:bits=3", "--out", tmp_path / "out",
+    )  # fmt: skip
+    for words in ("on first.txt", "on second.txt", "paired, against int:bits=3", "all 2 runs"):
+        assert words in out
+    rows = json.loads((tmp_path / "out" / "eval.json").read_text("utf-8"))
+    assert [row["text"] for row in rows] == ["first.txt"] * 3 + ["second.txt"] * 3
+    assert rows[1]["kl_difference"] < 0 and rows[1]["against"] == "int:bits=3"
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text("utf-8"))
+    assert [(row["spec"], row["better"], row["worse"]) for row in summary] == [
+        ("int:bits=4", 2, 0),
+        ("int:bits=3", 0, 0),
+    ]
+
+
+def test_eval_free_running(model_folder, tmp_path):
+    out = good(
+        "eval", "int:bits=2", "--tokens", 100, "--chunk", 40, "--free-running", 12,
+        "--model", model_folder, "--out", tmp_path,
+    )  # fmt: skip
+    for words in ("first divergence", "none in 12", "continues 100 tokens", "free_running.png"):
+        assert words in out
+    (data,) = json.loads((tmp_path / "free_running.json").read_text("utf-8"))
+    assert len(data["rows"][1]["kl"]) == 12 and len(data["text"]) == 12
