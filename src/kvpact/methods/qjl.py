@@ -6,7 +6,7 @@ blocks, as in section 4.2 of the paper (its Gaussian S has 2.8 times the varianc
     x ~ sqrt(pi / (2 D)) |x| S^T sign(S x) / sketch
 
 so that the inner product with any exact q is right on average. In softmax attention that is not
-what counts: at equal bits a Lloyd-Max codebook (`turboquant`) has far less distortion.
+what counts: at equal bits a codebook (`turboquant`) has far less distortion.
 
 A block is a Hadamard transform with random signs, behind another one: after a single one a key that
 lies in one channel would have coordinates of equal size, and an estimate 25 % too long. fp16 holds
