@@ -75,10 +75,27 @@ def test_eval_of_two_texts_compares_and_summarises(model_folder, tmp_path):
 
 def test_eval_free_running(model_folder, tmp_path):
     out = good(
-        "eval", "int:bits=2", "--tokens", 100, "--chunk", 40, "--free-running", 12,
+        "eval", "none", "int:bits=2", "--tokens", 100, "--chunk", 40, "--free-running", 12,
         "--model", model_folder, "--out", tmp_path,
     )  # fmt: skip
     for words in ("first divergence", "none in 12", "continues 100 tokens", "free_running.png"):
         assert words in out
     (data,) = json.loads((tmp_path / "free_running.json").read_text("utf-8"))
     assert len(data["rows"][1]["kl"]) == 12 and len(data["text"]) == 12
+
+
+def test_eval_tasks(model_folder, tmp_path):
+    out = good(
+        "eval", "int:bits=2", "--tokens", 900, "--chunk", 256, "--tasks", "--task-samples", 1,
+        "--seed", 4, "--model", model_folder, "--out", tmp_path,
+    )  # fmt: skip
+    for words in (
+        "exact: log-probability",
+        "key-value",
+        "20 questions",
+        "with seed 4",
+        "tasks.png",
+    ):
+        assert words in out
+    (data,) = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
+    assert data["seed"] == 4 and len(data["scores"]) == 20

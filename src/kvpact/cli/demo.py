@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvpact.cli import options
 from kvpact.cli.console import output_console, progress, size_text
-from kvpact.cli.eval import Plan, run
+from kvpact.cli.eval_run import Plan, run
 from kvpact.cli.eval_tables import show_files
 from kvpact.cli.inputs import continued
 from kvpact.data import book_path

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import note, progress
-from kvpact.cli.eval_tables import show, show_files, show_ratios, show_summary
-from kvpact.cli.inputs import InputError, open_model, read_text, require, results_folder
+from kvpact.cli.eval_run import Plan, run
+from kvpact.cli.eval_tables import show_files, show_ratios
+from kvpact.cli.inputs import InputError, read_text
 from kvpact.data import book_path
-from kvpact.evaluate import (
-    Candidate,
-    EvalResult,
-    evaluate_text,
-    free_running,
-    summarize,
-    write_report,
-)
-from kvpact.evaluate.feed import check_sizes, first_tokens, positions
-from kvpact.evaluate.free_running import check_steps
+from kvpact.evaluate import Candidate
 from kvpact.spec import parse_spec
 
 
@@ -53,6 +42,11 @@ def evaluate_command(
         help="Also continue each text by so many single steps along the exact cache's greedy text.",
         show_default=False,
     ),
+    tasks: bool = typer.Option(
+        False, "--tasks", help="Also score retrieval tasks made out of each text."
+    ),
+    task_samples: int = typer.Option(2, min=1, help="Contexts of each task."),
+    seed: int = typer.Option(0, help="Seed of the tasks."),
     packed_only: bool = typer.Option(
         False,
         "--packed-only",
@@ -75,7 +69,17 @@ def evaluate_command(
         raise InputError(f"--against {against} is not among the specs; take one of them, or none")
     if free_running_steps < 0:
         raise InputError(f"--free-running {free_running_steps} is not possible; take 1 or more")
-    plan = Plan(candidates, texts_of(text), tokens, chunk, against, out, free_running_steps)
+    plan = Plan(
+        candidates,
+        texts_of(text),
+        tokens,
+        chunk,
+        against,
+        out,
+        free_running_steps,
+        task_samples if tasks else 0,
+        seed,
+    )
     outcome = run(plan, list(dict.fromkeys(model)), dtype, threads)
     if ablation:
         for result in outcome.results:
@@ -123,81 +127,3 @@ def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> lis
                 continue
         candidates.append(candidate)
     return candidates
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to."""
-
-    candidates: list[Candidate]
-    texts: list[tuple[str, str]]
-    tokens: int
-    chunk: int
-    against: str | None = None
-    out: Path | None = None
-    free_running: int = 0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Results of all runs, the files written, and the last model with its tokenizer."""
-
-    results: list[EvalResult]
-    files: list[Path]
-    model: Any
-    tokenizer: Any
-
-
-def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outcome:
-    """Let every model read every text, print the tables, and write the files of a plan."""
-    check_sizes(plan.tokens, plan.chunk)
-    if plan.out is not None:
-        require("matplotlib", extra="eval")
-    results = []
-    with results_folder(plan.out):
-        for name in models:
-            network, tokenizer = open_model(name, dtype, threads)
-            if plan.free_running:
-                check_steps(plan.tokens, plan.free_running, plan.chunk, positions(network))
-            for text_name, text in plan.texts:
-                results.append(_run_one(plan, network, tokenizer, name, text_name, text))
-                show(results[-1], plan.against, heading=len(models) * len(plan.texts) > 1)
-        if len(results) > 1:
-            show_summary(summarize(results, plan.against))
-        files = [] if plan.out is None else write_report(results, plan.out, against=plan.against)
-    return Outcome(results, files, network, tokenizer)
-
-
-def _run_one(
-    plan: Plan, network: Any, tokenizer: Any, model: str, text_name: str, text: str
-) -> EvalResult:
-    with progress("evaluating") as report:
-        result = evaluate_text(
-            network,
-            tokenizer,
-            text,
-            plan.candidates,
-            tokens=plan.tokens,
-            chunk=plan.chunk,
-            progress=report,
-            model_name=model,
-            text_name=text_name,
-        )
-    held = result.protocol.tokens
-    if held < plan.tokens:
-        note(f"the text has {held} tokens, fewer than the {plan.tokens} asked for")
-    if not plan.free_running:
-        return result
-    with progress("free running") as report:
-        free = free_running(
-            network,
-            first_tokens(tokenizer, text, plan.tokens),
-            plan.candidates,
-            steps=plan.free_running,
-            chunk=plan.chunk,
-            tokenizer=tokenizer,
-            progress=report,
-        )
-    if free.steps < plan.free_running:
-        note(f"the exact cache ended its text after {free.steps} of {plan.free_running} steps")
-    return replace(result, free_running=free)

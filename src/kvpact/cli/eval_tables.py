@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvpact.cli.console import output_console, table
-from kvpact.evaluate import EvalResult, EvalRow, FreeRunningResult, SummaryRow, differences
+from kvpact.evaluate import (
+    EvalResult,
+    EvalRow,
+    FreeRunningResult,
+    SummaryRow,
+    TaskResult,
+    differences,
+)
 from kvpact.evaluate.base import row_name
 from kvpact.evaluate.files import PAIRED
 from kvpact.evaluate.free_running_report import (
@@ -22,6 +29,7 @@ from kvpact.evaluate.report import (
     summary_columns,
     whole_share,
 )
+from kvpact.evaluate.task_report import task_columns, task_lines, task_text
 
 
 def show_files(files: list[Path]) -> None:
@@ -64,6 +72,18 @@ def show(result: EvalResult, against: str | None = None, *, heading: bool = Fals
     console.print(protocol_text(result.protocol, result.rows), style="dim", highlight=False)
     if result.free_running is not None:
         show_free_running(result.free_running)
+    if result.tasks is not None:
+        show_tasks(result.tasks)
+
+
+def show_tasks(result: TaskResult) -> None:
+    """Print what each cache takes off the answers' log-probability."""
+    grid = table(task_columns(result))
+    for line in task_lines(result):
+        grid.add_row(*line)
+    console = output_console()
+    console.print(grid)
+    console.print(task_text(result), style="dim", highlight=False)
 
 
 def show_free_running(result: FreeRunningResult) -> None:

@@ -9,6 +9,8 @@ from kvpact.evaluate.metrics import MetricAccumulator, Metrics, TokenScores, sco
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import markdown_table
 from kvpact.evaluate.runner import evaluate, evaluate_text
+from kvpact.evaluate.task_scores import TaskResult, TaskRow, TaskScore, score_tasks
+from kvpact.evaluate.tasks import Question, TaskCase, make_cases
 
 __all__ = [
     "Candidate",
@@ -21,15 +23,22 @@ __all__ = [
     "FreeRunningRow",
     "MetricAccumulator",
     "Metrics",
+    "Question",
     "SummaryRow",
+    "TaskCase",
+    "TaskResult",
+    "TaskRow",
+    "TaskScore",
     "TokenScores",
     "compressed_cache",
     "differences",
     "evaluate",
     "evaluate_text",
     "free_running",
+    "make_cases",
     "markdown_table",
     "save_plot",
+    "score_tasks",
     "score_tokens",
     "summarize",
     "write_report",

@@ -15,6 +15,7 @@ from kvpact.spec import Spec
 
 if TYPE_CHECKING:
     from kvpact.evaluate.free_running import FreeRunningResult
+    from kvpact.evaluate.task_scores import TaskResult
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)`` after each step."""
@@ -207,9 +208,12 @@ class EvalResult:
         Of each row, token by token: what paired differences are made of (see `differences`).
     free_running : FreeRunningResult, optional
         Along the exact cache's greedy text after the same tokens (see `free_running`).
+    tasks : TaskResult, optional
+        Of tasks made out of the text (see `score_tasks`).
     """
 
     rows: list[EvalRow]
     protocol: EvalProtocol
     scores: tuple[TokenScores, ...] = ()
     free_running: FreeRunningResult | None = None
+    tasks: TaskResult | None = None

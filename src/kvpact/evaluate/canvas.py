@@ -7,6 +7,7 @@ from typing import Any
 from kvpact.errors import BackendUnavailable
 
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
+MARKERS = "osD^vP*X"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9", "#5d3a9b", "#7f7f7f")
 
 

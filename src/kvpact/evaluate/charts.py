@@ -7,11 +7,9 @@ from os import PathLike
 from typing import Any
 
 from kvpact.evaluate.base import EvalResult, row_name
-from kvpact.evaluate.canvas import COLOURS, INK, new_figure, plain_axes
+from kvpact.evaluate.canvas import COLOURS, INK, MARKERS, new_figure, plain_axes
 from kvpact.evaluate.plot import FLOOR
 from kvpact.evaluate.report import run_name
-
-MARKERS = "osD^vP*X"
 
 
 def save_summary_plot(runs: Sequence[EvalResult], path: str | PathLike[str]) -> None:

@@ -72,13 +72,18 @@ def positions(model: PreTrainedModel) -> int | None:
 
 
 def entries_of(candidates: Sequence[SpecLike | Candidate], packed_only: bool) -> list[Candidate]:
-    """Return candidates for specs, ``none`` in front where it is not among them."""
+    """Return candidates for specs.
+
+    Raises
+    ------
+    EvaluationError
+        There are none.
+    """
+    if not candidates:
+        raise EvaluationError("there is no cache to evaluate; give a spec")
     entries = [c if isinstance(c, Candidate) else Candidate(c, packed_only) for c in candidates]
     # Nothing is packed in an exact cache: packed-only would be the same row again.
-    entries = [replace(e, packed_only=False) if e.label == "none" else e for e in entries]
-    if all(entry.label != "none" for entry in entries):
-        entries.insert(0, Candidate("none"))
-    return entries
+    return [replace(e, packed_only=False) if e.label == "none" else e for e in entries]
 
 
 def chunks(ids: Tensor, chunk: int) -> Iterator[tuple[int, Tensor, Tensor]]:

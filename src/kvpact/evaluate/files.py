@@ -29,6 +29,13 @@ from kvpact.evaluate.report import (
     run_name,
     summary_table,
 )
+from kvpact.evaluate.task_report import (
+    depth_table,
+    save_task_plot,
+    task_data,
+    task_table,
+    task_text,
+)
 
 PAIRED = (
     "Paired over tokens; ± is the standard error of the mean difference. better, worse: runs whose "
@@ -59,7 +66,8 @@ def write_report(
         The files: ``eval.json`` (a list of rows: fields of `EvalRow`, of `EvalProtocol`, and of
         `Difference` where the row has one), ``eval.md``, ``eval.png``. Of several runs
         ``eval-MODEL-TEXT.png`` each, ``summary.json`` and ``summary.png``. Of runs with a free
-        run ``free_running.json`` and ``free_running.png``.
+        run ``free_running.json`` and ``free_running.png``, with tasks ``tasks.json`` and
+        ``tasks.png``.
 
     Raises
     ------
@@ -96,6 +104,11 @@ def write_report(
         written.append(write_json(folder / "free_running.json", free))
         written.append(folder / "free_running.png")
         save_free_running_plot(runs, written[-1])
+    tasks = [task_data(run, run.tasks) for run in runs if run.tasks]
+    if tasks:
+        written.append(write_json(folder / "tasks.json", tasks))
+        written.append(folder / "tasks.png")
+        save_task_plot(runs, written[-1])
     return written
 
 
@@ -123,6 +136,8 @@ def _sections(run: EvalResult, against: str | None, *, heading: bool) -> list[st
     parts += [protocol_text(run.protocol, run.rows), markdown_table(run.rows), paired]
     if run.free_running is not None:
         parts += [free_running_text(run.free_running), free_running_table(run.free_running)]
+    if run.tasks is not None:
+        parts += [task_text(run.tasks), task_table(run.tasks), depth_table(run.tasks)]
     return [part for part in parts if part]
 
 

@@ -117,7 +117,7 @@ def free_running(
     prompt : Tensor
         int64 ``[N]``, fed in chunks, so that the text begins with a stored past.
     candidates : sequence of str, Spec, path, mapping or Candidate
-        ``none`` is put in front where it is not among them.
+        At least one.
     steps : int
         Tokens of the text. It ends sooner where the exact cache chooses a token that ends it.
     chunk : int

@@ -96,6 +96,8 @@ def evaluate(
     from transformers import DynamicCache
 
     entries = entries_of(candidates, packed_only)
+    if all(entry.label != "none" for entry in entries):
+        entries.insert(0, Candidate("none"))
     check_sizes(len(token_ids), chunk, positions(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     specs = [entry.layers(layers) for entry in entries]

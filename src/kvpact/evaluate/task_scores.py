@@ -1,0 +1,266 @@
+"""Scoring tasks: the log-probability of each answer, exact cache against compressed cache.
+
+A model that is too weak to answer still puts a probability on the answer, and a cache that lost
+what was asked for moves it. So the difference is measured even where nothing is answered right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpact.evaluate.base import Candidate, EvaluationError, Progress
+from kvpact.evaluate.feed import (
+    CacheFactory,
+    Steps,
+    compressed_cache,
+    entries_of,
+    feed,
+    forward,
+    positions,
+)
+from kvpact.evaluate.metrics import mean_and_error
+from kvpact.evaluate.tasks import Question, TaskCase
+from kvpact.recipe import SpecLike
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """One question under one cache.
+
+    Parameters
+    ----------
+    spec : str
+        The spec as it was given, or the name of a recipe's file.
+    packed_only : bool
+        Whether new tokens, too, were attended as stored.
+    task : str
+        The task's name.
+    sample : int
+        Which of its contexts.
+    depth : float
+        Where the answer was to be found, from 0 to 1.
+    logprob, exact_logprob : float
+        Log-probability of the whole answer in nats, teacher-forced, under this cache and under
+        the exact one.
+    correct, exact_correct : bool
+        Whether every token of the answer was the likeliest one.
+    """
+
+    spec: str
+    packed_only: bool
+    task: str
+    sample: int
+    depth: float
+    logprob: float
+    exact_logprob: float
+    correct: bool
+    exact_correct: bool
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """The questions of a task, at one depth or at all, under one cache.
+
+    Parameters
+    ----------
+    spec : str
+        The spec as it was given, or the name of a recipe's file.
+    packed_only : bool
+        Whether new tokens, too, were attended as stored.
+    task : str or None
+        None for all tasks.
+    depth : float or None
+        None for all depths.
+    questions : int
+        How many.
+    logprob, exact_logprob : float
+        Mean log-probability of the answers in nats.
+    difference, difference_se : float
+        Mean of this cache's log-probability less the exact one's, below zero where the cache lost
+        something, and its standard error: questions are the pairs. NaN for fewer than two.
+    correct, exact_correct : float
+        Percent of questions answered right.
+    """
+
+    spec: str
+    packed_only: bool
+    task: str | None
+    depth: float | None
+    questions: int
+    logprob: float
+    exact_logprob: float
+    difference: float
+    difference_se: float
+    correct: float
+    exact_correct: float
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """Scores of all questions, how many tokens the longest context has, and the seed."""
+
+    scores: list[TaskScore]
+    context_tokens: int
+    seed: int
+
+    def rows(self) -> list[TaskRow]:
+        """Return means: for each cache each task at each depth, each task, and all tasks."""
+        tasks = list(dict.fromkeys(score.task for score in self.scores))
+        depths = list(dict.fromkeys(score.depth for score in self.scores))
+        caches = dict.fromkeys((score.spec, score.packed_only) for score in self.scores)
+        wanted: list[tuple[str | None, float | None]] = [
+            (task, depth) for task in tasks for depth in (*depths, None)
+        ]
+        rows = []
+        for cache in caches:
+            own = [score for score in self.scores if (score.spec, score.packed_only) == cache]
+            for task, depth in (*wanted, (None, None)):
+                found = [s for s in own if task in (None, s.task) and depth in (None, s.depth)]
+                rows.append(_row(found, task, depth))
+        return rows
+
+
+def score_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cases: Sequence[TaskCase],
+    candidates: Sequence[SpecLike | Candidate],
+    *,
+    seed: int = 0,
+    chunk: int = 256,
+    packed_only: bool = False,
+    progress: Progress | None = None,
+    make_cache: CacheFactory | None = None,
+) -> TaskResult:
+    """Score the answers of tasks under each cache and under the exact one.
+
+    A context is fed in chunks; then each question, with its answer, is fed to a copy of the cache.
+
+    Parameters
+    ----------
+    model, tokenizer
+        As `kvpact.integrations.models.load_model` gives them.
+    cases : sequence of TaskCase
+        What `make_cases` returned.
+    candidates : sequence of str, Spec, path, mapping or Candidate
+        At least one.
+    seed : int
+        The seed of the cases, for the report.
+    chunk : int
+        Tokens of a context fed at a time.
+    packed_only : bool
+        See `evaluate`.
+    progress : callable, optional
+        ``progress(done, total, what)`` after each context of a cache.
+    make_cache : callable, optional
+        ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
+
+    Returns
+    -------
+    TaskResult
+        A score for each question and candidate.
+
+    Raises
+    ------
+    EvaluationError
+        No case, a chunk below 1, or a context with a question longer than the model's positions.
+    SpecError
+        A candidate is no spec or recipe.
+    """
+    from transformers import DynamicCache
+
+    entries = entries_of(candidates, packed_only)
+    build = make_cache or compressed_cache
+    prepared = [_prepare(tokenizer, case) for case in cases]
+    _check(prepared, chunk, positions(model))
+    steps = Steps(progress, len(cases) * (1 + len(entries)))
+    scores: list[TaskScore] = []
+    with torch.inference_mode():
+        for case, (context, asked) in zip(cases, prepared, strict=True):
+            cache = DynamicCache(config=model.config)
+            exact = _answers(model, cache, context, asked, chunk)
+            steps.done(f"{case.task}: exact reference")
+            for entry in entries:
+                found = _answers(model, build(model.config, entry), context, asked, chunk)
+                steps.done(f"{case.task}: {entry.label}")
+                scores += [
+                    TaskScore(
+                        entry.label, entry.packed_only, case.task, case.sample, question.depth,
+                        mine[0], reference[0], mine[1], reference[1],
+                    )
+                    for question, mine, reference in zip(case.questions, found, exact, strict=True)
+                ]  # fmt: skip
+    return TaskResult(scores, max(len(context) for context, _ in prepared), seed)
+
+
+Asked = list[tuple[Tensor, int]]  # ids of a question with its answer, and tokens of the answer
+
+
+def _prepare(tokenizer: PreTrainedTokenizerBase, case: TaskCase) -> tuple[Tensor, Asked]:
+    context = torch.tensor(tokenizer(case.context)["input_ids"])
+    return context, [_ids(tokenizer, question) for question in case.questions]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[Tensor, int]:
+    prompt, answer = (
+        list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        for text in (question.prompt, question.answer)
+    )
+    return torch.tensor(prompt + answer), len(answer)
+
+
+def _check(prepared: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) -> None:
+    if not prepared:
+        raise EvaluationError("there is no task to score; give cases of make_cases")
+    if chunk < 1:
+        raise EvaluationError(f"chunk {chunk} is not possible; take 1 or more, 256 is usual")
+    longest = max(len(context) + len(ids) for context, asked in prepared for ids, _ in asked)
+    if limit is not None and longest > limit:
+        raise EvaluationError(
+            f"a context with its question has {longest} tokens, the model {limit} positions; "
+            "take fewer tokens"
+        )
+
+
+def _answers(
+    model: PreTrainedModel, cache: Any, context: Tensor, asked: Asked, chunk: int
+) -> list[tuple[float, bool]]:
+    """Return for each question the log-probability of its answer, and whether it is the choice."""
+    feed(model, context.to(model.device), cache, chunk)
+    return [_answer(model, deepcopy(cache), ids.to(model.device), length) for ids, length in asked]
+
+
+def _answer(model: PreTrainedModel, cache: Any, ids: Tensor, length: int) -> tuple[float, bool]:
+    log_p = forward(model, ids, cache)[-length - 1 : -1].double().log_softmax(-1)
+    answer = ids[-length:]
+    chosen = log_p.gather(-1, answer[:, None]).sum().item()
+    return chosen, bool((log_p.argmax(-1) == answer).all())
+
+
+def _row(scores: list[TaskScore], task: str | None, depth: float | None) -> TaskRow:
+    count = len(scores)
+    mine = torch.tensor([score.logprob for score in scores], dtype=torch.float64)
+    exact = torch.tensor([score.exact_logprob for score in scores], dtype=torch.float64)
+    difference, error = mean_and_error(mine - exact)
+    return TaskRow(
+        spec=scores[0].spec,
+        packed_only=scores[0].packed_only,
+        task=task,
+        depth=depth,
+        questions=count,
+        logprob=mine.mean().item(),
+        exact_logprob=exact.mean().item(),
+        difference=difference,
+        difference_se=error,
+        correct=100 * sum(score.correct for score in scores) / count,
+        exact_correct=100 * sum(score.exact_correct for score in scores) / count,
+    )
