@@ -65,3 +65,12 @@ def test_a_failed_command_leaves_no_folder(tmp_path):
     out.mkdir(parents=True)
     refused("eval", "int:bits=4", "--model", tmp_path / "no-model", "--out", out)
     assert out.is_dir(), "a folder that was there stays"
+
+
+def test_every_model_and_text_is_looked_for_before_one_is_run(model_folder, tmp_path):
+    models = ("--model", model_folder, "--model", tmp_path / "no-model")
+    result = CliRunner().invoke(app, [str(arg) for arg in ("eval", "int:bits=4", *models)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: no model folder") and "no-model" in result.stderr
+    texts = ("--text", __file__, "--text", tmp_path / "no-text")
+    assert "no-text" in refused("eval", "int:bits=4", "--model", model_folder, *texts)

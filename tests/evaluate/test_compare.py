@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+)
 
 from kvpact.evaluate import (
     EvalProtocol,
@@ -178,3 +183,30 @@ def _protocol(rows):
     from kvpact.evaluate.report import protocol_text
 
     return protocol_text(result_of({}).protocol, rows)
+
+
+def test_states_of_linear_attention_are_counted_beside_keys_and_values():
+    torch.manual_seed(0)
+    config = FalconH1Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        mamba_d_ssm=32,
+        mamba_n_heads=2,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        max_position_embeddings=256,
+    )
+    model = FalconH1ForCausalLM(config).eval()
+    ids = torch.randint(0, 64, (100,), generator=torch.Generator().manual_seed(1))
+    _, coded = evaluate(model, ids, ["none", "int:bits=4"], chunk=32).rows
+    states = 4 * (2 * 16 * 8 + (32 + 2 * 8) * config.mamba_d_conv)  # recurrent, convolution
+    assert coded.covered_bytes == 2 * 2 * 100 * 32 * 4
+    assert coded.native_bytes == 2 * states
+    assert coded.exact_bytes == coded.covered_bytes + coded.native_bytes
+    assert "other states stay exact" in _protocol([coded])

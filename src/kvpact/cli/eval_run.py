@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpact.cli.console import note, progress
 from kvpact.cli.eval_tables import show, show_summary
-from kvpact.cli.inputs import open_model, require, results_folder
+from kvpact.cli.inputs import check_models, open_model, require, results_folder
 from kvpact.evaluate import (
     Candidate,
     EvalResult,
@@ -61,6 +61,7 @@ def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outco
         require("matplotlib", extra="eval")
     results = []
     with results_folder(plan.out):
+        check_models(models)
         for name in models:
             network, tokenizer = open_model(name, dtype, threads)
             if plan.free_running:

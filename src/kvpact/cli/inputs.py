@@ -123,6 +123,15 @@ def require(*packages: str, extra: str) -> None:
         )
 
 
+def check_models(names: list[str]) -> None:
+    """Raise for the first model that is not there, before another one has run for minutes."""
+    require("transformers", extra="transformers")
+    from kvpact.integrations.models import check_model
+
+    for name in names:
+        check_model(name)
+
+
 def open_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
     """Load a model and its tokenizer, saying so on stderr; torch may use so many CPU threads.
 

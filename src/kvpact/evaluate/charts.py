@@ -7,7 +7,7 @@ from os import PathLike
 from typing import Any
 
 from kvpact.evaluate.base import EvalResult, row_name
-from kvpact.evaluate.canvas import COLOURS, INK, MARKERS, new_figure, plain_axes
+from kvpact.evaluate.canvas import COLOURS, INK, MARKERS, log_ticks, new_figure, plain_axes
 from kvpact.evaluate.plot import FLOOR
 from kvpact.evaluate.report import run_name
 
@@ -31,6 +31,7 @@ def save_summary_plot(runs: Sequence[EvalResult], path: str | PathLike[str]) -> 
     figure = new_figure((10, 1.6 + 0.45 * len(names) + 0.25 * len(runs)))
     axes: Any = figure.add_subplot()
     axes.set_xscale("log")
+    log_ticks(axes.xaxis)
     axes.set_xlabel("mean KL to the exact cache, nats per token; bars: two standard errors")
     axes.set_title("KL of each spec on every model and text", loc="left", fontsize=11, color=INK)
     for index, run in enumerate(runs):
@@ -53,7 +54,5 @@ def save_summary_plot(runs: Sequence[EvalResult], path: str | PathLike[str]) -> 
     plain_axes(axes)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.9 / figure.get_figheight() - 0.05), fontsize=9
-    )
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, bbox_inches="tight")

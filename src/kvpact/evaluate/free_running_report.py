@@ -8,7 +8,7 @@ from os import PathLike
 from typing import Any
 
 from kvpact.evaluate.base import EvalResult, row_name
-from kvpact.evaluate.canvas import COLOURS, INK, MUTED, new_figure, plain_axes
+from kvpact.evaluate.canvas import COLOURS, INK, MUTED, log_ticks, new_figure, plain_axes
 from kvpact.evaluate.free_running import FreeRunningResult, FreeRunningRow
 from kvpact.evaluate.report import kl_text, markdown, run_name
 
@@ -71,6 +71,7 @@ def save_free_running_plot(runs: Sequence[EvalResult], path: str | PathLike[str]
     for index, (run, result) in enumerate(panels):
         axes: Any = figure.add_subplot(len(panels), 1, index + 1)
         axes.set_yscale("log")
+        log_ticks(axes.yaxis)
         axes.set_ylabel(f"KL, nats (mean over {SMOOTH} steps)", color=INK)
         title = f"{run_name(run.protocol)}: free running after {result.prompt_tokens} tokens"
         axes.set_title(title, loc="left", fontsize=11, color=INK)

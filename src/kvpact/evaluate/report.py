@@ -109,6 +109,8 @@ def coverage_text(rows: Sequence[EvalRow]) -> str:
             f"; {best.layers_native} layers are no full attention and stay exact, "
             f"{best.native_bytes / 1e6:.2f} MB of every cache"
         )
+    elif best.native_bytes:
+        text += f"; other states stay exact, {best.native_bytes / 1e6:.2f} MB of every cache"
     return text + "."
 
 

@@ -23,7 +23,7 @@ from kvpact.integrations.packaged import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PACKAGED", "load_model", "model_cache_dir"]
+__all__ = ["PACKAGED", "check_model", "load_model", "model_cache_dir"]
 
 
 def load_model(
@@ -53,21 +53,39 @@ def load_model(
     KVPactError
         There is no such model, it can't be read, or the cache folder can't be written.
     """
-    require("transformers")
+    check_model(name_or_path)
     if (packaged := PACKAGED.get(str(name_or_path))) is not None:
         folder = packaged_folder(packaged)
         remedy = f"delete the folder {folder}, it is made anew by the next call"
         return _load(str(folder), dtype, local=True, remedy=remedy)
     path = Path(name_or_path).expanduser()
     local = path.is_dir()
-    if not local and (path.is_absolute() or str(name_or_path).startswith((".", "~"))):
-        raise KVPactError(
-            f"no model folder {str(name_or_path)!r}: "
-            "give the folder of a model saved with save_pretrained"
-        )
     names = ", ".join(f'"{name}"' for name in PACKAGED)
     remedy = f"give {names}, the folder of a saved model, or an id that the hub knows"
     return _load(str(path) if local else str(name_or_path), dtype, local=local, remedy=remedy)
+
+
+def check_model(name_or_path: str | os.PathLike[str]) -> None:
+    """Raise what `load_model` would raise for a model that is not there, without loading it.
+
+    Whether a hub knows a model id is not asked.
+
+    Raises
+    ------
+    BackendUnavailable
+        transformers or the package of a packaged model is not installed.
+    KVPactError
+        There is no such folder.
+    """
+    require("transformers")
+    name = str(name_or_path)
+    path = Path(name_or_path).expanduser()
+    if name in PACKAGED:
+        PACKAGED[name].files()
+    elif not path.is_dir() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise KVPactError(
+            f"no model folder {name!r}: give the folder of a model saved with save_pretrained"
+        )
 
 
 def _load(
