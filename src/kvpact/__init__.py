@@ -24,6 +24,7 @@ from kvpact.contract import (
 )
 from kvpact.errors import KVPactError
 from kvpact.geometry import CacheGeometry
+from kvpact.key_offset import KeyOffset
 from kvpact.methods.hybrid import Hybrid
 from kvpact.methods.lowrank import LowRank
 from kvpact.methods.vq import VectorQuantization
@@ -51,6 +52,7 @@ __all__ = [
     "KVPactError",
     "KVSnapshot",
     "KVTile",
+    "KeyOffset",
     "LowRank",
     "MLACache",
     "PagedKVCache",

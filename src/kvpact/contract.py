@@ -48,6 +48,10 @@ class AttendConfig:
     padding : Tensor, optional
         `[B]` integers: left-padding tokens of each row. They are never taken as sink tokens and
         never attended to.
+    origin : Tensor, optional
+        `[B]` integers: which token of each row stands at RoPE's position 0 (a negative one if the
+        row begins later). Only caches with key offsets look at it, and only while a row holds no
+        real token. If omitted, the first token that is no padding.
     exact_new : bool
         The tokens of this call are attended as given (True), or as they are stored (False: the
         harsher way of measuring a codec).
@@ -72,9 +76,10 @@ class AttendConfig:
     is_causal: bool = True
     padding: Tensor | None = None
     exact_new: bool = True
+    origin: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sink_logits", "mask", "padding"):
+        for name in ("sink_logits", "mask", "padding", "origin"):
             if not isinstance(getattr(self, name), Tensor | None):
                 raise DtypeError(f"{name} should be a tensor, not {getattr(self, name)!r}")
         for name in ("is_causal", "exact_new"):
@@ -101,6 +106,10 @@ class AttendConfig:
             self.padding.dtype not in (torch.int32, torch.int64) or (self.padding < 0).any()
         ):
             raise GeometryError("padding should be a tensor of whole numbers from 0 on")
+        if self.origin is not None and self.origin.dtype not in (torch.int32, torch.int64):
+            raise GeometryError(
+                f"origin should be a tensor of whole numbers, not {self.origin.dtype}"
+            )
         for name in ("sink_logits", "mask"):
             value = getattr(self, name)
             if value is not None and value.is_floating_point() and value.isnan().any():

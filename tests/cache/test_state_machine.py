@@ -25,6 +25,7 @@ from kvpact.cache.saved import layer_state
 from kvpact.testing import (
     LayerOracle,
     held_bytes,
+    random_offset,
     random_tokens,
     reference_attention,
     same_bytes,
@@ -55,6 +56,11 @@ INT8 = {
     "turboquant:bits=4,sinks=2,window=9": torch.float32,
     "int:bits=8": torch.float16,
 }
+OFFSETS = {
+    "turboquant:bits=4,sinks=2,window=9": torch.float32,
+    "kivi:bits=2,sinks=3,window=40": torch.float16,
+}
+FEWER = settings(SETTINGS, max_examples=10)
 
 
 class Histories(RuleBasedStateMachine):
@@ -63,16 +69,21 @@ class Histories(RuleBasedStateMachine):
     spec = "none"
     dtype = torch.float32
     precision = "full"
+    offset = None
 
     def __init__(self):
         super().__init__()
         spec = kvpact.parse_spec(self.spec)
         self.geometry = kvpact.CacheGeometry(1, HEADS, DIM, V_DIM, self.dtype)
-        self.pairs = [(self._new_cache(), LayerOracle(spec, DIM, V_DIM, self.dtype))]
+        oracle = LayerOracle(spec, DIM, V_DIM, self.dtype, self.offset)
+        self.pairs = [(self._new_cache(), oracle)]
         self.active, self.seed = 0, 0
 
     def _new_cache(self):
-        return kvpact.create_cache(self.spec, self.geometry, precision=self.precision)
+        offsets = None if self.offset is None else {0: self.offset}
+        return kvpact.create_cache(
+            self.spec, self.geometry, precision=self.precision, key_offsets=offsets
+        )
 
     @property
     def cache(self):
@@ -252,7 +263,16 @@ CASES += [(spec, dtype, "int8") for spec, dtype in INT8.items()]
 
 @pytest.mark.parametrize(("spec", "dtype", "precision"), CASES)
 def test_histories(spec, dtype, precision):
-    members = {"spec": spec, "dtype": dtype, "precision": precision}
+    run(spec, dtype, precision)
+
+
+@pytest.mark.parametrize(("spec", "dtype"), OFFSETS.items())
+def test_histories_of_keys_with_an_offset(spec, dtype):
+    run(spec, dtype, offset=random_offset(HEADS, DIM, seed=1), how_many=FEWER)
+
+
+def run(spec, dtype, precision="full", offset=None, how_many=SETTINGS):
+    members = {"spec": spec, "dtype": dtype, "precision": precision, "offset": offset}
     case = type("Machine", (Histories,), members).TestCase
-    case.settings = SETTINGS
+    case.settings = how_many
     case("runTest").runTest()

@@ -12,7 +12,7 @@ import torch
 
 from kvpact import Snapshot
 from kvpact.errors import SpecError
-from kvpact.snapshot.snapshot import VERSION
+from kvpact.snapshot.manifest import VERSION
 
 FOLDER = Path(__file__).parents[1] / "golden" / "snapshots"
 _spec = importlib.util.spec_from_file_location("make_golden_snapshots", FOLDER / "make.py")

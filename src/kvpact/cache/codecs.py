@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import check_layer
+from kvpact.cache.offsets import KeyOffsets
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels import RowOffset
+from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
@@ -21,7 +24,10 @@ Calibration = Mapping[int, tuple[Learnt, Learnt]]
 
 
 def layer_codecs(
-    specs: Sequence[Spec], geometry: CacheGeometry, calibration: Calibration | None
+    specs: Sequence[Spec],
+    geometry: CacheGeometry,
+    calibration: Calibration | None,
+    offsets: KeyOffsets | None = None,
 ) -> list[tuple[Codec, Codec]]:
     """Return a pair of codecs per layer, for K and for V.
 
@@ -34,6 +40,8 @@ def layer_codecs(
         none.
     calibration : mapping, optional
         For methods that learn from tokens; others have no use for it.
+    offsets : mapping, optional
+        Layer -> `KeyOffset`, which is taken off calibration keys: the first stands at position 0.
 
     Raises
     ------
@@ -55,8 +63,10 @@ def layer_codecs(
         v = spec.value.value_codec(geometry.value_dim, dtype)
         if layer in given:
             k, v = (
-                _fitted(codec, learnt, geometry.num_kv_heads)
-                for codec, learnt in zip((k, v), given[layer], strict=True)
+                _fitted(codec, learnt, geometry.num_kv_heads, offset)
+                for codec, learnt, offset in zip(
+                    (k, v), given[layer], ((offsets or {}).get(layer), None), strict=True
+                )
             )
         pairs.append((k, v))
     return pairs
@@ -80,11 +90,13 @@ def _dtype(layer: int, given: Calibration) -> torch.dtype:
     return dtype
 
 
-def _fitted(codec: Codec, learnt: Learnt, heads: int) -> Codec:
+def _fitted(codec: Codec, learnt: Learnt, heads: int, offset: KeyOffset | None) -> Codec:
     if not isinstance(codec, FittedCodec):
         return codec
     if isinstance(learnt, Mapping):
         return codec.restore(learnt) if learnt else codec
     if learnt.dim() == 4 and learnt.shape[1] != heads:
         raise GeometryError(f"calibration tokens have {learnt.shape[1]} heads, the cache {heads}")
+    if offset is not None and learnt.dim() == 4:
+        learnt = RowOffset(offset).without(learnt, 0).to(learnt.dtype)
     return codec.fit(learnt)

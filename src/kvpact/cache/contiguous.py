@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpact.cache.checks import check_layer, check_query, check_tokens
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.quick import quick_attend
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
@@ -44,6 +45,8 @@ class ContiguousCache(BatchRows):
         states of codecs that learnt before; without it, they learn from the first call's tokens.
     compute : Compute, optional
         What was asked to compute (`kernels.choose`); the best that is there if omitted.
+    key_offsets : mapping, optional
+        Layer -> `KeyOffset` (see `create_cache`).
     """
 
     layout = "contiguous"
@@ -55,18 +58,21 @@ class ContiguousCache(BatchRows):
         max_tokens: int | None = None,
         calibration: Calibration | None = None,
         compute: Compute | None = None,
+        key_offsets: KeyOffsets | None = None,
     ) -> None:
         self.geometry, self.max_tokens = geometry, max_tokens
         self.specs = list(specs)
         self.compute = compute or Compute()
-        check_covered(self.compute, specs, geometry)
-        codecs = layer_codecs(specs, geometry, calibration) if calibration else []
+        self.key_offsets = check_offsets(key_offsets, geometry)
+        check_covered(self.compute, specs, geometry, bool(self.key_offsets))
+        codecs = layer_codecs(specs, geometry, calibration, self.key_offsets) if calibration else []
         self._layers = [
             CacheLayer(
                 spec,
                 codecs=codecs[i] if i in (calibration or {}) else None,
                 latent=geometry.latent,
                 compute=self.compute,
+                offset=self.key_offsets.get(i),
             )
             for i, spec in enumerate(specs)
         ]
@@ -87,10 +93,11 @@ class ContiguousCache(BatchRows):
                 f"layer {layer}: {total} tokens wanted, {self.max_tokens} allowed, "
                 f"{self.max_tokens - entry.length} free; truncate or raise max_tokens"
             )
-        if config.padding is not None and config.padding.shape != k.shape[:1]:
-            raise GeometryError(
-                f"padding has shape {tuple(config.padding.shape)}; it should be [{k.shape[0]}]"
-            )
+        for name, rows in (("padding", config.padding), ("origin", config.origin)):
+            if rows is not None and rows.shape != k.shape[:1]:
+                raise GeometryError(
+                    f"{name} has shape {tuple(rows.shape)}; it should be [{k.shape[0]}]"
+                )
 
     def attend(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None

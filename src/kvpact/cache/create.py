@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.contiguous import ContiguousCache
+from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.specs import cache_specs
@@ -25,6 +26,7 @@ def create_cache(
     num_pages: int | None = None,
     page_size: int | None = None,
     calibration: Calibration | None = None,
+    key_offsets: KeyOffsets | None = None,
 ) -> ContiguousCache | PagedView:
     """Make a compressed KV cache.
 
@@ -59,6 +61,11 @@ def create_cache(
         Layer -> K and V, `[B, H_kv, T, D]`, for methods that learn from tokens (low rank, vector
         quantisation), or the states of codecs that learnt before. Without it a contiguous cache
         learns from the tokens of the first call; pages need it.
+    key_offsets : mapping, optional
+        Layer -> `KeyOffset`: what its keys have by their positions alone, the bias of the key
+        projection turned by RoPE. It is taken off before keys are encoded and is in every result
+        again, so that a large bias costs no precision. The numbers are the model's: they are
+        counted in no cache's bytes. Exact methods (``none``) have no use for it.
 
     Returns
     -------
@@ -70,7 +77,8 @@ def create_cache(
     SpecError
         The spec, the recipe or the layout is not known.
     GeometryError
-        `max_tokens` is no positive number; calibration tokens of another shape than the cache's.
+        `max_tokens` is no positive number; calibration tokens or key offsets of another shape than
+        the cache's.
     BackendUnavailable
         The backend asked for can't run here, or does not cover the spec's methods.
     """
@@ -88,10 +96,13 @@ def create_cache(
             num_pages,
             page_size,
             calibration=calibration,
+            key_offsets=key_offsets,
             backend=backend,
             precision=precision,
             check=check,
         ).view()
     if num_pages is not None or page_size is not None:
         raise GeometryError("num_pages and page_size go with layout='paged'")
-    return ContiguousCache(cache_specs(spec, geometry), geometry, max_tokens, calibration, compute)
+    return ContiguousCache(
+        cache_specs(spec, geometry), geometry, max_tokens, calibration, compute, key_offsets
+    )

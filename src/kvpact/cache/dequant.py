@@ -93,7 +93,10 @@ def _without_bias(view: StreamView, start: int, end: int, dtype: torch.dtype) ->
     """Return packed tokens less the part that the bias covers."""
     codec = view.codec
     y = read(view, start, end, lambda arrays: codec.decode(arrays) - codec.decode_bias(arrays))
-    return view.place_sinks(saturated(codec.transform.inverse(y), dtype), start, lambda x: x)
+    x = codec.transform.inverse(y)
+    if view.offset is not None:
+        x = view.offset.put_back(x.clone(), start)
+    return view.place_sinks(saturated(x, dtype), start, lambda x: x)
 
 
 def _absorbed(tile: KVTile) -> KVTile:

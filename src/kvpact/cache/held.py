@@ -14,7 +14,8 @@ from torch import Tensor
 from kvpact.cache.append import AppendPlan
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
-from kvpact.kernels import Plan, StepRunner
+from kvpact.contract import AttendConfig
+from kvpact.kernels import Plan, RowOffset, StepRunner
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
@@ -81,6 +82,35 @@ def sink_positions(stream: Stream, padding: Tensor | None) -> tuple[Tensor | Non
         return _first_tokens(batch, sinks, stream.sinks.device), sinks
     positions = padding.unsqueeze(1) + torch.arange(sinks)
     return positions.to(stream.sinks.device), int(padding.max()) + sinks
+
+
+def next_padding(held: Held, config: AttendConfig, batch: int) -> Tensor | None:
+    """Return the padding with what `config` says of rows that hold no real token yet."""
+    if config.padding is None:
+        return held.padding
+    given, known = config.padding.to("cpu", torch.long), held.padding
+    known = torch.zeros(batch, dtype=torch.long) if known is None else known
+    open_rows = known >= held.length
+    merged = torch.where(open_rows, torch.maximum(given, known), known)
+    return merged if merged.any() else None
+
+
+def next_offset(
+    offset: RowOffset, held: Held, config: AttendConfig, padding: Tensor | None
+) -> RowOffset:
+    """Return the offset of keys with what `config` says of rows that hold no real token yet.
+
+    `padding` is `next_padding`, with which positions begin if nothing else is said.
+    """
+    given = padding if config.origin is None else config.origin
+    origin = None if given is None else tuple(given.tolist())
+    if held.length:
+        if held.padding is None or config.padding is config.origin is None:
+            return offset
+        before, after = (x or (0,) * len(held.padding) for x in (offset.origin, origin))
+        filled = (held.padding < held.length).tolist()
+        origin = tuple(b if f else a for f, b, a in zip(filled, before, after, strict=True))
+    return RowOffset(offset.offset, origin if origin and any(origin) else None)
 
 
 def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:

@@ -10,24 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.held import Held, LayerPlan, sink_positions
+from kvpact.cache.held import Held, LayerPlan, next_offset, next_padding, sink_positions
 from kvpact.cache.quick import make_runner
-from kvpact.cache.segments import MakeStore, SegmentList, SegmentStore
+from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import Compute, LayerView, StreamView, check_queries
+from kvpact.kernels import Compute, LayerView, RowOffset, StreamView, check_queries
+from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import collected
 from kvpact.spec import Spec
-
-
-def _segment_list(
-    codec: Codec, batch: int, heads: int, device: torch.device, side: str
-) -> SegmentStore:
-    return SegmentList(codec, batch, heads, device)
 
 
 class CacheLayer:
@@ -52,20 +47,23 @@ class CacheLayer:
         What was asked to compute; the best that is there if omitted.
     lock : lock, optional
         The layer's, where several sequences have a layer each; one of its own if omitted.
+    offset : KeyOffset, optional
+        What is taken off keys before they are encoded; nothing is if the codec is exact.
     """
 
     def __init__(
         self,
         spec: Spec,
-        make_store: MakeStore = _segment_list,
+        make_store: MakeStore = SegmentList.new,
         codecs: tuple[Codec, Codec] | None = None,
         latent: bool = False,
         compute: Compute | None = None,
         lock: AbstractContextManager[Any] | None = None,
+        offset: KeyOffset | None = None,
     ) -> None:
         self.spec, self._make_store, self._codecs = spec, make_store, codecs
         self.lock, self._latent = lock or threading.RLock(), latent
-        self.compute = compute or Compute()
+        self.compute, self._offset = compute or Compute(), offset
         self._held = Held(None, None, None, 0)
         self._clean = True  # False before anything is written behind the slots held, or left there
         self._last: Any = None  # what the last call was like, see `quick`
@@ -95,6 +93,11 @@ class CacheLayer:
     def codecs(self) -> tuple[Codec, Codec] | None:
         """The codecs for K and V, where they were given and not made for the first tokens."""
         return self._codecs
+
+    @property
+    def offset(self) -> KeyOffset | None:
+        """What is taken off keys before they are encoded."""
+        return self._offset
 
     @property
     def padding_bytes(self) -> int:
@@ -141,11 +144,16 @@ class CacheLayer:
         if not self._clean:
             self.settle()
         held = self._held
-        padding = self._next_padding(config, k.shape[0])
+        padding = next_padding(held, config, k.shape[0])
         k_stream, v_stream = held.k or self.new_stream(k, True), held.v or self.new_stream(v, False)
+        if k_stream.offset is not None:
+            offset = next_offset(k_stream.offset, held, config, padding)
+            k_stream = k_stream._replace(offset=offset)
         k_plan = k_stream.prepare(k, *sink_positions(k_stream, padding))
         v_plan = v_stream.prepare(v, *sink_positions(v_stream, padding))
-        plan = held.plan or self.compute.plan(k_stream.plan, v_stream.plan)
+        plan = held.plan or self.compute.plan(
+            k_stream.plan, v_stream.plan, k_stream.offset is not None
+        )
         good = held.good
         if self.compute.deferred:
             new = collected()
@@ -224,16 +232,6 @@ class CacheLayer:
             )
         self._held = Held(streams[0], streams[1], None, 0)
 
-    def _next_padding(self, config: AttendConfig, batch: int) -> Tensor | None:
-        """Return the padding with what `config` says of rows that hold no real token yet."""
-        if config.padding is None:
-            return self._held.padding
-        given, known = config.padding.to("cpu", torch.long), self._held.padding
-        known = torch.zeros(batch, dtype=torch.long) if known is None else known
-        open_rows = known >= self.length
-        merged = torch.where(open_rows, torch.maximum(given, known), known)
-        return merged if merged.any() else None
-
     def make_codec(self, x: Tensor, key: bool) -> Codec:
         """Return the codec for K or V like `x` (`[B, H, T, D]`), fitted if it is shared."""
         if self._codecs is not None:
@@ -249,11 +247,13 @@ class CacheLayer:
         batch, heads = x.shape[:2]
         store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
         plan = self.compute.stream(codec, x.device, x.dtype)
-        return Stream.empty(codec, x, method.sinks, method.window, store, plan)
+        offset = RowOffset(self._offset) if key and self._offset and not codec.exact else None
+        return Stream.empty(codec, x, method.sinks, method.window, store, plan, offset)
 
     def empty(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
-        return CacheLayer(self.spec, self._make_store, self._codecs, self._latent, self.compute)
+        kept = self.spec, self._make_store, self._codecs, self._latent, self.compute
+        return CacheLayer(*kept, offset=self._offset)
 
     def _view(self, held: Held, padding: Tensor | None) -> LayerView | None:
         if held.k is None or held.v is None:
@@ -290,6 +290,7 @@ class CacheLayer:
             sink_positions=positions,
             sink_end=sink_end,
             check=check,
+            offset=stream.offset,
         )
 
     def verify(self) -> None:

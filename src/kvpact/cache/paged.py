@@ -14,6 +14,7 @@ from kvpact.cache.checks import check_layer, check_tokens
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.held import LayerPlan, exchange
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.paged_step import store_rows
 from kvpact.cache.pages import PagePool
 from kvpact.cache.prefixes import SharedPage, page_keys
@@ -57,6 +58,8 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         learnt.
     backend, precision, check : str
         Who computes, and how (see `create_cache`).
+    key_offsets : mapping, optional
+        Layer -> `KeyOffset` (see `create_cache`).
 
     Notes
     -----
@@ -77,12 +80,14 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         backend: str = "auto",
         precision: str = "full",
         check: str = "now",
+        key_offsets: KeyOffsets | None = None,
     ) -> None:
         compute = choose(backend, precision, check)
         specs, place = cache_specs(spec, geometry), torch.device(device)
-        check_covered(compute, specs, geometry)
-        pool = PagePool(specs, geometry, num_pages, page_size, place, calibration)
-        super().__init__(specs, geometry, pool, place, compute)
+        offsets = check_offsets(key_offsets, geometry)
+        check_covered(compute, specs, geometry, bool(offsets))
+        pool = PagePool(specs, geometry, num_pages, page_size, place, calibration, offsets)
+        super().__init__(specs, geometry, pool, place, compute, offsets)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str:
         """Refuse pickling and copying: locks and addresses are part of this."""

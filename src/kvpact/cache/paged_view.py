@@ -93,12 +93,12 @@ class PagedView(BatchRows):
     def _configs(self, layer: int, new: int, config: AttendConfig) -> dict[int, AttendConfig]:
         """Return each row's part of the config."""
         assert self.seqs is not None
-        if config.mask is None and config.padding is None:
+        if config.mask is config.padding is config.origin is None:
             return dict.fromkeys(self.seqs, config)
         longest = self.seq_len(layer) + new
         configs = {}
         for row, seq in enumerate(self.seqs):
-            mask, padding = config.mask, config.padding
+            mask, padding, origin = config.mask, config.padding, config.origin
             if mask is not None:
                 total = self.cache.seq_len(seq, layer) + new
                 if mask.dim() != 4 or mask.shape[-1] != longest:
@@ -110,11 +110,11 @@ class PagedView(BatchRows):
                     raise GeometryError(f"mask has {mask.shape[0]} rows, not {len(self.seqs)}")
                 mask = mask[row : row + 1] if mask.shape[0] > 1 else mask
                 mask = mask[..., longest - total :]
-            if padding is not None:
-                if padding.shape != (len(self.seqs),):
-                    raise GeometryError(f"padding should have shape [{len(self.seqs)}]")
-                padding = padding[row : row + 1]
-            configs[seq] = replace(config, mask=mask, padding=padding)
+            for name, rows in (("padding", padding), ("origin", origin)):
+                if rows is not None and rows.shape != (len(self.seqs),):
+                    raise GeometryError(f"{name} should have shape [{len(self.seqs)}]")
+            padding, origin = (x if x is None else x[row : row + 1] for x in (padding, origin))
+            configs[seq] = replace(config, mask=mask, padding=padding, origin=origin)
         return configs
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class PagedView(BatchRows):
         with self.cache.layer_locks[layer]:
             call = None if q is None else before
             steps = self.cache.step(layer, tokens, configs, checked=True, before=call)
-            if q is not None and config.padding is None and config.mask is None:
+            if q is not None and config.padding is config.mask is config.origin is None:
                 make_runners(self.cache, layer, seqs, k, v, q, config)
             if q is not None and not config.exact_new:
                 output.append(attend_steps(steps, q, rules))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.codecs import Calibration, layer_codecs
+from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.saved import check_fits, learnt_states
 from kvpact.cache.segments import clear_segment
 from kvpact.errors import CacheFull, GeometryError
@@ -56,6 +57,8 @@ class PagePool:
         Where the pool lives.
     calibration : mapping, optional
         For methods that learn from tokens, see `kvpact.cache.codecs`.
+    offsets : mapping, optional
+        Layer -> `KeyOffset`.
 
     Raises
     ------
@@ -73,13 +76,14 @@ class PagePool:
         page_size: int | None,
         device: torch.device,
         calibration: Calibration | Snapshot | None = None,
+        offsets: KeyOffsets | None = None,
     ) -> None:
         if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
             raise GeometryError(f"num_pages should be a positive number, not {num_pages!r}")
         if isinstance(calibration, Snapshot):
             check_fits(calibration, specs, geometry, geometry.dtype or torch.float32)
             calibration = learnt_states(calibration, device)
-        self.codecs = layer_codecs(specs, geometry, calibration)
+        self.codecs = layer_codecs(specs, geometry, calibration, offsets)
         codecs = [codec for pair in self.codecs for codec in pair]
         for codec in codecs:
             codec.require_fitted()  # what one sequence learnt could not be shared with others

@@ -125,7 +125,7 @@ def _next(
     stream: Stream, x: Tensor, new: int, index: int | None
 ) -> tuple[Stream, StepTokens] | None:
     """Return the stream after new tokens, and how it takes them."""
-    codec, window, plan, store, packed, memory, tail_start, held, spare, sinks = stream
+    codec, window, plan, store, packed, memory, tail_start, held, spare, sinks, offset = stream
     group, length = codec.group, held + new
     if packed % group or held - packed >= group:
         return None  # a group that was cut
@@ -135,7 +135,7 @@ def _next(
         store = store.grown(after, packed)
     if tail_start == held and after == length and not window:  # no token is kept
         taken = _new(StepTokens, (held, memory, False, packed, count, False))
-        fields = (codec, window, plan, store, after, memory, length, length, spare, sinks)
+        fields = (codec, window, plan, store, after, memory, length, length, spare, sinks, offset)
         return _new(Stream, fields), taken
     # As of `Stream.exact_from`, before; and where the tail begins afterwards.
     exact_from = max(tail_start, min(packed, max(held - window, 0)))
@@ -152,7 +152,8 @@ def _next(
         spare -= new
     else:
         memory, spare = stream.next_memory(x if index is None else x[index : index + 1], start)
-    return Stream(codec, window, plan, store, after, memory, start, length, spare, sinks), side
+    after_step = codec, window, plan, store, after, memory, start, length, spare, sinks, offset
+    return _new(Stream, after_step), side
 
 
 def _made(

@@ -28,6 +28,7 @@ from kvpact.errors import (
 from kvpact.formats import TILE, Field
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
+from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState
@@ -65,9 +66,11 @@ def stream_state(stream: Stream) -> StreamState:
             field.clear_from(slots[field.name], stream.packed)
     fields = tuple(field_info(field) for field in stream.codec.fields)
     start = stream.length - stream.tail.shape[2]
-    return StreamState(
-        fields, slots, stream.packed, start, stream.tail, stream.sinks, stream.codec.state()
-    )
+    learnt, offset = stream.codec.state(), stream.offset
+    state = StreamState(fields, slots, stream.packed, start, stream.tail, stream.sinks, learnt)
+    if offset is None:
+        return state
+    return replace(state, offset=offset.offset, origin=offset.origin)
 
 
 def layer_state(layer: CacheLayer) -> LayerState:
@@ -118,6 +121,7 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
         stream.tail[:, :, :0],
         sinks if sinks is not None and sinks.shape[2] else None,
         {},
+        None if stream.offset is None else stream.offset.offset,
     )
 
 
@@ -169,7 +173,7 @@ def restored_layer(
     FormatError
         No cache could have been in this state.
     MismatchError
-        A shared codec learnt something else.
+        A shared codec learnt something else; another key offset.
     """
     if state.streams is None:
         return empty
@@ -185,7 +189,14 @@ def restored_layer(
             same_learnt(codec, held)
         codec = fitted_codec(codec, held, device)
         stream = empty.new_stream(x, key, codec)
-        check_stream(codec, held)
+        if held.origin is not None:
+            stream = stream.from_origin(held.origin)
+        if not same_offset(held.offset, stream.offset and stream.offset.offset):
+            raise MismatchError(
+                "the snapshot's keys are stored without another key offset than this cache's: make "
+                "the cache with the key_offsets of the model that the snapshot is of"
+            )
+        check_stream(codec, held, stream.coded(held.tail, held.start))
         exact = held.sinks if held.sinks is None else held.sinks.to(device)
         tail = held.tail.to(device)
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
@@ -194,13 +205,17 @@ def restored_layer(
     return empty
 
 
-def check_stream(codec: Codec, state: StreamState) -> None:
-    """Raise `FormatError` unless a stream's state is one that a cache could have been in."""
+def check_stream(codec: Codec, state: StreamState, coded: Tensor | None = None) -> None:
+    """Raise `FormatError` unless a stream's state is one that a cache could have been in.
+
+    `coded` is the tail as it is going to be encoded, where that is without an offset.
+    """
     exact = [state.tail] if state.sinks is None else [state.tail, state.sinks]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in exact)
     _need(finite, "exact tokens that are not finite")
     try:
-        codec.check_range(state.tail)  # those of an open group are going to be packed
+        # Those of an open group are going to be packed.
+        codec.check_range(state.tail if coded is None else coded)
     except NonFiniteError as error:
         raise FormatError(f"the snapshot can't be right: {error}") from error
     whole = state.length - state.length % codec.group

@@ -152,6 +152,13 @@ class SegmentList(ListSource):
         super().__init__(segments, lcm(SEGMENT_TOKENS, codec.group))
         self._codec, self._shape, self._device, self._shared = codec, (batch, heads), device, shared
 
+    @classmethod
+    def new(
+        cls, codec: Codec, batch: int, heads: int, device: torch.device, side: str
+    ) -> SegmentStore:
+        """Return an empty list; it is a `MakeStore`."""
+        return cls(codec, batch, heads, device)
+
     def grown(self, tokens: int, kept: int) -> SegmentList:
         """Copy what is shared and will be written, allocate what is missing."""
         first = kept // self.segment_tokens

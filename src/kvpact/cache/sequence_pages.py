@@ -16,6 +16,7 @@ from kvpact.cache.sequences import PagedSequence, packed_tokens
 from kvpact.errors import SequenceError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
+from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class SequencePages:
         Where the pool lives.
     compute : Compute
         What was asked to compute.
+    key_offsets : dict
+        Layer -> `KeyOffset`.
     """
 
     layout = "paged"
@@ -58,9 +61,10 @@ class SequencePages:
         pool: PagePool,
         device: torch.device,
         compute: Compute,
+        key_offsets: dict[int, KeyOffset],
     ) -> None:
         self.specs, self.geometry, self.pool = specs, geometry, pool
-        self.device, self.compute = device, compute
+        self.device, self.compute, self.key_offsets = device, compute, key_offsets
         self._dtype = geometry.dtype or torch.float32
         self._sequences: dict[int, PagedSequence] = {}
         self._next = 0
@@ -86,6 +90,7 @@ class SequencePages:
             self.geometry.latent,
             self.compute,
             self.layer_locks[layer],
+            self.key_offsets.get(layer),
         )
 
     def _alone(self, action: Callable[[], T], layer: int = 0) -> T:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvpact.cache.append import AppendPlan, Piece
 from kvpact.cache.segments import MakeStore, SegmentStore
-from kvpact.kernels import Segment, StreamPlan, TokenMemory
+from kvpact.kernels import RowOffset, Segment, StreamPlan, TokenMemory
 from kvpact.methods import Codec
 
 MOST_STEP = 8
@@ -64,6 +64,8 @@ class Stream(NamedTuple):
         Tokens that fit behind the tail, into its memory.
     sinks : Tensor or None
         `[B, H, S, D]`, each row's exact first tokens.
+    offset : RowOffset or None
+        What is taken off tokens before they are encoded; exact tokens are whole.
     """
 
     codec: Codec
@@ -76,6 +78,7 @@ class Stream(NamedTuple):
     length: int
     spare: int
     sinks: Tensor | None
+    offset: RowOffset | None = None
 
     @classmethod
     def empty(
@@ -86,6 +89,7 @@ class Stream(NamedTuple):
         window: int,
         store: SegmentStore,
         plan: StreamPlan,
+        offset: RowOffset | None = None,
     ) -> Stream:
         """Return a stream for tokens like `[B, H, T, D]` that holds none.
 
@@ -101,11 +105,13 @@ class Stream(NamedTuple):
             Where the slots lie.
         plan : StreamPlan
             Who encodes and decodes.
+        offset : RowOffset, optional
+            What is taken off tokens before they are encoded.
         """
         batch, heads, _, dim = like.shape
         first = like.new_zeros(batch, heads, sinks, dim) if sinks else None
         memory = TokenMemory(like.new_zeros(batch, heads, 0, dim), 0)
-        return cls(codec, window, plan, store, 0, memory, 0, 0, 0, first)
+        return cls(codec, window, plan, store, 0, memory, 0, 0, 0, first, offset)
 
     @property
     def tail(self) -> Tensor:
@@ -162,11 +168,13 @@ class Stream(NamedTuple):
         NonFiniteError
             A token that the codec can't hold, be it now or when its group is complete.
         """
-        self.codec.check_range(x)
+        coded = self.coded(x, self.length)
+        self.codec.check_range(coded)
         x = x.to(self.memory.tensor.dtype)
+        coded = x if self.offset is None else coded
         held = self.length
         length = held + x.shape[2]
-        pieces, packed = self._encode(x, length)
+        pieces, packed = self._encode(x, coded, length)
         start = max(self.tail_start, self._exact_start(packed, length, self.codec.group))
         memory, spare = self.next_memory(x, start)
         sinks = self.sinks
@@ -174,7 +182,9 @@ class Stream(NamedTuple):
             sinks = self._fill_sinks(x, sink_positions)
         store = self.store.grown(packed, self.packed)
         codec, window, plan = self.codec, self.window, self.plan
-        after = Stream(codec, window, plan, store, packed, memory, start, length, spare, sinks)
+        after = Stream(
+            codec, window, plan, store, packed, memory, start, length, spare, sinks, self.offset
+        )
         return AppendPlan(after, pieces)
 
     def next_memory(self, x: Tensor, start: int) -> tuple[TokenMemory, int]:
@@ -218,28 +228,36 @@ class Stream(NamedTuple):
         """Return the tokens from `exact_from` on."""
         return self.memory.tokens(self.exact_from, self.length)
 
-    def _encode(self, x: Tensor, length: int) -> tuple[list[Piece], int]:
+    def _encode(self, x: Tensor, coded: Tensor, length: int) -> tuple[list[Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
         cut = packed % group
         if cut and packed < length:
             end = min(packed + group - cut, length)
-            tokens = self._tokens(x, packed, end)
+            tokens = self._tokens(x, coded, packed, end)
             rest = self.plan.prepare(tokens, self._group_at(packed))
             pieces.append(Piece(packed, end, *rest))
             packed = end
         end = packed + (length - packed) // group * group if packed % group == 0 else packed
         if end > packed:
-            tokens = self._tokens(x, packed, end)
+            tokens = self._tokens(x, coded, packed, end)
             pieces.append(Piece(packed, end, *self.plan.prepare(tokens)))
         return pieces, max(end, packed)
 
-    def _tokens(self, x: Tensor, start: int, end: int) -> Tensor:
-        """Return tokens of the tail, and of the new ones behind it."""
+    def from_origin(self, origin: tuple[int, ...] | None) -> Stream:
+        """Return the stream with other tokens at position 0 (see `RowOffset`)."""
+        return self._replace(offset=self.offset and self.offset._replace(origin=origin))
+
+    def coded(self, x: Tensor, start: int) -> Tensor:
+        """Return tokens from `start` on as they are encoded."""
+        return x if self.offset is None else self.offset.without(x, start)
+
+    def _tokens(self, x: Tensor, coded: Tensor, start: int, end: int) -> Tensor:
+        """Return tokens of the tail, and of the new ones behind it, as they are encoded."""
         held = self.length
         if start >= held:
-            return x if end - start == x.shape[2] else x[:, :, start - held : end - held]
+            return coded if end - start == x.shape[2] else coded[:, :, start - held : end - held]
         known = torch.cat([self.memory.tokens(start, held), x[:, :, : end - held]], 2)
-        return known[:, :, : end - start]
+        return self.coded(known[:, :, : end - start], start)
 
     def _group_at(self, token: int) -> Segment:
         """Side information of the group that a token is in, `[B, H, 1, …]` by field name."""
@@ -285,6 +303,7 @@ class Stream(NamedTuple):
             sinks = sinks.clone()
             sinks[row, :, slot] = 0
         cut = self._replace(store=self.store.cut(packed), packed=packed, sinks=sinks)
+        cut = cut if length else cut.from_origin(None)
         return cut._with_tail(tail, start)
 
     def shared(self) -> Stream:
@@ -307,6 +326,7 @@ class Stream(NamedTuple):
             store=self.store.select(indices),
             plan=self.plan.fork(),
             sinks=None if self.sinks is None else self.sinks.index_select(0, indices),
+            offset=None if self.offset is None else self.offset.select(indices),
         )
         return rows._with_tail(self.tail.index_select(0, indices), self.tail_start)
 

@@ -89,9 +89,10 @@ def same_slots(a: Method, b: Method) -> bool:
 def _stream(
     entry: CacheLayer, side: str, source: Stream, wanted: Method, held: Method, compute: Compute
 ) -> PackedStream:
-    # What a codec learnt has one part per head; rows of a batch would each need it.
+    # What a codec learnt has one part per head; rows of a batch would each need it. Slots of keys
+    # without their offset are to be understood with it alone.
     shared = source.tail.shape[0] > 1 and isinstance(source.codec, FittedCodec)
-    if shared or not same_slots(wanted, held):
+    if shared or source.offset is not None or not same_slots(wanted, held):
         x = flat(entry.dequantize(side))
         make = wanted.key_codec if side == "k" else wanted.value_codec
         return PackedStream.of(make(x.shape[3], x.dtype), x, compute)
@@ -115,7 +116,11 @@ def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
     packed, batch, geometry = (compressed.k, compressed.v), compressed.batch, cache.geometry
     shapes = [(s.held.tail.shape[1], s.held.tail.shape[3]) for s in packed]
     rows = geometry.num_kv_heads * batch
-    if entry.length or shapes != [(rows, geometry.head_dim), (rows, geometry.value_dim)]:
+    if (
+        entry.length
+        or entry.offset is not None
+        or shapes != [(rows, geometry.head_dim), (rows, geometry.value_dim)]
+    ):
         return False
     if isinstance(cache, ContiguousCache):
         most = cache.max_tokens

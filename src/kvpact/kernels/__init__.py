@@ -10,7 +10,9 @@ from kvpact.kernels.base import (
     StepTokens,
     TokenMemory,
 )
-from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan, check_covered, choose, report
+from kvpact.kernels.choose import check_covered, choose
+from kvpact.kernels.offset import RowOffset
+from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan, report
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output
 from kvpact.kernels.torch.queries import check_latent_config, check_queries, query_groups
@@ -24,6 +26,7 @@ __all__ = [
     "Compute",
     "LayerView",
     "Plan",
+    "RowOffset",
     "Segment",
     "SegmentSource",
     "StepRow",

@@ -284,6 +284,13 @@ class Backend(Protocol):
         """
         ...
 
+    def covers_offset(self) -> str:
+        """Return why attention over keys without their offset is not there; "" if it is.
+
+        See `StreamView.offset`: the logits of packed tokens lack `q · R_t b`.
+        """
+        ...
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Return why attention over new tokens without a past is not there; "" if it is.
 

@@ -1,8 +1,8 @@
 """Who computes what, decided once per stream, and why.
 
-`choose` makes the `Compute` of a cache from what a user asks for. When a layer's first tokens
-bring a device and codecs, `Compute.plan` asks each backend what it covers; the layer keeps the
-`Plan`, whose calls go straight to the backends chosen.
+`choose` (`kernels/choose.py`) makes the `Compute` of a cache from what a user asks for. When a
+layer's first tokens bring a device and codecs, `Compute.plan` asks each backend what it covers; the
+layer keeps the `Plan`, whose calls go straight to the backends chosen.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import saturated
 from kvpact.errors import BackendUnavailable
-from kvpact.geometry import CacheGeometry
 from kvpact.kernels.base import (
     OPERATIONS,
-    PRECISIONS,
     AttendCall,
     Backend,
     Encoder,
@@ -30,20 +29,16 @@ from kvpact.kernels.base import (
     StepRunner,
 )
 from kvpact.kernels.cpu.backend import CPU
-from kvpact.kernels.cpu.library import cap
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.torch.queries import check_call
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays, Codec
 from kvpact.quantizers.checks import deferred
-from kvpact.spec import Spec
 
 BACKENDS: tuple[Backend, ...] = (CPU, TORCH)
 """In the order in which ``backend="auto"`` tries them. The last one covers everything."""
 
-NAMES = ("auto", *(backend.name for backend in BACKENDS))
-CHECKS = ("now", "deferred")
 _CPU = torch.device("cpu")
 _AT_ONCE = nullcontext()
 
@@ -97,7 +92,7 @@ class Compute:
     Parameters
     ----------
     requested : str
-        One of `NAMES`.
+        ``auto``, or a backend's name.
     precision : {"full", "int8"}
         How attention may compute.
     deferred : bool
@@ -126,8 +121,11 @@ class Compute:
         codecs: Sequence[Codec],
         device: torch.device,
         dtype: torch.dtype,
+        offset: bool = False,
     ) -> tuple[Backend, str]:
         """Return the backend for an operation, and why no better one.
+
+        With `offset` keys lie in the slots without theirs (`KeyOffset`).
 
         Raises
         ------
@@ -141,6 +139,8 @@ class Compute:
             reason = backend.runs_here(device)
             for codec in codecs:
                 reason = reason or backend.covers(operation, codec, dtype)
+            if offset:
+                reason = reason or backend.covers_offset()
             if not reason:
                 return backend, "; ".join(reasons)
             reasons.append(f"{backend.name}: {reason}")
@@ -158,15 +158,15 @@ class Compute:
         """
         return StreamPlan(self, codec, device, dtype)
 
-    def plan(self, k: StreamPlan, v: StreamPlan) -> Plan:
-        """Return who computes for a layer.
+    def plan(self, k: StreamPlan, v: StreamPlan, offset: bool = False) -> Plan:
+        """Return who computes for a layer, whose keys may be stored without their offset.
 
         Raises
         ------
         BackendUnavailable
             The backend asked for by name does not cover its codecs.
         """
-        return Plan(self, k, v)
+        return Plan(self, k, v, offset)
 
     def note(self, operation: Operation, backend: Backend, reason: str) -> None:
         """Remember why an operation is a backend's."""
@@ -257,19 +257,19 @@ class StreamPlan:
         self._compute.counts.add("encode", who)
         return self.encoder, prepared
 
-    def decode(
-        self, view: StreamView, start: int, end: int, out: Tensor, *, inverse: bool = True
-    ) -> None:
-        """Decode packed tokens into `out`, sink tokens as they were given (if `inverse`)."""
-        self.decode_slots(view, start, end, out, inverse=inverse)
-        make = (lambda x: x) if inverse else view.codec.transform.forward
-        view.place_sinks(out, start, make)
+    def decode(self, view: StreamView, start: int, end: int, out: Tensor) -> None:
+        """Decode packed tokens into `out`, with their offset, sink tokens as they were given."""
+        if view.offset is None:
+            self.decode_slots(view, start, end, out)
+        else:
+            y = torch.empty_like(out, dtype=torch.float32)
+            self.decode_slots(view, start, end, y)
+            out.copy_(saturated(view.offset.put_back(y, start), out.dtype))
+        view.place_sinks(out, start, lambda x: x)
 
-    def decode_slots(
-        self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool = True
-    ) -> None:
+    def decode_slots(self, slots: SlotReader, start: int, end: int, out: Tensor) -> None:
         """Decode packed tokens into `out`; see `Backend.decode`."""
-        self._decode.decode(slots, start, end, out, inverse=inverse)
+        self._decode.decode(slots, start, end, out, inverse=True)
         self._compute.counts.add("decode", self._decode.name)
 
 
@@ -282,12 +282,14 @@ class Plan:
         What was asked for.
     k, v : StreamPlan
         Who encodes and decodes.
+    offset : bool
+        Whether keys lie in the slots without their offset.
     """
 
-    def __init__(self, compute: Compute, k: StreamPlan, v: StreamPlan) -> None:
+    def __init__(self, compute: Compute, k: StreamPlan, v: StreamPlan, offset: bool) -> None:
         self.k, self.v, self.compute = k, v, compute
         codecs = (k.codec, v.codec)
-        self._attend, why = compute.backend("attend", codecs, k.device, k.dtype)
+        self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset)
         self._precision, less = self._attend.precision(compute.precision, *codecs)
         self._name = self._attend.name
         self._new: Backend | None = None
@@ -347,50 +349,3 @@ class Plan:
     def __repr__(self) -> str:
         parts = [f"{line.operation} {line.backend}" for line in self.explain()]
         return f"Plan({', '.join(parts)}, precision {self._precision})"
-
-
-def choose(backend: str = "auto", precision: str = "full", check: str = "now") -> Compute:
-    """Return what computes for a cache.
-
-    Parameters
-    ----------
-    backend : {"auto", "cpu", "torch"}
-        Who computes. By name it computes everything or raises; ``auto`` takes, operation by
-        operation, the first backend that covers it, torch at last.
-    precision : {"full", "int8"}
-        ``full`` agrees with the torch bodies to rounding; ``int8`` lets attention compute in 8-bit
-        integers where a backend has such kernels (about 1 % of the output's norm).
-    check : {"now", "deferred"}
-        When NaN, infinity and numbers beyond a method's range are looked for (see `create_cache`).
-
-    Raises
-    ------
-    BackendUnavailable
-        There is no such backend, precision or check; or the backend named can't run here.
-    """
-    if backend not in NAMES:
-        raise BackendUnavailable(f"backend {backend!r} is not known; there are {', '.join(NAMES)}")
-    if precision not in PRECISIONS:
-        raise BackendUnavailable(
-            f"precision {precision!r} is not known; there are {', '.join(PRECISIONS)}"
-        )
-    if check not in CHECKS:
-        raise BackendUnavailable(f"check {check!r} is not known; there are {', '.join(CHECKS)}")
-    cap()  # a misspelt KVPACT_SIMD is an error, not a reason to be slow
-    found = [one for one in BACKENDS if backend in ("auto", one.name)]
-    reasons = [one.runs_here(_CPU) for one in found]
-    if all(reasons):
-        raise BackendUnavailable(f"backend {backend!r}: {reasons[0]}; use 'auto' or 'torch'")
-    return Compute(backend, precision, check == "deferred")
-
-
-def check_covered(compute: Compute, specs: Sequence[Spec], geometry: CacheGeometry) -> None:
-    """Raise `BackendUnavailable` if the backend asked for by name does not cover every spec."""
-    dtype = geometry.dtype or torch.float32
-    for spec in set(specs) if compute.named else ():
-        codecs = (
-            spec.key.key_codec(geometry.head_dim, dtype),
-            spec.value.value_codec(geometry.value_dim, dtype),
-        )
-        for operation in OPERATIONS:
-            compute.backend(operation, codecs, _CPU, dtype)

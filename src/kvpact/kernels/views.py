@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.kernels.base import SegmentSource
+from kvpact.kernels.offset import RowOffset
 from kvpact.methods import Codec
 
 CHUNK = 256
@@ -37,6 +38,8 @@ class StreamView(NamedTuple):
         No sink token stands at or after this position.
     check : callable
         Raises `StaleResult` if the view's slots are no longer there.
+    offset : RowOffset or None
+        What was taken off the packed tokens; exact ones are whole.
     """
 
     codec: Codec
@@ -47,6 +50,7 @@ class StreamView(NamedTuple):
     sink_positions: Tensor | None
     sink_end: int
     check: Callable[[], None]
+    offset: RowOffset | None = None
 
     @property
     def length(self) -> int:
@@ -83,6 +87,28 @@ class StreamView(NamedTuple):
         longer = torch.cat([y, y[:, :, :1]], 2)
         y.copy_(longer.scatter_(2, index, make(self.sinks).to(y.dtype))[:, :, :count])
         return whole
+
+    def offset_logits(self, rows: Tensor, start: int, end: int) -> Tensor | None:
+        """Return what logits of packed tokens lack, for tokens `start <= t < end`; None: nothing.
+
+        Parameters
+        ----------
+        rows : Tensor
+            `[B, H, R, D]`, the scaled queries, not transformed.
+
+        Returns
+        -------
+        Tensor or None
+            `[B, H, R, end - start]`; zero for sink tokens.
+        """
+        if self.offset is None:
+            return None
+        logits = self.offset.logits(rows, start, end)
+        if self.sink_positions is not None and start < self.sink_end:
+            tokens = torch.arange(start, end, device=rows.device).view(1, -1, 1)
+            sinks = (tokens == self.sink_positions.unsqueeze(1)).any(-1)
+            logits = logits.masked_fill_(sinks[:, None, None, :], 0)
+        return logits
 
 
 class LayerView(NamedTuple):

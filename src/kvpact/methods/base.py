@@ -36,6 +36,8 @@ class Codec(ABC):
         `decode` returns transformed vectors; `transform.inverse` leads back.
     has_bias : bool
         Whether `decode_bias` gives a part.
+    exact : bool
+        Whether the numbers are kept as they are, or cast: then nothing is taken off them before.
     max_abs, max_norm : float
         The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
         whatever stands beside it in its group. A codec with groups encodes later than its tokens
@@ -53,6 +55,7 @@ class Codec(ABC):
     group: int = 1
     transform: Transform = IDENTITY
     has_bias: bool = False
+    exact: bool = False
     max_abs: float = math.inf
     max_norm: float = math.inf
 

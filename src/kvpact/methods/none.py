@@ -21,6 +21,8 @@ from kvpact.quantizers.numbers import CASTS, cast
 class ExactCodec(Codec):
     """Stores the numbers themselves."""
 
+    exact = True
+
     def __init__(self, dim: int, dtype: torch.dtype) -> None:
         self.fields = (TokenField("values", dim, dtype, "codes"),)
         self._dtype = dtype

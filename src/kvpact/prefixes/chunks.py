@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -24,6 +24,7 @@ from kvpact.cache.saved import field_info, packed_part
 from kvpact.errors import FormatError
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
+from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.snapshot import (
     Container,
@@ -68,6 +69,8 @@ class ChunkKind:
         Model, adapter, tenant.
     size : int
         Tokens per chunk.
+    offsets : mapping
+        Layer -> `KeyOffset`.
     """
 
     specs: tuple[Spec, ...]
@@ -75,6 +78,7 @@ class ChunkKind:
     codecs: tuple[tuple[Codec, Codec], ...]
     identity: Identity
     size: int
+    offsets: Mapping[int, KeyOffset] = field(default_factory=dict)
 
     @cached_property
     def _specs_json(self) -> list[dict[str, Any]]:
@@ -105,7 +109,7 @@ class ChunkKind:
                     what = f"{index} {side} {name} {tensor.dtype} {tuple(tensor.shape)}\n"
                     learnt.update(what.encode())
                     learnt.update(as_bytes(tensor).numpy().data)
-        data = {
+        data: dict[str, Any] = {
             "chunk": self.size,
             "format": [KIND, VERSION],
             "geometry": geometry_json(self.geometry),
@@ -114,6 +118,8 @@ class ChunkKind:
             "slots": FORMAT_VERSION,
             "specs": self._specs_json,
         }
+        if self.offsets:  # keys of caches without any are what they always were
+            data["offsets"] = [[i, self.offsets[i].digest] for i in sorted(self.offsets)]
         return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=32).digest()
 
     def _manifest(self, index: int, ids: Sequence[int]) -> dict[str, Any]:
@@ -221,8 +227,9 @@ class ChunkKind:
                 tail = torch.zeros(1, heads, 0, dim, dtype=self.geometry.dtype)
                 learnt = {name: x.detach().cpu() for name, x in codec.state().items()}
                 exact = sinks[2 * index + side]
+                known = None if side or codec.exact else self.offsets.get(index)
                 streams.append(
-                    StreamState(fields[side], slots[side], end, end, tail, exact, learnt)
+                    StreamState(fields[side], slots[side], end, end, tail, exact, learnt, known)
                 )
             states.append(LayerState(self._specs_json[index], (streams[0], streams[1]), None))
         return Snapshot.build(

@@ -34,8 +34,8 @@ class PrefixCache:
     A chunk's key is a hash chain over the token ids up to its end, so that a prefix that is held
     once serves everything that extends it, and saving a longer chat writes the new chunks alone.
     The chain begins with whatever else makes bytes differ: specs with all options and versions,
-    the version of the slots, geometry and dtype, what codecs have learnt, model, adapter, tenant
-    and chunk size. So entries of unlike kinds never meet, in one store or in several.
+    the version of the slots, geometry and dtype, what codecs have learnt, key offsets, model,
+    adapter, tenant and chunk size. So entries of unlike kinds never meet, in one store or several.
 
     Entries hold packed slots as they lie in the cache, and the sink tokens. The window is not
     saved: a cache that took a prefix reads the prefix's last tokens as stored, until new tokens
@@ -105,6 +105,7 @@ class PrefixCache:
             self._codecs(),
             Identity(model=model, adapter=adapter, tenant=tenant),
             size,
+            self._source.key_offsets,
         )
 
     def _codecs(self) -> tuple[tuple[Codec, Codec], ...]:
@@ -266,6 +267,8 @@ class PrefixCache:
             raise GeometryError(
                 "prefixes are of one row without padding; save rows of a batch one by one"
             )
+        if any(s.offset and s.offset.origin is not None for x in layers for s in x.streams()):
+            raise GeometryError("prefixes begin at position 0; this cache's tokens begin elsewhere")
         for layer, pair in zip(layers, self._kind.codecs, strict=False):
             for stream, codec in zip(layer.streams(), pair, strict=False):
                 if not same_tensors(stream.codec.state(), codec.state()):

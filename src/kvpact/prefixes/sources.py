@@ -8,6 +8,7 @@ import torch
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.offsets import KeyOffsets
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
@@ -28,6 +29,11 @@ class PrefixSource(Protocol):
     @property
     def geometry(self) -> CacheGeometry:
         """Shape of K and V, with the dtype."""
+        ...
+
+    @property
+    def key_offsets(self) -> KeyOffsets:
+        """Layer -> `KeyOffset`; empty where there are none."""
         ...
 
     def codecs(self) -> Codecs | None:
@@ -51,6 +57,7 @@ class _Contiguous:
             raise DtypeError("make the cache with a geometry that has a dtype: keys depend on it")
         self._cache, self._device = cache, device
         self.specs, self.geometry = cache.specs, cache.geometry
+        self.key_offsets: KeyOffsets = cache.key_offsets
 
     def codecs(self) -> Codecs | None:
         pairs = [self._cache.entry(i).codecs for i in range(len(self.specs))]
@@ -72,6 +79,7 @@ class _Paged:
     def __init__(self, cache: PagedKVCache) -> None:
         self._cache = cache
         self.specs, self.geometry = cache.specs, cache.token_geometry
+        self.key_offsets: KeyOffsets = cache.key_offsets
 
     def codecs(self) -> Codecs | None:
         return list(self._cache.pool.codecs)

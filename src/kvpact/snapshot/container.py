@@ -73,8 +73,8 @@ class Container:
         The whole file; `open` maps it. Only header and table are read and checked now.
     kind : str
         The format wanted.
-    version : int
-        The version wanted.
+    *versions : int
+        The versions wanted; `version` is the one that it is.
 
     Raises
     ------
@@ -84,7 +84,7 @@ class Container:
         Header or table were changed.
     """
 
-    def __init__(self, buffer: Any, kind: str, version: int) -> None:
+    def __init__(self, buffer: Any, kind: str, *versions: int) -> None:
         self.buffer = memoryview(buffer).cast("B")
         total = len(self.buffer)
         length = header_length(bytes(self.buffer[:8]), total)
@@ -92,9 +92,12 @@ class Container:
         head = bytes(self.buffer[: self._data])
         header = parse_header(head[8:], total - self._data)
         given = header.metadata
-        if given.get("format") != kind or given.get("version") != str(version):
+        known = {str(version): version for version in versions}
+        if given.get("format") != kind or given.get("version") not in known:
             named = f"{given.get('format', '')[:40]!r} version {given.get('version', '')[:10]!r}"
-            raise FormatError(f"this is {named}; {kind!r} version {version} can be read")
+            wanted = " and ".join(known)
+            raise FormatError(f"this is {named}; {kind!r} version {wanted} can be read")
+        self.version = known[given["version"]]
         if set(given) != {"blake2b", "format", "manifest", "version"}:
             raise FormatError("the header's metadata has other keys than it should")
         self.manifest: dict[str, Any] = self._parse_manifest(given["manifest"])
@@ -193,7 +196,7 @@ class Container:
         return cls(buffer, kind, version)
 
     @classmethod
-    def open(cls, path: str | PathLike[str], kind: str, version: int) -> Self:
+    def open(cls, path: str | PathLike[str], kind: str, *versions: int) -> Self:
         """Map a file; header and table are read and checked, sections when they are used.
 
         The file may be replaced or deleted meanwhile, but not cut short.
@@ -203,7 +206,7 @@ class Container:
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError:
                 raise FormatError(f"{path} is empty") from None
-        return cls(buffer, kind, version)
+        return cls(buffer, kind, *versions)
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.header import DTYPE_NAMES, DTYPES
 from kvpact.snapshot.pages import page_bytes
-from kvpact.snapshot.schema import COUNT, SIZE, check, need
+from kvpact.snapshot.schema import ANY, COUNT, SIZE, check, need
 from kvpact.snapshot.state import (
     SIDES,
     FieldInfo,
@@ -22,6 +22,9 @@ from kvpact.snapshot.state import (
     geometry_json,
 )
 
+VERSION, WITH_OFFSETS = VERSIONS = (1, 2)
+"""Of snapshots, and of those in which keys lie without their offset."""
+OFFSET_TENSORS = ("offset.bias", "offset.channels", "offset.frequencies")
 _DTYPE = frozenset(DTYPES)
 _FIELD = {"dtype": _DTYPE, "name": re.compile("(?s).{1,99}"), "shape": [COUNT], "tokens": COUNT}
 _STREAM = {
@@ -32,9 +35,10 @@ _STREAM = {
     "start": SIZE,
     "tail": SIZE,
 }
+_OFFSET = {"dtype": _DTYPE, "origin": ([ANY],), "scaling": float}
 _EMPTY_LAYER = {"spec": SIZE}
-_LAYER = {**_EMPTY_LAYER, "dtype": _DTYPE, **dict.fromkeys(SIDES, _STREAM)}
-_PADDED_LAYER = {**_LAYER, "padding": SIZE}
+_LAYER: dict[str, Any] = {**_EMPTY_LAYER, "dtype": _DTYPE, **dict.fromkeys(SIDES, _STREAM)}
+_PADDED_LAYER: dict[str, Any] = {**_LAYER, "padding": SIZE}
 _MANIFEST: dict[str, Any] = {
     "batch": SIZE,
     "begin": SIZE,
@@ -54,6 +58,20 @@ _MANIFEST: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
+class OffsetEntry:
+    """What the manifest says of the offset that keys are stored without (see `StreamState`)."""
+
+    dtype: torch.dtype
+    scaling: float
+    origin: tuple[int, ...] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        origin = None if self.origin is None else list(self.origin)
+        return {"dtype": DTYPE_NAMES[self.dtype], "origin": origin, "scaling": self.scaling}
+
+
+@dataclass(frozen=True)
 class StreamEntry:
     """What the manifest says of K or V of a layer (see `StreamState`)."""
 
@@ -63,10 +81,13 @@ class StreamEntry:
     tail: int
     sinks: int | None
     learnt: tuple[str, ...]
+    offset: OffsetEntry | None = None
 
     def tensors(self) -> dict[str, int | None]:
         """Return the tensors beside the pages, in the file's order; the tokens of exact ones."""
         learnt: dict[str, int | None] = {f"learnt.{part}": None for part in self.learnt}
+        if self.offset is not None:
+            learnt |= dict.fromkeys(OFFSET_TENSORS)
         exact = {"sinks": self.sinks, "tail": self.tail}
         return learnt | {name: tokens for name, tokens in exact.items() if tokens}
 
@@ -75,7 +96,10 @@ class StreamEntry:
         """Return what the manifest says of a stream."""
         sinks = None if stream.sinks is None else stream.sinks.shape[2]
         learnt, tail = tuple(sorted(stream.learnt)), stream.tail.shape[2]
-        return cls(stream.fields, stream.packed, stream.start, tail, sinks, learnt)
+        offset = None
+        if stream.offset is not None:
+            offset = OffsetEntry(stream.offset.dtype, stream.offset.scaling, stream.origin)
+        return cls(stream.fields, stream.packed, stream.start, tail, sinks, learnt, offset)
 
 
 @dataclass(frozen=True)
@@ -136,6 +160,12 @@ class Manifest:
     token_hash: str | None
 
     @property
+    def version(self) -> int:
+        """Version of the file: readers from before key offsets have to refuse those."""
+        streams = (stream for entry in self.layers for stream in entry.streams or ())
+        return WITH_OFFSETS if any(stream.offset for stream in streams) else VERSION
+
+    @property
     def tokens(self) -> int:
         """Tokens of the longest layer."""
         return max((s.start + s.tail for e in self.layers for s in e.streams or ()), default=0)
@@ -168,6 +198,9 @@ class Manifest:
             for side, stream in zip(SIDES, layer.streams or (), strict=False):
                 fields = index("fields", [field.to_json() for field in stream.fields])
                 given = {**vars(stream), "fields": fields, "learnt": list(stream.learnt)}
+                del given["offset"]
+                if stream.offset is not None:
+                    given["offset"] = stream.offset.to_json()
                 entry[side] = dict(sorted(given.items()))
             layers.append(dict(sorted(entry.items())))
         return {
@@ -228,21 +261,29 @@ def _pick(known: list[Any], index: int, what: str) -> Any:
 def _layer(index: int, fields: list[tuple[FieldInfo, ...]], data: dict[str, Any]) -> LayerEntry:
     entry = data["layers"][index]
     held = _PADDED_LAYER if "padding" in entry else _LAYER
+    if isinstance(entry.get("k"), dict) and "offset" in entry["k"]:
+        held = held | {"k": {**_STREAM, "offset": _OFFSET}}
     check(entry, _EMPTY_LAYER if len(entry) == 1 else held, f"manifest.layers[{index}]")
     spec, padding = _pick(data["specs"], entry["spec"], "spec"), None
     if len(entry) == 1:
         return LayerEntry(spec, None, None, None)
     if "padding" in entry:
         padding = tuple(_pick(data["paddings"], entry["padding"], "padding"))
-    k, v = (_stream(entry[side], fields) for side in SIDES)
+    k, v = (_stream(entry[side], fields, data["batch"]) for side in SIDES)
     need(k.start + k.tail == v.start + v.tail, "K and V of unlike length")
     return LayerEntry(spec, DTYPES[entry["dtype"]], padding, (k, v))
 
 
-def _stream(stream: dict[str, Any], fields: list[tuple[FieldInfo, ...]]) -> StreamEntry:
+def _stream(stream: dict[str, Any], fields: list[tuple[FieldInfo, ...]], batch: int) -> StreamEntry:
     learnt = tuple(stream["learnt"])
     need(list(learnt) == sorted(set(learnt)), "learnt")
     # Every token has slots or is in the tail, or both.
     need(stream["start"] <= stream["packed"] <= stream["start"] + stream["tail"], "packed")
     known = _pick(fields, stream["fields"], "fields")
-    return StreamEntry(**{**stream, "fields": known, "learnt": learnt})
+    offset = None
+    if "offset" in stream:
+        given, origin = stream["offset"], stream["offset"]["origin"]
+        need(origin is None or len(origin) == batch, "origin")
+        rows = None if origin is None else tuple(origin)
+        offset = OffsetEntry(DTYPES[given["dtype"]], given["scaling"], rows)
+    return StreamEntry(**{**stream, "fields": known, "learnt": learnt, "offset": offset})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError, MismatchError
+from kvpact.key_offset import same_offset
 from kvpact.snapshot.state import LayerState, StreamState
 from kvpact.snapshot.tensors import same_tensors
 
@@ -31,6 +32,7 @@ def select_rows(state: LayerState, rows: Sequence[int]) -> LayerState:
             slots={name: pick(x) for name, x in stream.slots.items()},
             tail=pick(stream.tail),
             sinks=None if stream.sinks is None else pick(stream.sinks),
+            origin=_trimmed(stream.origin and tuple(stream.origin[row] for row in rows)),
         )
         for stream in state.streams
     )
@@ -72,12 +74,16 @@ def _stacked(streams: Sequence[StreamState]) -> StreamState:
         )
     if not all(same_tensors(first.learnt, other.learnt) for other in streams[1:]):
         raise MismatchError("the sequences' methods have learnt unlike things")
+    if not all(same_offset(first.offset, other.offset) for other in streams[1:]):
+        raise MismatchError("the sequences' keys are stored without unlike offsets")
     sinks = [s.sinks for s in streams if s.sinks is not None]
+    rows = [n for s in streams for n in s.origin or (0,) * s.tail.shape[0]]
     return replace(
         first,
         slots={name: torch.cat([s.slots[name] for s in streams]) for name in first.slots},
         tail=torch.cat([s.tail for s in streams]),
         sinks=torch.cat(sinks) if sinks else None,
+        origin=_trimmed(tuple(rows)),
     )
 
 
@@ -120,6 +126,8 @@ def joined(states: Sequence[LayerState]) -> LayerState:
         for part in parts:
             if part.fields != end.fields or not same_tensors(part.learnt, end.learnt):
                 raise MismatchError("the parts' methods have learnt unlike things")
+            if not same_offset(part.offset, end.offset) or part.origin != end.origin:
+                raise MismatchError("the parts' keys are stored without unlike offsets")
         slots = {name: torch.cat([part.slots[name] for part in parts], 2) for name in end.slots}
         streams.append(replace(end, slots=slots))
     return replace(last, streams=(streams[0], streams[1]))

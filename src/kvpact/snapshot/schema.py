@@ -8,6 +8,7 @@ from typing import Any
 from kvpact.errors import FormatError
 
 SIZE = range(1 << 40)
+ANY = range(-(1 << 40), 1 << 40)
 COUNT = range(1, 1 << 40)
 
 

@@ -15,14 +15,13 @@ from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.header import DTYPE_NAMES
-from kvpact.snapshot.manifest import LayerEntry, Manifest, pages_of, read_manifest
+from kvpact.snapshot.manifest import VERSIONS, LayerEntry, Manifest, pages_of, read_manifest
 from kvpact.snapshot.pages import pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
 from kvpact.snapshot.state import SIDES, Identity, LayerState, StreamState
-from kvpact.snapshot.tensors import exact_tensors, sizes, token_hash, token_rows
+from kvpact.snapshot.tensors import exact_tensors, read_offset, sizes, token_hash, token_rows
 
 KIND = "kvpact.snapshot"
-VERSION = 1
 TOKEN_IDS = "token_ids"
 _PAGES = "pages"
 
@@ -46,6 +45,8 @@ class Snapshot:
     def __init__(self, container: Container) -> None:
         self._container = container
         self.manifest: Manifest = read_manifest(container.manifest)
+        if container.version != self.manifest.version:
+            raise FormatError(f"key offsets don't fit version {container.version}")
         self._check_tensors()
 
     @classmethod
@@ -114,7 +115,7 @@ class Snapshot:
         if whole.numel():
             tensors.append((_PAGES, whole))
         runs = [(1, sizes), (pages, [part.shape[1] for part in parts])]
-        return cls(Container.build(KIND, VERSION, manifest.to_json(), tensors, runs))
+        return cls(Container.build(KIND, manifest.version, manifest.to_json(), tensors, runs))
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> Snapshot:
@@ -129,7 +130,7 @@ class Snapshot:
         FileNotFoundError
             There is no such file.
         """
-        return cls(Container.open(path, KIND, VERSION))
+        return cls(Container.open(path, KIND, *VERSIONS))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Snapshot:
@@ -140,7 +141,7 @@ class Snapshot:
     @classmethod
     def from_buffer(cls, data: bytes | bytearray | memoryview) -> Snapshot:
         """Read a buffer's header alone, as `open` does a file's."""
-        return cls(Container(data, KIND, VERSION))
+        return cls(Container(data, KIND, *VERSIONS))
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> Snapshot:
@@ -269,6 +270,7 @@ class Snapshot:
                     exact.get(f"{name}.tail", empty),
                     exact[f"{name}.sinks"] if stream.sinks else None,
                     {part: exact[f"{name}.learnt.{part}"] for part in stream.learnt},
+                    *read_offset(stream.offset, exact, name),
                 )
             )
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, KVPactError
 from kvpact.geometry import CacheGeometry
+from kvpact.key_offset import KeyOffset
 from kvpact.snapshot.header import DTYPE_NAMES, DTYPES
 
 SIDES = ("k", "v")
@@ -68,6 +69,10 @@ class StreamState:
         `[B, H, S, D]`, exact first tokens.
     learnt : dict
         What the codec learnt, by name.
+    offset : KeyOffset or None
+        What was taken off the keys before they were encoded; `tail` and `sinks` are whole.
+    origin : tuple of int or None
+        Each row's token at position 0 of the offset; None where it is the first.
     """
 
     fields: tuple[FieldInfo, ...]
@@ -77,6 +82,8 @@ class StreamState:
     tail: Tensor
     sinks: Tensor | None
     learnt: Mapping[str, Tensor]
+    offset: KeyOffset | None = None
+    origin: tuple[int, ...] | None = None
 
     @property
     def length(self) -> int:

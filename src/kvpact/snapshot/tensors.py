@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.errors import FormatError, GeometryError
+from kvpact.errors import FormatError, GeometryError, KVPactError
+from kvpact.key_offset import KeyOffset
 from kvpact.snapshot.header import Entry
+from kvpact.snapshot.manifest import OFFSET_TENSORS, OffsetEntry
 from kvpact.snapshot.state import SIDES, LayerState
 
 
@@ -46,11 +48,44 @@ def exact_tensors(index: int, layer: LayerState) -> dict[str, Tensor]:
             if not stream.learnt[part].numel():
                 raise FormatError(f"the codec's state {part!r} is empty")
             found[f"{name}.learnt.{part}"] = stream.learnt[part]
+        if stream.offset is not None:
+            found |= {
+                f"{name}.offset.{part}": x for part, x in offset_tensors(stream.offset).items()
+            }
         if stream.sinks is not None:
             found[f"{name}.sinks"] = stream.sinks
         if stream.tail.numel():
             found[f"{name}.tail"] = stream.tail
     return found
+
+
+def offset_tensors(offset: KeyOffset) -> dict[str, Tensor]:
+    """Return a key offset's numbers by the names of their tensors."""
+    return {
+        "bias": torch.tensor(offset.bias),
+        "channels": torch.tensor(offset.channels, dtype=torch.int32),
+        "frequencies": torch.tensor(offset.frequencies),
+    }
+
+
+def read_offset(
+    entry: OffsetEntry | None, tensors: Mapping[str, Tensor], name: str
+) -> tuple[KeyOffset | None, tuple[int, ...] | None]:
+    """Return a stream's key offset and its rows' origins out of the tensors of its layer.
+
+    Raises
+    ------
+    FormatError
+        The numbers are no key offset's.
+    """
+    if entry is None:
+        return None, None
+    held = {part.partition(".")[2]: tensors[f"{name}.{part}"] for part in OFFSET_TENSORS}
+    try:
+        given: dict[str, Any] = {**held, "scaling": entry.scaling, "dtype": entry.dtype}
+        return KeyOffset(**given), entry.origin
+    except KVPactError as error:
+        raise FormatError(f"the snapshot's key offset can't be right: {error}") from None
 
 
 def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -61,9 +96,12 @@ def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
 def sizes(entries: Mapping[str, Entry], total: int) -> dict[str, int]:
     """Return bytes of a snapshot's tensors by what they are for, and of what is around them."""
     found = {"packed slots": 0, "sinks": 0, "window": 0, "learnt": 0, "token ids": 0}
+    found |= {"key offsets": 0} if any(".offset." in name for name in entries) else {}
     names = {"sinks": "sinks", "tail": "window", "pages": "packed slots", "token_ids": "token ids"}
     for name, entry in entries.items():
-        kind = "learnt" if ".learnt." in name else names.get(name.rpartition(".")[2])
+        kind = names.get(name.rpartition(".")[2])
+        if ".learnt." in name or ".offset." in name:
+            kind = "learnt" if ".learnt." in name else "key offsets"
         if kind is not None:
             found[kind] += entry.end - entry.begin
     return {**found, "header and checksums": total - sum(found.values())}

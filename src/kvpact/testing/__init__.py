@@ -61,7 +61,7 @@ pytest.register_assert_rewrite(
 from kvpact.testing.backend import BackendContract  # noqa: E402
 from kvpact.testing.cache import CacheContract  # noqa: E402
 from kvpact.testing.cache_paged import PagedCacheContract  # noqa: E402
-from kvpact.testing.data import SHAPES, Shape, random_tokens  # noqa: E402
+from kvpact.testing.data import SHAPES, Shape, random_offset, random_tokens  # noqa: E402
 from kvpact.testing.fitted import (  # noqa: E402
     FittedCacheContract,
     FittedMethodContract,
@@ -91,6 +91,7 @@ __all__ = [
     "held_bytes",
     "held_tensors",
     "method_specs",
+    "random_offset",
     "random_tokens",
     "reference_attention",
     "same_bytes",

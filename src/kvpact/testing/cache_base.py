@@ -14,6 +14,7 @@ from kvpact.cache import create_cache
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
+from kvpact.key_offset import KeyOffset
 from kvpact.spec import parse_spec
 from kvpact.testing.data import SHAPES, Shape, random_tokens
 from kvpact.testing.held import copied_tensors, difference, held_tensors
@@ -53,9 +54,18 @@ class CacheKit:
 
     def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
         """Return a new empty cache; override this to test a cache of your own."""
-        return create_cache(
-            self.spec, geometry, max_tokens=max_tokens, calibration=self.calibration(geometry)
-        )
+        return create_cache(self.spec, geometry, max_tokens=max_tokens, **self.options(geometry))
+
+    def options(self, geometry: CacheGeometry) -> dict[str, Any]:
+        """Return what `create_cache` is given besides, in every layout."""
+        return {
+            "calibration": self.calibration(geometry),
+            "key_offsets": self.key_offsets(geometry),
+        }
+
+    def key_offsets(self, geometry: CacheGeometry) -> dict[int, KeyOffset]:
+        """Return what keys are stored without, by layer: nothing."""
+        return {}
 
     def calibration(self, geometry: CacheGeometry) -> dict[int, Learnt]:
         """Return what codecs have learnt before, by layer: nothing, but for fitted methods."""

@@ -80,7 +80,7 @@ class PagedCacheContract(CacheContract):
             geometry,
             layout="paged",
             num_pages=num_pages,
-            calibration=self.calibration(geometry),
+            **self.options(geometry),
         )
 
     def row_tensors(self, view: Any) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ class PagedCacheContract(CacheContract):
         """Slot for slot, byte for byte, in every row; after a rollback, too."""
         geometry = shape.geometry()
         paged = self.make_cache(geometry)
-        flat = create_cache(self.spec, geometry, calibration=self.calibration(geometry))
+        flat = create_cache(self.spec, geometry, **self.options(geometry))
         k, v, q = self.tokens(shape, shape.tokens)
         start = 0
         for piece in shape.pieces:

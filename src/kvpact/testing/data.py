@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpact.geometry import CacheGeometry
+from kvpact.key_offset import KeyOffset
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,26 @@ def random_tokens(
         # The constants depend on the width alone, so that every piece has the same.
         x = x + offset * torch.randn(shape[-1], generator=torch.Generator().manual_seed(7))
     return x.to(dtype)
+
+
+def random_offset(heads: int, dim: int, *, norm: float = 10.0, seed: int = 0) -> KeyOffset:
+    """Return a key offset in a few pairs of channels, the same for the same arguments.
+
+    Parameters
+    ----------
+    heads, dim : int
+        Of the keys.
+    norm : float
+        Of each head's bias.
+    seed : int
+        Chooses the pairs and the numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    frequencies = 1e4 ** -(torch.arange(dim // 2) / (dim / 2))
+    pairs = torch.randperm(dim // 2, generator=generator)[: min(8, dim // 2)]
+    bias = torch.randn(heads, len(pairs), 2, generator=generator)
+    return KeyOffset(
+        tuple(frequencies[pairs].tolist()),
+        tuple((int(p), int(p) + dim // 2) for p in pairs),
+        (norm * bias / bias.flatten(1).norm(dim=1).view(-1, 1, 1)).tolist(),
+    )

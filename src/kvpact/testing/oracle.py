@@ -14,6 +14,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvpact.kernels import RowOffset
+from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.spec import Spec
 
@@ -27,6 +29,8 @@ class StreamOracle:
         Encodes whole groups of tokens.
     sinks, window : int
         First and most recent tokens that read back exactly.
+    offset : KeyOffset, optional
+        What is taken off tokens before they are encoded, and added to what is decoded.
 
     Attributes
     ----------
@@ -39,6 +43,8 @@ class StreamOracle:
     tail_start : int
         The first token that the stream still knows exactly, sinks aside. It only moves forward,
         but for rollbacks: what is no longer exact can't become so again.
+    offset : RowOffset or None
+        The offset, and which token of each row stands at position 0.
 
     Notes
     -----
@@ -53,7 +59,10 @@ class StreamOracle:
     4. Reading gives sinks and window as they were given and the rest as it was packed.
     """
 
-    def __init__(self, codec: Codec, sinks: int, window: int) -> None:
+    def __init__(
+        self, codec: Codec, sinks: int, window: int, offset: KeyOffset | None = None
+    ) -> None:
+        self.offset = None if offset is None or codec.exact else RowOffset(offset)
         self.codec, self.sinks, self.window = codec, sinks, window
         self.given: Tensor | None = None
         self.shown: Tensor | None = None
@@ -77,20 +86,25 @@ class StreamOracle:
         if self.shown is None:
             self.shown = x[:, :, :0]
         if group == 1:
-            self._show(self.codec.encode(self.given[:, :, self.packed :].float()))
+            self._show(self.codec.encode(self._coded(self.packed, length)))
         while group > 1 and self.packed < length:
             inside = self.packed % group
             if inside:
                 end = min(self.packed + group - inside, length)
-                self._continue(self.given[:, :, self.packed : end].float(), inside)
+                self._continue(self._coded(self.packed, end), inside)
             elif self.packed + group <= length:
-                tokens = self.given[:, :, self.packed : self.packed + group].float()
+                tokens = self._coded(self.packed, self.packed + group)
                 self.groups.append(self.codec.encode(tokens))
                 self._show(self.groups[-1])
             else:
                 break
         begin = max(length - self.window, 0)
         self.tail_start = max(self.tail_start, min(self.packed, begin - begin % group))
+
+    def _coded(self, start: int, end: int) -> Tensor:
+        assert self.given is not None
+        x = self.given[:, :, start:end].float()
+        return x if self.offset is None else self.offset.without(x, start)
 
     def _continue(self, x: Tensor, inside: int) -> None:
         """Add tokens to a group that a rollback has cut, with the group's side information."""
@@ -104,6 +118,8 @@ class StreamOracle:
     def _show(self, arrays: dict[str, Tensor], start: int = 0, end: int | None = None) -> None:
         assert self.given is not None and self.shown is not None
         y = self.codec.transform.inverse(self.codec.decode(arrays))[:, :, start:end]
+        if self.offset is not None:
+            y = self.offset.put_back(y.clone(), self.packed)
         self.shown = torch.cat([self.shown, y.to(self.given.dtype)], 2)
 
     def truncate(self, length: int) -> None:
@@ -126,6 +142,8 @@ class StreamOracle:
         rows = list(indices)
         self.given, self.shown = self.given[rows], self.shown[rows]
         self.groups = [{name: array[rows] for name, array in g.items()} for g in self.groups]
+        if self.offset is not None:
+            self.offset = self.offset.select(torch.tensor(rows))
 
     def read(self, padding: Sequence[int]) -> Tensor:
         """Return what a cache should show, `[B, H, length, D]`.
@@ -156,16 +174,27 @@ class LayerOracle:
         Width of K and of V.
     dtype : torch.dtype
         Of the tokens.
+    offset : KeyOffset, optional
+        What keys are encoded without; each row's first token that is no padding is at position 0.
     """
 
-    def __init__(self, spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        dim: int,
+        v_dim: int,
+        dtype: torch.dtype,
+        offset: KeyOffset | None = None,
+    ) -> None:
+        self._offset = offset
         self._spec, self._widths, self._dtype = spec, (dim, v_dim), dtype
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, padding included."""
         key, value, (dim, v_dim) = self._spec.key, self._spec.value, self._widths
-        self.k = StreamOracle(key.key_codec(dim, self._dtype), key.sinks, key.window)
+        codec = key.key_codec(dim, self._dtype)
+        self.k = StreamOracle(codec, key.sinks, key.window, self._offset)
         self.v = StreamOracle(value.value_codec(v_dim, self._dtype), value.sinks, value.window)
         self.padding: list[int] = []
 
@@ -182,6 +211,8 @@ class LayerOracle:
     def append(self, k: Tensor, v: Tensor, padding: Sequence[int] | None = None) -> None:
         """Store tokens; `padding` is known with a row's first tokens."""
         self.padding = list(padding or self.padding or [0] * k.shape[0])
+        if self.k.offset is not None and not self.length:
+            self.k.offset = self.k.offset._replace(origin=tuple(self.padding))
         self.k.append(k)
         self.v.append(v)
 

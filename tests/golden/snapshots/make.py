@@ -13,7 +13,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.snapshot import Identity
-from kvpact.snapshot.snapshot import VERSION
+from kvpact.snapshot.manifest import VERSION
 
 FOLDER = Path(__file__).parent
 GEOMETRY = CacheGeometry(2, 2, 16, 8, dtype=torch.float16)

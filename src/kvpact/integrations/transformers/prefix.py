@@ -45,6 +45,7 @@ class _Source:
         self._cache, self._device = cache, model.device
         held = cache.held() or _probed(cache, model)
         self.geometry, self.specs = held.geometry, held.specs
+        self.key_offsets = held.key_offsets
 
     def codecs(self) -> None:
         """No codec exists before the first tokens."""

@@ -50,6 +50,10 @@ class CpuBackend:
         form = slot_format(codec)
         return form.attend_reason if operation == "attend" else form.reason
 
+    def covers_offset(self) -> str:
+        """Leave offsets to torch."""
+        return "keys are stored without their offset"
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover new tokens without a past up to `MOST_DIM` channels."""
         if dtype not in DTYPES:

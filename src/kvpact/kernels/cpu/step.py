@@ -35,7 +35,9 @@ def covers(call: AttendCall) -> bool:
     view, k, v, q, config, _, _ = call
     if view is None or k is None or v is None or config.mask is not None:
         return False
-    if config.padding is not None or not config.exact_new:
+    if config.padding is not None or config.origin is not None or not config.exact_new:
+        return False
+    if view.k.offset is not None:
         return False
     if any(x.stride(3) != 1 or x.requires_grad or not x.is_cpu for x in (k, v, q)):
         return False
@@ -194,5 +196,5 @@ def _alike(x: Tensor, like: _Like, rows: int = 0) -> bool:
 
 def _equal(a: AttendConfig, b: AttendConfig) -> bool:
     """Whether configs without tensors are equal."""
-    tensors = (a.mask, a.padding, a.sink_logits, b.mask, b.padding, b.sink_logits)
+    tensors = (x for c in (a, b) for x in (c.mask, c.padding, c.sink_logits, c.origin))
     return all(x is None for x in tensors) and a == b

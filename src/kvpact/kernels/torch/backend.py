@@ -31,6 +31,10 @@ class TorchBackend:
         """Cover everything."""
         return ""
 
+    def covers_offset(self) -> str:
+        """Cover everything."""
+        return ""
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover everything."""
         return ""

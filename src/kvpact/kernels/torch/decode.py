@@ -31,7 +31,7 @@ def read_slots(slots: SlotReader, start: int, end: int, decode: Decode | None = 
 
 
 def read(view: StreamView, start: int, end: int, decode: Decode | None = None) -> Tensor:
-    """Decode packed tokens, still transformed, with the sink tokens in their places.
+    """Decode packed tokens, still transformed and without offset, sink tokens in their places.
 
     With `decode` in place of `codec.decode`, sink tokens are zero.
     """

@@ -30,7 +30,9 @@ class SeparateTokens:
         assert self._view is not None
         k, packed = tokens(self._view.k, start, end)
         v, packed_v = tokens(self._view.v, start, end)
-        return (self._rotated if packed else self._rows) @ k.mT, v, packed_v
+        logits = (self._rotated if packed else self._rows) @ k.mT
+        known = self._view.k.offset_logits(self._rows, start, end) if packed else None
+        return logits if known is None else logits.add_(known), v, packed_v
 
     def new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits and values of new tokens."""

@@ -1,0 +1,69 @@
+"""What a user asks for, as a `Compute`; and whether what was asked for can do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpact.errors import BackendUnavailable
+from kvpact.geometry import CacheGeometry
+from kvpact.kernels.base import OPERATIONS, PRECISIONS
+from kvpact.kernels.cpu.library import cap
+from kvpact.kernels.plan import BACKENDS, Compute
+from kvpact.spec import Spec
+
+NAMES = ("auto", *(backend.name for backend in BACKENDS))
+CHECKS = ("now", "deferred")
+_CPU = torch.device("cpu")
+
+
+def choose(backend: str = "auto", precision: str = "full", check: str = "now") -> Compute:
+    """Return what computes for a cache.
+
+    Parameters
+    ----------
+    backend : {"auto", "cpu", "torch"}
+        Who computes. By name it computes everything or raises; ``auto`` takes, operation by
+        operation, the first backend that covers it, torch at last.
+    precision : {"full", "int8"}
+        ``full`` agrees with the torch bodies to rounding; ``int8`` lets attention compute in 8-bit
+        integers where a backend has such kernels (about 1 % of the output's norm).
+    check : {"now", "deferred"}
+        When NaN, infinity and numbers beyond a method's range are looked for (see `create_cache`).
+
+    Raises
+    ------
+    BackendUnavailable
+        There is no such backend, precision or check; or the backend named can't run here.
+    """
+    if backend not in NAMES:
+        raise BackendUnavailable(f"backend {backend!r} is not known; there are {', '.join(NAMES)}")
+    if precision not in PRECISIONS:
+        raise BackendUnavailable(
+            f"precision {precision!r} is not known; there are {', '.join(PRECISIONS)}"
+        )
+    if check not in CHECKS:
+        raise BackendUnavailable(f"check {check!r} is not known; there are {', '.join(CHECKS)}")
+    cap()  # a misspelt KVPACT_SIMD is an error, not a reason to be slow
+    found = [one for one in BACKENDS if backend in ("auto", one.name)]
+    reasons = [one.runs_here(_CPU) for one in found]
+    if all(reasons):
+        raise BackendUnavailable(f"backend {backend!r}: {reasons[0]}; use 'auto' or 'torch'")
+    return Compute(backend, precision, check == "deferred")
+
+
+def check_covered(
+    compute: Compute, specs: Sequence[Spec], geometry: CacheGeometry, offset: bool = False
+) -> None:
+    """Raise `BackendUnavailable` if the backend asked for by name does not cover every spec."""
+    dtype = geometry.dtype or torch.float32
+    for spec in set(specs) if compute.named else ():
+        codecs = (
+            spec.key.key_codec(geometry.head_dim, dtype),
+            spec.value.value_codec(geometry.value_dim, dtype),
+        )
+        for operation in OPERATIONS:
+            # What is kept exactly has no offset.
+            known = offset and operation == "attend" and not codecs[0].exact
+            compute.backend(operation, codecs, _CPU, dtype, known)
