@@ -80,7 +80,7 @@ def side_by_side(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int)
     with progress("continuing the book") as report:
         for index, spec in enumerate(("", *CONTINUED)):
             if spec:
-                cache = compressed_cache(model.config, Candidate(spec))
+                cache = compressed_cache(model, Candidate(spec))
             else:
                 cache = DynamicCache(config=model.config)
             tokens = continued(model, ids, cache, new_tokens)

@@ -92,7 +92,7 @@ def generate(
     network, tokenizer = open_model(model, dtype, threads)
     ids = encode(tokenizer, text, chat=chat)
     check_positions(network, ids.shape[1], max_new_tokens)
-    cache = compressed_cache(network.config, candidate)
+    cache = compressed_cache(network, candidate)
     sampling: dict[str, Any] = {}
     if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)

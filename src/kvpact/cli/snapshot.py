@@ -64,7 +64,7 @@ def save(
     ids = encode(tokenizer, text).to(network.device)
     length = ids.shape[1]
     check_positions(network, length)
-    cache = compressed_cache(network.config, candidate)
+    cache = compressed_cache(network, candidate)
     with progress("prefill") as report, torch.no_grad():
         for start in range(0, length, chunk):
             network(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)
@@ -142,7 +142,9 @@ def restore(
     dtype = next(str(layer.dtype)[6:] for layer in held.manifest.layers if layer.dtype)
     network, tokenizer = open_model(model, dtype, threads)
     held.require(**_identity(network, adapter, tenant).to_json())
-    cache = compressed_cache(network.config, Candidate(_recipe(held)))
+    # Snapshots from before key offsets go on without them.
+    offsets = held.manifest.version > 1
+    cache = compressed_cache(network, Candidate(_recipe(held)), offsets)
     cache.restore(held, device=network.device)
     if prompt:
         more = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]

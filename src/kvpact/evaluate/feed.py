@@ -34,14 +34,26 @@ def check_sizes(tokens: int, chunk: int, limit: int | None = None) -> None:
         )
 
 
-def compressed_cache(config: Any, candidate: Candidate) -> Any:
-    """Build the `CompressedCache` of a candidate for a model's config."""
+def compressed_cache(model: PreTrainedModel, candidate: Candidate, offsets: bool = True) -> Any:
+    """Build the `CompressedCache` of a candidate for a model, with its key offsets or without."""
     from kvpact.integrations.transformers import CompressedCache
 
-    layers = config.get_text_config(decoder=True).num_hidden_layers
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     return CompressedCache(
-        config, candidate.spec_for_cache(layers), exact_new=not candidate.packed_only
+        model,
+        candidate.spec_for_cache(layers),
+        exact_new=not candidate.packed_only,
+        key_offsets="auto" if offsets else None,
     )
+
+
+def caches_of(
+    model: PreTrainedModel, entries: Sequence[Candidate], make_cache: CacheFactory | None
+) -> list[Any]:
+    """Build each candidate's cache; `make_cache` stands in for `compressed_cache`."""
+    if make_cache is None:
+        return [compressed_cache(model, entry) for entry in entries]
+    return [make_cache(model.config, entry) for entry in entries]
 
 
 class Steps:

@@ -19,7 +19,7 @@ from kvpact.evaluate.base import Candidate, EvaluationError, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
-    compressed_cache,
+    caches_of,
     entries_of,
     feed,
     positions,
@@ -147,9 +147,8 @@ def free_running(
 
     check_steps(len(prompt), steps, chunk, positions(model))
     entries = entries_of(candidates, packed_only)
-    build = make_cache or compressed_cache
     caches = [DynamicCache(config=model.config)]
-    caches += [build(model.config, entry) for entry in entries]
+    caches += caches_of(model, entries, make_cache)
     names = ["exact reference", *(entry.label for entry in entries)]
     scores = [MetricAccumulator() for _ in entries]
     count = Steps(progress, len(caches) * steps)

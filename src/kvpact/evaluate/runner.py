@@ -27,9 +27,9 @@ from kvpact.evaluate.coverage import coverage
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
+    caches_of,
     check_sizes,
     chunks,
-    compressed_cache,
     entries_of,
     first_tokens,
     forward,
@@ -101,8 +101,7 @@ def evaluate(
     check_sizes(len(token_ids), chunk, positions(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     specs = [entry.layers(layers) for entry in entries]
-    build = make_cache or compressed_cache
-    caches = [build(model.config, entry) for entry in entries]
+    caches = caches_of(model, entries, make_cache)
     reference = DynamicCache(config=model.config)
     scores = [MetricAccumulator() for _ in entries]
     seconds = [0.0] * len(entries)

@@ -16,6 +16,7 @@ from kvpact.integrations.transformers.attention import ATTENTION, register_atten
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.draft import CachedDraft
 from kvpact.integrations.transformers.handles import FallbackWarning
+from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.paged import PagedBatch
 from kvpact.integrations.transformers.prefix import prefix_cache
 
@@ -25,6 +26,7 @@ __all__ = [
     "CompressedCache",
     "FallbackWarning",
     "PagedBatch",
+    "key_offsets",
     "prefix_cache",
     "register_attention",
 ]

@@ -88,6 +88,8 @@ def attention_forward(
             "output_attentions",
             "attention weights never exist with a compressed cache; None is returned for them",
         )
+    if tokens is not None:
+        tokens.origin.tell_of_bias(module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if tokens is not None:
@@ -108,6 +110,7 @@ def _config(
     kwargs: dict[str, Any],
     padding: Tensor | None = None,
     exact_new: bool = True,
+    origin: Tensor | None = None,
 ) -> AttendConfig:
     return AttendConfig(
         softmax_scale=scaling,
@@ -119,6 +122,7 @@ def _config(
         is_causal=mask is None and is_causal,
         padding=padding,
         exact_new=exact_new,
+        origin=origin,
     )
 
 
@@ -151,7 +155,8 @@ def call_config(
     ):
         return known.config
     padding = _own_padding(tokens, mask)
-    config = _config(mask, scaling, is_causal, kwargs, padding, shared.exact_new)
+    origin = tokens.origins(get("position_ids"), padding)
+    config = _config(mask, scaling, is_causal, kwargs, padding, shared.exact_new, origin)
     shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
 

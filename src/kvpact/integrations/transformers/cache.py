@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     get_layer_types_and_kwargs,
 )
 
-from kvpact.cache import ContiguousCache
+from kvpact.cache import ContiguousCache, check_layer
 from kvpact.cache.stats import cache_stats
-from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.errors import GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
+from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
+from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
 
 _SPARSE = "indexed_attention"
 _LAYERS = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
+
+
+def _offsets(
+    model: Any, types: Sequence[str], given: Mapping[int, KeyOffset] | str | None
+) -> dict[int, KeyOffset] | None:
+    """Return the offsets by compressed layer; None where nobody was asked for any."""
+    if given == "auto" and isinstance(model, PreTrainedConfig):
+        return None
+    if given == "auto":
+        given = key_offsets(model)
+    if not isinstance(given, Mapping | None):
+        raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
+    for layer in given or {}:
+        check_layer(layer, len(types))
+    compressed = [layer for layer, kind in enumerate(types) if kind in _LAYERS]
+    return {i: given[x] for i, x in enumerate(compressed) if given and x in given}
 
 
 class _NoMaximum(KVPactError, AttributeError):
@@ -50,8 +69,9 @@ class CompressedCache(EngineCache):
 
     Parameters
     ----------
-    config : PreTrainedConfig
-        `model.config`.
+    model : PreTrainedModel or PreTrainedConfig
+        The model, or its config. Of a config nobody knows the weights: keys with a large bias then
+        lose precision below 8 bits, and a warning says so once.
     spec : str, Spec, path or mapping
         A spec, or a recipe with a spec per layer (of the model's layers).
     attention : {"auto", "keep"}
@@ -62,6 +82,9 @@ class CompressedCache(EngineCache):
         Whether new tokens are attended as given or as stored (see `AttendConfig`).
     backend, precision : str
         Who computes, and how (see `create_cache`).
+    key_offsets : {"auto"}, mapping or None
+        What keys have by their positions alone, by layer of the model (see `create_cache`):
+        ``auto`` reads it from the model's weights (`key_offsets`), None leaves keys as they are.
 
     Raises
     ------
@@ -73,19 +96,22 @@ class CompressedCache(EngineCache):
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        model: PreTrainedModel | PreTrainedConfig,
         spec: SpecLike,
         *,
         attention: str = "auto",
         exact_new: bool = True,
         backend: str = "auto",
         precision: str = "full",
+        key_offsets: Mapping[int, KeyOffset] | Literal["auto"] | None = "auto",
     ) -> None:
+        config = model if isinstance(model, PreTrainedConfig) else model.config
         decoder = config.get_text_config(decoder=True)
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
         kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in _LAYERS]
-        shared = SharedState(decoder, exact_new, kept, choose(backend, precision))
+        offsets = _offsets(model, types, key_offsets)
+        shared = SharedState(decoder, exact_new, kept, choose(backend, precision), offsets)
         indices = count()
         layers: list[Any] = []
         for kind, more in zip(types, options, strict=True):
@@ -133,7 +159,7 @@ class CompressedCache(EngineCache):
             self.crop(-latest[1])
             raise GeometryError(
                 "this model's cross-attention wants a cache of its own: pass past_key_values="
-                "EncoderDecoderCache(CompressedCache(config, spec), DynamicCache(config=config))"
+                "EncoderDecoderCache(CompressedCache(model, spec), DynamicCache(config=config))"
             )
 
     @property

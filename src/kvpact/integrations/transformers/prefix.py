@@ -14,14 +14,13 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.errors import SnapshotError
 from kvpact.integrations.fingerprint import model_fingerprint, require_adapter_name
 from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.offsets import rope_by_length
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.snapshot import Snapshot
 from kvpact.stores import Store
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*_token_(id|index)")
 """Names in configs of the tokens in whose place an image, a video or sound stands."""
-_BY_LENGTH = ("dynamic", "longrope", "su")
-"""Kinds of RoPE whose frequencies depend on how long the whole text is."""
 
 
 class _TextPrefixes(PrefixCache):
@@ -77,13 +76,12 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
             yield str(name), value
 
 
-def _require_rope_by_position(entries: list[tuple[str, Any]]) -> None:
-    for name, value in entries:
-        if name in ("rope_type", "type") and value in _BY_LENGTH:
-            raise SnapshotError(
-                f"RoPE of type {value!r} turns equal tokens otherwise in longer texts: prefixes of "
-                "this model can't be shared; a snapshot of the whole cache can be taken"
-            )
+def _require_rope_by_position(config: dict[str, Any]) -> None:
+    if kind := rope_by_length(config):
+        raise SnapshotError(
+            f"RoPE of type {kind!r} turns equal tokens otherwise in longer texts: prefixes of "
+            "this model can't be shared; a snapshot of the whole cache can be taken"
+        )
 
 
 def prefix_cache(
@@ -128,14 +126,16 @@ def prefix_cache(
 
     Examples
     --------
+    >>> cache = CompressedCache(model, "turboquant:bits=4")
     >>> prefixes = prefix_cache(store, model, cache)
     >>> prefixes.load(input_ids[:, :-1])
     >>> tokens = model.generate(input_ids, past_key_values=cache)
     >>> prefixes.save(tokens)
     """
     require_adapter_name(model, adapter)
-    entries = list(_entries(model.config.to_dict()))
-    _require_rope_by_position(entries)
+    config = model.config.to_dict()
+    entries = list(_entries(config))
+    _require_rope_by_position(config)
     prefixes = _TextPrefixes(
         store,
         _Source(cache, model),

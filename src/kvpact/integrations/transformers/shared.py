@@ -13,6 +13,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
+from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class SharedState:
         first layer brings its shape; empty over a paged cache.
     compute : Compute, optional
         What was asked to compute in it.
+    key_offsets : mapping, optional
+        Compressed layer -> `KeyOffset`; None where nobody was asked for any.
 
     Attributes
     ----------
@@ -76,7 +79,9 @@ class SharedState:
         exact_new: bool,
         specs: list[Spec],
         compute: Compute | None = None,
+        key_offsets: dict[int, KeyOffset] | None = None,
     ) -> None:
+        self.key_offsets = key_offsets
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
         self.latent_dim: int | None = getattr(config, "kv_lora_rank", None)
         self.held: list[BatchCache | None] = [None] * len(specs)
@@ -95,7 +100,8 @@ class SharedState:
         return list({id(cache): cache for cache in self.held if cache is not None}.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedState:
-        other = SharedState(self.config, self.exact_new, self.specs, self.compute)
+        given = self.config, self.exact_new, self.specs, self.compute, self.key_offsets
+        other = SharedState(*given)
         forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
@@ -105,7 +111,9 @@ class SharedState:
     def end_call(self) -> None:
         """Let go of what a call brought: its mask and tokens are kept no longer than the call."""
         asked, self.handles = self.asked, None
-        if asked is not None and not (asked.mask is asked.sink_logits is asked.bias is None):
+        if asked is not None and not (
+            asked.mask is asked.sink_logits is asked.bias is asked.config.origin is None
+        ):
             self.asked = None
 
     def stored(self) -> list[BatchCache]:
@@ -136,4 +144,7 @@ class SharedState:
         """Return an empty cache of all layers."""
         one = replace(geometry, num_layers=1)
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
-        return ContiguousCache(specs, geometry, compute=self.compute)
+        heads, dim = geometry.num_kv_heads, geometry.head_dim
+        offsets = {} if geometry.latent else self.key_offsets or {}
+        fitting = {i: x for i, x in offsets.items() if x.fits(heads, dim)}
+        return ContiguousCache(specs, geometry, compute=self.compute, key_offsets=fitting)

@@ -10,6 +10,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.integrations.transformers.handles import say_once
+from kvpact.integrations.transformers.offsets import tell_of_bias
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import AttendCall
 from kvpact.kernels.torch.attend import attend
@@ -177,6 +178,41 @@ class NewTokens:
         """Whether these are a cache's first latents, not yet stored: read as they are."""
         first, latent = self.total == self.k.shape[2], self._cache.geometry.latent
         return latent and self.shared.exact_new and first and self._waits
+
+    def origins(self, position_ids: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Return which token of each row stands at position 0, where padding does not say it.
+
+        Parameters
+        ----------
+        position_ids : Tensor or None
+            `[B or 1, new]`, of these tokens, as the model was given them.
+        padding : Tensor or None
+            `[B]`, where it is told with these tokens.
+
+        Returns
+        -------
+        Tensor or None
+            `[B]`; None where keys have no offset, and where the rule of `AttendConfig` holds.
+        """
+        cache = self._cache.cache if isinstance(self._cache, PagedView) else self._cache
+        batch, _, new, _ = self.k.shape
+        begins = self.total == new
+        if not cache.key_offsets or not (begins or padding is not None):
+            return None
+        if position_ids is None or position_ids.dim() != 2:
+            return None
+        ends = torch.tensor([n + new for n in self._lengths()] or [self.total])
+        found = (ends - 1 - position_ids[:, -1].to("cpu", torch.long)).expand(batch)
+        usual = torch.zeros(batch, dtype=torch.long) if padding is None else padding.cpu()
+        return None if torch.equal(found, usual.long()) else found
+
+    def tell_of_bias(self, attention: torch.nn.Module) -> None:
+        """Warn of keys with a large bias where nobody was asked for their offset."""
+        shared = self.shared
+        if shared.key_offsets is None and shared.specs and self.total == self.k.shape[2]:
+            key = shared.specs[self._layer].key
+            if key.name != "none":
+                tell_of_bias(attention)
 
     @property
     def origin(self) -> NewTokens:

@@ -1,0 +1,165 @@
+"""Key offsets of transformers' models, read from their weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.integrations.transformers.handles import say_once
+from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
+
+_BY_LENGTH = ("dynamic", "longrope", "su")
+"""Kinds of RoPE whose frequencies depend on how long the whole text is."""
+_KEY_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_ln")
+LEFT = 0.25
+"""What may stay of a bias, as a share of the size of what the weights add to it."""
+LARGE = 4.0
+"""A bias so many times as large as a vector of ones is worth a warning."""
+
+
+class _Projection(NamedTuple):
+    """Keys before the rotation are `weight x + bias`: `[H, D, hidden]` or None, and `[H, D]`."""
+
+    weight: Tensor | None
+    bias: Tensor
+    dtype: torch.dtype
+
+
+def rope_by_length(config: dict[str, Any]) -> str:
+    """Return the type of RoPE in a config's data if it turns tokens otherwise in longer texts."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            if found := rope_by_length(value):
+                return found
+        elif name in ("rope_type", "type") and value in _BY_LENGTH:
+            return str(value)
+    return ""
+
+
+def key_offsets(model: Any) -> dict[int, KeyOffset]:
+    """Return what a model's keys have by their positions alone, by layer.
+
+    Keys are `R_t (W x + b)`. The bias `b` of the key projection, and of the normalisation before
+    it, is taken where it is larger than what `W x` is expected to be; its largest pairs of channels
+    are, until what is left is a quarter of that.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        With weights; those of its decoder are looked at.
+
+    Returns
+    -------
+    dict
+        Layer of the model -> `KeyOffset`, for `create_cache` or `PagedKVCache`. Empty for models
+        without such a bias, with normalised keys, without RoPE, with positions of several axes
+        (images), or with RoPE whose frequencies depend on the text's length.
+
+    Notes
+    -----
+    Weights that change afterwards, by an adapter or by training, make the offset less useful and
+    no result wrong.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rotary = next((m for _, m in _modules(model, "rotary_emb") if hasattr(m, "inv_freq")), None)
+    data = config.to_dict()
+    if rotary is None or rope_by_length(data) or "mrope_section" in str(data):
+        return {}
+    found = {}
+    for parent, attention in _modules(model, "self_attn", "attention"):
+        layer, layout = getattr(attention, "layer_idx", None), _layout(attention)
+        norm = getattr(parent, "input_layernorm", None)
+        projection = _projection(attention)
+        if layer is None or layout is None or projection is None:
+            continue
+        offset = _offset(projection, norm, rotary, layout)
+        if offset is not None:
+            found[layer] = offset
+    return found
+
+
+def _modules(model: Any, *names: str) -> Iterator[tuple[Any, Any]]:
+    """Yield parents and those of their modules that have one of these names."""
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            if name in names:
+                yield parent, module
+
+
+def _projection(attention: Any) -> _Projection | None:
+    """Return how keys are made, if they are cached as they are projected and rotated."""
+    dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+    fused = getattr(attention, "query_key_value", None)
+    linear = getattr(attention, "k_proj", None)
+    if any(getattr(attention, name, None) is not None for name in _KEY_NORMS) or dim is None:
+        return None
+    parts = 1
+    if linear is None and type(attention).__name__.startswith("GPTNeoX"):
+        linear, parts = fused, 3  # [head, q k v, channel]
+    bias = getattr(linear, "bias", None)
+    weight: Any = getattr(linear, "weight", None)
+    if not isinstance(bias, Tensor) or bias.is_meta or bias.numel() % (parts * dim):
+        return None
+    b = bias.detach().cpu().float().view(-1, parts, dim)[:, parts // 2]
+    plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
+    if not plain or weight.shape[0] != bias.numel() or weight.is_meta:  # quantised weights
+        return _Projection(None, b, bias.dtype)
+    w = weight.detach().cpu().float().view(-1, parts, dim, weight.shape[1])[:, parts // 2]
+    return _Projection(w, b, bias.dtype)
+
+
+def _layout(attention: Any) -> Layout | None:
+    """Return which channels the model's own code rotates together; None if that can't be told."""
+    module = sys.modules[type(attention).__module__]
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    rotate, apply = getattr(module, "rotate_half", None), getattr(module, "_apply_rotary_emb", None)
+    turned = None
+    if rotate is not None:
+        turned = rotate(x)
+    elif apply is not None:
+        turned = apply(x, torch.zeros(1, 2), torch.ones(1, 2))
+    layouts: dict[tuple[float, ...], Layout]
+    layouts = {(-3.0, -4.0, 1.0, 2.0): "half", (-2.0, 1.0, -4.0, 3.0): "interleaved"}
+    return None if turned is None else layouts.get(tuple(turned.flatten().tolist()))
+
+
+def _offset(projection: _Projection, norm: Any, rotary: Any, layout: Layout) -> KeyOffset | None:
+    weight, bias, dtype = projection
+    expected = torch.full((len(bias),), float(bias.shape[1])).sqrt()
+    if weight is not None:
+        factor, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        if isinstance(shift, Tensor) and shift.shape == weight.shape[2:]:
+            bias = bias + weight @ shift.detach().cpu().float()
+        if isinstance(factor, Tensor) and factor.shape == weight.shape[2:]:
+            weight = weight * factor.detach().cpu().float()
+        expected = weight.flatten(1).norm(dim=1)
+    size = bias.norm(dim=1)
+    if not (size > expected).any():
+        return None
+    return KeyOffset.from_bias(
+        bias,
+        rotary.inv_freq.detach().cpu().float(),
+        layout,
+        scaling=float(getattr(rotary, "attention_scaling", 1.0)),
+        dtype=dtype if dtype in DTYPES else torch.float32,
+        leave=(LEFT * expected / size.clamp(min=1e-30)).clamp(min=LEAVE),
+    )
+
+
+def tell_of_bias(attention: Any) -> None:
+    """Warn, once, if a layer's keys have a large bias that nobody takes off."""
+    projection = _projection(attention)
+    if projection is None:
+        return
+    size = float(projection.bias.norm(dim=1).max())
+    if size > LARGE * projection.bias.shape[1] ** 0.5:
+        say_once(
+            "bias",
+            f"keys of this model have a large bias (norm {size:.0f}), which costs precision below "
+            "8 bits. Give the model in the place of its config, CompressedCache(model, spec), so "
+            "that the bias is stored apart; key_offsets=None says that it should not be",
+        )
