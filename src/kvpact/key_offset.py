@@ -186,14 +186,10 @@ class KeyOffset:
         data = struct.pack(f"<{len(numbers)}f{len(flat)}q", *numbers, *flat)
         return hashlib.blake2b(head + data, digest_size=32).hexdigest()
 
-    def fits(self, heads: int, dim: int) -> bool:
-        """Whether it is of keys of so many heads and channels."""
-        return self.heads == heads and max(map(max, self.channels)) < dim
-
     def check_fits(self, heads: int, dim: int) -> None:
         """Raise `GeometryError` unless it is of keys of so many heads and channels."""
-        if not self.fits(heads, dim):
-            most = max(map(max, self.channels))
+        most = max(map(max, self.channels))
+        if self.heads != heads or most >= dim:
             raise GeometryError(
                 f"the key offset is of {self.heads} KV heads and channels up to {most}; the cache "
                 f"has {heads} of width {dim}"

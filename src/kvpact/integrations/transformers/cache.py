@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from kvpact.cache import ContiguousCache, check_layer
 from kvpact.cache.stats import cache_stats
-from kvpact.errors import GeometryError, KVPactError, SnapshotError, SpecError
+from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
@@ -41,8 +41,10 @@ def _offsets(
         given = key_offsets(model)
     if not isinstance(given, Mapping | None):
         raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
-    for layer in given or {}:
+    for layer, offset in (given or {}).items():
         check_layer(layer, len(types))
+        if not isinstance(offset, KeyOffset):
+            raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
     compressed = [layer for layer, kind in enumerate(types) if kind in _LAYERS]
     return {i: given[x] for i, x in enumerate(compressed) if given and x in given}
 

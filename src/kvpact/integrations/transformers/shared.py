@@ -144,7 +144,5 @@ class SharedState:
         """Return an empty cache of all layers."""
         one = replace(geometry, num_layers=1)
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
-        heads, dim = geometry.num_kv_heads, geometry.head_dim
-        offsets = {} if geometry.latent else self.key_offsets or {}
-        fitting = {i: x for i, x in offsets.items() if x.fits(heads, dim)}
-        return ContiguousCache(specs, geometry, compute=self.compute, key_offsets=fitting)
+        offsets = None if geometry.latent else self.key_offsets
+        return ContiguousCache(specs, geometry, compute=self.compute, key_offsets=offsets)
