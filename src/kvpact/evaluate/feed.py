@@ -47,13 +47,11 @@ def compressed_cache(model: PreTrainedModel, candidate: Candidate, offsets: bool
     )
 
 
-def caches_of(
-    model: PreTrainedModel, entries: Sequence[Candidate], make_cache: CacheFactory | None
-) -> list[Any]:
-    """Build each candidate's cache; `make_cache` stands in for `compressed_cache`."""
+def cache_of(model: PreTrainedModel, entry: Candidate, make_cache: CacheFactory | None) -> Any:
+    """Build a candidate's cache; `make_cache` stands in for `compressed_cache`."""
     if make_cache is None:
-        return [compressed_cache(model, entry) for entry in entries]
-    return [make_cache(model.config, entry) for entry in entries]
+        return compressed_cache(model, entry)
+    return make_cache(model.config, entry)
 
 
 class Steps:

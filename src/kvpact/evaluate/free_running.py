@@ -19,7 +19,7 @@ from kvpact.evaluate.base import Candidate, EvaluationError, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
-    caches_of,
+    cache_of,
     entries_of,
     feed,
     positions,
@@ -148,7 +148,7 @@ def free_running(
     check_steps(len(prompt), steps, chunk, positions(model))
     entries = entries_of(candidates, packed_only)
     caches = [DynamicCache(config=model.config)]
-    caches += caches_of(model, entries, make_cache)
+    caches += [cache_of(model, entry, make_cache) for entry in entries]
     names = ["exact reference", *(entry.label for entry in entries)]
     scores = [MetricAccumulator() for _ in entries]
     count = Steps(progress, len(caches) * steps)

@@ -27,7 +27,7 @@ from kvpact.evaluate.coverage import coverage
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
-    caches_of,
+    cache_of,
     check_sizes,
     chunks,
     entries_of,
@@ -101,7 +101,7 @@ def evaluate(
     check_sizes(len(token_ids), chunk, positions(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     specs = [entry.layers(layers) for entry in entries]
-    caches = caches_of(model, entries, make_cache)
+    caches = [cache_of(model, entry, make_cache) for entry in entries]
     reference = DynamicCache(config=model.config)
     scores = [MetricAccumulator() for _ in entries]
     seconds = [0.0] * len(entries)

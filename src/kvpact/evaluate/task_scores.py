@@ -18,7 +18,7 @@ from kvpact.evaluate.base import Candidate, EvaluationError, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
-    compressed_cache,
+    cache_of,
     entries_of,
     feed,
     forward,
@@ -179,7 +179,6 @@ def score_tasks(
     from transformers import DynamicCache
 
     entries = entries_of(candidates, packed_only)
-    build = make_cache or compressed_cache
     prepared = [_prepare(tokenizer, case) for case in cases]
     _check(prepared, chunk, positions(model))
     steps = Steps(progress, len(cases) * (1 + len(entries)))
@@ -190,7 +189,8 @@ def score_tasks(
             exact = _answers(model, cache, context, asked, chunk)
             steps.done(f"{case.task}: exact reference")
             for entry in entries:
-                found = _answers(model, build(model.config, entry), context, asked, chunk)
+                cache = cache_of(model, entry, make_cache)
+                found = _answers(model, cache, context, asked, chunk)
                 steps.done(f"{case.task}: {entry.label}")
                 scores += [
                     TaskScore(
