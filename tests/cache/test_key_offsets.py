@@ -9,7 +9,6 @@ from tests.helpers.one_layer import kvq
 import kvpact
 from kvpact import AttendConfig, CacheGeometry, KeyOffset, PagedKVCache, PrefixCache, Snapshot
 from kvpact.errors import (
-    BackendUnavailable,
     DtypeError,
     FormatError,
     GeometryError,
@@ -321,6 +320,20 @@ def test_wrong_offsets_are_refused_by_name():
         AttendConfig(origin=torch.tensor([0.5]))
 
 
-def test_native_attention_says_that_it_leaves_offsets_to_torch():
-    with pytest.raises(BackendUnavailable, match="without their offset"):
-        kvpact.create_cache("int:bits=4", GEOMETRY, backend="cpu", key_offsets={0: OFFSET})
+def test_steps_go_on_where_the_table_of_positions_ends():
+    """The native kernels' table has 1,024 positions at first; padded rows begin elsewhere."""
+    k, v, q = kvq(1100, batch=2, seed=13)
+    k = with_offset(k, 0, (0, 3))
+    config = AttendConfig(padding=torch.tensor([0, 3]))
+    caches = [
+        kvpact.create_cache(SPECS[0], GEOMETRY, backend=backend, key_offsets={0: OFFSET})
+        for backend in ("auto", "torch")
+    ]
+    for cache in caches:
+        cache.prefill(0, k[:, :, :1010], v[:, :, :1010], None, config)
+    for t in range(1010, 1100):
+        part = slice(t, t + 1)
+        one, other = (x.attend(0, k[:, :, part], v[:, :, part], q[:, :, part]) for x in caches)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    one, other = (cache.snapshot().layer(0).streams[0].slots for cache in caches)
+    assert all(same_bytes(one[name], other[name]) for name in one)

@@ -14,6 +14,7 @@ from kvpact.cache import contiguous, paged_view
 from kvpact.errors import CacheFull, GeometryError, NonFiniteError, SequenceError
 from kvpact.kernels.cpu import step as native
 from kvpact.kernels.cpu.library import _load
+from kvpact.testing import random_offset
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -82,8 +83,26 @@ def same_state(a, b):
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_history_of_steps(spec, dtype, watched):
     """Prompts, steps of 1 to 4 tokens, rollbacks, forks: outputs and state of both ways."""
+    check_history(spec, dtype, watched, {})
+
+
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        ("turboquant:bits=4", torch.bfloat16),
+        ("turboquant:bits=3,window=5,sinks=3", torch.float32),
+        ("kivi:bits=2,window=16/int:bits=8", torch.float16),
+    ],
+)
+def test_a_history_of_steps_of_keys_with_an_offset(spec, dtype, watched):
+    """Their offset is taken off natively, to the same bytes."""
+    offsets = {0: random_offset(2, 48, norm=50, seed=1), 1: random_offset(2, 48, norm=50, seed=2)}
+    check_history(spec, dtype, watched, offsets)
+
+
+def check_history(spec, dtype, watched, offsets):
     geometry = replace(GEOMETRY, dtype=dtype)
-    quick, plain = (create_cache(spec, geometry) for _ in range(2))
+    quick, plain = (create_cache(spec, geometry, key_offsets=offsets) for _ in range(2))
     history = [(2, 1), (1, 12), (70, 1), (1, 75), (3, 9), (2, 1), (2, 12), (1, 30)]
     seed = 0
     for turn, (count, times) in enumerate(history):

@@ -18,7 +18,7 @@ from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import parse_spec
-from kvpact.testing.data import random_tokens
+from kvpact.testing.data import random_offset, random_tokens
 from kvpact.testing.held import same_bytes
 from kvpact.testing.specs import example_specs, variant_specs
 
@@ -232,7 +232,14 @@ class BackendContract:
         return found
 
     def _call(
-        self, spec: str, name: str, dim: int, dtype: torch.dtype, seed: int = 0, more: int = 0
+        self,
+        spec: str,
+        name: str,
+        dim: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        more: int = 0,
+        offset: bool = False,
     ) -> AttendCall:
         """Return a call of attention over a cache that the torch bodies filled."""
         held, new, groups, rules = CALLS[name]
@@ -245,7 +252,8 @@ class BackendContract:
             return x.to(self.device)
 
         past = tokens(HEADS, held, dim, 0), tokens(HEADS, held, v_dim, 1)
-        cache = create_cache(spec, geometry, backend="torch")
+        offsets = {0: random_offset(HEADS, dim, seed=6)} if offset else None
+        cache = create_cache(spec, geometry, backend="torch", key_offsets=offsets)
         cache.prefill(0, *past, config=AttendConfig(padding=padding))
         k, v = tokens(HEADS, new, dim, 2), tokens(HEADS, new, v_dim, 3)
         q, config = tokens(HEADS * groups, new, dim, 4), AttendConfig(**rules)
@@ -287,6 +295,15 @@ class BackendContract:
         """Scale, softcap, windows, sinks, masks, padding, in every dtype."""
         for dim, dtype in zip((36, 64, 128), DTYPES, strict=True):
             self._compare([self._call(spec, name, dim, dtype)])
+
+    @pytest.mark.parametrize("name", ["one token", "a chunk", "a sliding window", "padding"])
+    @pytest.mark.parametrize("spec", ["turboquant:bits=4", "kivi:bits=2,group=32", "fp8"])
+    def test_attention_over_keys_without_their_offset(self, spec: str, name: str) -> None:
+        """Its logits are added, at each row's own positions; sinks and recent tokens are whole."""
+        if reason := self._backend().covers_offset():
+            pytest.skip(reason)
+        for dim, dtype in ((36, torch.float32), (128, torch.bfloat16)):
+            self._compare([self._call(spec, name, dim, dtype, offset=True)])
 
     @pytest.mark.parametrize("spec", ["turboquant:bits=4", "none", "fp8/int:bits=8"])
     def test_several_calls_at_once(self, spec: str) -> None:

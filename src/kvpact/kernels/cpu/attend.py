@@ -16,6 +16,7 @@ from kvpact.errors import CorruptState, GeometryError, KernelError
 from kvpact.kernels.base import AttendCall, Precision
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.library import NativeLibrary
+from kvpact.kernels.cpu.offset import NO_OFFSET, native_offset
 from kvpact.kernels.cpu.slots import DTYPES, slot_format
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Codec
@@ -75,7 +76,7 @@ def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, .
         dtype=DTYPES[fresh.dtype],
         segment_tokens=1,
     )
-    moving = (0, *_NO_TOKENS, *_exact(fresh, alive), *_NO_TOKENS, 0, 0)
+    moving = (0, *_NO_TOKENS, *_exact(fresh, alive), *_NO_TOKENS, 0, 0, *NO_OFFSET)
     return bytes(fixed)[: structs.FIXED_BYTES], moving
 
 
@@ -86,7 +87,11 @@ def _stream(
     if view is None:
         assert fresh is not None
         return _new_stream(fresh, alive)
-    new, sinks, positions, count = _NO_TOKENS, _NO_TOKENS, 0, 0
+    new, sinks, positions, count, offset = _NO_TOKENS, _NO_TOKENS, 0, 0, NO_OFFSET
+    if view.offset is not None:
+        known = native_offset(view.offset, view.length)
+        offset = known.args
+        alive += known.alive
     if fresh is not None:
         if fresh.dtype is not view.tail.dtype:
             fresh = fresh.to(view.tail.dtype)
@@ -98,7 +103,7 @@ def _stream(
         alive.append(placed)
         positions, count = placed.data_ptr(), placed.shape[1]
     moving = (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
-    return _fixed(view), moving
+    return _fixed(view), moving + offset
 
 
 def _mask(mask: Tensor, shape: Sequence[int]) -> Tensor:

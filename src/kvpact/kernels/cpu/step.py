@@ -22,6 +22,7 @@ from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_many
 from kvpact.kernels.cpu.encode import codec_encoder
 from kvpact.kernels.cpu.library import NativeLibrary
+from kvpact.kernels.cpu.offset import largest, native_offset
 from kvpact.kernels.views import StreamView
 
 _F32 = torch.float32
@@ -36,8 +37,6 @@ def covers(call: AttendCall) -> bool:
     if view is None or k is None or v is None or config.mask is not None:
         return False
     if config.padding is not None or config.origin is not None or not config.exact_new:
-        return False
-    if view.k.offset is not None:
         return False
     if any(x.stride(3) != 1 or x.requires_grad or not x.is_cpu for x in (k, v, q)):
         return False
@@ -82,8 +81,11 @@ class CpuStep:
         self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
         self._row_like = [(shape[1:], stride, dtype) for shape, stride, dtype in self._like]
         self._library, self._out = library, (*call.q.shape[:3], call.output_dim)
+        # Tables only grow: the one that the arguments point to reaches as far.
+        offset = call.view.k.offset
+        self._most = None if offset is None else native_offset(offset, call.view.length).most
         native = native_call(call, 0, int8)
-        # What the arguments point to: where sink tokens stand, and logits of sinks.
+        # What the arguments point to: where sink tokens stand, logits of sinks, offsets.
         memory = [x.untyped_storage() for x in native.alive]
         self._alive = (memory, call.view.k.codec, call.view.v.codec, call.padding)
         self._sinks = (call.view.k.sinks, call.view.v.sinks)
@@ -130,6 +132,8 @@ class CpuStep:
         threads, args = torch.get_num_threads(), []
         for runner, held, k_tokens, v_tokens in rows:
             assert isinstance(runner, CpuStep)
+            if runner._most is not None and held + k.shape[2] > runner._most:
+                return None
             stored = (*_append(k_tokens, held, k_at), *_append(v_tokens, held, v_at))
             args.append(structs.STEP.pack(runner._address, *stored, q_at, out_at, held, threads))
             k_row, v_row, q_row, out_row = self._apart
@@ -178,6 +182,8 @@ def _append(tokens: StepTokens, held: int, new: int) -> tuple[int, ...]:
 def _fill(store: structs.Store, side: StreamView) -> None:
     codec, encoder, dim = side.codec, codec_encoder(side.codec), side.tail.shape[3]
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
+    if side.offset is not None:
+        store.limit -= largest(side.offset)  # what is encoded may be that much larger
     ctypes.memmove(
         ctypes.byref(store.form), ctypes.byref(encoder.args), ctypes.sizeof(structs.EncodeArgs)
     )

@@ -6,7 +6,7 @@ import struct
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from typing import Any, ClassVar
 
-ABI = 4
+ABI = 5
 MOST_DIM, MOST_GROUP = 1024, 128
 """Channels of the widest vectors, and tokens of the largest group that is encoded together."""
 
@@ -40,6 +40,19 @@ class Exact(Structure):
     ]
 
 
+class Offset(Structure):
+    """What keys are stored without."""
+
+    _fields_: ClassVar = [
+        ("pairs", c_int64),
+        ("channels", c_void_p),
+        ("bias", c_void_p),
+        ("table", c_void_p),
+        ("length", c_int64),
+        ("origin", c_void_p),
+    ]
+
+
 class Stream(Structure):
     """K or V of one layer."""
 
@@ -68,6 +81,7 @@ class Stream(Structure):
         ("sinks", Exact),
         ("sink_positions", c_void_p),
         ("n_sinks", c_int64),
+        ("offset", Offset),
     ]
 
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 4
+#define KVP_ABI 5
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -36,6 +36,17 @@ typedef struct {
     int64_t row, head, token;
 } kvp_exact;
 
+// What keys are stored without (kernels/offset.py): for each pair of channels, b turned by the angle of
+// the position. The table has cosines and sines of all positions, `length` numbers each, by row.
+typedef struct {
+    int64_t pairs;               // 0: nothing
+    const int32_t *channels;     // [pairs, 3]: both channels, and the row of the table
+    const float *bias;           // [H, pairs, 2]
+    const float *table;          // [rows, 2, length]
+    int64_t length;
+    const int64_t *origin;       // [B]: the token at position 0, or NULL; positions below 0 count as 0
+} kvp_offset;
+
 // K or V of one layer:
 //   x = scale[token, channel group] * level + zero[token, channel group]      or, per channel,
 //   x = scale[token] * (fold[channel] * level + shift[channel])               (shift_scaled)
@@ -58,6 +69,7 @@ typedef struct {
     kvp_exact tail, fresh, sinks;
     const int64_t *sink_positions;  // [B, n_sinks]
     int64_t n_sinks;
+    kvp_offset offset;
 } kvp_stream;
 
 typedef struct {

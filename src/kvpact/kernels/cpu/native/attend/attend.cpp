@@ -56,6 +56,7 @@ static void fast_block(Pass &p, float *partial, int64_t t, int64_t n) {
 static void scores(Pass &p, int64_t t, int64_t n) {
     const int64_t packed = upto(p.a.k.exact_from - t, n);
     if (packed > 0) packed_scores(p, t, packed);
+    if (packed > 0 && p.a.k.offset.pairs) add_offsets(p, t, packed);
     exact_scores(p, t, n);
     for (int r = 0; r < p.rows; r++) apply_rules(p.a, p.b, p.h, p.r0 + r, p.score[r], t, n);
 }

@@ -5,12 +5,14 @@
 #include "attend/fast.h"
 #endif
 #include "attend/formats.h"
+#include "attend/offset.h"
 
 namespace KVP_NS {
 
 // Passes whose scores are computed one after the other before any of their values is read: the
 // longer the pieces of memory that are read in their order, the faster.
 constexpr int TURN = 8;
+constexpr int OFFSET_PAIRS = 16; // of an offset, whose factors are held at a time
 
 // Memory of one thread for its task.
 struct TaskScratch {
@@ -165,6 +167,36 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
             (pair ? two : one)(tile);
         i += pair ? 2 * TILE : TILE;
     }
+}
+
+// Adds the logits of what keys are stored without to the scores of ROWS query rows from r on.
+template <int ROWS> INLINE void add_offset(Pass &p, int64_t t, int64_t n, int r) {
+    const kvp_offset &o = p.a.k.offset;
+    const float *q = p.job.q + (p.b * p.a.heads + p.h) * p.job.q_size() + (p.r0 + r) * p.job.k_width;
+    for (int64_t first = 0; first < o.pairs; first += OFFSET_PAIRS) {
+        const int count = (int)upto(OFFSET_PAIRS, o.pairs - first);
+        float along[OFFSET_PAIRS][ROWS], across[OFFSET_PAIRS][ROWS];
+        for (int k = 0; k < count; k++)
+            for (int i = 0; i < ROWS; i++)
+                offset_factors(o, p.h, first + k, q + i * p.job.k_width, &along[k][i], &across[k][i]);
+        for (int64_t i = 0; i < n; i += W) {
+            vf acc[ROWS];
+            for (int j = 0; j < ROWS; j++) acc[j] = load(p.score[r + j] + i);
+            for (int k = 0; k < count; k++) {
+                const Waves waves(o, first + k, p.b, t);
+                const vf c = waves.cosine(i), s = waves.sine(i);
+                for (int j = 0; j < ROWS; j++)
+                    acc[j] = fma(set1(along[k][j]), c, fma(set1(across[k][j]), s, acc[j]));
+            }
+            for (int j = 0; j < ROWS; j++) store(p.score[r + j] + i, acc[j]);
+        }
+    }
+}
+
+static void add_offsets(Pass &p, int64_t t, int64_t n) {
+    int r = 0;
+    for (; r + 4 <= p.rows; r += 4) add_offset<4>(p, t, n, r);
+    for (; r < p.rows; r++) add_offset<1>(p, t, n, r);
 }
 
 // The slots of V from tile to tile.

@@ -3,6 +3,7 @@
 // panels, so the second product is the other way round: channels times tokens, rows side by side.
 // The torch bodies are torch/attend.py and torch/latent.py; ../README.md has the loops.
 #include "attend/rows.h"
+#include "attend/offset.h"
 #include "attend/rules.h"
 #include "attend/tiles.h"
 #include "table.h"
@@ -17,6 +18,8 @@ static_assert(RUN_ROWS % STRIP<VECTORS> == 0, "a run is whole strips");
 // The memory of a task, cut up.
 struct Room {
     float *q, *rotated; // [rows][q_width]
+    float *factors;     // [rows][2 * pairs] of the offset that keys are stored without
+    float *waves;       // panels [2 * pairs][PANEL] of TOKENS columns: cosines and sines
     float *key, *rope;  // panels [channels][PANEL] of TOKENS columns; of the rotated keys
     float *value;       // panels [TOKENS][PANEL] of the columns of what lies in V's place
     float *score;       // [rows of a run][TOKENS], then weights
@@ -34,6 +37,8 @@ struct Room {
         };
         q = take(job.at_once * job.q_width);
         rotated = take(job.at_once * job.q_width);
+        factors = take(job.at_once * 2 * a.k.offset.pairs);
+        waves = take(TOKENS * 2 * a.k.offset.pairs);
         key = take(TOKENS * (int64_t)a.k.dim);
         rope = take(job.latent ? TOKENS * whole(a.v.dim, W) : 0);
         value = take(TOKENS * whole(a.v.dim, PANEL));
@@ -69,6 +74,10 @@ static void read_queries(const Rows &r) {
         if (r.job.latent) to_floats(q + rope, from + (int64_t)a.k.dim * size, a.q_dtype, a.v.dim);
         scale_by(q, a.scale, width);
         if (!rotates) continue;
+        for (int64_t k = 0; k < a.k.offset.pairs; k++) {
+            float *factors = r.room.factors + 2 * (i * a.k.offset.pairs + k);
+            offset_factors(a.k.offset, r.h, k, q, factors, factors + 1);
+        }
         memcpy(rotated, q, sizeof(float) * width);
         if (a.k.signs) rotate(rotated, a.k.signs, a.k.dim);
         if (r.job.latent && a.v.signs) rotate(rotated + rope, a.v.signs, a.v.dim);
@@ -108,6 +117,34 @@ static void scores(const Rows &r, const Run &run, const float *q, const float *p
     const int64_t width = r.job.q_width, column = run.from / PANEL * PANEL;
     product({run.count, dim, q + run.first * width, width, panels + column * height,
              r.room.score + column, TOKENS, add},
+            (run.to - column + W - 1) / W, height * PANEL);
+}
+
+// Adds what the keys of a packed block are stored without: the product of the rows' factors with the
+// waves. Sink tokens are whole: their columns are zero.
+static void read_waves(const Rows &r, int64_t t, int64_t n) {
+    const kvp_stream &k = r.a.k;
+    const int64_t height = 2 * k.offset.pairs;
+    for (int64_t pair = 0; pair < k.offset.pairs; pair++) {
+        const Waves waves(k.offset, pair, r.b, t);
+        for (int64_t i = 0; i < n; i += W) {
+            float *to = r.room.waves + i / PANEL * height * PANEL + 2 * pair * PANEL + i % PANEL;
+            store(to, waves.cosine(i));
+            store(to + PANEL, waves.sine(i));
+        }
+    }
+    for (int64_t s = 0; s < k.n_sinks; s++) {
+        const int64_t i = k.sink_positions[r.b * k.n_sinks + s] - t;
+        if (i < 0 || i >= n) continue;
+        float *column = r.room.waves + i / PANEL * height * PANEL + i % PANEL;
+        for (int64_t row = 0; row < height; row++) column[row * PANEL] = 0;
+    }
+}
+
+static void add_offset(const Rows &r, const Run &run) {
+    const int64_t height = 2 * r.a.k.offset.pairs, column = run.from / PANEL * PANEL;
+    product({run.count, height, r.room.factors + run.first * height, height, r.room.waves + column * height,
+             r.room.score + column, TOKENS, true},
             (run.to - column + W - 1) / W, height * PANEL);
 }
 
@@ -206,9 +243,12 @@ static void block(Rows &r, int64_t begin, int64_t end) {
     const float *q = packed ? r.room.rotated : r.room.q;
     r.gathered[packed_values] = true;
     alignas(64) float decay[MOST_AT_ONCE];
+    const bool offset = packed && a.k.offset.pairs;
+    if (offset) read_waves(r, t, n);
     if (!r.job.latent) {
         for (int i = 0; i < count; i++) {
             scores(r, runs[i], q, r.room.key, a.k.dim, a.k.dim, false);
+            if (offset) add_offset(r, runs[i]);
             weigh(r, runs[i], t, decay);
             add_values(r, runs[i], packed_values);
         }

@@ -1,8 +1,10 @@
 // kvp_step: one layer's step in one call. Nothing is written before everything was checked and
 // attended; what is then written lies behind the tokens held, where nobody reads yet.
+#include <math.h>
 #include <string.h>
 #include <vector>
 
+#include "scratch.h"
 #include "table.h"
 
 namespace {
@@ -19,7 +21,47 @@ bool within(int level, const kvp_exact &x, int32_t dtype, const kvp_attend_args 
     return kvp_magnitude(level, &x, dtype, a.batch, heads, tokens, dim) <= limit;
 }
 
+float number(const char *at, int32_t dtype) {
+    float x;
+    if (dtype == KVP_F32) {
+        memcpy(&x, at, 4);
+        return x;
+    }
+    uint16_t bits;
+    memcpy(&bits, at, 2);
+    if (dtype == KVP_BF16) {
+        const uint32_t wide = (uint32_t)bits << 16;
+        memcpy(&x, &wide, 4);
+        return x;
+    }
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    x = exponent ? ldexpf((float)(fraction + 1024), exponent - 25) : ldexpf((float)fraction, -24);
+    return bits >> 15 ? -x : x;
+}
+
+// Copies of the tokens from `start` on in fp32, without their offset; they have no gaps.
+void take_off(float *to, const kvp_exact &x, int32_t dtype, const kvp_offset &o, const kvp_encode_args &args) {
+    const int64_t size = dtype == KVP_F32 ? 4 : 2;
+    for (int64_t b = 0; b < args.batch; b++)
+        for (int64_t h = 0; h < args.heads; h++)
+            for (int64_t t = 0; t < args.tokens; t++, to += args.dim) {
+                const char *from = x.data + b * x.row + h * x.head + t * x.token;
+                for (int64_t c = 0; c < args.dim; c++) to[c] = number(from + c * size, dtype);
+                int64_t position = args.start + t - (o.origin ? o.origin[b] : 0);
+                if (position < 0) position = 0;
+                for (int64_t pair = 0; pair < o.pairs; pair++) {
+                    const int32_t *channels = o.channels + 3 * pair;
+                    const float *bias = o.bias + 2 * (h * o.pairs + pair);
+                    const float *wave = o.table + 2 * channels[2] * o.length + position;
+                    const float c = wave[0], s = wave[o.length];
+                    to[channels[0]] -= bias[0] * c - bias[1] * s;
+                    to[channels[1]] -= bias[1] * c + bias[0] * s;
+                }
+            }
+}
+
 int encode(int level, const Side &side, const kvp_attend_args &a) {
+    static thread_local Scratch scratch;
     if (!side.append.tokens) return 0;
     kvp_encode_args args = side.plan->form;
     const int64_t segment = side.append.start / args.segment_tokens;
@@ -36,6 +78,14 @@ int encode(int level, const Side &side, const kvp_attend_args &a) {
     args.tokens = side.append.tokens;
     args.start = side.append.start;
     args.threads = a.threads;
+    if (side.stream.offset.pairs) {
+        float *shifted = scratch.floats((size_t)(a.batch * a.heads * args.tokens * args.dim));
+        if (!shifted) return 3;
+        take_off(shifted, args.x, args.dtype, side.stream.offset, args);
+        const int64_t token = args.dim * (int64_t)sizeof(float), head = args.tokens * token;
+        args.x = {(const char *)shifted, a.heads * head, head, token};
+        args.dtype = KVP_F32;
+    }
     return kvp_encode(level, &args, 1);
 }
 
