@@ -55,14 +55,15 @@ class Twins:
 def test_the_call_is_the_structure_of_the_header():
     numbers = [i + 1 for i in range(len(structs.CALL.unpack(bytes(structs.CALL.size))))]
     fixed = (b"\x01" * structs.FIXED_BYTES, b"\x02" * structs.FIXED_BYTES)
-    second = numbers.index(17)
+    second = numbers.index(23)
     args = structs.AttendArgs.from_buffer_copy(
         structs.CALL.pack(fixed[0], *numbers[1:second], fixed[1], *numbers[second + 1 :])
     )
     assert sizeof(structs.AttendArgs) == structs.CALL.size
     assert (args.k.kind, args.v.kind) == (0x01010101, 0x02020202)
     assert (args.k.exact_from, args.k.tail.data, args.k.n_sinks) == (2, 3, 16)
-    assert (args.v.exact_from, args.v.sinks.token, args.batch) == (18, 30, 33)
+    assert (args.k.offset.pairs, args.k.offset.origin) == (17, 22)
+    assert (args.v.exact_from, args.v.sinks.token, args.batch) == (24, 36, 45)
     assert (args.scale, args.threads) == (numbers[-3], numbers[-1])
 
 

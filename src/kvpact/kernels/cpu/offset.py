@@ -85,7 +85,7 @@ class NativeOffset(NamedTuple):
     most: int
 
 
-NO_OFFSET = (0,) * 6
+NO_OFFSET: tuple[int, ...] = (0,) * 6
 
 
 def native_offset(offset: RowOffset, tokens: int) -> NativeOffset:
