@@ -239,6 +239,13 @@ def test_a_config_alone_brings_a_warning(qwen2, fallbacks):
     assert not said(qwen2.config, SPEC, key_offsets=key_offsets(qwen2))
     assert not said(qwen2, SPEC)
 
+    def paged():
+        pages = PagedKVCache(SPEC, CacheGeometry(2, 2, DIM, dtype=torch.float32), 4)
+        with torch.no_grad():
+            qwen2(ids, past_key_values=PagedBatch(qwen2.config, pages))
+
+    assert "key_offsets(model)" in fallbacks(paged)[1][0]
+
 
 def test_models_without_such_a_bias_have_no_offsets(make_model, sizes, fallbacks):
     long = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

@@ -208,11 +208,15 @@ class NewTokens:
 
     def tell_of_bias(self, attention: torch.nn.Module) -> None:
         """Warn of keys with a large bias where nobody was asked for their offset."""
-        shared = self.shared
-        if shared.key_offsets is None and shared.specs and self.total == self.k.shape[2]:
-            key = shared.specs[self._layer].key
-            if key.name != "none":
-                tell_of_bias(attention)
+        if self.total > self.k.shape[2]:
+            return
+        if isinstance(self._cache, PagedView):
+            paged = self._cache.cache
+            specs, known = paged.specs, bool(paged.key_offsets)
+        else:
+            specs, known = self.shared.specs, self.shared.key_offsets is not None
+        if not known and specs[self._layer].key.name != "none":
+            tell_of_bias(attention)
 
     @property
     def origin(self) -> NewTokens:
