@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
+from kvpact import AttendConfig, CacheGeometry, KeyOffset, PagedKVCache, create_cache
 from kvpact.snapshot import Identity
-from kvpact.snapshot.manifest import VERSION
+from kvpact.snapshot.manifest import VERSION, WITH_OFFSETS
 
 FOLDER = Path(__file__).parent
 GEOMETRY = CacheGeometry(2, 2, 16, 8, dtype=torch.float16)
@@ -22,7 +22,15 @@ CASES = {
     "cut-group": "kivi:bits=2,sinks=2,window=5/int:bits=8",
     "learnt": "vq:codebook_size=16,window=3/lowrank:rank=4,sinks=0",
     "paged": "int:bits=4",
+    "offset": "turboquant:bits=3,sinks=2,window=9",
 }
+VERSIONS = dict.fromkeys(CASES, VERSION) | {"offset": WITH_OFFSETS}
+OFFSET = KeyOffset(
+    (1.0, 0.125, 0.003),
+    ((0, 8), (3, 11), (6, 14)),
+    (((30.0, -7.5), (11.0, 2.0), (-90.0, 41.0)), ((0.5, 60.0), (-13.0, 8.0), (0.0, 0.0))),
+    scaling=1.25,
+)
 
 
 def inputs(count: int, seed: int, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,7 +51,8 @@ def cache_for(name: str):
     """Return an empty cache."""
     if name == "paged":
         return PagedKVCache(CASES[name], GEOMETRY, 12).view()
-    return create_cache(CASES[name], GEOMETRY)
+    offsets = dict.fromkeys(range(2), OFFSET) if name == "offset" else None
+    return create_cache(CASES[name], GEOMETRY, key_offsets=offsets)
 
 
 def main() -> None:
@@ -53,7 +62,7 @@ def main() -> None:
         grow(cache, 70, 1, [3, 0])
         cache.truncate(50 if name == "cut-group" else 69)
         for when in ("before", "after"):
-            path = FOLDER / f"{name}-{when}-v{VERSION}.safetensors"
+            path = FOLDER / f"{name}-{when}-v{VERSIONS[name]}.safetensors"
             if not path.exists():
                 ids = torch.arange(cache.seq_len(0)).expand(2, -1)
                 who = Identity(model="m", adapter=None, tenant="t")
