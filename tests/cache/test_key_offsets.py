@@ -36,6 +36,7 @@ class TestContiguous(_Offsets, CacheContract):
     pass
 
 
+@pytest.mark.slow
 class TestPaged(_Offsets, PagedCacheContract):
     pass
 

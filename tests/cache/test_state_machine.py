@@ -56,10 +56,10 @@ INT8 = {
     "turboquant:bits=4,sinks=2,window=9": torch.float32,
     "int:bits=8": torch.float16,
 }
-OFFSETS = {
-    "turboquant:bits=4,sinks=2,window=9": torch.float32,
-    "kivi:bits=2,sinks=3,window=40": torch.float16,
-}
+OFFSETS = (
+    ("turboquant:bits=4,sinks=2,window=9", torch.float32),
+    pytest.param("kivi:bits=2,sinks=3,window=40", torch.float16, marks=pytest.mark.slow),
+)
 FEWER = settings(SETTINGS, max_examples=10)
 
 
@@ -266,7 +266,7 @@ def test_histories(spec, dtype, precision):
     run(spec, dtype, precision)
 
 
-@pytest.mark.parametrize(("spec", "dtype"), OFFSETS.items())
+@pytest.mark.parametrize(("spec", "dtype"), OFFSETS)
 def test_histories_of_keys_with_an_offset(spec, dtype):
     run(spec, dtype, offset=random_offset(HEADS, DIM, seed=1), how_many=FEWER)
 

@@ -318,4 +318,7 @@ class BackendContract:
     def test_int8_is_close(self, bits: int) -> None:
         """Attention in 8-bit integers, where the backend has it."""
         spec = f"turboquant:bits={bits}"
-        self._compare([self._call(spec, "one token", 64, torch.float32)], "int8")
+        for offset in (False, True):
+            call = self._call(spec, "one token", 64, torch.float32, offset=offset)
+            if not (offset and self._backend().covers_offset()):
+                self._compare([call], "int8")
