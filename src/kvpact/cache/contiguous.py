@@ -157,14 +157,14 @@ class ContiguousCache(BatchRows):
         """Store new tokens; return a `Step` that attends over them and the past, or decompresses.
 
         For engines that get K and V before the query. Parameters and errors as in `attend`; of
-        `config` only `padding` and `exact_new` matter here, and `q`, if given, is only checked.
+        `config` only `padding` and `exact_new` matter here; codecs that learn may learn from `q`.
         """
         config = config or _DEFAULT
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
             self._check(layer, k, v, q, config)
-            return entry.store(k, v, config)
+            return entry.store(k, v, config, q)
 
     def prefill(
         self,

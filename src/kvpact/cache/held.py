@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import divide, tree_sum
 from kvpact.cache.append import AppendPlan
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
+from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Plan, RowOffset, StepRunner
+from kvpact.methods import Codec
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
@@ -36,6 +38,9 @@ class Held(NamedTuple):
         Who computes; None before the first tokens.
     good : Tensor or None
         0-d bool: whether all tokens passed the checks that were deferred; None where none were.
+    seen : Tensor or None
+        `[B, H_kv, n, D]`: energies of the first queries, while a codec wants to learn from them
+        (see `Context`).
     runner : StepRunner or None
         Carries out the next step at once, if that is like those before.
     """
@@ -46,6 +51,7 @@ class Held(NamedTuple):
     version: int
     plan: Plan | None = None
     good: Tensor | None = None
+    seen: Tensor | None = None
     runner: StepRunner | None = None
 
     @property
@@ -68,20 +74,22 @@ class LayerPlan(NamedTuple):
     exact_new: bool
 
 
-@lru_cache(maxsize=64)
-def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device).expand(batch, -1).contiguous()
+def next_seen(held: Held, codec: Codec, k: Tensor, q: Tensor | None) -> Tensor | None:
+    """Return the energies of the queries seen so far, and of new ones `[B, H_q, new, D]`.
 
-
-def sink_positions(stream: Stream, padding: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
-    if stream.sinks is None:
-        return None, 0
-    batch, _, sinks, _ = stream.sinks.shape
-    if padding is None:
-        return _first_tokens(batch, sinks, stream.sinks.device), sinks
-    positions = padding.unsqueeze(1) + torch.arange(sinks)
-    return positions.to(stream.sinks.device), int(padding.max()) + sinks
+    A call without queries ends what is seen: energies belong to the first tokens without a gap.
+    """
+    if codec.ready or not codec.learns_from:
+        return None
+    seen, length = held.seen, held.length
+    known = 0 if seen is None else seen.shape[2]
+    if q is None or known != length or known >= codec.learns_from:
+        return seen
+    batch, heads, _, dim = k.shape
+    queries = q[:, :, : codec.learns_from - known].to(torch.float32)
+    grouped = queries.reshape(batch, heads, -1, queries.shape[2], dim)
+    energy = divide(tree_sum(grouped.square(), 2).squeeze(2), float(grouped.shape[2]))
+    return energy if seen is None else torch.cat([seen, energy], 2)
 
 
 def next_padding(held: Held, config: AttendConfig, batch: int) -> Tensor | None:
@@ -111,6 +119,27 @@ def next_offset(
         filled = (held.padding < held.length).tolist()
         origin = tuple(b if f else a for f, b, a in zip(filled, before, after, strict=True))
     return RowOffset(offset.offset, origin if origin and any(origin) else None)
+
+
+def hold_packed(
+    layer: CacheLayer,
+    tokens: int,
+    geometry: CacheGeometry,
+    like: Tensor,
+    sinks: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Let a new layer hold `tokens` tokens that are packed in its stores already, and their sinks.
+
+    `like` has their dtype and device. Nobody else knows the layer yet: no lock is taken.
+    """
+    streams = []
+    for key, dim in ((True, geometry.head_dim), (False, geometry.value_dim)):
+        x = like.new_zeros(1, geometry.num_kv_heads, 0, dim)
+        empty, given = layer.new_stream(x, key), sinks[0 if key else 1]
+        streams.append(
+            empty.restore(tokens, tokens, empty.tail, empty.sinks if given is None else given)
+        )
+    layer._held = Held(streams[0], streams[1], None, 0)
 
 
 def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:

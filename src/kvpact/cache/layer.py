@@ -7,17 +7,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvpact.cache.held import Held, LayerPlan, next_offset, next_padding, sink_positions
+from kvpact.cache.held import Held, LayerPlan, next_offset, next_padding, next_seen
 from kvpact.cache.quick import make_runner
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
-from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute, LayerView, RowOffset, StreamView, check_queries
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
@@ -125,7 +123,7 @@ class CacheLayer:
     def attend(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the tokens held and the new ones, and store these; all or nothing."""
         with self.lock:
-            plan = self.prepare(k, v, config)
+            plan = self.prepare(k, v, config, q)
             if config.exact_new:
                 output = plan.step.attend(q, config)
                 self.commit(plan)
@@ -134,13 +132,18 @@ class CacheLayer:
             check_queries(q, k.shape[1], self.length + k.shape[2], config)
             return self.commit(plan).attend(q, config)
 
-    def store(self, k: Tensor, v: Tensor, config: AttendConfig) -> Step:
+    def store(self, k: Tensor, v: Tensor, config: AttendConfig, q: Tensor | None = None) -> Step:
         """Store new tokens and return them beside a view of the past."""
         with self.lock:
-            return self.commit(self.prepare(k, v, config))
+            return self.commit(self.prepare(k, v, config, q))
 
-    def prepare(self, k: Tensor, v: Tensor, config: AttendConfig) -> LayerPlan:
-        """Encode new tokens and allocate what they need; the layer stays as it is."""
+    def prepare(
+        self, k: Tensor, v: Tensor, config: AttendConfig, q: Tensor | None = None
+    ) -> LayerPlan:
+        """Encode new tokens and allocate what they need; the layer stays as it is.
+
+        A codec that learns may learn from `q`, too.
+        """
         if not self._clean:
             self.settle()
         held = self._held
@@ -149,16 +152,18 @@ class CacheLayer:
         if k_stream.offset is not None:
             offset = next_offset(k_stream.offset, held, config, padding)
             k_stream = k_stream._replace(offset=offset)
-        k_plan = k_stream.prepare(k, *sink_positions(k_stream, padding))
-        v_plan = v_stream.prepare(v, *sink_positions(v_stream, padding))
-        plan = held.plan or self.compute.plan(
-            k_stream.plan, v_stream.plan, k_stream.offset is not None
-        )
+        seen = next_seen(held, k_stream.codec, k, q)
+        k_plan = k_stream.prepare(k, padding, seen)
+        v_plan = v_stream.prepare(v, padding)
+        plan, plans = held.plan, (k_plan.after.plan, v_plan.after.plan)
+        if plan is None or (plan.k, plan.v) != plans:
+            plan = self.compute.plan(*plans, k_stream.offset is not None)
         good = held.good
         if self.compute.deferred:
             new = collected()
             good = new if good is None or new is None else good & new
-        after = Held(k_plan.after, v_plan.after, padding, held.version, plan, good)
+        seen = None if k_plan.after.codec.ready else seen
+        after = Held(k_plan.after, v_plan.after, padding, held.version, plan, good, seen)
         past = self._view(held, padding)
         step = Step(past, k, v, padding, self.lock, plan, self._latent)
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
@@ -210,28 +215,6 @@ class CacheLayer:
             self._held = Held(k, v, padding, self._held.version + 1)
             self._clean = True
 
-    def share(
-        self,
-        tokens: int,
-        geometry: CacheGeometry,
-        dtype: torch.dtype,
-        device: torch.device,
-        sinks: tuple[Tensor | None, Tensor | None],
-    ) -> None:
-        """Hold `tokens` tokens that are packed in the store already, with their sinks.
-
-        For a new layer that nobody else knows yet: no lock is taken.
-        """
-        shape = (1, geometry.num_kv_heads, 0)
-        streams = []
-        for key, dim in ((True, geometry.head_dim), (False, geometry.value_dim)):
-            x = torch.zeros(*shape, dim, dtype=dtype, device=device)
-            empty, given = self.new_stream(x, key), sinks[0 if key else 1]
-            streams.append(
-                empty.restore(tokens, tokens, empty.tail, empty.sinks if given is None else given)
-            )
-        self._held = Held(streams[0], streams[1], None, 0)
-
     def make_codec(self, x: Tensor, key: bool) -> Codec:
         """Return the codec for K or V like `x` (`[B, H, T, D]`), fitted if it is shared."""
         if self._codecs is not None:
@@ -280,7 +263,7 @@ class CacheLayer:
     def _stream_view(
         self, stream: Stream, padding: Tensor | None, check: Callable[[], None]
     ) -> StreamView:
-        positions, sink_end = sink_positions(stream, padding)
+        positions, sink_end = stream.sink_positions(padding)
         return StreamView(
             codec=stream.codec,
             source=stream.store.source(),
@@ -333,10 +316,11 @@ class CacheLayer:
         if held.k is None or held.v is None or length >= held.k.length:
             return held
         self._clean = False
-        k = held.k.truncate(length, sink_positions(held.k, held.padding)[0])
-        v = held.v.truncate(length, sink_positions(held.v, held.padding)[0])
+        k = held.k.truncate(length, held.padding)
+        v = held.v.truncate(length, held.padding)
         padding = held.padding if length else None
-        return Held(k, v, padding, held.version + 1, held.plan, held.good)
+        seen = None if held.seen is None else held.seen[:, :, :length].clone()
+        return Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
 
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
         """Return a copy that shares the slots until one side writes.
@@ -369,7 +353,8 @@ class CacheLayer:
             k, v = held.k.select(indices), held.v.select(indices)
             padding = None if held.padding is None else held.padding[indices.cpu()]
             self._clean = False
-            self._held = Held(k, v, padding, held.version + 1, held.plan, held.good)
+            seen = None if held.seen is None else held.seen.index_select(0, indices)
+            self._held = Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
             self.settle()  # What forks share may not have been clean.
 
     def streams(self) -> list[Stream]:
@@ -385,10 +370,11 @@ class CacheLayer:
         self._moved += 1
 
     def waiting_state(self) -> list[Tensor]:
-        """Return what the layer's own codecs learnt, where no stream holds it."""
+        """Return what the layer's own codecs learnt, and are to learn, where no stream holds it."""
         held = [stream.codec for stream in self.streams()]
         codecs = [own for own in self._codecs or () if all(own is not codec for codec in held)]
-        return [tensor for codec in codecs for tensor in codec.state().values()]
+        seen = [] if self._held.seen is None else [self._held.seen]
+        return [*seen, *(tensor for codec in codecs for tensor in codec.state().values())]
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor held."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.cache.block_tables import BlockTables
 from kvpact.cache.checks import check_layer, check_tokens
 from kvpact.cache.codecs import Calibration
-from kvpact.cache.held import LayerPlan, exchange
+from kvpact.cache.held import LayerPlan, exchange, hold_packed
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.paged_step import store_rows
@@ -132,8 +132,9 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             self.pool.retain(shared.page)
             sequence.table.append(shared.page)
         tokens = len(pages) * self.pool.page_size
+        like = torch.empty(0, dtype=self._dtype, device=self.device)
         for layer, sinks in zip(sequence.layers, pages[-1].sinks, strict=True):
-            layer.share(tokens, self.geometry, self._dtype, self.device, sinks)
+            hold_packed(layer, tokens, self.geometry, like, sinks)
 
     def publish(self, seq: int, token_ids: Sequence[int]) -> int:
         """Let later sequences share this one's full pages; return how many are offered.

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvpact.cache.held import Held, sink_positions
+from kvpact.cache.held import Held
 from kvpact.cache.stream import MOST_STEP, Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
+from kvpact.methods.context import Context
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
@@ -100,11 +101,14 @@ def quick_step(
     tuple or None
         None where the step has to be made the ordinary way.
     """
-    k_before, v_before, padding, version, plan, good, runner = layer._held
+    k_before, v_before, padding, version, plan, good, seen, runner = layer._held
     if k_before is None or v_before is None or runner is None:
         return None
     held, new = k_before.length, k.shape[2]
-    k_next, v_next = _next(k_before, k, new, index), _next(v_before, v, new, index)
+    k_next, v_next = (
+        _next(k_before, k, new, index, padding),
+        _next(v_before, v, new, index, padding),
+    )
     if k_next is None or v_next is None or held != v_before.length:
         return None
     (k_after, k_tokens), (v_after, v_tokens) = k_next, v_next
@@ -117,12 +121,12 @@ def quick_step(
         runner = _made(layer, Held(k_after, v_after, padding, version, plan), k, v, q, config)
         if runner is None:
             return None
-    after = _new(Held, (k_after, v_after, padding, version, plan, good, runner))
+    after = _new(Held, (k_after, v_after, padding, version, plan, good, seen, runner))
     return after, _new(StepRow, (runner, held, k_tokens, v_tokens))
 
 
 def _next(
-    stream: Stream, x: Tensor, new: int, index: int | None
+    stream: Stream, x: Tensor, new: int, index: int | None, padding: Tensor | None
 ) -> tuple[Stream, StepTokens] | None:
     """Return the stream after new tokens, and how it takes them."""
     codec, window, plan, store, packed, memory, tail_start, held, spare, sinks, offset = stream
@@ -132,6 +136,8 @@ def _next(
     after = length - length % group
     count = after - packed
     if count:
+        if group > 1 and not _plain(stream, padding):
+            return None  # a group with sinks or padding
         store = store.grown(after, packed)
     if tail_start == held and after == length and not window:  # no token is kept
         taken = _new(StepTokens, (held, memory, False, packed, count, False))
@@ -165,6 +171,12 @@ def _made(
     return held.plan.step(AttendCall(view, k, v, q, config, held.padding, layer._latent))
 
 
+def _plain(stream: Stream, padding: Tensor | None) -> bool:
+    """Whether the groups to come have neither sinks nor padding."""
+    sinks = 0 if stream.sinks is None else stream.sinks.shape[2]
+    return stream.packed >= Context(padding, sinks).end
+
+
 def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> None:
     """Let a layer take its next steps in one call each, if it just took one a second time."""
     this = (k.shape, k.stride(), v.stride(), q.shape, q.stride(), q.dtype)
@@ -173,8 +185,10 @@ def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: Atte
     streams = held.streams()
     if not again or k.shape[2] > MOST_STEP or not streams or held.plan is None:
         return
-    if any(sink_positions(s, held.padding)[1] > s.length for s in streams):
+    if any(s.sink_positions(held.padding)[1] > s.length for s in streams):
         return  # sink tokens are still to come
+    if not all(s.codec.ready for s in streams):
+        return  # a codec is still to see what it learns from
     runner = _made(layer, held, k, v, q, config)
     if runner is not None:
         layer._held = held._replace(runner=runner)

@@ -30,8 +30,10 @@ from torch import Tensor
 
 from kvpact.cache.append import AppendPlan, Piece
 from kvpact.cache.segments import MakeStore, SegmentStore
+from kvpact.cache.sinks import filled_sinks, sink_positions
 from kvpact.kernels import RowOffset, Segment, StreamPlan, TokenMemory
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 
 MOST_STEP = 8
 """Appends of so many tokens to what is held leave room behind the tail for the next ones."""
@@ -151,17 +153,19 @@ class Stream(NamedTuple):
         memory, length = TokenMemory(tail, start), start + tail.shape[2]
         return self._replace(memory=memory, tail_start=start, length=length, spare=0)
 
-    def prepare(self, x: Tensor, sink_positions: Tensor | None, sink_end: int) -> AppendPlan:
+    def prepare(
+        self, x: Tensor, padding: Tensor | None, query_energy: Tensor | None = None
+    ) -> AppendPlan:
         """Encode tokens and allocate what they need.
 
         Parameters
         ----------
         x : Tensor
             `[B, H, new, D]`, checked.
-        sink_positions : Tensor or None
-            `[B, S]`: where each row's sink tokens stand.
-        sink_end : int
-            No sink token stands at or behind this position.
+        padding : Tensor or None
+            `[B]` left-padding tokens of each row.
+        query_energy : Tensor, optional
+            As in `Context`.
 
         Raises
         ------
@@ -174,16 +178,21 @@ class Stream(NamedTuple):
         coded = x if self.offset is None else coded
         held = self.length
         length = held + x.shape[2]
-        pieces, packed = self._encode(x, coded, length)
+        positions, sink_end = self.sink_positions(padding)
+        exact = 0 if self.sinks is None else self.sinks.shape[2]
+        context = Context(padding, exact, query_energy)
+        plan = self._learnt(x, coded, length, context)
+        codec = plan.codec
+        pieces, packed = self._encode(plan, x, coded, length, context)
         start = max(self.tail_start, self._exact_start(packed, length, self.codec.group))
         memory, spare = self.next_memory(x, start)
         sinks = self.sinks
-        if held < sink_end:
-            sinks = self._fill_sinks(x, sink_positions)
+        if sinks is not None and positions is not None and held < sink_end:
+            sinks = filled_sinks(sinks, x, positions - held)
         store = self.store.grown(packed, self.packed)
-        codec, window, plan = self.codec, self.window, self.plan
+        window, offset = self.window, self.offset
         after = Stream(
-            codec, window, plan, store, packed, memory, start, length, spare, sinks, self.offset
+            codec, window, plan, store, packed, memory, start, length, spare, sinks, offset
         )
         return AppendPlan(after, pieces)
 
@@ -228,19 +237,38 @@ class Stream(NamedTuple):
         """Return the tokens from `exact_from` on."""
         return self.memory.tokens(self.exact_from, self.length)
 
-    def _encode(self, x: Tensor, coded: Tensor, length: int) -> tuple[list[Piece], int]:
+    def _learnt(self, x: Tensor, coded: Tensor, length: int, context: Context) -> StreamPlan:
+        """Return the plan of a codec that has learnt, if this append brings what it learns from."""
+        count = self.codec.learns_from
+        if not count or self.codec.ready or length < count:
+            return self.plan
+        first = self._tokens(x, coded, self.packed, self.packed + count)
+        return self.plan.for_codec(self.codec.learn(first.to(torch.float32), context))
+
+    def _encode(
+        self, plan: StreamPlan, x: Tensor, coded: Tensor, length: int, context: Context
+    ) -> tuple[list[Piece], int]:
         pieces, packed, group = [], self.packed, self.codec.group
         cut = packed % group
         if cut and packed < length:
             end = min(packed + group - cut, length)
-            tokens = self._tokens(x, coded, packed, end)
-            rest = self.plan.prepare(tokens, self._group_at(packed))
+            rest = plan.prepare(self._tokens(x, coded, packed, end), self._group_at(packed))
             pieces.append(Piece(packed, end, *rest))
             packed = end
         end = packed + (length - packed) // group * group if packed % group == 0 else packed
+        special = min(-(-context.end // group) * group, end) if group > 1 else 0
+        if special > packed:  # groups with sinks or padding
+            whole = self._tokens(x, coded, packed, special)
+            if packed:
+                whole = torch.nn.functional.pad(whole, (0, 0, packed, 0))
+            ordinary = context.ordinary(whole, group)[:, :, packed:]
+            if not plan.codec.ready:  # it learns from all that it encodes first
+                ordinary = torch.cat([ordinary, self._tokens(x, coded, special, end)], 2)
+                special = end
+            pieces.append(Piece(packed, special, *plan.prepare(ordinary)))
+            packed = special
         if end > packed:
-            tokens = self._tokens(x, coded, packed, end)
-            pieces.append(Piece(packed, end, *self.plan.prepare(tokens)))
+            pieces.append(Piece(packed, end, *plan.prepare(self._tokens(x, coded, packed, end))))
         return pieces, max(end, packed)
 
     def from_origin(self, origin: tuple[int, ...] | None) -> Stream:
@@ -269,18 +297,11 @@ class Stream(NamedTuple):
             if field.per_group
         }
 
-    def _fill_sinks(self, x: Tensor, positions: Tensor | None) -> Tensor | None:
-        if self.sinks is None or positions is None:
-            return self.sinks
-        source = positions - self.length
-        row, slot = ((source >= 0) & (source < x.shape[2])).nonzero(as_tuple=True)
-        if not len(row):
-            return self.sinks
-        sinks = self.sinks.clone()
-        sinks[row, :, slot] = x[row, :, source[row, slot]].to(sinks.dtype)
-        return sinks
+    def sink_positions(self, padding: Tensor | None) -> tuple[Tensor | None, int]:
+        """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
+        return (None, 0) if self.sinks is None else sink_positions(self.sinks, padding)
 
-    def truncate(self, length: int, sink_positions: Tensor | None) -> Stream:
+    def truncate(self, length: int, padding: Tensor | None) -> Stream:
         """Return the stream without the tokens from `length` on (at most what is held).
 
         Their slots are still to be cleared: `store.clear_from(packed)`.
@@ -289,17 +310,18 @@ class Stream(NamedTuple):
         ----------
         length : int
             Tokens to keep.
-        sink_positions : Tensor or None
-            `[B, S]`: where each row's sink tokens stand.
+        padding : Tensor or None
+            `[B]` left-padding tokens of each row.
         """
+        positions, _ = self.sink_positions(padding)
         start, packed, sinks = min(self.tail_start, length), self.packed, self.sinks
         tail = self.memory.tokens(start, length).clone()
         if length < packed:
             begin = length - length % self.codec.group
             # All tokens of the cut group are exact: it is open again, as if never packed.
             packed = begin if begin >= start else length
-        if sinks is not None and sink_positions is not None:
-            row, slot = (sink_positions >= length).nonzero(as_tuple=True)
+        if sinks is not None and positions is not None:
+            row, slot = (positions >= length).nonzero(as_tuple=True)
             sinks = sinks.clone()
             sinks[row, :, slot] = 0
         cut = self._replace(store=self.store.cut(packed), packed=packed, sinks=sinks)

@@ -82,7 +82,7 @@ class PackedStream:
         """Return a stream with more tokens, `[1, N, new, D]`; see `CompressedKV.append`."""
         self.codec.check_range(x)
         longer = self._extended(x, bound)
-        plan = longer._stream().prepare(x, None, 0)
+        plan = longer._stream().prepare(x, None)
         plan.write()
         longer = replace(longer, held=owned(stream_state(plan.after)))
         known, lost = torch.cat([self.held.tail, x], 2), 0.0

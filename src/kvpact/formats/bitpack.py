@@ -3,6 +3,10 @@
 A width of 3, 5, 6 or 7 bits is split into planes of 4, 2 and 1 bits, the low bits first:
 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1. Within a 32-bit word of a plane of width w, item i
 has the bits `w*i … w*i + w - 1`. Nothing straddles a word.
+
+*Interleaved* codes are those of which kernels make wider ones of C bits (4 or 8), 32 / C to a word.
+A word of a plane of width w holds the bits of C / w such wider words: item m of wider word q has
+the place `m*C/w + q`. So a shift and a mask give all items of a wider word at once, each in place.
 """
 
 from __future__ import annotations
@@ -13,71 +17,118 @@ from torch import Tensor
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 WORD = 32
 
+Blocks = tuple[tuple[int, int], ...]
+"""Channels and bits of each block of channels, in their order."""
+
 
 def planes(bits: int) -> tuple[int, ...]:
     """Return the widths of the planes of a code, the lowest bits first."""
     return _PLANES[bits]
 
 
-def words_per_token(bits: int, dim: int) -> int:
-    """Return the 32-bit words that one token's `dim` codes take, channel by channel."""
-    return sum(-(-dim * width // WORD) for width in planes(bits))
-
-
-def _join(items: Tensor, width: int) -> Tensor:
+def _join(items: Tensor, width: int, interleave: int) -> Tensor:
     """Put the last axis (`32 / width` codes) into one word each."""
+    if interleave:
+        items = torch.unflatten(items, -1, (-1, WORD // interleave)).mT.flatten(-2)
     shifts = torch.arange(0, WORD, width, dtype=torch.int32, device=items.device)
     # Bits don't overlap, so the sum is an OR (two's complement takes the sign bit along).
     return (items.to(torch.int32) << shifts).sum(-1, dtype=torch.int32)
 
 
-def _split(words: Tensor, width: int) -> Tensor:
+def _split(words: Tensor, width: int, interleave: int) -> Tensor:
     """Undo `_join`: a new last axis with the `32 / width` codes of each word, uint8."""
     shifts = torch.arange(0, WORD, width, dtype=torch.int32, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << width) - 1)).to(torch.uint8)
+    items = ((words.unsqueeze(-1) >> shifts) & ((1 << width) - 1)).to(torch.uint8)
+    if interleave:
+        items = torch.unflatten(items, -1, (WORD // interleave, -1)).mT.flatten(-2)
+    return items
 
 
-def pack_by_token(codes: Tensor, bits: int) -> Tensor:
+def _join_channels(part: Tensor, width: int, interleave: int) -> Tensor:
+    """Put a plane of `[..., dim]` codes into words, `[..., words]`; zeros fill up the last one."""
+    per_word = WORD // width
+    part = torch.nn.functional.pad(part, (0, -part.shape[-1] % per_word))
+    return _join(torch.unflatten(part, -1, (-1, per_word)), width, interleave)
+
+
+def pack_by_token(codes: Tensor, bits: int, interleave: int = 0) -> Tensor:
     """Pack `[..., 32, dim]` uint8 codes to `[..., 2, words, 16]` int32: 16 tokens side by side."""
-    out, shift = [], 0
-    for width in planes(bits):
-        per_word = WORD // width
-        part = (codes >> shift) & ((1 << width) - 1)
-        part = torch.nn.functional.pad(part, (0, -codes.shape[-1] % per_word))
-        out.append(_join(torch.unflatten(part, -1, (-1, per_word)), width))
-        shift += width
+    return pack_blocks_by_token(codes, ((codes.shape[-1], bits),), interleave)
+
+
+def unpack_by_token(words: Tensor, bits: int, dim: int, interleave: int = 0) -> Tensor:
+    """Undo `pack_by_token`: `[..., 32, dim]` uint8."""
+    return unpack_blocks_by_token(words, ((dim, bits),), interleave)
+
+
+def _runs(blocks: Blocks) -> list[tuple[int, list[tuple[int, int, int]]]]:
+    """Return what lies together, in its order: a width, and the parts (block, shift, channels).
+
+    Each plane of each block is a run of its own; but planes of one bit are one run at the end, so
+    that blocks that fill no words of their own take no more bits than they have.
+    """
+    runs: list[tuple[int, list[tuple[int, int, int]]]] = []
+    single: list[tuple[int, int, int]] = []
+    for block, (dim, bits) in enumerate(blocks):
+        shift = 0
+        for width in planes(bits) if bits else ():
+            if width == 1:
+                single.append((block, shift, dim))
+            else:
+                runs.append((width, [(block, shift, dim)]))
+            shift += width
+    return [*runs, (1, single)] if single else runs
+
+
+def block_words(blocks: Blocks) -> int:
+    """Return the words that one token's codes of all blocks take."""
+    return sum(-(-sum(dim for *_, dim in parts) * width // WORD) for width, parts in _runs(blocks))
+
+
+def pack_blocks_by_token(codes: Tensor, blocks: Blocks, interleave: int = 0) -> Tensor:
+    """Pack codes of blocks of channels with unlike bits; else as `pack_by_token`."""
+    held = torch.split(codes, [dim for dim, _ in blocks], -1)
+    out = []
+    for width, parts in _runs(blocks):
+        mask = (1 << width) - 1
+        plane = torch.cat([(held[block] >> shift) & mask for block, shift, _ in parts], -1)
+        out.append(_join_channels(plane, width, interleave))
     return torch.unflatten(torch.cat(out, dim=-1), -2, (2, 16)).mT
 
 
-def unpack_by_token(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Undo `pack_by_token`: `[..., 32, dim]` uint8."""
+def unpack_blocks_by_token(words: Tensor, blocks: Blocks, interleave: int = 0) -> Tensor:
+    """Undo `pack_blocks_by_token`: `[..., 32, channels of all blocks]` uint8."""
     words = words.mT.flatten(-3, -2)
-    codes, shift, first = None, 0, 0
-    for width in planes(bits):
-        count = -(-dim * width // WORD)
-        part = _split(words[..., first : first + count], width).flatten(-2)[..., :dim]
-        codes = part if codes is None else codes | (part << shift)
-        shift += width
+    codes = [words.new_zeros(*words.shape[:-1], dim, dtype=torch.uint8) for dim, _ in blocks]
+    first = 0
+    for width, parts in _runs(blocks):
+        dims = [dim for *_, dim in parts]
+        count = -(-sum(dims) * width // WORD)
+        plane = _split(words[..., first : first + count], width, interleave).flatten(-2)
+        for (block, shift, _), part in zip(
+            parts, torch.split(plane[..., : sum(dims)], dims, -1), strict=True
+        ):
+            codes[block] |= part << shift
         first += count
-    assert codes is not None
-    return codes
+    return torch.cat(codes, -1)
 
 
-def pack_by_channel(codes: Tensor, bits: int) -> Tensor:
+def pack_by_channel(codes: Tensor, bits: int, interleave: int = 0) -> Tensor:
     """Pack `[..., 32, dim]` uint8 codes to `[..., bits, dim]` int32: channels side by side."""
     out, shift = [], 0
     for width in planes(bits):
         part = (codes >> shift) & ((1 << width) - 1)
-        out.append(_join(torch.unflatten(part, -2, (width, WORD // width)).mT, width))
+        items = torch.unflatten(part, -2, (width, WORD // width)).mT
+        out.append(_join(items, width, interleave))
         shift += width
     return torch.cat(out, dim=-2)
 
 
-def unpack_by_channel(words: Tensor, bits: int) -> Tensor:
+def unpack_by_channel(words: Tensor, bits: int, interleave: int = 0) -> Tensor:
     """Undo `pack_by_channel`: `[..., 32, dim]` uint8."""
     codes, shift, first = None, 0, 0
     for width in planes(bits):
-        part = _split(words[..., first : first + width, :], width).mT.flatten(-3, -2)
+        part = _split(words[..., first : first + width, :], width, interleave).mT.flatten(-3, -2)
         codes = part if codes is None else codes | (part << shift)
         shift += width
         first += width

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from kvpact.formats.base import TILE, Field
 from kvpact.formats.bitpack import (
+    Blocks,
+    block_words,
+    pack_blocks_by_token,
     pack_by_channel,
-    pack_by_token,
+    unpack_blocks_by_token,
     unpack_by_channel,
-    unpack_by_token,
-    words_per_token,
 )
 
 HALF = TILE // 2
@@ -43,11 +44,18 @@ class CodesField(Field):
         ``token`` (for K): a word holds consecutive channels of one token, `[2, words, 16]` per
         tile, so that 16 tokens lie side by side. ``channel`` (for V): a word holds consecutive
         tokens of one channel, `[bits, dim]` per tile.
+    interleave : {0, 4, 8}
+        Bits of the wider codes that kernels make of these; 0 for none (see `formats.bitpack`).
+    blocks : tuple
+        Channels and bits of blocks of channels that differ in their bits, for ``token``; `dim` and
+        `bits` are then their sum and the largest. Empty for one block.
     """
 
     bits: int
     dim: int
     order: Literal["token", "channel"]
+    interleave: int = 0
+    blocks: Blocks = ()
 
     @property
     def kind(self) -> str:
@@ -68,12 +76,17 @@ class CodesField(Field):
     def shape(self) -> tuple[int, ...]:
         """Words of one tile."""
         if self.order == "token":
-            return (2, words_per_token(self.bits, self.dim), HALF)
+            return (2, block_words(self._blocks), HALF)
         return (self.bits, self.dim)
 
+    @property
+    def _blocks(self) -> Blocks:
+        return self.blocks or ((self.dim, self.bits),)
+
     def _pack(self, tiles: Tensor) -> Tensor:
-        pack = pack_by_token if self.order == "token" else pack_by_channel
-        return pack(tiles, self.bits)
+        if self.order == "token":
+            return pack_blocks_by_token(tiles, self._blocks, self.interleave)
+        return pack_by_channel(tiles, self.bits, self.interleave)
 
     def write(self, storage: Tensor, start: int, values: Tensor) -> None:
         """OR the codes into place."""
@@ -84,9 +97,9 @@ class CodesField(Field):
     def read(self, storage: Tensor) -> Tensor:
         """Return codes `[B, H, T, dim]` as uint8."""
         if self.order == "token":
-            tiles = unpack_by_token(storage, self.bits, self.dim)
+            tiles = unpack_blocks_by_token(storage, self._blocks, self.interleave)
         else:
-            tiles = unpack_by_channel(storage, self.bits)
+            tiles = unpack_by_channel(storage, self.bits, self.interleave)
         return tiles.flatten(2, 3)
 
     def clear_from(self, storage: Tensor, start: int) -> None:
@@ -169,7 +182,7 @@ class TokenField(Field):
 
 @dataclass(frozen=True)
 class GroupField(Field):
-    """`count` fp16 numbers per group of tokens, `[B, H, groups, count]` outside and inside.
+    """`count` numbers per group of tokens, `[B, H, groups, count]` outside and inside.
 
     Parameters
     ----------
@@ -177,11 +190,14 @@ class GroupField(Field):
         Numbers per group.
     group : int
         Tokens per group, a multiple of the tile.
+    number : torch.dtype
+        Their dtype.
     """
 
     per_group: ClassVar[bool] = True
     count: int
     group: int
+    number: torch.dtype = torch.float16
 
     @property
     def kind(self) -> str:
@@ -190,8 +206,8 @@ class GroupField(Field):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Half precision."""
-        return torch.float16
+        """Dtype of the numbers."""
+        return self.number
 
     @property
     def tokens(self) -> int:

@@ -7,8 +7,6 @@ layer keeps the `Plan`, whose calls go straight to the backends chosen.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -28,6 +26,7 @@ from kvpact.kernels.base import (
     SlotReader,
     StepRunner,
 )
+from kvpact.kernels.counts import Counts
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.encode import TorchEncoder
@@ -60,30 +59,6 @@ def report(device: torch.device = _CPU) -> list[Line]:
             reason = backend.runs_here(device)
             lines.append(Line(operation, backend.name, not reason, reason or backend.describe()))
     return lines
-
-
-class Counts:
-    """How many operations each backend carried out; for many threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[Operation, Counter[str]] = {name: Counter() for name in OPERATIONS}
-
-    def add(self, operation: Operation, who: str, count: int = 1) -> None:
-        """Count operations."""
-        with self._lock:
-            self._counts[operation][who] += count
-
-    def add_step(self, who: str, attends: int, encodes: int) -> None:
-        """Count what steps did that were carried out at once."""
-        with self._lock:
-            self._counts["attend"][who] += attends
-            self._counts["encode"][who] += encodes
-
-    def as_dict(self) -> dict[str, dict[str, int]]:
-        """Return the counts by operation and backend."""
-        with self._lock:
-            return {name: dict(counter) for name, counter in self._counts.items()}
 
 
 class Compute:
@@ -232,6 +207,10 @@ class StreamPlan:
         self.encoder: Encoder = self._encode.encoder(codec)
         self._rest = TorchEncoder(codec)
 
+    def for_codec(self, codec: Codec) -> StreamPlan:
+        """Return a plan for another codec of the stream: one that has learnt."""
+        return StreamPlan(self._compute, codec, self.device, self.dtype)
+
     def fork(self) -> StreamPlan:
         """Return a plan for a copy of the stream; encoders serve one stream each."""
         return StreamPlan(self._compute, self.codec, self.device, self.dtype)
@@ -244,8 +223,8 @@ class StreamPlan:
         x : Tensor
             `[B, H, T, D]`, whole groups.
         frozen : mapping, optional
-            Side information of a group that was cut (see `Codec.encode`), whose rest `x` is: that
-            is the torch body's.
+            Side information of a group that was cut (see `Codec.encode`), whose rest `x` is:
+            that is the torch body's.
         """
         if frozen is not None:
             self._compute.counts.add("encode", "torch: the rest of a group that was cut")

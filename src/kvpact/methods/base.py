@@ -15,6 +15,7 @@ from kvpact.errors import NonFiniteError, RegistrationError, SpecError
 from kvpact.formats import Field
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
+from kvpact.methods.context import Context
 from kvpact.quantizers.checks import checks_are_deferred, require
 from kvpact.spec import option_types
 from kvpact.transforms import IDENTITY, Transform
@@ -38,6 +39,9 @@ class Codec(ABC):
         Whether `decode_bias` gives a part.
     exact : bool
         Whether the numbers are kept as they are, or cast: then nothing is taken off them before.
+    learns_from : int
+        First tokens of a cache that `learn` wants, 0 for none, and whose queries a `Context` is to
+        tell of. They are encoded together, so what is learnt does not depend on how they came.
     max_abs, max_norm : float
         The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
         whatever stands beside it in its group. A codec with groups encodes later than its tokens
@@ -56,6 +60,7 @@ class Codec(ABC):
     transform: Transform = IDENTITY
     has_bias: bool = False
     exact: bool = False
+    learns_from: int = 0
     max_abs: float = math.inf
     max_norm: float = math.inf
 
@@ -108,6 +113,10 @@ class Codec(ABC):
             An array by field name: `[B, H, T, …]`, or `[B, H, T / group, …]` for group fields.
         """
 
+    def learn(self, x: Tensor, context: Context) -> Codec:
+        """Return a codec that learnt from `[B, H, T, D]` fp32 tokens; see `learns_from`."""
+        return self
+
     @abstractmethod
     def decode(self, arrays: Arrays) -> Tensor:
         """Return the transformed vectors, `[B, H, T, D]` fp32, of what `encode` returned."""
@@ -132,6 +141,11 @@ class Codec(ABC):
     def unplanned(self) -> str:
         """What of the bytes only the tokens decide, in words; empty where nothing."""
         return ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the codec has learnt all that it learns from tokens."""
+        return True
 
     def require_fitted(self) -> None:
         """Raise `SpecError` if the codec would learn from the tokens that it encodes first."""

@@ -52,6 +52,8 @@ def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
     error : callable
         Makes the error; may read from the device.
     """
+    if good.is_meta:
+        return
     flags: list[Tensor] | None = getattr(_local, "flags", None)
     if flags is not None:
         flags.append(good)

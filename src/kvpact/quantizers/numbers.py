@@ -85,3 +85,45 @@ def to_fp8(x: Tensor, kind: str, saturate: bool) -> Tensor:
 def from_fp8(codes: Tensor, kind: str) -> Tensor:
     """Undo `to_fp8`: fp32."""
     return codes.contiguous().view(FP8[kind]).to(torch.float32)
+
+
+LARGEST_E5M3 = 61_440.0
+"""The largest number of `to_e5m3`."""
+_LEAST_E5M3 = (127 - 16) * 8  # exponent -16 in the upper bits of fp32
+
+
+def to_e5m3(x: Tensor, what: str) -> Tensor:
+    """Round magnitudes to 8 bits: 5 of exponent, 3 of mantissa, no sign; uint8.
+
+    A byte `8 (e + 16) + m` stands for `2^e (1 + m / 8)`, but 0 for zero, which is what magnitudes
+    below about `2^-16` become. Ties go to the even byte. All are fp16 numbers.
+
+    Parameters
+    ----------
+    x : Tensor
+        Finite fp32, none negative.
+    what : str
+        What the values are, for the error.
+
+    Raises
+    ------
+    NonFiniteError
+        A value is rounded to more than 61,440.
+    """
+    bits = x.contiguous().view(torch.int32)
+    rounded = (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20
+    byte = (rounded - _LEAST_E5M3).clamp(min=0)
+    require(
+        (byte < 256).all(),
+        lambda: NonFiniteError(
+            f"{what}: magnitude {x.max():.4g} is beyond the {LARGEST_E5M3:g} of its 8 bits; scale "
+            "the input down or keep this layer at 'none'"
+        ),
+    )
+    return byte.to(torch.uint8)
+
+
+def from_e5m3(byte: Tensor) -> Tensor:
+    """Undo `to_e5m3`: fp32."""
+    number = (byte.to(torch.int32) + _LEAST_E5M3) << 20
+    return torch.where(byte == 0, 0, number).view(torch.float32)

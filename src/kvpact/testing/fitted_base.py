@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,7 +35,8 @@ class FittedKit:
         spec = parse_spec(self.spec)
         make = spec.key.key_codec if side == "key" else spec.value.value_codec
         codec = make(dim, dtype)
-        assert isinstance(codec, FittedCodec), f"{type(codec).__name__} is no FittedCodec"
+        if not isinstance(codec, FittedCodec):
+            pytest.skip(f"{side}: {type(codec).__name__} learns nothing")
         return codec
 
     def calibration_data(self, side: str, heads: int, dim: int, offset: float = 0.0) -> Tensor:

@@ -14,9 +14,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvpact.arithmetic import tree_sum
 from kvpact.kernels import RowOffset
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 from kvpact.spec import Spec
 
 
@@ -56,7 +58,10 @@ class StreamOracle:
     3. A rollback removes tokens. If it cuts a group all of whose tokens are still known exactly,
        the group is open again, as if it had never been packed. If not, what was packed stays, and
        the tokens that follow are coded with the group's side information until it is complete.
-    4. Reading gives sinks and window as they were given and the rest as it was packed.
+    4. In a new group, the mean of the other tokens stands in the place of sinks and padding.
+    5. A codec that learns does so from the first tokens of the cache, as given, once they are all
+       there; nothing makes it learn again.
+    6. Reading gives sinks and window as they were given and the rest as it was packed.
     """
 
     def __init__(
@@ -79,8 +84,8 @@ class StreamOracle:
         """Tokens that have slots."""
         return 0 if self.shown is None else self.shown.shape[2]
 
-    def append(self, x: Tensor) -> None:
-        """Store tokens `[B, H, new, D]`."""
+    def append(self, x: Tensor, padding: Sequence[int]) -> None:
+        """Store tokens `[B, H, new, D]` of rows with so much left padding."""
         self.given = x if self.given is None else torch.cat([self.given, x], 2)
         length, group = self.length, self.codec.group
         if self.shown is None:
@@ -93,8 +98,10 @@ class StreamOracle:
                 end = min(self.packed + group - inside, length)
                 self._continue(self._coded(self.packed, end), inside)
             elif self.packed + group <= length:
-                tokens = self._coded(self.packed, self.packed + group)
-                self.groups.append(self.codec.encode(tokens))
+                if not self.codec.ready:
+                    known = Context(torch.tensor(list(padding)), self.sinks)
+                    self.codec = self.codec.learn(self._coded(0, self.codec.learns_from), known)
+                self.groups.append(self.codec.encode(self._group(padding)))
                 self._show(self.groups[-1])
             else:
                 break
@@ -105,6 +112,21 @@ class StreamOracle:
         assert self.given is not None
         x = self.given[:, :, start:end].float()
         return x if self.offset is None else self.offset.without(x, start)
+
+    def _group(self, padding: Sequence[int]) -> Tensor:
+        """Return the next group without its sinks and padding."""
+        assert self.given is not None
+        start, rows = self.packed, []
+        coded = self._coded(start, start + self.codec.group)
+        for row, first in enumerate(padding):
+            x = coded[row : row + 1].clone()
+            left_out = min(max(first + self.sinks - start, 0), x.shape[2])
+            x[:, :, :left_out] = 0
+            mean = tree_sum(x, 2) / max(x.shape[2] - left_out, 1)
+            x[:, :, :left_out] = mean
+            rows.append(x)
+        dtype = self.given.dtype if self.offset is None else torch.float32
+        return torch.cat(rows).to(dtype).float()
 
     def _continue(self, x: Tensor, inside: int) -> None:
         """Add tokens to a group that a rollback has cut, with the group's side information."""
@@ -213,8 +235,8 @@ class LayerOracle:
         self.padding = list(padding or self.padding or [0] * k.shape[0])
         if self.k.offset is not None and not self.length:
             self.k.offset = RowOffset(self.k.offset.offset, tuple(self.padding))
-        self.k.append(k)
-        self.v.append(v)
+        self.k.append(k, self.padding)
+        self.v.append(v, self.padding)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on; never extends."""

@@ -18,8 +18,9 @@ def tokens(count: int, heads: int, dim: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("spec", SPECS)
 def test_equal_to_the_contiguous_cache_that_learnt_the_same(spec):
     k, v, q = tokens(200, 2, 64, 0), tokens(200, 2, 80, 1), tokens(1, 4, 64, 2)
-    paged = PagedKVCache(spec, GEOMETRY, 16, calibration={0: (k, v), 1: (k, v)})
-    contiguous = create_cache(spec, GEOMETRY)
+    calibration = {0: (k, v), 1: (k, v)}
+    paged = PagedKVCache(spec, GEOMETRY, 16, calibration=calibration)
+    contiguous = create_cache(spec, GEOMETRY, calibration=calibration)
     seqs = [paged.allocate(), paged.allocate()]
     for layer in range(2):
         for seq in seqs:

@@ -47,6 +47,29 @@ typedef struct {
     const int64_t *origin;       // [B]: the token at position 0, or NULL; positions below 0 count as 0
 } kvp_offset;
 
+// Codes of a trellis (quantizers/trellis.py), in up to three blocks of channels, each with a rotation and a
+// trellis of its own; formats/bitpack.py has their places in words, methods/trellis_codec.py the order of steps.
+typedef struct {
+    int32_t dim, bits;     // channels; bits of a code, 0 for channels that are not stored
+    int32_t memory;        // of the trellis: 3 (8 states) or 4 (16 states)
+    float unit;            // of the levels
+    const float *levels;   // 2**(bits + 1) whole numbers
+    const float *signs;    // of the rotation
+} kvp_block;
+
+typedef struct {
+    int32_t blocks, interleave; // interleave: bits of the wider codes, 4 or 8
+    kvp_block block[3];
+    // K's treatment (methods/trellis_keys.py); NULL or no pointers: none. Numbers of all KV heads.
+    const float *weight;     // [heads][dim]: keys are multiplied, queries divided by it
+    const int32_t *order;    // [heads][dim]: the channel that stands at each place of the blocks
+    const float *deviation;  // [heads][3]: of the blocks
+    const float *first;      // [heads][dim]: the first key
+    int32_t center, unused;  // tokens that share a mean, or 0
+    kvp_field base;          // 2 bits of a token, [2] words a tile: 0 mean, 1 first key, 2 nothing
+    kvp_field mean, step;    // [dim] int8 and one fp16 of each mean
+} kvp_trellis;
+
 // K or V of one layer:
 //   x = scale[token, channel group] * level + zero[token, channel group]      or, per channel,
 //   x = scale[token] * (fold[channel] * level + shift[channel])               (shift_scaled)

@@ -1,0 +1,72 @@
+"""The first tokens of a cache: which of them count for what a group, or a codec, learns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.arithmetic import tree_sum
+
+
+class Context(NamedTuple):
+    """What is known of a cache's first tokens, besides themselves.
+
+    Parameters
+    ----------
+    padding : Tensor or None
+        `[B]` left-padding tokens of each row.
+    sinks : int
+        First tokens of each row that are also held exactly.
+    query_energy : Tensor or None
+        `[B, H_kv, n, D]` fp32: of the queries at the positions 0 to n - 1, the mean square over the
+        query heads of each KV head.
+    """
+
+    padding: Tensor | None = None
+    sinks: int = 0
+    query_energy: Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        """No padding and no attention sink stands at or behind this position."""
+        return self.sinks + (0 if self.padding is None else int(self.padding.max()))
+
+    def counted(self, x: Tensor) -> Tensor:
+        """Return `[B, 1, T, 1]`: which tokens of `x` are neither padding nor attention sinks."""
+        batch, _, tokens, _ = x.shape
+        first = torch.full((batch, 1), self.sinks, device=x.device)
+        if self.padding is not None:
+            first = first + self.padding.to(x.device).view(-1, 1)
+        return (torch.arange(tokens, device=x.device) >= first).view(batch, 1, tokens, 1)
+
+    def first(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's first real token, `[B, H, 1, D]`, and which rows have theirs in `x`."""
+        batch, heads, tokens, dim = x.shape
+        place = torch.zeros(batch, dtype=torch.int64, device=x.device)
+        if self.padding is not None:
+            place = place + self.padding.to(x.device)
+        index = place.clamp(0, tokens - 1).view(-1, 1, 1, 1).expand(batch, heads, 1, dim)
+        return x.gather(2, index), place < tokens
+
+    def ordinary(self, x: Tensor, group: int) -> Tensor:
+        """Return tokens with sinks and padding out of their groups.
+
+        Attention sinks are outliers, which would stretch the grid of their group or move its mean,
+        and padding is nothing at all; the former are held exactly besides, and nobody attends to
+        the latter. So in their place stands the mean of the other tokens of the group: it changes
+        neither the mean nor the range, and every codec of groups, native or not, leaves them out.
+
+        Parameters
+        ----------
+        x : Tensor
+            `[B, H, T, D]` from position 0 on, whole groups.
+        group : int
+            Tokens of a group.
+        """
+        groups = torch.unflatten(x.to(torch.float32), 2, (-1, group))
+        inside = torch.unflatten(self.counted(x), 2, (-1, group))
+        count = inside.sum(3, keepdim=True).clamp(min=1).to(torch.float32)
+        mean = tree_sum(torch.where(inside, groups, torch.zeros_like(groups)), 3) / count
+        return torch.where(inside, groups, mean).flatten(2, 3).to(x.dtype)

@@ -1,0 +1,109 @@
+"""Trellis-coded quantisation (TCQ) of rotated vectors.
+
+The trellis is that of Marcellin and Fischer (IEEE Trans. Commun. 38, 1990), tail-biting, with
+Ungerboeck's codes of 8 or 16 states.
+
+V: rotate, `y = R x`; the scale n is the root mean square of y, rounded to 8 bits (5 of exponent, 3
+of mantissa); the trellis finds the codes of `y / n` (`quantizers.trellis`); `x ~ R^T (n level)`.
+
+K, by default, in steps each of which can be switched off:
+
+- ``center``: what is subtracted first, the *base*, is chosen for each token by a flag: the mean of
+  its tile, the first key of the sequence, or nothing, whichever is nearest. Attention sinks inside
+  the text resemble the first key and are far from the mean; they draw so much attention that their
+  errors are most of the damage. The mean has 8 bits for each channel and is that of the tokens
+  that are nearest to it; ``first=false`` leaves the first key out, ``center=0`` the mean.
+- ``weights``: channels are multiplied by `w = (E_q / E_k)^(1/4)`, with `E_q` and `E_k` the mean
+  squares of queries and of keys less their base, and queries divided by it: the least error of
+  inner products that a rotation behind it can have. Without queries, `w = E_k^(-1/4)`.
+- ``blocks``: channels are sorted by `E_q E_k`; the first quarter gets bits + 1, the last one
+  bits - 1. A block has a rotation, a deviation and a trellis of its own; the scale is common.
+
+`w`, the order, the deviations and the first key are the codec's *state*, learnt from the first 64
+tokens of the cache and kept until it is reset.
+
+Bits per value of K: bits + 8/D, the mean 8/center + 16/(center D), the flag 2/D; of V: bits + 8/D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kvpact.methods.base import Codec
+from kvpact.methods.fitted import FittedMethod
+from kvpact.methods.trellis_codec import TrellisCodec
+from kvpact.methods.trellis_keys import TrellisMeanCodec
+from kvpact.methods.trellis_learning import TrellisKeyCodec
+from kvpact.quantizers.trellis import STATES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trellis(FittedMethod):
+    """Rotation, then trellis-coded quantisation; K with a base, channel weights and sorted blocks.
+
+    Parameters
+    ----------
+    bits : int
+        1 to 6 bits per coordinate.
+    states : {8, 16}
+        Of the trellis; more states cost time in encoding alone.
+    center : {0, 64, 128}
+        Tokens of a tile whose mean is a base of K; 0 for no mean.
+    first : bool
+        Whether the first key of the sequence is a base of K.
+    weights : bool
+        Whether channels of K are weighted by the energies of queries and keys.
+    blocks : bool
+        Whether channels of K are sorted into blocks of unlike bits.
+    seed : int
+        Chooses the rotations' signs.
+    """
+
+    name: ClassVar[str] = "trellis"
+    paper: ClassVar[str] = "Marcellin and Fischer, IEEE Trans. Commun. 38 (1990)"
+    key_only: ClassVar[tuple[str, ...]] = ("center", "first", "weights", "blocks")
+    examples: ClassVar[Mapping[str, float]] = {
+        "trellis:bits=4,center=0,first=false,weights=false,blocks=false": 0.084,
+        "trellis:bits=3": 0.19,
+    }
+    variants: ClassVar[Mapping[str, float]] = {
+        "trellis:bits=2,states=8,weights=false,blocks=false,first=false": 0.305,
+    }
+    bits: int = 4
+    states: int = 16
+    center: int = 64
+    first: bool = True
+    weights: bool = True
+    blocks: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_choice("bits", range(1, 7))
+        self.check_choice("states", STATES)
+        self.check_choice("center", (0, 64, 128))
+
+    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for keys."""
+        if not (self.center or self.first or self.weights or self.blocks):
+            return TrellisCodec(dim, self.bits, self.states, "token", self.seed)
+        if not (self.first or self.weights or self.blocks):
+            return TrellisMeanCodec(dim, self.bits, self.states, self.center, self.seed)
+        return TrellisKeyCodec(
+            dim,
+            self.bits,
+            self.states,
+            center=self.center,
+            first=self.first,
+            weights=self.weights,
+            blocks=self.blocks,
+            seed=self.seed,
+        )
+
+    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
+        """Return the codec for values."""
+        return TrellisCodec(dim, self.bits, self.states, "channel", self.seed)

@@ -1,0 +1,145 @@
+"""What `trellis` learns about keys: the first one, weights of channels, their order, deviations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvpact.arithmetic import divide, square_root, tree_sum
+from kvpact.methods.base import Arrays
+from kvpact.methods.context import Context
+from kvpact.methods.fitted import FittedCodec
+from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.quantizers.numbers import half
+
+_FLOOR = 0.001  # of the mean energy: added, so that no channel counts for nothing
+
+
+class TrellisKeyCodec(TreatedKeys, FittedCodec):
+    """Keys with weights, sorted blocks or a first key, which are learnt.
+
+    Parameters
+    ----------
+    dim, bits, states, center, first, weights, blocks, seed
+        As in `Trellis`.
+    """
+
+    def learn(self, x: Tensor, context: Context) -> TrellisKeyCodec:
+        """Return a codec that learnt from the first tokens of a cache."""
+        return self.restore(self._learn(x, context))
+
+    def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:
+        context = context or Context()
+        whole = x.shape[2] // self.group * self.group
+        x = x[:, :, : whole or None]
+        heads, dim = x.shape[1], x.shape[3]
+        counted = context.counted(x)
+        state: dict[str, Tensor] = {}
+        first = x.new_zeros(heads, dim)
+        if self._first:
+            keys, there = context.first(x)
+            weight = there.to(x.dtype).view(-1, 1, 1, 1)
+            total = tree_sum(keys * weight, 0).view(heads, dim)
+            state["first"] = half(total / weight.sum().clamp(min=1), "first key")
+            first = state["first"].to(torch.float32)
+        if whole:
+            x = context.ordinary(x, self.group)
+        if self._weighted or self._sorted:
+            state |= self._learn_channels(x, counted, first, context.query_energy)
+        return state
+
+    def _learn_channels(
+        self, x: Tensor, counted: Tensor, first: Tensor, query_energy: Tensor | None
+    ) -> dict[str, Tensor]:
+        heads, dim = x.shape[1], x.shape[3]
+        ones = x.new_ones(heads, dim)
+        energy_q = ones
+        if query_energy is not None:
+            shown = counted[:, :, : query_energy.shape[2]]
+            energy_q = _floored(_mean_over_tokens(query_energy, shown))
+        energy_k = self._residual_energy(x, counted, first, ones)
+        weight = ones
+        if self._weighted:
+            weight = square_root(square_root(energy_q / energy_k))
+            # Their common factor is the scale's.
+            size = square_root(divide(tree_sum(weight.square()), float(dim)))
+            weight = half(weight / size, "weight of a channel").to(torch.float32)
+            energy_k = self._residual_energy(x, counted, first, weight)
+        order = torch.arange(dim, device=x.device).expand(heads, dim)
+        if self._sorted:
+            importance = energy_q * energy_k
+            order = importance.sort(dim=-1, descending=True, stable=True).indices
+        spread = (weight.square() * energy_k).gather(-1, order)
+        deviation = [
+            square_root(divide(tree_sum(part), float(part.shape[-1])))
+            for part in torch.split(spread, [width for width, _ in self.blocks], -1)
+        ]
+        deviations = torch.cat(deviation, -1)
+        deviations = deviations / deviations[:, :1]
+        return {
+            "weight": weight.to(torch.float16),
+            "order": order.to(torch.int16),
+            "deviation": half(deviations, "deviation of a block"),
+        }
+
+    def _residual_energy(self, x: Tensor, counted: Tensor, first: Tensor, weight: Tensor) -> Tensor:
+        """Return the mean square of keys less their bases, `[H, D]`."""
+        base, _, _ = self._choose_base(x, first, weight, None)
+        return _floored(_mean_over_tokens((x - base).square(), counted))
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        wanted = {"first"} if self._first else set()
+        if self._weighted or self._sorted:
+            wanted |= {"weight", "order", "deviation"}
+        self._check(set(state) == wanted, ", ".join(sorted(state)))
+        for name in ("first", "weight"):
+            if name in state:
+                good = state[name].dim() == 2 and state[name].shape[1] == self._dim
+                self._check(good and bool(state[name].isfinite().all()), name)
+        if "weight" in state:
+            weight, order, deviation = state["weight"], state["order"], state["deviation"]
+            heads = weight.shape[0]
+            self._check(bool((weight > 0).all()), "weight")
+            self._check(tuple(deviation.shape) == (heads, len(self.blocks)), "deviation")
+            self._check(bool((deviation > 0).all() and deviation.isfinite().all()), "deviation")
+            channels = torch.arange(self._dim, dtype=order.dtype, device=order.device)
+            good = order.shape == weight.shape and order.dtype is torch.int16
+            self._check(good and bool((order.sort(-1).values == channels).all()), "order")
+
+    def state_bytes(self, heads: int) -> int:
+        """Return the bytes of first key, weights, order and deviations."""
+        count = 2 * self._dim if self._first else 0
+        if self._weighted or self._sorted:
+            count += 4 * self._dim + 2 * len(self.blocks)
+        return heads * count
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Encode tokens; learn from them first if nothing was learnt yet."""
+        if not self.fitted:
+            self._set(self._learn(x))
+        return super().encode(x, frozen)
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Undo `encode`."""
+        self.require_fitted()
+        return super().decode(arrays)
+
+    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+        return super().encode(x)
+
+    def _decode(self, arrays: Arrays) -> Tensor:
+        return super().decode(arrays)
+
+
+def _mean_over_tokens(x: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean over rows and counted tokens of `[B, H, T, D]`, `[H, D]`."""
+    total = tree_sum(tree_sum(x * counted, 2), 0)[0, :, 0]
+    return total / counted.sum().clamp(min=1).to(total.dtype)
+
+
+def _floored(energy: Tensor) -> Tensor:
+    """Add a share of the mean over channels, and hold energies of nothing at 1."""
+    mean = divide(tree_sum(energy), float(energy.shape[-1]))
+    return torch.where(mean > 0, energy + _FLOOR * mean, torch.ones_like(energy))

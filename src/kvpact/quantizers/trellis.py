@@ -1,0 +1,233 @@
+"""Trellis-coded quantisation (Marcellin and Fischer, IEEE Trans. Commun. 38, 1990), 1 to 6 bits.
+
+A vector of D numbers takes D coded bits u_i and k - 1 point bits p_i for each number. The coded
+bits run through one of Ungerboeck's codes in feed-forward form, whose register begins as it ends
+(tail-biting: the index i of u is meant modulo D)::
+
+    8 states:   c1_i = u_i ^ u_{i-1} ^ u_{i-3}    c0_i = u_{i-2}
+    16 states:  c1_i = u_i ^ u_{i-1} ^ u_{i-4}    c0_i = u_{i-2}
+
+    index_i = 4 p_i + 2 c1_i + c0_i               number_i ~ levels[index_i]
+
+So k bits choose among 2^(k+1) levels, and the Viterbi algorithm finds the least square error. A
+code is `2 p + u`. Nothing runs from number to number in decoding: an index needs five coded bits.
+
+The levels are whole numbers of 8 bits, so that integer and floating-point kernels share one table;
+`UNITS` makes them those of N(0, 1). They were found with the generalised Lloyd algorithm on
+vectors of 64 normal numbers, then rounded to the whole numbers of least distortion. Mean square
+error on such vectors, 16 states (k = 1 to 6): .2957, .0827, .0225, .0062, .0017, .00045; Lloyd-Max
+has .363, .1175, .0345, .0095, .0025, .00064.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+# fmt: off
+_POSITIVE_LEVELS: dict[int, tuple[int, ...]] = {
+    1: (17, 64),
+    2: (12, 39, 70, 122),
+    3: (4, 13, 22, 32, 43, 56, 74, 102),
+    4: (2, 7, 12, 17, 22, 27, 32, 38, 44, 50, 57, 65, 74, 85, 100, 122),
+    5: (
+        1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 26, 28, 30, 33,
+        35, 38, 40, 43, 46, 49, 52, 55, 59, 63, 68, 73, 79, 85, 94, 107,
+    ),
+    6: (
+        1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,
+        17, 18, 19, 20, 21, 22, 24, 25, 26, 27, 28, 29, 30, 32, 33, 34,
+        35, 37, 38, 39, 41, 42, 44, 45, 46, 48, 49, 51, 53, 54, 56, 58,
+        60, 62, 64, 67, 69, 71, 74, 77, 80, 84, 87, 92, 97, 103, 112, 127,
+    ),
+}
+# fmt: on
+UNITS = {1: 0.0188485, 2: 0.0151398, 3: 0.0242000, 4: 0.0256291, 5: 0.0332530, 6: 0.0330904}
+"""What one step of the levels of k bits stands for, of numbers with a mean square of 1."""
+
+STATES = (8, 16)
+LEAST = 8
+"""Numbers of the shortest vector: shorter ones are filled up with zeros."""
+SHORT = 32
+"""Vectors with fewer numbers have 8 states, and each of them is tried as the first one."""
+
+_MEMORY = {8: 3, 16: 4}
+_AT_A_TIME = 1 << 20
+"""Numbers that are encoded together; more would take gigabytes."""
+_FAR = 1e30
+
+
+@lru_cache(maxsize=64)
+def levels(bits: int, device: torch.device) -> Tensor:
+    """Return the `2**(bits + 1)` levels, ascending whole numbers, fp32."""
+    positive = torch.tensor(_POSITIVE_LEVELS[bits], dtype=torch.float32)
+    return torch.cat([-positive.flip(0), positive]).to(device)
+
+
+def subset(window: int, states: int) -> int:
+    """Return 2 c1 + c0 of the last coded bits, u_i the lowest bit."""
+    memory = _MEMORY[states]
+    c1 = window ^ window >> 1 ^ window >> memory
+    return 2 * (c1 & 1) + (window >> 2 & 1)
+
+
+def indices(codes: Tensor, states: int) -> Tensor:
+    """Return the index of the level of each code.
+
+    Parameters
+    ----------
+    codes : Tensor
+        `[..., D]` uint8, in the order of the trellis.
+    states : {8, 16}
+        Of the code.
+
+    Returns
+    -------
+    Tensor
+        `[..., D]` uint8.
+    """
+    u = codes & 1
+    c1 = u ^ u.roll(1, -1) ^ u.roll(_MEMORY[states], -1)
+    return (codes >> 1) * 4 + c1 * 2 + u.roll(2, -1)
+
+
+def lookup(codes: Tensor, bits: int, states: int) -> Tensor:
+    """Return the level of each code, fp32, same shape."""
+    return levels(bits, codes.device)[indices(codes, states).to(torch.int32)]
+
+
+def encode(z: Tensor, bits: int, states: int) -> Tensor:
+    """Return the codes of least square error.
+
+    The first and the last state have to be equal. A first pass begins in the middle of the vector
+    with all states alike; the state in which its best path is before the first number is the one
+    that the second pass begins and ends with. At 16 states and 64 numbers that is within .7 % of
+    the best. Of vectors with less than `SHORT` numbers, where it would be 14 %, every state is
+    tried.
+
+    Parameters
+    ----------
+    z : Tensor
+        `[..., D]` fp32, in steps of the levels; D at least `LEAST`.
+    bits : int
+        1 to 6.
+    states : {8, 16}
+        More states find better codes; see `states_of`.
+
+    Returns
+    -------
+    Tensor
+        `[..., D]` uint8 codes, in the order of the trellis.
+
+    Notes
+    -----
+    Costs are added up in fp32 number by number, ties take the lower index: the bytes are the same
+    in any batch and on any machine.
+    """
+    flat = z.reshape(-1, z.shape[-1])
+    most = max(_AT_A_TIME // flat.shape[1], 1)
+    codes = [_encode(part.mT.contiguous(), bits, states) for part in torch.split(flat, most)]
+    return torch.cat(codes).reshape(z.shape) if codes else torch.empty_like(z, dtype=torch.uint8)
+
+
+def _nearest(z: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return distances and numbers of the nearest points of the four subsets, `[D, 4, N]`."""
+    table = levels(bits, z.device).view(-1, 4)
+    best = points = torch.empty(0)
+    for point, row in enumerate(table):
+        distance = (z.unsqueeze(1) - row.view(4, 1)).square()
+        if point == 0:
+            best, points = distance, torch.zeros_like(distance, dtype=torch.uint8)
+            continue
+        closer = distance < best
+        best = torch.where(closer, distance, best)
+        points = torch.where(closer, point, points).to(torch.uint8)
+    return best, points
+
+
+class _Trellis:
+    """Passes of the Viterbi algorithm over vectors `[D, 4, N]` of distances."""
+
+    def __init__(self, distances: Tensor, states: int) -> None:
+        device = distances.device
+        self.distances, self.states, self.memory = distances, states, _MEMORY[states]
+        state = torch.arange(states, device=device)
+        # A state is reached from two: their windows differ in the oldest bit.
+        self.low, self.high = state >> 1, (state >> 1) + states // 2
+        subsets = [subset(window, states) for window in range(2 * states)]
+        self.subsets = torch.tensor(subsets, device=device)
+        self.at_low, self.at_high = self.subsets[:states], self.subsets[states:]
+
+    def run(self, order: list[int], cost: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the costs of the states `[S, N]` at the end, and who came from `high`."""
+        back = []
+        for i in order:
+            distance = self.distances[i]
+            low = cost[self.low] + distance[self.at_low]
+            high = cost[self.high] + distance[self.at_high]
+            back.append(high < low)
+            cost = torch.where(back[-1], high, low)
+        return cost, back
+
+    def before(self, state: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state that led to `state` (`[N]`), and the window between them."""
+        oldest = back.gather(0, state.unsqueeze(0)).squeeze(0).to(torch.int64)
+        return state >> 1 | oldest << (self.memory - 1), state | oldest << self.memory
+
+
+def states_of(dim: int, states: int) -> int:
+    """Return the states of a trellis over vectors of a width, `states` being those of long ones."""
+    return states if dim >= SHORT else STATES[0]
+
+
+def _encode(z: Tensor, bits: int, states: int) -> Tensor:
+    """Encode `[D, N]`; return `[N, D]`."""
+    size, count = z.shape
+    distances, points = _nearest(z, bits)
+    trellis = _Trellis(distances, states)
+    state = _best_end(trellis) if size < SHORT else _likely_end(trellis)
+    cost = z.new_full((states, count), _FAR).scatter_(0, state.unsqueeze(0), 0.0)
+    _, back = trellis.run([*range(size)], cost)
+    codes = torch.empty(size, count, dtype=torch.uint8, device=z.device)
+    for i in reversed(range(size)):
+        bit = state & 1
+        state, window = trellis.before(state, back[i])
+        which = trellis.subsets[window].unsqueeze(0)
+        codes[i] = 2 * points[i].gather(0, which).squeeze(0) + bit
+    return codes.mT.contiguous()
+
+
+def _likely_end(trellis: _Trellis) -> Tensor:
+    """Return the state before the first number on the best path around it, `[N]` int64."""
+    size, _, count = trellis.distances.shape
+    half = size // 2
+    order = [*range(half, size), *range(half)]
+    cost, back = trellis.run(order, trellis.distances.new_zeros(trellis.states, count))
+    state = _cheapest(cost)
+    for step in reversed(range(size - half, size)):
+        state, _ = trellis.before(state, back[step])
+    return state
+
+
+def _best_end(trellis: _Trellis) -> Tensor:
+    """Return the state that the best of all paths begins and ends with, `[N]` int64."""
+    size, _, count = trellis.distances.shape
+    ends = []
+    for state in range(trellis.states):
+        cost = trellis.distances.new_full((trellis.states, count), _FAR)
+        cost[state] = 0.0
+        cost, _ = trellis.run([*range(size)], cost)
+        ends.append(cost[state])
+    return _cheapest(torch.stack(ends))
+
+
+def _cheapest(cost: Tensor) -> Tensor:
+    """Return the state of least cost, `[N]` int64; the lowest one of equals."""
+    best, state = cost[0], torch.zeros_like(cost[0], dtype=torch.int64)
+    for other in range(1, len(cost)):
+        closer = cost[other] < best
+        best = torch.where(closer, cost[other], best)
+        state = torch.where(closer, other, state)
+    return state
