@@ -202,7 +202,13 @@ def _replace(method: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _method_json(method: Any) -> dict[str, Any]:
-    return {"method": method.name, "version": method.version, **dataclasses.asdict(method)}
+    added = getattr(method, "added", ())
+    options = {
+        field.name: getattr(method, field.name)
+        for field in dataclasses.fields(method)
+        if field.name not in added or getattr(method, field.name) != field.default
+    }
+    return {"method": method.name, "version": method.version, **options}
 
 
 def _method_from_json(data: Any) -> Any:
@@ -218,7 +224,8 @@ def _method_from_json(data: Any) -> Any:
         )
     options = {key: value for key, value in data.items() if key not in ("method", "version")}
     types = option_types(entry)
-    missing = [key for key in types if key not in options]
+    added = getattr(entry, "added", ())
+    missing = [key for key in types if key not in options and key not in added]
     if missing:
         raise SpecError(
             f"{entry.name!r}: the JSON lacks {', '.join(missing)}; it names all options"

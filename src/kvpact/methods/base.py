@@ -173,6 +173,9 @@ class Method(ABC):
     paper: ClassVar[str] = ""
     key_only: ClassVar[tuple[str, ...]] = ()
     """Options that change the codec for K alone."""
+    added: ClassVar[tuple[str, ...]] = ()
+    """Options that came after the first files of this version: they are left out of JSON where they
+    have their defaults, so that older files, and the keys of older prefixes, are the same."""
     examples: ClassVar[Mapping[str, float]] = {}
     """Specs to test the method with, the most telling one first, and the largest relative error
     `|decoded - x| / |x|` over N(0, 1) tokens of each: what `kvpact.testing` makes its table of."""

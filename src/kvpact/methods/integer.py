@@ -128,6 +128,7 @@ class Integer(Method):
     """
 
     name: ClassVar[str] = "int"
+    added: ClassVar[tuple[str, ...]] = ("rotate", "seed")
     examples: ClassVar[Mapping[str, float]] = {
         "int:bits=4": 0.108,
         "int:bits=8": 0.0067,
