@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from kvpact.formats.trellis import TrellisForm
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -12,10 +14,10 @@ class Encoding:
 
     Parameters
     ----------
-    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced"}
+    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis"}
         Levels of a codebook (`quantizers.codebooks`); GGUF's integers, or integers with a zero
         point (`quantizers.uniform`), per token; the latter per channel and group of tokens; 8-bit
-        floating point; KVarN's tiles.
+        floating point; KVarN's tiles; a trellis (`quantizers.trellis`).
     bits : int
         Width of the codes.
     limit : float
@@ -30,11 +32,13 @@ class Encoding:
         The codebook, and what is between its levels.
     codes : str
         Name of the field of codes.
-    scale, zero, mean, balance : str or None
+    scale, zero, mean, balance, base, step : str or None
         Names of the fields; None for a field that is not there.
+    trellis : TrellisForm or None
+        What there is to know of a trellis.
     """
 
-    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced"]
+    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis"]
     bits: int
     limit: float
     choice: str = ""
@@ -47,6 +51,9 @@ class Encoding:
     zero: str | None = None
     mean: str | None = None
     balance: str | None = None
+    base: str | None = None
+    step: str | None = None
+    trellis: TrellisForm | None = None
 
 
 def search_tree(boundaries: tuple[float, ...]) -> list[float]:

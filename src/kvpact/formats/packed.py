@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvpact.formats.trellis import TrellisForm
+
 
 @dataclass(frozen=True)
 class PackedFormat:
@@ -21,19 +23,20 @@ class PackedFormat:
         K: scale[token] * (fold * level) + shift    otherwise
         V: fold * (scale[token] * level + zero[token])
 
-    What is not named is 1 (scale, fold) or 0 (zero, shift).
+    What is not named is 1 (scale, fold) or 0 (zero, shift). Of a trellis, `trellis` says what a
+    vector is.
 
     Parameters
     ----------
-    kind : {"table", "linear", "raw", "e4m3", "e5m2"}
-        Codes index `levels`; codes are numbers to which ``levels[0]`` is added; or one number of
-        that format per channel and token.
+    kind : {"table", "linear", "raw", "e4m3", "e5m2", "trellis"}
+        Codes index `levels`; codes are numbers to which ``levels[0]`` is added; one number of that
+        format per channel and token; or codes of a trellis.
     bits : int
         Width of the codes (of the numbers, where they are no codes).
     levels : tuple of float
         In units. Kernels can multiply whole numbers of 8 bits (-128 to 127) exactly in integers, so
         state those where there are any.
-    codes, scale, zero, fold, shift : str or None
+    codes, scale, zero, fold, shift, base, mean, step : str or None
         Names of the fields.
     channels : int
         Channels that share a scale and a zero; 0 for all.
@@ -46,9 +49,11 @@ class PackedFormat:
         A grid that begins at its least number would lose bits where sums cancel.
     unit : float
         What a level of 1 is worth.
+    trellis : TrellisForm or None
+        What there is to know of a trellis.
     """
 
-    kind: Literal["table", "linear", "raw", "e4m3", "e5m2"]
+    kind: Literal["table", "linear", "raw", "e4m3", "e5m2", "trellis"]
     bits: int
     levels: tuple[float, ...] = ()
     codes: str = "codes"
@@ -61,6 +66,10 @@ class PackedFormat:
     shift_scaled: bool = False
     middle: float = 0.0
     unit: float = 1.0
+    base: str | None = None
+    mean: str | None = None
+    step: str | None = None
+    trellis: TrellisForm | None = None
 
     @property
     def whole(self) -> bool:

@@ -11,10 +11,15 @@ from torch import Tensor
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, TokenField
 from kvpact.formats.bitpack import WORD, Blocks, planes
+from kvpact.formats.encoding import Encoding
+from kvpact.formats.trellis import TrellisBlock, TrellisForm
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import trellis
 from kvpact.quantizers.numbers import from_e5m3, to_e5m3
 from kvpact.transforms import RandomHadamard
+
+LARGEST_TOKEN = 60_000.0
+"""The scale of tokens without a larger number can't overflow, however it is rounded."""
 
 
 @lru_cache(maxsize=256)
@@ -54,9 +59,20 @@ class TrellisVectors:
         Of the trellis.
     order : {"token", "channel"}
         Order of the packed codes; ``channel`` for one block alone.
+    seed : int
+        Of the first block's rotation; those of the others follow.
+    center : int
+        Tokens that share a mean; 0 for none.
     """
 
-    def __init__(self, blocks: Blocks, states: int, order: Literal["token", "channel"]) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        states: int,
+        order: Literal["token", "channel"],
+        seed: int = 0,
+        center: int = 0,
+    ) -> None:
         self._widths = [dim for dim, _ in blocks]
         if len(blocks) == 1:
             # A vector has to be longer than the memory of the trellis.
@@ -68,6 +84,16 @@ class TrellisVectors:
         several = blocks if len(blocks) > 1 else ()
         codes = CodesField("codes", bits, held, order, self.interleave, several)
         self.fields = (codes, TokenField("scale", 1, torch.uint8))
+        self.rotations = [RandomHadamard(dim, seed + i) for i, dim in enumerate(self._widths)]
+        parts = zip(self.rotations, blocks, strict=True)
+        self.form = TrellisForm(
+            tuple(
+                TrellisBlock(part.dim, bits, trellis.states_of(part.dim, states), part.seed)
+                for part, (_, bits) in parts
+            ),
+            self.interleave,
+            center,
+        )
 
     def encode(self, y: Tensor) -> dict[str, Tensor]:
         """Return the arrays of vectors `[..., D]` fp32."""
@@ -81,7 +107,7 @@ class TrellisVectors:
             if not bits:
                 codes.append(torch.zeros_like(part, dtype=torch.uint8))
                 continue
-            z = part * (1.0 / (safe * trellis.UNITS[bits]))
+            z = part * (torch.ones_like(safe) / (safe * trellis.UNITS[bits]))
             z = torch.nn.functional.pad(z, (0, dim - part.shape[-1]))
             found = trellis.encode(z, bits, trellis.states_of(dim, self.states))
             if self._order == "token":
@@ -119,9 +145,14 @@ class TrellisCodec(Codec):
     def __init__(
         self, dim: int, bits: int, states: int, order: Literal["token", "channel"], seed: int = 0
     ) -> None:
-        self.transform = RandomHadamard(dim, seed)
-        self._vectors = TrellisVectors(((dim, bits),), states, order)
-        self.fields = self._vectors.fields
+        self._vectors = TrellisVectors(((dim, bits),), states, order, seed)
+        (self.transform,) = self._vectors.rotations
+        self.fields, self.form = self._vectors.fields, self._vectors.form
+
+    def encoding(self) -> Encoding:
+        """Describe `encode` to the native kernels."""
+        bits = self.form.blocks[0].bits
+        return Encoding("trellis", bits, LARGEST_TOKEN, trellis=self.form)
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Rotate, choose the scale, find the codes."""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, tree_sum
 from kvpact.formats import CodesField, Field, GroupField
+from kvpact.formats.encoding import Encoding
 from kvpact.methods.base import Arrays, Codec
-from kvpact.methods.trellis_codec import TrellisVectors
+from kvpact.methods.trellis_codec import LARGEST_TOKEN, TrellisVectors
 from kvpact.quantizers.numbers import half
-from kvpact.transforms import RandomHadamard
 
 LEARNT_FROM = 64
 """First tokens of a cache that weights, blocks and the first key are learnt from."""
@@ -42,6 +42,9 @@ class TreatedKeys(Codec):
         As in `Trellis`.
     """
 
+    # No base is farther than nothing, weights have a mean square of 1, deviations are at least 1:
+    # so a scale is at most the largest number, but for rounding.
+    max_abs = LARGEST_TOKEN
     _state: dict[str, Tensor]
 
     def __init__(
@@ -62,12 +65,8 @@ class TreatedKeys(Codec):
         self.group = center or learnt
         self.learns_from = learnt if weights or blocks or first else 0
         self.blocks = quarters(dim, bits) if blocks else ((dim, bits),)
-        self._vectors = TrellisVectors(self.blocks, states, "token")
-        self._rotations = [
-            RandomHadamard(width, seed + i) for i, (width, _) in enumerate(self.blocks)
-        ]
-        # Weights spread over at most 2^10, a deviation is at most the largest of them.
-        self.max_norm = 20_000.0
+        self._vectors = TrellisVectors(self.blocks, states, "token", seed, center)
+        self.form = self._vectors.form
         fields: list[Field] = [*self._vectors.fields]
         if center or first:
             fields.append(CodesField("base", 2, 1, "channel"))
@@ -75,6 +74,19 @@ class TreatedKeys(Codec):
             fields.append(GroupField("mean", dim, center, torch.int8))
             fields.append(GroupField("mean_step", 1, center))
         self.fields = tuple(fields)
+
+    def encoding(self) -> Encoding:
+        """Describe `encode` to the native kernels."""
+        return Encoding(
+            "trellis",
+            max(bits for _, bits in self.blocks),
+            self.max_abs,
+            group=self._center or 1,
+            mean="mean" if self._center else None,
+            base="base" if self._center or self._first else None,
+            step="mean_step" if self._center else None,
+            trellis=self.form,
+        )
 
     def _choose_base(
         self, x: Tensor, first: Tensor, weight: Tensor, frozen: Arrays | None
@@ -129,10 +141,12 @@ class TreatedKeys(Codec):
             y = y.gather(-1, self._order(y))
         parts = list(torch.split(y, [width for width, _ in self.blocks], -1))
         parts = [
-            rotation.forward(part) for rotation, part in zip(self._rotations, parts, strict=True)
+            rotation.forward(part)
+            for rotation, part in zip(self._vectors.rotations, parts, strict=True)
         ]
         if "deviation" in self._state:
-            parts = [part / size for part, size in zip(parts, self._deviations(), strict=True)]
+            sizes = [torch.ones_like(size) / size for size in self._deviations()]
+            parts = [part * inverse for part, inverse in zip(parts, sizes, strict=True)]
         return torch.cat(parts, -1)
 
     def _order(self, y: Tensor) -> Tensor:
@@ -149,7 +163,8 @@ class TreatedKeys(Codec):
         if "deviation" in self._state:
             parts = [part * size for part, size in zip(parts, self._deviations(), strict=True)]
         parts = [
-            rotation.inverse(part) for rotation, part in zip(self._rotations, parts, strict=True)
+            rotation.inverse(part)
+            for rotation, part in zip(self._vectors.rotations, parts, strict=True)
         ]
         y = torch.cat(parts, -1)
         if "order" in self._state:

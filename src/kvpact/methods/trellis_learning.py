@@ -15,6 +15,7 @@ from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers.numbers import half
 
 _FLOOR = 0.001  # of the mean energy: added, so that no channel counts for nothing
+_MOST_WEIGHT = 1.01  # mean square of the weights: 1, but for rounding
 
 
 class TrellisKeyCodec(TreatedKeys, FittedCodec):
@@ -77,7 +78,7 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
             for part in torch.split(spread, [width for width, _ in self.blocks], -1)
         ]
         deviations = torch.cat(deviation, -1)
-        deviations = deviations / deviations[:, :1]
+        deviations = deviations / deviations.amin(-1, keepdim=True)
         return {
             "weight": weight.to(torch.float16),
             "order": order.to(torch.int16),
@@ -101,9 +102,10 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
         if "weight" in state:
             weight, order, deviation = state["weight"], state["order"], state["deviation"]
             heads = weight.shape[0]
-            self._check(bool((weight > 0).all()), "weight")
+            size = weight.to(torch.float32).square().mean(-1)
+            self._check(bool((weight > 0).all() and (size < _MOST_WEIGHT).all()), "weight")
             self._check(tuple(deviation.shape) == (heads, len(self.blocks)), "deviation")
-            self._check(bool((deviation > 0).all() and deviation.isfinite().all()), "deviation")
+            self._check(bool((deviation >= 1).all() and deviation.isfinite().all()), "deviation")
             channels = torch.arange(self._dim, dtype=order.dtype, device=order.device)
             good = order.shape == weight.shape and order.dtype is torch.int16
             self._check(good and bool((order.sort(-1).values == channels).all()), "order")

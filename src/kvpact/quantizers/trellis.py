@@ -132,19 +132,32 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
     return torch.cat(codes).reshape(z.shape) if codes else torch.empty_like(z, dtype=torch.uint8)
 
 
+def nearest_points(z: Tensor, bits: int) -> Tensor:
+    """Return the points of the four subsets that are nearest to each number.
+
+    Parameters
+    ----------
+    z : Tensor
+        `[D, N]` fp32, in steps of the levels.
+    bits : int
+        Of a code.
+
+    Returns
+    -------
+    Tensor
+        `[D, 4, N]` uint8: how many middles between neighbours of a subset are below the number.
+    """
+    of_subset = levels(bits, z.device).view(-1, 4).T
+    middles = ((of_subset[:, 1:] + of_subset[:, :-1]) / 2).contiguous()
+    points = [torch.bucketize(z, row, out_int32=True) for row in middles]
+    return torch.stack(points, 1).to(torch.uint8)
+
+
 def _nearest(z: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return distances and numbers of the nearest points of the four subsets, `[D, 4, N]`."""
-    table = levels(bits, z.device).view(-1, 4)
-    best = points = torch.empty(0)
-    for point, row in enumerate(table):
-        distance = (z.unsqueeze(1) - row.view(4, 1)).square()
-        if point == 0:
-            best, points = distance, torch.zeros_like(distance, dtype=torch.uint8)
-            continue
-        closer = distance < best
-        best = torch.where(closer, distance, best)
-        points = torch.where(closer, point, points).to(torch.uint8)
-    return best, points
+    points = nearest_points(z, bits)
+    which = points.to(torch.int32) * 4 + torch.arange(4, device=z.device).view(4, 1)
+    return (z.unsqueeze(1) - levels(bits, z.device)[which]).square(), points
 
 
 class _Trellis:

@@ -6,12 +6,12 @@ import struct
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from typing import Any, ClassVar
 
-ABI = 5
+ABI = 6
 MOST_DIM, MOST_GROUP = 1024, 128
 """Channels of the widest vectors, and tokens of the largest group that is encoded together."""
 
 F32, F16, BF16 = 0, 1, 2
-TABLE, LINEAR, RAW, E4M3, E5M2 = range(5)
+TABLE, LINEAR, RAW, E4M3, E5M2, TRELLIS = range(6)
 ENCODINGS = {
     "codebook": 0,
     "symmetric": 1,
@@ -19,6 +19,7 @@ ENCODINGS = {
     "channel": 3,
     "float8": 4,
     "balanced": 5,
+    "trellis": 6,
 }
 CHOICES = {"ls": 0, "l2": 1, "unbiased": 2, "e4m3": 0, "e5m2": 1, "": 0}
 
@@ -53,6 +54,38 @@ class Offset(Structure):
     ]
 
 
+class Block(Structure):
+    """Channels with a rotation and a trellis of their own."""
+
+    _fields_: ClassVar = [
+        ("dim", c_int32),
+        ("bits", c_int32),
+        ("memory", c_int32),
+        ("unit", c_float),
+        ("levels", c_void_p),
+        ("signs", c_void_p),
+        ("cells", c_void_p),
+    ]
+
+
+class Trellis(Structure):
+    """What depends on the codec alone, of codes of a trellis."""
+
+    _fields_: ClassVar = [
+        ("blocks", c_int32),
+        ("interleave", c_int32),
+        ("block0", Block),
+        ("block1", Block),
+        ("block2", Block),
+        ("weight", c_void_p),
+        ("order", c_void_p),
+        ("deviation", c_void_p),
+        ("first", c_void_p),
+        ("center", c_int32),
+        ("unused", c_int32),
+    ]
+
+
 class Stream(Structure):
     """K or V of one layer."""
 
@@ -75,6 +108,10 @@ class Stream(Structure):
         ("zero", Field),
         ("fold", Field),
         ("shift", Field),
+        ("trellis", c_void_p),
+        ("base", Field),
+        ("mean", Field),
+        ("step", Field),
         ("exact_from", c_int64),
         ("tail", Exact),
         ("fresh", Exact),
@@ -146,6 +183,9 @@ class EncodeArgs(Structure):
         ("zero", Field),
         ("mean", Field),
         ("balance", Field),
+        ("base", Field),
+        ("step", Field),
+        ("trellis", c_void_p),
         ("threads", c_int64),
     ]
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 5
+#define KVP_ABI 6
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -18,11 +18,14 @@ extern "C" {
 // is encoded together.
 enum { KVP_TILE = 32, KVP_MOST_DIM = 1024, KVP_MOST_GROUP = 128 };
 
+// Cells of half a step between the levels of a trellis, from -128 to 128: cell k + 256 is (k - 1) / 2 < z <= k / 2.
+enum { KVP_CELLS = 513 };
+
 enum { KVP_F32 = 0, KVP_F16 = 1, KVP_BF16 = 2 };
 
 // What the slots hold: codes that a table turns into numbers, codes that are the numbers
-// (less an offset, table[0]), or one number per channel and token.
-enum { KVP_TABLE = 0, KVP_LINEAR = 1, KVP_RAW = 2, KVP_E4M3 = 3, KVP_E5M2 = 4 };
+// (less an offset, table[0]), one number per channel and token, or codes of a trellis.
+enum { KVP_TABLE = 0, KVP_LINEAR = 1, KVP_RAW = 2, KVP_E4M3 = 3, KVP_E5M2 = 4, KVP_TRELLIS_CODES = 5 };
 
 // Storage of a field: a pointer per segment (or page), strides in bytes. No pointers: no field.
 typedef struct {
@@ -47,27 +50,26 @@ typedef struct {
     const int64_t *origin;       // [B]: the token at position 0, or NULL; positions below 0 count as 0
 } kvp_offset;
 
-// Codes of a trellis (quantizers/trellis.py), in up to three blocks of channels, each with a rotation and a
-// trellis of its own; formats/bitpack.py has their places in words, methods/trellis_codec.py the order of steps.
+// Channels with a rotation and a trellis of their own (quantizers/trellis.py).
 typedef struct {
-    int32_t dim, bits;     // channels; bits of a code, 0 for channels that are not stored
+    int32_t dim, bits;     // channels; bits of a code, 0 for channels that are zero
     int32_t memory;        // of the trellis: 3 (8 states) or 4 (16 states)
     float unit;            // of the levels
     const float *levels;   // 2**(bits + 1) whole numbers
     const float *signs;    // of the rotation
+    const uint32_t *cells; // [2][KVP_CELLS]: what is nearest in each subset, a byte each: level, point
 } kvp_block;
 
+// Codes of a trellis: formats/bitpack.py has their places in words, `places` of methods/trellis_codec.py the
+// order of steps. What a codec has learnt (methods/trellis_keys.py) is of all KV heads; NULL: nothing.
 typedef struct {
-    int32_t blocks, interleave; // interleave: bits of the wider codes, 4 or 8
+    int32_t blocks, interleave; // blocks of channels; bits of the wider codes, 4 or 8
     kvp_block block[3];
-    // K's treatment (methods/trellis_keys.py); NULL or no pointers: none. Numbers of all KV heads.
     const float *weight;     // [heads][dim]: keys are multiplied, queries divided by it
     const int32_t *order;    // [heads][dim]: the channel that stands at each place of the blocks
-    const float *deviation;  // [heads][3]: of the blocks
+    const float *deviation;  // [heads][3]: blocks are divided by it
     const float *first;      // [heads][dim]: the first key
     int32_t center, unused;  // tokens that share a mean, or 0
-    kvp_field base;          // 2 bits of a token, [2] words a tile: 0 mean, 1 first key, 2 nothing
-    kvp_field mean, step;    // [dim] int8 and one fp16 of each mean
 } kvp_trellis;
 
 // K or V of one layer:
@@ -88,6 +90,9 @@ typedef struct {
     const float *signs;    // of the rotation, or NULL
     int64_t segment_tokens;
     kvp_field codes, scale, zero, fold, shift;
+    const kvp_trellis *trellis;  // or NULL; its scales are bytes (e5m3)
+    kvp_field base;        // 2 bits of a token, [2] words a tile: 0 mean, 1 first key, 2 nothing
+    kvp_field mean, step;  // [dim] int8, and one fp16, of a group of `center` tokens
     int64_t exact_from;    // tokens from here on are exact
     kvp_exact tail, fresh, sinks;
     const int64_t *sink_positions;  // [B, n_sinks]
@@ -115,14 +120,15 @@ typedef struct {
 } kvp_attend_args;
 
 // How numbers become codes: levels of a codebook after a rotation; GGUF's integers; integers with
-// a zero point, per token or per channel; 8-bit floats; KVarN's balanced tiles.
+// a zero point, per token or per channel; 8-bit floats; KVarN's balanced tiles; a trellis.
 enum {
     KVP_CODEBOOK = 0,
     KVP_SYMMETRIC = 1,
     KVP_AFFINE = 2,
     KVP_CHANNEL = 3,
     KVP_FLOAT8 = 4,
-    KVP_BALANCED = 5
+    KVP_BALANCED = 5,
+    KVP_TRELLIS = 6
 };
 enum { KVP_LEAST_SQUARES = 0, KVP_NORM = 1, KVP_UNBIASED = 2 };
 
@@ -144,6 +150,8 @@ typedef struct {
     int64_t segment_tokens;
     // A pointer per segment, the first for the one that `start` is in. No pointers: no field.
     kvp_field codes, scale, zero, mean, balance;
+    kvp_field base, step;  // as in kvp_stream
+    const kvp_trellis *trellis;  // or NULL
     int64_t threads;
 } kvp_encode_args;
 

@@ -1,0 +1,102 @@
+"""`kvp_trellis` of ``native/abi.h``: what kernels are told of a trellis and of K's treatment."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvpact.formats.bitpack import WORD, planes
+from kvpact.formats.trellis import TrellisForm
+from kvpact.kernels.cpu import structs
+from kvpact.quantizers import trellis
+from kvpact.transforms import RandomHadamard
+from kvpact.transforms.hadamard import random_signs
+
+_CPU = torch.device("cpu")
+_CELLS = 256
+"""Cells of half a step on each side of zero; all levels are within."""
+_MOST_BLOCKS = 3
+
+
+def signs(rotation: RandomHadamard) -> Tensor:
+    """Return the signs of a rotation, as kernels read them."""
+    return random_signs(rotation.dim + rotation.block, rotation.seed, _CPU)
+
+
+def reason(form: TrellisForm, by_token: bool) -> str:
+    """Return why no kernel reads or writes these codes; empty if one does.
+
+    Parameters
+    ----------
+    form : TrellisForm
+        Of the codec.
+    by_token : bool
+        Whether a word holds codes of one token (K).
+    """
+    for block in form.blocks:
+        if block.dim < trellis.LEAST:
+            return f"trellises of {block.dim} channels"
+        bits = block.bits
+        width = planes(bits)[0] if bits > 1 else form.interleave
+        if by_token and bits and block.dim * width % WORD:
+            return f"trellises of {block.dim} channels, whose codes of {bits} bits fill no words"
+    return ""
+
+
+@lru_cache(maxsize=8)
+def _cells(bits: int) -> Tensor:
+    """Return what is nearest to each cell in each subset: levels, then points, a byte each."""
+    ends = torch.arange(-_CELLS, _CELLS + 1) / 2
+    points = trellis.nearest_points(ends[:, None], bits)[:, :, 0]
+    of_subset = trellis.levels(bits, _CPU).view(-1, 4).T
+    levels = of_subset.gather(1, points.T.long()).T
+    shifts = torch.arange(0, WORD, 8)
+    words = [(x.to(torch.int64) & 0xFF) << shifts for x in (levels, points)]
+    return torch.stack([x.sum(-1) for x in words]).to(torch.int32)
+
+
+class TrellisArguments:
+    """A `kvp_trellis`, and the memory that it points to.
+
+    Parameters
+    ----------
+    form : TrellisForm
+        Of the codec.
+    state : mapping
+        What the codec has learnt; empty where nothing.
+
+    Attributes
+    ----------
+    address : int
+        Of the structure; valid while this lives.
+    """
+
+    def __init__(self, form: TrellisForm, state: Mapping[str, Tensor]) -> None:
+        assert len(form.blocks) <= _MOST_BLOCKS
+        self._alive: list[Tensor] = []
+        self._args = args = structs.Trellis(len(form.blocks), form.interleave, center=form.center)
+        for index, block in enumerate(form.blocks):
+            made = structs.Block(block.dim, block.bits, block.states.bit_length() - 1)
+            made.signs = self._keep(signs(RandomHadamard(block.dim, block.seed)), torch.float32)
+            if block.bits:
+                made.unit = trellis.UNITS[block.bits]
+                made.levels = self._keep(trellis.levels(block.bits, _CPU), torch.float32)
+                made.cells = self._keep(_cells(block.bits), torch.int32)
+            setattr(args, f"block{index}", made)
+        for name in ("weight", "first"):
+            if name in state:
+                setattr(args, name, self._keep(state[name], torch.float32))
+        if "order" in state:
+            args.order = self._keep(state["order"], torch.int32)
+            blocks = state["deviation"].shape[1]
+            deviation = torch.nn.functional.pad(state["deviation"], (0, _MOST_BLOCKS - blocks))
+            args.deviation = self._keep(deviation, torch.float32)
+        self.address = ctypes.addressof(args)
+
+    def _keep(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        self._alive.append(tensor.to("cpu", dtype).contiguous())
+        return self._alive[-1].data_ptr()
