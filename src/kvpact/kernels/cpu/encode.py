@@ -18,21 +18,15 @@ from kvpact.errors import GeometryError, KernelError
 from kvpact.formats import CodesField, Field
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.base import Segment
-from kvpact.kernels.cpu import structs
+from kvpact.kernels.cpu import structs, trellis
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
 from kvpact.kernels.cpu.structs import CHOICES, ENCODINGS, MOST_DIM, MOST_GROUP, EncodeArgs
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
-from kvpact.transforms.hadamard import random_signs
 
-_FIELDS = ("codes", "scale", "zero", "mean", "balance")
-_CPU = torch.device("cpu")
-
-
-def _signs(rotation: RandomHadamard) -> Tensor:
-    return random_signs(rotation.dim + rotation.block, rotation.seed, _CPU)
+_FIELDS = ("codes", "scale", "zero", "mean", "balance", "base", "step")
 
 
 def _by_channel(field: Field) -> bool:
@@ -71,6 +65,8 @@ class CodecEncoder:
             self.reason = f"transform {type(transform).__name__}"
         elif form.group > 1 and MOST_GROUP % form.group:
             self.reason = f"groups of {form.group} tokens"
+        elif form.trellis:
+            self.reason = trellis.reason(form.trellis, not _by_channel(codes))
         self.limit, self.args = form.limit, EncodeArgs()
         args = self.args
         args.kind, args.bits, args.dim = ENCODINGS[form.kind], form.bits, dim
@@ -78,11 +74,14 @@ class CodecEncoder:
         args.choice, args.group = CHOICES[form.choice], form.group
         args.channels = form.channels or dim
         if isinstance(transform, RandomHadamard):
-            args.signs = self._keep(_signs(transform))
+            args.signs = self._keep(trellis.signs(transform))
         if form.levels:
             args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
             tree = search_tree(form.boundaries)
             args.steps = self._keep(torch.tensor(tree, dtype=torch.float32))
+        if form.trellis:
+            self._trellis = trellis.TrellisArguments(form.trellis, codec.state())
+            args.trellis = self._trellis.address
         names = [(name, getattr(form, name)) for name in _FIELDS]
         self.fields = [(name, fields[field]) for name, field in names if field is not None]
 
@@ -95,10 +94,12 @@ _encoders: WeakKeyDictionary[Codec, CodecEncoder] = WeakKeyDictionary()
 
 
 def codec_encoder(codec: Codec) -> CodecEncoder:
-    """Return the encoder of a codec, made once."""
+    """Return the encoder of a codec, made once; anew while the codec has still to learn."""
     found = _encoders.get(codec)
     if found is None:
-        found = _encoders[codec] = CodecEncoder(codec)
+        found = CodecEncoder(codec)
+        if codec.ready:
+            _encoders[codec] = found
     return found
 
 
@@ -138,8 +139,11 @@ class CpuEncoder:
     def prepare(self, x: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
 
-        Where a magnitude might be beyond the format, the torch body decides, and names it.
+        Where a magnitude might be beyond the format, the torch body decides, and names it; it also
+        encodes what a codec learns from.
         """
+        if not self._codec.ready:
+            return self._torch.prepare(x)
         limit = codec_encoder(self._codec).limit
         if limit == math.inf or magnitude(self._library, x) <= limit:
             return x

@@ -18,11 +18,6 @@ struct Balance {
     uint16_t column_half[MOST_DIM], scale[MOST_DIM], zero[MOST_DIM];
 };
 
-INLINE float clamped(float x, float low, float high) {
-    x = x < low ? low : x;
-    return x > high ? high : x;
-}
-
 // A tile of tokens of one head.
 struct BalancedTile {
     const kvp_encode_args &a;
@@ -61,30 +56,12 @@ struct BalancedTile {
             store(out + b * W, square_root(tree(side.sums[0], after_leaves(dim)) / count));
         }
     }
-    // Sums over tokens of leaf(block, channel), W channels at a time.
-    template <class Leaf> vf over_tokens(int first, Leaf &&leaf) const {
-        vf r[W];
-        for (int k = 0; k < W; k++) {
-            vf part[MOST_GROUP / W];
-            const int c = first + k < dim ? first + k : dim - 1;
-            for (int b = 0; b < blocks; b++) part[b] = leaf(b, c, k);
-            for (int n = blocks / 2; n; n /= 2)
-                for (int b = 0; b < n; b++) part[b] = part[b] + part[b + n];
-            r[k] = part[0];
-        }
-        transpose(r);
-#pragma GCC unroll 4
-        for (int n = W / 2; n; n /= 2)
-#pragma GCC unroll 8
-            for (int i = 0; i < n; i++) r[i] = r[i] + r[i + n];
-        return r[0];
-    }
     void channel_deviations(float *out, const float *y) const {
         const vf count = set1((float)tokens);
         for (int c = 0; c < dim; c += W) {
             float mean[W];
-            store(mean, over_tokens(c, [&](int b, int channel, int) { return load(y + (b * dim + channel) * W); }) / count);
-            const vf sum = over_tokens(c, [&](int b, int channel, int k) {
+            store(mean, over_tokens(c, dim, blocks, [&](int b, int channel, int) { return load(y + (b * dim + channel) * W); }) / count);
+            const vf sum = over_tokens(c, dim, blocks, [&](int b, int channel, int k) {
                 const vf rest = load(y + (b * dim + channel) * W) - set1(mean[k]);
                 return rest * rest;
             });

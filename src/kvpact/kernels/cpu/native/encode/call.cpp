@@ -26,18 +26,38 @@ bool run_task(void *context, int64_t index) {
     return call->table->encode_span(a, Span{index / call->parts, begin, end});
 }
 
+bool trellis_covered(const kvp_encode_args &a) {
+    if (!a.trellis || !a.scale.base || a.bits > 6) return false;
+    const kvp_trellis &t = *a.trellis;
+    if (t.blocks < 1 || t.blocks > 3 || (t.interleave != 4 && t.interleave != 8)) return false;
+    int64_t dim = 0;
+    for (int b = 0; b < t.blocks; b++) {
+        const kvp_block &block = t.block[b];
+        if (block.dim < 8 || block.bits < 0 || block.bits > a.bits || !block.signs) return false;
+        if (block.bits && (!block.cells || block.memory < 3 || block.memory > 4)) return false;
+        if (block.dim < 32 && block.memory == 4) return false;
+        dim += block.dim;
+    }
+    if (dim != a.dim || (t.order && !t.deviation)) return false;
+    if ((t.first || t.center) && !a.base.base) return false;
+    return a.group > 1 ? t.center == a.group && a.mean.base && a.step.base : !t.center;
+}
+// Whether keys of a head are encoded by its numbers, so that heads can't be mixed.
+bool by_head(const kvp_encode_args &a) { return a.kind == KVP_TRELLIS && !a.signs; }
+
 bool covered(const kvp_encode_args &a) {
     if (a.dim < 1 || a.dim > MOST_DIM || a.bits < 1 || a.bits > 8) return false;
-    if (a.kind < KVP_CODEBOOK || a.kind > KVP_BALANCED || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
+    if (a.kind < KVP_CODEBOOK || a.kind > KVP_TRELLIS || a.segment_tokens % 32 || a.segment_tokens < 32) return false;
     if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data || !a.codes.base) return false;
     if (a.group > 1) {
         if (PART % a.group || a.group % 32 || a.start % a.group || a.tokens % a.group) return false;
         const bool grid = a.scale.base && a.zero.base;
-        if (a.kind == KVP_CODEBOOK ? !a.mean.base : a.kind == KVP_CHANNEL ? !grid : a.kind != KVP_BALANCED) return false;
+        if (a.kind == KVP_CODEBOOK ? !a.mean.base : a.kind == KVP_CHANNEL ? !grid : a.kind < KVP_BALANCED) return false;
         if (a.kind == KVP_BALANCED && (!grid || !a.balance.base)) return false;
     } else if (a.kind == KVP_CHANNEL || a.kind == KVP_BALANCED) {
         return false;
     }
+    if (a.kind == KVP_TRELLIS && !trellis_covered(a)) return false;
     if (a.kind == KVP_CODEBOOK && (!a.levels || !a.steps || !a.scale.base)) return false;
     if ((a.kind == KVP_SYMMETRIC || a.kind == KVP_AFFINE) && (a.channels < 1 || a.bits < 2 || !a.scale.base)) return false;
     return a.kind != KVP_AFFINE || a.zero.base;
@@ -55,7 +75,7 @@ int kvp_encode(int level, const kvp_encode_args *args, int64_t count) {
         const int64_t pairs = a.batch * a.heads;
         if (a.tokens < 1 || pairs < 1) continue;
         Call call{&a, table, (a.start + a.tokens - 1) / PART - a.start / PART + 1};
-        if (a.group <= 1 && a.tokens <= FEW) {
+        if (a.group <= 1 && a.tokens <= FEW && !by_head(a)) {
             if (!table->encode_few(a, 0, pairs * a.tokens)) return 3;
             continue;
         }

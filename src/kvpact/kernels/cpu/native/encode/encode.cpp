@@ -1,5 +1,6 @@
 // Encodes tokens into slots: in tiles of 32 tokens of one head, or few tokens of many heads.
 #include "encode/balance.h"
+#include "encode/keys.h"
 #include "encode/pack.h"
 #include "encode/quantize.h"
 #include "scratch.h"
@@ -12,7 +13,17 @@ struct EncodeScratch {
     alignas(64) float y[MOST_DIM * MOST_GROUP]; // [tokens / W][channel][W]
     alignas(64) uint8_t codes[MOST_DIM * TILE];  // [channel][32]
     alignas(64) Side side;
+    TrellisScratch *trellis;
 };
+// The thread's, with what the kind of codes needs; NULL: there is no memory.
+EncodeScratch *scratch_of(const kvp_encode_args &a) {
+    EncodeScratch *own = own_scratch<EncodeScratch>();
+    if (!own || a.kind != KVP_TRELLIS) return own;
+    own->trellis = own_scratch<TrellisScratch>();
+    if (!own->trellis) return nullptr;
+    if (!a.by_channel) own->trellis->places.fill(*a.trellis);
+    return own;
+}
 
 // Where the unit of a field lies that `position` is in.
 char *place(const kvp_encode_args &a, const kvp_field &field, int64_t pair, int64_t position, int64_t tokens, int64_t bytes) {
@@ -22,7 +33,10 @@ char *place(const kvp_encode_args &a, const kvp_field &field, int64_t pair, int6
     return base + pair / a.heads * field.row + pair % a.heads * field.head + unit * bytes;
 }
 char *codes_at(const kvp_encode_args &a, int64_t pair, int64_t position) {
-    return place(a, a.codes, pair, position, TILE, tile_bytes(a.bits, a.dim, a.kind != KVP_FLOAT8 && !a.by_channel));
+    const bool by_token = a.kind != KVP_FLOAT8 && !a.by_channel;
+    int64_t bytes = tile_bytes(a.bits, a.dim, by_token);
+    if (by_token && a.kind == KVP_TRELLIS) bytes = (int64_t)words_per_token(*a.trellis) * TILE * 4;
+    return place(a, a.codes, pair, position, TILE, bytes);
 }
 // Scales of a token.
 int scales_of(const kvp_encode_args &a) {
@@ -42,6 +56,18 @@ void put_side(const kvp_encode_args &a, const kvp_field &field, const uint16_t *
         memcpy(tile + (g * TILE + position % TILE) * 2, numbers + g * W + lane, (size_t)count * 2);
 }
 
+// Scales and zeros of `count` lanes.
+void put_sides(const kvp_encode_args &a, const EncodeScratch &scratch, int64_t pair, int64_t position, int lane, int count) {
+    if (a.kind == KVP_TRELLIS) {
+        char *tile = place(a, a.scale, pair, position, TILE, TILE);
+        memcpy(tile + position % TILE, scratch.trellis->scale + lane, (size_t)count);
+        return;
+    }
+    const int groups = scales_of(a);
+    put_side(a, a.scale, scratch.side.scale, groups, pair, position, lane, count);
+    put_side(a, a.zero, scratch.side.zero, groups, pair, position, lane, count);
+}
+
 // The codes of the tokens begin <= i < end of a tile into place.
 void put_codes(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t tile, int begin, int end) {
     uint8_t *codes = scratch.codes;
@@ -54,8 +80,20 @@ void put_codes(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, i
     char *to = codes_at(a, pair, tile);
     if (a.kind == KVP_FLOAT8)
         for (int c = 0; c < a.dim; c++) memcpy(to + c * TILE + begin, codes + c * TILE + begin, (size_t)(end - begin));
+    else if (a.kind == KVP_TRELLIS && a.by_channel) pack_by_channel((uint32_t *)to, codes, a.bits, a.dim, a.trellis->interleave);
+    else if (a.kind == KVP_TRELLIS) pack_by_token((uint32_t *)to, codes, scratch.trellis->places);
     else if (a.by_channel) pack_by_channel((uint32_t *)to, codes, a.bits, a.dim);
     else pack_by_token((uint32_t *)to, codes, a.bits, a.dim);
+}
+
+// The codes of one token into its tile.
+void put_one(const kvp_encode_args &a, const EncodeScratch &scratch, char *tile, int token, const uint8_t *codes) {
+    uint32_t *words = (uint32_t *)tile;
+    if (a.kind == KVP_FLOAT8)
+        for (int c = 0; c < a.dim; c++) tile[c * TILE + token] = (char)codes[c * TILE];
+    else if (a.kind == KVP_TRELLIS && a.by_channel) pack_one(words, codes, a.bits, a.dim, a.trellis->interleave, token);
+    else if (a.kind == KVP_TRELLIS) pack_one(words, codes, scratch.trellis->places, token);
+    else pack_one(words, codes, a.bits, a.dim, token, a.by_channel);
 }
 
 // Mean of each channel over `count` tokens, summed as a tree over tokens; taken out of y.
@@ -107,6 +145,12 @@ void load_block(const kvp_encode_args &a, float *y, const char *const *rows) {
     if (a.signs) rotate_lanes(y, a.signs, a.dim);
 }
 
+// y is rotated and less its mean.
+void quantize_block(const kvp_encode_args &a, EncodeScratch &scratch, float *y, uint8_t *codes) {
+    if (a.kind == KVP_TRELLIS) trellis_vectors(a, y, codes, scratch.side, *scratch.trellis);
+    else quantize(a, y, codes, &scratch.side);
+}
+
 // Numbers per token from the group's first token on, of one of its tiles.
 void put_tile(const kvp_encode_args &a, const kvp_field &field, const uint16_t *numbers, int64_t pair, int64_t position,
               int tile) {
@@ -141,6 +185,34 @@ bool encode_balanced(const kvp_encode_args &a, EncodeScratch &scratch, int64_t p
     return true;
 }
 
+// The bases of `count` tokens, from the lane of the first one on.
+void put_bases(const kvp_encode_args &a, Ints flag, int64_t pair, int64_t position, int lane, int count) {
+    if (!a.base.base) return;
+    uint32_t *words = (uint32_t *)place(a, a.base, pair, position, TILE, 8);
+    for (int i = 0; i < count; i++) {
+        const int inside = (int)(position % TILE) + i;
+        words[inside / 16] |= (uint32_t)flag[lane + i] << inside % 16 * 2;
+    }
+}
+void encode_keys(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t position) {
+    const Keys keys(a, scratch.side, pair % a.heads);
+    const TileMean mean(keys, scratch.y, a.group);
+    memcpy(place(a, a.mean, pair, position, a.group, a.dim), mean.whole, (size_t)a.dim);
+    memcpy(place(a, a.step, pair, position, a.group, 2), &mean.step, 2);
+    for (int tile = 0; tile < a.group; tile += TILE) {
+        for (int i = 0; i < TILE; i += W) {
+            const int b = (tile + i) / W;
+            const float *block = scratch.y + b * a.dim * W;
+            const Ints flag = mean.bases(block, b);
+            put_bases(a, flag, pair, position + tile + i, 0, W);
+            keys.rotated(scratch.trellis->y, block, flag, mean.mean);
+            quantize_block(a, scratch, scratch.trellis->y, scratch.codes + i);
+            put_sides(a, scratch, pair, position + tile + i, 0, W);
+        }
+        put_codes(a, scratch, pair, position + tile, 0, TILE);
+    }
+}
+
 // A whole group of tokens of one head.
 bool encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token) {
     const int count = a.group;
@@ -152,6 +224,10 @@ bool encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair
         load_block(a, y + b * a.dim * W, rows);
     }
     if (a.kind == KVP_BALANCED) return encode_balanced(a, scratch, pair, position);
+    if (a.kind == KVP_TRELLIS) {
+        encode_keys(a, scratch, pair, position);
+        return true;
+    }
     uint16_t first[MOST_DIM], second[MOST_DIM];
     if (a.kind == KVP_CHANNEL) {
         grids(a, y, count, first, second);
@@ -179,7 +255,7 @@ bool encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair
 // The tokens of one tile (not necessarily all) of one head.
 void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token, int count) {
     const int64_t position = a.start + token;
-    const int begin = (int)(position % TILE), end = begin + count, groups = scales_of(a);
+    const int begin = (int)(position % TILE), end = begin + count;
     const char *rows[W];
     for (int i = begin / W * W; i < end; i += W) {
         for (int k = 0; k < W; k++) {
@@ -187,11 +263,18 @@ void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair,
             rows[k] = there ? row_of(a, pair, token + i + k - begin) : nullptr;
         }
         load_block(a, scratch.y, rows);
-        quantize(a, scratch.y, scratch.codes + i, &scratch.side);
         const int from = i < begin ? begin - i : 0, to = end - i < W ? end - i : W;
         const int64_t at = position - begin + i + from;
-        put_side(a, a.scale, scratch.side.scale, groups, pair, at, from, to - from);
-        put_side(a, a.zero, scratch.side.zero, groups, pair, at, from, to - from);
+        float *y = scratch.y;
+        if (a.kind == KVP_TRELLIS && !a.signs) {
+            const Keys keys(a, scratch.side, pair % a.heads);
+            const Ints flag = keys.bases(y);
+            put_bases(a, flag, pair, at, from, to - from);
+            y = scratch.trellis->y;
+            keys.rotated(y, scratch.y, flag, nullptr);
+        }
+        quantize_block(a, scratch, y, scratch.codes + i);
+        put_sides(a, scratch, pair, at, from, to - from);
     }
     put_codes(a, scratch, pair, position - begin, begin, end);
 }
@@ -199,7 +282,7 @@ void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair,
 } // namespace
 
 static bool encode_span(const kvp_encode_args &a, Span span) {
-    EncodeScratch *own = own_scratch<EncodeScratch>();
+    EncodeScratch *own = scratch_of(a);
     if (!own) return false;
     EncodeScratch &scratch = *own;
     for (int64_t token = span.begin; token < span.end;) {
@@ -217,25 +300,20 @@ static bool encode_span(const kvp_encode_args &a, Span span) {
 }
 
 static bool encode_few(const kvp_encode_args &a, int64_t first, int64_t last) {
-    EncodeScratch *own = own_scratch<EncodeScratch>();
+    EncodeScratch *own = scratch_of(a);
     if (!own) return false;
     EncodeScratch &scratch = *own;
-    const int groups = scales_of(a);
     for (int64_t i = first; i < last; i += W) {
         const int count = (int)(last - i < W ? last - i : W);
         const char *rows[W];
         for (int k = 0; k < W; k++) rows[k] = k < count ? row_of(a, (i + k) / a.tokens, (i + k) % a.tokens) : nullptr;
         load_block(a, scratch.y, rows);
-        quantize(a, scratch.y, scratch.codes, &scratch.side);
+        quantize_block(a, scratch, scratch.y, scratch.codes);
         for (int k = 0; k < count; k++) {
             const int64_t pair = (i + k) / a.tokens, position = a.start + (i + k) % a.tokens;
             const int inside = (int)(position % TILE);
-            char *to = codes_at(a, pair, position);
-            if (a.kind == KVP_FLOAT8)
-                for (int c = 0; c < a.dim; c++) to[c * TILE + inside] = (char)scratch.codes[c * TILE + k];
-            else pack_one((uint32_t *)to, scratch.codes + k, a.bits, a.dim, inside, a.by_channel);
-            put_side(a, a.scale, scratch.side.scale, groups, pair, position, k, 1);
-            put_side(a, a.zero, scratch.side.zero, groups, pair, position, k, 1);
+            put_one(a, scratch, codes_at(a, pair, position), inside, scratch.codes + k);
+            put_sides(a, scratch, pair, position, k, 1);
         }
     }
     return true;

@@ -65,6 +65,10 @@ INLINE vf reciprocal(vf x) {
     const vf inverse = set1(1) / x;
     return pick_lanes((Ints)(magnitude(inverse) == set1(__builtin_inff())), zero(), inverse);
 }
+INLINE float clamped(float x, float low, float high) {
+    x = x < low ? low : x;
+    return x > high ? high : x;
+}
 INLINE Ints clamped(Ints x, int high) {
     x = x < 0 ? Ints{} : x;
     const Ints top = Ints{} + high;

@@ -22,6 +22,42 @@ INLINE vf square_root(vf x) {
     for (int i = 0; i < W; i++) x[i] = sqrtf(x[i]);
     return x;
 }
+// The lesser of a and b; b where they are equal.
+INLINE vf least(vf a, vf b) {
+#if defined(KVP_AVX512)
+    return _mm512_min_ps(a, b);
+#elif defined(KVP_AVX2)
+    return _mm256_min_ps(a, b);
+#elif defined(KVP_NEON)
+    return (vf)vminq_f32((float32x4_t)a, (float32x4_t)b);
+#elif defined(__SSE2__)
+    return (vf)_mm_min_ps((__m128)a, (__m128)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+// The next whole number that is not less.
+INLINE Ints ceiling(vf x) {
+#if defined(KVP_AVX512)
+    return (Ints)_mm512_cvt_roundps_epi32(x, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+#elif defined(KVP_AVX2)
+    return (Ints)_mm256_cvttps_epi32(_mm256_ceil_ps(x));
+#elif defined(KVP_NEON)
+    return (Ints)vcvtpq_s32_f32((float32x4_t)x);
+#else
+    const Ints whole = truncated(x);
+    return whole - (Ints)(floats(whole) < x);
+#endif
+}
+INLINE Ints gather(const uint32_t *table, Ints index) {
+#if defined(KVP_AVX512)
+    return (Ints)_mm512_i32gather_epi32((__m512i)index, table, 4);
+#elif defined(KVP_AVX2)
+    return (Ints)_mm256_i32gather_epi32((const int *)table, (__m256i)index, 4);
+#else
+    return Ints{(int32_t)table[index[0]], (int32_t)table[index[1]], (int32_t)table[index[2]], (int32_t)table[index[3]]};
+#endif
+}
 // Codes <-> bytes. Compilers make a scalar loop of the general conversion.
 INLINE void store_codes(uint8_t *p, Ints codes) {
 #if defined(KVP_AVX512)
@@ -298,6 +334,25 @@ template <int N, class Leaf> INLINE void leaves(float (*sums)[MOST_DIM * W], int
             store(sums[n] + i * W, ((x[0][n] + x[4][n]) + (x[2][n] + x[6][n])) +
                                        ((x[1][n] + x[5][n]) + (x[3][n] + x[7][n])));
     }
+}
+// Sums over the tokens of `blocks` times W vectors, in the same order: of leaf(block, channel, k), for W
+// channels from `first` on, k counting them; those beyond the last one are the last one.
+template <class Leaf> INLINE vf over_tokens(int first, int dim, int blocks, Leaf &&leaf) {
+    vf r[W];
+    for (int k = 0; k < W; k++) {
+        vf part[MOST_GROUP / W];
+        const int c = first + k < dim ? first + k : dim - 1;
+        for (int b = 0; b < blocks; b++) part[b] = leaf(b, c, k);
+        for (int n = blocks / 2; n; n /= 2)
+            for (int b = 0; b < n; b++) part[b] = part[b] + part[b + n];
+        r[k] = part[0];
+    }
+    transpose(r);
+#pragma GCC unroll 4
+    for (int n = W / 2; n; n /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < n; i++) r[i] = r[i] + r[i + n];
+    return r[0];
 }
 INLINE int after_leaves(int dim) { return dim % 8 ? dim : dim / 8; }
 } // namespace KVP_NS

@@ -65,7 +65,7 @@ int encode(int level, const Side &side, const kvp_attend_args &a) {
     if (!side.append.tokens) return 0;
     kvp_encode_args args = side.plan->form;
     const int64_t segment = side.append.start / args.segment_tokens;
-    for (kvp_field *field : {&args.codes, &args.scale, &args.zero, &args.mean, &args.balance})
+    for (kvp_field *field : {&args.codes, &args.scale, &args.zero, &args.mean, &args.balance, &args.base, &args.step})
         if (field->base) field->base += segment;
     args.x = side.stream.fresh;
     if (side.append.x) {

@@ -1,0 +1,126 @@
+// K before its trellis (methods/trellis_keys.py): a base for each token, weights, sorted blocks.
+#pragma once
+#include "encode/trellis.h"
+
+namespace KVP_NS {
+
+constexpr int BASE_MEAN = 0, BASE_FIRST = 1, BASE_NOTHING = 2;
+
+// Of one KV head.
+struct Keys {
+    const kvp_trellis &t;
+    const float *weight, *first, *deviation;
+    const int32_t *order;
+    Side &side;
+    int dim;
+
+    Keys(const kvp_encode_args &a, Side &room, int64_t head) : t(*a.trellis), side(room), dim(a.dim) {
+        weight = t.weight ? t.weight + head * dim : nullptr;
+        first = t.first ? t.first + head * dim : nullptr;
+        order = t.order ? t.order + head * dim : nullptr;
+        deviation = t.deviation ? t.deviation + head * 3 : nullptr;
+    }
+
+    // Of x from a base, or from nothing.
+    vf distance(const float *x, const float *base) const {
+        leaves<1>(side.sums, dim, [&](int c, vf *out) {
+            vf rest = load(x + c * W);
+            if (base) rest = rest - set1(base[c]);
+            if (weight) rest = rest * set1(weight[c]);
+            out[0] = rest * rest;
+        });
+        return tree(side.sums[0], after_leaves(dim));
+    }
+    Ints base_of(vf far, vf to_first, vf to_mean) const {
+        const Ints flag = (Ints)(to_first < to_mean) ? Ints{} + BASE_FIRST : Ints{} + BASE_MEAN;
+        const vf nearest = to_mean < to_first ? to_mean : to_first;
+        return (Ints)(far <= nearest) ? Ints{} + BASE_NOTHING : flag;
+    }
+    // The bases of W tokens that have no mean.
+    Ints bases(const float *x) const {
+        if (!first) return Ints{} + BASE_NOTHING;
+        const vf far = distance(x, nullptr);
+        return base_of(far, distance(x, first), far);
+    }
+    // Less the bases and rotated: [channel][W], from x to y.
+    void rotated(float *y, const float *x, Ints flag, const float *mean) const {
+        const bool based = first || mean;
+        const Ints at_mean = flag == BASE_MEAN, at_first = flag == BASE_FIRST;
+        for (int b = 0, begin = 0; b < t.blocks; begin += t.block[b].dim, b++) {
+            const kvp_block &block = t.block[b];
+            float *part = y + begin * W;
+            for (int i = 0; i < block.dim; i++) {
+                const int c = order ? order[begin + i] : begin + i;
+                vf rest = load(x + c * W);
+                if (based) {
+                    const vf other = pick_lanes(at_first, set1(first ? first[c] : 0), zero());
+                    rest = rest - pick_lanes(at_mean, set1(mean ? mean[c] : 0), other);
+                }
+                if (weight) rest = rest * set1(weight[c]);
+                store(part + i * W, rest * set1(block.signs[i]));
+            }
+            rotate_lanes(part, block.signs, block.dim);
+            if (!deviation) continue;
+            const vf inverse = set1(1 / deviation[b]);
+            for (int i = 0; i < block.dim; i++) store(part + i * W, load(part + i * W) * inverse);
+        }
+    }
+};
+
+// The mean of the tokens of a group that are nearest to it: 8 bits a channel.
+struct TileMean {
+    const Keys &keys;
+    int blocks; // of W tokens
+    vf far[MOST_GROUP / W], to_first[MOST_GROUP / W];
+    alignas(64) float mean[MOST_DIM];
+    int8_t whole[MOST_DIM];
+    uint16_t step;
+
+    TileMean(const Keys &of, const float *x, int count) : keys(of), blocks(count / W) {
+        Ints inside[MOST_GROUP / W];
+        const int stride = keys.dim * W;
+        for (int b = 0; b < blocks; b++) {
+            far[b] = keys.distance(x + b * stride, nullptr);
+            to_first[b] = keys.first ? keys.distance(x + b * stride, keys.first) : far[b];
+            inside[b] = Ints{} - 1;
+        }
+        round(x, inside);
+        for (int b = 0; b < blocks; b++) {
+            const vf to_mean = keys.distance(x + b * stride, mean);
+            inside[b] = (Ints)(to_mean < far[b]) & (keys.first ? (Ints)(to_mean < to_first[b]) : Ints{} - 1);
+        }
+        round(x, inside);
+    }
+    // The bases of the W tokens of block b.
+    Ints bases(const float *x, int b) const {
+        return keys.base_of(far[b], to_first[b], keys.distance(x, mean));
+    }
+
+  private:
+    // Of the tokens inside: whole, step, and their product.
+    void round(const float *x, const Ints *inside) {
+        const int dim = keys.dim;
+        Ints counted{};
+        for (int b = 0; b < blocks; b++) counted -= inside[b];
+        int count = 0;
+        for (int i = 0; i < W; i++) count += counted[i];
+        const vf divisor = set1((float)(count ? count : 1));
+        vf most = zero();
+        for (int c = 0; c < dim; c += W) {
+            const vf sum = over_tokens(c, dim, blocks, [&](int b, int channel, int) {
+                return (vf)((Ints)load(x + (b * dim + channel) * W) & inside[b]);
+            });
+            const vf found = sum / divisor;
+            most = max(most, magnitude(found));
+            store_first(mean + c, found, dim - c < W ? dim - c : W);
+        }
+        step = to_half(highest(most) / 127.0f);
+        const float size = from_half(step);
+        for (int c = 0; c < dim; c++) {
+            const float near = size == 0 ? 0 : clamped(rintf(mean[c] / size), -127, 127);
+            whole[c] = (int8_t)near;
+            mean[c] = (float)whole[c] * size;
+        }
+    }
+};
+} // namespace KVP_NS
