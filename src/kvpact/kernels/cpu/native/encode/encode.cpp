@@ -80,8 +80,8 @@ void put_codes(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, i
     char *to = codes_at(a, pair, tile);
     if (a.kind == KVP_FLOAT8)
         for (int c = 0; c < a.dim; c++) memcpy(to + c * TILE + begin, codes + c * TILE + begin, (size_t)(end - begin));
-    else if (a.kind == KVP_TRELLIS && a.by_channel) pack_by_channel((uint32_t *)to, codes, a.bits, a.dim, a.trellis->interleave);
-    else if (a.kind == KVP_TRELLIS) pack_by_token((uint32_t *)to, codes, scratch.trellis->places);
+    else if (a.kind == KVP_TRELLIS && a.by_channel) pack_interleaved((uint32_t *)to, codes, a.bits, a.dim, a.trellis->interleave);
+    else if (a.kind == KVP_TRELLIS) pack_placed((uint32_t *)to, codes, scratch.trellis->places);
     else if (a.by_channel) pack_by_channel((uint32_t *)to, codes, a.bits, a.dim);
     else pack_by_token((uint32_t *)to, codes, a.bits, a.dim);
 }
@@ -91,8 +91,8 @@ void put_one(const kvp_encode_args &a, const EncodeScratch &scratch, char *tile,
     uint32_t *words = (uint32_t *)tile;
     if (a.kind == KVP_FLOAT8)
         for (int c = 0; c < a.dim; c++) tile[c * TILE + token] = (char)codes[c * TILE];
-    else if (a.kind == KVP_TRELLIS && a.by_channel) pack_one(words, codes, a.bits, a.dim, a.trellis->interleave, token);
-    else if (a.kind == KVP_TRELLIS) pack_one(words, codes, scratch.trellis->places, token);
+    else if (a.kind == KVP_TRELLIS && a.by_channel) pack_one_interleaved(words, codes, a.bits, a.dim, a.trellis->interleave, token);
+    else if (a.kind == KVP_TRELLIS) pack_one_placed(words, codes, scratch.trellis->places, token);
     else pack_one(words, codes, a.bits, a.dim, token, a.by_channel);
 }
 

@@ -77,7 +77,7 @@ template <int WIDTH> INLINE Ints word_of(const uint8_t *codes, const uint16_t *r
     return word;
 }
 // K: [2][words][16 tokens].
-INLINE void pack_by_token(uint32_t *out, const uint8_t *codes, const Places &places) {
+INLINE void pack_placed(uint32_t *out, const uint8_t *codes, const Places &places) {
     for (int half = 0; half < 2; half++, codes += 16)
         for (int k = 0; k < places.words; k++, out += 16)
             for (int t = 0; t < 16; t += W) {
@@ -92,7 +92,7 @@ INLINE void pack_by_token(uint32_t *out, const uint8_t *codes, const Places &pla
             }
 }
 // One token alone.
-INLINE void pack_one(uint32_t *tile, const uint8_t *codes, const Places &places, int token) {
+INLINE void pack_one_placed(uint32_t *tile, const uint8_t *codes, const Places &places, int token) {
     uint32_t *out = tile + token / 16 * places.words * 16 + token % 16;
     for (int k = 0; k < places.words; k++, out += 16) {
         const int width = places.width[k];
@@ -107,7 +107,7 @@ INLINE void pack_one(uint32_t *tile, const uint8_t *codes, const Places &places,
 }
 
 // V: [bits][dim]. A word of a plane holds C / WIDTH runs of 32 / C tokens, wider codes of C bits.
-template <int WIDTH, int C> INLINE void pack_interleaved(uint32_t *out, const uint8_t *codes, int dim, int shift) {
+template <int WIDTH, int C> INLINE void pack_plane_interleaved(uint32_t *out, const uint8_t *codes, int dim, int shift) {
     constexpr uint64_t mask = 0x0101010101010101u * ((1u << WIDTH) - 1);
     constexpr int items = 32 / C, runs = C / WIDTH; // of tokens: in a run, and runs in a word
     for (int c = 0; c < dim; c++)
@@ -121,20 +121,20 @@ template <int WIDTH, int C> INLINE void pack_interleaved(uint32_t *out, const ui
             out[word * dim + c] |= (uint32_t)(C == 8 ? found : squeeze<4>(found));
         }
 }
-INLINE void pack_by_channel(uint32_t *out, const uint8_t *codes, int bits, int dim, int interleave) {
+INLINE void pack_interleaved(uint32_t *out, const uint8_t *codes, int bits, int dim, int interleave) {
     Plane planes[3];
     for (int p = 0, n = planes_of(bits, planes); p < n; p++) {
         const int width = planes[p].width, shift = planes[p].shift;
         if (interleave == 4) {
-            if (width == 2) pack_interleaved<2, 4>(out, codes, dim, shift);
-            else pack_interleaved<1, 4>(out, codes, dim, shift);
-        } else if (width == 4) pack_interleaved<4, 8>(out, codes, dim, shift);
-        else if (width == 2) pack_interleaved<2, 8>(out, codes, dim, shift);
-        else pack_interleaved<1, 8>(out, codes, dim, shift);
+            if (width == 2) pack_plane_interleaved<2, 4>(out, codes, dim, shift);
+            else pack_plane_interleaved<1, 4>(out, codes, dim, shift);
+        } else if (width == 4) pack_plane_interleaved<4, 8>(out, codes, dim, shift);
+        else if (width == 2) pack_plane_interleaved<2, 8>(out, codes, dim, shift);
+        else pack_plane_interleaved<1, 8>(out, codes, dim, shift);
         out += width * dim;
     }
 }
-INLINE void pack_one(uint32_t *out, const uint8_t *codes, int bits, int dim, int interleave, int token) {
+INLINE void pack_one_interleaved(uint32_t *out, const uint8_t *codes, int bits, int dim, int interleave, int token) {
     Plane planes[3];
     for (int p = 0, n = planes_of(bits, planes); p < n; p++) {
         const int width = planes[p].width, per_word = 32 / width, items = 32 / interleave;
