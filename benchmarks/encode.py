@@ -28,12 +28,17 @@ from kvpact.errors import BackendUnavailable
 from kvpact.kernels import CHUNK, StreamView, choose
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.encode import CpuEncoder
+from kvpact.methods.fitted import FittedCodec
 
 SPECS = (
     "turboquant:bits=4",
     "turboquant:bits=3",
     "turboquant:bits=2",
     "turboquant:bits=4,center=64",
+    "trellis:bits=4",
+    "trellis:bits=3",
+    "trellis:bits=2",
+    "trellis:bits=4,states=8",
     "int:bits=8",
     "int:bits=4",
     "fp8",
@@ -64,6 +69,8 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
     method = parse_spec(spec).key
     codec = (method.key_codec if side == "k" else method.value_codec)(dim, torch.float32)
     x = torch.randn(1, HEADS, tokens, dim, generator=torch.Generator().manual_seed(0))
+    if isinstance(codec, FittedCodec):
+        codec = codec.fit(x[:, :, : codec.learns_from])
     store = SegmentList(codec, 1, HEADS, torch.device("cpu")).grown(tokens, 0)
     size = store.segment_tokens
     segments = [store.segment(index) for index in range(-(-tokens // size))]

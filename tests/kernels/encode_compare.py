@@ -39,6 +39,21 @@ FORMATS = (
     "kvarn:bits=3,group=128",
     "kvarn:bits=8,group=32,seed=3",
 )
+_PLAIN = "center=0,first=false,weights=false,blocks=false"
+TRELLISES = (
+    *(f"trellis:bits={bits},{_PLAIN}" for bits in range(1, 7)),
+    *(f"trellis:bits={bits}" for bits in range(1, 7)),
+    f"trellis:bits=4,states=8,seed=3,{_PLAIN}",
+    "trellis:bits=3,states=8",
+    "trellis:bits=4,center=128",
+    "trellis:bits=3,center=0",
+    "trellis:bits=4,center=0,first=false",
+    "trellis:bits=2,weights=false,blocks=false,first=false",
+    "trellis:bits=4,weights=false,blocks=false",
+    "trellis:bits=5,blocks=false",
+    "trellis:bits=2,weights=false,seed=4",
+)
+"""Compared at fewer places than `FORMATS`: torch's search through a trellis takes its time."""
 WIDTHS = (64, 80, 96, 128, 256, 576)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PLACES = (
@@ -145,17 +160,49 @@ def random_pieces(
     return [torch.randn(2, 3, count, dim, generator=generator).to(dtype)], start
 
 
+def treated_pieces(
+    spec: str, side: str, dim: int, count: int, start: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[list[torch.Tensor], int]:
+    """Return tokens as of `random_pieces` that are near a mean, near the first one, or neither."""
+    (x,), start = random_pieces(spec, side, dim, count, start, dtype, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    mean, first = 4 * torch.randn(2, 1, 3, 1, dim, generator=generator)
+    sizes = torch.rand(dim, generator=generator) + 0.1
+    place = torch.arange(x.shape[2]).view(-1, 1)
+    base = torch.where(place % 5 == 0, first, torch.where(place % 7 == 3, torch.zeros(()), mean))
+    return [(base + x * sizes).to(dtype)], start
+
+
+def trellis_cases() -> list[tuple[str, str, int, int, int, torch.dtype]]:
+    """Return a spec, side, width and place for each of some comparisons of trellises."""
+    found, turns = [], itertools.cycle(itertools.product((64, 80, 128, 256), PLACES))
+    for spec in TRELLISES:
+        sides = "kv" if _PLAIN in spec else "k"
+        found += [
+            (spec, side, width, *place)
+            for side in sides
+            for width, place in itertools.islice(turns, 3)
+        ]
+    plain = [spec for spec in TRELLISES if _PLAIN in spec]
+    # Words of V hold tokens, so any width fills them.
+    return found + [(spec, "v", 33, *PLACES[2]) for spec in plain]
+
+
 def main() -> None:
     """Compare all formats, sides, widths and dtypes at this process's level; print a line."""
-    count, bad = 0, []
-    for spec, dim, side in itertools.product(FORMATS, (20, 33, *WIDTHS), "kv"):
-        for tokens, start, dtype in PLACES:
-            pieces, begin = random_pieces(spec, side, dim, tokens, start, dtype)
-            difference = compare(spec, side, pieces, begin)
-            count += 1
-            if difference:
-                bad.append((spec, side, dim, tokens, start, str(dtype), difference))
-    print(json.dumps({"level": library().level, "cases": count, "bad": bad}))
+    bad = []
+    cases = [
+        (spec, side, dim, *place)
+        for spec, dim, side, place in itertools.product(FORMATS, (20, 33, *WIDTHS), "kv", PLACES)
+    ]
+    trellises = trellis_cases()
+    for case in (*cases, *trellises):
+        make = treated_pieces if case in trellises else random_pieces
+        difference = compare(*case[:2], *make(*case))
+        if difference:
+            bad.append((*case[:-1], str(case[-1]), difference))
+    found = {"level": library().level, "cases": len(cases), "trellises": len(trellises)}
+    print(json.dumps({**found, "bad": bad}))
 
 
 if __name__ == "__main__":

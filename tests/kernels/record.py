@@ -42,7 +42,7 @@ INPUT, EQUAL, NEAR = range(3)
 CHECKS = {
     "attend": {"out": NEAR},
     "attend_rows": {"out": NEAR},
-    "encode": dict.fromkeys(("codes", "scale", "zero", "mean"), EQUAL),
+    "encode": dict.fromkeys(("codes", "scale", "zero", "mean", "base", "step"), EQUAL),
     "decode": {"out": EQUAL},
     "step": {"out": NEAR, "spare": EQUAL},
 }
@@ -208,6 +208,11 @@ class Recorder:
             elif isinstance(value, ctypes.Structure) and not isinstance(value, structs.Field):
                 written = checks if isinstance(value, structs.Append) else {}
                 self._follow(case, block, value, at, segments, written)
+            elif name == "trellis" and value:
+                trellis = structs.Trellis.from_address(value)
+                case.pointers.append((block, at, len(case.blocks), 0))
+                case.blocks.append(Block(value, bytes(trellis)))
+                self._follow(case, len(case.blocks) - 1, trellis, 0, 0, {})
             elif kind is ctypes.c_void_p and value:
                 self._point(case, block, at, value, check)
 
@@ -257,10 +262,12 @@ def record_attend(recorder: Recorder, **case: Any) -> None:
     recorder.cases[before:] = made
 
 
-def record_encode(recorder: Recorder, spec: str, side: str, dim: int, *place: Any) -> None:
-    """Record one call of `encode_compare.compare`."""
+def record_encode(
+    recorder: Recorder, make: Callable[..., Any], spec: str, side: str, dim: int, *place: Any
+) -> None:
+    """Record one call of `encode_compare.compare` with the tokens that `make` makes."""
     before = len(recorder.cases)
-    pieces, start = encode_compare.random_pieces(spec, side, dim, *place)
+    pieces, start = make(spec, side, dim, *place)
     assert encode_compare.compare(spec, side, pieces, start) == ""
     for one in recorder.cases[before:]:
         one.label = f"{spec} {side} {dim} {place}"
@@ -321,7 +328,9 @@ def record_all(recorder: Recorder) -> None:
         record_steps(recorder, spec, "paged", 3)
     widths = itertools.cycle((20, 33, 64, 80, 128))
     for spec, place, side in itertools.product(encode_compare.FORMATS, encode_compare.PLACES, "kv"):
-        record_encode(recorder, spec, side, next(widths), *place)
+        record_encode(recorder, encode_compare.random_pieces, spec, side, next(widths), *place)
+    for case in encode_compare.trellis_cases():
+        record_encode(recorder, encode_compare.treated_pieces, *case)
     dtypes = itertools.cycle(decode_compare.DTYPES)
     combinations = itertools.product(decode_compare.FORMATS, decode_compare.PLACES, "kv")
     for spec, place, side in itertools.islice(combinations, 0, None, 7):

@@ -13,13 +13,17 @@ import torch
 from encode_compare import (
     DTYPES,
     FORMATS,
+    TRELLISES,
     WIDTHS,
     codec_of,
     compare,
     levels,
+    native_slots,
     random_pieces,
+    treated_pieces,
+    trellis_cases,
 )
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvpact import CacheGeometry, create_cache
@@ -68,11 +72,12 @@ def test_every_format_at_every_level(level):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["level"] == level
     assert found["cases"] == len(FORMATS) * 8 * 2 * 6
+    assert found["trellises"] == len(trellis_cases()) > 80
     assert found["bad"] == []
 
 
 @pytest.mark.parametrize("side", "kv")
-@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("spec", (*FORMATS, "trellis:bits=3", "trellis:bits=6,states=8"))
 def test_special_values(spec, side):
     """Zeros of both signs, subnormal and tiny numbers, ties, large numbers beside small ones."""
     group = codec_of(spec, side, 64, torch.float32).group
@@ -120,6 +125,72 @@ def test_any_pieces_are_the_whole(spec, side, dim, counts, start, dtype, seed, s
     )
     tokens = (tokens * size).clamp(-limit, limit)
     assert compare(spec, side, list(tokens.split(counts, 2)), start) == ""
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(TRELLISES),
+    st.sampled_from("kv"),
+    st.integers(1, 9).map(lambda n: 16 * n),
+    st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    st.integers(0, 130),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+    st.sampled_from((1.0, 1e-6, 1e-3, 50.0)),
+)
+def test_any_pieces_of_trellises_are_the_whole(spec, side, dim, counts, start, dtype, seed, size):
+    codec = codec_of(spec, side, dim, dtype)
+    assume(not codec_encoder(codec).reason)
+    counts = [-(-count // codec.group) * codec.group for count in counts]
+    (tokens,), start = treated_pieces(spec, side, dim, sum(counts), start, dtype, seed)
+    assert compare(spec, side, list((tokens * size).split(counts, 2)), start) == ""
+
+
+def test_bases_of_every_kind_are_found():
+    """What the comparisons rest on: their tokens have a mean, a first key, and neither."""
+    codec = codec_of("trellis:bits=4", "k", 64, torch.float32)
+    (tokens,), _ = treated_pieces("trellis:bits=4", "k", 64, 128, 0, torch.float32)
+    segments, _ = native_slots(codec.fit(tokens), [tokens], 0)
+    base = next(field for field in codec.fields if field.name == "base")
+    assert torch.bincount(base.read(segments[0]["base"]).flatten()).min() > 50
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim", "reason"),
+    (
+        ("trellis:bits=4", 20, "trellises of 20 channels, whose codes of 4 bits fill no words"),
+        ("trellis:bits=2,blocks=false", 4, "trellises of 4 channels"),
+    ),
+)
+def test_trellises_without_whole_words_are_not_covered(spec, dim, reason):
+    codec = codec_of(spec, "k", dim, torch.float32)
+    assert CPU.covers("encode", codec, torch.float32) == reason
+
+
+def test_what_a_trellis_learns_from_is_encoded_by_torch():
+    codec = codec_of("trellis:bits=4", "k", 64, torch.float32)
+    tokens = torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(9))
+    assert CPU.covers("encode", codec, torch.float32) == ""
+    assert isinstance(CpuEncoder(library(), codec).prepare(tokens), dict)
+
+
+@pytest.mark.parametrize("spec", ("trellis:bits=3,sinks=4", "trellis:bits=4,center=0,window=5"))
+def test_caches_hold_the_same_bytes_of_trellises(spec):
+    """What is learnt, the groups that follow and the rest of one that was cut: natively and not."""
+    held = []
+    for kernel in ("torch", "auto"):
+        generator = torch.Generator().manual_seed(4)
+        cache = create_cache(spec, CacheGeometry(1, 3, 64, None, torch.float32), backend=kernel)
+        for count in (50, 1, 1, 90, *[1] * 60, 3):
+            k, v = torch.randn(2, 1, 3, count, 64, generator=generator)
+            cache.prefill(0, k, v)
+            if count == 90:
+                cache.truncate(131)
+        held.append([cache.dequantize(0, side) for side in "kv"])
+        encodes = cache.stats()["compute"]["encode"]
+    for a, b in zip(*held, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+    assert encodes["cpu"] > 50
 
 
 @pytest.mark.parametrize(
@@ -279,7 +350,7 @@ def test_tiny_numbers_have_codes_of_zero():
 
 
 @pytest.mark.parametrize("dim", (33, 64, 128, 576))
-@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("spec", (*FORMATS, TRELLISES[0]))
 def test_what_the_limit_lets_pass_fits_every_field(spec, dim):
     """Tokens in one channel, in one rotated channel, and of both signs at random."""
     codec = codec_of(spec, "k", dim, torch.float32)
