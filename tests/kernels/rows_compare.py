@@ -26,11 +26,12 @@ def latents(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     layout: str = "contiguous",
+    backend: str = "cpu",
     **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Return the torch body's output over latents, the native one, and the calls' ways."""
     results = []
-    for name in ("torch", "cpu"):
+    for name in ("torch", backend):
         generator = torch.Generator().manual_seed(seed)
         geometry = CacheGeometry.mla(1, rank, rope, dtype)
         pages = {"num_pages": batch * (-(-(held + new) // 128) + 1), "page_size": 128}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, TokenField
 from kvpact.formats.bitpack import WORD, Blocks, planes
 from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisBlock, TrellisForm
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import trellis
@@ -95,6 +96,11 @@ class TrellisVectors:
             center,
         )
 
+    def packed_format(self, **fields: Any) -> PackedFormat:
+        """Return the format of the slots; `fields` are names of further fields."""
+        bits = max(bits for _, bits in self.blocks)
+        return PackedFormat("trellis", bits, scale="scale", trellis=self.form, **fields)
+
     def encode(self, y: Tensor) -> dict[str, Tensor]:
         """Return the arrays of vectors `[..., D]` fp32."""
         size = square_root(divide(tree_sum(y.square()), y.shape[-1]))
@@ -161,3 +167,7 @@ class TrellisCodec(Codec):
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo all but the rotation."""
         return self._vectors.decode(arrays)
+
+    def packed_format(self) -> PackedFormat:
+        """One block, rotated as a whole."""
+        return self._vectors.packed_format()

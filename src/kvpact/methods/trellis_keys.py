@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpact.arithmetic import divide, tree_sum
 from kvpact.formats import CodesField, Field, GroupField
 from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.trellis_codec import LARGEST_TOKEN, TrellisVectors
 from kvpact.quantizers.numbers import half
@@ -121,6 +122,14 @@ class TreatedKeys(Codec):
         near = (to_mean < far) & (to_mean < to_first if self._first else True)
         mean, step = _rounded_mean(tiles, torch.unflatten(near, 2, (-1, size)))
         return {"mean": mean, "mean_step": step}
+
+    def packed_format(self) -> PackedFormat:
+        """Blocks with rotations of their own, and the bases."""
+        return self._vectors.packed_format(
+            base="base" if self._center or self._first else None,
+            mean="mean" if self._center else None,
+            step="mean_step" if self._center else None,
+        )
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Choose bases, weigh, sort, rotate; find the codes."""

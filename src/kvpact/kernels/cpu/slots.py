@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvpact.formats import CodesField
 from kvpact.kernels.base import SegmentSource
-from kvpact.kernels.cpu import structs
+from kvpact.kernels.cpu import structs, trellis
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY
-from kvpact.transforms.hadamard import RandomHadamard, random_signs
+from kvpact.transforms.hadamard import RandomHadamard
 
 MOST_GROUPS = 32
 DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
@@ -22,8 +22,9 @@ _KINDS = {
     "raw": structs.RAW,
     "e4m3": structs.E4M3,
     "e5m2": structs.E5M2,
+    "trellis": structs.TRELLIS,
 }
-_FIELDS = ("codes", "scale", "zero", "fold", "shift")
+_FIELDS = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
 
 
 class SlotFormat:
@@ -42,8 +43,8 @@ class SlotFormat:
         Why none attends over them.
     stream : structs.Stream
         The arguments, but for where slots and tokens lie.
-    by_channel : bool
-        Whether a word of codes holds consecutive tokens of a channel.
+    by_channel, is_trellis : bool
+        Whether a word of codes holds consecutive tokens of a channel; whether of a trellis.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -51,7 +52,9 @@ class SlotFormat:
         self.stream = structs.Stream()
         self._names: list[tuple[str, str]] = []
         self._alive: list[Tensor] = []
+        self._trellis: trellis.TrellisArguments | None = None
         form = codec.packed_format()
+        self.is_trellis = form is not None and form.trellis is not None
         if form is None:
             self.reason = f"no native format for {type(codec).__name__}"
             self.attend_reason = self.reason
@@ -62,6 +65,9 @@ class SlotFormat:
             self.reason = f"width {dim} is above {structs.MOST_DIM}"
         elif codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
             self.reason = f"transform {type(codec.transform).__name__}"
+        self.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
+        if form.trellis is not None:
+            self.reason = self.reason or trellis.reason(form.trellis, not self.by_channel)
         channels = form.channels or dim
         self.attend_reason = self.reason
         if channels < dim and (channels % 32 or -(-dim // channels) > MOST_GROUPS):
@@ -70,7 +76,9 @@ class SlotFormat:
         stream.kind, stream.bits, stream.dim = _KINDS[form.kind], form.bits, dim
         stream.group, stream.channels = form.group, channels
         stream.shift_scaled, stream.middle = form.shift_scaled, form.middle
-        self.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
+        if form.trellis is not None:
+            self._trellis = trellis.TrellisArguments(form.trellis, codec.state())
+            stream.trellis, stream.treated = self._trellis.address, codec.transform is IDENTITY
         if form.kind == "raw":
             stream.number = DTYPES[codes.dtype]
         stream.unit = form.unit if form.whole else 0.0
@@ -80,9 +88,7 @@ class SlotFormat:
             levels *= max(16 // len(levels), 1)
         stream.table = self._keep(torch.tensor(levels, dtype=torch.float32))
         if isinstance(codec.transform, RandomHadamard):
-            rotation = codec.transform
-            signs = random_signs(dim + rotation.block, rotation.seed, torch.device("cpu"))
-            stream.signs = self._keep(signs)
+            stream.signs = self._keep(trellis.signs(codec.transform))
         for name in _FIELDS:
             field = getattr(form, name)
             if field is not None:
@@ -106,8 +112,10 @@ _formats: WeakKeyDictionary[Codec, SlotFormat] = WeakKeyDictionary()
 
 
 def slot_format(codec: Codec) -> SlotFormat:
-    """Return the format of a codec's slots, made once."""
+    """Return the format of a codec's slots, made once the codec has learnt what it learns."""
     found = _formats.get(codec)
     if found is None:
-        found = _formats[codec] = SlotFormat(codec)
+        found = SlotFormat(codec)
+        if codec.ready:
+            _formats[codec] = found
     return found

@@ -100,6 +100,8 @@ class Stream(Structure):
         ("dtype", c_int32),
         ("middle", c_float),
         ("unit", c_float),
+        ("treated", c_int32),
+        ("unused", c_int32),
         ("table", c_void_p),
         ("signs", c_void_p),
         ("segment_tokens", c_int64),

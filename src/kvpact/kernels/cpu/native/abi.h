@@ -86,6 +86,8 @@ typedef struct {
     int32_t dtype;         // of the exact tokens
     float middle;          // taken off the levels: zero and shift are at it, not at code 0
     float unit;            // levels are whole numbers from -128 to 127 times this; 0: they are not
+    int32_t treated;       // 1: keys with K's treatment, whose numbers are not rotated
+    int32_t unused;
     const float *table;    // 2**bits levels
     const float *signs;    // of the rotation, or NULL
     int64_t segment_tokens;

@@ -134,6 +134,8 @@ static bool task(const Job &job, int64_t index) {
     if (!own) return false;
     TaskScratch &scratch = *own;
     const Sizes k_size(a.k, true), v_size(a.v, false);
+    if (a.k.kind == KVP_TRELLIS_CODES) scratch.key_trellis.read(*a.k.trellis);
+    if (a.v.kind == KVP_TRELLIS_CODES) scratch.value_trellis.read(*a.v.trellis);
 #if defined(KVP_AVX512)
     if (a.fast && fast_format(a.k)) scratch.key_table = level_bytes(a.k);
     if (a.fast && fast_format(a.v)) {
@@ -162,8 +164,37 @@ static bool task(const Job &job, int64_t index) {
     return true;
 }
 
+// A query becomes one of the numbers that a trellis stands for, in the order of the wider words.
+static void into_words(float *q, const kvp_stream &k, const Trellis &x, int64_t head) {
+    alignas(64) float y[MOST_DIM];
+    const kvp_trellis &from = *k.trellis;
+    if (k.treated) {
+        const int32_t *order = from.order ? from.order + head * k.dim : nullptr;
+        const float *weight = from.weight ? from.weight + head * k.dim : nullptr;
+        for (int i = 0; i < k.dim; i++) {
+            const int c = order ? order[i] : i;
+            y[i] = weight ? q[c] / weight[c] : q[c];
+        }
+        for (int i = 0, first = 0; i < from.blocks; first += from.block[i++].dim) {
+            const kvp_block &b = from.block[i];
+            const float size = from.deviation ? from.deviation[head * MOST_BLOCKS + i] : 1;
+            rotate(y + first, b.signs, b.dim);
+            for (int c = 0; c < b.dim; c++) y[first + c] *= size;
+        }
+    } else {
+        rotate(q, k.signs, k.dim);
+        memcpy(y, q, sizeof(float) * (size_t)k.dim);
+    }
+    for (int i = 0; i < x.blocks; i++) {
+        const int first = x.block[i].first;
+        each_place(x.block[i], x.wide, [&](int code, int step) { q[first + code] = y[first + step]; });
+    }
+}
+
 static void prepare(const Job &job) {
     const kvp_attend_args &a = *job.args;
+    Trellis trellis;
+    if (a.k.kind == KVP_TRELLIS_CODES) trellis.read(*a.k.trellis);
     const bool packed = job.rotated != job.q && a.k.exact_from > job.begin;
     for (int64_t i = 0; i < job.pairs(); i++) {
         float *q = job.q + i * job.q_size(), *rotated = job.rotated + i * job.q_size();
@@ -179,7 +210,11 @@ static void prepare(const Job &job) {
         }
         if (!packed) continue; // or there is nothing that is rotated
         memcpy(rotated, q, sizeof(float) * (size_t)(padded * job.k_width));
-        for (int64_t r = 0; r < job.rows; r++) rotate(rotated + r * job.k_width, a.k.signs, a.k.dim);
+        for (int64_t r = 0; r < job.rows; r++) {
+            float *row = rotated + r * job.k_width;
+            if (a.k.kind == KVP_TRELLIS_CODES) into_words(row, a.k, trellis, i % a.heads);
+            else rotate(row, a.k.signs, a.k.dim);
+        }
     }
 #if defined(KVP_AVX512)
     if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;

@@ -110,7 +110,7 @@ int kvp_attend(int level, const kvp_attend_args *args, int64_t count) {
     if (!memory) return 3;
     for (Job &job : batch.jobs) {
         job.q = memory;
-        job.rotated = job.args->k.signs ? job.q + job.pairs() * job.q_size() : job.q;
+        job.rotated = job.rotates() ? job.q + job.pairs() * job.q_size() : job.q;
         job.partial = job.rotated + job.pairs() * job.q_size();
         job.bytes = job.partial + job.pairs() * job.splits * job.partial_size();
         memory += job.floats();

@@ -4,6 +4,7 @@
 #include "attend/raw.h"
 #include "attend/values.h"
 #include "planes.h"
+#include "trellis.h"
 
 namespace KVP_NS {
 
@@ -19,37 +20,52 @@ typedef void (*VFunction)(const VRun &);
 constexpr bool MANY_ROWS = W > 4 || REGISTERS == 32;
 template <class Level, int BITS> constexpr bool WIDE = MANY_ROWS && (BITS == 2 || BITS == 3 || BITS == 4);
 template <> constexpr bool WIDE<Linear<8>, 8> = MANY_ROWS;
+template <> constexpr bool WIDE<Lookup<4>, 8> = MANY_ROWS;
+template <> constexpr bool WIDE<Lookup<5>, 8> = MANY_ROWS;
+template <> constexpr bool WIDE<Lookup<6>, 8> = MANY_ROWS;
 
-template <class Level, int BITS> struct Functions {
+// SCRATCH: words stand in scratch memory, see trellis.h.
+template <class Level, int BITS, bool SCRATCH = false> struct Functions {
     static constexpr bool wide = WIDE<Level, BITS>;
     // Two tiles at once, where there are registers for that.
     static KFunction pair(int rows) {
         if constexpr (wide && W == 16) {
-            if (rows == 4) return k_tile<Level, BITS, 4, 2>;
-            if (rows == 3) return k_tile<Level, BITS, 3, 2>;
-            if (rows == 2) return k_tile<Level, BITS, 2, 2>;
-            if (rows == 1) return k_tile<Level, BITS, 1, 2>;
+            if (rows == 4) return k_tile<Level, BITS, 4, 2, SCRATCH>;
+            if (rows == 3) return k_tile<Level, BITS, 3, 2, SCRATCH>;
+            if (rows == 2) return k_tile<Level, BITS, 2, 2, SCRATCH>;
+            if (rows == 1) return k_tile<Level, BITS, 1, 2, SCRATCH>;
         }
         (void)rows;
         return nullptr;
     }
     static KFunction k(int rows) {
         if constexpr (wide) {
-            if (rows == 2) return k_tile<Level, BITS, 2>;
-            if (rows == 3) return k_tile<Level, BITS, 3>;
-            if (rows == 8) return k_tile<Level, BITS, 8>;
+            if (rows == 2) return k_tile<Level, BITS, 2, 1, SCRATCH>;
+            if (rows == 3) return k_tile<Level, BITS, 3, 1, SCRATCH>;
+            if (rows == 8) return k_tile<Level, BITS, 8, 1, SCRATCH>;
         }
-        return rows == 1 ? k_tile<Level, BITS, 1> : k_tile<Level, BITS, 4>;
+        return rows == 1 ? k_tile<Level, BITS, 1, 1, SCRATCH> : k_tile<Level, BITS, 4, 1, SCRATCH>;
     }
     static VFunction v(int rows) {
         if constexpr (wide) {
-            if (rows == 2) return v_run<Level, BITS, 2>;
-            if (rows == 3) return v_run<Level, BITS, 3>;
-            if (rows == 8) return v_run<Level, BITS, 8>;
+            if (rows == 2) return v_run<Level, BITS, 2, SCRATCH>;
+            if (rows == 3) return v_run<Level, BITS, 3, SCRATCH>;
+            if (rows == 8) return v_run<Level, BITS, 8, SCRATCH>;
         }
-        return rows == 1 ? v_run<Level, BITS, 1> : v_run<Level, BITS, 4>;
+        return rows == 1 ? v_run<Level, BITS, 1, SCRATCH> : v_run<Level, BITS, 4, SCRATCH>;
     }
 };
+
+// The same for the wider words of a trellis.
+template <class F> static auto by_wide(int bits, int wide, F &&pick) {
+    if (wide == 4) return pick(Functions<Lookup<4>, 4, true>());
+    switch (index_bits(bits)) {
+    case 4: return pick(Functions<Lookup<4>, 8, true>());
+    case 5: return pick(Functions<Lookup<5>, 8, true>());
+    case 6: return pick(Functions<Lookup<6>, 8, true>());
+    default: return pick(Functions<Lookup<7>, 8, true>());
+    }
+}
 
 template <class F> static auto by_format(const kvp_stream &x, F &&pick) {
     switch (x.kind) {
@@ -59,6 +75,7 @@ template <class F> static auto by_format(const kvp_stream &x, F &&pick) {
         if (x.number == KVP_F32) return pick(RawFunctions<Float32>());
         if (x.number == KVP_F16) return pick(RawFunctions<Float16>());
         return pick(RawFunctions<Bfloat16>());
+    case KVP_TRELLIS_CODES: return by_wide(x.bits, x.trellis->interleave, pick);
     case KVP_LINEAR:
         switch (x.bits) {
         case 5: return pick(Functions<Linear<5>, 5>());
@@ -93,6 +110,11 @@ template <class F> static auto by_format(const kvp_stream &x, F &&pick) {
 }
 
 // Bytes of the codes of a tile of K (`key`) or V.
-INLINE int64_t tile_bytes(const kvp_stream &s, bool key) { return tile_bytes(s.bits, s.dim, key && s.kind < KVP_RAW); }
+INLINE int64_t tile_bytes(const kvp_stream &s, bool key) {
+    if (s.kind == KVP_TRELLIS_CODES) return trellis_bytes(*s.trellis, key);
+    return tile_bytes(s.bits, s.dim, key && s.kind < KVP_RAW);
+}
 INLINE int groups_of(const kvp_stream &s) { return channel_groups(s.dim, s.channels); }
+// Bytes of a tile's scales, or zeros.
+INLINE int64_t side_bytes(const kvp_stream &s) { return TILE * (s.kind == KVP_TRELLIS_CODES ? 1 : 2 * (int64_t)groups_of(s)); }
 } // namespace KVP_NS

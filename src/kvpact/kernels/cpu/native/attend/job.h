@@ -21,11 +21,13 @@ struct Job {
     int64_t partial_size() const { return (rows + MAX_ROWS) * partial_row(); }
     float *bytes;             // for precision="int8", see FastKeys: [B * H][byte_size()]
     int64_t byte_size() const { return args->fast ? (rows + MAX_ROWS) * (k_width / 4 + 33) : 0; }
+    // Whether packed keys are products of other queries than exact ones.
+    bool rotates() const { return args->k.signs || args->k.kind == KVP_TRELLIS_CODES; }
     int64_t pairs() const { return args->batch * args->heads; }
     int64_t parts() const { return (args->heads + heads - 1) / heads; } // of the heads of a row
     int64_t tasks() const { return args->batch * parts() * splits; }
     // Memory that a call needs beside its arguments.
     int64_t floats() const {
-        return pairs() * ((args->k.signs ? 2 : 1) * q_size() + splits * partial_size() + byte_size());
+        return pairs() * ((rotates() ? 2 : 1) * q_size() + splits * partial_size() + byte_size());
     }
 };

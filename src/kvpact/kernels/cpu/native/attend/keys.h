@@ -17,12 +17,17 @@ struct KTile {
     int64_t width;
     int dim, channels;
     float middle;                 // of the codes, added to zero scaled
+    // Where words stand in scratch memory: whether the products are added to what `out` holds; and of what
+    // to prefetch, lines for 16 channels, and bytes from a half of a tile to the other.
+    bool more;
+    int lines;
+    int64_t half;
 };
 
-// Adds the products of 32 channels; word(vector, plane, index) gives the packed words.
-template <class Level, int BITS, int RB, int TV, class F>
+// Adds the products of some channels; word(vector, plane, index) gives the packed words.
+template <class Level, int BITS, int RB, int TV, int CHANNELS, class F>
 INLINE void add_channels(vf (&acc)[TV][RB], const Level &level, const float *q, int64_t width, F &&word) {
-    for (int i = 0; i < Planes<BITS>::width[0]; i++) {
+    for (int i = 0; i < Planes<BITS>::width[0] * CHANNELS / 32; i++) {
         Codes<BITS, TV> codes(i, word);
 #pragma GCC unroll 8
         for (int j = 0; j < codes.items; j++, q++) {
@@ -37,8 +42,10 @@ INLINE void add_channels(vf (&acc)[TV][RB], const Level &level, const float *q, 
     }
 }
 
-template <class Level, int BITS, int RB, int TILES = 1> void k_tile(const KTile &a) {
+template <class Level, int BITS, int RB, int TILES = 1, bool SCRATCH = false> void k_tile(const KTile &a) {
     using P = Planes<BITS>;
+    // Channels that are taken at a time: blocks of a trellis are multiples of 16.
+    constexpr int CHANNELS = SCRATCH ? 16 : 32;
     constexpr int FIT = REGISTERS == 32 ? 16 : 8;
     constexpr int MOST = RB >= FIT ? 1 : FIT / RB;
     constexpr int COUNT = TILES * TILE;
@@ -48,7 +55,7 @@ template <class Level, int BITS, int RB, int TILES = 1> void k_tile(const KTile 
     for (int p = 0; p < P::count; p++)
         begin[p + 1] = begin[p] + (a.dim * P::width[p] + 31) / 32;
     const int64_t half = begin[P::count] * 16;
-    const int whole = a.dim / 32, rest = a.dim % 32;
+    const int whole = a.dim / CHANNELS, rest = a.dim % CHANNELS;
     const int groups = TILES == 2 ? 1 : channel_groups(a.dim, a.channels); // a constant keeps sums in registers
     for (int t = 0; t < COUNT; t += TV * W) {
         const uint32_t *at[TV];
@@ -56,11 +63,12 @@ template <class Level, int BITS, int RB, int TILES = 1> void k_tile(const KTile 
         for (int k = 0; k < TV; k++) {
             const int tile = (t + k * W) / TILE, inside = (t + k * W) % TILE;
             at[k] = a.words[tile] + inside / 16 * half + inside % 16;
-            ahead[k] = a.ahead[tile] + inside / 16 * half * 4;
+            ahead[k] = a.ahead[tile] + inside / 16 * (SCRATCH ? a.half : half * 4);
         }
         vf total[TV][RB];
         for (int r = 0; r < RB; r++)
-            for (int k = 0; k < TV; k++) total[k][r] = zero();
+            for (int k = 0; k < TV; k++)
+                total[k][r] = SCRATCH && a.more ? load(a.out + r * BLOCK + t + k * W) : zero();
         int c = 0;
         for (int g = 0; g < groups; g++) {
             vf acc[TV][RB];
@@ -68,13 +76,16 @@ template <class Level, int BITS, int RB, int TILES = 1> void k_tile(const KTile 
                 for (int k = 0; k < TV; k++) acc[k][r] = set1(a.inner[r]);
             const int end = g == groups - 1 ? whole : (g + 1) * (a.channels / 32);
             for (; c < end; c++) {
-                for (int k = 0; k < TV; k++)
+                for (int k = 0; k < TV && !SCRATCH; k++)
                     for (int i = 0; i < BITS; i++)
                         if ((t + k * W) % 16 == 0) prefetch(ahead[k] + (c * BITS + i) * 64);
-                add_channels<Level, BITS, RB, TV>(
-                    acc, level, a.q + c * 32, a.width,
+                for (int i = 0; SCRATCH && i < a.lines; i++)
+                    for (int k = 0; k < TV; k++)
+                        if ((t + k * W) % 16 == 0) prefetch(ahead[k] + (c * a.lines + i) * 64);
+                add_channels<Level, BITS, RB, TV, CHANNELS>(
+                    acc, level, a.q + c * CHANNELS, a.width,
                     [&](int k, int p, int i) __attribute__((always_inline)) {
-                        return load_words(at[k] + (begin[p] + c * P::width[p] + i) * 16);
+                        return load_words(at[k] + (begin[p] + c * (P::width[p] * CHANNELS / 32) + i) * 16);
                     });
             }
             if (g == groups - 1 && rest) {
@@ -84,9 +95,9 @@ template <class Level, int BITS, int RB, int TILES = 1> void k_tile(const KTile 
                 for (int k = 0; k < TV; k++)
                     for (int p = 0; p < P::count; p++)
                         for (int i = 0; i < (rest * P::width[p] + 31) / 32; i++)
-                            memcpy(last[k][p][i], at[k] + (begin[p] + whole * P::width[p] + i) * 16, 4 * W);
-                add_channels<Level, BITS, RB, TV>(
-                    acc, level, a.q + whole * 32, a.width,
+                            memcpy(last[k][p][i], at[k] + (begin[p] + whole * (P::width[p] * CHANNELS / 32) + i) * 16, 4 * W);
+                add_channels<Level, BITS, RB, TV, CHANNELS>(
+                    acc, level, a.q + whole * CHANNELS, a.width,
                     [&](int k, int p, int i) __attribute__((always_inline)) { return load_words(last[k][p][i]); });
             }
             for (int k = 0; k < TV; k++) {

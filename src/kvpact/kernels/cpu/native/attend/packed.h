@@ -6,6 +6,7 @@
 #endif
 #include "attend/formats.h"
 #include "attend/offset.h"
+#include "trellis_numbers.h"
 
 namespace KVP_NS {
 
@@ -13,6 +14,7 @@ namespace KVP_NS {
 // longer the pieces of memory that are read in their order, the faster.
 constexpr int TURN = 8;
 constexpr int OFFSET_PAIRS = 16; // of an offset, whose factors are held at a time
+constexpr int64_t WIDENED = 4 << 10; // bytes of wider words of V that are made at a time
 
 // Memory of one thread for its task.
 struct TaskScratch {
@@ -20,6 +22,10 @@ struct TaskScratch {
     alignas(64) float score[TURN][MAX_ROWS][BLOCK], weight[MAX_ROWS][BLOCK];
     alignas(64) float weights[MOST_GROUPS * MAX_ROWS * BLOCK]; // weight times scale, by channel group
     alignas(64) float shift[MOST_GROUPS * MAX_ROWS];
+    Trellis key_trellis, value_trellis;
+    alignas(64) uint32_t wide[2 * WIDE_TILE]; // their words
+    alignas(64) uint16_t scale[BLOCK];        // and scales
+    alignas(64) float mean[MOST_DIM];
 #if defined(KVP_AVX512)
     vi key_table;
     FastValues values;
@@ -31,7 +37,7 @@ struct Sizes {
     int64_t tile, side; // bytes of a tile's codes, and of one number per token
     int groups;
     Sizes(const kvp_stream &s, bool key) : tile(tile_bytes(s, key)), groups(groups_of(s)) {
-        side = 2 * TILE * (int64_t)groups;
+        side = side_bytes(s);
     }
 };
 
@@ -110,8 +116,112 @@ INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *o
     }
 }
 
+// out[row] = the product of x and of a row of q, for a multiple of 4 rows.
+INLINE void dot_rows(float *out, const float *x, const float *q, int64_t width, int rows) {
+    for (int r = 0; r < rows; r += 4) {
+        vf acc[4] = {zero(), zero(), zero(), zero()};
+        for (int64_t c = 0; c < width; c += W)
+            for (int i = 0; i < 4; i++) acc[i] = fma(load(x + c), load(q + (r + i) * width + c), acc[i]);
+        store_sums(out + r, 1, acc[0], acc[1], acc[2], acc[3]);
+    }
+}
+
+// The products of q and the bases of keys.
+struct BaseScores {
+    const Pass &p;
+    const kvp_trellis &x;
+    const float *q;
+    float of_mean[MAX_ROWS] = {0}, of_first[MAX_ROWS] = {0};
+    int64_t group = -1;
+
+    explicit BaseScores(const Pass &pass) : p(pass), x(*pass.a.k.trellis) {
+        q = p.job.q + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
+        if (!x.first) return;
+        const int dim = p.a.k.dim;
+        memcpy(p.scratch.mean, x.first + p.h * dim, sizeof(float) * (size_t)dim);
+        for (int64_t c = dim; c < p.job.k_width; c++) p.scratch.mean[c] = 0;
+        dot_rows(of_first, p.scratch.mean, q, p.job.k_width, p.passed);
+    }
+    // Writes those of the tile at `t`.
+    INLINE void write(const Place &place, int64_t t, float *out) {
+        if (x.center && t / x.center != group) {
+            group = t / x.center;
+            const int8_t *mean = (const int8_t *)place.group(p.a.k.mean, p.b, p.h, x.center, p.a.k.dim);
+            read_mean(p.scratch.mean, mean, (const uint16_t *)place.group(p.a.k.step, p.b, p.h, x.center, 2), p.a.k.dim);
+            dot_rows(of_mean, p.scratch.mean, q, p.job.k_width, p.passed);
+        }
+        const uint32_t *flags = (const uint32_t *)place.tile(p.a.k.base, p.b, p.h, 8);
+        Ints lanes = {};
+        for (int i = 0; i < W; i++) lanes[i] = 2 * i;
+        for (int t = 0; t < TILE; t += W) {
+            const Ints flag = (Ints{} + (int32_t)(flags[t / 16] >> t % 16 * 2)) >> lanes & 3;
+            for (int r = 0; r < p.passed; r++) {
+                const vf other = pick_lanes(flag == 1, set1(of_first[r]), zero());
+                store(out + r * BLOCK + t, pick_lanes(flag == 0, set1(of_mean[r]), other));
+            }
+        }
+    }
+};
+
+// The scores of keys whose words are made wider first, block by block.
+static void widened_scores(Pass &p, int64_t t, int64_t n) {
+    const kvp_stream &k = p.a.k;
+    const Trellis &x = p.scratch.key_trellis;
+    const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
+    const bool based = k.base.base;
+    KFunction one[MOST_BLOCKS], two[MOST_BLOCKS];
+    bool pairs = true;
+    for (int i = 0; i < x.blocks; i++) {
+        one[i] = by_wide(x.block[i].bits, x.wide, [&](auto f) { return f.k(p.passed); });
+        two[i] = by_wide(x.block[i].bits, x.wide, [&](auto f) { return f.pair(p.passed); });
+        pairs = pairs && two[i];
+    }
+    BaseScores base(p);
+    const float none[MAX_ROWS] = {0};
+    KTile tile;
+    tile.sums = nullptr;
+    tile.inner = tile.outer = none;
+    tile.width = p.job.k_width;
+    tile.channels = k.dim;
+    tile.middle = 0;
+    tile.half = x.half * 64;
+    Place place(k, t);
+    Ahead ahead(k, p.k_size, p, t);
+    for (int64_t i = 0; i < n;) {
+        const int count = pairs && i + TILE < n ? 2 : 1;
+        const char *codes[2], *next[2];
+        tile.out = p.score[0] + i;
+        for (int j = 0; j < count; j++, place.step(k)) {
+            codes[j] = place.tile(k.codes, p.b, p.h, p.k_size.tile);
+            next[j] = ahead.next(codes[j]);
+            scales_to_halves(p.scratch.scale + j * TILE, (const uint8_t *)place.tile(k.scale, p.b, p.h, p.k_size.side));
+            tile.scale[j] = p.scratch.scale + j * TILE;
+            tile.zero[j] = nullptr;
+            if (based) base.write(place, t + i + j * TILE, tile.out + j * TILE);
+        }
+        for (int b = 0, lines = 0; b < x.blocks; b++) {
+            const TrellisBlock &block = x.block[b];
+            for (int j = 0; j < count; j++) {
+                tile.ahead[j] = next[j] + lines * 64;
+                uint32_t *to = x.place(p.scratch.wide, b) + j * WIDE_TILE;
+                widen_keys(to, codes[j], x, b);
+                tile.words[j] = to;
+            }
+            tile.table = block.table;
+            tile.q = q + block.first;
+            tile.dim = block.dim;
+            tile.more = based || b;
+            tile.lines = (block.bits + 1) / 2;
+            lines += block.dim * block.bits / 32;
+            (count == 2 ? two : one)[b](tile);
+        }
+        i += count * TILE;
+    }
+}
+
 static void packed_scores(Pass &p, int64_t t, int64_t n) {
     const kvp_stream &k = p.a.k;
+    if (k.kind == KVP_TRELLIS_CODES) return widened_scores(p, t, n);
     const int groups = p.k_size.groups;
     const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
     float inner[MAX_ROWS] = {0}, outer[MAX_ROWS] = {0}, sums[MAX_ROWS * MOST_GROUPS];
@@ -144,6 +254,7 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
     tile.dim = k.dim;
     tile.channels = k.channels;
     tile.middle = k.middle;
+    tile.more = false;
     int64_t folded = -1;
     Place place(k, t);
     Ahead ahead(k, p.k_size, p, t);
@@ -216,6 +327,7 @@ struct ValueTiles {
         run.stride = p.job.partial_row();
         run.dim = v.dim;
         run.channels = v.channels;
+        run.bits = v.bits;
     }
     INLINE void take(const Pass &p, int64_t tokens) {
         const kvp_stream &v = p.a.v;
@@ -223,7 +335,13 @@ struct ValueTiles {
         for (int64_t i = 0; i < tokens; i += TILE, run.tiles++, place.step(v)) {
             run.words[run.tiles] = (const uint32_t *)place.tile(v.codes, p.b, p.h, p.v_size.tile);
             run.ahead[run.tiles] = ahead.next(run.words[run.tiles]);
-            scale[run.tiles] = (const uint16_t *)place.tile(v.scale, p.b, p.h, p.v_size.side);
+            const char *side = place.tile(v.scale, p.b, p.h, p.v_size.side);
+            if (v.kind == KVP_TRELLIS_CODES) {
+                uint16_t *halves = p.scratch.scale + run.tiles * TILE;
+                scales_to_halves(halves, (const uint8_t *)side);
+                side = (const char *)halves;
+            }
+            scale[run.tiles] = (const uint16_t *)side;
             zero[run.tiles] = (const uint16_t *)place.tile(v.zero, p.b, p.h, p.v_size.side);
         }
     }
@@ -246,6 +364,27 @@ template <int R> static void weigh(Pass &p, const ValueTiles &tiles, int g, int 
             for (int r = 0; r < R; r++) moved[r] = fma(load(&from[r][i + at]), z, moved[r]);
         }
     if (tiles.zero[0]) store_sums(p.scratch.shift + g * MAX_ROWS + r0, 1, moved[0], moved[1], moved[2], moved[3]);
+}
+
+// The same, a few tiles at a time, whose words are made wider first.
+static void widened_values(const Pass &p, const VRun &all) {
+    const Trellis &x = p.scratch.value_trellis;
+    const TrellisBlock &block = x.block[0];
+    const VFunction add = by_wide(block.bits, x.wide, [&](auto f) { return f.v(p.passed); });
+    const int most = (int)from(WIDENED / (4 * x.wide_words), 1);
+    for (int first = 0; first < all.tiles; first += most) {
+        VRun a = all;
+        a.tiles = (int)upto(most, all.tiles - first);
+        for (int i = 0; i < a.tiles; i++) {
+            uint32_t *to = p.scratch.wide + i * x.wide_words;
+            widen_values(to, (const char *)all.words[first + i], block, x.wide);
+            a.words[i] = to;
+            a.ahead[i] = all.ahead[first + i];
+        }
+        a.weights += first * TILE;
+        a.table = block.table;
+        add(a);
+    }
 }
 
 static void packed_values(Pass &p, float *acc, int64_t t, int64_t n) {
@@ -276,7 +415,8 @@ static void packed_values(Pass &p, float *acc, int64_t t, int64_t n) {
             continue;
         }
 #endif
-        by_format(v, [&](auto f) { return f.v(p.passed); })(a);
+        if (v.kind == KVP_TRELLIS_CODES) widened_values(p, a);
+        else by_format(v, [&](auto f) { return f.v(p.passed); })(a);
     }
 }
 } // namespace KVP_NS

@@ -6,6 +6,7 @@
 #include "attend/offset.h"
 #include "attend/rules.h"
 #include "attend/tiles.h"
+#include "scratch.h"
 #include "table.h"
 
 namespace KVP_NS {
@@ -58,6 +59,7 @@ struct Rows {
     Part part;
     int64_t b, h, first, count;
     bool gathered[2]; // whether the sums of exact, of packed values hold any
+    TrellisScratch *trellis[2] = {}; // of K, of V
     INLINE int64_t query(int64_t i) const { return (uint32_t)(first + i) / (uint32_t)a.groups; }
     INLINE int64_t head(int64_t i) const { return h * a.groups + (uint32_t)(first + i) % (uint32_t)a.groups; }
 };
@@ -195,7 +197,7 @@ static bool weigh(const Rows &r, const Run &run, int64_t t, float *decay) {
 
 // Decodes what lies in V's place into panels; returns whether it is packed.
 static bool decode_values(const Rows &r, int64_t t, int64_t begin, int64_t end) {
-    return values({r.a, r.a.v, r.b, r.h, t, begin, end, r.room.value, TOKENS * PANEL});
+    return values({r.a, r.a.v, r.b, r.h, t, begin, end, r.room.value, TOKENS * PANEL, r.trellis[1]});
 }
 
 // sum += weights v for the columns of a run.
@@ -238,7 +240,7 @@ static void block(Rows &r, int64_t begin, int64_t end) {
     Run runs[MOST_AT_ONCE / RUN_ROWS + 1];
     const int count = find_runs(r, t, lead, n, runs);
     if (!count) return;
-    const bool packed = keys({a, a.k, r.b, r.h, t, begin, end, r.room.key, a.k.dim * PANEL});
+    const bool packed = keys({a, a.k, r.b, r.h, t, begin, end, r.room.key, a.k.dim * PANEL, r.trellis[0]});
     const bool packed_values = decode_values(r, t, begin, end);
     const float *q = packed ? r.room.rotated : r.room.q;
     r.gathered[packed_values] = true;
@@ -325,6 +327,15 @@ static void rows_task(const RowsJob &job, int64_t index) {
     const Room room(job, memory);
     const int64_t split = index % job.splits;
     Rows r = rows_of(job, index / job.splits, room, job.splits == 1 ? room.part : job.partial + index * job.part_size());
+    if (a.k.kind == KVP_TRELLIS_CODES || a.v.kind == KVP_TRELLIS_CODES) {
+        TrellisScratch *own = own_scratch<TrellisScratch>();
+        if (!own) {
+            __atomic_store_n(job.failed, true, __ATOMIC_RELAXED);
+            return;
+        }
+        if (a.k.kind == KVP_TRELLIS_CODES) r.trellis[0] = own;
+        if (a.v.kind == KVP_TRELLIS_CODES) r.trellis[1] = own;
+    }
     memset(r.part.exact, 0, sizeof(float) * job.part_size());
     for (int64_t i = 0; i < job.at_once; i++) r.part.peak[i] = -INFINITY;
     if (job.latent)

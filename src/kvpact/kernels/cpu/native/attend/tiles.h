@@ -9,6 +9,7 @@
 #include "attend/product.h"
 #include "simd/rotate.h"
 #include "attend/rows.h"
+#include "trellis_numbers.h"
 
 namespace KVP_NS {
 
@@ -28,6 +29,7 @@ struct Tokens {
     int64_t base, begin, end; // the token of column (K) or row (V) 0, a multiple of TILE; those to decode
     float *to;
     int64_t panel; // numbers from a panel to the next
+    TrellisScratch *trellis; // of the slots that hold one
 
     INLINE float *key(int64_t token) const { return to + token / PANEL * panel + token % PANEL; }
     INLINE float *value(int64_t token, int64_t c) const { return to + c / PANEL * panel + token * PANEL + c % PANEL; }
@@ -41,9 +43,17 @@ INLINE const char *codes_at(const Tokens &s, const Place &place, int64_t t, int6
         const char *ahead = next.tile(s.x.codes, s.b, s.h, bytes);
         for (int64_t i = 0; i < bytes; i += 64) prefetch(ahead + i);
         for (const kvp_field *f : {&s.x.scale, &s.x.zero})
-            if (f->base) prefetch(next.tile(*f, s.b, s.h, 2 * TILE * (int64_t)groups_of(s.x)));
+            if (f->base) prefetch(next.tile(*f, s.b, s.h, side_bytes(s.x)));
     }
     return place.tile(s.x.codes, s.b, s.h, bytes);
+}
+// The same for V, or where their wider words stand.
+INLINE const uint32_t *values_at(const Tokens &s, const Place &place, int64_t t) {
+    const char *codes = codes_at(s, place, t, tile_bytes(s.x, false));
+    if (s.x.kind != KVP_TRELLIS_CODES) return (const uint32_t *)codes;
+    const Trellis &x = s.trellis->trellis;
+    widen_values(s.trellis->wide, codes, x.block[0], x.wide);
+    return s.trellis->wide;
 }
 
 // The numbers beside the codes of a tile: per token [channel groups][TILE], and per channel.
@@ -67,8 +77,11 @@ struct Beside {
     }
     INLINE void read(const Tokens &s, int64_t t, const Place &place) {
         const kvp_stream &x = s.x;
-        const int64_t side = 2 * TILE * (int64_t)groups, unit = 2 * (int64_t)x.dim;
-        if (x.scale.base) to_floats(scale, place.tile(x.scale, s.b, s.h, side), KVP_F16, TILE * groups);
+        const int64_t side = side_bytes(x), unit = 2 * (int64_t)x.dim;
+        if (x.kind == KVP_TRELLIS_CODES) {
+            scales_to_halves(s.trellis->scale, (const uint8_t *)place.tile(x.scale, s.b, s.h, side));
+            to_floats(scale, (const char *)s.trellis->scale, KVP_F16, TILE);
+        } else if (x.scale.base) to_floats(scale, place.tile(x.scale, s.b, s.h, side), KVP_F16, TILE * groups);
         if (x.zero.base) to_floats(zero, place.tile(x.zero, s.b, s.h, side), KVP_F16, TILE * groups);
         if (!x.group || (t > s.base && t % x.group)) return;
         if (folds) to_floats(fold, place.group(x.fold, s.b, s.h, x.group, unit), KVP_F16, x.dim);
@@ -95,7 +108,7 @@ template <Form FORM> struct KeyNumbers {
 
 template <class Functions> struct Decoder;
 
-template <class Level, int BITS> struct Decoder<Functions<Level, BITS>> {
+template <class Level, int BITS, bool SCRATCH> struct Decoder<Functions<Level, BITS, SCRATCH>> {
     using P = Planes<BITS>;
 
     // Up to 32 channels of PANEL tokens; word(vector, plane, index) gives the packed words.
@@ -155,7 +168,8 @@ template <class Level, int BITS> struct Decoder<Functions<Level, BITS>> {
         }
     }
     static void keys(const Tokens &s) {
-        if (s.x.fold.base || s.x.shift.base) keys<BY_CHANNEL>(s);
+        if constexpr (SCRATCH) return;
+        else if (s.x.fold.base || s.x.shift.base) keys<BY_CHANNEL>(s);
         else if (s.x.zero.base) keys<MOVED>(s);
         else keys<SCALED>(s);
     }
@@ -190,12 +204,12 @@ template <class Level, int BITS> struct Decoder<Functions<Level, BITS>> {
     // Lanes behind dim hold whatever the levels of no codes are: nobody looks at them.
     template <Form FORM> static void values(const Tokens &s) {
         const kvp_stream &x = s.x;
-        const Level level(x.table);
+        const Level level(SCRATCH ? s.trellis->trellis.block[0].table : x.table);
         Beside beside(x);
         const bool panels = x.channels >= x.dim || x.channels % PANEL == 0; // no group ends inside
         for (int64_t t = s.base; t < s.end; t += TILE) {
             const Place place(x, t);
-            const uint32_t *words = (const uint32_t *)codes_at(s, place, t, tile_bytes(x, false));
+            const uint32_t *words = values_at(s, place, t);
             beside.read(s, t, place);
             int64_t c = 0;
             if (panels)
@@ -204,7 +218,8 @@ template <class Level, int BITS> struct Decoder<Functions<Level, BITS>> {
         }
     }
     static void values(const Tokens &s) {
-        if (s.x.fold.base) values<BY_CHANNEL>(s);
+        if constexpr (SCRATCH) values<SCALED>(s);
+        else if (s.x.fold.base) values<BY_CHANNEL>(s);
         else if (s.x.zero.base) values<MOVED>(s);
         else values<SCALED>(s);
     }
@@ -246,6 +261,24 @@ template <class Number> struct Decoder<RawFunctions<Number>> {
         }
     }
 };
+
+static void trellis_keys(const Tokens &s) {
+    const kvp_stream &x = s.x;
+    const kvp_trellis &from = *x.trellis;
+    const int64_t bytes = tile_bytes(x, true), center = from.center ? from.center : TILE;
+    s.trellis->trellis.read(from);
+    for (int64_t t = s.base; t < s.end; t += TILE) {
+        const Place place(x, t);
+        const KeySlots slots = {codes_at(s, place, t, bytes), (const uint8_t *)place.tile(x.scale, s.b, s.h, TILE),
+                                (const uint32_t *)place.tile(x.base, s.b, s.h, 8),
+                                (const int8_t *)place.group(x.mean, s.b, s.h, center, x.dim),
+                                (const uint16_t *)place.group(x.step, s.b, s.h, center, 2), s.h};
+        key_numbers(*s.trellis, x, slots, [](int) { return true; }, [&](int i, const float *numbers) {
+            float *to = s.key(t - s.base + i);
+            for (int64_t c = 0; c < x.dim; c++) store(to + c * PANEL, load(numbers + c * W));
+        });
+    }
+}
 
 // The channels from `first` on of `count` tokens, fp32 rows, become the columns from `token` on.
 INLINE void put_keys(const Tokens &s, int64_t token, const float *rows, int count, int64_t first = 0) {
@@ -321,7 +354,8 @@ static bool keys(const Tokens &s) {
         by_dtype(s.x.dtype, [&](auto dtype) { exact_keys<dtype()>(s); });
         return false;
     }
-    by_format(s.x, [&](auto f) { Decoder<decltype(f)>::keys(s); });
+    if (s.x.kind == KVP_TRELLIS_CODES) trellis_keys(s);
+    else by_format(s.x, [&](auto f) { Decoder<decltype(f)>::keys(s); });
     place_sinks(s, true);
     return true;
 }
@@ -330,6 +364,7 @@ static bool values(const Tokens &s) {
         by_dtype(s.x.dtype, [&](auto dtype) { exact_values<dtype()>(s); });
         return false;
     }
+    if (s.trellis) s.trellis->trellis.read(*s.x.trellis);
     by_format(s.x, [&](auto f) { Decoder<decltype(f)>::values(s); });
     place_sinks(s, false);
     return true;

@@ -16,9 +16,10 @@ struct VRun {
     float *acc;                      // [rows][stride], added to
     int64_t stride;
     int dim, channels;
+    int bits; // of the codes in the slots
 };
 
-template <class Level, int BITS, int RB, int CV, bool PART>
+template <class Level, int BITS, int RB, int CV, bool PART, bool SCRATCH>
 INLINE void v_channels(const VRun &a, const Level &level, int c, int n) {
     using P = Planes<BITS>;
     const int group = c / a.channels;
@@ -30,7 +31,7 @@ INLINE void v_channels(const VRun &a, const Level &level, int c, int n) {
         }
     for (int tile = 0; tile < a.tiles; tile++) {
         const uint32_t *words = a.words[tile] + c;
-        for (int i = 0; i < BITS; i++)
+        for (int i = 0; i < (SCRATCH ? a.bits : BITS); i++)
             for (int k = 0; k < CV; k += 16 / W)
                 prefetch(a.ahead[tile] + (i * a.dim + c + k * W) * 4);
         const float *weight = weights + tile * TILE;
@@ -66,7 +67,7 @@ INLINE void v_channels(const VRun &a, const Level &level, int c, int n) {
     }
 }
 
-template <class Level, int BITS, int RB> void v_run(const VRun &a) {
+template <class Level, int BITS, int RB, bool SCRATCH = false> void v_run(const VRun &a) {
     constexpr int FIT = REGISTERS == 32 ? 16 : 8;
     constexpr int MOST = RB >= FIT ? 1 : FIT / RB;
     constexpr int CV = MOST >= 2 ? 2 : 1;
@@ -75,9 +76,9 @@ template <class Level, int BITS, int RB> void v_run(const VRun &a) {
     // Four vectors where no group of channels ends between them.
     if constexpr (REGISTERS == 32 && MOST >= 4)
         if (a.channels % (4 * W) == 0 || a.channels >= a.dim)
-            for (; c + 4 * W <= a.dim; c += 4 * W) v_channels<Level, BITS, RB, 4, false>(a, level, c, W);
-    for (; c + CV * W <= a.dim; c += CV * W) v_channels<Level, BITS, RB, CV, false>(a, level, c, W);
-    for (; c + W <= a.dim; c += W) v_channels<Level, BITS, RB, 1, false>(a, level, c, W);
-    if (c < a.dim) v_channels<Level, BITS, RB, 1, true>(a, level, c, a.dim - c);
+            for (; c + 4 * W <= a.dim; c += 4 * W) v_channels<Level, BITS, RB, 4, false, SCRATCH>(a, level, c, W);
+    for (; c + CV * W <= a.dim; c += CV * W) v_channels<Level, BITS, RB, CV, false, SCRATCH>(a, level, c, W);
+    for (; c + W <= a.dim; c += W) v_channels<Level, BITS, RB, 1, false, SCRATCH>(a, level, c, W);
+    if (c < a.dim) v_channels<Level, BITS, RB, 1, true, SCRATCH>(a, level, c, a.dim - c);
 }
 } // namespace KVP_NS

@@ -22,8 +22,9 @@ bool run_task(void *context, int64_t index) {
 bool covered(const kvp_decode_args &a) {
     const kvp_stream &s = a.slots;
     if (s.dim < 1 || s.dim > MOST_DIM || s.bits < 1 || s.channels < 1 || s.segment_tokens < 32) return false;
-    if (s.kind < KVP_TABLE || s.kind > KVP_E5M2 || s.segment_tokens % 32 || !s.codes.base || !a.out) return false;
+    if (s.kind < KVP_TABLE || s.kind > KVP_TRELLIS_CODES || s.segment_tokens % 32 || !s.codes.base || !a.out) return false;
     if (s.kind <= KVP_LINEAR && (s.bits > 8 || !s.table)) return false;
+    if (s.kind == KVP_TRELLIS_CODES && (!s.trellis || !s.scale.base || s.dim < 8)) return false;
     if (s.kind == KVP_RAW && (s.number < KVP_F32 || s.number > KVP_BF16)) return false;
     if (a.dtype < KVP_F32 || a.dtype > KVP_BF16 || a.first < 0 || a.last < a.first) return false;
     if (!s.fold.base && !s.shift.base) return true;

@@ -2,6 +2,7 @@
 #include "decode/unpack.h"
 #include "scratch.h"
 #include "table.h"
+#include "trellis_numbers.h"
 
 namespace KVP_NS {
 namespace {
@@ -10,6 +11,7 @@ struct DecodeScratch {
     alignas(64) float y[MOST_DIM * W];            // [channel][W]
     alignas(64) uint8_t codes[MOST_DIM * TILE]; // [channel][32]
     alignas(64) float fold[MOST_DIM], shift[MOST_DIM], levels[256];
+    TrellisScratch trellis;
 };
 
 // A field's unit of `tokens` tokens and `bytes` bytes that `position` is in; NULL without the field.
@@ -101,14 +103,58 @@ void channel_numbers(float *to, const char *halves, int dim, float otherwise) {
 
 } // namespace
 
-static bool decode_span(const kvp_decode_args &a, Span span) {
+// Where those of the W tokens from `at` on go that are wanted; false if none is.
+static bool find_rows(char **rows, const kvp_decode_args &a, char *out, Span span, int64_t at) {
+    bool any = false;
+    for (int i = 0; i < W; i++) {
+        const bool wanted = at + i >= span.begin && at + i < span.end;
+        rows[i] = wanted ? out + (at + i - a.first) * a.token : nullptr;
+        any = any || wanted;
+    }
+    return any;
+}
+
+// Keys of a trellis.
+static void trellis_keys(const kvp_decode_args &a, Span span, TrellisScratch &scratch) {
     const kvp_stream &s = a.slots;
+    const kvp_trellis &from = *s.trellis;
+    const int64_t bytes = trellis_bytes(from, true), center = from.center ? from.center : TILE;
+    scratch.trellis.read(from);
+    char *out = a.out + span.pair / a.heads * a.row + span.pair % a.heads * a.head;
+    for (int64_t at = span.begin / TILE * TILE; at < span.end; at += TILE) {
+        const KeySlots slots = {unit(a, s.codes, span.pair, at, TILE, bytes),
+                                (const uint8_t *)unit(a, s.scale, span.pair, at, TILE, TILE),
+                                (const uint32_t *)unit(a, s.base, span.pair, at, TILE, 8),
+                                (const int8_t *)unit(a, s.mean, span.pair, at, center, s.dim),
+                                (const uint16_t *)unit(a, s.step, span.pair, at, center, 2), span.pair % a.heads};
+        char *rows[W];
+        key_numbers(scratch, s, slots, [&](int t) { return find_rows(rows, a, out, span, at + t); }, [&](int, float *y) {
+            if (s.signs) rotate_lanes_back(y, s.signs, s.dim);
+            store_lanes(rows, y, s.dim, a.dtype, s.signs);
+        });
+    }
+}
+
+static bool decode_span(const kvp_decode_args &a, Span span) {
     DecodeScratch *own = own_scratch<DecodeScratch>();
     if (!own) return false;
     DecodeScratch &scratch = *own;
+    Trellis &trellis = scratch.trellis.trellis;
+    kvp_stream s = a.slots;
+    const bool is_trellis = s.kind == KVP_TRELLIS_CODES;
+    if (is_trellis && !a.by_channel) {
+        trellis_keys(a, span, scratch.trellis);
+        return true;
+    }
+    if (is_trellis) { // its wider codes are those of a table
+        trellis.read(*s.trellis);
+        s.kind = KVP_TABLE;
+        s.table = trellis.block[0].table;
+        s.bits = index_bits(s.bits);
+    }
     const bool packed = s.kind <= KVP_LINEAR, by_group = s.fold.base || s.shift.base;
-    const int64_t bytes = tile_bytes(s.bits, s.dim, packed && !a.by_channel);
-    const int64_t side = (int64_t)channel_groups(s.dim, s.channels) * TILE * 2;
+    const int64_t bytes = tile_bytes(a.slots.bits, s.dim, packed && !a.by_channel);
+    const int64_t side = is_trellis ? TILE : (int64_t)channel_groups(s.dim, s.channels) * TILE * 2;
     if (packed) {
         const float middle = s.zero.base || s.shift.base ? s.middle : 0;
         for (int i = 0; i < 1 << (s.kind == KVP_LINEAR ? 0 : s.bits); i++) scratch.levels[i] = s.table[i] + middle;
@@ -116,7 +162,11 @@ static bool decode_span(const kvp_decode_args &a, Span span) {
     char *out = a.out + span.pair / a.heads * a.row + span.pair % a.heads * a.head;
     for (int64_t at = span.begin / TILE * TILE; at < span.end; at += TILE) {
         const char *from = unit(a, s.codes, span.pair, at, TILE, bytes);
-        if (packed) {
+        if (is_trellis) {
+            widen_values(scratch.trellis.wide, from, trellis.block[0], trellis.wide);
+            unpack_by_channel(scratch.codes, scratch.trellis.wide, trellis.wide, s.dim);
+            from = (const char *)scratch.codes;
+        } else if (packed) {
             if (a.by_channel) unpack_by_channel(scratch.codes, (const uint32_t *)from, s.bits, s.dim);
             else unpack_by_token(scratch.codes, (const uint32_t *)from, s.bits, s.dim);
             from = (const char *)scratch.codes;
@@ -127,20 +177,17 @@ static bool decode_span(const kvp_decode_args &a, Span span) {
         }
         Beside beside;
         beside.scale = (const uint16_t *)unit(a, s.scale, span.pair, at, TILE, side);
+        if (is_trellis) {
+            scales_to_halves(scratch.trellis.scale, (const uint8_t *)beside.scale);
+            beside.scale = scratch.trellis.scale;
+        }
         beside.zero = (const uint16_t *)unit(a, s.zero, span.pair, at, TILE, side);
         beside.fold = by_group ? scratch.fold : nullptr;
         beside.shift = s.shift.base ? scratch.shift : nullptr;
         by_kind(s, scratch.levels, [&](const auto &number) {
             for (int t = 0; t < TILE; t += W) {
                 char *rows[W];
-                bool any = false;
-                for (int i = 0; i < W; i++) {
-                    const int64_t token = at + t + i;
-                    const bool wanted = token >= span.begin && token < span.end;
-                    rows[i] = wanted ? out + (token - a.first) * a.token : nullptr;
-                    any = any || wanted;
-                }
-                if (!any) continue;
+                if (!find_rows(rows, a, out, span, at + t)) continue;
                 numbers(s, scratch.y, from, t, number, beside);
                 if (s.signs) rotate_lanes_back(scratch.y, s.signs, s.dim);
                 store_lanes(rows, scratch.y, s.dim, a.dtype, s.signs);

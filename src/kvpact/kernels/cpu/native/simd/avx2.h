@@ -60,6 +60,7 @@ INLINE vi and_(vi a, uint32_t mask) { return _mm256_and_si256(a, _mm256_set1_epi
 template <uint32_t MASK> INLINE vi select(vi a, vi b) {
     return _mm256_or_si256(and_(a, MASK), _mm256_andnot_si256(_mm256_set1_epi32((int)MASK), b));
 }
+template <uint32_t MASK> INLINE vi xor_masked(vi a, vi b, vi c) { return a ^ and_(b ^ c, MASK); }
 template <uint32_t BITS> INLINE vi and_or(vi a, uint32_t mask) {
     return _mm256_or_si256(and_(a, mask), _mm256_set1_epi32((int)BITS));
 }

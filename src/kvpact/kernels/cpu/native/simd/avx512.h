@@ -52,6 +52,10 @@ INLINE vi and_(vi a, uint32_t mask) { return _mm512_and_si512(a, _mm512_set1_epi
 template <uint32_t MASK> INLINE vi select(vi a, vi b) {
     return _mm512_ternarylogic_epi32(_mm512_set1_epi32((int)MASK), a, b, 0xca);
 }
+// a ^ ((b ^ c) & MASK)
+template <uint32_t MASK> INLINE vi xor_masked(vi a, vi b, vi c) {
+    return _mm512_ternarylogic_epi32(a, _mm512_xor_si512(b, c), _mm512_set1_epi32((int)MASK), 0x78);
+}
 template <uint32_t BITS> INLINE vi and_or(vi a, uint32_t mask) {
     return _mm512_ternarylogic_epi32(a, _mm512_set1_epi32((int)mask), _mm512_set1_epi32((int)BITS), 0xea);
 }

@@ -48,6 +48,7 @@ template <int N> INLINE vi shl(vi x) { return x << N; }
 INLINE vi shr_by(vi x, int n) { return x >> n; }
 INLINE vi and_(vi a, uint32_t mask) { return a & mask; }
 template <uint32_t MASK> INLINE vi select(vi a, vi b) { return (a & MASK) | (b & ~MASK); }
+template <uint32_t MASK> INLINE vi xor_masked(vi a, vi b, vi c) { return a ^ and_(b ^ c, MASK); }
 template <uint32_t BITS> INLINE vi and_or(vi a, uint32_t mask) { return (a & mask) | BITS; }
 INLINE vf as_float(vi x) { return (vf)x; }
 

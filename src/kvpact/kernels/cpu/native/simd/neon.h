@@ -38,6 +38,7 @@ INLINE vi and_(vi a, uint32_t mask) { return a & mask; }
 template <uint32_t MASK> INLINE vi select(vi a, vi b) {
     return (vi)vbslq_u32(vdupq_n_u32(MASK), (uint32x4_t)a, (uint32x4_t)b);
 }
+template <uint32_t MASK> INLINE vi xor_masked(vi a, vi b, vi c) { return a ^ and_(b ^ c, MASK); }
 template <uint32_t BITS> INLINE vi and_or(vi a, uint32_t mask) { return (a & mask) | BITS; }
 INLINE vf as_float(vi x) { return (vf)x; }
 

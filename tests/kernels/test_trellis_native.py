@@ -1,0 +1,133 @@
+"""Attention over trellis codes is the torch body's, and decoding gives its numbers to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compare import BOUND, check_guards, error, guarded_output
+from encode_compare import codec_of, levels
+from trellis_compare import (
+    CACHES,
+    FORMATS,
+    PLAIN,
+    TREATED,
+    UNTREATED,
+    both,
+    cases,
+    decoded,
+    latents,
+)
+
+from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu import attend as native
+from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.cpu.library import _load
+
+pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
+
+
+@pytest.fixture(autouse=True)
+def guards(monkeypatch):
+    monkeypatch.setattr(native, "new_output", guarded_output)
+
+
+def same(**case):
+    expected, found, calls = both(**case)
+    assert calls == {"cpu": 1}
+    check_guards()
+    assert error(expected, found) <= BOUND
+
+
+@pytest.mark.parametrize("spec", FORMATS)
+def test_decoding_to_the_bit(spec):
+    for dim in (32, 64, 128):
+        assert decoded(spec, "k", dim) == ""
+        assert decoded(spec, "v", dim) == ""
+
+
+@pytest.mark.parametrize("dim", (8, 9, 20, 33, 100))
+@pytest.mark.parametrize("bits", (1, 3, 4, 6))
+def test_values_of_every_width(bits, dim):
+    assert decoded(f"trellis:bits={bits}", "v", dim) == ""
+
+
+@pytest.mark.parametrize("dim", (16, 24, 48, 80))
+def test_narrow_words_of_keys(dim):
+    """Words that begin and end with the same few steps."""
+    for bits in (4, 5, 6):
+        assert decoded(f"trellis:bits={bits},{UNTREATED}", "k", dim) == ""
+
+
+@pytest.mark.parametrize("spec", CACHES)
+def test_attention(spec, monkeypatch):
+    same(spec=spec)
+    monkeypatch.setattr(native, "MANY_ROWS", 1)
+    same(spec=spec, seed=1)
+
+
+@pytest.mark.parametrize("dim", (16, 24, 32, 96, 128))
+@pytest.mark.parametrize("bits", (4, 5))
+def test_attention_at_every_width(bits, dim):
+    same(spec=f"trellis:bits={bits},{UNTREATED}", dim=dim, value_dim=dim + 4)
+    if dim % 16 == 0:
+        same(spec=f"trellis:bits={bits - 1}", dim=dim, groups=1, held=129)
+
+
+@pytest.mark.parametrize("groups", (1, 2, 4, 5, 8))
+@pytest.mark.parametrize("spec", ("trellis:bits=2", "trellis:bits=5", PLAIN[3]))
+def test_every_number_of_query_heads(spec, groups):
+    same(spec=spec, groups=groups, held=97 + groups, batch=2)
+
+
+@pytest.mark.parametrize("spec", ("trellis:bits=4", PLAIN[2]))
+def test_rules_pages_and_latents(spec, monkeypatch):
+    same(spec=spec, new=3, sliding_window=70, softcap=2.0, dim=32)
+    same(spec=spec, batch=3, padding=torch.tensor([0, 5, 140]), dim=32)
+    if spec in PLAIN:  # paged caches want codecs that have learnt
+        expected, found, calls = both(spec, layout="paged", batch=2, held=200, dim=32)
+        assert calls == {"cpu": 2} and error(expected, found) <= BOUND
+    expected, found, calls = latents(spec, rank=64, rope=16, held=200)
+    assert calls == {"cpu": 1} and error(expected, found) <= BOUND
+
+
+@pytest.mark.parametrize(
+    ("spec", "side", "dim"),
+    ((f"trellis:bits=2,{UNTREATED}", "k", 40), ("trellis:bits=4", "k", 20), ("trellis", "v", 7)),
+)
+def test_widths_that_are_torchs(spec, side, dim):
+    for operation in ("attend", "decode"):
+        reason = CPU.covers(operation, codec_of(spec, side, dim, torch.float32), torch.float32)
+        assert "channels" in reason
+
+
+def test_full_precision_where_8_bits_were_asked_for():
+    codecs = (codec_of("trellis", side, 32, torch.float32) for side in "kv")
+    precision, reason = CPU.precision("int8", *codecs)
+    assert precision == "full" and reason
+    expected, found, calls = both("trellis", dim=32, precision="int8")
+    assert calls == {"cpu": 1} and error(expected, found) <= BOUND
+
+
+@pytest.mark.parametrize("level", levels())
+def test_every_level(level):
+    if LEVELS[level] > LEVELS[library().level]:
+        pytest.skip(f"this processor (or KVPACT_SIMD) ends at {library().level}")
+    script = Path(__file__).parent / "trellis_compare.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "KVPACT_SIMD": level},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["level"] == level and told["cases"] == 2 * len(cases()) + 2
+    assert told["bad"] == [] and told["worst"] <= BOUND
+    assert set(TREATED) <= set(CACHES)
