@@ -26,6 +26,9 @@ FOLDER = Path(__file__).parent
 TOKENS, KEY_DIM, VALUE_DIM = 66, 80, 64
 SHOWN = [0, 1, 32, 63]  # tokens whose decoded values are stored
 
+UNLEARNT = "first=false,weights=false,blocks=false"
+PLAIN = f"center=0,{UNLEARNT}"
+
 # K and V differ, so that a few cases cover many widths in both orders.
 CASES = {
     "none": ["none:dtype=bf16/none:dtype=fp16"],
@@ -42,6 +45,11 @@ CASES = {
         "turboquant:bits=3,mode=prod/turboquant:bits=2,scale=l2",
         "turboquant:bits=2,scale=unbiased,center=64/turboquant:bits=1",
         "turboquant:bits=5,seed=7/turboquant:bits=8,seed=-1",
+    ],
+    "trellis": [
+        f"trellis:bits=4,{PLAIN}/trellis:bits=3",
+        f"trellis:bits=1,states=8,{PLAIN}/trellis:bits=6",
+        f"trellis:bits=2,center=64,{UNLEARNT}/trellis:bits=5,states=8,seed=3",
     ],
     "kivi": ["kivi:bits=2/kivi:bits=2", "kivi:bits=4,group=64/kivi:bits=3"],
     "kvarn": ["kvarn:bits=4/kvarn:bits=2", "kvarn:bits=3,group=32/kvarn:bits=3,group=32"],

@@ -16,6 +16,8 @@ from kvpact import KVCacheCompressor
 FOLDER = Path(__file__).parent
 CASES = {
     "lowrank": "lowrank:rank=12/lowrank:rank=9,per_head=false",
+    "trellis": "trellis:bits=3/trellis:bits=2",
+    "trellis-weights": "trellis:bits=4,center=0,blocks=false/trellis:bits=1",
     "vq": "vq:codebook_size=16/vq:codebook_size=300,dims=5,stages=2",
     "hybrid": "hybrid:rank=24/hybrid:rank=64,quant_bits=8",
     "hybrid-exact": "hybrid:rank=80/hybrid:rank=60,group=20,per_head=false",
