@@ -40,18 +40,18 @@ class FittedMethodContract(FitChecks, MethodContract):
         Tokens per row that codecs learn from, in two rows.
     """
 
-    def codec(self, side: str, dim: int, dtype: torch.dtype = torch.float32) -> Codec:
+    def codec(
+        self, side: str, dim: int, dtype: torch.dtype = torch.float32, heads: int = 1
+    ) -> Codec:
         """Return a fitted codec; one side may be a codec that learns nothing."""
         spec = parse_spec(self.spec)
         codec = (spec.key.key_codec if side == "key" else spec.value.value_codec)(dim, dtype)
-        return self.fitted(side, dim, dtype) if isinstance(codec, FittedCodec) else codec
+        return self.fitted(side, dim, dtype, heads) if isinstance(codec, FittedCodec) else codec
 
     def sample(self, side: str, shape: Shape, seed: int = 0) -> tuple[Codec, Tensor]:
         """Return a codec fitted to as many heads as the shape has, and tokens for it."""
         dim = shape.dim if side == "key" else shape.v_dim
-        codec = self.codec(side, dim, shape.dtype)
-        if isinstance(codec, FittedCodec):
-            codec = self.fitted(side, dim, shape.dtype, shape.heads)
+        codec = self.codec(side, dim, shape.dtype, shape.heads)
         tokens = -(-shape.tokens // codec.group) * codec.group
         x = random_tokens(shape.batch, shape.heads, tokens, dim, seed=seed, dtype=shape.dtype)
         return codec, x.float()

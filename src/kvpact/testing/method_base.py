@@ -39,8 +39,10 @@ class MethodKit:
         """Return the spec, parsed."""
         return parse_spec(self.spec)
 
-    def codec(self, side: str, dim: int, dtype: torch.dtype = torch.float32) -> Codec:
-        """Return a new codec for K (``key``) or V (``value``)."""
+    def codec(
+        self, side: str, dim: int, dtype: torch.dtype = torch.float32, heads: int = 1
+    ) -> Codec:
+        """Return a new codec for K (``key``) or V (``value``) of so many heads."""
         spec = self.parsed()
         if side == "key":
             codec: Codec = spec.key.key_codec(dim, dtype)

@@ -77,8 +77,8 @@ class CodecChecks(MethodKit):
     @both_sides
     def test_nothing_stays_in_the_codec(self, side: str) -> None:
         """A codec has no memory: what isn't in a field would be in no count of bytes."""
-        codec = self.codec(side, 64)
-        first = random_tokens(1, 1, max(codec.group, 64), 64)
+        codec = self.codec(side, 64, heads=2)
+        first = random_tokens(1, 2, max(codec.group, 64), 64)
         codec.decode(codec.encode(first))
         before = copied_tensors(codec)
         x = random_tokens(2, 2, 2 * max(codec.group, 64), 64, seed=1)

@@ -102,7 +102,7 @@ class SlotChecks(MethodKit):
     def test_a_cut_group_continues(self, side: str) -> None:
         """After a rollback into a group its side information stays and codes new tokens."""
         for dim in (64, 80):
-            codec = self.codec(side, dim)
+            codec = self.codec(side, dim, heads=2)
             if codec.group == 1:
                 pytest.skip("no groups of tokens")
             x = random_tokens(2, 2, 2 * codec.group, dim, offset=2.0)
@@ -168,7 +168,7 @@ class SlotChecks(MethodKit):
     def test_a_cut_group_of_tiny_tokens_takes_ordinary_ones(self, side: str) -> None:
         """What a group held before a rollback never makes ordinary tokens impossible."""
         for dim in (64, 80):
-            codec = self.codec(side, dim)
+            codec = self.codec(side, dim, heads=2)
             if codec.group == 1:
                 pytest.skip("no groups of tokens")
             ordinary = random_tokens(1, 2, codec.group, dim)
@@ -182,7 +182,7 @@ class SlotChecks(MethodKit):
     @both_sides
     def test_bias_is_a_part_of_the_whole(self, side: str) -> None:
         """A codec with a bias gives it apart, finite, in the same space."""
-        codec = self.codec(side, 96)
+        codec = self.codec(side, 96, heads=2)
         arrays = codec.encode(random_tokens(1, 2, max(codec.group, 32), 96))
         if not codec.has_bias:
             pytest.skip("no bias")
