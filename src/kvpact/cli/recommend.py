@@ -1,0 +1,161 @@
+"""``kvpact recommend``: which spec or recipe suits a model and a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvpact.cli import options
+from kvpact.cli.console import literal, note, output_console, progress, size_text, table
+from kvpact.cli.eval import texts_of
+from kvpact.cli.eval_tables import show_files
+from kvpact.cli.inputs import InputError, check_models, open_model, require, results_folder
+from kvpact.evaluate.feed import check_sizes, first_tokens, positions
+from kvpact.evaluate.report import kl_text
+from kvpact.recommend import (
+    Plan,
+    Recommendation,
+    budget_bytes,
+    plan,
+    verify,
+    write_recommendation,
+)
+from kvpact.recommend.files import RECIPE
+from kvpact.recommend.verdict import VERDICTS
+
+CHUNK = 256
+PASS_TOKENS, QUICK_PASS_TOKENS = 512, 256
+TOKENS, QUICK_TOKENS = 2048, 768
+
+
+def recommend_command(
+    model: str = typer.Argument(
+        ..., metavar="MODEL", help="smollm2, gemma3, a hub id, or the folder of a model."
+    ),
+    text: Path | None = typer.Option(
+        None, help="UTF-8 text file; the shipped excerpt of a book if omitted.", show_default=False
+    ),
+    context: int = typer.Option(32_768, help="Tokens at which bytes are told."),
+    budget: str = typer.Option(
+        "30%", help="What the cache may take: a share of the 16-bit cache, or bytes such as 4GB."
+    ),
+    quick: bool = typer.Option(
+        False, "--quick", help=f"Use {QUICK_PASS_TOKENS} and {QUICK_TOKENS} tokens."
+    ),
+    tokens: int | None = typer.Option(
+        None, help=f"Tokens to verify on; {TOKENS} if omitted.", show_default=False
+    ),
+    out: Path | None = typer.Option(
+        None, help="Folder for recipe.json, recommend.json and a plot.", show_default=False
+    ),
+    dtype: str = options.DTYPE,
+    threads: int | None = options.THREADS,
+) -> None:
+    """Recommend a spec, or a recipe by layer: one pass ranks them, one evaluation verifies.
+
+    Bytes are those of one sequence at --context.
+    """
+    ((text_name, content),) = texts_of([] if text is None else [text])
+    if tokens is None:
+        tokens = QUICK_TOKENS if quick else TOKENS
+    if context < 1:
+        raise InputError(f"--context {context} is not possible; take 1 or more")
+    check_sizes(tokens, CHUNK)
+    budget_bytes(budget, 0)  # a misspelt one is told before a model is loaded
+    if out is not None:
+        require("matplotlib", extra="eval")
+    with results_folder(out):
+        check_models([model])
+        network, tokenizer = open_model(model, dtype, threads)
+        check_sizes(tokens, CHUNK, positions(network))
+        ids = first_tokens(tokenizer, content, tokens)
+        check_sizes(len(ids), CHUNK)
+        if len(ids) < tokens:
+            note(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for")
+        with progress("coding layers") as report:
+            first = ids[: QUICK_PASS_TOKENS if quick else PASS_TOKENS]
+            planned = plan(network, first, context=context, budget=budget, progress=report)
+        with progress("verifying") as report:
+            found = verify(
+                network,
+                ids,
+                planned,
+                chunk=CHUNK,
+                progress=report,
+                model_name=model,
+                text_name=text_name,
+            )
+        files = [] if out is None else write_recommendation(found, out)
+    _show(found, out)
+    show_files(files)
+
+
+def _show(found: Recommendation, out: Path | None) -> None:
+    planned, console = found.plan, output_console()
+    columns = "spec|slot\nbits|bytes|of exact\n%|S of K|error\nof V|KL\nmean"
+    grid = table(columns.split("|"))
+    kl = {row.spec: kl_text(row.kl_mean) for row in found.evaluation.rows}
+    exact = planned.sizes.exact
+    for one in planned.measured:
+        held = planned.bytes_of(one.spec)
+        grid.add_row(
+            one.spec,
+            f"{one.slot_bits:.2f}",
+            size_text(held),
+            f"{100 * held / exact:.1f}",
+            kl_text(one.key_mean),
+            kl_text(one.value_mean),
+            kl.get(one.spec, "-"),
+        )
+    if "recipe" in kl:
+        held = planned.recipe_bytes
+        row = "recipe", "-", size_text(held), f"{100 * held / exact:.1f}", "-", "-", kl["recipe"]
+        grid.add_row(*row)
+    console.print(grid)
+    console.print(_about(planned), style="dim", highlight=False)
+    for name in planned.left_out:
+        note(f"left out: {name}")
+    for line in planned.notes:
+        console.print(literal(line), highlight=False)
+    size = f"{size_text(found.bytes)} of {size_text(exact)} at {planned.sizes.context} tokens"
+    limits = ", ".join(f"{name} up to {most:g}" for name, most in VERDICTS)
+    console.print(
+        literal(f"{found.verdict}: KL {kl_text(found.row.kl_mean)}, {size} ({limits})"),
+        highlight=False,
+    )
+    if found.row.spec == "recipe":
+        console.print(literal(f"recipe: {_summary(planned)}"), soft_wrap=True, highlight=False)
+    console.print(literal(paste_line(found.chosen, out)), soft_wrap=True, highlight=False)
+
+
+def paste_line(chosen: str | dict[str, Any], out: Path | None) -> str:
+    """Return the line of Python that makes the cache."""
+    if isinstance(chosen, dict) and out is not None:
+        chosen = str(out / RECIPE)
+    source = f'"{chosen}"' if isinstance(chosen, str) else repr(chosen)
+    return f"CompressedCache(model, {source})"
+
+
+def _about(planned: Plan) -> str:
+    sizes = planned.sizes
+    stay = (
+        f"; layers with a bounded window stay exact, {size_text(sizes.native)}"
+        if sizes.native
+        else ""
+    )
+    return (
+        f"{len(planned.layers)} of {planned.num_layers} layers are compressed, which hold "
+        f"{size_text(sizes.covered)} of the exact cache's {size_text(sizes.exact)} at "
+        f"{sizes.context} tokens (16 bits a number){stay}. S and error: means over layers, of one "
+        f"pass over {planned.tokens} tokens; KL: measured, nats per token. "
+        f"Budget: {size_text(planned.budget)}."
+    )
+
+
+def _summary(planned: Plan) -> str:
+    by_spec: dict[str, list[str]] = {}
+    for layer, spec in planned.layers.items():
+        by_spec.setdefault(spec, []).append(str(layer))
+    return "; ".join(f"{spec} in layers {' '.join(layers)}" for spec, layers in by_spec.items())

@@ -1,0 +1,84 @@
+"""Budgets, and the bytes of caches at a context."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpact.cache import planned_bytes
+from kvpact.geometry import CacheGeometry
+from kvpact.recommend.base import RecommendationError, Sizes
+from kvpact.spec import parse_spec
+
+if TYPE_CHECKING:
+    from kvpact.integrations.transformers.record import Seen, SeenLayer
+
+_THOUSANDS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+UNITS = {**_THOUSANDS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_BUDGET = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[a-zA-Z]*)")
+_ITEM = 2  # bytes of an exact number
+
+
+def budget_bytes(text: str, exact: int) -> int:
+    """Return the bytes that a budget allows.
+
+    Parameters
+    ----------
+    text : str
+        A share of the exact cache (``25%``) or bytes (``4GB``, ``300MB``, ``1.5GiB``, ``1000000``).
+    exact : int
+        Bytes of the exact cache.
+
+    Raises
+    ------
+    RecommendationError
+        No such text, nothing, or a share above 100 %.
+    """
+    found = _BUDGET.fullmatch(text.strip())
+    unit = found[2].upper() if found else ""
+    if found is None or (unit != "%" and unit not in UNITS):
+        raise RecommendationError(
+            f"budget {text!r} is neither a share such as 25% nor bytes such as 4GB or 300MB"
+        )
+    number = float(found[1])
+    if number <= 0:
+        raise RecommendationError(f"budget {text!r} leaves no room; give more than 0")
+    if unit != "%":
+        return int(number * UNITS[unit])
+    if number > 100:
+        raise RecommendationError(f"budget {text!r} is more than all; take 100% at most")
+    return int(number / 100 * exact)
+
+
+def layer_geometry(seen: SeenLayer, dtype: torch.dtype = torch.float16) -> CacheGeometry:
+    """Return the geometry of one layer; sizes count exact numbers in 16 bits."""
+    return CacheGeometry(1, seen.k.shape[1], seen.k.shape[3], seen.v.shape[3], dtype=dtype)
+
+
+def layer_bytes(spec: str, seen: SeenLayer, context: int) -> int:
+    """Return the bytes of one layer with a spec at a context, as ``kvpact size`` counts them."""
+    if spec == "none":
+        return seen.k.shape[1] * (seen.k.shape[3] + seen.v.shape[3]) * _ITEM * context
+    return planned_bytes(parse_spec(spec), layer_geometry(seen), context)["total"]
+
+
+def exact_sizes(seen: Seen, context: int) -> Sizes:
+    """Return the exact cache's bytes at a context.
+
+    Layers without K and V (linear attention) hold little, and nothing is known of it here.
+
+    Raises
+    ------
+    RecommendationError
+        No token.
+    """
+    if context < 1:
+        raise RecommendationError(f"context {context} is not possible; take 1 or more tokens")
+    covered = sum(layer_bytes("none", layer, context) for layer in seen.layers.values())
+    native = sum(
+        x.heads * (x.key_dim + x.value_dim) * _ITEM * min(context, x.window or context)
+        for x in seen.bounded.values()
+    )
+    return Sizes(context, covered, native)

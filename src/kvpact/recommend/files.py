@@ -1,0 +1,114 @@
+"""The files of a recommendation: the recipe, the numbers, and a plot of both statistics."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from kvpact.evaluate.canvas import COLOURS, INK, MARKERS, log_ticks, new_figure, plain_axes
+from kvpact.recommend.base import Measured, Recommendation
+from kvpact.recommend.verdict import VERDICTS
+
+RECIPE = "recipe.json"
+
+
+def write_recommendation(
+    recommendation: Recommendation, directory: str | PathLike[str]
+) -> list[Path]:
+    """Write ``recipe.json``, ``recommend.json`` and ``recommend.png``.
+
+    Parameters
+    ----------
+    recommendation : Recommendation
+        What `verify` returned.
+    directory : str or path
+        Made where missing; files of those names are replaced.
+
+    Returns
+    -------
+    list of Path
+        The files. ``recipe.json`` is what was chosen, for `CompressedCache`.
+
+    Raises
+    ------
+    OSError
+        The directory can't be made or written to.
+    BackendUnavailable
+        matplotlib is not installed; the other files are there.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = recommendation.chosen
+    recipe = {"default": chosen, "layers": {}} if isinstance(chosen, str) else chosen
+    paths = [folder / name for name in (RECIPE, "recommend.json", "recommend.png")]
+    for path, data in zip(paths, (recipe, _data(recommendation)), strict=False):
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    save_statistics_plot(recommendation.plan.measured, paths[2])
+    return paths
+
+
+def _data(recommendation: Recommendation) -> dict[str, Any]:
+    plan = recommendation.plan
+    rows = [asdict(row) for row in recommendation.evaluation.rows]
+    return {
+        "chosen": recommendation.chosen,
+        "bytes": recommendation.bytes,
+        "kl_mean": recommendation.row.kl_mean,
+        "verdict": recommendation.verdict,
+        "verdicts": dict(VERDICTS),
+        "budget": plan.budget,
+        "exact": {**asdict(plan.sizes), "bytes": plan.sizes.exact},
+        "recipe": plan.recipe,
+        "recipe_bytes": plan.recipe_bytes,
+        "uniform": plan.uniform,
+        "notes": list(plan.notes),
+        "left_out": list(plan.left_out),
+        "statistic_tokens": plan.tokens,
+        "measured": [{**asdict(x), "bytes": plan.bytes_of(x.spec)} for x in plan.measured],
+        "verified": rows,
+        "protocol": asdict(recommendation.evaluation.protocol),
+    }
+
+
+def save_statistics_plot(measured: Sequence[Measured], path: str | PathLike[str]) -> None:
+    """Draw S of K and the error of V (log scales) over the layers, a line a spec.
+
+    Parameters
+    ----------
+    measured : sequence of Measured
+        Of one model.
+    path : str or path
+        A PNG.
+
+    Raises
+    ------
+    BackendUnavailable
+        matplotlib is not installed.
+    """
+    figure = new_figure((11, 7))
+    sides = (("key", "K: S, nats of attention"), ("value", "V: error of the output, of its energy"))
+    for place, (side, title) in enumerate(sides):
+        axes: Any = figure.add_subplot(2, 1, place + 1)
+        axes.set_yscale("log")
+        log_ticks(axes.yaxis)
+        for index, one in enumerate(measured):
+            numbers = {layer: x for layer, x in getattr(one, side).items() if x > 0}
+            axes.plot(
+                [str(layer) for layer in numbers],
+                list(numbers.values()),
+                marker=MARKERS[index % len(MARKERS)],
+                color=COLOURS[index % len(COLOURS)],
+                linestyle="-" if index < len(COLOURS) else "--",
+                label=one.spec,
+                ms=5,
+            )
+        axes.set_title(title, loc="left", fontsize=11, color=INK)
+        plain_axes(axes)
+        if place == 0:
+            axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.set_xlabel("layer")
+    figure.savefig(path, bbox_inches="tight")

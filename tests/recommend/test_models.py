@@ -1,0 +1,61 @@
+"""Models with sliding windows and with large key biases."""
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.record import seen_attention
+from kvpact.recommend import plan
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 64, (256,), generator=torch.Generator().manual_seed(1))
+
+
+def test_layers_with_sliding_windows_stay_exact_and_count(ids):
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        **SIZES, num_hidden_layers=3, head_dim=32, sliding_window=128, attn_logit_softcapping=30.0,
+        query_pre_attn_scalar=64, attn_implementation="eager",
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    model = Gemma2ForCausalLM(config).eval()
+    seen = seen_attention(model, ids)
+    assert sorted(seen.layers) == [1] and sorted(seen.bounded) == [0, 2]
+    assert seen.layers[1].softcap == 30.0 and seen.layers[1].scale == 64**-0.5
+    found = plan(model, ids, context=8192, budget="40%")
+    per_token = 2 * (32 + 32) * 2
+    assert found.sizes.covered == 8192 * per_token
+    assert found.sizes.native == 2 * 128 * per_token
+    assert found.sizes.native < found.recipe_bytes <= found.budget
+    assert set(found.layers) == {1} and isinstance(found.recipe, str)
+    assert found.num_layers == 3 and model.config._attn_implementation == "eager"
+    CompressedCache(model, found.recipe, attention="keep")
+
+
+def test_large_key_biases_are_named_and_taken_off(ids):
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES, num_hidden_layers=2)
+    model = Qwen2ForCausalLM(config).eval()
+    plain = plan(model, ids[:192], budget="50%")
+    assert not any("biases" in note for note in plain.notes)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.bias[3] = 300.0
+    found = plan(model, ids[:192], budget="50%")
+    (note,) = (note for note in found.notes if "biases" in note)
+    assert "layers and norms: 1 (300.0)" in note
+    # A bias that is stored apart costs no precision: without that S would be some 1000 times more.
+    four = {x.spec: x for x in found.measured}["turboquant:bits=4"]
+    before = {x.spec: x for x in plain.measured}["turboquant:bits=4"]
+    assert four.key[1] < 10 * before.key[1]
