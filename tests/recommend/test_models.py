@@ -55,7 +55,7 @@ def test_large_key_biases_are_named_and_taken_off(ids):
     found = plan(model, ids[:192], budget="50%")
     (note,) = (note for note in found.notes if "biases" in note)
     assert "layers and norms: 1 (300.0)" in note
-    # A bias that is stored apart costs no precision: without that S would be some 1000 times more.
+    # A bias that is stored apart costs no precision: else S is 300 times as large.
     four = {x.spec: x for x in found.measured}["turboquant:bits=4"]
     before = {x.spec: x for x in plain.measured}["turboquant:bits=4"]
     assert four.key[1] < 10 * before.key[1]
