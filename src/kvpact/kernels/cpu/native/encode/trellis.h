@@ -13,7 +13,7 @@ struct Choices {
 #elif defined(KVP_AVX2)
     uint8_t high[16];
 #else
-    Ints high;
+    vi high;
 #endif
 };
 INLINE void choose(Choices &to, [[maybe_unused]] int state, vf high, vf low) {
@@ -22,7 +22,7 @@ INLINE void choose(Choices &to, [[maybe_unused]] int state, vf high, vf low) {
 #elif defined(KVP_AVX2)
     to.high[state] = (uint8_t)_mm256_movemask_ps(_mm256_cmp_ps(high, low, _CMP_LT_OQ));
 #else
-    to.high = to.high + to.high - (Ints)(high < low);
+    to.high = to.high + to.high - (vi)(high < low);
 #endif
 }
 // 1 for lanes whose state was reached from the upper half, else 0.
@@ -37,7 +37,7 @@ template <int S> INLINE Ints chosen(const Choices &from, Ints state) {
     const __m256i found = _mm256_shuffle_epi8(lanes, _mm256_or_si256((__m256i)state, none));
     return (Ints)_mm256_srlv_epi32(found, lane) & 1;
 #else
-    return from.high >> (S - 1 - state) & 1;
+    return (Ints)(from.high >> (vi)(S - 1 - state)) & 1;
 #endif
 }
 
