@@ -5,13 +5,18 @@ import torch
 from one_layer import normal
 from torch import Tensor
 
-from kvpact import CacheGeometry, CompressedKV, KVCacheCompressor, PagedKVCache
+from kvpact import CacheGeometry, CompressedKV, KVCacheCompressor, PagedKVCache, parse_spec
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.testing import method_specs
 from kvpact.testing.held import same_bytes
 
 GEOMETRY = CacheGeometry(2, 3, 64, 80)
-METHODS = [*method_specs(fitted=False), "turboquant:bits=3,center=64/kivi"]
+# Groups of a cache leave its sinks out, so with groups slots stay as they are without sinks alone.
+GROUPED = [*method_specs(fitted=False, grouped=True), "turboquant:bits=3,center=64/kivi"]
+METHODS = [
+    *method_specs(fitted=False, grouped=False),
+    *(str(parse_spec(spec).with_options(sinks=0)) for spec in GROUPED),
+]
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -55,6 +60,21 @@ def test_slots_go_there_and_back(spec: str, count: int, tmp_path):
     assert again.tokens == count + 40
     other.free(target)
     assert other.num_free_pages == other.num_pages
+
+
+@pytest.mark.parametrize("spec", GROUPED)
+def test_sinks_come_along_with_groups(spec: str):
+    """They are outliers here, ten times as long as the others, and are encoded with their group."""
+    k, v = tokens(200, 1)
+    k[:, :4] *= 10
+    cache = PagedKVCache(spec, GEOMETRY, 32)
+    seq = cache.allocate()
+    for layer in range(2):
+        cache.append(layer, {seq: (k, v)})
+    held = KVCacheCompressor(spec).compress_paged_cache(cache, 1, seq).decompress()
+    for x, y in zip((k, v), held, strict=True):
+        for part in (slice(0, 4), slice(128, 200)):
+            assert float((y[:, part] - x[:, part]).norm() / x[:, part].norm()) < 0.55
 
 
 def test_after_a_rollback_and_beside_a_fork():

@@ -7,6 +7,7 @@ is a batch of rows. Rows of a batch lie beside the heads in a `CompressedKV`.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from kvpact.cache.stream import Stream
 from kvpact.compressor.compressed import CompressedKV
 from kvpact.compressor.stream import PackedStream, flat, owned
 from kvpact.errors import GeometryError, SequenceError
+from kvpact.formats import TILE
 from kvpact.kernels import Compute
-from kvpact.methods import Method
+from kvpact.methods import Codec, Method
 from kvpact.methods.fitted import FittedCodec
 from kvpact.snapshot import LayerState, StreamState
 from kvpact.spec import Spec
@@ -106,9 +108,27 @@ def _stream(
         for info in state.fields
         if whole
     }
+    if whole and source.codec.group > 1 and source.sinks is not None:
+        _put_sinks(source.codec, slots, flat(entry.dequantize(side)[:, :, :whole]), source.sinks)
     packed = owned(replace(state, slots=slots, packed=whole, start=whole, tail=flat(rest)))
     # What the tokens were before they were packed is not known any more, nor is the error.
     return PackedStream(source.codec, packed, torch.nan, torch.nan, compute)
+
+
+def _put_sinks(codec: Codec, slots: dict[str, Tensor], x: Tensor, sinks: Tensor) -> None:
+    """Encode the groups with sinks anew, as they read: a cache's slots do not have their sinks.
+
+    `x` are the tokens in whole groups, `[1, N, T, D]`.
+    """
+    unit = lcm(codec.group, TILE)
+    x = x[:, :, : -(-sinks.shape[2] // unit) * unit]
+    arrays = codec.encode(x.to(torch.float32))
+    for field in codec.fields:
+        units = -(-x.shape[2] // field.tokens)
+        storage = field.allocate(1, x.shape[1], units * field.tokens, x.device)
+        field.write(storage, 0, arrays[field.name])
+        held = slots[field.name] = slots[field.name].clone()
+        held[:, :, :units] = storage
 
 
 def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
