@@ -46,7 +46,7 @@ def same(**case):
 
 @pytest.mark.parametrize("spec", FORMATS)
 def test_decoding_to_the_bit(spec):
-    for dim in (32, 64, 128):
+    for dim in (32, 64):
         assert decoded(spec, "k", dim) == ""
         assert decoded(spec, "v", dim) == ""
 
@@ -66,7 +66,7 @@ def test_narrow_words_of_keys(dim):
 
 @pytest.mark.parametrize("spec", CACHES)
 def test_attention(spec, monkeypatch):
-    same(spec=spec)
+    same(spec=spec, heads=2)
     monkeypatch.setattr(native, "MANY_ROWS", 1)
     same(spec=spec, seed=1)
 

@@ -1,93 +1,11 @@
 // Packed tokens of a block: scores against K, weighted sums of V.
 #pragma once
-#include "attend/exact.h"
-#if defined(KVP_AVX512)
-#include "attend/fast.h"
-#endif
-#include "attend/formats.h"
 #include "attend/offset.h"
-#include "trellis_numbers.h"
+#include "attend/widened.h"
 
 namespace KVP_NS {
 
-// Passes whose scores are computed one after the other before any of their values is read: the
-// longer the pieces of memory that are read in their order, the faster.
-constexpr int TURN = 8;
 constexpr int OFFSET_PAIRS = 16; // of an offset, whose factors are held at a time
-constexpr int64_t WIDENED = 4 << 10; // bytes of wider words of V that are made at a time
-
-// Memory of one thread for its task.
-struct TaskScratch {
-    alignas(64) float folded[MAX_ROWS * MOST_DIM];
-    alignas(64) float score[TURN][MAX_ROWS][BLOCK], weight[MAX_ROWS][BLOCK];
-    alignas(64) float weights[MOST_GROUPS * MAX_ROWS * BLOCK]; // weight times scale, by channel group
-    alignas(64) float shift[MOST_GROUPS * MAX_ROWS];
-    Trellis key_trellis, value_trellis;
-    alignas(64) uint32_t wide[2 * WIDE_TILE]; // their words
-    alignas(64) uint16_t scale[BLOCK];        // and scales
-    alignas(64) float mean[MOST_DIM];
-#if defined(KVP_AVX512)
-    vi key_table;
-    FastValues values;
-#endif
-};
-
-// Sizes of a stream's slots, reckoned once per task.
-struct Sizes {
-    int64_t tile, side; // bytes of a tile's codes, and of one number per token
-    int groups;
-    Sizes(const kvp_stream &s, bool key) : tile(tile_bytes(s, key)), groups(groups_of(s)) {
-        side = side_bytes(s);
-    }
-};
-
-// Everything that the query rows of one pass need.
-struct Pass {
-    const Job &job;
-    const kvp_attend_args &a;
-    const Sizes &k_size, &v_size;
-    int64_t b, h, first_head, last_head, end; // of the task: its heads, and the end of its tokens
-    int64_t r0;
-    int rows, passed;
-    TaskScratch &scratch;
-    float (*score)[BLOCK];
-    float (*weight)[BLOCK];
-};
-
-// The slots that are read next: those of the next head, or those a block later. Memory is read in
-// its order, but prefetching by the hardware alone falls behind.
-struct Ahead {
-    const kvp_stream &x;
-    const Sizes &size;
-    int64_t b, h, left; // tokens that are left
-    Place place;
-
-    Ahead(const kvp_stream &stream, const Sizes &sizes, const Pass &p, int64_t t)
-        : x(stream), size(sizes), b(p.b), h(p.h + 1), left(upto(x.exact_from, p.end) - t), place(x, t) {
-        if (h < p.last_head) return;
-        h = p.first_head;
-        left -= p.job.block;
-        place = Place(x, left > 0 ? t + p.job.block : t);
-    }
-    // Prefetches what stands beside the codes of a tile; returns where the codes are, and goes on.
-    INLINE const char *next(const void *otherwise) {
-        if (left <= 0) return (const char *)otherwise;
-        lines(place.tile(x.scale, b, h, size.side), size.side);
-        lines(place.tile(x.zero, b, h, size.side), size.side);
-        if (x.group && (uint32_t)place.inside % (uint32_t)x.group == 0) {
-            lines(place.group(x.fold, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
-            lines(place.group(x.shift, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
-        }
-        const char *codes = place.tile(x.codes, b, h, size.tile);
-        place.step(x);
-        left -= TILE;
-        return codes;
-    }
-    static INLINE void lines(const char *at, int64_t bytes) {
-        if (at)
-            for (int64_t i = 0; i < bytes; i += 64) prefetch(at + i);
-    }
-};
 
 // The factors of a group's channels go into q, its shifts into one number per query row.
 INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *outer) {
@@ -113,109 +31,6 @@ INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *o
         alignas(16) float sums[4];
         sum4(sums, acc[0], acc[1], acc[2], acc[3]);
         for (int i = 0; i < 4; i++) moved[r + i] = sums[i];
-    }
-}
-
-// out[row] = the product of x and of a row of q, for a multiple of 4 rows.
-INLINE void dot_rows(float *out, const float *x, const float *q, int64_t width, int rows) {
-    for (int r = 0; r < rows; r += 4) {
-        vf acc[4] = {zero(), zero(), zero(), zero()};
-        for (int64_t c = 0; c < width; c += W)
-            for (int i = 0; i < 4; i++) acc[i] = fma(load(x + c), load(q + (r + i) * width + c), acc[i]);
-        store_sums(out + r, 1, acc[0], acc[1], acc[2], acc[3]);
-    }
-}
-
-// The products of q and the bases of keys.
-struct BaseScores {
-    const Pass &p;
-    const kvp_trellis &x;
-    const float *q;
-    float of_mean[MAX_ROWS] = {0}, of_first[MAX_ROWS] = {0};
-    int64_t group = -1;
-
-    explicit BaseScores(const Pass &pass) : p(pass), x(*pass.a.k.trellis) {
-        q = p.job.q + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
-        if (!x.first) return;
-        const int dim = p.a.k.dim;
-        memcpy(p.scratch.mean, x.first + p.h * dim, sizeof(float) * (size_t)dim);
-        for (int64_t c = dim; c < p.job.k_width; c++) p.scratch.mean[c] = 0;
-        dot_rows(of_first, p.scratch.mean, q, p.job.k_width, p.passed);
-    }
-    // Writes those of the tile at `t`.
-    INLINE void write(const Place &place, int64_t t, float *out) {
-        if (x.center && t / x.center != group) {
-            group = t / x.center;
-            const int8_t *mean = (const int8_t *)place.group(p.a.k.mean, p.b, p.h, x.center, p.a.k.dim);
-            read_mean(p.scratch.mean, mean, (const uint16_t *)place.group(p.a.k.step, p.b, p.h, x.center, 2), p.a.k.dim);
-            dot_rows(of_mean, p.scratch.mean, q, p.job.k_width, p.passed);
-        }
-        const uint32_t *flags = (const uint32_t *)place.tile(p.a.k.base, p.b, p.h, 8);
-        Ints lanes = {};
-        for (int i = 0; i < W; i++) lanes[i] = 2 * i;
-        for (int t = 0; t < TILE; t += W) {
-            const Ints flag = (Ints{} + (int32_t)(flags[t / 16] >> t % 16 * 2)) >> lanes & 3;
-            for (int r = 0; r < p.passed; r++) {
-                const vf other = pick_lanes(flag == 1, set1(of_first[r]), zero());
-                store(out + r * BLOCK + t, pick_lanes(flag == 0, set1(of_mean[r]), other));
-            }
-        }
-    }
-};
-
-// The scores of keys whose words are made wider first, block by block.
-static void widened_scores(Pass &p, int64_t t, int64_t n) {
-    const kvp_stream &k = p.a.k;
-    const Trellis &x = p.scratch.key_trellis;
-    const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
-    const bool based = k.base.base;
-    KFunction one[MOST_BLOCKS], two[MOST_BLOCKS];
-    bool pairs = true;
-    for (int i = 0; i < x.blocks; i++) {
-        one[i] = by_wide(x.block[i].bits, x.wide, [&](auto f) { return f.k(p.passed); });
-        two[i] = by_wide(x.block[i].bits, x.wide, [&](auto f) { return f.pair(p.passed); });
-        pairs = pairs && two[i];
-    }
-    BaseScores base(p);
-    const float none[MAX_ROWS] = {0};
-    KTile tile;
-    tile.sums = nullptr;
-    tile.inner = tile.outer = none;
-    tile.width = p.job.k_width;
-    tile.channels = k.dim;
-    tile.middle = 0;
-    tile.half = x.half * 64;
-    Place place(k, t);
-    Ahead ahead(k, p.k_size, p, t);
-    for (int64_t i = 0; i < n;) {
-        const int count = pairs && i + TILE < n ? 2 : 1;
-        const char *codes[2], *next[2];
-        tile.out = p.score[0] + i;
-        for (int j = 0; j < count; j++, place.step(k)) {
-            codes[j] = place.tile(k.codes, p.b, p.h, p.k_size.tile);
-            next[j] = ahead.next(codes[j]);
-            scales_to_halves(p.scratch.scale + j * TILE, (const uint8_t *)place.tile(k.scale, p.b, p.h, p.k_size.side));
-            tile.scale[j] = p.scratch.scale + j * TILE;
-            tile.zero[j] = nullptr;
-            if (based) base.write(place, t + i + j * TILE, tile.out + j * TILE);
-        }
-        for (int b = 0, lines = 0; b < x.blocks; b++) {
-            const TrellisBlock &block = x.block[b];
-            for (int j = 0; j < count; j++) {
-                tile.ahead[j] = next[j] + lines * 64;
-                uint32_t *to = x.place(p.scratch.wide, b) + j * WIDE_TILE;
-                widen_keys(to, codes[j], x, b);
-                tile.words[j] = to;
-            }
-            tile.table = block.table;
-            tile.q = q + block.first;
-            tile.dim = block.dim;
-            tile.more = based || b;
-            tile.lines = (block.bits + 1) / 2;
-            lines += block.dim * block.bits / 32;
-            (count == 2 ? two : one)[b](tile);
-        }
-        i += count * TILE;
     }
 }
 
@@ -364,27 +179,6 @@ template <int R> static void weigh(Pass &p, const ValueTiles &tiles, int g, int 
             for (int r = 0; r < R; r++) moved[r] = fma(load(&from[r][i + at]), z, moved[r]);
         }
     if (tiles.zero[0]) store_sums(p.scratch.shift + g * MAX_ROWS + r0, 1, moved[0], moved[1], moved[2], moved[3]);
-}
-
-// The same, a few tiles at a time, whose words are made wider first.
-static void widened_values(const Pass &p, const VRun &all) {
-    const Trellis &x = p.scratch.value_trellis;
-    const TrellisBlock &block = x.block[0];
-    const VFunction add = by_wide(block.bits, x.wide, [&](auto f) { return f.v(p.passed); });
-    const int most = (int)from(WIDENED / (4 * x.wide_words), 1);
-    for (int first = 0; first < all.tiles; first += most) {
-        VRun a = all;
-        a.tiles = (int)upto(most, all.tiles - first);
-        for (int i = 0; i < a.tiles; i++) {
-            uint32_t *to = p.scratch.wide + i * x.wide_words;
-            widen_values(to, (const char *)all.words[first + i], block, x.wide);
-            a.words[i] = to;
-            a.ahead[i] = all.ahead[first + i];
-        }
-        a.weights += first * TILE;
-        a.table = block.table;
-        add(a);
-    }
 }
 
 static void packed_values(Pass &p, float *acc, int64_t t, int64_t n) {
