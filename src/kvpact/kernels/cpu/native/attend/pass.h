@@ -75,6 +75,11 @@ struct Ahead {
             lines(place.group(x.fold, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
             lines(place.group(x.shift, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
         }
+        if (x.base.base) lines(place.tile(x.base, b, h, 8), 8);
+        if (x.mean.base && (uint32_t)place.inside % (uint32_t)x.trellis->center == 0) {
+            lines(place.group(x.mean, b, h, x.trellis->center, x.dim), x.dim);
+            lines(place.group(x.step, b, h, x.trellis->center, 2), 2);
+        }
         const char *codes = place.tile(x.codes, b, h, size.tile);
         place.step(x);
         left -= TILE;
