@@ -134,8 +134,12 @@ static bool task(const Job &job, int64_t index) {
     if (!own) return false;
     TaskScratch &scratch = *own;
     const Sizes k_size(a.k, true), v_size(a.v, false);
-    if (a.k.kind == KVP_TRELLIS_CODES) scratch.key_trellis.read(*a.k.trellis);
-    if (a.v.kind == KVP_TRELLIS_CODES) scratch.value_trellis.read(*a.v.trellis);
+    if (a.k.kind == KVP_TRELLIS_CODES || a.v.kind == KVP_TRELLIS_CODES) {
+        scratch.widened = own_scratch<Widened>();
+        if (!scratch.widened) return false;
+        if (a.k.kind == KVP_TRELLIS_CODES) scratch.widened->key.read(*a.k.trellis);
+        if (a.v.kind == KVP_TRELLIS_CODES) scratch.widened->value.read(*a.v.trellis);
+    }
 #if defined(KVP_AVX512)
     if (a.fast && fast_format(a.k)) scratch.key_table = level_bytes(a.k);
     if (a.fast && fast_format(a.v)) {

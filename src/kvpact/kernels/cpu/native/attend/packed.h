@@ -152,7 +152,7 @@ struct ValueTiles {
             run.ahead[run.tiles] = ahead.next(run.words[run.tiles]);
             const char *side = place.tile(v.scale, p.b, p.h, p.v_size.side);
             if (v.kind == KVP_TRELLIS_CODES) {
-                uint16_t *halves = p.scratch.scale + run.tiles * TILE;
+                uint16_t *halves = p.scratch.widened->scale + run.tiles * TILE;
                 scales_to_halves(halves, (const uint8_t *)side);
                 side = (const char *)halves;
             }

@@ -13,16 +13,21 @@ namespace KVP_NS {
 // longer the pieces of memory that are read in their order, the faster.
 constexpr int TURN = 8;
 
+// Codes of a trellis: wider words, fp16 scales, the mean of a tile.
+struct Widened {
+    Trellis key, value;
+    alignas(64) uint32_t words[2 * WIDE_TILE];
+    alignas(64) uint16_t scale[BLOCK];
+    alignas(64) float mean[MOST_DIM];
+};
+
 // Memory of one thread for its task.
 struct TaskScratch {
     alignas(64) float folded[MAX_ROWS * MOST_DIM];
     alignas(64) float score[TURN][MAX_ROWS][BLOCK], weight[MAX_ROWS][BLOCK];
     alignas(64) float weights[MOST_GROUPS * MAX_ROWS * BLOCK]; // weight times scale, by channel group
     alignas(64) float shift[MOST_GROUPS * MAX_ROWS];
-    Trellis key_trellis, value_trellis;
-    alignas(64) uint32_t wide[2 * WIDE_TILE]; // their words
-    alignas(64) uint16_t scale[BLOCK];        // and scales
-    alignas(64) float mean[MOST_DIM];
+    Widened *widened; // where K or V are codes of a trellis
 #if defined(KVP_AVX512)
     vi key_table;
     FastValues values;

@@ -29,17 +29,17 @@ struct BaseScores {
         q = p.job.q + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
         if (!x.first) return;
         const int dim = p.a.k.dim;
-        memcpy(p.scratch.mean, x.first + p.h * dim, sizeof(float) * (size_t)dim);
-        for (int64_t c = dim; c < p.job.k_width; c++) p.scratch.mean[c] = 0;
-        dot_rows(of_first, p.scratch.mean, q, p.job.k_width, p.passed);
+        memcpy(p.scratch.widened->mean, x.first + p.h * dim, sizeof(float) * (size_t)dim);
+        for (int64_t c = dim; c < p.job.k_width; c++) p.scratch.widened->mean[c] = 0;
+        dot_rows(of_first, p.scratch.widened->mean, q, p.job.k_width, p.passed);
     }
     // Writes those of the tile at `t`.
     INLINE void write(const Place &place, int64_t t, float *out) {
         if (x.center && t / x.center != group) {
             group = t / x.center;
             const int8_t *mean = (const int8_t *)place.group(p.a.k.mean, p.b, p.h, x.center, p.a.k.dim);
-            read_mean(p.scratch.mean, mean, (const uint16_t *)place.group(p.a.k.step, p.b, p.h, x.center, 2), p.a.k.dim);
-            dot_rows(of_mean, p.scratch.mean, q, p.job.k_width, p.passed);
+            read_mean(p.scratch.widened->mean, mean, (const uint16_t *)place.group(p.a.k.step, p.b, p.h, x.center, 2), p.a.k.dim);
+            dot_rows(of_mean, p.scratch.widened->mean, q, p.job.k_width, p.passed);
         }
         const uint32_t *flags = (const uint32_t *)place.tile(p.a.k.base, p.b, p.h, 8);
         Ints lanes = {};
@@ -57,7 +57,7 @@ struct BaseScores {
 // The scores of keys whose words are made wider first, block by block.
 static void widened_scores(Pass &p, int64_t t, int64_t n) {
     const kvp_stream &k = p.a.k;
-    const Trellis &x = p.scratch.key_trellis;
+    const Trellis &x = p.scratch.widened->key;
     const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
     const bool based = k.base.base;
     KFunction one[MOST_BLOCKS], two[MOST_BLOCKS];
@@ -85,8 +85,8 @@ static void widened_scores(Pass &p, int64_t t, int64_t n) {
         for (int j = 0; j < count; j++, place.step(k)) {
             codes[j] = place.tile(k.codes, p.b, p.h, p.k_size.tile);
             next[j] = ahead.next(codes[j]);
-            scales_to_halves(p.scratch.scale + j * TILE, (const uint8_t *)place.tile(k.scale, p.b, p.h, p.k_size.side));
-            tile.scale[j] = p.scratch.scale + j * TILE;
+            scales_to_halves(p.scratch.widened->scale + j * TILE, (const uint8_t *)place.tile(k.scale, p.b, p.h, p.k_size.side));
+            tile.scale[j] = p.scratch.widened->scale + j * TILE;
             tile.zero[j] = nullptr;
             if (based) base.write(place, t + i + j * TILE, tile.out + j * TILE);
         }
@@ -94,7 +94,7 @@ static void widened_scores(Pass &p, int64_t t, int64_t n) {
             const TrellisBlock &block = x.block[b];
             for (int j = 0; j < count; j++) {
                 tile.ahead[j] = next[j] + lines * 64;
-                uint32_t *to = x.place(p.scratch.wide, b) + j * WIDE_TILE;
+                uint32_t *to = x.place(p.scratch.widened->words, b) + j * WIDE_TILE;
                 widen_keys(to, codes[j], x, b);
                 tile.words[j] = to;
             }
@@ -112,7 +112,7 @@ static void widened_scores(Pass &p, int64_t t, int64_t n) {
 
 // Weighted sums of V, a few tiles at a time, whose words are made wider first.
 static void widened_values(const Pass &p, const VRun &all) {
-    const Trellis &x = p.scratch.value_trellis;
+    const Trellis &x = p.scratch.widened->value;
     const TrellisBlock &block = x.block[0];
     const VFunction add = by_wide(block.bits, x.wide, [&](auto f) { return f.v(p.passed); });
     const int most = (int)from(WIDENED / (4 * x.wide_words), 1);
@@ -120,7 +120,7 @@ static void widened_values(const Pass &p, const VRun &all) {
         VRun a = all;
         a.tiles = (int)upto(most, all.tiles - first);
         for (int i = 0; i < a.tiles; i++) {
-            uint32_t *to = p.scratch.wide + i * x.wide_words;
+            uint32_t *to = p.scratch.widened->words + i * x.wide_words;
             widen_values(to, (const char *)all.words[first + i], block, x.wide);
             a.words[i] = to;
             a.ahead[i] = all.ahead[first + i];

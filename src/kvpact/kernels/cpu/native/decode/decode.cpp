@@ -11,7 +11,6 @@ struct DecodeScratch {
     alignas(64) float y[MOST_DIM * W];            // [channel][W]
     alignas(64) uint8_t codes[MOST_DIM * TILE]; // [channel][32]
     alignas(64) float fold[MOST_DIM], shift[MOST_DIM], levels[256];
-    TrellisScratch trellis;
 };
 
 // A field's unit of `tokens` tokens and `bytes` bytes that `position` is in; NULL without the field.
@@ -139,22 +138,24 @@ static bool decode_span(const kvp_decode_args &a, Span span) {
     DecodeScratch *own = own_scratch<DecodeScratch>();
     if (!own) return false;
     DecodeScratch &scratch = *own;
-    Trellis &trellis = scratch.trellis.trellis;
     kvp_stream s = a.slots;
-    const bool is_trellis = s.kind == KVP_TRELLIS_CODES;
-    if (is_trellis && !a.by_channel) {
-        trellis_keys(a, span, scratch.trellis);
-        return true;
-    }
-    if (is_trellis) { // its wider codes are those of a table
-        trellis.read(*s.trellis);
+    TrellisScratch *trellis = nullptr;
+    if (s.kind == KVP_TRELLIS_CODES) {
+        trellis = own_scratch<TrellisScratch>();
+        if (!trellis) return false;
+        if (!a.by_channel) {
+            trellis_keys(a, span, *trellis);
+            return true;
+        }
+        // Its wider codes are those of a table.
+        trellis->trellis.read(*s.trellis);
         s.kind = KVP_TABLE;
-        s.table = trellis.block[0].table;
+        s.table = trellis->trellis.block[0].table;
         s.bits = index_bits(s.bits);
     }
     const bool packed = s.kind <= KVP_LINEAR, by_group = s.fold.base || s.shift.base;
     const int64_t bytes = tile_bytes(a.slots.bits, s.dim, packed && !a.by_channel);
-    const int64_t side = is_trellis ? TILE : (int64_t)channel_groups(s.dim, s.channels) * TILE * 2;
+    const int64_t side = trellis ? TILE : (int64_t)channel_groups(s.dim, s.channels) * TILE * 2;
     if (packed) {
         const float middle = s.zero.base || s.shift.base ? s.middle : 0;
         for (int i = 0; i < 1 << (s.kind == KVP_LINEAR ? 0 : s.bits); i++) scratch.levels[i] = s.table[i] + middle;
@@ -162,9 +163,9 @@ static bool decode_span(const kvp_decode_args &a, Span span) {
     char *out = a.out + span.pair / a.heads * a.row + span.pair % a.heads * a.head;
     for (int64_t at = span.begin / TILE * TILE; at < span.end; at += TILE) {
         const char *from = unit(a, s.codes, span.pair, at, TILE, bytes);
-        if (is_trellis) {
-            widen_values(scratch.trellis.wide, from, trellis.block[0], trellis.wide);
-            unpack_by_channel(scratch.codes, scratch.trellis.wide, trellis.wide, s.dim);
+        if (trellis) {
+            widen_values(trellis->wide, from, trellis->trellis.block[0], trellis->trellis.wide);
+            unpack_by_channel(scratch.codes, trellis->wide, trellis->trellis.wide, s.dim);
             from = (const char *)scratch.codes;
         } else if (packed) {
             if (a.by_channel) unpack_by_channel(scratch.codes, (const uint32_t *)from, s.bits, s.dim);
@@ -177,9 +178,9 @@ static bool decode_span(const kvp_decode_args &a, Span span) {
         }
         Beside beside;
         beside.scale = (const uint16_t *)unit(a, s.scale, span.pair, at, TILE, side);
-        if (is_trellis) {
-            scales_to_halves(scratch.trellis.scale, (const uint8_t *)beside.scale);
-            beside.scale = scratch.trellis.scale;
+        if (trellis) {
+            scales_to_halves(trellis->scale, (const uint8_t *)beside.scale);
+            beside.scale = trellis->scale;
         }
         beside.zero = (const uint16_t *)unit(a, s.zero, span.pair, at, TILE, side);
         beside.fold = by_group ? scratch.fold : nullptr;
