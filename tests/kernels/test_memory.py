@@ -118,7 +118,9 @@ def test_the_meter_sees_scratch_memory():
     cache = filled("turboquant:bits=4", 1024, backend="auto")
     one = measured(lambda: cache.attend(0, *tokens(1, 5)))
     assert one.scratch > 2**16  # a block's scores and weights, the encoder's tile
-    assert measured(lambda: cache.attend(0, *tokens(256, 6))).scratch > one.scratch
+    # Another kernel, of another size; which is larger depends on the instruction set.
+    many = measured(lambda: cache.attend(0, *tokens(256, 6)))
+    assert many.scratch > 2**16 and many.scratch != one.scratch
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
