@@ -23,6 +23,10 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
+DEFAULT_SPEC = "trellis:bits=4"
+"""What users get who name no spec: the codec of least error at about 4 bits (`kvpact eval`)."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """A method for the keys and a method for the values.

@@ -199,7 +199,7 @@ def test_demo_on_a_tiny_model(model_folder, tmp_path):
     )  # fmt: skip
     rows = json.loads((tmp_path / "demo" / "eval.json").read_text("utf-8"))
     assert [row["spec"] for row in rows] == list(SPECS)
-    for words in ("exact cache", "turboquant:bits=2,center=64", "How to read it", "eval.png"):
+    for words in ("exact cache", "trellis:bits=2", "How to read it", "eval.png"):
         assert words in out
 
 

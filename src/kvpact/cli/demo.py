@@ -19,6 +19,7 @@ from kvpact.cli.eval_tables import show_files
 from kvpact.cli.inputs import continued
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
+from kvpact.spec import DEFAULT_SPEC
 
 SPECS = (
     "none",
@@ -26,11 +27,11 @@ SPECS = (
     "int:bits=8",
     "int:bits=4",
     "turboquant:bits=4",
-    "turboquant:bits=3,center=64",
-    "turboquant:bits=2,center=64",
+    DEFAULT_SPEC,
+    "trellis:bits=2",
     "kivi:bits=2",
 )
-CONTINUED = ("turboquant:bits=4", "turboquant:bits=2,center=64")
+CONTINUED = (DEFAULT_SPEC, "trellis:bits=2")
 PROMPT_START, PROMPT_TOKENS, NEW_TOKENS = "CHAPTER 1\n", 300, 48
 HOW_TO_READ = (
     "How to read it: KL says how far the next-token distribution moves from the exact cache's "

@@ -26,6 +26,7 @@ from kvpact.kernels import choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
+from kvpact.spec import DEFAULT_SPEC
 
 _SPARSE = "indexed_attention"
 _LAYERS = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
@@ -75,7 +76,8 @@ class CompressedCache(EngineCache):
         The model, or its config. Of a config nobody knows the weights: keys with a large bias then
         lose precision below 8 bits, and a warning says so once.
     spec : str, Spec, path or mapping
-        A spec, or a recipe with a spec per layer (of the model's layers).
+        A spec, or a recipe with a spec per layer (of the model's layers). `DEFAULT_SPEC` is
+        near-lossless on all models that it was measured on.
     attention : {"auto", "keep"}
         ``auto`` sets the config's attention implementation to ``kvpact`` where it is ``sdpa``; for
         every other cache that does exactly what ``sdpa`` does, and the config is as before when
@@ -99,7 +101,7 @@ class CompressedCache(EngineCache):
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig,
-        spec: SpecLike,
+        spec: SpecLike = DEFAULT_SPEC,
         *,
         attention: str = "auto",
         exact_new: bool = True,

@@ -29,6 +29,7 @@ class _Fixed(NamedTuple):
     """What of a stream's arguments stays while its slots stay where they are."""
 
     codec: Codec  # its `slot_format` lives as long, and has what the arguments point to
+    learnt: bool  # unless the codec has learnt since
     dtype: torch.dtype
     data: bytes
 
@@ -36,8 +37,14 @@ class _Fixed(NamedTuple):
 def _fixed(view: StreamView) -> bytes:
     """Return a view's fixed arguments; they are kept with what they point to."""
     found: _Fixed | None = view.source.prepared.get(NAME)
-    if found is None or found.codec is not view.codec or found.dtype is not view.tail.dtype:
-        found = view.source.prepared[NAME] = _Fixed(view.codec, view.tail.dtype, _fill(view))
+    codec, dtype = view.codec, view.tail.dtype
+    if (
+        found is None
+        or found.codec is not codec
+        or found.dtype is not dtype
+        or (not found.learnt and codec.ready)
+    ):
+        found = view.source.prepared[NAME] = _Fixed(codec, codec.ready, dtype, _fill(view))
     return found.data
 
 

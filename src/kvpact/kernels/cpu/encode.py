@@ -50,7 +50,7 @@ class CodecEncoder:
     """
 
     def __init__(self, codec: Codec) -> None:
-        self.reason, self.limit, self.args = "", 0.0, EncodeArgs()
+        self.reason, self.limit, self.args, self.learnt = "", 0.0, EncodeArgs(), codec.ready
         self._alive: list[Tensor] = []
         form, transform = codec.encoding(), codec.transform
         if form is None:
@@ -94,12 +94,10 @@ _encoders: WeakKeyDictionary[Codec, CodecEncoder] = WeakKeyDictionary()
 
 
 def codec_encoder(codec: Codec) -> CodecEncoder:
-    """Return the encoder of a codec, made once; anew while the codec has still to learn."""
+    """Return the encoder of a codec, made once, and anew when the codec has learnt."""
     found = _encoders.get(codec)
-    if found is None:
-        found = CodecEncoder(codec)
-        if codec.ready:
-            _encoders[codec] = found
+    if found is None or (codec.ready and not found.learnt):
+        found = _encoders[codec] = CodecEncoder(codec)
     return found
 
 

@@ -48,7 +48,7 @@ class SlotFormat:
     """
 
     def __init__(self, codec: Codec) -> None:
-        self.reason, self.by_channel = "", False
+        self.reason, self.by_channel, self._learnt = "", False, codec.ready
         self.stream = structs.Stream()
         self._names: list[tuple[str, str]] = []
         self._alive: list[Tensor] = []
@@ -94,6 +94,10 @@ class SlotFormat:
             if field is not None:
                 self._names.append((name, field))
 
+    def outdated(self, codec: Codec) -> bool:
+        """Whether the codec has learnt since."""
+        return not self._learnt and codec.ready
+
     def _keep(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
         return tensor.data_ptr()
@@ -112,10 +116,8 @@ _formats: WeakKeyDictionary[Codec, SlotFormat] = WeakKeyDictionary()
 
 
 def slot_format(codec: Codec) -> SlotFormat:
-    """Return the format of a codec's slots, made once the codec has learnt what it learns."""
+    """Return the format of a codec's slots, made once, and anew when the codec has learnt."""
     found = _formats.get(codec)
-    if found is None:
-        found = SlotFormat(codec)
-        if codec.ready:
-            _formats[codec] = found
+    if found is None or found.outdated(codec):
+        found = _formats[codec] = SlotFormat(codec)
     return found
