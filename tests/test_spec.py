@@ -36,6 +36,15 @@ OWN_OPTIONS = {
         "center": st.sampled_from([0, 64, 128]),
         "seed": st.integers(-(2**70), 2**70),
     },
+    "trellis": {
+        "bits": st.integers(1, 6),
+        "states": st.sampled_from([8, 16]),
+        "center": st.sampled_from([0, 64, 128]),
+        "first": st.booleans(),
+        "weights": st.booleans(),
+        "blocks": st.booleans(),
+        "seed": st.integers(-5, 5),
+    },
     "kivi": {"bits": WIDTHS, "group": st.sampled_from([32, 64, 128])},
     "kvarn": {
         "bits": WIDTHS,
@@ -101,7 +110,7 @@ SPECS = st.one_of(
 def test_strategies_cover_every_method_and_option():
     assert set(OWN_OPTIONS) == set(METHODS) == {
         "none", "fp8", "int", "turboquant", "kivi", "kvarn", "polarquant", "qjl",
-        "lowrank", "vq", "hybrid",
+        "lowrank", "vq", "hybrid", "trellis",
     }  # fmt: skip
     for name, cls in METHODS.items():
         assert set(option_types(cls)) == {*OWN_OPTIONS[name], *COMMON}
