@@ -353,3 +353,20 @@ def test_llama_config_is_untouched_by_keep():
     config = LlamaConfig(num_hidden_layers=1)
     CompressedCache(config, "none", attention="keep")
     assert config._attn_implementation in (None, "sdpa")
+
+
+def test_layers_of_unlike_shapes_have_caches_of_their_own(llama):
+    cache = CompressedCache(llama.config, "int:bits=8")
+    one, two = torch.ones(1, 2, 5, 16), torch.ones(1, 1, 5, 32)
+    for layer, x in zip(cache.layers, (one, two), strict=True):
+        layer.update(x, x)
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(1, 2, 5, 16), (1, 1, 5, 32)]
+    cache.crop(-2)
+    assert [cache.get_seq_length(i) for i in range(2)] == [3, 3]
+    assert cache.stats()["values"] == 2 * 3 * (32 + 32)
+    with pytest.raises(GeometryError, match="unlike shapes"):
+        cache.snapshot()
+    twin = copy.deepcopy(cache)
+    cache.reset()
+    assert [twin.get_seq_length(i) for i in range(2)] == [3, 3]
+    assert cache.memory_usage() == 0
