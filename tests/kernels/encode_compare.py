@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import Any
 
-import pytest
 import torch
 
 from kvpact import parse_spec
-from kvpact.kernels.cpu import LEVELS, library
+from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.encode import CpuEncoder
-from kvpact.kernels.cpu.library import _load
 
 FORMATS = (
     *(f"turboquant:bits={bits}" for bits in range(1, 9)),
@@ -68,16 +65,6 @@ PLACES = (
 
 GUARD = 64
 SEGMENT = 128
-
-
-def levels() -> list[Any]:
-    """Return all SIMD levels for pytest; all but the one that computes here are marked slow."""
-    loaded = _load()
-    best = None if isinstance(loaded, str) else loaded.level
-    return [
-        pytest.param(name, marks=() if name == best else pytest.mark.slow, id=name)
-        for name in LEVELS
-    ]
 
 
 def codec_of(spec: str, side: str, dim: int, dtype: torch.dtype):

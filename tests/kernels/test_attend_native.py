@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from compare import BOUND, FORMATS, both, check_guards, error, guarded_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simd_levels import at_level
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import BackendUnavailable, GeometryError
@@ -186,17 +183,8 @@ def test_random_cases(**case):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_simd_level(level):
-    """Each level in a process of its own."""
-    if level not in library().levels:
-        pytest.skip(f"{level}: not on this processor, or above KVPACT_SIMD")
-    environment = {**os.environ, "KVPACT_SIMD": level}
-    script = Path(__file__).with_name("compare.py")
-    run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout)
-    assert told["level"] == level and told["cases"] > 40
+    told = at_level(level, "compare.py")
+    assert told["cases"] > 40
     assert told["worst"] <= BOUND
 
 

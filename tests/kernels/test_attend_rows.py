@@ -3,18 +3,13 @@ latents, at every shape, format and SIMD level."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from compare import BOUND, FORMATS, both, check_guards, error, guarded_output, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows_compare import LATENT_FORMATS, latents
+from simd_levels import at_level
 
 from kvpact import AttendConfig, CacheGeometry, MLACache, create_cache
 from kvpact.errors import GeometryError, KVPactError
@@ -217,15 +212,8 @@ def test_random_latents(**case):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_simd_level(level):
-    """Each level in a process of its own; one that the processor lacks falls back."""
-    script = Path(__file__).with_name("rows_compare.py")
-    environment = {**os.environ, "KVPACT_SIMD": level}
-    run = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    told = json.loads(run.stdout)
-    assert LEVELS[told["level"]] <= LEVELS[level] and told["cases"] > 70
+    told = at_level(level, "rows_compare.py")
+    assert told["cases"] > 70
     assert told["worst"] <= BOUND
 
 

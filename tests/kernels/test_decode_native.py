@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from decode_compare import FORMATS, PLACES, Slots, compare, compare_slots, packed
-from encode_compare import DTYPES, WIDTHS, codec_of, levels
+from encode_compare import DTYPES, WIDTHS, codec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simd_levels import at_level, levels
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels import report
-from kvpact.kernels.cpu import LEVELS, decode, library
+from kvpact.kernels.cpu import decode, library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.library import _load
 
@@ -27,19 +22,7 @@ pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernel
 
 @pytest.mark.parametrize("level", levels())
 def test_every_format_at_every_level(level):
-    if LEVELS[level] > LEVELS[library().level]:
-        pytest.skip(f"this processor (or KVPACT_SIMD) ends at {library().level}")
-    script = Path(__file__).parent / "decode_compare.py"
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "KVPACT_SIMD": level},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["level"] == level
+    found = at_level(level, "decode_compare.py")
     assert found["cases"] == len(FORMATS) * 8 * 2 * len(PLACES)
     assert found["bad"] == []
 

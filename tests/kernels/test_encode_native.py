@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from encode_compare import (
@@ -17,7 +11,6 @@ from encode_compare import (
     WIDTHS,
     codec_of,
     compare,
-    levels,
     native_slots,
     random_pieces,
     treated_pieces,
@@ -25,6 +18,7 @@ from encode_compare import (
 )
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from simd_levels import at_level, levels
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.arithmetic import square_root
@@ -58,19 +52,7 @@ SPECIAL = (
 
 @pytest.mark.parametrize("level", levels())
 def test_every_format_at_every_level(level):
-    if level not in library().levels:
-        pytest.skip(f"{level}: not on this processor, or above KVPACT_SIMD")
-    script = Path(__file__).parent / "encode_compare.py"
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "KVPACT_SIMD": level},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["level"] == level
+    found = at_level(level, "encode_compare.py")
     assert found["cases"] == len(FORMATS) * 8 * 2 * 6
     assert found["trellises"] == len(trellis_cases()) > 80
     assert found["bad"] == []

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from compare import BOUND, check_guards, error, guarded_output
-from encode_compare import codec_of, levels
+from encode_compare import codec_of
+from simd_levels import at_level, levels
 from trellis_compare import (
     CACHES,
     FORMATS,
@@ -24,7 +19,6 @@ from trellis_compare import (
     latents,
 )
 
-from kvpact.kernels.cpu import LEVELS, library
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.library import _load
@@ -116,18 +110,7 @@ def test_full_precision_where_8_bits_were_asked_for():
 
 @pytest.mark.parametrize("level", levels())
 def test_every_level(level):
-    if LEVELS[level] > LEVELS[library().level]:
-        pytest.skip(f"this processor (or KVPACT_SIMD) ends at {library().level}")
-    script = Path(__file__).parent / "trellis_compare.py"
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "KVPACT_SIMD": level},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["level"] == level and told["cases"] == 2 * len(cases()) + 2
+    told = at_level(level, "trellis_compare.py")
+    assert told["cases"] == 2 * len(cases()) + 2
     assert told["bad"] == [] and told["worst"] <= BOUND
     assert set(TREATED) <= set(CACHES)
