@@ -12,7 +12,7 @@ import torch
 
 from kvpact import Snapshot
 from kvpact.errors import SpecError
-from kvpact.snapshot.manifest import VERSION, WITH_OFFSETS
+from kvpact.snapshot.manifest import VERSION, WITH_ENERGIES, WITH_OFFSETS
 
 FOLDER = Path(__file__).parents[1] / "golden" / "snapshots"
 _spec = importlib.util.spec_from_file_location("make_golden_snapshots", FOLDER / "make.py")
@@ -34,16 +34,12 @@ def contents(snapshot: Snapshot) -> tuple:
     return manifest, [hashlib.sha256(x).hexdigest() for x in sums]
 
 
-@pytest.mark.parametrize(
-    ("name", "version"),
-    [
-        *((name, VERSION) for name in ("turboquant", "cut-group", "learnt", "paged")),
-        ("offset", WITH_OFFSETS),
-    ],
-)
-def test_read_and_gone_on_from(name: str, version: int):
-    before, after = load(name, "before", version), load(name, "after", version)
-    assert before.tokens == (50 if name == "cut-group" else 69)
+@pytest.mark.parametrize("name", make.CASES)
+def test_read_and_gone_on_from(name: str):
+    versions = make.VERSIONS[name]
+    before, after = load(name, "before", versions[0]), load(name, "after", versions[1])
+    assert (before.manifest.version, after.manifest.version) == versions
+    assert before.tokens == make.HELD[name]
     assert after.tokens == before.tokens + 40
     assert torch.equal(before.token_ids, torch.arange(before.tokens).expand(2, -1))
     assert before.manifest.identity.to_json() == {"adapter": None, "model": "m", "tenant": "t"}
@@ -80,5 +76,11 @@ def test_the_offset_is_in_its_files():
     assert state.origin == (3, 0)
 
 
+def test_the_queries_seen_are_in_their_file():
+    before = load("energies", "before", WITH_ENERGIES).layer(1).streams[0]
+    assert before.query_energy.shape == (2, 2, 40, 16) and not before.learnt
+    assert load("energies", "after", VERSION).layer(1).streams[0].learnt
+
+
 def test_files_are_small():
-    assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) < 350_000
+    assert sum(path.stat().st_size for path in FOLDER.glob("*.safetensors")) < 400_000

@@ -279,7 +279,7 @@ class ContiguousCache(BatchRows):
             for index, layer in enumerate(self._layers)
         ]
         for layer, new in zip(self._layers, built, strict=True):
-            layer.restore(new.k, new.v, new.padding)
+            layer.restore(new.k, new.v, new.padding, new.seen)
 
     def fork(self) -> Self:
         """Return an independent copy; slots are shared until one side writes to them."""

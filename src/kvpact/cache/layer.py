@@ -98,6 +98,11 @@ class CacheLayer:
         return self._offset
 
     @property
+    def seen(self) -> Tensor | None:
+        """Energies of the first queries, while the codec of K is to learn from them."""
+        return self._held.seen
+
+    @property
     def padding_bytes(self) -> int:
         """Bytes that the rows' padding takes."""
         padding = self._held.padding
@@ -209,10 +214,16 @@ class CacheLayer:
         streams = self._held.streams()
         self._clean = all([stream.store.clear_from(stream.packed) for stream in streams])
 
-    def restore(self, k: Stream | None, v: Stream | None, padding: Tensor | None) -> None:
-        """Hold other streams from now on, whose slots are clean."""
+    def restore(
+        self,
+        k: Stream | None,
+        v: Stream | None,
+        padding: Tensor | None,
+        seen: Tensor | None = None,
+    ) -> None:
+        """Hold other streams from now on, whose slots are clean, and queries seen (see `Held`)."""
         with self.lock:
-            self._held = Held(k, v, padding, self._held.version + 1)
+            self._held = Held(k, v, padding, self._held.version + 1, seen=seen)
             self._clean = True
 
     def make_codec(self, x: Tensor, key: bool) -> Codec:
@@ -353,7 +364,9 @@ class CacheLayer:
             k, v = held.k.select(indices), held.v.select(indices)
             padding = None if held.padding is None else held.padding[indices.cpu()]
             self._clean = False
-            seen = None if held.seen is None else held.seen.index_select(0, indices)
+            seen = held.seen
+            if seen is not None:
+                seen = seen.index_select(0, indices.to(seen.device))
             self._held = Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
             self.settle()  # What forks share may not have been clean.
 

@@ -81,7 +81,10 @@ def layer_state(layer: CacheLayer) -> LayerState:
         if layer.k is None or layer.v is None:
             return LayerState(spec, None, None)
         rows = None if padding is None else tuple(padding.tolist())
-        return LayerState(spec, (stream_state(layer.k), stream_state(layer.v)), rows)
+        k, seen = stream_state(layer.k), layer.seen
+        if seen is not None and seen.shape[2]:
+            k = replace(k, query_energy=seen)
+        return LayerState(spec, (k, stream_state(layer.v)), rows)
 
 
 def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) -> LayerState:
@@ -201,8 +204,20 @@ def restored_layer(
         tail = held.tail.to(device)
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
     padding = None if state.padding is None else torch.tensor(state.padding, dtype=torch.long)
-    empty.restore(streams[0], streams[1], padding)
+    seen = _seen(streams[0].codec, state.streams[0], device)
+    empty.restore(streams[0], streams[1], padding, seen)
     return empty
+
+
+def _seen(codec: Codec, keys: StreamState, device: torch.device) -> Tensor | None:
+    """Return the energies of queries that a codec is to learn from, None if it has learnt."""
+    energy = keys.query_energy
+    if energy is None:
+        return None
+    _need(not keys.learnt, "energies of queries beside what was learnt from them")
+    _need(energy.shape[2] <= codec.learns_from, "energies of queries that nothing learns from")
+    _need(bool((energy >= 0).all() and energy.isfinite().all()), "energies of queries")
+    return None if codec.ready else energy.to(device)
 
 
 def check_stream(codec: Codec, state: StreamState, coded: Tensor | None = None) -> None:

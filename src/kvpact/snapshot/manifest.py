@@ -22,8 +22,9 @@ from kvpact.snapshot.state import (
     geometry_json,
 )
 
-VERSION, WITH_OFFSETS = VERSIONS = (1, 2)
-"""Of snapshots, and of those in which keys lie without their offset."""
+VERSION, WITH_OFFSETS, WITH_ENERGIES = VERSIONS = (1, 2, 3)
+"""Of snapshots, of those in which keys lie without their offset, and of those of caches that are
+still to learn from their first tokens and have seen queries of these."""
 OFFSET_TENSORS = ("offset.bias", "offset.channels", "offset.frequencies")
 _DTYPE = frozenset(DTYPES)
 _FIELD = {"dtype": _DTYPE, "name": re.compile("(?s).{1,99}"), "shape": [COUNT], "tokens": COUNT}
@@ -36,6 +37,8 @@ _STREAM = {
     "tail": SIZE,
 }
 _OFFSET = {"dtype": _DTYPE, "origin": ([ANY],), "scaling": float}
+_SOMETIMES = {"offset": _OFFSET, "query_energy": COUNT}
+"""Of K alone, where there is such a thing."""
 _EMPTY_LAYER = {"spec": SIZE}
 _LAYER: dict[str, Any] = {**_EMPTY_LAYER, "dtype": _DTYPE, **dict.fromkeys(SIDES, _STREAM)}
 _PADDED_LAYER: dict[str, Any] = {**_LAYER, "padding": SIZE}
@@ -82,14 +85,18 @@ class StreamEntry:
     sinks: int | None
     learnt: tuple[str, ...]
     offset: OffsetEntry | None = None
+    query_energy: int | None = None
 
     def tensors(self) -> dict[str, int | None]:
-        """Return the tensors beside the pages, in the file's order; the tokens of exact ones."""
+        """Return the tensors beside the pages, in the file's order; the tokens of those by token.
+
+        These are `[B, H, tokens, D]`.
+        """
         learnt: dict[str, int | None] = {f"learnt.{part}": None for part in self.learnt}
         if self.offset is not None:
             learnt |= dict.fromkeys(OFFSET_TENSORS)
-        exact = {"sinks": self.sinks, "tail": self.tail}
-        return learnt | {name: tokens for name, tokens in exact.items() if tokens}
+        by_token = {"query_energy": self.query_energy, "sinks": self.sinks, "tail": self.tail}
+        return learnt | {name: tokens for name, tokens in by_token.items() if tokens}
 
     @classmethod
     def of(cls, stream: StreamState) -> StreamEntry:
@@ -99,7 +106,8 @@ class StreamEntry:
         offset = None
         if stream.offset is not None:
             offset = OffsetEntry(stream.offset.dtype, stream.offset.scaling, stream.origin)
-        return cls(stream.fields, stream.packed, stream.start, tail, sinks, learnt, offset)
+        energy = None if stream.query_energy is None else stream.query_energy.shape[2]
+        return cls(stream.fields, stream.packed, stream.start, tail, sinks, learnt, offset, energy)
 
 
 @dataclass(frozen=True)
@@ -161,8 +169,10 @@ class Manifest:
 
     @property
     def version(self) -> int:
-        """Version of the file: readers from before key offsets have to refuse those."""
-        streams = (stream for entry in self.layers for stream in entry.streams or ())
+        """Version of the file: the first one whose readers know all that is in it."""
+        streams = [stream for entry in self.layers for stream in entry.streams or ()]
+        if any(stream.query_energy for stream in streams):
+            return WITH_ENERGIES
         return WITH_OFFSETS if any(stream.offset for stream in streams) else VERSION
 
     @property
@@ -198,9 +208,9 @@ class Manifest:
             for side, stream in zip(SIDES, layer.streams or (), strict=False):
                 fields = index("fields", [field.to_json() for field in stream.fields])
                 given = {**vars(stream), "fields": fields, "learnt": list(stream.learnt)}
-                del given["offset"]
                 if stream.offset is not None:
                     given["offset"] = stream.offset.to_json()
+                given = {n: x for n, x in given.items() if x is not None or n not in _SOMETIMES}
                 entry[side] = dict(sorted(given.items()))
             layers.append(dict(sorted(entry.items())))
         return {
@@ -261,8 +271,8 @@ def _pick(known: list[Any], index: int, what: str) -> Any:
 def _layer(index: int, fields: list[tuple[FieldInfo, ...]], data: dict[str, Any]) -> LayerEntry:
     entry = data["layers"][index]
     held = _PADDED_LAYER if "padding" in entry else _LAYER
-    if isinstance(entry.get("k"), dict) and "offset" in entry["k"]:
-        held = held | {"k": {**_STREAM, "offset": _OFFSET}}
+    if isinstance(entry.get("k"), dict):
+        held = held | {"k": _STREAM | {n: x for n, x in _SOMETIMES.items() if n in entry["k"]}}
     check(entry, _EMPTY_LAYER if len(entry) == 1 else held, f"manifest.layers[{index}]")
     spec, padding = _pick(data["specs"], entry["spec"], "spec"), None
     if len(entry) == 1:
@@ -279,6 +289,7 @@ def _stream(stream: dict[str, Any], fields: list[tuple[FieldInfo, ...]], batch: 
     need(list(learnt) == sorted(set(learnt)), "learnt")
     # Every token has slots or is in the tail, or both.
     need(stream["start"] <= stream["packed"] <= stream["start"] + stream["tail"], "packed")
+    need(stream.get("query_energy", 0) <= stream["start"] + stream["tail"], "query_energy")
     known = _pick(fields, stream["fields"], "fields")
     offset = None
     if "offset" in stream:

@@ -33,6 +33,7 @@ def select_rows(state: LayerState, rows: Sequence[int]) -> LayerState:
             tail=pick(stream.tail),
             sinks=None if stream.sinks is None else pick(stream.sinks),
             origin=_trimmed(stream.origin and tuple(stream.origin[row] for row in rows)),
+            query_energy=None if stream.query_energy is None else pick(stream.query_energy),
         )
         for stream in state.streams
     )
@@ -76,6 +77,9 @@ def _stacked(streams: Sequence[StreamState]) -> StreamState:
         raise MismatchError("the sequences' methods have learnt unlike things")
     if not all(same_offset(first.offset, other.offset) for other in streams[1:]):
         raise MismatchError("the sequences' keys are stored without unlike offsets")
+    energies = [s.query_energy for s in streams if s.query_energy is not None]
+    if len(energies) not in (0, len(streams)) or len({x.shape[2] for x in energies}) > 1:
+        raise GeometryError("the sequences have seen unlike numbers of queries; take one of each")
     sinks = [s.sinks for s in streams if s.sinks is not None]
     rows = [n for s in streams for n in s.origin or (0,) * s.tail.shape[0]]
     return replace(
@@ -83,6 +87,7 @@ def _stacked(streams: Sequence[StreamState]) -> StreamState:
         slots={name: torch.cat([s.slots[name] for s in streams]) for name in first.slots},
         tail=torch.cat([s.tail for s in streams]),
         sinks=torch.cat(sinks) if sinks else None,
+        query_energy=torch.cat(energies) if energies else None,
         origin=_trimmed(tuple(rows)),
     )
 
@@ -99,9 +104,9 @@ def cut(state: LayerState, end: int) -> LayerState:
         if sinks is not None:
             behind = first.unsqueeze(1) + torch.arange(sinks.shape[2]) >= end
             sinks = sinks.masked_fill(behind[:, None, :, None], 0)
-        streams.append(
-            replace(stream, packed=end, start=end, tail=stream.tail[:, :, :0], sinks=sinks)
-        )
+        # Packed tokens are those of a codec that has learnt.
+        held = replace(stream, packed=end, start=end, sinks=sinks, query_energy=None)
+        streams.append(replace(held, tail=stream.tail[:, :, :0]))
     return replace(state, streams=(streams[0], streams[1]))
 
 

@@ -46,7 +46,9 @@ class Snapshot:
         self._container = container
         self.manifest: Manifest = read_manifest(container.manifest)
         if container.version != self.manifest.version:
-            raise FormatError(f"key offsets don't fit version {container.version}")
+            raise FormatError(
+                f"what the manifest speaks of does not fit version {container.version}"
+            )
         self._check_tensors()
 
     @classmethod
@@ -271,6 +273,7 @@ class Snapshot:
                     exact[f"{name}.sinks"] if stream.sinks else None,
                     {part: exact[f"{name}.learnt.{part}"] for part in stream.learnt},
                     *read_offset(stream.offset, exact, name),
+                    exact.get(f"{name}.query_energy"),
                 )
             )
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
@@ -378,10 +381,9 @@ class Snapshot:
                     if not rest or rest.pop(0) != tensor:
                         raise FormatError(f"tensor {tensor!r} is not where it should be")
                     found = entries[tensor]
-                    if count is not None and (found.shape, found.dtype) != (
-                        (*rows, count, dim),
-                        layer.dtype,
-                    ):
+                    dtype = torch.float32 if part == "query_energy" else layer.dtype
+                    wanted = (*rows, count, dim), dtype
+                    if count is not None and (found.shape, found.dtype) != wanted:
                         raise FormatError(f"tensor {tensor!r} has another shape or dtype")
                     sizes[-1] += found.end - found.begin
         page = [m.page_bytes(index) for index in range(len(m.layers))]

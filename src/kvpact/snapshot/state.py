@@ -73,6 +73,9 @@ class StreamState:
         What was taken off the keys before they were encoded; `tail` and `sinks` are whole.
     origin : tuple of int or None
         Each row's token at position 0 of the offset; None where it is the first.
+    query_energy : Tensor or None
+        `[B, H, n, D]` fp32, of K whose codec is going to learn from its first tokens: energies of
+        the queries of the first n of them (see `kvpact.methods.context.Context`).
     """
 
     fields: tuple[FieldInfo, ...]
@@ -84,6 +87,7 @@ class StreamState:
     learnt: Mapping[str, Tensor]
     offset: KeyOffset | None = None
     origin: tuple[int, ...] | None = None
+    query_energy: Tensor | None = None
 
     @property
     def length(self) -> int:

@@ -52,6 +52,8 @@ def exact_tensors(index: int, layer: LayerState) -> dict[str, Tensor]:
             found |= {
                 f"{name}.offset.{part}": x for part, x in offset_tensors(stream.offset).items()
             }
+        if stream.query_energy is not None:
+            found[f"{name}.query_energy"] = stream.query_energy
         if stream.sinks is not None:
             found[f"{name}.sinks"] = stream.sinks
         if stream.tail.numel():
@@ -97,7 +99,9 @@ def sizes(entries: Mapping[str, Entry], total: int) -> dict[str, int]:
     """Return bytes of a snapshot's tensors by what they are for, and of what is around them."""
     found = {"packed slots": 0, "sinks": 0, "window": 0, "learnt": 0, "token ids": 0}
     found |= {"key offsets": 0} if any(".offset." in name for name in entries) else {}
+    found |= {"query energies": 0} if any("query_energy" in name for name in entries) else {}
     names = {"sinks": "sinks", "tail": "window", "pages": "packed slots", "token_ids": "token ids"}
+    names |= {"query_energy": "query energies"}
     for name, entry in entries.items():
         kind = names.get(name.rpartition(".")[2])
         if ".learnt." in name or ".offset." in name:

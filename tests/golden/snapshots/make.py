@@ -13,7 +13,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, KeyOffset, PagedKVCache, create_cache
 from kvpact.snapshot import Identity
-from kvpact.snapshot.manifest import VERSION, WITH_OFFSETS
+from kvpact.snapshot.manifest import VERSION, WITH_ENERGIES, WITH_OFFSETS
 
 FOLDER = Path(__file__).parent
 GEOMETRY = CacheGeometry(2, 2, 16, 8, dtype=torch.float16)
@@ -23,8 +23,15 @@ CASES = {
     "learnt": "vq:codebook_size=16,window=3/lowrank:rank=4,sinks=0",
     "paged": "int:bits=4",
     "offset": "turboquant:bits=3,sinks=2,window=9",
+    "energies": "trellis:bits=3,sinks=2,window=5",
 }
-VERSIONS = dict.fromkeys(CASES, VERSION) | {"offset": WITH_OFFSETS}
+HELD = dict.fromkeys(CASES, 69) | {"cut-group": 50, "energies": 40}
+"""Tokens before; one more was appended at least, and rolled back."""
+VERSIONS = dict.fromkeys(CASES, (VERSION, VERSION)) | {
+    "offset": (WITH_OFFSETS, WITH_OFFSETS),
+    "energies": (WITH_ENERGIES, VERSION),
+}
+"""Before and after 40 more tokens."""
 OFFSET = KeyOffset(
     (1.0, 0.125, 0.003),
     ((0, 8), (3, 11), (6, 14)),
@@ -33,18 +40,19 @@ OFFSET = KeyOffset(
 )
 
 
-def inputs(count: int, seed: int, rows: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V; numpy's generator gives the same numbers everywhere."""
+def inputs(count: int, seed: int, rows: int = 2) -> list[torch.Tensor]:
+    """Return K, V and Q; numpy's generator gives the same numbers everywhere."""
     rng = np.random.default_rng(seed)
-    k, v = (rng.standard_normal((rows, 2, count, dim)) for dim in (16, 8))
-    return torch.from_numpy(k).half(), torch.from_numpy(v).half()
+    shapes = ((2, 16), (2, 8), (4, 16))
+    numbers = (rng.standard_normal((rows, heads, count, dim)) for heads, dim in shapes)
+    return [torch.from_numpy(x).half() for x in numbers]
 
 
 def grow(cache, count: int, seed: int, padding: list[int] | None = None) -> None:
     """Append tokens to both layers."""
     config = AttendConfig(padding=None if padding is None else torch.tensor(padding))
     for layer in range(2):
-        cache.prefill(layer, *inputs(count, seed + layer), None, config)
+        cache.prefill(layer, *inputs(count, seed + layer), config)
 
 
 def cache_for(name: str):
@@ -59,10 +67,10 @@ def main() -> None:
     """Write the files that are not there, before and after 40 more tokens."""
     for name in CASES:
         cache = cache_for(name)
-        grow(cache, 70, 1, [3, 0])
-        cache.truncate(50 if name == "cut-group" else 69)
-        for when in ("before", "after"):
-            path = FOLDER / f"{name}-{when}-v{VERSIONS[name]}.safetensors"
+        grow(cache, 41 if name == "energies" else 70, 1, [3, 0])
+        cache.truncate(HELD[name])
+        for when, version in zip(("before", "after"), VERSIONS[name], strict=True):
+            path = FOLDER / f"{name}-{when}-v{version}.safetensors"
             if not path.exists():
                 ids = torch.arange(cache.seq_len(0)).expand(2, -1)
                 who = Identity(model="m", adapter=None, tenant="t")
