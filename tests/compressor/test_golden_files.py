@@ -10,8 +10,8 @@ import torch
 import kvpact
 from kvpact import CompressedKV
 from kvpact.compressor.stream import flat
-from kvpact.methods.fitted import FittedMethod
 from kvpact.testing.held import same_bytes
+from kvpact.testing.specs import example_specs
 
 FOLDER = Path(__file__).parent / "golden"
 FILES = sorted(FOLDER.glob("*.safetensors"))
@@ -41,13 +41,8 @@ def test_golden_file(path: Path):
 
 
 def test_every_fitted_method_has_a_file_of_its_version():
-    held = {
-        (side.name, side.version)
-        for path in FILES
-        for side in (CompressedKV.load(path).spec.key, CompressedKV.load(path).spec.value)
-    }
-    methods = [m for m in kvpact.list_methods().values() if isinstance(m, type)]
-    fitted = {(m.name, m.version) for m in methods if issubclass(m, FittedMethod)}
-    assert fitted == held
+    held = {(m.name, m.version) for path in FILES for m in [CompressedKV.load(path).spec.key]}
+    keys = [kvpact.parse_spec(spec).key for spec in example_specs(fitted=True)]
+    assert {(m.name, m.version) for m in keys} == held
     assert "exact" in CompressedKV.load(FOLDER / "hybrid-exact-v1.safetensors").k.held.slots
     assert np.isfinite([CompressedKV.load(path).error for path in FILES]).all()

@@ -5,7 +5,7 @@ from one_layer import fill, kvq
 
 from kvpact.kernels import CHUNK, StreamPlan
 from kvpact.kernels.cpu.library import _load
-from kvpact.methods.turboquant import TurboQuantCodec
+from kvpact.methods.turboquant_codec import TurboQuantCodec
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from one_layer import fill, kvq, normal, shown
 from torch import Tensor
 
 from kvpact.arithmetic import hadamard
-from kvpact.methods.turboquant import TurboQuantCodec
+from kvpact.methods.turboquant_codec import TurboQuantCodec
 from kvpact.transforms.hadamard import random_signs
 
 # Signs come before the Hadamard transform; after it, offsets end up in one coordinate.

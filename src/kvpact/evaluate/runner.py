@@ -36,7 +36,7 @@ from kvpact.evaluate.feed import (
     positions,
 )
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
-from kvpact.methods.fitted import FittedMethod
+from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
 from kvpact.spec import Spec
 
@@ -208,8 +208,14 @@ def _row(
         layers_compressed=stats["layers"]["compressed"],
         layers_native=stats["layers"]["native"],
         **coverage(reference, cache, specs),
-        fitted=any(isinstance(m, FittedMethod) for s in specs for m in (s.key, s.value)),
+        fitted=any(_learns(spec) for spec in specs),
     )
+
+
+def _learns(spec: Spec) -> bool:
+    """Tell whether a codec of a spec learns from tokens; width and dtype are of no account."""
+    codecs = spec.key.key_codec(64, torch.float32), spec.value.value_codec(64, torch.float32)
+    return any(isinstance(codec, FittedCodec) for codec in codecs)
 
 
 def installed(name: str) -> str | None:

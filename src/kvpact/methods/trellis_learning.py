@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.methods.base import Arrays
+from kvpact.methods.bases import first_key
 from kvpact.methods.context import Context
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.trellis_keys import TreatedKeys
@@ -40,10 +41,7 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
         state: dict[str, Tensor] = {}
         first = x.new_zeros(heads, dim)
         if self._first:
-            keys, there = context.first(x)
-            weight = there.to(x.dtype).view(-1, 1, 1, 1)
-            total = tree_sum(keys * weight, 0).view(heads, dim)
-            state["first"] = half(total / weight.sum().clamp(min=1), "first key")
+            state["first"] = first_key(x, context)
             first = state["first"].to(torch.float32)
         if whole:
             x = context.ordinary(x, self.group)
@@ -87,7 +85,7 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
 
     def _residual_energy(self, x: Tensor, counted: Tensor, first: Tensor, weight: Tensor) -> Tensor:
         """Return the mean square of keys less their bases, `[H, D]`."""
-        base, _, _ = self._choose_base(x, first, weight, None)
+        base, _, _ = self._bases.choose(x, first, weight, None)
         return _floored(_mean_over_tokens((x - base).square(), counted))
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvpact import KVCacheCompressor
+from kvpact import KVCacheCompressor, parse_spec
 
 FOLDER = Path(__file__).parent
 CASES = {
     "lowrank": "lowrank:rank=12/lowrank:rank=9,per_head=false",
     "trellis": "trellis:bits=3/trellis:bits=2",
     "trellis-weights": "trellis:bits=4,center=0,blocks=false/trellis:bits=1",
+    "turboquant": "turboquant:bits=3,center=64,first=true/turboquant:bits=2",
     "vq": "vq:codebook_size=16/vq:codebook_size=300,dims=5,stages=2",
     "hybrid": "hybrid:rank=24/hybrid:rank=64,quant_bits=8",
     "hybrid-exact": "hybrid:rank=80/hybrid:rank=60,group=20,per_head=false",
@@ -36,7 +37,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def main() -> None:
     """Write the files that are not there."""
     for name, spec in CASES.items():
-        path = FOLDER / f"{name}-v1.safetensors"
+        path = FOLDER / f"{name}-v{parse_spec(spec).key.version}.safetensors"
         if not path.exists():
             KVCacheCompressor(spec).compress_kv(*inputs()).save(path)
             print(f"{path.name}: {path.stat().st_size:,} bytes")
