@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
+
+from record import CHECKS, Recorder, record_attend, record_encode
+
+from kvpact.kernels.cpu import library
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "kernels"))
-
-from record import CHECKS, Recorder, record_attend, record_encode  # noqa: E402
-
-from kvpact.kernels.cpu import library  # noqa: E402
-
 SHAPES = {"A": {"groups": 4, "dim": 128}, "B": {"groups": 3, "dim": 64}}
 ATTEND = {
     "4 bits": ("turboquant:bits=4", "full"),

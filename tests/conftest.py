@@ -8,8 +8,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
-import torch
 from redis_server import start_server
+from tiny_llama import tiny_llama
 
 __all__ = ["start_server"]  # a fixture of stores and of the command line
 
@@ -19,21 +19,7 @@ def model_folder(tmp_path_factory):
     """A tiny Llama and a tokenizer of single ASCII characters."""
     tokenizers, transformers = (pytest.importorskip(n) for n in ("tokenizers", "transformers"))
     folder = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama(1024, bos_token_id=None, eos_token_id=None).save_pretrained(folder)
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocab={chr(i): i for i in range(128)}, merges=[])
     )

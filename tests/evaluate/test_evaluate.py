@@ -8,7 +8,8 @@ import pytest
 import torch
 from PIL import Image
 from scipy.special import log_softmax, rel_entr
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
+from transformers import DynamicCache
 
 from kvpact.errors import KVPactError, SpecError
 from kvpact.evaluate import (
@@ -42,19 +43,7 @@ FIELDS = [
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(512)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from PIL import Image
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from tiny_llama import tiny_llama
+from transformers import DynamicCache
 
 from kvpact.evaluate import (
     Candidate,
@@ -23,21 +24,7 @@ from kvpact.integrations.transformers import CompressedCache
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(256, bos_token_id=None, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")

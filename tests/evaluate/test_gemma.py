@@ -9,6 +9,9 @@ from kvpact.integrations.models import load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
+TRELLISES = {"trellis:bits=4": 0.0003, "trellis:bits=3": 0.0010, "trellis:bits=2": 0.0050}
+"""Specs and bounds of their mean KL."""
+
 
 @pytest.fixture(scope="module")
 def result():
@@ -17,7 +20,7 @@ def result():
     except BackendUnavailable as error:
         pytest.skip(str(error))
     text = book_path().read_text("utf-8")
-    specs = ["turboquant:bits=4", "int:bits=8"]
+    specs = ["turboquant:bits=4", "int:bits=8", *TRELLISES]
     return evaluate_text(model, tokenizer, text, specs, tokens=1536)
 
 
@@ -26,8 +29,14 @@ def test_perplexity_is_that_of_the_model(result):
 
 
 def test_full_attention_is_compressed_and_sliding_windows_are_not(result):
-    exact, four, eight = result.rows
+    exact, four, eight, *_ = result.rows
     assert {(row.layers_compressed, row.layers_native) for row in result.rows} == {(3, 15)}
     assert exact.kl_max < 1e-9
     assert 1e-6 < eight.kl_mean < 2e-4
     assert 2e-3 < four.kl_mean < 1.5e-2
+
+
+@pytest.mark.parametrize("spec", TRELLISES)
+def test_trellises_are_within_their_bounds(result, spec):
+    (row,) = (row for row in result.rows if row.spec == spec)
+    assert 0 < row.kl_mean <= TRELLISES[spec]

@@ -16,7 +16,11 @@ SPECS = (
     "turboquant:bits=3",
     "turboquant:bits=3,center=64",
     "kvarn:bits=3",
+    "trellis:bits=4",
+    "trellis:bits=3",
+    "trellis:bits=2",
 )
+WITHOUT_SINKS = "trellis:bits=2,sinks=0"
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,7 @@ def rows():
         "packed only": lambda spec: Candidate(spec, packed_only=True),
     }
     keys = [(spec, mode) for spec in SPECS for mode in modes]
+    keys.append((WITHOUT_SINKS, "shipped"))
     candidates = [modes[mode](spec) for spec, mode in keys]
     text = book_path().read_text("utf-8")
     result = evaluate_text(model, tokenizer, text, candidates, tokens=3000, chunk=256)
@@ -46,10 +51,23 @@ def test_exact_cache_is_exact(rows):
 
 @pytest.mark.parametrize(
     ("spec", "bound"),
-    [("int:bits=8", 0.0005), ("turboquant:bits=4", 0.006), ("turboquant:bits=3", 0.025)],
+    [
+        ("int:bits=8", 0.0005),
+        ("turboquant:bits=4", 0.006),
+        ("turboquant:bits=3", 0.025),
+        ("trellis:bits=4", 0.0006),
+        ("trellis:bits=3", 0.0027),
+        ("trellis:bits=2", 0.0165),
+    ],
 )
 def test_mean_kl_is_within_its_bound(rows, spec, bound):
     assert 0 < rows[spec, "shipped"].kl_mean <= bound
+
+
+def test_the_first_key_as_a_base_stands_in_for_sinks(rows):
+    """Sinks inside the text resemble it, and so does the first token itself."""
+    kl = rows["trellis:bits=2", "shipped"].kl_mean
+    assert kl < rows[WITHOUT_SINKS, "shipped"].kl_mean < 2.5 * kl
 
 
 def test_four_bits_change_perplexity_by_less_than_one_percent(rows):

@@ -125,7 +125,9 @@ def test_attention_is_restored_after_a_pass_and_after_an_error(model, monkeypatc
 
 
 def test_a_layer_that_attends_by_itself_is_refused(model, monkeypatch):
-    own = lambda hidden_states, **kwargs: (hidden_states, None)  # noqa: E731
+    def own(hidden_states, **kwargs):
+        return hidden_states, None
+
     monkeypatch.setattr(model.model.layers[1].self_attn, "forward", own)
     with pytest.raises(KVPactError, match="attention of layers 1 does not go through"):
         seen_attention(model, torch.arange(20))

@@ -144,6 +144,22 @@ class EvalRow:
     native_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class CacheScore:
+    """What was measured of one cache.
+
+    Parameters
+    ----------
+    spec : str
+        The spec as it was given, or the name of a recipe's file.
+    packed_only : bool
+        Whether new tokens, too, were attended as stored.
+    """
+
+    spec: str
+    packed_only: bool
+
+
 class NamedRow(Protocol):
     """A row of any table of specs."""
 

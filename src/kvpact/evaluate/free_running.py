@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvpact.evaluate.base import Candidate, EvaluationError, Progress
+from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
@@ -34,15 +34,13 @@ NGRAM = 8  # tokens; a text that repeats this many is likely to go in circles
 
 
 @dataclass(frozen=True)
-class FreeRunningRow:
+class FreeRunningRow(CacheScore):
     """One cache along the exact cache's greedy text.
 
     Parameters
     ----------
-    spec : str
-        The spec as it was given, or the name of a recipe's file.
-    packed_only : bool
-        Whether new tokens, too, were attended as stored.
+    spec, packed_only
+        See `CacheScore`.
     kl_mean, kl_se : float
         Mean over the steps of KL(exact || this) in nats, and its standard error, steps taken as
         independent.
@@ -57,8 +55,6 @@ class FreeRunningRow:
         KL at each step.
     """
 
-    spec: str
-    packed_only: bool
     kl_mean: float
     kl_se: float
     kl_first: float

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvpact.evaluate.base import Candidate, EvaluationError, Progress
+from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TaskScore:
+class TaskScore(CacheScore):
     """One question under one cache.
 
     Parameters
     ----------
-    spec : str
-        The spec as it was given, or the name of a recipe's file.
-    packed_only : bool
-        Whether new tokens, too, were attended as stored.
+    spec, packed_only
+        See `CacheScore`.
     task : str
         The task's name.
     sample : int
@@ -55,8 +53,6 @@ class TaskScore:
         Whether every token of the answer was the likeliest one.
     """
 
-    spec: str
-    packed_only: bool
     task: str
     sample: int
     depth: float
@@ -67,15 +63,13 @@ class TaskScore:
 
 
 @dataclass(frozen=True)
-class TaskRow:
+class TaskRow(CacheScore):
     """The questions of a task, at one depth or at all, under one cache.
 
     Parameters
     ----------
-    spec : str
-        The spec as it was given, or the name of a recipe's file.
-    packed_only : bool
-        Whether new tokens, too, were attended as stored.
+    spec, packed_only
+        See `CacheScore`.
     task : str or None
         None for all tasks.
     depth : float or None
@@ -91,8 +85,6 @@ class TaskRow:
         Percent of questions answered right.
     """
 
-    spec: str
-    packed_only: bool
     task: str | None
     depth: float | None
     questions: int

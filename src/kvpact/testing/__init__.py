@@ -28,51 +28,22 @@ Needs pytest. Every check is a method whose name begins with ``test_``; a subcla
 attributes (`MethodContract`, `CacheContract`, `StoreContract` list them) and changes nothing else.
 """
 
-import pytest
-
-pytest.register_assert_rewrite(
-    *(
-        f"kvpact.testing.{name}"
-        for name in (
-            "backend",
-            "cache_append",
-            "cache_attention",
-            "cache_bytes",
-            "cache_exact",
-            "cache_fork",
-            "cache_input",
-            "cache_paged",
-            "cache_rollback",
-            "cache_rows",
-            "cache_snapshot",
-            "fitted",
-            "fitted_checks",
-            "method_codec",
-            "method_slots",
-            "method_spec",
-            "store",
-            "store_entries",
-            "store_limits",
-            "store_machine",
-        )
-    )
-)
-
-from kvpact.testing.backend import BackendContract  # noqa: E402
-from kvpact.testing.cache import CacheContract  # noqa: E402
-from kvpact.testing.cache_paged import PagedCacheContract  # noqa: E402
-from kvpact.testing.data import SHAPES, Shape, random_offset, random_tokens  # noqa: E402
-from kvpact.testing.fitted import (  # noqa: E402
+from kvpact.testing._asserts import CHECKED as CHECKED
+from kvpact.testing.backend import BackendContract
+from kvpact.testing.cache import CacheContract
+from kvpact.testing.cache_paged import PagedCacheContract
+from kvpact.testing.data import SHAPES, Shape, random_offset, random_tokens
+from kvpact.testing.fitted import (
     FittedCacheContract,
     FittedMethodContract,
     FittedPagedCacheContract,
 )
-from kvpact.testing.held import held_bytes, held_tensors, same_bytes  # noqa: E402
-from kvpact.testing.method import MethodContract  # noqa: E402
-from kvpact.testing.oracle import LayerOracle, StreamOracle  # noqa: E402
-from kvpact.testing.reference import reference_attention  # noqa: E402
-from kvpact.testing.specs import example_specs, method_specs, variant_specs  # noqa: E402
-from kvpact.testing.store import StoreContract  # noqa: E402
+from kvpact.testing.held import held_bytes, held_tensors, same_bytes
+from kvpact.testing.method import MethodContract
+from kvpact.testing.oracle import LayerOracle, StreamOracle
+from kvpact.testing.reference import reference_attention
+from kvpact.testing.specs import example_specs, method_specs, variant_specs
+from kvpact.testing.store import StoreContract
 
 __all__ = [
     "SHAPES",

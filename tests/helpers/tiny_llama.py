@@ -1,0 +1,33 @@
+"""A Llama so small that it is made and run in milliseconds."""
+
+from typing import Any
+
+import torch
+
+
+def tiny_llama(positions: int, **options: Any) -> Any:
+    """Return a Llama of 128 tokens, 2 layers and 4 query heads over 2 KV heads of width 32.
+
+    Parameters
+    ----------
+    positions : int
+        Tokens that it takes at most.
+    **options
+        More of `LlamaConfig`.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=positions,
+        initializer_range=0.2,
+        **options,
+    )
+    return LlamaForCausalLM(config).eval()
