@@ -51,5 +51,9 @@ def hopeless(seconds: dict[str, float]) -> set[str]:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the quartiles; of a single value that value."""
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    low, middle, high = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
     return low, middle, high
