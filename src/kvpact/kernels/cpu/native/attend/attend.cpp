@@ -138,7 +138,7 @@ static bool task(const Job &job, int64_t index) {
         scratch.widened = own_scratch<Widened>();
         if (!scratch.widened) return false;
         if (a.k.kind == KVP_TRELLIS_CODES) scratch.widened->key.read(*a.k.trellis);
-        if (a.v.kind == KVP_TRELLIS_CODES) scratch.widened->value.read(*a.v.trellis);
+        if (a.v.kind == KVP_TRELLIS_CODES) scratch.widened->value.read(*a.v.trellis, VALUE_ZERO);
     }
 #if defined(KVP_AVX512)
     if (a.fast && fast_format(a.k)) scratch.key_table = level_bytes(a.k);
@@ -168,7 +168,7 @@ static bool task(const Job &job, int64_t index) {
     return true;
 }
 
-// A query becomes one of the numbers that a trellis stands for, in the order of the wider words.
+// A query becomes one of the levels of a trellis, in the order of the wider words.
 static void into_words(float *q, const kvp_stream &k, const Trellis &x, int64_t head) {
     alignas(64) float y[MOST_DIM];
     const kvp_trellis &from = *k.trellis;
@@ -189,9 +189,10 @@ static void into_words(float *q, const kvp_stream &k, const Trellis &x, int64_t 
         rotate(q, k.signs, k.dim);
         memcpy(y, q, sizeof(float) * (size_t)k.dim);
     }
+    memset(q, 0, sizeof(float) * (size_t)k.dim); // blocks without bits
     for (int i = 0; i < x.blocks; i++) {
         const int first = x.block[i].first;
-        each_place(x.block[i], x.wide, [&](int code, int step) { q[first + code] = y[first + step]; });
+        each_place(x.block[i], x.wide, [&](int code, int step) { q[first + code] = y[first + step] * x.block[i].unit; });
     }
 }
 
@@ -221,6 +222,11 @@ static void prepare(const Job &job) {
         }
     }
 #if defined(KVP_AVX512)
+    if (packed && a.k.kind == KVP_TRELLIS_CODES)
+        for (int64_t i = 0; i < job.pairs(); i++) {
+            const int64_t rows = (job.rows + 3) / 4 * 4;
+            (trellis.wide == 4 ? make_query_digits<4, 3> : make_query_digits<8, 3>)(QueryDigits(job, i, 0), job.rotated + i * job.q_size(), job.k_width, rows);
+        }
     if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;
     for (int64_t i = 0; i < job.pairs(); i++)
         by_fast_bits(a.k.bits, [&](auto f) {

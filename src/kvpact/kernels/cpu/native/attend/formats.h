@@ -20,9 +20,6 @@ typedef void (*VFunction)(const VRun &);
 constexpr bool MANY_ROWS = W > 4 || REGISTERS == 32;
 template <class Level, int BITS> constexpr bool WIDE = MANY_ROWS && (BITS == 2 || BITS == 3 || BITS == 4);
 template <> constexpr bool WIDE<Linear<8>, 8> = MANY_ROWS;
-template <> constexpr bool WIDE<Lookup<4>, 8> = MANY_ROWS;
-template <> constexpr bool WIDE<Lookup<5>, 8> = MANY_ROWS;
-template <> constexpr bool WIDE<Lookup<6>, 8> = MANY_ROWS;
 
 // SCRATCH: words stand in scratch memory, see trellis.h.
 template <class Level, int BITS, bool SCRATCH = false> struct Functions {
@@ -56,17 +53,13 @@ template <class Level, int BITS, bool SCRATCH = false> struct Functions {
     }
 };
 
-// The same for the wider words of a trellis.
-template <class F> static auto by_wide(int bits, int wide, F &&pick) {
+// The same for the wider words of a trellis: indices of 4 bits, or levels.
+template <class F> static auto by_wide(int wide, F &&pick) {
     if (wide == 4) return pick(Functions<Lookup<4>, 4, true>());
-    switch (index_bits(bits)) {
-    case 4: return pick(Functions<Lookup<4>, 8, true>());
-    case 5: return pick(Functions<Lookup<5>, 8, true>());
-    case 6: return pick(Functions<Lookup<6>, 8, true>());
-    default: return pick(Functions<Lookup<7>, 8, true>());
-    }
+    return pick(Functions<Linear<8>, 8, true>());
 }
 
+// But for those of trellises.
 template <class F> static auto by_format(const kvp_stream &x, F &&pick) {
     switch (x.kind) {
     case KVP_E4M3: return pick(RawFunctions<E4m3>());
@@ -75,7 +68,6 @@ template <class F> static auto by_format(const kvp_stream &x, F &&pick) {
         if (x.number == KVP_F32) return pick(RawFunctions<Float32>());
         if (x.number == KVP_F16) return pick(RawFunctions<Float16>());
         return pick(RawFunctions<Bfloat16>());
-    case KVP_TRELLIS_CODES: return by_wide(x.bits, x.trellis->interleave, pick);
     case KVP_LINEAR:
         switch (x.bits) {
         case 5: return pick(Functions<Linear<5>, 5>());
@@ -98,8 +90,10 @@ template <class F> static auto by_format(const kvp_stream &x, F &&pick) {
 
 // How many of `left` query rows the next pass takes, and (passed) how many it computes.
 [[maybe_unused]] static int next_rows(const kvp_attend_args &a, int64_t left, int *passed) {
-    const bool wide = by_format(a.k, [](auto f) { return f.wide; }) &&
-                      by_format(a.v, [](auto f) { return f.wide; });
+    const auto many = [](const kvp_stream &x) {
+        return x.kind == KVP_TRELLIS_CODES ? MANY_ROWS : by_format(x, [](auto f) { return f.wide; });
+    };
+    const bool wide = many(a.k) && many(a.v);
     if (!wide || left == 4 || left == 1) {
         *passed = left == 1 ? 1 : 4;
         return left < 4 ? (int)left : 4;

@@ -19,8 +19,11 @@ struct Job {
     int64_t partial_row() const { return 2 + 2 * v_width; }
     // A pass may compute more rows than there are: those behind them are of this task alone.
     int64_t partial_size() const { return (rows + MAX_ROWS) * partial_row(); }
-    float *bytes;             // for precision="int8", see FastKeys: [B * H][byte_size()]
-    int64_t byte_size() const { return args->fast ? (rows + MAX_ROWS) * (k_width / 4 + 33) : 0; }
+    float *bytes;             // see FastKeys and QueryDigits: [B * H][byte_size()]
+    int64_t byte_size() const {
+        if (args->k.kind == KVP_TRELLIS_CODES) return (rows + MAX_ROWS) * (k_width + 4);
+        return args->fast ? (rows + MAX_ROWS) * (k_width / 4 + 33) : 0;
+    }
     // Whether packed keys are products of other queries than exact ones.
     bool rotates() const { return args->k.signs || args->k.kind == KVP_TRELLIS_CODES; }
     int64_t pairs() const { return args->batch * args->heads; }

@@ -143,6 +143,7 @@ struct ValueTiles {
         run.dim = v.dim;
         run.channels = v.channels;
         run.bits = v.bits;
+        run.widening = nullptr;
     }
     INLINE void take(const Pass &p, int64_t tokens) {
         const kvp_stream &v = p.a.v;

@@ -2,7 +2,7 @@
 #pragma once
 #include "attend/exact.h"
 #if defined(KVP_AVX512)
-#include "attend/fast.h"
+#include "attend/digits.h"
 #endif
 #include "attend/formats.h"
 #include "trellis_numbers.h"
@@ -17,8 +17,12 @@ constexpr int TURN = 8;
 struct Widened {
     Trellis key, value;
     alignas(64) uint32_t words[2 * WIDE_TILE];
+    Edges edges[2];
     alignas(64) uint16_t scale[BLOCK];
     alignas(64) float mean[MOST_DIM];
+#if defined(KVP_AVX512)
+    WeightDigits weights;
+#endif
 };
 
 // Memory of one thread for its task.

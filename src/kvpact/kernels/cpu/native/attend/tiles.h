@@ -52,7 +52,7 @@ INLINE const uint32_t *values_at(const Tokens &s, const Place &place, int64_t t)
     const char *codes = codes_at(s, place, t, tile_bytes(s.x, false));
     if (s.x.kind != KVP_TRELLIS_CODES) return (const uint32_t *)codes;
     const Trellis &x = s.trellis->trellis;
-    widen_values(s.trellis->wide, codes, x.block[0], x.wide);
+    widen_values<LevelWords>(s.trellis->wide, codes, x.block[0], x.wide);
     return s.trellis->wide;
 }
 
@@ -81,6 +81,7 @@ struct Beside {
         if (x.kind == KVP_TRELLIS_CODES) {
             scales_to_halves(s.trellis->scale, (const uint8_t *)place.tile(x.scale, s.b, s.h, side));
             to_floats(scale, (const char *)s.trellis->scale, KVP_F16, TILE);
+            scale_by(scale, s.trellis->trellis.block[0].unit, TILE);
         } else if (x.scale.base) to_floats(scale, place.tile(x.scale, s.b, s.h, side), KVP_F16, TILE * groups);
         if (x.zero.base) to_floats(zero, place.tile(x.zero, s.b, s.h, side), KVP_F16, TILE * groups);
         if (!x.group || (t > s.base && t % x.group)) return;
@@ -204,7 +205,7 @@ template <class Level, int BITS, bool SCRATCH> struct Decoder<Functions<Level, B
     // Lanes behind dim hold whatever the levels of no codes are: nobody looks at them.
     template <Form FORM> static void values(const Tokens &s) {
         const kvp_stream &x = s.x;
-        const Level level(SCRATCH ? s.trellis->trellis.block[0].table : x.table);
+        const Level level(SCRATCH ? s.trellis->trellis.level_table(0) : x.table);
         Beside beside(x);
         const bool panels = x.channels >= x.dim || x.channels % PANEL == 0; // no group ends inside
         for (int64_t t = s.base; t < s.end; t += TILE) {
@@ -364,8 +365,11 @@ static bool values(const Tokens &s) {
         by_dtype(s.x.dtype, [&](auto dtype) { exact_values<dtype()>(s); });
         return false;
     }
-    if (s.trellis) s.trellis->trellis.read(*s.x.trellis);
-    by_format(s.x, [&](auto f) { Decoder<decltype(f)>::values(s); });
+    const auto decode = [&](auto f) { Decoder<decltype(f)>::values(s); };
+    if (s.trellis) {
+        s.trellis->trellis.read(*s.x.trellis);
+        by_wide(s.trellis->trellis.wide, decode);
+    } else by_format(s.x, decode);
     place_sinks(s, false);
     return true;
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include "attend/codes.h"
 #include "attend/job.h"
+#include "attend/widening.h"
 
 namespace KVP_NS {
 
@@ -17,6 +18,7 @@ struct VRun {
     int64_t stride;
     int dim, channels;
     int bits; // of the codes in the slots
+    const Widening *widening; // of a trellis
 };
 
 template <class Level, int BITS, int RB, int CV, bool PART, bool SCRATCH>
@@ -31,13 +33,18 @@ INLINE void v_channels(const VRun &a, const Level &level, int c, int n) {
         }
     for (int tile = 0; tile < a.tiles; tile++) {
         const uint32_t *words = a.words[tile] + c;
+        int64_t row = a.dim;
+        if constexpr (SCRATCH) {
+            row = CV * W;
+            words = a.widening->channels(a.words, a.tiles, tile, c, c + (PART ? n : CV * W), CV * W);
+        }
         for (int i = 0; i < (SCRATCH ? a.bits : BITS); i++)
             for (int k = 0; k < CV; k += 16 / W)
                 prefetch(a.ahead[tile] + (i * a.dim + c + k * W) * 4);
         const float *weight = weights + tile * TILE;
         for (int i = 0; i < P::width[0]; i++) {
             Codes<BITS, CV> codes(i, [&](int k, int p, int index) __attribute__((always_inline)) {
-                const uint32_t *at = words + (P::below[p] + index) * a.dim + k * W;
+                const uint32_t *at = words + (P::below[p] + index) * row + k * W;
                 return PART ? load_words_first(at, n) : load_words(at);
             });
 #pragma GCC unroll 8
@@ -62,7 +69,8 @@ INLINE void v_channels(const VRun &a, const Level &level, int c, int n) {
         for (int r = 0; r < RB; r++) {
             float *to = a.acc + r * a.stride + c + k * W;
             // Added as a whole, so that long contexts lose nothing to rounding.
-            store(to, a.fold ? fma(acc[k][r], fold, load(to)) : add(acc[k][r], load(to)));
+            if constexpr (SCRATCH) store(to, fma(acc[k][r], set1(a.widening->block.unit), load(to)));
+            else store(to, a.fold ? fma(acc[k][r], fold, load(to)) : add(acc[k][r], load(to)));
         }
     }
 }

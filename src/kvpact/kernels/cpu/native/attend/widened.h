@@ -4,9 +4,6 @@
 
 namespace KVP_NS {
 
-// Bytes of wider words of V that are made at a time: more would drive out what was prefetched.
-constexpr int64_t WIDENED = 4 << 10;
-
 // out[row] = the product of x and of a row of q, for a multiple of 4 rows.
 INLINE void dot_rows(float *out, const float *x, const float *q, int64_t width, int rows) {
     for (int r = 0; r < rows; r += 4) {
@@ -54,80 +51,108 @@ struct BaseScores {
     }
 };
 
-// The scores of keys whose words are made wider first, block by block.
+// Products with one or two tiles, which are added to the bases' where there are such.
+#if defined(KVP_AVX512)
+struct TileProducts {
+    Pass &p;
+    const Trellis &x;
+    const QueryDigits q;
+    ByteKeys tile;
+
+    TileProducts(Pass &pass, const Trellis &trellis)
+        : p(pass), x(trellis), q(pass.job, pass.b * pass.a.heads + pass.h, pass.r0) {
+        tile.trellis = &x;
+        tile.more = p.a.k.base.base;
+    }
+    int most() const { return DigitFunctions<3>::pairs(p.passed) ? 2 : 1; }
+    INLINE void add(int count, const char *const *codes, const char *const *next, float *out) {
+        for (int j = 0; j < count; j++) {
+            uint32_t *words = p.scratch.widened->words + j * WIDE_TILE;
+            for (int b = 0; b < x.blocks; b++) widen_keys<Wider>(x.in_bytes(words, b), codes[j], x, b);
+            tile.words[j] = words;
+            tile.scale[j] = p.scratch.widened->scale + j * TILE;
+            tile.ahead[j] = next[j];
+        }
+        tile.out = out;
+        DigitFunctions<3>::k(p.passed, count == 2)(tile, q);
+    }
+};
+#else
+struct TileProducts {
+    Pass &p;
+    const Trellis &x;
+    const float *q;
+    KFunction function;
+    KTile tile;
+    const float none[MAX_ROWS] = {0};
+
+    TileProducts(Pass &pass, const Trellis &trellis) : p(pass), x(trellis) {
+        q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
+        function = by_wide(x.wide, [&](auto f) { return f.k(p.passed); });
+        tile.zero[0] = nullptr;
+        tile.sums = nullptr;
+        tile.inner = tile.outer = none;
+        tile.width = p.job.k_width;
+        tile.channels = p.a.k.dim;
+        tile.middle = 0;
+        tile.half = x.half * 64;
+    }
+    int most() const { return 1; }
+    INLINE void add(int, const char *const *codes, const char *const *next, float *out) {
+        tile.out = out;
+        tile.scale[0] = p.scratch.widened->scale;
+        for (int b = 0, lines = 0; b < x.blocks; b++) {
+            const TrellisBlock &block = x.block[b];
+            uint32_t *words = x.in_bytes(p.scratch.widened->words, b);
+            widen_keys<Wider>(words, codes[0], x, b);
+            tile.words[0] = words;
+            tile.ahead[0] = next[0] + lines * 64;
+            tile.table = x.level_table(b);
+            tile.q = q + block.first;
+            tile.dim = block.dim;
+            tile.more = p.a.k.base.base || b;
+            tile.lines = (block.bits + 1) / 2;
+            lines += block.dim * block.bits / 32;
+            function(tile);
+        }
+    }
+};
+#endif
+
+// The scores of keys of a trellis, whose words are made wider first.
 static void widened_scores(Pass &p, int64_t t, int64_t n) {
     const kvp_stream &k = p.a.k;
-    const Trellis &x = p.scratch.widened->key;
-    const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
-    const bool based = k.base.base;
-    KFunction one[MOST_BLOCKS], two[MOST_BLOCKS];
-    bool pairs = true;
-    for (int i = 0; i < x.blocks; i++) {
-        one[i] = by_wide(x.block[i].bits, x.wide, [&](auto f) { return f.k(p.passed); });
-        two[i] = by_wide(x.block[i].bits, x.wide, [&](auto f) { return f.pair(p.passed); });
-        pairs = pairs && two[i];
-    }
+    TileProducts products(p, p.scratch.widened->key);
     BaseScores base(p);
-    const float none[MAX_ROWS] = {0};
-    KTile tile;
-    tile.sums = nullptr;
-    tile.inner = tile.outer = none;
-    tile.width = p.job.k_width;
-    tile.channels = k.dim;
-    tile.middle = 0;
-    tile.half = x.half * 64;
     Place place(k, t);
     Ahead ahead(k, p.k_size, p, t);
     for (int64_t i = 0; i < n;) {
-        const int count = pairs && i + TILE < n ? 2 : 1;
+        const int count = (int)upto(products.most(), (n - i + TILE - 1) / TILE);
         const char *codes[2], *next[2];
-        tile.out = p.score[0] + i;
+        float *out = p.score[0] + i;
         for (int j = 0; j < count; j++, place.step(k)) {
             codes[j] = place.tile(k.codes, p.b, p.h, p.k_size.tile);
             next[j] = ahead.next(codes[j]);
             scales_to_halves(p.scratch.widened->scale + j * TILE, (const uint8_t *)place.tile(k.scale, p.b, p.h, p.k_size.side));
-            tile.scale[j] = p.scratch.widened->scale + j * TILE;
-            tile.zero[j] = nullptr;
-            if (based) base.write(place, t + i + j * TILE, tile.out + j * TILE);
+            if (k.base.base) base.write(place, t + i + j * TILE, out + j * TILE);
         }
-        for (int b = 0, lines = 0; b < x.blocks; b++) {
-            const TrellisBlock &block = x.block[b];
-            for (int j = 0; j < count; j++) {
-                tile.ahead[j] = next[j] + lines * 64;
-                uint32_t *to = x.place(p.scratch.widened->words, b) + j * WIDE_TILE;
-                widen_keys(to, codes[j], x, b);
-                tile.words[j] = to;
-            }
-            tile.table = block.table;
-            tile.q = q + block.first;
-            tile.dim = block.dim;
-            tile.more = based || b;
-            tile.lines = (block.bits + 1) / 2;
-            lines += block.dim * block.bits / 32;
-            (count == 2 ? two : one)[b](tile);
-        }
+        products.add(count, codes, next, out);
         i += count * TILE;
     }
 }
 
-// Weighted sums of V, a few tiles at a time, whose words are made wider first.
-static void widened_values(const Pass &p, const VRun &all) {
-    const Trellis &x = p.scratch.widened->value;
-    const TrellisBlock &block = x.block[0];
-    const VFunction add = by_wide(block.bits, x.wide, [&](auto f) { return f.v(p.passed); });
-    const int most = (int)from(WIDENED / (4 * x.wide_words), 1);
-    for (int first = 0; first < all.tiles; first += most) {
-        VRun a = all;
-        a.tiles = (int)upto(most, all.tiles - first);
-        for (int i = 0; i < a.tiles; i++) {
-            uint32_t *to = p.scratch.widened->words + i * x.wide_words;
-            widen_values(to, (const char *)all.words[first + i], block, x.wide);
-            a.words[i] = to;
-            a.ahead[i] = all.ahead[first + i];
-        }
-        a.weights += first * TILE;
-        a.table = block.table;
-        add(a);
-    }
+// Weighted sums of V of a trellis.
+static void widened_values(Pass &p, VRun &a) {
+    Widened &own = *p.scratch.widened;
+    const Widening widening(own.value, own.words, own.edges);
+#if defined(KVP_AVX512)
+    if (own.value.wide == 4) own.weights.make<4, 3>(a, p.passed, widening.block.unit);
+    else own.weights.make<8, 3>(a, p.passed, widening.block.unit);
+    DigitFunctions<3>::v(p.passed)(a, widening, own.weights);
+#else
+    a.widening = &widening;
+    a.table = own.value.level_table(0);
+    by_wide(own.value.wide, [&](auto f) { return f.v(p.passed); })(a);
+#endif
 }
 } // namespace KVP_NS

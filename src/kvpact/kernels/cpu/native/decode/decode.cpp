@@ -164,7 +164,7 @@ static bool decode_span(const kvp_decode_args &a, Span span) {
     for (int64_t at = span.begin / TILE * TILE; at < span.end; at += TILE) {
         const char *from = unit(a, s.codes, span.pair, at, TILE, bytes);
         if (trellis) {
-            widen_values(trellis->wide, from, trellis->trellis.block[0], trellis->trellis.wide);
+            widen_values<Indices>(trellis->wide, from, trellis->trellis.block[0], trellis->trellis.wide);
             unpack_by_channel(scratch.codes, trellis->wide, trellis->trellis.wide, s.dim);
             from = (const char *)scratch.codes;
         } else if (packed) {

@@ -121,3 +121,21 @@ template <int BITS> struct Lookup {
         }
     }
 };
+
+// Bytes of a table by the low BITS bits of each byte.
+template <int BITS> struct ByteLookup {
+    static constexpr int N = 1 << (BITS - 4);
+    vi part[N];
+    INLINE explicit ByteLookup(const uint8_t *table) {
+        for (int i = 0; i < N; i++) part[i] = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table + i));
+    }
+    INLINE vi operator()(vi index) const { return pick<BITS>(index, and_(index, 0x0f0f0f0f), 0); }
+    template <int LEFT> INLINE vi pick(vi index, vi low, int begin) const {
+        if constexpr (LEFT == 4) {
+            return _mm256_shuffle_epi8(part[begin], low);
+        } else {
+            const vi x = pick<LEFT - 1>(index, low, begin), y = pick<LEFT - 1>(index, low, begin + (1 << (LEFT - 5)));
+            return _mm256_blendv_epi8(x, y, shl<8 - LEFT>(index));
+        }
+    }
+};

@@ -119,3 +119,23 @@ template <int BITS> struct Lookup {
         }
     }
 };
+
+// Bytes of a table by the low BITS bits of each byte.
+template <int BITS> struct ByteLookup {
+    static constexpr int N = 1 << (BITS - 4);
+    vi part[N];
+    INLINE explicit ByteLookup(const uint8_t *table) {
+        for (int i = 0; i < N; i++) part[i] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table + i));
+    }
+    INLINE vi operator()(vi index) const { return pick<N>(index, and_(index, 0x0f0f0f0f), 0); }
+    template <int COUNT> INLINE vi pick(vi index, vi low, int begin) const {
+        if constexpr (COUNT == 1) {
+            return _mm512_shuffle_epi8(part[begin], low);
+        } else {
+            const __mmask64 upper = _mm512_test_epi8_mask(index, _mm512_set1_epi8(8 * COUNT));
+            const vi x = pick<COUNT / 2>(index, low, begin);
+            if constexpr (COUNT == 2) return _mm512_mask_shuffle_epi8(x, upper, part[begin + 1], low);
+            else return _mm512_mask_blend_epi8(upper, x, pick<COUNT / 2>(index, low, begin + COUNT / 2));
+        }
+    }
+};

@@ -96,3 +96,16 @@ template <int BITS> struct Lookup {
         return vf{levels[index[0]], levels[index[1]], levels[index[2]], levels[index[3]]};
     }
 };
+
+// Bytes of a table by the low BITS bits of each byte.
+template <int BITS> struct ByteLookup {
+    const uint8_t *bytes;
+    INLINE explicit ByteLookup(const uint8_t *table) : bytes(table) {}
+    INLINE vi operator()(vi index) const {
+        uint8_t x[4 * W];
+        memcpy(x, &index, sizeof x);
+        for (uint8_t &i : x) i = bytes[i & ((1 << BITS) - 1)];
+        memcpy(&index, x, sizeof x);
+        return index;
+    }
+};

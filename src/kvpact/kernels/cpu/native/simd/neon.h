@@ -96,3 +96,21 @@ template <int BITS> struct Lookup {
         }
     }
 };
+
+// Bytes of a table by the low BITS bits of each byte.
+template <int BITS> struct ByteLookup {
+    static constexpr int N = 1 << (BITS - 4);
+    uint8x16_t part[N];
+    INLINE explicit ByteLookup(const uint8_t *table) {
+        for (int i = 0; i < N; i++) part[i] = vld1q_u8(table + 16 * i);
+    }
+    INLINE uint8x16x4_t four(int i) const { return {{part[i], part[i + 1], part[i + 2], part[i + 3]}}; }
+    INLINE vi operator()(vi code) const {
+        const uint8x16_t index = (uint8x16_t)and_(code, ((1u << BITS) - 1) * 0x01010101u);
+        if constexpr (N == 1) return (vi)vqtbl1q_u8(part[0], index);
+        else if constexpr (N == 2) return (vi)vqtbl2q_u8({{part[0], part[1]}}, index);
+        else if constexpr (N == 4) return (vi)vqtbl4q_u8(four(0), index);
+        // Indices beyond a table leave what is there.
+        else return (vi)vqtbx4q_u8(vqtbl4q_u8(four(0), index), four(4), vsubq_u8(index, vdupq_n_u8(64)));
+    }
+};
