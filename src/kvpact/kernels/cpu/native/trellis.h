@@ -54,7 +54,7 @@ struct Trellis {
     // Where a block's wider words stand among those of a tile.
     INLINE uint32_t *place(uint32_t *words, int i) const { return words + block[i].first * wide; }
     // The same where bytes of levels take the indices' places.
-    INLINE uint32_t *in_bytes(uint32_t *words, int i) const { return words + block[i].first * 8; }
+    template <class T> INLINE T *in_bytes(T *words, int i) const { return words + block[i].first * 8; }
 
     // What loops of fp32 turn a block's wider words into levels with.
     INLINE const float *level_table(int i) const { return wide == 4 ? block[i].whole : LEVEL_OFFSET; }

@@ -83,17 +83,16 @@ template <int DIGITS> INLINE vf join(const vi *sums) {
     return x;
 }
 
-// One or two tiles of K in bytes of levels, block by block.
-struct ByteKeys {
-    const uint32_t *words[2];   // of a block: [2][dim / 4][16], the blocks one after the other
-    const uint16_t *scale[2];
-    const char *ahead[2];
-    const Trellis *trellis;
-    float *out;                 // [rows][BLOCK]
-    bool more;                  // add to what is there
-};
+// Scales of 8 bits as fp32.
+INLINE vf scales_of(const uint8_t *from) {
+    const vi byte = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+    const vi bits = shl<20>(_mm512_add_epi32(byte, _mm512_set1_epi32(888)));
+    return as_float(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(byte, byte), bits));
+}
 
-template <int RB, int DIGITS, int TILES> void digit_k_tile(const ByteKeys &a, const QueryDigits &q) {
+// Scores of one or two tiles of K. `words` are bytes of levels, block by block: [2][dim / 4][16].
+template <int RB, int DIGITS, int TILES>
+void digit_k_tile(const KeyTile *tile, const uint32_t *const *words, const Trellis &trellis, const QueryDigits &q) {
     constexpr int TV = RB * DIGITS > 12 ? 1 : TILES == 1 ? 2 : 4;
     for (int t = 0; t < TILES * TILE; t += TV * W) {
         vi acc[TV][RB][DIGITS];
@@ -103,13 +102,13 @@ template <int RB, int DIGITS, int TILES> void digit_k_tile(const ByteKeys &a, co
         const int8_t *factors = q.digits;
         const char *ahead[TV];
         for (int k = 0; k < TV; k++)
-            ahead[k] = a.ahead[(t + k * W) / TILE] + (t + k * W) % TILE / W * a.trellis->half * 64;
-        for (int b = 0; b < a.trellis->blocks; b++) {
-            const TrellisBlock &block = a.trellis->block[b];
+            ahead[k] = tile[(t + k * W) / TILE].ahead + (t + k * W) % TILE / W * trellis.half * 64;
+        for (int b = 0; b < trellis.blocks; b++) {
+            const TrellisBlock &block = trellis.block[b];
             const int count = block.dim / 4, piece = 8 * block.bits;
             const uint32_t *at[TV];
             for (int k = 0; k < TV; k++)
-                at[k] = a.trellis->in_bytes((uint32_t *)a.words[(t + k * W) / TILE], b) + (t + k * W) % TILE * count;
+                at[k] = trellis.in_bytes(words[(t + k * W) / TILE], b) + (t + k * W) % TILE * count;
             for (int i = 0; i < count; i++, factors += 16) {
                 vi x[TV];
                 for (int k = 0; k < TV; k++) {
@@ -125,11 +124,16 @@ template <int RB, int DIGITS, int TILES> void digit_k_tile(const ByteKeys &a, co
             }
         }
         for (int k = 0; k < TV; k++) {
-            const vf scale = load_half(a.scale[(t + k * W) / TILE] + (t + k * W) % TILE);
+            const KeyTile &a = tile[(t + k * W) / TILE];
+            const int inside = (t + k * W) % TILE;
+            const vf scale = scales_of(a.scale + inside);
+            const vi places = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            const vi flags = a.flags ? _mm512_srlv_epi32(_mm512_set1_epi32((int)a.flags[inside / W]), places) : vi{};
             for (int r = 0; r < RB; r++) {
-                float *out = a.out + r * BLOCK + t + k * W;
-                const vf product = mul(join<DIGITS>(acc[k][r]), set1(q.row[r].step));
-                store(out, a.more ? fma(product, scale, load(out)) : mul(product, scale));
+                const vf x = mul(join<DIGITS>(acc[k][r]), set1(q.row[r].step));
+                // Flags choose by their lowest two bits; those above them are of other tokens.
+                const vf base = a.flags ? _mm512_permutevar_ps(_mm512_broadcast_f32x4(_mm_load_ps(a.base[r])), flags) : zero();
+                store(a.out + r * BLOCK + inside, fma(x, scale, base));
             }
         }
     }
@@ -187,7 +191,7 @@ template <int RB, int DIGITS> void digit_v_run(const VRun &a, const Widening &wi
 }
 
 template <int DIGITS> struct DigitFunctions {
-    typedef void (*K)(const ByteKeys &, const QueryDigits &);
+    typedef void (*K)(const KeyTile *, const uint32_t *const *, const Trellis &, const QueryDigits &);
     typedef void (*V)(const VRun &, const Widening &, const WeightDigits &);
     template <int RB> static K keys(bool pair) {
         if constexpr (RB * DIGITS <= 6)

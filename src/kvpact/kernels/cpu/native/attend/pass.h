@@ -78,21 +78,25 @@ struct Ahead {
     // Prefetches what stands beside the codes of a tile; returns where the codes are, and goes on.
     INLINE const char *next(const void *otherwise) {
         if (left <= 0) return (const char *)otherwise;
-        lines(place.tile(x.scale, b, h, size.side), size.side);
+        piece(place.tile(x.scale, b, h, size.side), size.side);
         lines(place.tile(x.zero, b, h, size.side), size.side);
         if (x.group && (uint32_t)place.inside % (uint32_t)x.group == 0) {
             lines(place.group(x.fold, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
             lines(place.group(x.shift, b, h, x.group, 2 * (int64_t)x.dim), 2 * (int64_t)x.dim);
         }
-        if (x.base.base) lines(place.tile(x.base, b, h, 8), 8);
+        if (x.base.base) piece(place.tile(x.base, b, h, 8), 8);
         if (x.mean.base && (uint32_t)place.inside % (uint32_t)x.trellis->center == 0) {
             lines(place.group(x.mean, b, h, x.trellis->center, x.dim), x.dim);
-            lines(place.group(x.step, b, h, x.trellis->center, 2), 2);
+            piece(place.group(x.step, b, h, x.trellis->center, 2), 2);
         }
         const char *codes = place.tile(x.codes, b, h, size.tile);
         place.step(x);
         left -= TILE;
         return codes;
+    }
+    // Of small pieces side by side, the first one in a line stands for all.
+    static INLINE void piece(const char *at, int64_t bytes) {
+        if ((uintptr_t)at % 64 < (uintptr_t)bytes) lines(at, bytes);
     }
     static INLINE void lines(const char *at, int64_t bytes) {
         if (at)

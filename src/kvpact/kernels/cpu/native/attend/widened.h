@@ -31,89 +31,93 @@ struct BaseScores {
         dot_rows(of_first, p.scratch.widened->mean, q, p.job.k_width, p.passed);
     }
     // Writes those of the tile at `t`.
-    INLINE void write(const Place &place, int64_t t, float *out) {
+    INLINE void write(const Place &place, int64_t t, KeyTile &tile) {
         if (x.center && t / x.center != group) {
             group = t / x.center;
             const int8_t *mean = (const int8_t *)place.group(p.a.k.mean, p.b, p.h, x.center, p.a.k.dim);
             read_mean(p.scratch.widened->mean, mean, (const uint16_t *)place.group(p.a.k.step, p.b, p.h, x.center, 2), p.a.k.dim);
             dot_rows(of_mean, p.scratch.widened->mean, q, p.job.k_width, p.passed);
         }
-        const uint32_t *flags = (const uint32_t *)place.tile(p.a.k.base, p.b, p.h, 8);
-        Ints lanes = {};
-        for (int i = 0; i < W; i++) lanes[i] = 2 * i;
-        for (int t = 0; t < TILE; t += W) {
-            const Ints flag = (Ints{} + (int32_t)(flags[t / 16] >> t % 16 * 2)) >> lanes & 3;
-            for (int r = 0; r < p.passed; r++) {
-                const vf other = pick_lanes(flag == 1, set1(of_first[r]), zero());
-                store(out + r * BLOCK + t, pick_lanes(flag == 0, set1(of_mean[r]), other));
-            }
+        tile.flags = (const uint32_t *)place.tile(p.a.k.base, p.b, p.h, 8);
+        for (int r = 0; r < p.passed; r++) {
+            tile.base[r][0] = of_mean[r];
+            tile.base[r][1] = of_first[r];
+            tile.base[r][2] = tile.base[r][3] = 0;
         }
     }
 };
 
-// Products with one or two tiles, which are added to the bases' where there are such.
+// Writes the scores of one or two tiles.
 #if defined(KVP_AVX512)
-struct TileProducts {
+struct TileScores {
     Pass &p;
     const Trellis &x;
     const QueryDigits q;
-    ByteKeys tile;
 
-    TileProducts(Pass &pass, const Trellis &trellis)
-        : p(pass), x(trellis), q(pass.job, pass.b * pass.a.heads + pass.h, pass.r0) {
-        tile.trellis = &x;
-        tile.more = p.a.k.base.base;
-    }
+    TileScores(Pass &pass, const Trellis &trellis)
+        : p(pass), x(trellis), q(pass.job, pass.b * pass.a.heads + pass.h, pass.r0) {}
     int most() const { return DigitFunctions<3>::pairs(p.passed) ? 2 : 1; }
-    INLINE void add(int count, const char *const *codes, const char *const *next, float *out) {
+    INLINE void write(const KeyTile *tile, int count) {
+        const uint32_t *words[2];
         for (int j = 0; j < count; j++) {
-            uint32_t *words = p.scratch.widened->words + j * WIDE_TILE;
-            for (int b = 0; b < x.blocks; b++) widen_keys<Wider>(x.in_bytes(words, b), codes[j], x, b);
-            tile.words[j] = words;
-            tile.scale[j] = p.scratch.widened->scale + j * TILE;
-            tile.ahead[j] = next[j];
+            uint32_t *to = p.scratch.widened->words + j * WIDE_TILE;
+            for (int b = 0; b < x.blocks; b++) widen_keys<Wider>(x.in_bytes(to, b), tile[j].codes, x, b);
+            words[j] = to;
         }
-        tile.out = out;
-        DigitFunctions<3>::k(p.passed, count == 2)(tile, q);
+        DigitFunctions<3>::k(p.passed, count == 2)(tile, words, x, q);
     }
 };
 #else
-struct TileProducts {
+struct TileScores {
     Pass &p;
     const Trellis &x;
     const float *q;
     KFunction function;
-    KTile tile;
+    KTile part;
     const float none[MAX_ROWS] = {0};
 
-    TileProducts(Pass &pass, const Trellis &trellis) : p(pass), x(trellis) {
+    TileScores(Pass &pass, const Trellis &trellis) : p(pass), x(trellis) {
         q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
         function = by_wide(x.wide, [&](auto f) { return f.k(p.passed); });
-        tile.zero[0] = nullptr;
-        tile.sums = nullptr;
-        tile.inner = tile.outer = none;
-        tile.width = p.job.k_width;
-        tile.channels = p.a.k.dim;
-        tile.middle = 0;
-        tile.half = x.half * 64;
+        part.scale[0] = p.scratch.widened->scale;
+        part.zero[0] = nullptr;
+        part.sums = nullptr;
+        part.inner = part.outer = none;
+        part.width = p.job.k_width;
+        part.channels = p.a.k.dim;
+        part.middle = 0;
+        part.half = x.half * 64;
     }
     int most() const { return 1; }
-    INLINE void add(int, const char *const *codes, const char *const *next, float *out) {
-        tile.out = out;
-        tile.scale[0] = p.scratch.widened->scale;
+    // The scores of the bases are there first, then those of the blocks are added up.
+    INLINE void write(const KeyTile *tile, int) {
+        if (tile->flags) write_bases(*tile);
+        scales_to_halves(p.scratch.widened->scale, tile->scale);
+        part.out = tile->out;
         for (int b = 0, lines = 0; b < x.blocks; b++) {
             const TrellisBlock &block = x.block[b];
             uint32_t *words = x.in_bytes(p.scratch.widened->words, b);
-            widen_keys<Wider>(words, codes[0], x, b);
-            tile.words[0] = words;
-            tile.ahead[0] = next[0] + lines * 64;
-            tile.table = x.level_table(b);
-            tile.q = q + block.first;
-            tile.dim = block.dim;
-            tile.more = p.a.k.base.base || b;
-            tile.lines = (block.bits + 1) / 2;
+            widen_keys<Wider>(words, tile->codes, x, b);
+            part.words[0] = words;
+            part.ahead[0] = tile->ahead + lines * 64;
+            part.table = x.level_table(b);
+            part.q = q + block.first;
+            part.dim = block.dim;
+            part.more = tile->flags || b;
+            part.lines = (block.bits + 1) / 2;
             lines += block.dim * block.bits / 32;
-            function(tile);
+            function(part);
+        }
+    }
+    INLINE void write_bases(const KeyTile &tile) {
+        Ints lanes = {};
+        for (int i = 0; i < W; i++) lanes[i] = 2 * i;
+        for (int t = 0; t < TILE; t += W) {
+            const Ints flag = (Ints{} + (int32_t)(tile.flags[t / 16] >> t % 16 * 2)) >> lanes & 3;
+            for (int r = 0; r < p.passed; r++) {
+                const vf other = pick_lanes(flag == 1, set1(tile.base[r][1]), zero());
+                store(tile.out + r * BLOCK + t, pick_lanes(flag == 0, set1(tile.base[r][0]), other));
+            }
         }
     }
 };
@@ -122,22 +126,23 @@ struct TileProducts {
 // The scores of keys of a trellis, whose words are made wider first.
 static void widened_scores(Pass &p, int64_t t, int64_t n) {
     const kvp_stream &k = p.a.k;
-    TileProducts products(p, p.scratch.widened->key);
+    TileScores scores(p, p.scratch.widened->key);
     BaseScores base(p);
     Place place(k, t);
     Ahead ahead(k, p.k_size, p, t);
+    KeyTile tile[2];
+    tile[0].flags = tile[1].flags = nullptr;
     for (int64_t i = 0; i < n;) {
-        const int count = (int)upto(products.most(), (n - i + TILE - 1) / TILE);
-        const char *codes[2], *next[2];
-        float *out = p.score[0] + i;
-        for (int j = 0; j < count; j++, place.step(k)) {
-            codes[j] = place.tile(k.codes, p.b, p.h, p.k_size.tile);
-            next[j] = ahead.next(codes[j]);
-            scales_to_halves(p.scratch.widened->scale + j * TILE, (const uint8_t *)place.tile(k.scale, p.b, p.h, p.k_size.side));
-            if (k.base.base) base.write(place, t + i + j * TILE, out + j * TILE);
+        int count = 0;
+        for (; count < scores.most() && i < n; count++, i += TILE, place.step(k)) {
+            KeyTile &x = tile[count];
+            x.codes = place.tile(k.codes, p.b, p.h, p.k_size.tile);
+            x.ahead = ahead.next(x.codes);
+            x.scale = (const uint8_t *)place.tile(k.scale, p.b, p.h, p.k_size.side);
+            x.out = p.score[0] + i;
+            if (k.base.base) base.write(place, t + i, x);
         }
-        products.add(count, codes, next, out);
-        i += count * TILE;
+        scores.write(tile, count);
     }
 }
 

@@ -1,8 +1,19 @@
-// Words of a trellis's V, made wider a few channels at a time, just before they are read.
+// Tiles of a trellis's K; words of V, made wider a few channels at a time, just before they are read.
 #pragma once
+#include "attend/job.h"
 #include "trellis.h"
 
 namespace KVP_NS {
+
+// A tile of K, what belongs to it, and what to prefetch.
+struct KeyTile {
+    const char *codes, *ahead;
+    const uint8_t *scale;
+    const uint32_t *flags; // of the bases, or NULL
+    float *out;            // [rows][BLOCK]
+    // [rows]: the products of q and the mean, q and the first key, q and nothing
+    alignas(16) float base[MAX_ROWS][4];
+};
 
 typedef void (*WidenChannels)(uint32_t *, int64_t, const uint32_t *, const Edges &, int64_t, int64_t, int64_t, int64_t, const uint8_t *);
 
