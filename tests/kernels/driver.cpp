@@ -1,6 +1,6 @@
 // Runs recorded calls of the native library without Python: under an emulator, valgrind, sanitizers.
 //
-//     driver FILE [--level none|neon|avx2|avx512] [--case I] [--run compare|once|steps]
+//     driver FILE [--level none|neon|avx2|avx512|avx512vbmi] [--case I] [--run compare|once|steps]
 //
 // FILE is written by record.py, which documents the layout. Every case is run at every level that
 // was compiled in and that the processor has (or at the one named). `compare`: results are compared,
@@ -31,7 +31,7 @@ struct Name {
     const char *name;
     int bit;
 };
-constexpr Name LEVELS[] = {{"none", 1}, {"neon", 8}, {"avx2", 2}, {"avx512", 4}};
+constexpr Name LEVELS[] = {{"none", 1}, {"neon", 8}, {"avx2", 2}, {"avx512", 4}, {"avx512vbmi", 16}};
 
 [[noreturn]] void fail(const std::string &why) {
     fprintf(stderr, "driver: %s\n", why.c_str());

@@ -210,7 +210,7 @@ def test_random_latents(**case):
     same(latents, bound=2 * BOUND, **case)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [x for x in LEVELS if x != "avx512vbmi"])  # avx512's code
 def test_every_simd_level(level):
     told = at_level(level, "rows_compare.py")
     assert told["cases"] > 70

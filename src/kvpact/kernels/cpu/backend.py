@@ -65,7 +65,7 @@ class CpuBackend:
 
         Not beside codes of a trellis.
         """
-        if precision == "int8" and library().level != "avx512":
+        if precision == "int8" and "avx512" not in library().levels:
             return "full", f"8-bit arithmetic needs AVX-512 VNNI, this is {library().level}"
         if precision == "int8" and any(slot_format(codec).is_trellis for codec in (k, v)):
             return "full", "no 8-bit arithmetic over codes of a trellis"

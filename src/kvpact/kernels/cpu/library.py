@@ -11,7 +11,7 @@ from pathlib import Path
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.cpu.structs import ABI, DecodeArgs
 
-LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4}
+LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4, "avx512vbmi": 16}
 """Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand. The one named and
 those before it may be chosen, of those that the processor has."""
 

@@ -208,7 +208,8 @@ KVP_EXPORT int kvp_abi(void);
 // Bytes of scratch memory that the calling thread holds for its next call; `all` (or NULL) gets those of
 // all threads. A thread gives back nothing before it ends.
 KVP_EXPORT int64_t kvp_scratch(int64_t *all);
-// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512, 8 NEON.
+// The levels compiled in and supported by this processor, as bits: 1 base, 2 AVX2, 4 AVX-512,
+// 8 NEON, 16 AVX-512 with VBMI.
 KVP_EXPORT int kvp_levels(void);
 // Carries out `count` calls at once, on the threads of the first. Level: one bit of kvp_levels.
 // Returns 0, or why nothing was computed: 1 no such level, 2 a call that is not covered, 3 no memory.

@@ -2,7 +2,7 @@
 
 namespace {
 
-enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8 };
+enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8, VBMI = 16 };
 
 // The levels that this processor supports, of those that were compiled in.
 int supported() {
@@ -14,7 +14,7 @@ int supported() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
             __builtin_cpu_supports("avx512vnni"))
-            found |= AVX512;
+            found |= __builtin_cpu_supports("avx512vbmi") ? AVX512 | VBMI : AVX512;
     }
 #elif defined(KVP_ARM)
     found |= NEON; // part of every AArch64
@@ -39,6 +39,12 @@ const Table *table_of(int level) {
     if (!(levels & level)) return nullptr;
 #if defined(KVP_X86)
     static const Table avx2 = KVP_FILLED(kvp_avx2), avx512 = KVP_FILLED(kvp_avx512);
+    static const Table vbmi = [] {
+        Table table = avx512;
+        kvp_avx512vbmi::fill_attend(table);
+        return table;
+    }();
+    if (level == VBMI) return &vbmi;
     if (level == AVX512) return &avx512;
     if (level == AVX2) return &avx2;
 #elif defined(KVP_ARM)

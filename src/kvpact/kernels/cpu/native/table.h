@@ -38,3 +38,7 @@ KVP_LEVEL(kvp_base)
 KVP_LEVEL(kvp_neon)
 KVP_LEVEL(kvp_avx2)
 KVP_LEVEL(kvp_avx512)
+// Attention with few query rows alone; all else is of the level below.
+namespace kvp_avx512vbmi {
+void fill_attend(Table &table);
+}

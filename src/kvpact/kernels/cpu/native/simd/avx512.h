@@ -121,6 +121,17 @@ template <int BITS> struct Lookup {
 };
 
 // Bytes of a table by the low BITS bits of each byte.
+#if defined(__AVX512VBMI__)
+template <int BITS> struct ByteLookup {
+    vi low, high;
+    INLINE explicit ByteLookup(const uint8_t *table)
+        : low(_mm512_loadu_si512(table)), high(_mm512_loadu_si512(table + 64)) {}
+    INLINE vi operator()(vi index) const {
+        if constexpr (BITS <= 6) return _mm512_permutexvar_epi8(index, low);
+        else return _mm512_permutex2var_epi8(low, index, high);
+    }
+};
+#else
 template <int BITS> struct ByteLookup {
     static constexpr int N = 1 << (BITS - 4);
     vi part[N];
@@ -139,3 +150,4 @@ template <int BITS> struct ByteLookup {
         }
     }
 };
+#endif
