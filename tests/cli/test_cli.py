@@ -168,6 +168,8 @@ def test_methods_lists_all_and_explains_one():
     for words in ("arXiv:2504.19874", "center", "seed", "K 3.25, V 3.25", "sinks"):
         assert words in details
     assert "int:bits=8,sinks=0,window=0" in good("methods", "q8_0")
+    assert "caution: on SmolLM2-135M and Gemma 3 270M kivi:bits=2" in good("methods", "kivi")
+    assert "caution" not in good("methods", "trellis")
     unlike = good("methods", "int:bits=8/fp8")
     assert "K: int" in unlike and "V: fp8" in unlike
 

@@ -4,7 +4,9 @@ import json
 
 from commands import good, invoke
 from PIL import Image
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from kvpact.cli.eval_run import known_cautions
 from kvpact.data import book_path
 
 
@@ -99,3 +101,23 @@ def test_eval_tasks(model_folder, tmp_path):
         assert words in out
     (data,) = json.loads((tmp_path / "tasks.json").read_text("utf-8"))
     assert data["seed"] == 4 and len(data["scores"]) == 20
+
+
+def test_what_is_known_to_do_badly_is_told(model_folder):
+    """Once for all specs that are meant, and not of a spec of the ablation's own making."""
+    sizes = ("--tokens", 100, "--chunk", 40, "--model", model_folder)
+    result = invoke("eval", "int:bits=4", "int:bits=3", "trellis:bits=4", "--ablation", *sizes)
+    assert result.exit_code == 0
+    told = [line for line in result.stderr.splitlines() if "trellis:bits=4" in line]
+    assert len(told) == 1 and told[0].startswith("int:bits=4, int:bits=3: plain integers")
+    assert "sinks=0" not in result.stderr
+
+
+def test_what_does_badly_on_models_with_normalised_keys_is_told_of_those():
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    assert "a rotation" in known_cautions(["turboquant:bits=3"], model)[0]
+    assert known_cautions(["trellis:bits=3", "int:bits=8"], model) == []

@@ -79,6 +79,7 @@ def evaluate_command(
         free_running_steps,
         task_samples if tasks else 0,
         seed,
+        told=tuple(dict.fromkeys(specs)),
     )
     outcome = run(plan, list(dict.fromkeys(model)), dtype, threads)
     if ablation:

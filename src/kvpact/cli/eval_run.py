@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,15 @@ from kvpact.evaluate import (
 )
 from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
+from kvpact.methods.cautions import KEY_NORM, cautions
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to.
 
-    No step means no free running, and no task sample means no tasks.
+    No step means no free running, and no task sample means no tasks. `told` are specs and recipes
+    of which it is told what is known to do badly about them.
     """
 
     candidates: list[Candidate]
@@ -42,6 +45,7 @@ class Plan:
     free_running: int = 0
     task_samples: int = 0
     seed: int = 0
+    told: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outco
         check_models(models)
         for name in models:
             network, tokenizer = open_model(name, dtype, threads)
+            for line in known_cautions(plan.told, network):
+                note(line)
             if plan.free_running:
                 check_steps(plan.tokens, plan.free_running, plan.chunk, positions(network))
             # Made before anything runs: a text that is too short for tasks is told at once.
@@ -76,6 +82,24 @@ def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outco
             show_summary(summarize(results, plan.against))
         files = [] if plan.out is None else write_report(results, plan.out, against=plan.against)
     return Outcome(results, files, network, tokenizer)
+
+
+def known_cautions(specs: Sequence[str], network: Any) -> list[str]:
+    """Return what is known to do badly about specs on a model, each with the specs meant.
+
+    A large key bias is none of it: the model is there, so its caches store the bias apart.
+    """
+    from kvpact.integrations.transformers.offsets import normalises_keys
+
+    model = [KEY_NORM] if normalises_keys(network) else []
+    layers = network.config.get_text_config(decoder=True).num_hidden_layers
+    found: dict[str, list[str]] = {}
+    for text in specs:
+        candidate = Candidate(text)
+        for spec in dict.fromkeys(candidate.layers(layers)):
+            for line in cautions(spec, model):
+                found.setdefault(line, []).append(candidate.label)
+    return [f"{', '.join(dict.fromkeys(names))}: {line}" for line, names in found.items()]
 
 
 def _run_one(

@@ -12,6 +12,7 @@ import typer
 
 from kvpact.cli.console import output_console, table
 from kvpact.methods import bytes_per_slot
+from kvpact.methods.cautions import cautions
 from kvpact.registry import Alias, Foreign, find_method, known_names
 from kvpact.spec import option_types, parse_spec
 
@@ -89,6 +90,8 @@ def _details(name: str) -> None:
             kind, meaning = meanings.get(option.name, (types[option.name].__name__, ""))
             grid.add_row(option.name, kind, default, value if value != default else "", meaning)
         console.print(grid)
+    for line in cautions(spec):
+        console.print(f"caution: {line}", highlight=False, markup=False)
     console.print("packed slots, bits per value:", highlight=False)
     for dim in (64, 128):
         key_bits, value_bits = slot_bits(spec.key, dim)[0], slot_bits(spec.value, dim)[1]

@@ -82,6 +82,21 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     return found
 
 
+def normalises_keys(model: Any) -> bool:
+    """Tell whether a model normalises the keys of its heads (QK-norm) before it rotates them.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Its attention modules are looked at.
+    """
+    return any(_has_key_norm(module) for _, module in _modules(model, "self_attn", "attention"))
+
+
+def _has_key_norm(attention: Any) -> bool:
+    return any(getattr(attention, name, None) is not None for name in _KEY_NORMS)
+
+
 def _modules(model: Any, *names: str) -> Iterator[tuple[Any, Any]]:
     """Yield parents and those of their modules that have one of these names."""
     for parent in model.modules():
@@ -95,7 +110,7 @@ def _projection(attention: Any) -> _Projection | None:
     dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
     fused = getattr(attention, "query_key_value", None)
     linear = getattr(attention, "k_proj", None)
-    if any(getattr(attention, name, None) is not None for name in _KEY_NORMS) or dim is None:
+    if dim is None or _has_key_norm(attention):
         return None
     parts = 1
     if linear is None and type(attention).__name__.startswith("GPTNeoX"):

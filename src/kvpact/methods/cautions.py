@@ -1,0 +1,117 @@
+"""Combinations of method, options and model that are known to do badly, with what was measured.
+
+Figures are mean KL in nats per token against the exact cache, on the first tokens of the shipped
+book. `benchmarks/results/models` has the tables, the README the commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from kvpact.methods.base import Method
+from kvpact.spec import Spec
+
+KEY_NORM = "whose keys are normalised (QK-norm)"
+KEY_BIAS = "whose keys have a large bias (Qwen2, GPT-OSS, Phi, StarCoder2, GPT-NeoX)"
+
+
+@dataclass(frozen=True)
+class Caution:
+    """One such combination.
+
+    Parameters
+    ----------
+    applies : callable
+        Tells whether a method for keys is meant.
+    text : str
+        What was measured, and what to take instead.
+    model : str
+        Which models are meant, `KEY_NORM` or `KEY_BIAS`; empty for all.
+    """
+
+    applies: Callable[[Any], bool]
+    text: str
+    model: str = ""
+
+
+def _bits(method: Any) -> int:
+    """Return the bits of a method's codes; 16 where it has no such option."""
+    return int(getattr(method, "bits", 16))
+
+
+def _only_rotates(method: Any) -> bool:
+    if method.name == "turboquant":
+        return _bits(method) <= 4 and not (method.center or method.first)
+    return method.name == "int" and method.rotate and _bits(method) <= 4
+
+
+CAUTIONS = (
+    Caution(
+        _only_rotates,
+        "a rotation spreads the few channels that hold most of the energy over all of them. On "
+        "Gemma 3 270M turboquant:bits=3 has a KL of 0.070, int:bits=3,rotate=true 0.087, "
+        "trellis:bits=3 0.00087; turboquant:bits=4 0.0078, trellis:bits=4 0.00019. Take trellis, "
+        "which weighs channels first, or turboquant with center=64,first=true (0.0067 at 3 bits)",
+        KEY_NORM,
+    ),
+    Caution(
+        lambda method: method.name in ("int", "turboquant") and _bits(method) < 8,
+        "below 8 bits a bias takes the precision of all else: with one of norm 605 the logits of "
+        "int:bits=4 are wrong by 2.8 and those of turboquant:bits=4 by 4.9 (standard deviation), "
+        "with the bias stored apart by 0.09 and 0.10. Give the cache the model, or key_offsets",
+        KEY_BIAS,
+    ),
+    Caution(
+        lambda method: method.name == "int" and not method.rotate and _bits(method) <= 4,
+        "plain integers of 4 bits or fewer: on SmolLM2-135M and Gemma 3 270M int:bits=4 has a KL "
+        "of 0.0026 and 0.0057, int:bits=3 0.018 and 0.027, trellis:bits=4 0.0004 and 0.00019. Take "
+        "trellis:bits=4, which is smaller than int:bits=4",
+    ),
+    Caution(
+        lambda method: method.name == "kivi" and _bits(method) <= 2,
+        "on SmolLM2-135M and Gemma 3 270M kivi:bits=2 has a KL of 0.071 and 0.012, trellis:bits=2 "
+        "0.0098 and 0.0035 at 0.8 bits less. Take that, or kivi:bits=4 (0.0008 and 0.00024)",
+    ),
+    Caution(
+        lambda method: method.sinks == 0 and _bits(method) <= 4,
+        "without exact first tokens (sinks=0): on Gemma 3 270M turboquant:bits=4 has a KL of 0.027 "
+        "instead of 0.0078, on SmolLM2-135M turboquant:bits=3,center=64 0.041 instead of 0.0048. "
+        "Take sinks=4, or a spec with the first key as a base (trellis:bits=3,sinks=0 0.0034 "
+        "instead of 0.0018 on SmolLM2-135M)",
+    ),
+    Caution(
+        lambda method: method.name in ("polarquant", "qjl"),
+        "kept for comparison: on SmolLM2-135M and Gemma 3 270M polarquant has a KL of 0.0059 and "
+        "0.11 at 3.9 bits, qjl 0.67 and 1.3, trellis:bits=3 0.0018 and 0.00087. Take that",
+    ),
+)
+
+
+def cautions(spec: Spec, model: Collection[str] | None = None) -> list[str]:
+    """Tell what is known to do badly about a spec.
+
+    Parameters
+    ----------
+    spec : Spec
+        Its method for keys is looked at: errors of keys do most of the damage.
+    model : collection of str, optional
+        Which of `KEY_NORM` and `KEY_BIAS` the model is. If omitted, cautions about such models say
+        whom they are about.
+
+    Returns
+    -------
+    list of str
+        A sentence or two for each; empty where nothing is known.
+    """
+    method: Method = spec.key
+    found = []
+    for caution in CAUTIONS:
+        if not caution.applies(method) or (
+            caution.model and model is not None and caution.model not in model
+        ):
+            continue
+        about = f"on models {caution.model}, " if caution.model and model is None else ""
+        found.append(about + caution.text)
+    return found
