@@ -276,3 +276,19 @@ def test_latency_beside_dynamic_cache(run, model_folder, tmp_path):
         low, high = row["quartiles"]
         assert 0 < low <= row["ratio"] <= high and min(row["ms"]) > 0
     assert (tmp_path / "latency.md").read_text("utf-8").strip() in printed
+
+
+def test_recommendations_of_a_small_model(run, model_folder, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("It was a dark and stormy night; the rain fell in torrents. " * 8, "utf-8")
+    options = "--model", model_folder, "--text", text, "--tokens", 330, "--out", tmp_path
+    printed = run("recommend", *options, "--threads", 1)
+    rows = json.loads((tmp_path / "recommend.json").read_text("utf-8"))
+    assert [row["spec"].removeprefix("recipe within ") for row in rows] == [
+        f"trellis:bits={bits}" for bits in (2, 2, 3, 3, 4, 4)
+    ]
+    for uniform, recipe in zip(rows[::2], rows[1::2], strict=True):
+        assert 0 < recipe["share"] <= uniform["share"] < 1
+        assert recipe["difference"] == pytest.approx(recipe["measured"] - uniform["measured"])
+        assert min(uniform["predicted"], recipe["predicted"]) > 0
+    assert printed == (tmp_path / "recommend.md").read_text("utf-8") + "\n"

@@ -7,17 +7,19 @@ import pytest
 
 from kvpact.recommend import RecommendationError, allocate, budget_bytes, verdict_of
 from kvpact.recommend.allocate import Rung
+from kvpact.recommend.base import SIDES
 
 
 def ladders(seed):
-    """Six layers with five rungs each; some rungs are no better than a smaller one."""
+    """K and V of three layers with five rungs each; some are no better than a smaller one."""
     draw = random.Random(seed)
     return {
-        layer: [
+        (layer, side): [
             Rung(f"r{i}", 10 + 7 * i + draw.randrange(5), draw.uniform(0.1, 4) / (i + 1))
             for i in range(5)
         ]
-        for layer in range(6)
+        for layer in range(3)
+        for side in SIDES
     }
 
 
@@ -28,7 +30,7 @@ def test_more_bytes_never_cost_more_and_no_budget_is_exceeded(seed):
     costs = []
     for budget in range(least, 300):
         taken = allocate(given, budget)
-        assert sorted(taken) == list(range(6))
+        assert sorted(taken) == sorted(given)
         assert sum(rung.bytes for rung in taken.values()) <= budget
         costs.append(sum(rung.cost for rung in taken.values()))
     assert all(after <= before for before, after in pairwise(costs))
@@ -37,7 +39,7 @@ def test_more_bytes_never_cost_more_and_no_budget_is_exceeded(seed):
 
 
 def test_the_recipe_is_the_best_one_at_its_own_bytes():
-    given = {layer: rungs for layer, rungs in ladders(7).items() if layer < 3}
+    given = {slot: rungs for slot, rungs in ladders(7).items() if slot[1] == "key"}
     taken = allocate(given, 70)
     held = sum(rung.bytes for rung in taken.values())
     all_of_them = [
@@ -49,16 +51,16 @@ def test_the_recipe_is_the_best_one_at_its_own_bytes():
     assert sum(rung.cost for rung in taken.values()) <= 1.2 * min(all_of_them)
 
 
-def test_a_layer_that_is_worth_more_gets_more():
+def test_a_side_that_is_worth_more_gets_more():
     rungs = [Rung("small", 10, 1.0), Rung("large", 20, 0.1)]
     worth = [Rung("small", 10, 5.0), Rung("large", 20, 0.5)]
-    taken = allocate({0: rungs, 1: worth}, 30)
-    assert [taken[layer].spec for layer in (0, 1)] == ["small", "large"]
+    taken = allocate({(0, "key"): rungs, (0, "value"): worth}, 30)
+    assert [taken[0, side].spec for side in SIDES] == ["small", "large"]
 
 
 def test_a_budget_below_the_smallest_recipe_is_refused():
     with pytest.raises(RecommendationError, match=r"leaves 19 bytes .* take 20"):
-        allocate({0: [Rung("a", 10, 1.0)], 1: [Rung("a", 10, 1.0)]}, 19)
+        allocate({(0, side): [Rung("a", 10, 1.0)] for side in SIDES}, 19)
 
 
 @pytest.mark.parametrize(

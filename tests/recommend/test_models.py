@@ -5,8 +5,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.record import seen_attention
-from kvpact.recommend import plan
+from kvpact.recommend import plan, survey
 
 SIZES = {
     "vocab_size": 64,
@@ -31,10 +30,9 @@ def test_layers_with_sliding_windows_stay_exact_and_count(ids):
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     )  # fmt: skip
     model = Gemma2ForCausalLM(config).eval()
-    seen = seen_attention(model, ids)
-    assert sorted(seen.layers) == [1] and sorted(seen.bounded) == [0, 2]
-    assert seen.layers[1].softcap == 30.0 and seen.layers[1].scale == 64**-0.5
-    found = plan(model, ids, context=8192, budget="40%")
+    surveyed = survey(model, ids, chunk=128)
+    assert sorted(surveyed.seen.layers) == [1] and sorted(surveyed.seen.bounded) == [0, 2]
+    found = plan(surveyed, context=8192, budget="40%")
     per_token = 2 * (32 + 32) * 2
     assert found.sizes.covered == 8192 * per_token
     assert found.sizes.native == 2 * 128 * per_token
@@ -48,14 +46,14 @@ def test_large_key_biases_are_named_and_taken_off(ids):
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES, num_hidden_layers=2)
     model = Qwen2ForCausalLM(config).eval()
-    plain = plan(model, ids[:192], budget="50%")
+    plain = plan(survey(model, ids, chunk=128), budget="50%")
     assert not any("biases" in note for note in plain.notes)
     with torch.no_grad():
         model.model.layers[1].self_attn.k_proj.bias[3] = 300.0
-    found = plan(model, ids[:192], budget="50%")
+    found = plan(survey(model, ids, chunk=128), budget="50%")
     (note,) = (note for note in found.notes if "biases" in note)
     assert "layers and norms: 1 (300.0)" in note
-    # A bias that is stored apart costs no precision: else S is 300 times as large.
-    four = {x.spec: x for x in found.measured}["turboquant:bits=4"]
-    before = {x.spec: x for x in plain.measured}["turboquant:bits=4"]
-    assert four.key[1] < 10 * before.key[1]
+    # A bias that is stored apart costs no precision: else keys of layer 1 cost thousands of times
+    # as much.
+    four, before = (x.of("turboquant:bits=4").key for x in (found, plain))
+    assert four[1] / four[0] < 10 * before[1] / before[0]

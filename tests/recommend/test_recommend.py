@@ -1,6 +1,7 @@
 """`kvpact recommend` from a model to a recipe that loads."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +10,14 @@ from PIL import Image
 from transformers import AutoModelForCausalLM
 
 from kvpact.cache import planned_bytes
+from kvpact.evaluate import EvaluationError, evaluate
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers import CompressedCache
-from kvpact.integrations.transformers.record import SeenLayer
+from kvpact.integrations.transformers.record import Seen, SeenLayer
 from kvpact.recipe import layer_specs
-from kvpact.recommend import Measured, RecommendationError, plan, verify
+from kvpact.recommend import Measured, RecommendationError, plan, survey, verify
+from kvpact.recommend.base import predicted
+from kvpact.recommend.measure import Costs, Survey, measured_of, spec_sizes
 from kvpact.recommend.notes import bad_notes, outlier_notes
 from kvpact.spec import parse_spec
 
@@ -29,17 +33,21 @@ def ids():
 
 
 @pytest.fixture(scope="module")
-def planned(model, ids):
+def surveyed(model, ids):
+    return survey(model, ids, chunk=128)
+
+
+@pytest.fixture(scope="module")
+def planned(surveyed):
     # Between 3 and 4 bits in all layers.
-    return plan(model, ids[:256], context=4096, budget="25%")
+    return plan(surveyed, context=4096, budget="25%")
 
 
 def test_a_plan_ranks_specs_and_keeps_to_its_budget(planned):
-    assert [x.total for x in planned.measured] == sorted(x.total for x in planned.measured)
-    total = {x.spec: x.total for x in planned.measured}
-    assert total["int:bits=8"] < total["trellis:bits=4"] < total["trellis:bits=3"]
-    assert total["trellis:bits=3"] < total["trellis:bits=2"]
-    assert total["kivi:bits=4"] < total["kivi:bits=2"]
+    kl = {x.spec: x.predicted for x in planned.measured}
+    assert list(kl.values()) == sorted(kl.values())
+    assert kl["int:bits=8"] < kl["trellis:bits=4"] < kl["trellis:bits=3"] < kl["trellis:bits=2"]
+    assert kl["kivi:bits=4"] < kl["kivi:bits=2"]
     exact = 2 * 2 * 2 * (32 + 32) * 4096  # layers, heads, bytes, widths
     assert planned.sizes.exact == exact and planned.budget == exact // 4
     geometry = CacheGeometry(1, 2, 32, dtype=torch.float16)
@@ -48,57 +56,124 @@ def test_a_plan_ranks_specs_and_keeps_to_its_budget(planned):
     )
     assert planned.recipe_bytes == held <= planned.budget
     assert planned.bytes_of(planned.uniform) <= planned.budget
-    assert set(planned.layers.values()) <= {"trellis:bits=2", "trellis:bits=3", "trellis:bits=4"}
-    (kivi,) = (x for x in planned.measured if x.spec == "kivi:bits=4")
+    assert set(planned.choice) == {(i, side) for i in range(2) for side in ("key", "value")}
+    kivi = planned.of("kivi:bits=4")
     assert kivi.slot_bits == 5.0
+    assert kivi.bytes == 2 * planned_bytes(parse_spec("kivi:bits=4"), geometry, 4096)["total"]
 
 
-def test_more_budget_never_costs_more(model, ids):
-    plans = [
-        plan(model, ids[:192], context=4096, budget=budget) for budget in ("20%", "35%", "100%")
-    ]
+def test_predictions_are_what_is_measured(model, ids, surveyed):
+    # Random weights lose so much that their KL is not quadratic below 5 bits, and what degraded
+    # states leave in later K and V is not covered: real models are held to 25 % (slow tests).
+    planned = plan(surveyed, context=4096, budget="trellis:bits=5")
+    specs = ["trellis:bits=5", "trellis:bits=6", "int:bits=8"]
+    result = evaluate(model, ids, [*specs, planned.recipe], chunk=128)
+    kl = {row.spec: row.kl_mean for row in result.rows}
+    for spec in specs:
+        assert planned.of(spec).predicted == pytest.approx(kl[spec], rel=0.4)
+    assert planned.recipe_predicted == pytest.approx(kl["recipe"], rel=0.4)
+    assert planned.recipe_bytes <= planned.bytes_of("trellis:bits=5") == planned.budget
+
+
+def test_more_budget_never_costs_more(surveyed):
+    plans = [plan(surveyed, context=4096, budget=budget) for budget in ("20%", "35%", "100%")]
     costs = []
     for found in plans:
         assert found.recipe_bytes <= found.budget
-        by_spec = {x.spec: x for x in found.measured}
-        costs.append(sum(by_spec[s].cost(i) for i, s in found.layers.items() if s in by_spec))
+        costs.append(
+            sum(
+                getattr(found.of(spec), side)[layer]
+                for (layer, side), spec in found.choice.items()
+                if spec != "none"
+            )
+        )
     assert costs[0] > costs[1] > costs[2] == 0
-    assert plans[2].recipe == "none"
+    assert plans[2].recipe == "none" and plans[2].recipe_predicted == 0
+
+
+def test_keys_and_values_may_have_unlike_specs(planned):
+    choice = {(i, side): "none" for i in range(3) for side in ("key", "value")}
+    choice[1, "key"] = "int:bits=8"
+    found = replace(planned, choice=choice)
+    assert found.layers == {0: "none", 1: "int:bits=8/none", 2: "none"}
+    assert found.recipe == {"default": "none", "layers": {"1": "int:bits=8/none"}}
+
+
+def test_what_shrinks_in_all_layers_is_squared_once():
+    layers = {0: 0.1, 1: 0.3}
+    one = Measured("a", 4.0, {}, {}, {0: 1.0, 1: 2.0}, {0: 0.5, 1: 0.0}, layers)
+    assert one.value == pytest.approx({0: 0.5 + 0.1 * 0.4, 1: 0.3 * 0.4})
+    assert one.predicted == pytest.approx(3.5 + 0.4**2)
+    choice = {(0, "key"): "a", (0, "value"): "none", (1, "key"): "none", (1, "value"): "a"}
+    assert predicted({"a": one}, choice) == pytest.approx(1.0 + 0.0 + 0.3**2)
+
+
+def test_a_ladder_shares_one_sensitivity_a_layer():
+    expected = {"trellis:bits=3": (4.0, 1.0), "trellis:bits=4": (1.0, 0.25), "kivi:bits=4": (1, 1)}
+    costs = {
+        spec: Costs({i: torch.tensor([[1.0], [x]]) for i, x in enumerate(pair)}, _ONES, {})
+        for spec, pair in expected.items()
+    }
+    # At 3 bits both layers cost 1 where 4 and 1 are expected; at 4 bits 1 where 1 and 0.25 are.
+    found = Survey(_seen(), costs, 1, (), (), 300)
+    sizes = spec_sizes(found, 1024)
+    three, four, other = measured_of(found, sizes, [0])
+    assert three.key == pytest.approx({0: 1.0, 1: 1.0}) and four.key == pytest.approx(three.key)
+    costs["trellis:bits=4"].key[0][0] = 3.0
+    three, four, other = measured_of(found, sizes, [0])
+    assert sum(three.key.values()) == pytest.approx(2.0)
+    assert sum(four.key.values()) == pytest.approx(4.0)
+    assert three.key[0] / three.key[1] == pytest.approx(four.key[0] / four.key[1])
+    assert three.key[0] > three.key[1] and other.key == {0: 1.0, 1: 1.0}
+    plain = measured_of(found, sizes, [0], smooth=False)
+    assert plain[1].key == {0: 3.0, 1: 1.0}
+
+
+_ONES = {i: torch.ones(2, 1) for i in range(2)}
+
+
+def _seen():
+    x = torch.ones(1, 2, 10, 32)
+    return Seen(layers=dict.fromkeys(range(2), SeenLayer(x, x, x)), num_layers=2)
 
 
 def test_the_better_one_is_chosen(model, ids, planned):
     found = verify(model, ids, planned, chunk=128)
     kl = {row.spec: row.kl_mean for row in found.evaluation.rows}
-    assert set(kl) <= {"none", "recipe", planned.uniform, planned.recipe}
+    assert set(kl) == {"none", "recipe", planned.uniform}
     assert found.row.kl_mean == min(x for spec, x in kl.items() if spec != "none") > 0
     assert found.bytes <= planned.budget
+    pair = found.against_uniform
+    assert pair.against == planned.uniform
+    assert pair.kl_difference == pytest.approx(kl["recipe"] - kl[planned.uniform])
     CompressedCache(model, found.chosen)
 
 
-def test_budgets_and_texts_that_are_too_small(model, ids):
+def test_budgets_and_texts_that_are_too_small(model, ids, surveyed):
     with pytest.raises(RecommendationError, match=r"give a larger --budget"):
-        plan(model, ids, budget="1%")
-    with pytest.raises(RecommendationError, match="191 tokens are too few"):
-        plan(model, ids[:191])
+        plan(surveyed, budget="1%")
     with pytest.raises(RecommendationError, match="context 0"):
-        plan(model, ids, context=0)
+        plan(surveyed, context=0)
+    with pytest.raises(EvaluationError, match="at least 258 tokens"):
+        survey(model, ids[:257])
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_bad_combinations_and_outliers_are_named():
     def one(spec, *key):
-        return Measured(spec, 4.0, {}, dict(enumerate(key)), dict.fromkeys(range(len(key)), 1.0))
+        ones, none = dict.fromkeys(range(len(key)), 1.0), dict.fromkeys(range(len(key)), 0.0)
+        return Measured(spec, 4.0, {}, {}, dict(enumerate(key)), ones, none)
 
     four = [one("trellis:bits=4", 1.0, 1.0), one("kivi:bits=4", 1.0, 3.0)]
     bad = one("turboquant:bits=4", 1.0, 21.0)
     assert bad_notes([*four, bad, one("kivi:bits=2", 99.0, 99.0)]) == [
-        "turboquant:bits=4 does badly on K of layers 1: up to 10 times the error of others of as "
+        "turboquant:bits=4 does badly on K of layers 1: up to 10 times the KL of others of as "
         "many bits"
     ]
     assert bad_notes(four) == []
     k = torch.ones(1, 2, 10, 8)
     k[0, 1, :, 3] = 8.0
-    (note,) = outlier_notes(type("Seen", (), {"layers": {5: SeenLayer(k, k, k / k, 1.0)}}))
+    (note,) = outlier_notes(Seen(layers={5: SeenLayer(k, k, k / k)}))
     assert note.startswith("outlier channels in K") and note.endswith(": 5 (1, 64)")
 
 
@@ -109,14 +184,14 @@ def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
     )  # fmt: skip
     recipe = tmp_path / "out" / "recipe.json"
     data = json.loads((tmp_path / "out" / "recommend.json").read_text("utf-8"))
-    for words in ("S of K", "trellis:bits=3", "2 of 2 layers are compressed", data["verdict"]):
+    for words in ("predicted", "trellis:bits=3", "2 of 2 layers are compressed", data["verdict"]):
         assert words in out
     assert "CompressedCache(model, " in out
     cache = CompressedCache(model, recipe)
     chosen = layer_specs(data["chosen"], 2)
     assert [layer.spec for layer in cache.layers] == chosen
     assert data["bytes"] <= data["budget"] == data["exact"]["bytes"] // 4
-    assert len(data["measured"]) == 10 and data["measured"][0]["spec"] == "int:bits=8"
+    assert len(data["measured"]) == 12 and data["measured"][0]["spec"] == "int:bits=8"
     with Image.open(tmp_path / "out" / "recommend.png") as image:
         assert image.width > 1500 and image.height > 900
 

@@ -19,14 +19,15 @@ from kvpact.recommend import (
     Recommendation,
     budget_bytes,
     plan,
+    survey,
     verify,
     write_recommendation,
 )
+from kvpact.recommend.budget import is_spec
 from kvpact.recommend.files import RECIPE
 from kvpact.recommend.verdict import VERDICTS
 
 CHUNK = 256
-PASS_TOKENS, QUICK_PASS_TOKENS = 512, 256
 TOKENS, QUICK_TOKENS = 2048, 768
 
 
@@ -39,13 +40,13 @@ def recommend_command(
     ),
     context: int = typer.Option(32_768, help="Tokens at which bytes are told."),
     budget: str = typer.Option(
-        "30%", help="What the cache may take: a share of the 16-bit cache, or bytes such as 4GB."
+        "30%",
+        help="What the cache may take: a share of the 16-bit cache, bytes such as 4GB, or what a "
+        "spec takes.",
     ),
-    quick: bool = typer.Option(
-        False, "--quick", help=f"Use {QUICK_PASS_TOKENS} and {QUICK_TOKENS} tokens."
-    ),
+    quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
     tokens: int | None = typer.Option(
-        None, help=f"Tokens to verify on; {TOKENS} if omitted.", show_default=False
+        None, help=f"Tokens of text; {TOKENS} if omitted.", show_default=False
     ),
     out: Path | None = typer.Option(
         None, help="Folder for recipe.json, recommend.json and a plot.", show_default=False
@@ -53,7 +54,7 @@ def recommend_command(
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
 ) -> None:
-    """Recommend a spec, or a recipe by layer: one pass ranks them, one evaluation verifies.
+    """Recommend a spec, or a recipe by layer: gradients predict KL, one evaluation verifies.
 
     Bytes are those of one sequence at --context.
     """
@@ -63,7 +64,8 @@ def recommend_command(
     if context < 1:
         raise InputError(f"--context {context} is not possible; take 1 or more")
     check_sizes(tokens, CHUNK)
-    budget_bytes(budget, 0)  # a misspelt one is told before a model is loaded
+    if not is_spec(budget):
+        budget_bytes(budget, 0)  # a misspelt one is told before a model is loaded
     if out is not None:
         require("matplotlib", extra="eval")
     with results_folder(out):
@@ -74,11 +76,11 @@ def recommend_command(
         check_sizes(len(ids), CHUNK)
         if len(ids) < tokens:
             note(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for")
-        with progress("coding layers") as report:
-            first = ids[: QUICK_PASS_TOKENS if quick else PASS_TOKENS]
-            planned = plan(network, first, context=context, budget=budget, progress=report)
+        with progress("predicting") as report:
+            found = survey(network, ids, chunk=CHUNK, progress=report)
+        planned = plan(found, context=context, budget=budget)
         with progress("verifying") as report:
-            found = verify(
+            verified = verify(
                 network,
                 ids,
                 planned,
@@ -87,14 +89,16 @@ def recommend_command(
                 model_name=model,
                 text_name=text_name,
             )
-        files = [] if out is None else write_recommendation(found, out)
-    _show(found, out)
+        files = [] if out is None else write_recommendation(verified, out)
+    _show(verified, out)
     show_files(files)
 
 
 def _show(found: Recommendation, out: Path | None) -> None:
     planned, console = found.plan, output_console()
-    columns = "spec|slot\nbits|bytes|of exact\n%|S of K|error\nof V|KL\nmean"
+    columns = (
+        "spec|slot\nbits|bytes|of exact\n%|K\npredicted|V\npredicted|KL\npredicted|KL\nmeasured"
+    )
     grid = table(columns.split("|"))
     kl = {row.spec: kl_text(row.kl_mean) for row in found.evaluation.rows}
     exact = planned.sizes.exact
@@ -105,14 +109,23 @@ def _show(found: Recommendation, out: Path | None) -> None:
             f"{one.slot_bits:.2f}",
             size_text(held),
             f"{100 * held / exact:.1f}",
-            kl_text(one.key_mean),
-            kl_text(one.value_mean),
+            kl_text(sum(one.key.values())),
+            kl_text(sum(one.value.values())),
+            kl_text(one.predicted),
             kl.get(one.spec, "-"),
         )
     if "recipe" in kl:
         held = planned.recipe_bytes
-        row = "recipe", "-", size_text(held), f"{100 * held / exact:.1f}", "-", "-", kl["recipe"]
-        grid.add_row(*row)
+        grid.add_row(
+            "recipe",
+            "-",
+            size_text(held),
+            f"{100 * held / exact:.1f}",
+            "-",
+            "-",
+            kl_text(planned.recipe_predicted),
+            kl["recipe"],
+        )
     console.print(grid)
     console.print(_about(planned), style="dim", highlight=False)
     for name in planned.left_out:
@@ -125,6 +138,11 @@ def _show(found: Recommendation, out: Path | None) -> None:
         literal(f"{found.verdict}: KL {kl_text(found.row.kl_mean)}, {size} ({limits})"),
         highlight=False,
     )
+    if (pair := found.against_uniform) is not None:
+        expected = planned.recipe_predicted - planned.of(pair.against).predicted
+        measured = f"{pair.kl_difference:+.5f} ± {pair.kl_difference_se:.5f}"
+        line = f"recipe less {pair.against}: {measured} measured, {expected:+.5f} predicted"
+        console.print(literal(line), highlight=False)
     if found.row.spec == "recipe":
         console.print(literal(f"recipe: {_summary(planned)}"), soft_wrap=True, highlight=False)
     console.print(literal(paste_line(found.chosen, out)), soft_wrap=True, highlight=False)
@@ -148,8 +166,8 @@ def _about(planned: Plan) -> str:
     return (
         f"{len(planned.layers)} of {planned.num_layers} layers are compressed, which hold "
         f"{size_text(sizes.covered)} of the exact cache's {size_text(sizes.exact)} at "
-        f"{sizes.context} tokens (16 bits a number){stay}. S and error: means over layers, of one "
-        f"pass over {planned.tokens} tokens; KL: measured, nats per token. "
+        f"{sizes.context} tokens (16 bits a number){stay}. KL: mean over "
+        f"{planned.tokens} tokens, in nats; of K and of V: parts of the predicted one. "
         f"Budget: {size_text(planned.budget)}."
     )
 

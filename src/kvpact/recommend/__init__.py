@@ -1,22 +1,27 @@
-"""Which spec, or which recipe of specs by layer, suits a model: measured in one forward pass."""
+"""Which spec, or which recipe of specs by layer, suits a model: KL predicted from gradients."""
 
 from kvpact.recommend.allocate import allocate
 from kvpact.recommend.base import Measured, Plan, Recommendation, RecommendationError
 from kvpact.recommend.budget import budget_bytes
 from kvpact.recommend.files import write_recommendation
-from kvpact.recommend.run import plan, verify
-from kvpact.recommend.statistics import ExactAttention
+from kvpact.recommend.gradients import measure_sensitivity
+from kvpact.recommend.measure import Survey
+from kvpact.recommend.run import plan, survey, verify
+from kvpact.recommend.sensitivity import Sensitivity
 from kvpact.recommend.verdict import verdict_of
 
 __all__ = [
-    "ExactAttention",
     "Measured",
     "Plan",
     "Recommendation",
     "RecommendationError",
+    "Sensitivity",
+    "Survey",
     "allocate",
     "budget_bytes",
+    "measure_sensitivity",
     "plan",
+    "survey",
     "verdict_of",
     "verify",
     "write_recommendation",

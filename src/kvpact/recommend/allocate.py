@@ -1,47 +1,47 @@
-"""Which layer gets which spec of a ladder, within a number of bytes."""
+"""Which K or V of which layer gets which spec of a ladder, within a number of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvpact.recommend.base import RecommendationError
+from kvpact.recommend.base import RecommendationError, Slot
 
 
 class Rung(NamedTuple):
-    """What one spec takes and costs in one layer."""
+    """What one spec takes, and costs, in one place."""
 
     spec: str
     bytes: int
     cost: float
 
 
-def allocate(ladders: Mapping[int, Sequence[Rung]], budget: int) -> dict[int, Rung]:
-    """Give every layer one of its specs.
+def allocate(ladders: Mapping[Slot, Sequence[Rung]], budget: int) -> dict[Slot, Rung]:
+    """Give every slot, K or V of a layer, one of its specs.
 
-    Each layer starts at its smallest spec; then the step that takes off most cost per byte is made
+    Each slot starts at its smallest spec; then the step that takes off most cost per byte is made
     as long as one fits. Rungs that a step over them beats are left out beforehand, so that steps of
-    a layer are worth less and less: more bytes never lead to a larger cost.
+    a slot are worth less and less: more bytes never lead to a larger cost.
 
     Parameters
     ----------
     ladders : mapping
-        Layer -> its rungs, in any order.
+        Slot -> its rungs, in any order.
     budget : int
-        Bytes for all layers together.
+        Bytes for all slots together.
 
     Returns
     -------
     dict
-        Layer -> rung, at most `budget` bytes in sum.
+        Slot -> rung, at most `budget` bytes in sum.
 
     Raises
     ------
     RecommendationError
         The smallest specs take more.
     """
-    paths = {layer: _worthwhile(rungs) for layer, rungs in ladders.items()}
-    taken = {layer: path[0] for layer, path in paths.items()}
+    paths = {slot: _worthwhile(rungs) for slot, rungs in ladders.items()}
+    taken = {slot: path[0] for slot, path in paths.items()}
     left = budget - sum(rung.bytes for rung in taken.values())
     if left < 0:
         raise RecommendationError(
@@ -49,18 +49,18 @@ def allocate(ladders: Mapping[int, Sequence[Rung]], budget: int) -> dict[int, Ru
             f"take {budget - left:,}; give a larger --budget"
         )
     steps = [
-        (_worth(path[i], path[i + 1]), layer, i + 1)
-        for layer, path in paths.items()
+        (_worth(path[i], path[i + 1]), slot, i + 1)
+        for slot, path in paths.items()
         for i in range(len(path) - 1)
     ]
-    closed: set[int] = set()
-    for _, layer, place in sorted(steps, key=lambda step: (-step[0], step[1:])):
-        rung = paths[layer][place]
-        more = rung.bytes - taken[layer].bytes
-        if layer in closed or more > left:
-            closed.add(layer)  # a later step of this layer would leave this one out
+    closed: set[Slot] = set()
+    for _, slot, place in sorted(steps, key=lambda step: (-step[0], step[1:])):
+        rung = paths[slot][place]
+        more = rung.bytes - taken[slot].bytes
+        if slot in closed or more > left:
+            closed.add(slot)  # a later step of this slot would leave this one out
             continue
-        taken[layer], left = rung, left - more
+        taken[slot], left = rung, left - more
     return taken
 
 

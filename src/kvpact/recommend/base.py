@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpact.errors import KVPactError
-from kvpact.evaluate import EvalResult, EvalRow
+from kvpact.evaluate import Difference, EvalResult, EvalRow, differences
 from kvpact.recommend.verdict import verdict_of
 
 
@@ -17,7 +17,7 @@ class RecommendationError(KVPactError, ValueError):
 
 @dataclass(frozen=True)
 class Measured:
-    """One spec's statistics on every compressed layer, and its sizes.
+    """What one spec costs on every compressed layer, and its sizes.
 
     Parameters
     ----------
@@ -25,36 +25,38 @@ class Measured:
         For all layers.
     slot_bits : float
         Bits of packed slots per number of K and V, mean of the layers.
-    layer_bytes : mapping
-        Layer -> bytes at the context.
-    key, value : mapping
-        Layer -> S of K, and relative error of the output by V (see `ExactAttention`).
+    key_bytes, value_bytes : mapping
+        Layer -> bytes of K and of V at the context.
+    key, noise : mapping
+        Layer -> what errors of K and of V cost one by one, in nats per token (see
+        `Sensitivity.noise`).
+    shrunk : mapping
+        Layer -> what is squared once all layers are added up (see `Sensitivity.shrunk`).
     """
 
     spec: str
     slot_bits: float
-    layer_bytes: Mapping[int, int]
+    key_bytes: Mapping[int, int]
+    value_bytes: Mapping[int, int]
     key: Mapping[int, float]
-    value: Mapping[int, float]
-
-    def cost(self, layer: int) -> float:
-        """Return what the spec costs a layer: S of K plus the error of V."""
-        return self.key[layer] + self.value[layer]
+    noise: Mapping[int, float]
+    shrunk: Mapping[int, float]
 
     @property
-    def key_mean(self) -> float:
-        """Mean of S over the layers."""
-        return sum(self.key.values()) / len(self.key)
+    def bytes(self) -> int:
+        """Bytes of all compressed layers at the context."""
+        return sum(self.key_bytes.values()) + sum(self.value_bytes.values())
 
     @property
-    def value_mean(self) -> float:
-        """Mean error of V over the layers."""
-        return sum(self.value.values()) / len(self.value)
+    def value(self) -> dict[int, float]:
+        """Layer -> what V costs if all layers have this spec, in nats per token."""
+        whole = sum(self.shrunk.values())
+        return {layer: noise + self.shrunk[layer] * whole for layer, noise in self.noise.items()}
 
     @property
-    def total(self) -> float:
-        """Cost of all layers: what specs are ranked by."""
-        return sum(map(self.cost, self.key))
+    def predicted(self) -> float:
+        """Predicted mean KL with this spec in all layers, in nats per token."""
+        return sum(self.key.values()) + sum(self.value.values())
 
 
 @dataclass(frozen=True)
@@ -81,44 +83,74 @@ class Sizes:
         return self.covered + self.native
 
 
+SIDES = ("key", "value")
+Slot = tuple[int, str]
+"""A layer, and ``key`` or ``value``."""
+
+
+def predicted(measured: Mapping[str, Measured], choice: Mapping[Slot, str]) -> float:
+    """Return the mean KL that a choice of measured specs, or ``none``, is predicted to have."""
+    noise = shrunk = 0.0
+    for (layer, side), spec in choice.items():
+        if spec == "none":
+            continue
+        one = measured[spec]
+        noise += (one.key if side == "key" else one.noise)[layer]
+        shrunk += one.shrunk[layer] if side == "value" else 0.0
+    return noise + shrunk**2
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What one pass says: ranked specs, and a recipe within the budget.
+    """What is predicted of specs, and a recipe within the budget.
 
     Parameters
     ----------
     measured : tuple of Measured
-        From the least cost to the largest.
+        From the least predicted KL to the largest.
     left_out : tuple of str
         Specs that the model's shapes do not allow, and why.
     sizes : Sizes
         Of the exact cache.
     budget : int
         Bytes that the whole cache may have at the context.
-    layers : mapping
-        Compressed layer -> spec of the recipe.
+    choice : mapping
+        Compressed layer and side -> spec of the recipe.
     recipe_bytes : int
         Bytes of the whole cache with the recipe.
+    recipe_predicted : float
+        Predicted mean KL with the recipe, in nats per token: mean over the draws of what a draw
+        says of the recipe that the others make, so that no draw is praised for its own errors.
     uniform : str
-        The best spec for all layers at no more bytes than the budget.
+        The spec for all layers of least predicted KL at no more bytes than the budget.
     notes : tuple of str
         Large key biases, outlier channels, and specs that do badly on a layer.
     num_layers : int
         Layers of the model.
     tokens : int
-        Tokens of the pass.
+        Tokens of the text that predictions are for.
     """
 
     measured: tuple[Measured, ...]
     left_out: tuple[str, ...]
     sizes: Sizes
     budget: int
-    layers: Mapping[int, str]
+    choice: Mapping[Slot, str]
     recipe_bytes: int
+    recipe_predicted: float
     uniform: str
     notes: tuple[str, ...]
     num_layers: int
     tokens: int
+
+    @property
+    def layers(self) -> dict[int, str]:
+        """Compressed layer -> spec of the recipe, K and V apart where they differ."""
+        found = {}
+        for layer in sorted({layer for layer, _ in self.choice}):
+            key, value = (self.choice[layer, side] for side in SIDES)
+            found[layer] = key if key == value else f"{key}/{value}"
+        return found
 
     @property
     def recipe(self) -> str | dict[str, Any]:
@@ -128,10 +160,13 @@ class Plan:
         others = {str(i): spec for i, spec in self.layers.items() if spec != default}
         return {"default": default, "layers": others} if others else default
 
+    def of(self, spec: str) -> Measured:
+        """Return what is known of a measured spec."""
+        return next(x for x in self.measured if x.spec == spec)
+
     def bytes_of(self, spec: str) -> int:
         """Return the bytes of the whole cache with a measured spec in all compressed layers."""
-        found = next(x for x in self.measured if x.spec == spec)
-        return sum(found.layer_bytes.values()) + self.sizes.native
+        return self.of(spec).bytes + self.sizes.native
 
 
 @dataclass(frozen=True)
@@ -168,6 +203,23 @@ class Recommendation:
         if self.row.spec == plan.recipe or isinstance(self.chosen, dict):
             return plan.recipe_bytes
         return plan.bytes_of(self.row.spec)
+
+    @property
+    def predicted(self) -> float:
+        """Predicted mean KL of what was chosen, in nats per token."""
+        plan = self.plan
+        if self.row.spec == plan.recipe or isinstance(self.chosen, dict):
+            return plan.recipe_predicted
+        return plan.of(self.row.spec).predicted
+
+    @property
+    def against_uniform(self) -> Difference | None:
+        """The recipe against the best spec for all layers, token by token; None if it is one."""
+        names = [row.spec for row in self.evaluation.rows]
+        if "recipe" not in names or self.plan.uniform not in names:
+            return None
+        found = differences(self.evaluation, self.plan.uniform)
+        return next(x for x in found if x.spec == "recipe")
 
     @property
     def verdict(self) -> str:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpact.cache import planned_bytes
+from kvpact.errors import SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.recommend.base import RecommendationError, Sizes
-from kvpact.spec import parse_spec
+from kvpact.spec import Spec, parse_spec
 
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.record import Seen, SeenLayer
@@ -40,7 +41,7 @@ def budget_bytes(text: str, exact: int) -> int:
     unit = found[2].upper() if found else ""
     if found is None or (unit != "%" and unit not in UNITS):
         raise RecommendationError(
-            f"budget {text!r} is neither a share such as 25% nor bytes such as 4GB or 300MB"
+            f"budget {text!r} is neither a share such as 25%, nor bytes such as 4GB, nor a spec"
         )
     number = float(found[1])
     if number <= 0:
@@ -52,16 +53,30 @@ def budget_bytes(text: str, exact: int) -> int:
     return int(number / 100 * exact)
 
 
+def is_spec(text: str) -> bool:
+    """Return whether a budget is a spec, whose bytes are meant."""
+    try:
+        parse_spec(text)
+    except SpecError:
+        return False
+    return True
+
+
 def layer_geometry(seen: SeenLayer, dtype: torch.dtype = torch.float16) -> CacheGeometry:
     """Return the geometry of one layer; sizes count exact numbers in 16 bits."""
     return CacheGeometry(1, seen.k.shape[1], seen.k.shape[3], seen.v.shape[3], dtype=dtype)
 
 
-def layer_bytes(spec: str, seen: SeenLayer, context: int) -> int:
-    """Return the bytes of one layer with a spec at a context, as ``kvpact size`` counts them."""
+def side_bytes(spec: str, side: str, seen: SeenLayer, context: int) -> int:
+    """Return the bytes of one layer's K or V with a spec, as ``kvpact size`` counts them."""
+    widths = {"key": seen.k.shape[3], "value": seen.v.shape[3]}
     if spec == "none":
-        return seen.k.shape[1] * (seen.k.shape[3] + seen.v.shape[3]) * _ITEM * context
-    return planned_bytes(parse_spec(spec), layer_geometry(seen), context)["total"]
+        return seen.k.shape[1] * context * _ITEM * widths[side]
+    whole, none, geometry = parse_spec(spec), parse_spec("none"), layer_geometry(seen)
+    exact_values = planned_bytes(none, geometry, context)["total"] * widths["value"]
+    keys = planned_bytes(Spec(whole.key, none.value), geometry, context)["total"]
+    keys -= exact_values // sum(widths.values())
+    return keys if side == "key" else planned_bytes(whole, geometry, context)["total"] - keys
 
 
 def exact_sizes(seen: Seen, context: int) -> Sizes:
@@ -76,7 +91,11 @@ def exact_sizes(seen: Seen, context: int) -> Sizes:
     """
     if context < 1:
         raise RecommendationError(f"context {context} is not possible; take 1 or more tokens")
-    covered = sum(layer_bytes("none", layer, context) for layer in seen.layers.values())
+    covered = sum(
+        side_bytes("none", side, layer, context)
+        for layer in seen.layers.values()
+        for side in ("key", "value")
+    )
     native = sum(
         x.heads * (x.key_dim + x.value_dim) * _ITEM * min(context, x.window or context)
         for x in seen.bounded.values()

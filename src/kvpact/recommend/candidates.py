@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+LADDER = (*(f"trellis:bits={bits}" for bits in range(2, 7)), "int:bits=8", "none")
+"""What K or V of a layer may have in a recipe, from the fewest bytes to the most."""
+
 CANDIDATES = (
-    "int:bits=8",
-    "trellis:bits=4",
+    *LADDER[:-1],
     "turboquant:bits=4",
     "int:bits=4,group={head_dim},rotate=true",
     "kivi:bits=4",
-    "trellis:bits=3",
     "turboquant:bits=3",
     "turboquant:bits=3,center=64",
-    "trellis:bits=2",
     "kivi:bits=2",
 )
-"""Specs for all layers; ``{head_dim}`` is the width of the model's keys."""
-
-LADDER = ("trellis:bits=2", "trellis:bits=3", "trellis:bits=4", "int:bits=8", "none")
-"""What a layer of a recipe may have, from the fewest bytes to the most; all but ``none``, which
-costs nothing in quality, are among `CANDIDATES`."""
+"""Specs for all layers: all of `LADDER` but ``none``, which costs nothing in quality, and others.
+``{head_dim}`` is the width of the model's keys."""
 
 
 def candidates(head_dim: int) -> list[str]:

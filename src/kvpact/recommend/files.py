@@ -1,4 +1,4 @@
-"""The files of a recommendation: the recipe, the numbers, and a plot of both statistics."""
+"""The files of a recommendation: the recipe, the numbers, and a plot of what each layer costs."""
 
 from __future__ import annotations
 
@@ -47,35 +47,42 @@ def write_recommendation(
     paths = [folder / name for name in (RECIPE, "recommend.json", "recommend.png")]
     for path, data in zip(paths, (recipe, _data(recommendation)), strict=False):
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    save_statistics_plot(recommendation.plan.measured, paths[2])
+    save_cost_plot(recommendation.plan.measured, paths[2])
     return paths
 
 
 def _data(recommendation: Recommendation) -> dict[str, Any]:
     plan = recommendation.plan
     rows = [asdict(row) for row in recommendation.evaluation.rows]
+    difference = recommendation.against_uniform
     return {
         "chosen": recommendation.chosen,
         "bytes": recommendation.bytes,
         "kl_mean": recommendation.row.kl_mean,
+        "kl_predicted": recommendation.predicted,
         "verdict": recommendation.verdict,
         "verdicts": dict(VERDICTS),
         "budget": plan.budget,
         "exact": {**asdict(plan.sizes), "bytes": plan.sizes.exact},
         "recipe": plan.recipe,
         "recipe_bytes": plan.recipe_bytes,
+        "recipe_predicted": plan.recipe_predicted,
+        "recipe_against_uniform": difference and asdict(difference),
         "uniform": plan.uniform,
         "notes": list(plan.notes),
         "left_out": list(plan.left_out),
-        "statistic_tokens": plan.tokens,
-        "measured": [{**asdict(x), "bytes": plan.bytes_of(x.spec)} for x in plan.measured],
+        "predicted_tokens": plan.tokens,
+        "measured": [
+            {**asdict(x), "bytes": plan.bytes_of(x.spec), "predicted": x.predicted}
+            for x in plan.measured
+        ],
         "verified": rows,
         "protocol": asdict(recommendation.evaluation.protocol),
     }
 
 
-def save_statistics_plot(measured: Sequence[Measured], path: str | PathLike[str]) -> None:
-    """Draw S of K and the error of V (log scales) over the layers, a line a spec.
+def save_cost_plot(measured: Sequence[Measured], path: str | PathLike[str]) -> None:
+    """Draw what K and V of each layer cost (log scales), a line a spec.
 
     Parameters
     ----------
@@ -90,7 +97,7 @@ def save_statistics_plot(measured: Sequence[Measured], path: str | PathLike[str]
         matplotlib is not installed.
     """
     figure = new_figure((11, 7))
-    sides = (("key", "K: S, nats of attention"), ("value", "V: error of the output, of its energy"))
+    sides = (("key", "K: predicted KL, nats per token"), ("value", "V: predicted KL"))
     for place, (side, title) in enumerate(sides):
         axes: Any = figure.add_subplot(2, 1, place + 1)
         axes.set_yscale("log")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OUTLIER = 50.0
 """A channel is an outlier if its energy is so many times the median channel's of its head."""
 BAD = 10.0
-"""A spec does badly on a layer if its statistic is so many times the others' of equal bits."""
+"""A spec does badly on a layer if it costs so many times what the others of equal bits do."""
 
 
 def bias_notes(offsets: Mapping[int, KeyOffset]) -> list[str]:
@@ -66,7 +66,7 @@ def bad_notes(measured: Sequence[Measured]) -> list[str]:
                 names = ", ".join(map(str, bad))
                 notes.append(
                     f"{one.spec} does badly on {'K' if side == 'key' else 'V'} of layers {names}: "
-                    f"up to {max(bad.values()):.0f} times the error of others of as many bits"
+                    f"up to {max(bad.values()):.0f} times the KL of others of as many bits"
                 )
     return notes
 

@@ -78,7 +78,7 @@ def attention_forward(
         raise KVPactError("a compressed cache is for inference; call model.eval() first")
     if fresh is not None:
         fresh.store(_own_padding(fresh, attention_mask))
-    if tokens is None and not _needs_own(kwargs):
+    if tokens is None and not needs_own(kwargs):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )[0]
@@ -171,7 +171,7 @@ def _without_gradient(query: Tensor, output: Tensor) -> Tensor:
     return refuse_gradients(output) if tracked else output
 
 
-def _needs_own(kwargs: dict[str, Any]) -> bool:
+def needs_own(kwargs: dict[str, Any]) -> bool:
     """Whether plain tensors come with something that ``sdpa`` can't do."""
     return kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
 

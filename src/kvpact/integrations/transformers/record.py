@@ -1,8 +1,8 @@
-"""One pass through a model that keeps what its attention was given: queries, K and V by layer."""
+"""Passes through a model that show what its attention is given, and may change K and V."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -15,10 +15,13 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.attention import attention_forward
+from kvpact.integrations.transformers.attention import attention_forward, needs_own
 
 RECORDING = "kvpact_recording"
 _COMPRESSED = ("full_attention", "hybrid")
+
+ReadTokens = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Called as ``read(layer, k, v)``; returns the K and V that the layer attends to instead."""
 
 
 class SeenLayer(NamedTuple):
@@ -26,22 +29,15 @@ class SeenLayer(NamedTuple):
 
     Parameters
     ----------
-    q, k, v : Tensor
-        `[1, H_q, T, D]`, `[1, H_kv, T, D]`, `[1, H_kv, T, D_v]`, as the layer attends to them.
-    scale : float
-        Factor on the logits.
-    softcap : float or None
-        Logits are `softcap * tanh(logits / softcap)`.
-    sink_logits : Tensor or None
-        `[H_q]`, one more logit per head.
+    q : Tensor
+        `[1, H_q, S, D]`, queries.
+    k, v : Tensor
+        `[1, H_kv, T, D]`, `[1, H_kv, T, D_v]`, those of the cache and of the S new tokens.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    scale: float
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
 
 
 class BoundedLayer(NamedTuple):
@@ -55,31 +51,51 @@ class BoundedLayer(NamedTuple):
 
 @dataclass
 class Seen:
-    """Layers that attend to all tokens, and others with K and V, by the model's layer index."""
+    """What the latest pass showed, by the model's layer index.
+
+    Parameters
+    ----------
+    layers : dict
+        Layers that attend to all tokens.
+    bounded : dict
+        Others with K and V.
+    wanted : frozenset of int
+        Layers that `layers` has to hold.
+    num_layers : int
+        Layers of the model.
+    read : callable, optional
+        What the layers that attend to all tokens attend to (see `ReadTokens`); K and V as they are
+        if None. It may be replaced between passes.
+    """
 
     layers: dict[int, SeenLayer] = field(default_factory=dict)
     bounded: dict[int, BoundedLayer] = field(default_factory=dict)
     wanted: frozenset[int] = frozenset()
     num_layers: int = 0
+    read: ReadTokens | None = None
 
-    def take(self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
-        """Keep what one layer was given."""
+    def take(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Keep what one layer was given; return what it attends to."""
         layer = getattr(module, "layer_idx", None)
         if layer is None or not 0 <= layer < self.num_layers:
-            return
+            return k, v
         if layer not in self.wanted:
             shape = k.shape[1], k.shape[3], v.shape[3]
             self.bounded[layer] = BoundedLayer(*shape, options.get("sliding_window"))
-            return
-        scale = options.get("scaling")
-        self.layers[layer] = SeenLayer(
-            q.detach(),
-            k.detach(),
-            v.detach(),
-            q.shape[3] ** -0.5 if scale is None else float(scale),
-            options.get("softcap"),
-            options.get("s_aux"),
-        )
+            return k, v
+        self.layers[layer] = SeenLayer(q.detach(), k.detach(), v.detach())
+        return (k, v) if self.read is None else self.read(layer, k, v)
+
+    def check(self) -> None:
+        """Raise `KVPactError` where a layer was not seen."""
+        missing = sorted(self.wanted - set(self.layers))
+        if missing:
+            raise KVPactError(
+                f"the attention of layers {', '.join(map(str, missing))} does not go through "
+                "transformers' attention interface; compare specs with kvpact eval instead"
+            )
 
 
 _open: ContextVar[Seen | None] = ContextVar("kvpact_seen", default=None)
@@ -95,44 +111,46 @@ def _recording(
 ) -> tuple[Tensor, None]:
     seen = _open.get()
     if seen is not None:
-        seen.take(module, query, key, value, options)
+        key, value = seen.take(module, query, key, value, options)
+    if torch.is_grad_enabled() and needs_own(options):
+        return _with_gradients(query, key, value, attention_mask, options), None
     return attention_forward(module, query, key, value, attention_mask, **options)
 
 
-@contextmanager
-def _attention_of(config: Any, seen: Seen) -> Iterator[None]:
-    """Let a model record into `seen`; its attention is as before afterwards, errors included."""
-    AttentionInterface.register(RECORDING, _recording)
-    AttentionMaskInterface.register(RECORDING, sdpa_mask)
-    before, token = config._attn_implementation, _open.set(seen)
-    config._attn_implementation = RECORDING
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
-        _open.reset(token)
+def _with_gradients(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """Attend where ``sdpa`` can't; kvpact's own attention overwrites what gradients need."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scale, cap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    logits = q.float() @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
+    if options.get("position_bias") is not None:
+        logits = logits + options["position_bias"]
+    if mask is None:
+        key = torch.arange(k.shape[2], device=k.device)
+        query = key[k.shape[2] - q.shape[2] :, None]
+        mask = (key <= query) & (key > query - (options.get("sliding_window") or len(key)))
+    if mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    else:
+        logits = logits + mask
+    if sinks is not None:
+        extra = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, extra], -1)
+    weights = logits.softmax(-1)[..., : k.shape[2]]
+    output: Tensor = (weights @ v).to(q.dtype)
+    return output.transpose(1, 2).contiguous()
 
 
-def seen_attention(model: PreTrainedModel, token_ids: Tensor) -> Seen:
-    """Run a model once over tokens, attending exactly, and return what its layers attended with.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A decoder; its attention implementation is as before afterwards.
-    token_ids : Tensor
-        int64 ``[N]``.
-
-    Returns
-    -------
-    Seen
-        Every layer with full attention is in its `layers`.
+def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
+    """Return the layers that attend to all tokens.
 
     Raises
     ------
     KVPactError
-        The model caches latents (MLA), no layer has full attention, or a layer computes attention
-        by itself, without transformers' attention interface.
+        The model caches latents (MLA), or there is no such layer.
     """
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "kv_lora_rank", None):
@@ -141,16 +159,42 @@ def seen_attention(model: PreTrainedModel, token_ids: Tensor) -> Seen:
             "specs with kvpact eval instead"
         )
     types, _ = get_layer_types_and_kwargs(config)
-    wanted = frozenset(i for i, kind in enumerate(types) if kind in _COMPRESSED)
-    if not wanted:
+    found = frozenset(i for i, kind in enumerate(types) if kind in _COMPRESSED)
+    if not found:
         raise KVPactError("no layer of this model has full attention; nothing can be compressed")
-    seen = Seen(wanted=wanted, num_layers=len(types))
-    with torch.inference_mode(), _attention_of(config, seen):
-        model(input_ids=token_ids[None].to(model.device), use_cache=False)
-    missing = sorted(wanted - set(seen.layers))
-    if missing:
-        raise KVPactError(
-            f"the attention of layers {', '.join(map(str, missing))} does not go through "
-            "transformers' attention interface; compare specs with kvpact eval instead"
-        )
-    return seen
+    return found
+
+
+@contextmanager
+def seen_attention(model: PreTrainedModel) -> Iterator[Seen]:
+    """Show what a model's attention is given, as long as the context lasts.
+
+    Every pass within it attends exactly, but for what `Seen.read` puts in the place of K and V. The
+    model's attention is as before afterwards, errors included.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A decoder.
+
+    Yields
+    ------
+    Seen
+        Filled by each pass; `Seen.check` tells whether every layer with full attention is there.
+
+    Raises
+    ------
+    KVPactError
+        As `full_attention_layers`.
+    """
+    wanted, config = full_attention_layers(model), model.config.get_text_config(decoder=True)
+    AttentionInterface.register(RECORDING, _recording)
+    AttentionMaskInterface.register(RECORDING, sdpa_mask)
+    seen = Seen(wanted=wanted, num_layers=config.num_hidden_layers)
+    before, token = config._attn_implementation, _open.set(seen)
+    config._attn_implementation = RECORDING
+    try:
+        yield seen
+    finally:
+        config._attn_implementation = before
+        _open.reset(token)

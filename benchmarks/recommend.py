@@ -1,0 +1,132 @@
+"""Predicted against measured KL, and recipes against uniform specs of as many bytes.
+
+For each model and text: one survey; for each uniform spec a recipe of at most its bytes at the
+context; then one evaluation of all of them. ``--model`` and ``--text`` may be given several times;
+``topics`` is Python's language reference, as `pydoc_data` ships it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+
+from kvpact.data import book_path
+from kvpact.evaluate import evaluate
+from kvpact.evaluate.feed import first_tokens
+from kvpact.evaluate.metrics import mean_and_error
+from kvpact.evaluate.report import kl_text, markdown
+from kvpact.integrations.models import load_model
+from kvpact.recommend import plan, survey
+
+UNIFORM = ("trellis:bits=2", "trellis:bits=3", "trellis:bits=4")
+COLUMNS = ("model", "text", "spec", "of exact %", "predicted", "measured", "±", "ratio")
+PAIRS = ("model", "text", "bytes of", "recipe less it", "±", "predicted", "worse than ±")
+
+
+def text_of(name: str) -> str:
+    """Return a text: the shipped book, Python's reference, or a file."""
+    if name == "novel":
+        return book_path().read_text("utf-8")
+    if name == "topics":
+        return "\n".join(topics[key] for key in sorted(topics))
+    return Path(name).read_text("utf-8")
+
+
+def compare(model: str, text: str, tokens: int, specs: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each uniform spec and its recipe."""
+    network, tokenizer = load_model(model)
+    ids = first_tokens(tokenizer, text_of(text), tokens)
+    start = time.perf_counter()
+    found = survey(network, ids)
+    seconds = time.perf_counter() - start
+    plans = [plan(found, budget=spec) for spec in specs]
+    result = evaluate(
+        network, ids, [x for p, s in zip(plans, specs, strict=True) for x in (s, p.recipe)]
+    )
+    rows = []
+    for place, (planned, spec) in enumerate(zip(plans, specs, strict=True)):
+        uniform, own = (result.scores[1 + 2 * place + i].kl for i in range(2))
+        difference, error = mean_and_error(own - uniform)
+        for recipe in (False, True):
+            row = result.rows[1 + 2 * place + recipe]
+            bytes_held = planned.recipe_bytes if recipe else planned.bytes_of(spec)
+            rows.append(
+                {
+                    "model": model,
+                    "text": text,
+                    "tokens": len(ids),
+                    "spec": f"recipe within {spec}" if recipe else spec,
+                    "recipe": planned.recipe if recipe else None,
+                    "share": bytes_held / planned.sizes.exact,
+                    "predicted": planned.recipe_predicted if recipe else planned.of(spec).predicted,
+                    "measured": row.kl_mean,
+                    "measured_se": row.kl_se,
+                    "difference": difference if recipe else None,
+                    "difference_se": error if recipe else None,
+                    "survey_seconds": seconds,
+                }
+            )
+    return rows
+
+
+def report(rows: Sequence[dict[str, Any]]) -> str:
+    """Return both tables in Markdown."""
+    first = [
+        [
+            row["model"],
+            row["text"],
+            f"`{row['spec']}`" if row["recipe"] is None else row["spec"],
+            f"{100 * row['share']:.1f}",
+            kl_text(row["predicted"]),
+            kl_text(row["measured"]),
+            kl_text(row["measured_se"]),
+            f"{row['predicted'] / row['measured']:.2f}",
+        ]
+        for row in rows
+    ]
+    second = []
+    for uniform, recipe in zip(rows[::2], rows[1::2], strict=True):
+        worse = recipe["difference"] > recipe["difference_se"]
+        second.append(
+            [
+                recipe["model"],
+                recipe["text"],
+                f"`{uniform['spec']}`",
+                f"{recipe['difference']:+.5f}",
+                kl_text(recipe["difference_se"]),
+                f"{recipe['predicted'] - uniform['predicted']:+.5f}",
+                "yes" if worse else "no",
+            ]
+        )
+    return markdown(COLUMNS, first, 3) + "\n\n" + markdown(PAIRS, second, 3) + "\n"
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", action="append", help="smollm2 and gemma3 if omitted")
+    parser.add_argument("--text", action="append", help="novel, topics, or a file; both if omitted")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("build/recommend"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for model in options.model or ("smollm2", "gemma3"):
+        for text in options.text or ("novel", "topics"):
+            rows += compare(model, text, options.tokens, UNIFORM)
+            print(report(rows), flush=True)
+            (options.out / "recommend.json").write_text(json.dumps(rows, indent=2) + "\n", "utf-8")
+            (options.out / "recommend.md").write_text(report(rows), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

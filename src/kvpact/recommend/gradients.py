@@ -1,0 +1,196 @@
+"""Feeds a text in chunks and takes gradients with respect to the K and V that are stored."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvpact.evaluate.feed import Steps, chunks, forward
+from kvpact.recommend.sensitivity import SINKS, WINDOW, Sensitivity
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvpact.integrations.transformers.record import Seen
+
+SHRUNK = 0.05
+"""Share that V are shortened by: small, and far above the rounding of logits."""
+
+
+def sensitivity_steps(tokens: int, chunk: int, draws: int) -> int:
+    """Return how many steps `measure_sensitivity` reports."""
+    return -(-tokens // chunk) * (1 + draws)
+
+
+def measure_sensitivity(
+    model: PreTrainedModel,
+    token_ids: Tensor,
+    *,
+    chunk: int = 256,
+    draws: int = 3,
+    seed: int = 0,
+    steps: Steps | None = None,
+) -> Sensitivity:
+    """Feed tokens as `evaluate` does, exactly, and measure what errors of the past would cost.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A causal language model of transformers, in evaluation mode; left as it was.
+    token_ids : Tensor
+        int64 ``[N]``, more than a chunk.
+    chunk : int
+        Tokens fed at a time: they attend to one another exactly, and to what is stored.
+    draws : int
+        Random vectors, and backward passes, for each chunk.
+    seed : int
+        Of the draws.
+    steps : Steps, optional
+        `sensitivity_steps` are reported.
+
+    Returns
+    -------
+    Sensitivity
+        Of all chunks but the first.
+
+    Raises
+    ------
+    KVPactError
+        A model whose attention can't be seen (see `seen_attention`).
+    """
+    from transformers import DynamicCache
+
+    from kvpact.integrations.transformers.record import seen_attention
+
+    steps = steps or Steps(None, 0)
+    cache: Any = DynamicCache(config=model.config)
+    random = torch.Generator(model.device).manual_seed(seed)
+    sums = _Sums()
+    queries: dict[int, list[Tensor]] = {}
+    with seen_attention(model) as seen:
+        for start, ids, _ in chunks(token_ids.to(model.device), chunk):
+            stored = _Stored(slice(SINKS, max(start - WINDOW, SINKS)))
+            before = deepcopy(cache) if start else None
+            seen.read = stored.watched if start else None
+            with torch.set_grad_enabled(start > 0):
+                logits = forward(model, ids, cache)
+            seen.check()
+            for layer, x in seen.layers.items():
+                queries.setdefault(layer, []).append(x.q)
+            exact = dict(seen.layers)
+            if before is not None:
+                weights = logits.detach().float().softmax(-1)
+                for draw in range(draws):
+                    stored.backward(logits, _direction(weights, random), draw + 1 < draws)
+                    steps.done(f"gradients at token {start}")
+                sums.add(stored)
+                seen.read = stored.shortened
+                with torch.no_grad():
+                    change = forward(model, ids, before).float() - logits.float()
+                sums.shrunk += float(_half_variance(weights, change)) / SHRUNK**2
+                sums.scored += len(ids)
+            else:
+                for _ in range(draws):
+                    steps.done("first chunk")
+            steps.done(f"shorter values at token {start}")
+            _detach(cache)
+    seen.read = None
+    seen.layers = {i: x._replace(q=torch.cat(queries[i], 2)) for i, x in sorted(exact.items())}
+    return sums.sensitivity(seen)
+
+
+class _Stored:
+    """What the layers attend to of the past, in one chunk.
+
+    Parameters
+    ----------
+    coded : slice
+        Tokens that a cache would hold as codes.
+    """
+
+    def __init__(self, coded: slice) -> None:
+        self.coded = coded
+        self.leaves: dict[int, tuple[Tensor, Tensor]] = {}
+        self.gradients: list[dict[int, tuple[Tensor, Tensor]]] = []
+
+    def watched(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Let gradients of coded tokens be taken."""
+        coded_k, coded_v = (x[:, :, self.coded].detach().clone().requires_grad_() for x in (k, v))
+        self.leaves[layer] = coded_k, coded_v
+        return self._with(k, coded_k), self._with(v, coded_v)
+
+    def shortened(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Shorten coded V."""
+        return k, self._with(v, v[:, :, self.coded] * (1 - SHRUNK))
+
+    def _with(self, x: Tensor, coded: Tensor) -> Tensor:
+        return torch.cat([x[:, :, : self.coded.start], coded, x[:, :, self.coded.stop :]], 2)
+
+    def backward(self, logits: Tensor, direction: Tensor, again: bool) -> None:
+        """Add to `gradients` those of the logits in one direction."""
+        flat = [x for pair in self.leaves.values() for x in pair]
+        found = torch.autograd.grad(
+            logits, flat, direction.to(logits.dtype), retain_graph=again, materialize_grads=True
+        )
+        pairs = zip(found[::2], found[1::2], strict=True)
+        self.gradients.append(dict(zip(self.leaves, pairs, strict=True)))
+
+
+class _Sums:
+    """What is kept of chunks."""
+
+    def __init__(self) -> None:
+        self._key: dict[int, list[Tensor]] = {}
+        self._value: dict[int, list[Tensor]] = {}
+        self._along: dict[int, float] = {}
+        self.shrunk, self.scored = 0.0, 0
+
+    def add(self, stored: _Stored) -> None:
+        """Add the gradients of one chunk."""
+        for layer, leaves in stored.leaves.items():
+            pairs = [pairs[layer] for pairs in stored.gradients]
+            for kept, side in ((self._key, 0), (self._value, 1)):
+                kept.setdefault(layer, []).append(torch.cat([x[side] for x in pairs]).bfloat16())
+            along = (self._value[layer][-1].float() * leaves[1].detach().float()).sum((1, 2, 3))
+            self._along[layer] = self._along.get(layer, 0.0) + float(along.square().sum())
+
+    def sensitivity(self, seen: Seen) -> Sensitivity:
+        """Return the sums over all chunks, as means over the scored tokens where they are KLs."""
+        roots = {layer: x**0.5 for layer, x in self._along.items()}
+        whole = sum(roots.values()) or 1.0
+        total = (self.shrunk / self.scored) ** 0.5
+        shrinkage = {layer: total * x / whole for layer, x in roots.items()}
+        return Sensitivity(seen, _tuples(self._key), _tuples(self._value), shrinkage, self.scored)
+
+
+def _tuples(kept: dict[int, list[Tensor]]) -> dict[int, tuple[Tensor, ...]]:
+    return {layer: tuple(kept[layer]) for layer in sorted(kept)}
+
+
+def _direction(weights: Tensor, random: torch.Generator) -> Tensor:
+    """Return a vector a row, ``[S, V]``, of the covariance ``diag p - p p'``."""
+    drawn = torch.randn(weights.shape, generator=random, device=weights.device) * weights.sqrt()
+    return drawn - weights * drawn.sum(-1, keepdim=True)
+
+
+def _half_variance(weights: Tensor, change: Tensor) -> Tensor:
+    """Return half the variance of changes of logits, summed over rows: their KL to second order."""
+    mean = (weights * change).sum(-1, keepdim=True)
+    return (weights * (change - mean).square()).sum() / 2
+
+
+def _detach(cache: Any) -> None:
+    """Cut a cache off the graph of the chunk that filled it."""
+    for layer in cache.layers:
+        for name, x in list(vars(layer).items()):
+            if isinstance(x, Tensor):
+                setattr(layer, name, x.detach())
+            elif isinstance(x, dict):
+                setattr(
+                    layer,
+                    name,
+                    {k: y.detach() if isinstance(y, Tensor) else y for k, y in x.items()},
+                )
