@@ -37,7 +37,7 @@ template <class F> INLINE void by_code(int bits, int wide, F &&run) {
 
 // A block as kernels see it: how to widen its words, and the levels of what comes out.
 struct TrellisBlock {
-    int first, dim, bits, memory;
+    int first, begin, dim, bits, memory; // `begin`: channels before that have bits
     KeyBlock key;
     const kvp_block *from;
     alignas(64) float table[MOST_INDEX];
@@ -48,20 +48,17 @@ struct TrellisBlock {
 
 struct Trellis {
     int blocks = 0, wide, half; // bits of wider codes; words of a token in K's slots
-    int64_t wide_words;         // of a tile
+    int dim;                    // channels that have bits
     TrellisBlock block[MOST_BLOCKS];
 
     // Where a block's wider words stand among those of a tile.
     INLINE uint32_t *place(uint32_t *words, int i) const { return words + block[i].first * wide; }
-    // The same where bytes of levels take the indices' places.
-    template <class T> INLINE T *in_bytes(T *words, int i) const { return words + block[i].first * 8; }
-
-    // What loops of fp32 turn a block's wider words into levels with.
-    INLINE const float *level_table(int i) const { return wide == 4 ? block[i].whole : LEVEL_OFFSET; }
+    // What loops of fp32 turn V's wider words into levels with.
+    INLINE const float *level_table() const { return wide == 4 ? block[0].whole : LEVEL_OFFSET; }
 
     // `zero`: the byte of level 0. Levels are whole numbers from -128 to 127, in units.
     INLINE void read(const kvp_trellis &t, int zero = LEVEL_ZERO) {
-        blocks = 0;
+        blocks = dim = 0;
         wide = t.interleave;
         half = 0;
         int first = 0, single = 0, count = 0;
@@ -72,7 +69,9 @@ struct Trellis {
             TrellisBlock &b = block[blocks++];
             b.from = &from;
             b.first = first;
+            b.begin = dim;
             b.dim = from.dim;
+            dim += b.dim;
             b.bits = from.bits;
             b.memory = from.memory;
             Plane planes[3];
@@ -102,7 +101,6 @@ struct Trellis {
         }
         for (int i = 0; i < count; i++) (alone[i]->bits == 1 ? alone[i]->key.low : alone[i]->key.high) = half;
         half += (single + 31) / 32;
-        wide_words = (int64_t)first * wide;
     }
 };
 
@@ -142,7 +140,7 @@ INLINE void scales_to_halves(uint16_t *to, const uint8_t *from) {
 // Loops of fp32 read levels as bytes, or look up indices of 4 bits.
 template <int BITS, int C> using LevelWords = std::conditional_t<C == 8, LevelBytes<BITS, C>, Indices<BITS, C>>;
 
-// A tile of V, [wide][dim], or of K's block i.
+// A tile of V -> [wide][dim].
 template <template <int, int> class Map> INLINE void widen_values(uint32_t *to, const char *tile, const TrellisBlock &b, int wide) {
     const uint32_t *words = (const uint32_t *)tile;
     Edges edges;
@@ -151,12 +149,23 @@ template <template <int, int> class Map> INLINE void widen_values(uint32_t *to, 
         widen_channels<bits(), c(), Map<bits(), c()>>(to, b.dim, words, edges, b.dim, b.memory, 0, b.dim, b.bytes);
     });
 }
-template <template <int, int> class Map> INLINE void widen_keys(uint32_t *to, const char *tile, const Trellis &x, int i) {
-    const TrellisBlock &b = x.block[i];
+template <template <int, int> class Map>
+INLINE void widen_block(uint32_t *to, int64_t stride, const uint32_t *tile, const Trellis &x, const TrellisBlock &b) {
     by_code(b.bits, x.wide, [&](auto bits, auto c) {
         using M = Map<bits(), c()>;
-        if (b.memory == 3) widen_tokens<bits(), c(), 3, M>(to, (const uint32_t *)tile, x.half, b.key, b.bytes);
-        else widen_tokens<bits(), c(), 4, M>(to, (const uint32_t *)tile, x.half, b.key, b.bytes);
+        if (b.memory == 3) widen_tokens<bits(), c(), 3, M>(to, stride, tile, x.half, b.key, b.bytes);
+        else widen_tokens<bits(), c(), 4, M>(to, stride, tile, x.half, b.key, b.bytes);
     });
 }
+// A tile of K -> indices, block by block, [2][dim * wide / 32][16] each.
+INLINE void widen_keys(uint32_t *to, const char *tile, const Trellis &x) {
+    for (int i = 0; i < x.blocks; i++)
+        widen_block<Indices>(x.place(to, i), x.block[i].dim * x.wide / 2, (const uint32_t *)tile, x, x.block[i]);
+}
+// A tile of K -> bytes of levels, [2][dim / 4][16], in the order of `byte_place`.
+INLINE void key_levels(uint32_t *to, const char *tile, const Trellis &x) {
+    for (int i = 0; i < x.blocks; i++)
+        widen_block<LevelBytes>(to + x.block[i].begin * 4, x.dim * 4, (const uint32_t *)tile, x, x.block[i]);
+}
+INLINE int byte_place(int code, int wide) { return wide == 8 ? code : (code & ~7) + code % 2 * 4 + code % 8 / 2; }
 } // namespace KVP_NS

@@ -92,7 +92,7 @@ static void key_numbers(TrellisScratch &own, const kvp_stream &s, const KeySlots
     const kvp_trellis &from = *s.trellis;
     const Trellis &x = own.trellis;
     if (s.treated && slots.mean) read_mean(own.mean, slots.mean, slots.step, s.dim);
-    for (int i = 0; i < x.blocks; i++) widen_keys<Indices>(x.place(own.wide, i), slots.codes, x, i);
+    widen_keys(own.wide, slots.codes, x);
     for (int t = 0; t < TILE; t += W) {
         if (!wanted(t)) continue;
         float *to = s.treated ? own.part : own.numbers;

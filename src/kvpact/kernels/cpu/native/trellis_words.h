@@ -118,9 +118,9 @@ struct KeyBlock {
 };
 
 // K: [2][half][16 tokens] words, a word holds codes of a token, step i in word i % words, item
-// i / words -> [2][dim * C / 32 * Map::words][16].
+// i / words -> [2 halves][dim * C / 32 * Map::words][16], the halves `stride` words apart.
 template <int BITS, int C, int MEMORY, class Map>
-static void widen_tokens(uint32_t *to, const uint32_t *tile, int half, const KeyBlock &block, const uint8_t *table) {
+static void widen_tokens(uint32_t *to, int64_t stride, const uint32_t *tile, int half, const KeyBlock &block, const uint8_t *table) {
     using P = Planes<BITS>;
     constexpr bool ONE = BITS == 1; // of single bits, wider words take the words' place
     constexpr int LOW = P::width[0], R = ONE ? 1 : C / LOW, HIGH = P::width[1], SPREAD = HIGH ? C / HIGH : 1;
@@ -130,7 +130,7 @@ static void widen_tokens(uint32_t *to, const uint32_t *tile, int half, const Key
     for (int t = 0; t < TILE; t += W) {
         const uint32_t *from = tile + t / 16 * half * 16 + t % 16, *low = from + block.low * 16;
         const uint32_t *high = from + block.high * 16;
-        uint32_t *out = to + t / 16 * n * R * Map::words * 16 + t % 16;
+        uint32_t *out = to + t / 16 * stride + t % 16;
         const uint32_t *end = out + n * R * Map::words * 16;
         const auto word = [&](int64_t k) __attribute__((always_inline)) {
             if constexpr (!ONE) return load_words(low + k * 16);

@@ -168,7 +168,7 @@ static bool task(const Job &job, int64_t index) {
     return true;
 }
 
-// A query becomes one of the levels of a trellis, in the order of the wider words.
+// A query becomes one of the levels of a trellis, in the order of their bytes.
 static void into_words(float *q, const kvp_stream &k, const Trellis &x, int64_t head) {
     alignas(64) float y[MOST_DIM];
     const kvp_trellis &from = *k.trellis;
@@ -191,8 +191,10 @@ static void into_words(float *q, const kvp_stream &k, const Trellis &x, int64_t 
     }
     memset(q, 0, sizeof(float) * (size_t)k.dim); // blocks without bits
     for (int i = 0; i < x.blocks; i++) {
-        const int first = x.block[i].first;
-        each_place(x.block[i], x.wide, [&](int code, int step) { q[first + code] = y[first + step] * x.block[i].unit; });
+        const TrellisBlock &b = x.block[i];
+        each_place(b, x.wide, [&](int code, int step) {
+            q[b.begin + byte_place(code, x.wide)] = y[b.first + step] * b.unit;
+        });
     }
 }
 
@@ -225,7 +227,7 @@ static void prepare(const Job &job) {
     if (packed && a.k.kind == KVP_TRELLIS_CODES)
         for (int64_t i = 0; i < job.pairs(); i++) {
             const int64_t rows = (job.rows + 3) / 4 * 4;
-            (trellis.wide == 4 ? make_query_digits<4, 3> : make_query_digits<8, 3>)(QueryDigits(job, i, 0), job.rotated + i * job.q_size(), job.k_width, rows);
+            make_query_digits<3>(QueryDigits(job, i, 0), job.rotated + i * job.q_size(), job.k_width, rows);
         }
     if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;
     for (int64_t i = 0; i < job.pairs(); i++)

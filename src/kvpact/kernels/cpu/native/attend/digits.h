@@ -58,14 +58,14 @@ struct QueryDigits {
     }
 };
 
-template <int C, int DIGITS> static void make_query_digits(const QueryDigits &to, const float *q, int64_t width, int64_t rows) {
+template <int DIGITS> static void make_query_digits(const QueryDigits &to, const float *q, int64_t width, int64_t rows) {
     for (int64_t r = 0; r < rows; r++, q += width) {
         const WholeRange<DIGITS, true> whole(q, width);
         vi sums = _mm512_setzero_si512();
         for (int64_t c = 0; c < width; c += W) {
             // Balanced digits: from -128 to 127.
             const vi half = _mm512_set1_epi32(0x808080);
-            const vi x = digits_of<C>(_mm512_xor_si512(_mm512_add_epi32(whole(load(q + c)), half), half));
+            const vi x = digits_of<8>(_mm512_xor_si512(_mm512_add_epi32(whole(load(q + c)), half), half));
             add_products(sums, _mm512_set1_epi8((char)LEVEL_ZERO), x);
             _mm512_storeu_si512(to.digits + r * to.width + 4 * c, x);
         }
@@ -90,38 +90,35 @@ INLINE vf scales_of(const uint8_t *from) {
     return as_float(_mm512_maskz_mov_epi32(_mm512_test_epi32_mask(byte, byte), bits));
 }
 
-// Scores of one or two tiles of K. `words` are bytes of levels, block by block: [2][dim / 4][16].
+// Scores of one or two tiles of K; `words` are bytes of levels, [2][dim / 4][16].
 template <int RB, int DIGITS, int TILES>
 void digit_k_tile(const KeyTile *tile, const uint32_t *const *words, const Trellis &trellis, const QueryDigits &q) {
     constexpr int TV = RB * DIGITS > 12 ? 1 : TILES == 1 ? 2 : 4;
+    const int count = trellis.dim / 4, bytes = 64 * trellis.half, piece = bytes / count;
     for (int t = 0; t < TILES * TILE; t += TV * W) {
         vi acc[TV][RB][DIGITS];
         for (int r = 0; r < RB; r++)
             for (int d = 0; d < DIGITS; d++)
                 for (int k = 0; k < TV; k++) acc[k][r][d] = _mm512_set1_epi32(q.row[r].start[d]);
-        const int8_t *factors = q.digits;
+        const uint32_t *at[TV];
         const char *ahead[TV];
-        for (int k = 0; k < TV; k++)
-            ahead[k] = tile[(t + k * W) / TILE].ahead + (t + k * W) % TILE / W * trellis.half * 64;
-        for (int b = 0; b < trellis.blocks; b++) {
-            const TrellisBlock &block = trellis.block[b];
-            const int count = block.dim / 4, piece = 8 * block.bits;
-            const uint32_t *at[TV];
-            for (int k = 0; k < TV; k++)
-                at[k] = trellis.in_bytes(words[(t + k * W) / TILE], b) + (t + k * W) % TILE * count;
-            for (int i = 0; i < count; i++, factors += 16) {
-                vi x[TV];
-                for (int k = 0; k < TV; k++) {
-                    x[k] = load_words(at[k] + i * 16);
-                    prefetch(ahead[k]);
-                    ahead[k] += piece;
-                }
-                for (int r = 0; r < RB; r++)
-                    for (int d = 0; d < DIGITS; d++) {
-                        const vi factor = four_bytes(factors + r * q.width + d * 4);
-                        for (int k = 0; k < TV; k++) add_products(acc[k][r][d], x[k], factor);
-                    }
+        for (int k = 0; k < TV; k++) {
+            const int half = (t + k * W) % TILE / W;
+            at[k] = words[(t + k * W) / TILE] + half * count * 16;
+            ahead[k] = tile[(t + k * W) / TILE].ahead + half * bytes;
+        }
+        const int8_t *factors = q.digits;
+        for (int i = 0; i < count; i++, factors += 16) {
+            vi x[TV];
+            for (int k = 0; k < TV; k++) {
+                x[k] = load_words(at[k] + i * 16);
+                prefetch(ahead[k] + i * piece);
             }
+            for (int r = 0; r < RB; r++)
+                for (int d = 0; d < DIGITS; d++) {
+                    const vi factor = four_bytes(factors + r * q.width + d * 4);
+                    for (int k = 0; k < TV; k++) add_products(acc[k][r][d], x[k], factor);
+                }
         }
         for (int k = 0; k < TV; k++) {
             const KeyTile &a = tile[(t + k * W) / TILE];

@@ -205,7 +205,7 @@ template <class Level, int BITS, bool SCRATCH> struct Decoder<Functions<Level, B
     // Lanes behind dim hold whatever the levels of no codes are: nobody looks at them.
     template <Form FORM> static void values(const Tokens &s) {
         const kvp_stream &x = s.x;
-        const Level level(SCRATCH ? s.trellis->trellis.level_table(0) : x.table);
+        const Level level(SCRATCH ? s.trellis->trellis.level_table() : x.table);
         Beside beside(x);
         const bool panels = x.channels >= x.dim || x.channels % PANEL == 0; // no group ends inside
         for (int64_t t = s.base; t < s.end; t += TILE) {

@@ -61,7 +61,7 @@ struct TileScores {
         const uint32_t *words[2];
         for (int j = 0; j < count; j++) {
             uint32_t *to = p.scratch.widened->words + j * WIDE_TILE;
-            for (int b = 0; b < x.blocks; b++) widen_keys<Wider>(x.in_bytes(to, b), tile[j].codes, x, b);
+            key_levels(to, tile[j].codes, x);
             words[j] = to;
         }
         DigitFunctions<3>::k(p.passed, count == 2)(tile, words, x, q);
@@ -71,43 +71,35 @@ struct TileScores {
 struct TileScores {
     Pass &p;
     const Trellis &x;
-    const float *q;
     KFunction function;
     KTile part;
     const float none[MAX_ROWS] = {0};
 
     TileScores(Pass &pass, const Trellis &trellis) : p(pass), x(trellis) {
-        q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
-        function = by_wide(x.wide, [&](auto f) { return f.k(p.passed); });
+        function = Functions<Linear<8>, 8, true>::k(p.passed);
+        part.words[0] = p.scratch.widened->words;
         part.scale[0] = p.scratch.widened->scale;
+        part.table = LEVEL_OFFSET;
+        part.q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
+        part.dim = x.dim;
+        part.lines = (x.half * 16 + x.dim - 1) / x.dim;
         part.zero[0] = nullptr;
         part.sums = nullptr;
         part.inner = part.outer = none;
         part.width = p.job.k_width;
-        part.channels = p.a.k.dim;
+        part.channels = x.dim;
         part.middle = 0;
         part.half = x.half * 64;
     }
     int most() const { return 1; }
-    // The scores of the bases are there first, then those of the blocks are added up.
     INLINE void write(const KeyTile *tile, int) {
         if (tile->flags) write_bases(*tile);
         scales_to_halves(p.scratch.widened->scale, tile->scale);
+        key_levels(p.scratch.widened->words, tile->codes, x);
+        part.ahead[0] = tile->ahead;
+        part.more = tile->flags;
         part.out = tile->out;
-        for (int b = 0, lines = 0; b < x.blocks; b++) {
-            const TrellisBlock &block = x.block[b];
-            uint32_t *words = x.in_bytes(p.scratch.widened->words, b);
-            widen_keys<Wider>(words, tile->codes, x, b);
-            part.words[0] = words;
-            part.ahead[0] = tile->ahead + lines * 64;
-            part.table = x.level_table(b);
-            part.q = q + block.first;
-            part.dim = block.dim;
-            part.more = tile->flags || b;
-            part.lines = (block.bits + 1) / 2;
-            lines += block.dim * block.bits / 32;
-            function(part);
-        }
+        function(part);
     }
     INLINE void write_bases(const KeyTile &tile) {
         Ints lanes = {};
@@ -156,7 +148,7 @@ static void widened_values(Pass &p, VRun &a) {
     DigitFunctions<3>::v(p.passed)(a, widening, own.weights);
 #else
     a.widening = &widening;
-    a.table = own.value.level_table(0);
+    a.table = own.value.level_table();
     by_wide(own.value.wide, [&](auto f) { return f.v(p.passed); })(a);
 #endif
 }
