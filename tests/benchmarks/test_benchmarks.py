@@ -292,3 +292,13 @@ def test_recommendations_of_a_small_model(run, model_folder, tmp_path):
         assert recipe["difference"] == pytest.approx(recipe["measured"] - uniform["measured"])
         assert min(uniform["predicted"], recipe["predicted"]) > 0
     assert printed == (tmp_path / "recommend.md").read_text("utf-8") + "\n"
+
+
+def test_the_share_of_storing(run, model_folder, tmp_path):
+    sizes = ("--tokens", 80, "--rounds", 2, "--threads", 1, "--spec", "trellis:bits=4")
+    printed = run("prompt_share", "--model", model_folder, *sizes, "--out", tmp_path)
+    (row,) = json.loads((tmp_path / "prompt_share.json").read_text("utf-8"))["rows"]
+    low, high = row["quartiles"]
+    assert 0 < low <= row["share"] <= high < 1
+    assert 0 < row["storing_ms"] < row["prompt_ms"] and row["tokens"] == 80
+    assert (tmp_path / "prompt_share.md").read_text("utf-8").strip() in printed

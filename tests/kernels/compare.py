@@ -10,6 +10,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
+from kvpact.testing import random_offset
 
 FORMATS = (
     *(f"turboquant:bits={bits}" for bits in range(1, 9)),
@@ -80,6 +81,7 @@ def both(
     change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
     backend: str = "cpu",
     precision: str = "full",
+    offset: float = 0,
     **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Return the torch body's output, the native one, and how the native cache's calls went."""
@@ -88,7 +90,9 @@ def both(
         generator = torch.Generator().manual_seed(seed)
         geometry = CacheGeometry(1, heads, dim, value_dim, dtype)
         pages = {"num_pages": batch * (-(-(held + new) // 128) + 1), "page_size": 128}
-        options = pages if layout == "paged" else {}
+        options: dict[str, Any] = pages if layout == "paged" else {}
+        if offset:
+            options["key_offsets"] = {0: random_offset(heads, dim, norm=offset)}
         cache = create_cache(spec, geometry, layout, backend=name, precision=precision, **options)
         k = random_tokens(generator, batch, heads, held, dim, dtype=dtype)
         v = random_tokens(generator, batch, heads, held, value_dim or dim, dtype=dtype)

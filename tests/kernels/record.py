@@ -32,6 +32,7 @@ import decode_compare
 import encode_compare
 import torch
 from torch import Tensor
+from trellis_compare import UNTREATED
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
@@ -49,7 +50,14 @@ CHECKS = {
 """What an operation writes, by the names of the structure's fields."""
 
 
-STEPS = ("turboquant:bits=4", "turboquant:bits=3,window=5,sinks=3", "kivi:bits=2/int:bits=8")
+STEPS = (
+    *("turboquant:bits=4", "turboquant:bits=3,window=5,sinks=3", "kivi:bits=2/int:bits=8"),
+    "trellis:bits=3,first=false,weights=false,blocks=false",
+)
+TRELLISES = (
+    *("trellis:bits=5", "trellis:bits=4", "trellis:bits=2,states=8"),
+    f"trellis:bits=3,{UNTREATED}",
+)
 FAST = ("turboquant:bits=4", "turboquant:bits=2", "int:bits=8,group=64")
 
 
@@ -315,6 +323,9 @@ def record_all(recorder: Recorder) -> None:
         {"spec": "turboquant:bits=4", "held": 0, "new": 150, "sliding_window": 60},
         {"spec": "none", "held": 0, "new": 70, "dim": 36, "value_dim": 100, "batch": 2},
         {"spec": "int:bits=4", "held": 0, "new": 33, "dtype": torch.float16},
+        *({"spec": spec, "backend": "auto", "held": 200} for spec in TRELLISES),
+        {"spec": TRELLISES[0], "backend": "auto", "new": 21, "held": 200, "dim": 32},
+        *({"spec": "turboquant:bits=4", "offset": 9.0, "new": new} for new in (1, 21)),
     ):
         record_attend(recorder, **case)
     threads = torch.get_num_threads()

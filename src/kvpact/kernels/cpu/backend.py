@@ -61,14 +61,9 @@ class CpuBackend:
         return f"width {dim} is above {MOST_DIM}" if dim > MOST_DIM else ""
 
     def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
-        """Compute in 8-bit integers with AVX-512 VNNI, over codes of 2, 4 or 8 bits.
-
-        Not beside codes of a trellis.
-        """
+        """Compute in 8-bit integers with AVX-512 VNNI, over 2, 4 or 8 bits and over trellises."""
         if precision == "int8" and "avx512" not in library().levels:
             return "full", f"8-bit arithmetic needs AVX-512 VNNI, this is {library().level}"
-        if precision == "int8" and any(slot_format(codec).is_trellis for codec in (k, v)):
-            return "full", "no 8-bit arithmetic over codes of a trellis"
         return precision, ""
 
     def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:

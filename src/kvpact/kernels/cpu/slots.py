@@ -43,7 +43,7 @@ class SlotFormat:
         Why none attends over them.
     stream : structs.Stream
         The arguments, but for where slots and tokens lie.
-    by_channel, is_trellis : bool
+    by_channel : bool
         Whether a word of codes holds consecutive tokens of a channel; whether of a trellis.
     """
 
@@ -54,7 +54,6 @@ class SlotFormat:
         self._alive: list[Tensor] = []
         self._trellis: trellis.TrellisArguments | None = None
         form = codec.packed_format()
-        self.is_trellis = form is not None and form.trellis is not None
         if form is None:
             self.reason = f"no native format for {type(codec).__name__}"
             self.attend_reason = self.reason

@@ -227,7 +227,7 @@ static void prepare(const Job &job) {
     if (packed && a.k.kind == KVP_TRELLIS_CODES)
         for (int64_t i = 0; i < job.pairs(); i++) {
             const int64_t rows = (job.rows + 3) / 4 * 4;
-            make_query_digits<3>(QueryDigits(job, i, 0), job.rotated + i * job.q_size(), job.k_width, rows);
+            (a.fast ? make_query_digits<1> : make_query_digits<3>)(QueryDigits(job, i, 0), job.rotated + i * job.q_size(), job.k_width, rows);
         }
     if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;
     for (int64_t i = 0; i < job.pairs(); i++)

@@ -187,21 +187,20 @@ template <int RB, int DIGITS> void digit_v_run(const VRun &a, const Widening &wi
     for (; c < a.dim; c += W) digit_v_channels<RB, DIGITS, 1>(a, widening, w, c, a.dim - c < W ? a.dim - c : W);
 }
 
-template <int DIGITS> struct DigitFunctions {
-    typedef void (*K)(const KeyTile *, const uint32_t *const *, const Trellis &, const QueryDigits &);
-    typedef void (*V)(const VRun &, const Widening &, const WeightDigits &);
-    template <int RB> static K keys(bool pair) {
-        if constexpr (RB * DIGITS <= 6)
-            if (pair) return digit_k_tile<RB, DIGITS, 2>;
-        return digit_k_tile<RB, DIGITS, 1>;
-    }
-    static bool pairs(int rows) { return rows * DIGITS <= 6; }
-    static K k(int rows, bool pair) {
-        return rows == 1 ? keys<1>(pair) : rows == 2 ? keys<2>(pair) : rows == 3 ? keys<3>(pair) : rows == 4 ? keys<4>(pair) : keys<8>(pair);
-    }
-    static V v(int rows) {
-        return rows == 1 ? digit_v_run<1, DIGITS> : rows == 2 ? digit_v_run<2, DIGITS> : rows == 3 ? digit_v_run<3, DIGITS>
-             : rows == 4 ? digit_v_run<4, DIGITS> : digit_v_run<8, DIGITS>;
-    }
-};
+// Sums of so many rows and digits leave registers for two tiles.
+constexpr int AT_MOST_PAIRS = 6;
+
+template <int RB, int DIGITS> static auto digit_keys(bool pair) {
+    if constexpr (RB * DIGITS <= AT_MOST_PAIRS)
+        if (pair) return digit_k_tile<RB, DIGITS, 2>;
+    return digit_k_tile<RB, DIGITS, 1>;
+}
+template <int DIGITS> static auto digit_keys(int rows, bool pair) {
+    return rows == 1 ? digit_keys<1, DIGITS>(pair) : rows == 2 ? digit_keys<2, DIGITS>(pair) : rows == 3 ? digit_keys<3, DIGITS>(pair)
+         : rows == 4 ? digit_keys<4, DIGITS>(pair) : digit_keys<8, DIGITS>(pair);
+}
+template <int DIGITS> static auto digit_values(int rows) {
+    return rows == 1 ? digit_v_run<1, DIGITS> : rows == 2 ? digit_v_run<2, DIGITS> : rows == 3 ? digit_v_run<3, DIGITS>
+         : rows == 4 ? digit_v_run<4, DIGITS> : digit_v_run<8, DIGITS>;
+}
 } // namespace KVP_NS

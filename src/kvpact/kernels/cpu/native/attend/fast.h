@@ -1,6 +1,6 @@
 // The same loops in 8-bit integers (VPDPBUSD), for precision="int8": q as 8 bits, the weights of V as
 // two digits of 8 bits. Levels are whole numbers of 8 bits, so they are exact. For codes of 2, 4 and 8
-// bits without zero points.
+// bits without zero points; trellises are in digits.h.
 #pragma once
 #include "attend/keys.h"
 #include "attend/values.h"

@@ -53,10 +53,11 @@ struct TileScores {
     Pass &p;
     const Trellis &x;
     const QueryDigits q;
+    int digits;
 
     TileScores(Pass &pass, const Trellis &trellis)
-        : p(pass), x(trellis), q(pass.job, pass.b * pass.a.heads + pass.h, pass.r0) {}
-    int most() const { return DigitFunctions<3>::pairs(p.passed) ? 2 : 1; }
+        : p(pass), x(trellis), q(pass.job, pass.b * pass.a.heads + pass.h, pass.r0), digits(p.a.fast ? 1 : 3) {}
+    int most() const { return p.passed * digits <= AT_MOST_PAIRS ? 2 : 1; }
     INLINE void write(const KeyTile *tile, int count) {
         const uint32_t *words[2];
         for (int j = 0; j < count; j++) {
@@ -64,7 +65,7 @@ struct TileScores {
             key_levels(to, tile[j].codes, x);
             words[j] = to;
         }
-        DigitFunctions<3>::k(p.passed, count == 2)(tile, words, x, q);
+        (digits == 1 ? digit_keys<1> : digit_keys<3>)(p.passed, count == 2)(tile, words, x, q);
     }
 };
 #else
@@ -143,9 +144,13 @@ static void widened_values(Pass &p, VRun &a) {
     Widened &own = *p.scratch.widened;
     const Widening widening(own.value, own.words, own.edges);
 #if defined(KVP_AVX512)
-    if (own.value.wide == 4) own.weights.make<4, 3>(a, p.passed, widening.block.unit);
-    else own.weights.make<8, 3>(a, p.passed, widening.block.unit);
-    DigitFunctions<3>::v(p.passed)(a, widening, own.weights);
+    const auto by_digits = [&](auto digits) {
+        if (own.value.wide == 4) own.weights.make<4, digits()>(a, p.passed, widening.block.unit);
+        else own.weights.make<8, digits()>(a, p.passed, widening.block.unit);
+        digit_values<digits()>(p.passed)(a, widening, own.weights);
+    };
+    if (p.a.fast) by_digits(std::integral_constant<int, 2>());
+    else by_digits(std::integral_constant<int, 3>());
 #else
     a.widening = &widening;
     a.table = own.value.level_table();
