@@ -1,12 +1,13 @@
-"""How much of a prompt's time goes into storing its keys and values.
+"""Shares of a prompt's time that encoding and storing its keys and values take.
 
     python benchmarks/prompt_share.py [--model smollm2] [--spec trellis:bits=4 …] [--tokens 2048]
         [--threads 1 2] [--rounds 7] [--out DIR]
 
 The beginning of a book is given to the model in one call, logits of the last token only, with a
-CompressedCache. Storing is all that the layers do to keep the tokens: what codecs learn from them,
-checks, encoding, copies of exact tokens. Specs take turns in each round. Printed are medians in
-milliseconds, and of each round's two times the share: its median and quartiles.
+CompressedCache. Encoding is what turns tokens into slots. Storing is all that the layers do to
+keep them: encoding, what codecs learn from the first tokens, checks, memory, copies of exact
+tokens. Specs take turns in each round. Printed are medians in milliseconds, and of each round's
+times the shares: median and quartiles.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
 
 Row = dict[str, Any]
-STORING = ("prepare", "write")  # calls of a layer
+STORING = ("prepare", "write")  # calls of a layer; the second one encodes
 
 
 @contextmanager
-def storing() -> Iterator[list[float]]:
-    """Collect the seconds of each call that stores tokens."""
-    seconds: list[float] = []
+def storing() -> Iterator[dict[str, float]]:
+    """Add up the seconds of the calls that store tokens, by name."""
+    seconds = dict.fromkeys(STORING, 0.0)
 
-    def timed(call: Callable[..., object]) -> Callable[..., object]:
+    def timed(name: str, call: Callable[..., object]) -> Callable[..., object]:
         @wraps(call)
         def watched(*args: object, **options: object) -> object:
             begin = perf_counter()
             try:
                 return call(*args, **options)
             finally:
-                seconds.append(perf_counter() - begin)
+                seconds[name] += perf_counter() - begin
 
         return watched
 
     real = {name: getattr(CacheLayer, name) for name in STORING}
     for name, call in real.items():
-        setattr(CacheLayer, name, timed(call))
+        setattr(CacheLayer, name, timed(name, call))
     try:
         yield seconds
     finally:
@@ -71,7 +72,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     rows = []
     for threads in options.threads:
         torch.set_num_threads(threads)
-        times: dict[str, list[tuple[float, float]]] = {spec: [] for spec in options.spec}
+        times: dict[str, list[tuple[float, ...]]] = {spec: [] for spec in options.spec}
         for turn in range(options.rounds + 1):
             for spec, found in times.items():
                 cache = CompressedCache(model.config, spec)
@@ -80,24 +81,27 @@ def measure(options: argparse.Namespace) -> list[Row]:
                     model(ids, past_key_values=cache, logits_to_keep=1)
                     whole = perf_counter() - begin
                 if turn:  # the first round warms up
-                    found.append((whole, sum(seconds)))
+                    found.append((whole, seconds["write"], sum(seconds.values())))
         for spec, found in times.items():
-            low, middle, high = quartiles([part / whole for whole, part in found])
-            whole, part = (statistics.median(kind) * 1e3 for kind in zip(*found, strict=True))
-            where = {"spec": spec, "tokens": ids.shape[1], "threads": threads}
-            share = {"share": middle, "quartiles": [low, high]}
-            rows.append(where | {"prompt_ms": whole, "storing_ms": part} | share)
+            row: Row = {"spec": spec, "tokens": ids.shape[1], "threads": threads}
+            medians = (statistics.median(kind) * 1e3 for kind in zip(*found, strict=True))
+            names = ("prompt_ms", "encoding_ms", "storing_ms")
+            row |= dict(zip(names, medians, strict=True))
+            for place, name in enumerate(("encoding", "storing"), 1):
+                row[name] = quartiles([kind[place] / kind[0] for kind in found])
+            rows.append(row)
     return rows
 
 
 def markdown(rows: list[Row], found: dict[str, object]) -> str:
     """Return a table."""
-    lines = [head(found), "", "| spec | tokens | threads | prompt, ms | storing, ms | share |"]
-    lines.append("|---|--:|--:|--:|--:|--:|")
+    names = "spec | tokens | threads | prompt, ms | encoding, ms | share | storing, ms | share"
+    lines = [head(found), "", f"| {names} |", "|---" + "|--:" * 7 + "|"]
     for r in rows:
-        low, high = r["quartiles"]
-        share = f"{r['share']:.2%} ({low:.2%} to {high:.2%})"
-        numbers = f"{r['prompt_ms']:.0f} | {r['storing_ms']:.1f} | {share}"
+        numbers = f"{r['prompt_ms']:.0f}"
+        for name in ("encoding", "storing"):
+            low, middle, high = r[name]
+            numbers += f" | {r[name + '_ms']:.1f} | {middle:.1%} ({low:.1%} to {high:.1%})"
         lines.append(f"| `{r['spec']}` | {r['tokens']} | {r['threads']} | {numbers} |")
     return "\n".join(lines) + "\n"
 
