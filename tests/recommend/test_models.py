@@ -2,8 +2,18 @@
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GptOssConfig,
+    Lfm2Config,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
+from kvpact.evaluate import evaluate
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.recommend import plan, survey
 
@@ -40,6 +50,31 @@ def test_layers_with_sliding_windows_stay_exact_and_count(ids):
     assert set(found.layers) == {1} and isinstance(found.recipe, str)
     assert found.num_layers == 3 and model.config._attn_implementation == "eager"
     CompressedCache(model, found.recipe, attention="keep")
+
+
+def _lfm2():
+    return Lfm2Config(**SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+
+
+def _gpt_oss():
+    return GptOssConfig(
+        **SIZES, num_hidden_layers=2, head_dim=16, sliding_window=16, num_local_experts=2,
+        num_experts_per_tok=1, attn_implementation="eager",
+    )  # fmt: skip
+
+
+def _gpt2():
+    return GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=64, initializer_range=0.2)
+
+
+@pytest.mark.filterwarnings("ignore:the model's attention is 'eager'")
+@pytest.mark.parametrize("config", [_lfm2, _gpt_oss, _gpt2])
+def test_states_sink_logits_and_learnt_positions_are_no_obstacle(ids, config):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config()).eval()
+    found = plan(survey(model, ids, chunk=128), context=4096, budget="100%")
+    row = evaluate(model, ids, ["int:bits=8"], chunk=128).rows[1]
+    assert found.of("int:bits=8").predicted == pytest.approx(row.kl_mean, rel=0.4)
 
 
 def test_large_key_biases_are_named_and_taken_off(ids):
