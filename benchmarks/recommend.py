@@ -26,7 +26,10 @@ from kvpact.integrations.models import load_model
 from kvpact.recommend import plan, survey
 
 UNIFORM = ("trellis:bits=2", "trellis:bits=3", "trellis:bits=4")
-COLUMNS = ("model", "text", "spec", "of exact %", "predicted", "measured", "±", "ratio")
+COLUMNS = (
+    "model", "text", "spec", "of exact %", "predicted", "measured", "±", "predicted / measured",
+    "calibrated / measured",
+)  # fmt: skip
 PAIRS = ("model", "text", "bytes of", "recipe less it", "±", "predicted", "worse than ±")
 
 
@@ -76,6 +79,14 @@ def compare(model: str, text: str, tokens: int, specs: Sequence[str]) -> list[di
     return rows
 
 
+def calibrated(row: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return the ratio to the measured KL after calibration by the other one of the pair."""
+    if row["measured"] == other["measured"]:
+        return "-"  # the recipe is the spec itself
+    level = other["measured"] / other["predicted"]
+    return f"{row['predicted'] * level / row['measured']:.2f}"
+
+
 def report(rows: Sequence[dict[str, Any]]) -> str:
     """Return both tables in Markdown."""
     first = [
@@ -88,8 +99,9 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
             kl_text(row["measured"]),
             kl_text(row["measured_se"]),
             f"{row['predicted'] / row['measured']:.2f}",
+            calibrated(row, rows[place - 1 if place % 2 else place + 1]),
         ]
-        for row in rows
+        for place, row in enumerate(rows)
     ]
     second = []
     for uniform, recipe in zip(rows[::2], rows[1::2], strict=True):

@@ -1,6 +1,7 @@
 """`kvpact recommend` from a model to a recipe that loads."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,15 @@ def test_the_better_one_is_chosen(model, ids, planned):
     assert pair.against == planned.uniform
     assert pair.kl_difference == pytest.approx(kl["recipe"] - kl[planned.uniform])
     CompressedCache(model, found.chosen)
+    # Each of the two that were measured calibrates the other, and both the rest.
+    levels = {x: kl[x] / found.predicted_of(x) for x in ("recipe", planned.uniform)}
+    eight = "int:bits=8"
+    assert found.calibrated("recipe") == pytest.approx(
+        planned.recipe_predicted * levels[planned.uniform]
+    )
+    assert found.calibrated(eight) == pytest.approx(
+        planned.of(eight).predicted * math.sqrt(math.prod(levels.values()))
+    )
 
 
 def test_budgets_and_texts_that_are_too_small(model, ids, surveyed):

@@ -97,7 +97,8 @@ def recommend_command(
 def _show(found: Recommendation, out: Path | None) -> None:
     planned, console = found.plan, output_console()
     columns = (
-        "spec|slot\nbits|bytes|of exact\n%|K\npredicted|V\npredicted|KL\npredicted|KL\nmeasured"
+        "spec|slot\nbits|bytes|of exact\n%|K\npredicted|V\npredicted|KL\npredicted|KL\ncalibrated|"
+        "KL\nmeasured"
     )
     grid = table(columns.split("|"))
     kl = {row.spec: kl_text(row.kl_mean) for row in found.evaluation.rows}
@@ -112,6 +113,7 @@ def _show(found: Recommendation, out: Path | None) -> None:
             kl_text(sum(one.key.values())),
             kl_text(sum(one.value.values())),
             kl_text(one.predicted),
+            kl_text(found.calibrated(one.spec)),
             kl.get(one.spec, "-"),
         )
     if "recipe" in kl:
@@ -124,6 +126,7 @@ def _show(found: Recommendation, out: Path | None) -> None:
             "-",
             "-",
             kl_text(planned.recipe_predicted),
+            kl_text(found.calibrated("recipe")),
             kl["recipe"],
         )
     console.print(grid)
@@ -167,7 +170,8 @@ def _about(planned: Plan) -> str:
         f"{len(planned.layers)} of {planned.num_layers} layers are compressed, which hold "
         f"{size_text(sizes.covered)} of the exact cache's {size_text(sizes.exact)} at "
         f"{sizes.context} tokens (16 bits a number){stay}. KL: mean over "
-        f"{planned.tokens} tokens, in nats; of K and of V: parts of the predicted one. "
+        f"{planned.tokens} tokens, in nats; K and V: parts of the predicted one; calibrated: by "
+        "what was measured of others. "
         f"Budget: {size_text(planned.budget)}."
     )
 

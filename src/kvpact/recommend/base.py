@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
 from kvpact.errors import KVPactError
@@ -204,13 +205,30 @@ class Recommendation:
             return plan.recipe_bytes
         return plan.bytes_of(self.row.spec)
 
-    @property
-    def predicted(self) -> float:
-        """Predicted mean KL of what was chosen, in nats per token."""
-        plan = self.plan
-        if self.row.spec == plan.recipe or isinstance(self.chosen, dict):
-            return plan.recipe_predicted
-        return plan.of(self.row.spec).predicted
+    def predicted_of(self, spec: str) -> float:
+        """Return the predicted mean KL of a measured spec, or of ``recipe``."""
+        if spec in ("recipe", self.plan.recipe):
+            return self.plan.recipe_predicted
+        return self.plan.of(spec).predicted
+
+    def calibrated(self, spec: str) -> float:
+        """Return a prediction at the level that the evaluation found.
+
+        It is multiplied by the measured KL over the predicted one, of whatever was evaluated but
+        itself (geometric mean): what predictions leave out is much the same for specs alike.
+
+        Parameters
+        ----------
+        spec : str
+            A measured spec, or ``recipe``.
+        """
+        own = self.predicted_of(spec)
+        ratios = [
+            row.kl_mean / self.predicted_of(row.spec)
+            for row in self.evaluation.rows
+            if row.spec not in ("none", spec) and self.predicted_of(row.spec) > 0 < row.kl_mean
+        ]
+        return own * geometric_mean(ratios) if ratios else own
 
     @property
     def against_uniform(self) -> Difference | None:

@@ -59,7 +59,8 @@ def _data(recommendation: Recommendation) -> dict[str, Any]:
         "chosen": recommendation.chosen,
         "bytes": recommendation.bytes,
         "kl_mean": recommendation.row.kl_mean,
-        "kl_predicted": recommendation.predicted,
+        "kl_predicted": recommendation.predicted_of(recommendation.row.spec),
+        "kl_calibrated": recommendation.calibrated(recommendation.row.spec),
         "verdict": recommendation.verdict,
         "verdicts": dict(VERDICTS),
         "budget": plan.budget,
@@ -73,7 +74,12 @@ def _data(recommendation: Recommendation) -> dict[str, Any]:
         "left_out": list(plan.left_out),
         "predicted_tokens": plan.tokens,
         "measured": [
-            {**asdict(x), "bytes": plan.bytes_of(x.spec), "predicted": x.predicted}
+            {
+                **asdict(x),
+                "bytes": plan.bytes_of(x.spec),
+                "predicted": x.predicted,
+                "calibrated": recommendation.calibrated(x.spec),
+            }
             for x in plan.measured
         ],
         "verified": rows,
