@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpact.cache.checks import check_layer
 from kvpact.cache.offsets import KeyOffsets
+from kvpact.calibration import Calibration as ModelCalibration
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import RowOffset
@@ -19,8 +20,23 @@ from kvpact.spec import Spec
 
 Learnt = Tensor | Mapping[str, Tensor]
 """Tokens to learn from, `[B, H_kv, T, D]`, or what a codec learnt before (`Codec.state`)."""
-Calibration = Mapping[int, tuple[Learnt, Learnt]]
-"""Layer -> for K and for V."""
+Calibration = Mapping[int, tuple[Learnt, Learnt]] | ModelCalibration
+"""Layer -> for K and for V; or what `kvpact calibrate` made."""
+
+
+def states_of(
+    calibration: Calibration | None, specs: Sequence[Spec], geometry: CacheGeometry
+) -> Mapping[int, tuple[Learnt, Learnt]]:
+    """Return what codecs are to learn from, or learnt, by layer.
+
+    Raises
+    ------
+    SpecError
+        A method learns, and the model's calibration has nothing of it.
+    """
+    if isinstance(calibration, ModelCalibration):
+        return calibration.states(specs, geometry)
+    return calibration or {}
 
 
 def layer_codecs(
@@ -38,7 +54,7 @@ def layer_codecs(
     geometry : CacheGeometry
         Its dtype is that of the tokens to come; that of the calibration tokens (or fp32) if it has
         none.
-    calibration : mapping, optional
+    calibration : mapping or Calibration, optional
         For methods that learn from tokens; others have no use for it.
     offsets : mapping, optional
         Layer -> `KeyOffset`, which is taken off calibration keys: the first stands at position 0.
@@ -53,7 +69,7 @@ def layer_codecs(
     LayerIndexError
         A layer that is not there.
     """
-    given = calibration or {}
+    given = states_of(calibration, specs, geometry)
     for layer in given:
         check_layer(layer, len(specs))
     pairs = []
@@ -72,7 +88,7 @@ def layer_codecs(
     return pairs
 
 
-def _dtype(layer: int, given: Calibration) -> torch.dtype:
+def _dtype(layer: int, given: Mapping[int, tuple[Learnt, Learnt]]) -> torch.dtype:
     """Return the dtype of a layer's calibration tokens, checked to be tokens or states."""
     dtype = torch.float32
     if layer not in given:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import check_layer, check_query, check_tokens
-from kvpact.cache.codecs import Calibration, layer_codecs
+from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.quick import quick_attend
@@ -40,9 +40,10 @@ class ContiguousCache(BatchRows):
         Shape of K and V.
     max_tokens : int, optional
         Refuse more tokens than that per layer (`CacheFull`).
-    calibration : mapping, optional
-        Layer -> K and V, `[B, H_kv, T, D]`, that methods which learn from tokens learn from, or the
-        states of codecs that learnt before; without it, they learn from the first call's tokens.
+    calibration : Calibration or mapping, optional
+        What methods that learn from tokens learnt of the model (``kvpact calibrate``); or layer ->
+        K and V, `[B, H_kv, T, D]`, to learn from, or the states of codecs that learnt before.
+        Without it, they learn from the first tokens.
     compute : Compute, optional
         What was asked to compute (`kernels.choose`); the best that is there if omitted.
     key_offsets : mapping, optional
@@ -65,11 +66,12 @@ class ContiguousCache(BatchRows):
         self.compute = compute or Compute()
         self.key_offsets = check_offsets(key_offsets, geometry)
         check_covered(self.compute, specs, geometry, bool(self.key_offsets))
-        codecs = layer_codecs(specs, geometry, calibration, self.key_offsets) if calibration else []
+        given = states_of(calibration, specs, geometry)
+        codecs = layer_codecs(specs, geometry, given, self.key_offsets) if given else []
         self._layers = [
             CacheLayer(
                 spec,
-                codecs=codecs[i] if i in (calibration or {}) else None,
+                codecs=codecs[i] if i in given else None,
                 latent=geometry.latent,
                 compute=self.compute,
                 offset=self.key_offsets.get(i),

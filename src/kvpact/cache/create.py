@@ -57,10 +57,11 @@ def create_cache(
         that no step makes the host wait for a GPU. Shapes, dtypes and devices are always checked.
     num_pages, page_size : int, optional
         Of the pool, with ``layout="paged"`` (see `PagedKVCache`).
-    calibration : mapping, optional
-        Layer -> K and V, `[B, H_kv, T, D]`, for methods that learn from tokens (low rank, vector
-        quantisation), or the states of codecs that learnt before. Without it a contiguous cache
-        learns from the tokens of the first call; pages need it.
+    calibration : Calibration or mapping, optional
+        For methods that learn from tokens (low rank, vector quantisation, `pca`, keys of
+        `trellis`): what they learnt of the model (``kvpact calibrate``), or layer -> K and V,
+        `[B, H_kv, T, D]`, or the states of codecs that learnt before. Without it a contiguous cache
+        learns from its first tokens; pages need it.
     key_offsets : mapping, optional
         Layer -> `KeyOffset`: what its keys have by their positions alone, the bias of the key
         projection turned by RoPE. It is taken off before keys are encoded and is in every result

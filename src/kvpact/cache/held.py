@@ -16,7 +16,7 @@ from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import Plan, RowOffset, StepRunner
+from kvpact.kernels import KnownByPosition, Plan, RowOffset, StepRunner
 from kvpact.methods import Codec
 
 if TYPE_CHECKING:
@@ -104,21 +104,23 @@ def next_padding(held: Held, config: AttendConfig, batch: int) -> Tensor | None:
 
 
 def next_offset(
-    offset: RowOffset, held: Held, config: AttendConfig, padding: Tensor | None
-) -> RowOffset:
+    offset: KnownByPosition, held: Held, config: AttendConfig, padding: Tensor | None
+) -> KnownByPosition:
     """Return the offset of keys with what `config` says of rows that hold no real token yet.
 
     `padding` is `next_padding`, with which positions begin if nothing else is said.
     """
-    given = padding if config.origin is None else config.origin
+    # A rotation is undone as it was done, whatever it begins with: padding is saved anyway.
+    told = config.origin if isinstance(offset, RowOffset) else None
+    given = padding if told is None else told
     origin = None if given is None else tuple(given.tolist())
     if held.length:
-        if held.padding is None or config.padding is config.origin is None:
+        if held.padding is None or config.padding is told is None:
             return offset
         before, after = (x or (0,) * len(held.padding) for x in (offset.origin, origin))
         filled = (held.padding < held.length).tolist()
         origin = tuple(b if f else a for f, b, a in zip(filled, before, after, strict=True))
-    return RowOffset(offset.offset, origin if origin and any(origin) else None)
+    return offset._replace(origin=origin if origin and any(origin) else None)
 
 
 def hold_packed(

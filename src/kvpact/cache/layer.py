@@ -16,7 +16,7 @@ from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
-from kvpact.kernels import Compute, LayerView, RowOffset, StreamView, check_queries
+from kvpact.kernels import Compute, LayerView, StreamView, check_queries, known_by_position
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import collected
@@ -241,7 +241,7 @@ class CacheLayer:
         batch, heads = x.shape[:2]
         store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
         plan = self.compute.stream(codec, x.device, x.dtype)
-        offset = RowOffset(self._offset) if key and self._offset and not codec.exact else None
+        offset = known_by_position(codec, key, self._offset)
         return Stream.empty(codec, x, method.sinks, method.window, store, plan, offset)
 
     def empty(self) -> CacheLayer:

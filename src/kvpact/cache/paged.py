@@ -51,11 +51,11 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         if omitted.
     device : torch.device or str
         Where the pool lives.
-    calibration : mapping, optional
-        Layer -> K and V, `[B, H_kv, T, D]`: what methods that learn from tokens (low rank, vector
-        quantisation) learn, once, for all sequences; or the states of codecs that learnt before.
-        Such methods can't be paged without. A `Snapshot` gives what the cache that it is from had
-        learnt.
+    calibration : Calibration, Snapshot or mapping, optional
+        What methods that learn from tokens learnt, once, for all sequences: a model's calibration
+        (``kvpact calibrate``), layer -> K and V, `[B, H_kv, T, D]`, to learn from, or the states of
+        codecs that learnt before. Such methods can't be paged without. A `Snapshot` gives what the
+        cache that it is from had learnt.
     backend, precision, check : str
         Who computes, and how (see `create_cache`).
     key_offsets : mapping, optional

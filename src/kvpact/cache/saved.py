@@ -28,6 +28,7 @@ from kvpact.errors import (
 from kvpact.formats import TILE, Field
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.geometry import CacheGeometry
+from kvpact.kernels import RowRotation
 from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
@@ -68,8 +69,8 @@ def stream_state(stream: Stream) -> StreamState:
     start = stream.length - stream.tail.shape[2]
     learnt, offset = stream.codec.state(), stream.offset
     state = StreamState(fields, slots, stream.packed, start, stream.tail, stream.sinks, learnt)
-    if offset is None:
-        return state
+    if offset is None or offset.offset is None:
+        return state  # a rotation is a part of what was learnt
     return replace(state, offset=offset.offset, origin=offset.origin)
 
 
@@ -192,8 +193,11 @@ def restored_layer(
             same_learnt(codec, held)
         codec = fitted_codec(codec, held, device)
         stream = empty.new_stream(x, key, codec)
-        if held.origin is not None:
-            stream = stream.from_origin(held.origin)
+        origin = held.origin
+        if isinstance(stream.offset, RowRotation):
+            origin = state.padding
+        if origin is not None:
+            stream = stream.from_origin(origin)
         if not same_offset(held.offset, stream.offset and stream.offset.offset):
             raise MismatchError(
                 "the snapshot's keys are stored without another key offset than this cache's: make "

@@ -31,7 +31,12 @@ from torch import Tensor
 from kvpact.cache.append import AppendPlan, Piece
 from kvpact.cache.segments import MakeStore, SegmentStore
 from kvpact.cache.sinks import filled_sinks, sink_positions
-from kvpact.kernels import RowOffset, Segment, StreamPlan, TokenMemory
+from kvpact.kernels import (
+    KnownByPosition,
+    Segment,
+    StreamPlan,
+    TokenMemory,
+)
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
 
@@ -66,7 +71,7 @@ class Stream(NamedTuple):
         Tokens that fit behind the tail, into its memory.
     sinks : Tensor or None
         `[B, H, S, D]`, each row's exact first tokens.
-    offset : RowOffset or None
+    offset : RowOffset, RowRotation or None
         What is taken off tokens before they are encoded; exact tokens are whole.
     """
 
@@ -80,7 +85,7 @@ class Stream(NamedTuple):
     length: int
     spare: int
     sinks: Tensor | None
-    offset: RowOffset | None = None
+    offset: KnownByPosition | None = None
 
     @classmethod
     def empty(
@@ -91,7 +96,7 @@ class Stream(NamedTuple):
         window: int,
         store: SegmentStore,
         plan: StreamPlan,
-        offset: RowOffset | None = None,
+        offset: KnownByPosition | None = None,
     ) -> Stream:
         """Return a stream for tokens like `[B, H, T, D]` that holds none.
 
@@ -107,7 +112,7 @@ class Stream(NamedTuple):
             Where the slots lie.
         plan : StreamPlan
             Who encodes and decodes.
-        offset : RowOffset, optional
+        offset : RowOffset or RowRotation, optional
             What is taken off tokens before they are encoded.
         """
         batch, heads, _, dim = like.shape

@@ -11,7 +11,7 @@ from kvpact.kernels.base import (
     TokenMemory,
 )
 from kvpact.kernels.choose import check_covered, choose
-from kvpact.kernels.offset import RowOffset
+from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position
 from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan, report
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output
@@ -24,9 +24,11 @@ __all__ = [
     "AttendCall",
     "Backend",
     "Compute",
+    "KnownByPosition",
     "LayerView",
     "Plan",
     "RowOffset",
+    "RowRotation",
     "Segment",
     "SegmentSource",
     "StepRow",
@@ -42,6 +44,7 @@ __all__ = [
     "check_queries",
     "choose",
     "expand_output",
+    "known_by_position",
     "query_groups",
     "report",
 ]

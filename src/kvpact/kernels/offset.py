@@ -1,4 +1,7 @@
-"""What of keys is known by their positions (`KeyOffset`): taken off, put back, and as logits."""
+"""What of keys is known by their positions: taken off before they are encoded, and put back.
+
+A `KeyOffset` is added to logits; a `KeyRotation` is undone before the keys are read.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpact.key_offset import KeyOffset
+from kvpact.key_rotation import KeyRotation, rotations
+from kvpact.methods import Codec
 
 
 class _Numbers(NamedTuple):
@@ -36,31 +41,14 @@ def _numbers(offset: KeyOffset, device: torch.device) -> _Numbers:
     return known[device]
 
 
-def rotations(
-    frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines in fp32, as models have them, alike on every machine.
-
-    The angle is rounded to fp32. Its cosine is computed in fp64, so that no library's last bits are
-    seen in fp32.
-
-    Parameters
-    ----------
-    frequencies : Tensor
-        `[P]` fp32, radians per position.
-    positions : Tensor
-        `[…]` whole numbers; those below 0 count as 0.
-    scaling, dtype
-        As of `KeyOffset`.
-
-    Returns
-    -------
-    tuple of Tensor
-        `[…, P]` each.
-    """
-    angles = (positions.clamp(min=0).to(torch.float32).unsqueeze(-1) * frequencies).double()
-    cos, sin = angles.cos().float(), angles.sin().float()
-    return (cos * scaling).to(dtype).float(), (sin * scaling).to(dtype).float()
+def _positions(
+    start: int, count: int, origin: tuple[int, ...] | None, device: torch.device
+) -> Tensor:
+    """Return the positions of consecutive tokens, `[B or 1, 1, count]`."""
+    positions = torch.arange(start, start + count, device=device).view(1, 1, -1)
+    if origin is None:
+        return positions
+    return positions - torch.tensor(origin, device=device).view(-1, 1, 1)
 
 
 class RowOffset(NamedTuple):
@@ -79,13 +67,9 @@ class RowOffset(NamedTuple):
 
     def _turned(self, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of consecutive tokens, `[B or 1, 1, count, P]`."""
-        positions = torch.arange(start, start + count, device=device)
-        if self.origin is not None:
-            positions = positions - torch.tensor(self.origin, device=device).view(-1, 1, 1)
-        offset = self.offset
+        positions, offset = _positions(start, count, self.origin, device), self.offset
         frequencies = _numbers(offset, device).frequencies
-        cos, sin = rotations(frequencies, positions, offset.scaling, offset.dtype)
-        return (cos, sin) if cos.dim() == 4 else (cos[None, None], sin[None, None])
+        return rotations(frequencies, positions, offset.scaling, offset.dtype)
 
     def without(self, x: Tensor, start: int) -> Tensor:
         """Return keys `[B, H, T, D]` from the token `start` on in fp32, the offset taken off."""
@@ -119,6 +103,54 @@ class RowOffset(NamedTuple):
 
     def select(self, indices: Tensor) -> RowOffset:
         """Return the offset of the given batch rows."""
-        if self.origin is None:
-            return self
-        return self._replace(origin=tuple(self.origin[row] for row in indices.tolist()))
+        return self._replace(origin=_selected(self.origin, indices))
+
+
+class RowRotation(NamedTuple):
+    """A key rotation, and which token of each row stands at position 0.
+
+    Parameters
+    ----------
+    rotation : KeyRotation
+        Of the layer.
+    origin : tuple of int or None
+        The first token of each row that is no padding. None where it is each row's first.
+    """
+
+    rotation: KeyRotation
+    origin: tuple[int, ...] | None = None
+
+    @property
+    def offset(self) -> None:
+        """Nothing is taken off that logits would lack."""
+        return None
+
+    def without(self, x: Tensor, start: int) -> Tensor:
+        """Return keys `[B, H, T, D]` from the token `start` on in fp32, not rotated."""
+        positions = _positions(start, x.shape[2], self.origin, x.device)
+        return self.rotation.turn(x.to(torch.float32, copy=True), positions, back=True)
+
+    def put_back(self, x: Tensor, start: int) -> Tensor:
+        """Rotate fp32 keys `[B, H, T, D]` from the token `start` on, in place."""
+        positions = _positions(start, x.shape[2], self.origin, x.device)
+        return self.rotation.turn(x, positions)
+
+    def select(self, indices: Tensor) -> RowRotation:
+        """Return the rotation of the given batch rows."""
+        return self._replace(origin=_selected(self.origin, indices))
+
+
+def _selected(origin: tuple[int, ...] | None, indices: Tensor) -> tuple[int, ...] | None:
+    return None if origin is None else tuple(origin[row] for row in indices.tolist())
+
+
+KnownByPosition = RowOffset | RowRotation
+
+
+def known_by_position(codec: Codec, key: bool, offset: KeyOffset | None) -> KnownByPosition | None:
+    """Return what a stream takes off the tokens of K or V before a codec encodes them."""
+    if not key or codec.exact:
+        return None
+    if codec.rotation is not None:
+        return RowRotation(codec.rotation)
+    return None if offset is None else RowOffset(offset)

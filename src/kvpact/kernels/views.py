@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.kernels.base import SegmentSource
-from kvpact.kernels.offset import RowOffset
+from kvpact.kernels.offset import KnownByPosition, RowOffset
 from kvpact.methods import Codec
 
 CHUNK = 256
@@ -38,8 +38,8 @@ class StreamView(NamedTuple):
         No sink token stands at or after this position.
     check : callable
         Raises `StaleResult` if the view's slots are no longer there.
-    offset : RowOffset or None
-        What was taken off the packed tokens; exact ones are whole.
+    offset : RowOffset, RowRotation or None
+        What was taken off the packed tokens, or the rotation that was; exact ones are whole.
     """
 
     codec: Codec
@@ -50,7 +50,7 @@ class StreamView(NamedTuple):
     sink_positions: Tensor | None
     sink_end: int
     check: Callable[[], None]
-    offset: RowOffset | None = None
+    offset: KnownByPosition | None = None
 
     @property
     def length(self) -> int:
@@ -101,7 +101,7 @@ class StreamView(NamedTuple):
         Tensor or None
             `[B, H, R, end - start]`; zero for sink tokens.
         """
-        if self.offset is None:
+        if not isinstance(self.offset, RowOffset):
             return None
         logits = self.offset.logits(rows, start, end)
         if self.sink_positions is not None and start < self.sink_end:

@@ -15,6 +15,7 @@ from kvpact.errors import NonFiniteError, RegistrationError, SpecError
 from kvpact.formats import Field
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
+from kvpact.key_rotation import KeyRotation
 from kvpact.methods.context import Context
 from kvpact.quantizers.checks import checks_are_deferred, require
 from kvpact.spec import option_types
@@ -42,6 +43,11 @@ class Codec(ABC):
     learns_from : int
         First tokens of a cache that `learn` wants, 0 for none, and whose queries a `Context` is to
         tell of. They are encoded together, so what is learnt does not depend on how they came.
+    joint : bool
+        Whether all heads of a token are encoded together, into bytes that belong to all of them.
+    rotation : KeyRotation or None
+        Keys are encoded as they are before this rotation by their positions; the codec's own
+        transform is none then.
     max_abs, max_norm : float
         The largest magnitude of a number, and the largest L2 norm of a vector, that `encode` takes
         whatever stands beside it in its group. A codec with groups encodes later than its tokens
@@ -61,6 +67,8 @@ class Codec(ABC):
     has_bias: bool = False
     exact: bool = False
     learns_from: int = 0
+    joint: bool = False
+    rotation: KeyRotation | None = None
     max_abs: float = math.inf
     max_norm: float = math.inf
 

@@ -11,14 +11,42 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Self
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, NonFiniteError, SpecError
+from kvpact.key_rotation import KeyRotation
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers.numbers import all_finite
+from kvpact.spec import option_types
+
+_EXACT = ("sinks", "window")
+
+
+class Calibrating(NamedTuple):
+    """What a model computed of calibration tokens, besides the keys or values themselves.
+
+    Parameters
+    ----------
+    v : Tensor
+        `[B, H, T, D_v]`, the tokens' values.
+    query_energy : Tensor
+        `[B, H, T, D]` fp32: mean square of the queries over the query heads of each KV head.
+    output_energy : Tensor or None
+        `[H, D_v]`: what the output projection makes of each channel of V; None where unknown.
+    rotation : KeyRotation or None
+        What turned the keys by their positions; None where unknown.
+    sinks : int
+        First tokens that are held exactly anyway.
+    """
+
+    v: Tensor
+    query_energy: Tensor
+    output_energy: Tensor | None = None
+    rotation: KeyRotation | None = None
+    sinks: int = 4
 
 
 class FittedCodec(Codec):
@@ -79,6 +107,23 @@ class FittedCodec(Codec):
             raise NonFiniteError("calibration tokens hold NaN or infinity")
         return self.restore(self._learn(x.to(torch.float32)))
 
+    def calibrated(self, x: Tensor, known: Calibrating) -> Self:
+        """Return a codec that learnt from calibration tokens of which more is known.
+
+        Parameters
+        ----------
+        x : Tensor
+            `[B, H, T, D]`, from position 0 on; keys without their offset.
+        known : Calibrating
+            What else the model computed.
+
+        Raises
+        ------
+        GeometryError, NonFiniteError
+            As `fit`.
+        """
+        return self.fit(x)
+
     def restore(self, state: Mapping[str, Tensor]) -> Self:
         """Return a codec with a state that `state` gave.
 
@@ -129,3 +174,14 @@ class FittedCodec(Codec):
 
 class FittedMethod(Method):
     """A method whose codecs are `FittedCodec`s."""
+
+    learnt_by: ClassVar[tuple[str, ...] | None] = None
+    """Options that what is learnt depends on; None for all but `sinks` and `window`."""
+
+    def learnt_name(self) -> str:
+        """Return a name of what is learnt: specs with equal names learn the same."""
+        options = self.learnt_by
+        if options is None:
+            options = tuple(name for name in option_types(type(self)) if name not in _EXACT)
+        given = ",".join(f"{name}={getattr(self, name)}" for name in options)
+        return f"{self.name}/{self.version}:{given}"

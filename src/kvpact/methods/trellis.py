@@ -73,6 +73,7 @@ class Trellis(FittedMethod):
     variants: ClassVar[Mapping[str, float]] = {
         "trellis:bits=2,states=8,weights=false,blocks=false,first=false": 0.305,
     }
+    learnt_by: ClassVar[tuple[str, ...] | None] = key_only
     bits: int = 4
     states: int = 16
     center: int = 64

@@ -11,7 +11,7 @@ from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.methods.base import Arrays
 from kvpact.methods.bases import first_key
 from kvpact.methods.context import Context
-from kvpact.methods.fitted import FittedCodec
+from kvpact.methods.fitted import Calibrating, FittedCodec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers.numbers import half
 
@@ -31,6 +31,12 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
     def learn(self, x: Tensor, context: Context) -> TrellisKeyCodec:
         """Return a codec that learnt from the first tokens of a cache."""
         return self.restore(self._learn(x, context))
+
+    def calibrated(self, x: Tensor, known: Calibrating) -> TrellisKeyCodec:
+        """Return a codec that learnt from calibration keys and their queries."""
+        fitted = self.fit(x)  # checks them
+        context = Context(None, known.sinks, known.query_energy)
+        return fitted.restore(self._learn(x.to(torch.float32), context))
 
     def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:
         context = context or Context()

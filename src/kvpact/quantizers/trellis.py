@@ -21,7 +21,9 @@ has .363, .1175, .0345, .0095, .0025, .00064.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -132,6 +134,54 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
     return torch.cat(codes).reshape(z.shape) if codes else torch.empty_like(z, dtype=torch.uint8)
 
 
+def encode_mixed(y: Tensor, bits: Sequence[int], importance: Tensor, states: int) -> Tensor:
+    """Return the codes of least weighted square error of numbers with unlike bits.
+
+    Parameters
+    ----------
+    y : Tensor
+        `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`.
+    bits : sequence of int
+        1 to 6 for each of the D numbers, none more than the one before.
+    importance : Tensor
+        `[D]` fp32: what the square error of each number counts.
+    states : {8, 16}
+        As in `encode`, which see for how the first state is found.
+
+    Returns
+    -------
+    Tensor
+        `[..., D]` uint8 codes.
+    """
+    flat = y.reshape(-1, y.shape[-1])
+    most = max(_AT_A_TIME // flat.shape[1], 1)
+    codes, same = [], runs(bits)
+    counts = [count for count, _ in same]
+    for part in torch.split(flat, most):
+        found = []
+        columns = torch.split(part.mT.contiguous(), counts)
+        weights = torch.split(importance, counts)
+        for z, weight, (_, k) in zip(columns, weights, same, strict=True):
+            distances, points = _nearest(z * (1 / UNITS[k]), k)
+            found.append((distances * (weight * UNITS[k] ** 2).view(-1, 1, 1), points))
+        distances, points = (torch.cat(parts) for parts in zip(*found, strict=True))
+        codes.append(_search(distances, points, states))
+    return torch.cat(codes).reshape(y.shape) if codes else torch.empty_like(y, dtype=torch.uint8)
+
+
+def lookup_mixed(codes: Tensor, bits: Sequence[int], states: int) -> Tensor:
+    """Return the numbers that `encode_mixed` chose, fp32 `[..., D]`."""
+    same = runs(bits)
+    which = torch.split(indices(codes, states).to(torch.int32), [count for count, _ in same], -1)
+    found = [levels(k, codes.device)[x] * UNITS[k] for x, (_, k) in zip(which, same, strict=True)]
+    return torch.cat(found, -1)
+
+
+def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
+    """Return how many numbers in a row have how many bits."""
+    return [(len(list(same)), width) for width, same in groupby(bits)]
+
+
 def nearest_points(z: Tensor, bits: int) -> Tensor:
     """Return the points of the four subsets that are nearest to each number.
 
@@ -197,13 +247,17 @@ def states_of(dim: int, states: int) -> int:
 
 def _encode(z: Tensor, bits: int, states: int) -> Tensor:
     """Encode `[D, N]`; return `[N, D]`."""
-    size, count = z.shape
-    distances, points = _nearest(z, bits)
+    return _search(*_nearest(z, bits), states)
+
+
+def _search(distances: Tensor, points: Tensor, states: int) -> Tensor:
+    """Return the codes `[N, D]` of the cheapest path over `[D, 4, N]`."""
+    size, _, count = distances.shape
     trellis = _Trellis(distances, states)
     state = _best_end(trellis) if size < SHORT else _likely_end(trellis)
-    cost = z.new_full((states, count), _FAR).scatter_(0, state.unsqueeze(0), 0.0)
+    cost = distances.new_full((states, count), _FAR).scatter_(0, state.unsqueeze(0), 0.0)
     _, back = trellis.run([*range(size)], cost)
-    codes = torch.empty(size, count, dtype=torch.uint8, device=z.device)
+    codes = torch.empty(size, count, dtype=torch.uint8, device=distances.device)
     for i in reversed(range(size)):
         bit = state & 1
         state, window = trellis.before(state, back[i])

@@ -64,7 +64,8 @@ class FittedMethodContract(FitChecks, MethodContract):
         whole, again = codec.encode(x), self.sample(side, shape)[0].encode(x.clone())
         assert not difference(whole, again)
         last = x[-1:, :, -codec.group :].clone()
-        last[:, :-1] = last[:, :-1].flip(-1) * 3 + 1  # other heads' tokens don't matter
+        if not codec.joint:
+            last[:, :-1] = last[:, :-1].flip(-1) * 3 + 1  # other heads' tokens don't matter
         for name, array in codec.encode(last).items():
             field = next(field for field in codec.fields if field.name == name)
             count = 1 if field.per_group else codec.group

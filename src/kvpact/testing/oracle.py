@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import tree_sum
-from kvpact.kernels import RowOffset
+from kvpact.kernels import known_by_position
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -45,7 +45,7 @@ class StreamOracle:
     tail_start : int
         The first token that the stream still knows exactly, sinks aside. It only moves forward,
         but for rollbacks: what is no longer exact can't become so again.
-    offset : RowOffset or None
+    offset : RowOffset, RowRotation or None
         The offset, and which token of each row stands at position 0.
 
     Notes
@@ -67,7 +67,7 @@ class StreamOracle:
     def __init__(
         self, codec: Codec, sinks: int, window: int, offset: KeyOffset | None = None
     ) -> None:
-        self.offset = None if offset is None or codec.exact else RowOffset(offset)
+        self.offset = known_by_position(codec, True, offset)
         self.codec, self.sinks, self.window = codec, sinks, window
         self.given: Tensor | None = None
         self.shown: Tensor | None = None
@@ -234,7 +234,7 @@ class LayerOracle:
         """Store tokens; `padding` is known with a row's first tokens."""
         self.padding = list(padding or self.padding or [0] * k.shape[0])
         if self.k.offset is not None and not self.length:
-            self.k.offset = RowOffset(self.k.offset.offset, tuple(self.padding))
+            self.k.offset = self.k.offset._replace(origin=tuple(self.padding))
         self.k.append(k, self.padding)
         self.v.append(v, self.padding)
 

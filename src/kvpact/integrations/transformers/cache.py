@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from transformers.cache_utils import (
 
 from kvpact.cache import ContiguousCache, check_layer
 from kvpact.cache.stats import cache_stats
+from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
@@ -48,6 +50,16 @@ def _offsets(
             raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
     compressed = [layer for layer, kind in enumerate(types) if kind in _LAYERS]
     return {i: given[x] for i, x in enumerate(compressed) if given and x in given}
+
+
+def _calibration(
+    given: Calibration | str | PathLike[str] | None, types: Sequence[str], device: Any
+) -> Calibration | None:
+    """Return a model's calibration by compressed layer."""
+    if given is None:
+        return None
+    known = given if isinstance(given, Calibration) else Calibration.load(given)
+    return known.select([i for i, kind in enumerate(types) if kind in _LAYERS]).to(device)
 
 
 class _NoMaximum(KVPactError, AttributeError):
@@ -89,11 +101,16 @@ class CompressedCache(EngineCache):
     key_offsets : {"auto"}, mapping or None
         What keys have by their positions alone, by layer of the model (see `create_cache`):
         ``auto`` reads it from the model's weights (`key_offsets`), None leaves keys as they are.
+    calibration : Calibration or path, optional
+        What methods that learn from tokens learnt of this model (``kvpact calibrate``), by layer of
+        the model. Without it, they learn from the first tokens.
 
     Raises
     ------
     SpecError
         The spec or `attention` is not known.
+    FormatError, IntegrityError
+        The calibration is damaged.
     KVPactError
         A layer type is not known, or no layer can be compressed.
     """
@@ -108,6 +125,7 @@ class CompressedCache(EngineCache):
         backend: str = "auto",
         precision: str = "full",
         key_offsets: Mapping[int, KeyOffset] | Literal["auto"] | None = "auto",
+        calibration: Calibration | str | PathLike[str] | None = None,
     ) -> None:
         config = model if isinstance(model, PreTrainedConfig) else model.config
         decoder = config.get_text_config(decoder=True)
@@ -115,7 +133,9 @@ class CompressedCache(EngineCache):
         specs = layer_specs(spec, len(types))
         kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in _LAYERS]
         offsets = _offsets(model, types, key_offsets)
-        shared = SharedState(decoder, exact_new, kept, choose(backend, precision), offsets)
+        known = _calibration(calibration, types, getattr(model, "device", "cpu"))
+        compute = choose(backend, precision)
+        shared = SharedState(decoder, exact_new, kept, compute, offsets, known)
         indices = count()
         layers: list[Any] = []
         for kind, more in zip(types, options, strict=True):

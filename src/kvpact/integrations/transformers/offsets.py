@@ -65,13 +65,15 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     no result wrong.
     """
     config = model.config.get_text_config(decoder=True)
-    rotary = next((m for _, m in _modules(model, "rotary_emb") if hasattr(m, "inv_freq")), None)
+    rotary = next(
+        (m for _, m in modules_named(model, "rotary_emb") if hasattr(m, "inv_freq")), None
+    )
     data = config.to_dict()
     if rotary is None or rope_by_length(data) or "mrope_section" in str(data):
         return {}
     found = {}
-    for parent, attention in _modules(model, "self_attn", "attention"):
-        layer, layout = getattr(attention, "layer_idx", None), _layout(attention)
+    for parent, attention in modules_named(model, "self_attn", "attention"):
+        layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
         norm = getattr(parent, "input_layernorm", None)
         projection = _projection(attention)
         if layer is None or layout is None or projection is None:
@@ -90,14 +92,14 @@ def normalises_keys(model: Any) -> bool:
     model : PreTrainedModel
         Its attention modules are looked at.
     """
-    return any(_has_key_norm(module) for _, module in _modules(model, "self_attn", "attention"))
+    return any(_has_key_norm(module) for _, module in modules_named(model, "self_attn", "attention"))
 
 
 def _has_key_norm(attention: Any) -> bool:
     return any(getattr(attention, name, None) is not None for name in _KEY_NORMS)
 
 
-def _modules(model: Any, *names: str) -> Iterator[tuple[Any, Any]]:
+def modules_named(model: Any, *names: str) -> Iterator[tuple[Any, Any]]:
     """Yield parents and those of their modules that have one of these names."""
     for parent in model.modules():
         for name, module in parent.named_children():
@@ -127,7 +129,7 @@ def _projection(attention: Any) -> _Projection | None:
     return _Projection(w, b, bias.dtype)
 
 
-def _layout(attention: Any) -> Layout | None:
+def key_layout(attention: Any) -> Layout | None:
     """Return which channels the model's own code rotates together; None if that can't be told."""
     module = sys.modules[type(attention).__module__]
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.cache.paged_view import PagedView
+from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
@@ -53,6 +54,8 @@ class SharedState:
         What was asked to compute in it.
     key_offsets : mapping, optional
         Compressed layer -> `KeyOffset`; None where nobody was asked for any.
+    calibration : Calibration, optional
+        By compressed layer, on the device of the tokens.
 
     Attributes
     ----------
@@ -80,8 +83,9 @@ class SharedState:
         specs: list[Spec],
         compute: Compute | None = None,
         key_offsets: dict[int, KeyOffset] | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        self.key_offsets = key_offsets
+        self.key_offsets, self.calibration = key_offsets, calibration
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
         self.latent_dim: int | None = getattr(config, "kv_lora_rank", None)
         self.held: list[BatchCache | None] = [None] * len(specs)
@@ -101,7 +105,7 @@ class SharedState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedState:
         given = self.config, self.exact_new, self.specs, self.compute, self.key_offsets
-        other = SharedState(*given)
+        other = SharedState(*given, self.calibration)
         forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
@@ -145,4 +149,10 @@ class SharedState:
         one = replace(geometry, num_layers=1)
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
         offsets = None if geometry.latent else self.key_offsets
-        return ContiguousCache(specs, geometry, compute=self.compute, key_offsets=offsets)
+        return ContiguousCache(
+            specs,
+            geometry,
+            calibration=self.calibration,
+            compute=self.compute,
+            key_offsets=offsets,
+        )

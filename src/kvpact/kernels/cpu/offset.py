@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvpact.kernels.offset import RowOffset, rotations
+from kvpact.kernels.offset import RowOffset
 from kvpact.key_offset import KeyOffset
+from kvpact.key_rotation import rotations
 
 LEAST = 1024
 """Positions of the smallest table."""

@@ -23,6 +23,7 @@ from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_ma
 from kvpact.kernels.cpu.encode import codec_encoder
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import largest, native_offset
+from kvpact.kernels.offset import RowOffset
 from kvpact.kernels.views import StreamView
 
 _F32 = torch.float32
@@ -83,7 +84,9 @@ class CpuStep:
         self._library, self._out = library, (*call.q.shape[:3], call.output_dim)
         # Tables only grow: the one that the arguments point to reaches as far.
         offset = call.view.k.offset
-        self._most = None if offset is None else native_offset(offset, call.view.length).most
+        self._most = None
+        if isinstance(offset, RowOffset):
+            self._most = native_offset(offset, call.view.length).most
         native = native_call(call, 0, int8)
         # What the arguments point to: where sink tokens stand, logits of sinks, offsets.
         memory = [x.untyped_storage() for x in native.alive]
@@ -182,7 +185,7 @@ def _append(tokens: StepTokens, held: int, new: int) -> tuple[int, ...]:
 def _fill(store: structs.Store, side: StreamView) -> None:
     codec, encoder, dim = side.codec, codec_encoder(side.codec), side.tail.shape[3]
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
-    if side.offset is not None:
+    if isinstance(side.offset, RowOffset):
         store.limit -= largest(side.offset)  # what is encoded may be that much larger
     ctypes.memmove(
         ctypes.byref(store.form), ctypes.byref(encoder.args), ctypes.sizeof(structs.EncodeArgs)

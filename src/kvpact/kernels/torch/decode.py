@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.kernels.base import SlotReader
+from kvpact.kernels.offset import RowRotation
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays
 
@@ -33,10 +34,14 @@ def read_slots(slots: SlotReader, start: int, end: int, decode: Decode | None = 
 def read(view: StreamView, start: int, end: int, decode: Decode | None = None) -> Tensor:
     """Decode packed tokens, still transformed and without offset, sink tokens in their places.
 
-    With `decode` in place of `codec.decode`, sink tokens are zero.
+    Keys that were stored without their rotation have it again. With `decode` in place of
+    `codec.decode`, sink tokens are zero.
     """
     make = view.codec.transform.forward if decode is None else torch.zeros_like
-    return view.place_sinks(read_slots(view, start, end, decode).clone(), start, make)
+    y = read_slots(view, start, end, decode).clone()
+    if isinstance(view.offset, RowRotation):
+        y = view.offset.put_back(y, start)
+    return view.place_sinks(y, start, make)
 
 
 def decode_slots(slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool) -> None:

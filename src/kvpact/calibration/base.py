@@ -1,0 +1,200 @@
+"""`Calibration`: what methods learnt of a model, by layer, side and method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.calibration import files
+from kvpact.errors import SpecError
+from kvpact.geometry import CacheGeometry
+from kvpact.methods.base import Method
+from kvpact.methods.fitted import FittedCodec, FittedMethod
+from kvpact.spec import Spec
+
+State = Mapping[str, Tensor]
+"""What a codec learnt, by name (`Codec.state`)."""
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """What methods learnt of one layer.
+
+    Parameters
+    ----------
+    heads, key_dim, value_dim : int
+        KV heads, and widths of K and V.
+    k, v : mapping
+        Name of what is learnt (`FittedMethod.learnt_name`) -> state.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    k: Mapping[str, State] = field(default_factory=dict)
+    v: Mapping[str, State] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What methods learnt of a model from calibration texts.
+
+    Give it as `calibration` where a cache is made. With it pages, prefixes of many prompts and
+    snapshots share one state, and `pca` knows the model's RoPE and queries.
+
+    Parameters
+    ----------
+    layers : mapping
+        Layer of the model -> what was learnt.
+    model : str
+        The model's fingerprint, or "" where it is not known.
+    tokens : int
+        Calibration tokens, of all texts.
+
+    Examples
+    --------
+    >>> calibration = Calibration.load("smollm2.kvcal")
+    >>> cache = CompressedCache(model, "trellis:bits=4", calibration=calibration)
+    """
+
+    layers: Mapping[int, LayerCalibration]
+    model: str = ""
+    tokens: int = 0
+
+    def select(self, layers: Sequence[int]) -> Calibration:
+        """Return the calibration of some layers, numbered from 0 in the order given."""
+        held = {i: self.layers[x] for i, x in enumerate(layers) if x in self.layers}
+        return Calibration(held, self.model, self.tokens)
+
+    def to(self, device: torch.device | str) -> Calibration:
+        """Return the calibration with its tensors on a device."""
+
+        def moved(held: Mapping[str, State]) -> dict[str, State]:
+            return {n: {part: x.to(device) for part, x in s.items()} for n, s in held.items()}
+
+        layers = {i: replace(x, k=moved(x.k), v=moved(x.v)) for i, x in self.layers.items()}
+        return replace(self, layers=layers)
+
+    def states(
+        self, specs: Sequence[Spec], geometry: CacheGeometry
+    ) -> dict[int, tuple[State, State]]:
+        """Return what the codecs of a cache learnt, layer by layer, for `create_cache`.
+
+        Parameters
+        ----------
+        specs : sequence of Spec
+            One per layer.
+        geometry : CacheGeometry
+            Layers of another shape are left out.
+
+        Raises
+        ------
+        SpecError
+            A method learns, and what it learns is not here.
+        """
+        shape = geometry.num_kv_heads, geometry.head_dim, geometry.value_dim
+        found: dict[int, tuple[State, State]] = {}
+        for index, spec in enumerate(specs):
+            held = self.layers.get(index)
+            if held is not None and (held.heads, held.key_dim, held.value_dim) != shape:
+                continue
+            k = self._state(index, "k", spec.key, geometry)
+            v = self._state(index, "v", spec.value, geometry)
+            if k or v:
+                found[index] = k, v
+        return found
+
+    def _state(self, layer: int, side: str, method: Method, geometry: CacheGeometry) -> State:
+        dim = geometry.head_dim if side == "k" else geometry.value_dim
+        make = method.key_codec if side == "k" else method.value_codec
+        codec = make(dim, geometry.dtype or torch.float32)
+        if not isinstance(codec, FittedCodec) or not isinstance(method, FittedMethod):
+            return {}
+        held = self.layers.get(layer)
+        known: Mapping[str, State] = {} if held is None else held.k if side == "k" else held.v
+        if method.learnt_name() not in known:
+            there = ", ".join(sorted(known)) or "nothing"
+            raise SpecError(
+                f"the calibration has nothing of {method.learnt_name()!r} for {side.upper()} of "
+                f"layer {layer} (it has {there}): run kvpact calibrate with --spec for this spec"
+            )
+        return known[method.learnt_name()]
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a file (safetensors with checksums): whole, or not at all.
+
+        Raises
+        ------
+        OSError
+            It can't be written; what was there before is there still.
+        """
+        files.write(path, self._header(), self._tensors())
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Calibration:
+        """Read a file and check all of it.
+
+        Raises
+        ------
+        FormatError
+            It is no calibration, of an unknown version, or damaged.
+        IntegrityError
+            Something was changed.
+        FileNotFoundError
+            There is no such file.
+        """
+        header, tensors = files.read(path)
+        layers = {}
+        for index, (layer, data) in enumerate(header["layers"].items()):
+            sides: list[dict[str, State]] = []
+            for side in files.SIDES:
+                sides.append(
+                    {
+                        method: {name: tensors[f"{index}.{side}.{i}.{name}"] for name in names}
+                        for i, (method, names) in enumerate(data[side].items())
+                    }
+                )
+            layers[int(layer)] = LayerCalibration(*data["shape"], *sides)
+        return cls(layers, header["model"], header["tokens"])
+
+    def _header(self) -> dict[str, Any]:
+        layers = {
+            str(layer): {
+                "shape": [held.heads, held.key_dim, held.value_dim],
+                "k": {name: sorted(state) for name, state in held.k.items()},
+                "v": {name: sorted(state) for name, state in held.v.items()},
+            }
+            for layer, held in sorted(self.layers.items())
+        }
+        return {"layers": layers, "model": self.model, "tokens": self.tokens}
+
+    def _tensors(self) -> list[dict[str, Tensor]]:
+        """Return the tensors of each layer, by name in the file."""
+        found = []
+        for index, (_, held) in enumerate(sorted(self.layers.items())):
+            found.append(
+                {
+                    f"{index}.{side}.{i}.{name}": state[name]
+                    for side, methods in (("k", held.k), ("v", held.v))
+                    for i, state in enumerate(methods.values())
+                    for name in sorted(state)
+                }
+            )
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for layer in self._tensors() for x in layer.values())
+
+    def __repr__(self) -> str:
+        names = sorted({n for x in self.layers.values() for n in (*x.k, *x.v)})
+        return (
+            f"Calibration(layers={len(self.layers)}, tokens={self.tokens}, "
+            f"methods={', '.join(names)}, nbytes={self.nbytes})"
+        )

@@ -1,0 +1,72 @@
+"""Learning what methods learn of one layer, from tokens that a model computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kvpact.calibration.base import LayerCalibration, State
+from kvpact.errors import SpecError
+from kvpact.key_rotation import KeyRotation
+from kvpact.methods.fitted import Calibrating, FittedCodec, FittedMethod
+from kvpact.spec import Spec
+
+
+class LayerTokens(NamedTuple):
+    """Calibration tokens of one layer, rows of equal length, from position 0 on.
+
+    Parameters
+    ----------
+    k, v : Tensor
+        `[B, H_kv, T, D]` and `[B, H_kv, T, D_v]`, as a cache stores them; keys without their
+        offset, where there is one.
+    query_energy : Tensor
+        `[B, H_kv, T, D]` fp32: mean square of the queries over the query heads of each KV head.
+    output_energy : Tensor, optional
+        `[H_kv, D_v]`: squares of what the output projection makes of each channel of V, summed.
+    rotation : KeyRotation, optional
+        What turned the keys by their positions.
+    """
+
+    k: Tensor
+    v: Tensor
+    query_energy: Tensor
+    output_energy: Tensor | None = None
+    rotation: KeyRotation | None = None
+
+
+def calibrate_layer(tokens: LayerTokens, specs: Sequence[Spec]) -> LayerCalibration:
+    """Return what the methods of specs learn of a layer.
+
+    Parameters
+    ----------
+    tokens : LayerTokens
+        Of the layer.
+    specs : sequence of Spec
+        Methods that learn nothing are left out.
+
+    Raises
+    ------
+    SpecError
+        No method of the specs learns.
+    GeometryError, NonFiniteError
+        Tokens of the wrong shape, or with NaN or infinity.
+    """
+    k: dict[str, State] = {}
+    v: dict[str, State] = {}
+    for spec in specs:
+        for side, method, x in ((k, spec.key, tokens.k), (v, spec.value, tokens.v)):
+            make = method.key_codec if side is k else method.value_codec
+            codec = make(x.shape[3], x.dtype)
+            if not isinstance(codec, FittedCodec) or not isinstance(method, FittedMethod):
+                continue
+            known = Calibrating(
+                tokens.v, tokens.query_energy, tokens.output_energy, tokens.rotation, method.sinks
+            )
+            side[method.learnt_name()] = codec.calibrated(x, known).state()
+    if not k and not v:
+        names = ", ".join(map(str, specs))
+        raise SpecError(f"none of these methods learns from tokens: {names}")
+    return LayerCalibration(tokens.k.shape[1], tokens.k.shape[3], tokens.v.shape[3], k, v)

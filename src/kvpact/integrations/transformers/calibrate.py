@@ -1,0 +1,142 @@
+"""Calibrating methods to a transformers model: texts run through it, layers are learnt from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.calibration import Calibration, LayerTokens, calibrate_layer
+from kvpact.errors import GeometryError
+from kvpact.integrations.fingerprint import model_fingerprint
+from kvpact.integrations.transformers.offsets import (
+    key_layout,
+    key_offsets,
+    modules_named,
+    rope_by_length,
+)
+from kvpact.integrations.transformers.record import SeenLayer, seen_attention
+from kvpact.kernels import RowOffset
+from kvpact.key_rotation import KeyRotation
+from kvpact.spec import Spec
+
+LEAST_TOKENS = 128
+"""Of a text: with fewer there is nothing to tell channels apart by."""
+_OUTPUTS = ("o_proj", "out_proj", "dense")
+
+
+def calibrate(
+    model: Any,
+    texts: Sequence[Tensor],
+    specs: Sequence[Spec],
+    *,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Calibration:
+    """Return what the methods of specs learn of a model from texts.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A decoder; left as it was.
+    texts : sequence of Tensor
+        int64 ``[N]`` token ids; each is cut to the shortest one's length. Some 4,000 tokens in all
+        are enough for `pca`, of another kind than the texts to come if these are not known.
+    specs : sequence of Spec
+        Those that learn nothing are left out.
+    progress : callable, optional
+        ``progress(done, total, what)`` after each text and layer.
+
+    Returns
+    -------
+    Calibration
+        By layer of the model; for `CompressedCache`, `PrefixCache` and `create_cache`.
+
+    Raises
+    ------
+    GeometryError
+        No text, or one of fewer than 128 tokens.
+    SpecError
+        No method of the specs learns from tokens.
+    KVPactError
+        A model whose attention can't be seen (see `seen_attention`).
+    """
+    length = min(map(len, texts), default=0)
+    if length < LEAST_TOKENS:
+        raise GeometryError(
+            f"the shortest calibration text has {length} tokens; give texts of {LEAST_TOKENS} or "
+            "more each, some 4,000 in all"
+        )
+    rotations, outputs, offsets = key_rotations(model), output_energies(model), key_offsets(model)
+    rows: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    total = len(texts)
+    for index, text in enumerate(texts):
+        seen = seen_attention(model, text[:length])
+        for layer, held in seen.layers.items():
+            rows.setdefault(layer, []).append((held.k, held.v, query_energy(held)))
+        total = len(texts) + len(rows)
+        if progress is not None:
+            progress(index + 1, total, f"text {index + 1}")
+    found = {}
+    for count, layer in enumerate(sorted(rows)):
+        k, v, energy = (
+            torch.cat(parts).float().cpu() for parts in zip(*rows.pop(layer), strict=True)
+        )
+        if layer in offsets:
+            k = RowOffset(offsets[layer]).without(k, 0)
+        tokens = LayerTokens(k, v, energy, outputs.get(layer), rotations.get(layer))
+        found[layer] = calibrate_layer(tokens, specs)
+        if progress is not None:
+            progress(len(texts) + count + 1, total, f"layer {layer}")
+    return Calibration(found, model_fingerprint(model), length * len(texts))
+
+
+def query_energy(seen: SeenLayer) -> Tensor:
+    """Return the mean square of queries over the heads of each KV head, `[1, H_kv, T, D]` fp32."""
+    queries = torch.unflatten(seen.q.float(), 1, (seen.k.shape[1], -1))
+    return queries.square().mean(2)
+
+
+def key_rotations(model: Any) -> dict[int, KeyRotation]:
+    """Return what turns a model's keys by their positions, by layer; nothing where it is not known.
+
+    That is where the model has no RoPE, one whose frequencies depend on the text's length, or
+    positions of several axes (images).
+    """
+    config = model.config.get_text_config(decoder=True)
+    data = config.to_dict()
+    if rope_by_length(data) or "mrope_section" in str(data):
+        return {}
+    kinds = getattr(config, "layer_types", None) or []
+    found = {}
+    rotary = next((m for _, m in modules_named(model, "rotary_emb")), None)
+    for _, attention in modules_named(model, "self_attn", "attention"):
+        layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
+        kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
+        frequencies = getattr(rotary, f"{kind}_inv_freq", getattr(rotary, "inv_freq", None))
+        if layer is not None and layout is not None and isinstance(frequencies, Tensor):
+            found[layer] = KeyRotation.of(frequencies, layout)
+    return found
+
+
+def output_energies(model: Any) -> dict[int, Tensor]:
+    """Return the squares of what the output projections make of V's channels, by layer.
+
+    `[H_kv, D_v]`, summed over the query heads of each KV head; layers whose projection is not found
+    are left out.
+    """
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    found = {}
+    for _, attention in modules_named(model, "self_attn", "attention"):
+        layer = getattr(attention, "layer_idx", None)
+        linear = next((x for name in _OUTPUTS if (x := getattr(attention, name, None))), None)
+        weight: Any = getattr(linear, "weight", None)
+        plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
+        columns = config.num_attention_heads * (getattr(attention, "head_dim", None) or 0)
+        if layer is None or not plain or weight.is_meta or weight.shape[1] != columns:
+            continue
+        energy = weight.detach().double().square().sum(0).cpu()
+        found[layer] = energy.view(heads, -1, attention.head_dim).sum(1)
+    return found

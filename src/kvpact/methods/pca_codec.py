@@ -1,0 +1,280 @@
+"""The codec of `pca`: components of a token of all heads as one string of bits."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.arithmetic import divide, square_root, tree_sum
+from kvpact.errors import GeometryError
+from kvpact.formats import TokenField
+from kvpact.formats.bitstring import pack_bits, unpack_bits
+from kvpact.key_rotation import KeyRotation
+from kvpact.methods.base import Arrays
+from kvpact.methods.fitted import Calibrating, FittedCodec
+from kvpact.methods.pca_learning import (
+    key_weights,
+    principal_components,
+    small_values,
+    value_weights,
+)
+from kvpact.quantizers import trellis
+from kvpact.quantizers.numbers import from_e5m3, to_e5m3
+from kvpact.transforms.subspace import expand, project
+
+MOST_BITS = 6
+LEAST_BYTES = 3
+"""Of a token and head: scale, flag, and a bit for each number of the shortest trellis."""
+_SIDE = (8, 2)  # bits of the scale and of the flag, in front of the codes
+_DISTORTION = (1.0, 0.2957, 0.0827, 0.0225, 0.0062, 0.0017, 0.00045)
+_ROTATION = ("frequencies", "channels")
+
+
+_BETWEEN = 0.7
+"""Error between levels, relative to that of normal numbers: components are rarely as wide."""
+_FACTORS = tuple(2 ** (j / 4) for j in range(-4, 13))
+
+
+class _Tables(NamedTuple):
+    """What a fitted codec computes with: C numbers of a token, n components with bits.
+
+    `bases` `[3, C]`: what may be subtracted, both means and nothing; `weight` `[C]`; `basis`
+    `[1, C, n]`; of each component, `[n]`: its deviation, what its error counts, its largest level,
+    and its expected error at a scale of 1.
+    """
+
+    bases: Tensor
+    weight: Tensor
+    basis: Tensor
+    deviation: Tensor
+    importance: Tensor
+    largest: Tensor
+    distortion: Tensor
+
+
+class _Chosen(NamedTuple):
+    """Of each token: expected error, number of its base, scale and components, `[B, T, 1 or n]`."""
+
+    cost: Tensor
+    flag: Tensor
+    size: Tensor
+    y: Tensor
+
+
+class PcaCodec(FittedCodec):
+    """All heads of a token together.
+
+    Parameters
+    ----------
+    dim, bits, states
+        As in `PCA`, `dim` the width of one head.
+    key : bool
+        Whether it is for keys, whose rotation is a part of the state then.
+    """
+
+    joint = True
+
+    def __init__(self, dim: int, bits: float, states: int, key: bool) -> None:
+        super().__init__(dim)
+        self._states, self._key = states, key
+        self._size = max(int(bits * dim / 8 + 1e-9), LEAST_BYTES)
+        self._bits: list[int] = []
+        self.fields = (TokenField("codes", self._size, torch.uint8, "codes"),)
+
+    def state_bytes(self, heads: int) -> int:
+        """Return the bytes of means, weights, components and deviations; RoPE's come on top."""
+        width = heads * self._dim
+        return width * (2 * 4 + 2 + 2 * width + 4)
+
+    @property
+    def unplanned(self) -> str:
+        """A rotation is a few bytes more."""
+        return "pca: the frequencies of RoPE, with calibration" if not self.fitted else ""
+
+    def _learn(self, x: Tensor) -> dict[str, Tensor]:
+        return principal_components(_joint(x))
+
+    def calibrated(self, x: Tensor, known: Calibrating) -> PcaCodec:
+        """Return a codec with weights and two means, for keys as they are before RoPE."""
+        self.fit(x[:, :, :1])  # checks the shape
+        heads, sinks = x.shape[1], known.sinks if x.shape[2] > known.sinks else 0
+        small = small_values(_joint(known.v[:, :, sinks:]))
+        weight, rotation = None, known.rotation if self._key else None
+        channels = torch.zeros(0, 2) if rotation is None else rotation.channels
+        if self._key:
+            energy = known.query_energy[:, :, sinks:].double().mean((0, 2))
+            weight = key_weights(energy, channels)
+        elif known.output_energy is not None:
+            weight = value_weights(known.output_energy)
+        if rotation is not None:
+            positions = torch.arange(x.shape[2], device=x.device).view(1, 1, -1)
+            x = rotation.turn(x.to(torch.float32, copy=True), positions, back=True)
+        if weight is not None and len(weight) != heads * self._dim:
+            raise GeometryError(f"{len(weight)} weights for {heads} heads of width {self._dim}")
+        state = principal_components(_joint(x[:, :, sinks:]), small, weight)
+        return self.restore(state | dict(zip(_ROTATION, rotation or (), strict=False)))
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        names, rotated = {"mean", "weight", "basis", "deviation"}, set(_ROTATION)
+        known = [names, names | rotated] if self._key else [names]
+        self._check(set(state) in known, ", ".join(sorted(state)))
+        width = state["deviation"].numel()
+        shapes = {"mean": (2, width), "weight": (width,), "basis": (width, width)}
+        for name, shape in {**shapes, "deviation": (width,)}.items():
+            tensor = state[name]
+            good = tuple(tensor.shape) == shape and tensor.is_floating_point()
+            self._check(good and bool(tensor.isfinite().all()), name)
+        self._check(width > 0 and width % self._dim == 0, "width")
+        deviation = state["deviation"]
+        self._check(bool((deviation > 0).all() and (deviation.diff() <= 0).all()), "deviation")
+        self._check(bool((state["weight"] > 0).all()), "weight")
+        if rotated <= set(state):
+            KeyRotation(*(state[name] for name in _ROTATION)).check(self._dim)
+
+    def _set(self, state: Mapping[str, Tensor]) -> None:
+        super()._set(state)
+        heads = state["deviation"].numel() // self._dim
+        room = 8 * heads * self._size - sum(_SIDE)
+        self._bits = allocated_bits(state["deviation"].tolist(), room)
+        self.rotation = None
+        if "frequencies" in state:
+            self.rotation = KeyRotation(*(state[name] for name in _ROTATION))
+
+    @property
+    def component_bits(self) -> tuple[int, ...]:
+        """Bits of each component that has any, the largest first."""
+        return tuple(self._bits)
+
+    def _tables(self) -> _Tables:
+        """Return what encoding and decoding compute with, in fp32.
+
+        There are as many components as the shortest trellis needs, the last ones nothing where a
+        token has fewer numbers.
+        """
+        count, state = len(self._bits), self._state
+        basis = state["basis"][:, :count].to(torch.float32)
+        missing = count - basis.shape[1]
+        deviation = state["deviation"][:count].to(torch.float32)
+        deviation = torch.nn.functional.pad(deviation, (0, missing), value=float(deviation[-1]))
+        largest = [
+            float(trellis.levels(k, basis.device)[-1]) * trellis.UNITS[k] for k in self._bits
+        ]
+        between = [_BETWEEN * _DISTORTION[k] for k in self._bits]
+        return _Tables(
+            torch.nn.functional.pad(state["mean"].to(torch.float32), (0, 0, 0, 1)),
+            state["weight"].to(torch.float32),
+            torch.nn.functional.pad(basis, (0, missing)).unsqueeze(0),
+            deviation,
+            (deviation / deviation[0]).square(),
+            torch.tensor(largest, device=basis.device),
+            torch.tensor(between, device=basis.device),
+        )
+
+    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+        heads = x.shape[1]
+        self._check_heads(heads)
+        tables = self._tables()
+        chosen = _chosen_base(x.transpose(1, 2).flatten(2), tables)
+        scale = to_e5m3(chosen.size, "size of a token")
+        empty = scale == 0
+        n = torch.where(empty, torch.ones_like(chosen.size), from_e5m3(scale))
+        states = trellis.states_of(len(self._bits), self._states)
+        codes = trellis.encode_mixed(chosen.y / n, self._bits, tables.importance, states)
+        whole = torch.cat([scale, chosen.flag, codes.masked_fill(empty, 0)], -1)
+        return {"codes": pack_bits(whole, (*_SIDE, *self._bits), heads, self._size)}
+
+    def _decode(self, arrays: Arrays) -> Tensor:
+        data = arrays["codes"]
+        heads = data.shape[1]
+        self._check_heads(heads)
+        whole = unpack_bits(data, (*_SIDE, *self._bits))
+        scale, flag, codes = torch.tensor_split(whole, (1, 2), -1)
+        states, tables = trellis.states_of(len(self._bits), self._states), self._tables()
+        y = trellis.lookup_mixed(codes, self._bits, states) * from_e5m3(scale) * tables.deviation
+        z = expand(y.unsqueeze(1), tables.basis).squeeze(1) / tables.weight
+        joint = z + tables.bases[flag.squeeze(-1).to(torch.int64)]
+        return torch.unflatten(joint, -1, (heads, self._dim)).transpose(1, 2).contiguous()
+
+    def _check_heads(self, heads: int) -> None:
+        known = self._state["deviation"].numel() // self._dim
+        if heads != known:
+            raise GeometryError(f"the codec was fitted to {known} heads, these tokens have {heads}")
+
+
+def _chosen_base(joint: Tensor, tables: _Tables) -> _Chosen:
+    """Return tokens `[B, T, C]` less the base with which their error is expected least."""
+    chosen = None
+    for index, base in enumerate(tables.bases):
+        rest = (joint - base) * tables.weight
+        y = project(rest.unsqueeze(1), tables.basis).squeeze(1) / tables.deviation
+        size, cost = _best_scale(y, tables)
+        inside = tree_sum((y * tables.deviation).square())
+        left_out = (tree_sum(rest.square()) - inside).clamp(min=0)
+        cost = left_out + cost * tables.deviation[0].square()
+        other = _Chosen(cost, torch.full_like(cost, index).to(torch.uint8), size, y)
+        if chosen is None:
+            chosen = other
+            continue
+        closer = cost < chosen.cost
+        pairs = zip(other, chosen, strict=True)
+        chosen = _Chosen(*(torch.where(closer, new, old) for new, old in pairs))
+    assert chosen is not None
+    return chosen
+
+
+def _best_scale(y: Tensor, tables: _Tables) -> tuple[Tensor, Tensor]:
+    """Return the scale of least expected error of each token, and that error, `[B, T, 1]`.
+
+    Expected are the square error of what is beyond the largest level, and of what lies between
+    levels; the scale is one of a few around the components' root mean square.
+    """
+    size = square_root(divide(tree_sum(y.square()), float(y.shape[-1])))
+    best, cost, magnitude = size, torch.full_like(size, torch.inf), y.abs()
+    for factor in _FACTORS:
+        n = size * factor
+        beyond = (magnitude - n * tables.largest).clamp(min=0).square()
+        found = tree_sum((beyond + n.square() * tables.distortion) * tables.importance)
+        best, cost = torch.where(found < cost, n, best), torch.minimum(found, cost)
+    return best, cost
+
+
+def _joint(x: Tensor) -> Tensor:
+    """Return tokens `[B, H, T, D]` of all heads together, `[B T, H D]`."""
+    return x.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def allocated_bits(deviation: Sequence[float], room: int) -> list[int]:
+    """Return the bits of each component, the largest first, without those that have none.
+
+    Parameters
+    ----------
+    deviation : sequence of float
+        Of each component, descending.
+    room : int
+        Bits in all. As many components as the shortest trellis needs have one at least.
+
+    Notes
+    -----
+    Bits are given one by one where they take off most error; of equals to the first. Sums are of
+    Python floats in a fixed order, so the result is the same on every machine.
+    """
+    bits = [0] * max(len(deviation), trellis.LEAST)
+    size = [*(s * s for s in deviation), *[0.0] * (len(bits) - len(deviation))]
+
+    def worth(i: int) -> float:
+        return -size[i] * (_DISTORTION[bits[i]] - _DISTORTION[bits[i] + 1])
+
+    for i in range(trellis.LEAST):
+        bits[i] = 1
+    queue = [(worth(i), i) for i in range(len(bits))]
+    heapq.heapify(queue)
+    for _ in range(min(room, MOST_BITS * len(bits)) - trellis.LEAST):
+        _, i = heapq.heappop(queue)
+        bits[i] += 1
+        if bits[i] < MOST_BITS:
+            heapq.heappush(queue, (worth(i), i))
+    return [count for count in bits if count]
