@@ -36,6 +36,7 @@ _ROTATION = ("frequencies", "channels")
 
 _BETWEEN = 0.7
 """Error between levels, relative to that of normal numbers: components are rarely as wide."""
+_AT_A_TIME = 256
 _FACTORS = tuple(2 ** (j / 4) for j in range(-4, 13))
 
 
@@ -57,9 +58,8 @@ class _Tables(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """Of each token: expected error, number of its base, scale and components, `[B, T, 1 or n]`."""
+    """Of each token: the number of its base, scale and components, `[B, T, 1 or n]`."""
 
-    cost: Tensor
     flag: Tensor
     size: Tensor
     y: Tensor
@@ -207,39 +207,37 @@ class PcaCodec(FittedCodec):
 
 def _chosen_base(joint: Tensor, tables: _Tables) -> _Chosen:
     """Return tokens `[B, T, C]` less the base with which their error is expected least."""
-    chosen = None
-    for index, base in enumerate(tables.bases):
-        rest = (joint - base) * tables.weight
-        y = project(rest.unsqueeze(1), tables.basis).squeeze(1) / tables.deviation
-        size, cost = _best_scale(y, tables)
-        inside = tree_sum((y * tables.deviation).square())
-        left_out = (tree_sum(rest.square()) - inside).clamp(min=0)
-        cost = left_out + cost * tables.deviation[0].square()
-        other = _Chosen(cost, torch.full_like(cost, index).to(torch.uint8), size, y)
-        if chosen is None:
-            chosen = other
-            continue
-        closer = cost < chosen.cost
-        pairs = zip(other, chosen, strict=True)
-        chosen = _Chosen(*(torch.where(closer, new, old) for new, old in pairs))
-    assert chosen is not None
-    return chosen
+    rest = (joint.unsqueeze(1) - tables.bases.unsqueeze(1)) * tables.weight
+    y = project(rest, tables.basis) / tables.deviation
+    parts = [_best_scale(part, tables) for part in torch.split(y, _AT_A_TIME, 2)]
+    size, cost = (torch.cat(found, 2) for found in zip(*parts, strict=True))
+    inside = tree_sum((y * tables.deviation).square())
+    left_out = (tree_sum(rest.square()) - inside).clamp(min=0)
+    cost = left_out + cost * tables.deviation[0].square()
+    cost = cost.masked_fill(cost.isnan(), torch.inf)  # squares beyond fp32
+    flag = torch.zeros_like(cost[:, 0], dtype=torch.uint8)
+    best, chosen, scale = cost[:, 0], y[:, 0], size[:, 0]
+    for index in range(1, len(tables.bases)):
+        closer = cost[:, index] < best
+        flag = flag.masked_fill(closer, index)
+        best = torch.where(closer, cost[:, index], best)
+        chosen = torch.where(closer, y[:, index], chosen)
+        scale = torch.where(closer, size[:, index], scale)
+    return _Chosen(flag, scale, chosen)
 
 
 def _best_scale(y: Tensor, tables: _Tables) -> tuple[Tensor, Tensor]:
-    """Return the scale of least expected error of each token, and that error, `[B, T, 1]`.
+    """Return the scale of least expected error of each token, and that error, `[…, 1]`.
 
     Expected are the square error of what is beyond the largest level, and of what lies between
     levels; the scale is one of a few around the components' root mean square.
     """
     size = square_root(divide(tree_sum(y.square()), float(y.shape[-1])))
-    best, cost, magnitude = size, torch.full_like(size, torch.inf), y.abs()
-    for factor in _FACTORS:
-        n = size * factor
-        beyond = (magnitude - n * tables.largest).clamp(min=0).square()
-        found = tree_sum((beyond + n.square() * tables.distortion) * tables.importance)
-        best, cost = torch.where(found < cost, n, best), torch.minimum(found, cost)
-    return best, cost
+    n = size.unsqueeze(-1) * torch.tensor(_FACTORS, device=y.device).view(-1, 1)
+    beyond = (y.abs().unsqueeze(-2) - n * tables.largest).clamp(min=0).square()
+    found = tree_sum((beyond + n.square() * tables.distortion) * tables.importance).squeeze(-1)
+    cost, which = found.min(-1, keepdim=True)
+    return n.squeeze(-1).gather(-1, which), cost
 
 
 def _joint(x: Tensor) -> Tensor:
