@@ -68,6 +68,11 @@ OWN_OPTIONS = {
         "energy": st.floats(0, 1),
         "per_head": st.booleans(),
     },
+    "pca": {
+        "bits": st.floats(0.5, 6),
+        "lean": st.floats(0, 0.9),
+        "states": st.sampled_from([8, 16]),
+    },
     "vq": {
         "codebook_size": st.integers(2, 65536),
         "dims": st.integers(1, 64),
@@ -113,7 +118,7 @@ SPECS = st.one_of(
 def test_strategies_cover_every_method_and_option():
     assert set(OWN_OPTIONS) == set(METHODS) == {
         "none", "fp8", "int", "turboquant", "kivi", "kvarn", "polarquant", "qjl",
-        "lowrank", "vq", "hybrid", "trellis",
+        "lowrank", "pca", "vq", "hybrid", "trellis",
     }  # fmt: skip
     for name, cls in METHODS.items():
         assert set(option_types(cls)) == {*OWN_OPTIONS[name], *COMMON}
@@ -206,7 +211,7 @@ REFUSED = {
     "  ": "a spec is text such as",
     "turboquat": "did you mean 'turboquant'",
     "TurboQuant:bits=4": "did you mean 'turboquant'",
-    "zzz": "Known: fp8, fp8_e4m3, hybrid, int, kivi, kvarn, lowrank, none, polarquant, pqo3",
+    "zzz": "Known: fp8, fp8_e4m3, hybrid, int, kivi, kvarn, lowrank, none, pca, polarquant, pqo3",
     "turboquant:bit=4": f"no option 'bit'; it has {KNOWN_OPTIONS}",
     "kivi:bits=2,centre=64": "no option 'centre'; it has bits, group, sinks, window",
     "turboquant:bits=4,bits=4": "'bits' stands twice",

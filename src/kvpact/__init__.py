@@ -11,7 +11,9 @@ from kvpact.cache import (
     PagedView,
     Step,
     create_cache,
+    recode,
 )
+from kvpact.calibration import Calibration
 from kvpact.compressor import CompressedKV, KVCacheCompressor
 from kvpact.contract import (
     AttendConfig,
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttendConfig",
     "CacheGeometry",
+    "Calibration",
     "CompressedKV",
     "CompressedKVCache",
     "ContiguousCache",
@@ -66,5 +69,6 @@ __all__ = [
     "errors",
     "list_methods",
     "parse_spec",
+    "recode",
     "register_method",
 ]

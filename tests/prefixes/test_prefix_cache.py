@@ -14,7 +14,7 @@ from kvpact.stores import MemoryStore
 from .conftest import GEOMETRY, calibration, fill
 
 METHODS = [name for name, method in list_methods().items() if not isinstance(method, Alias)]
-LEARN = ("lowrank:rank=8", "vq:codebook_size=16", "hybrid:rank=8", "trellis:bits=3")
+LEARN = ("lowrank:rank=8", "vq:codebook_size=16", "hybrid:rank=8", "trellis:bits=3", "pca:bits=2")
 SPECS = [*LEARN, *(n for n in METHODS if n not in [spec.partition(":")[0] for spec in LEARN])]
 
 

@@ -9,6 +9,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.cache.plain import KVCache
 from kvpact.cache.plain_state import KVSnapshot
 from kvpact.cache.protocol import EngineCache
+from kvpact.cache.recode import recode
 from kvpact.cache.sequences import Page
 from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import bytes_per_token, planned_bytes, unplanned
@@ -31,5 +32,6 @@ __all__ = [
     "check_tokens",
     "create_cache",
     "planned_bytes",
+    "recode",
     "unplanned",
 ]

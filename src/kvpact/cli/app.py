@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from kvpact.cli.calibrate import calibrate_command
 from kvpact.cli.console import error_console, printable
 from kvpact.cli.demo import demo
 from kvpact.cli.doctor import doctor
@@ -96,6 +97,7 @@ def _options(
 
 app.command("eval")(evaluate_command)
 app.command("recommend")(recommend_command)
+app.command("calibrate")(calibrate_command)
 app.command()(generate)
 app.command()(size)
 app.command()(methods)

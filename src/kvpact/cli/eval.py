@@ -57,6 +57,7 @@ def evaluate_command(
         "--ablation",
         help="Evaluate each spec as given, with sinks=0,window=0, and packed only.",
     ),
+    calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
 ) -> None:
@@ -69,6 +70,8 @@ def evaluate_command(
         raise InputError(f"--against {against} is not among the specs; take one of them, or none")
     if free_running_steps < 0:
         raise InputError(f"--free-running {free_running_steps} is not possible; take 1 or more")
+    if calibration is not None and len(set(model)) > 1:
+        raise InputError("--calibration is of one model; evaluate the others without it")
     plan = Plan(
         candidates,
         texts_of(text),
@@ -80,6 +83,7 @@ def evaluate_command(
         task_samples if tasks else 0,
         seed,
         told=tuple(dict.fromkeys(specs)),
+        calibration=calibration,
     )
     outcome = run(plan, list(dict.fromkeys(model)), dtype, threads)
     if ablation:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpact.cli.console import note, progress
 from kvpact.cli.eval_tables import show, show_summary
-from kvpact.cli.inputs import check_models, open_model, require, results_folder
+from kvpact.cli.inputs import check_models, load_calibration, open_model, require, results_folder
 from kvpact.evaluate import (
     Candidate,
     EvalResult,
@@ -46,6 +46,7 @@ class Plan:
     task_samples: int = 0
     seed: int = 0
     told: tuple[str, ...] = ()
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outco
             network, tokenizer = open_model(name, dtype, threads)
             for line in known_cautions(plan.told, network):
                 note(line)
+            known = load_calibration(plan.calibration, network)
+            plan = replace(
+                plan, candidates=[replace(c, calibration=known) for c in plan.candidates]
+            )
             if plan.free_running:
                 check_steps(plan.tokens, plan.free_running, plan.chunk, positions(network))
             # Made before anything runs: a text that is too short for tasks is told at once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvpact.cli.inputs import (
     candidate_of,
     check_positions,
     continued,
+    load_calibration,
     open_model,
     prompt_text,
 )
@@ -76,6 +77,7 @@ def generate(
     seed: int = typer.Option(0, help="Seed for sampling."),
     chunk: int | None = typer.Option(None, min=1, help="Tokens per prefill chunk."),
     chat: bool = typer.Option(False, "--chat", help="Put the prompt into the chat template."),
+    calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
     prefix_store: str | None = typer.Option(
         None,
@@ -83,22 +85,32 @@ def generate(
         help="Load the longest known prefix from this store (directory or URL); save new ones.",
         show_default=False,
     ),
+    storage: str | None = typer.Option(
+        None,
+        metavar="SPEC",
+        help="Store prefixes by this spec, such as pca:bits=1.5 (with --calibration).",
+        show_default=False,
+    ),
     tenant: str | None = typer.Option(None, help="Tenants share no prefixes.", show_default=False),
     password: str | None = PASSWORD,
     threads: int | None = options.THREADS,
 ) -> None:
     """Generate text on a compressed cache; prints memory and speed."""
+    if storage is not None and prefix_store is None:
+        raise InputError("--storage goes with --prefix-store")
     candidate, text = candidate_of(spec), prompt_text(file, prompt, "continue")
     network, tokenizer = open_model(model, dtype, threads)
     ids = encode(tokenizer, text, chat=chat)
     check_positions(network, ids.shape[1], max_new_tokens)
+    known = load_calibration(calibration, network)
+    candidate = replace(candidate, calibration=known)
     cache = compressed_cache(network, candidate)
     sampling: dict[str, Any] = {}
     if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
     stream, started = Stream(tokenizer), time.perf_counter()
-    with prefix_of(prefix_store, network, cache, tenant, password) as prefix:
+    with prefix_of(prefix_store, network, cache, tenant, password, storage, known) as prefix:
         prefix.load(ids)
         sampling |= {"prefill_chunk_size": chunk, "streamer": stream}
         prefix.save(continued(network, ids, cache, max_new_tokens, **sampling))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kvpact.calibration import Calibration
 from kvpact.cli.console import note
 from kvpact.errors import BackendUnavailable, KVPactError
 from kvpact.evaluate import Candidate
@@ -154,6 +155,18 @@ def open_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
     set_verbosity(logging.ERROR)  # its advice is about options that these commands do not have
     note(f"loading model {name}")
     return load_model(name, dtype=torch_dtype)
+
+
+def load_calibration(path: Path | None, network: Any) -> Calibration | None:
+    """Return what a file holds, and say so if it was made of another model."""
+    if path is None:
+        return None
+    from kvpact.integrations.fingerprint import model_fingerprint
+
+    found = Calibration.load(path)
+    if found.model and found.model != model_fingerprint(network):
+        note(f"{path} was made of another model, or of this one in another dtype")
+    return found
 
 
 def check_positions(model: Any, tokens: int, new: int = 0) -> None:

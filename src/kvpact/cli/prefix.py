@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvpact.calibration import Calibration
 from kvpact.cli.console import note
 from kvpact.cli.store import opened
 from kvpact.errors import StoreError
@@ -49,7 +50,13 @@ class Prefix:
 
 @contextmanager
 def prefix_of(
-    url: str | None, model: Any, cache: Any, tenant: str | None, password: str | None
+    url: str | None,
+    model: Any,
+    cache: Any,
+    tenant: str | None,
+    password: str | None,
+    storage: str | None = None,
+    calibration: Calibration | None = None,
 ) -> Iterator[Prefix]:
     """Open a store, which is made if need be, for the prefixes of a model; None: there is none."""
     if url is None:
@@ -62,4 +69,13 @@ def prefix_of(
         begin = time.perf_counter()
         fingerprint = model_fingerprint(model)
         row = ("  fingerprint of the model", f"{time.perf_counter() - begin:.2f}")
-        yield Prefix(prefix_cache(store, model, cache, fingerprint=fingerprint, tenant=tenant), row)
+        prefixes = prefix_cache(
+            store,
+            model,
+            cache,
+            fingerprint=fingerprint,
+            tenant=tenant,
+            storage=storage,
+            calibration=calibration if storage else None,
+        )
+        yield Prefix(prefixes, row)

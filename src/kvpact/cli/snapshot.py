@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
 
+from kvpact.cache import recode
+from kvpact.calibration import Calibration
 from kvpact.cli import options
 from kvpact.cli.console import (
     literal,
@@ -25,6 +28,7 @@ from kvpact.cli.inputs import (
     candidate_of,
     check_positions,
     continued,
+    load_calibration,
     open_model,
     prompt_text,
 )
@@ -49,6 +53,13 @@ def save(
     file: Path | None = options.FILE,
     spec: str = options.SPEC,
     model: str = options.MODEL,
+    storage: str | None = typer.Option(
+        None,
+        metavar="SPEC",
+        help="Save it by this spec, such as pca:bits=1.5 (with --calibration).",
+        show_default=False,
+    ),
+    calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
     chunk: int = typer.Option(CHUNK, min=1, help="Tokens per prefill chunk."),
     adapter: str | None = _ADAPTER,
@@ -64,12 +75,16 @@ def save(
     ids = encode(tokenizer, text).to(network.device)
     length = ids.shape[1]
     check_positions(network, length)
+    known = load_calibration(calibration, network)
+    candidate = replace(candidate, calibration=known)
     cache = compressed_cache(network, candidate)
     with progress("prefill") as report, torch.no_grad():
         for start in range(0, length, chunk):
             network(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)
             report(min(start + chunk, length), length, "tokens")
     held = cache.snapshot(token_ids=ids, identity=_identity(network, adapter, tenant))
+    if storage is not None:
+        held = recode(held, storage, calibration=known, device=network.device)
     held.save(out)
     exact = cache.stats()["values"] * 2
     grid = table(("snapshot", literal(out)))
@@ -128,6 +143,10 @@ def verify(paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snap
 def restore(
     path: Path = _PATH,
     prompt: str | None = typer.Argument(None, help="Text that follows the snapshot's."),
+    spec: str | None = typer.Option(
+        None, help="Spec to continue with; the file's own if omitted.", show_default=False
+    ),
+    calibration: Path | None = options.CALIBRATION,
     model: str = options.MODEL,
     max_new_tokens: int = options.NEW_TOKENS,
     adapter: str | None = _ADAPTER,
@@ -143,8 +162,12 @@ def restore(
     network, tokenizer = open_model(model, dtype, threads)
     held.require(**_identity(network, adapter, tenant).to_json())
     # Snapshots from before key offsets go on without them.
-    offsets = held.manifest.version > 1
-    cache = compressed_cache(network, Candidate(_recipe(held)), offsets)
+    offsets = spec is not None or held.manifest.version > 1
+    known = load_calibration(calibration, network)
+    candidate = Candidate(spec or _recipe(held), calibration=known)
+    cache = compressed_cache(network, candidate, offsets)
+    if spec is not None:
+        held = recoded(held, spec, known, network)
     cache.restore(held, device=network.device)
     if prompt:
         more = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -154,6 +177,14 @@ def restore(
     check_positions(network, ids.shape[1], max_new_tokens)
     note(f"{held.tokens} tokens restored")
     continued(network, ids, cache, max_new_tokens, streamer=Stream(tokenizer))
+
+
+def recoded(held: Snapshot, spec: str, known: Calibration | None, network: Any) -> Snapshot:
+    """Return a snapshot for a cache of a model, by another spec."""
+    from kvpact.integrations.transformers import key_offsets
+
+    offsets = key_offsets(network)
+    return recode(held, spec, calibration=known, key_offsets=offsets, device=network.device)
 
 
 def _identity(model: Any, adapter: str | None, tenant: str | None) -> Identity:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Protocol
 
+from kvpact.calibration import Calibration
 from kvpact.errors import KVPactError
 from kvpact.evaluate.metrics import TokenScores
 from kvpact.recipe import SpecLike, layer_specs
@@ -35,10 +36,13 @@ class Candidate:
         A spec, or a recipe (one spec a layer).
     packed_only : bool
         No exact sinks, no window, and new tokens attend to one another as stored, too.
+    calibration : Calibration, optional
+        What methods that learn learnt of the model; without it they learn from the text.
     """
 
     source: SpecLike
     packed_only: bool = False
+    calibration: Calibration | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_recipe(self) -> bool:

@@ -44,6 +44,7 @@ def compressed_cache(model: PreTrainedModel, candidate: Candidate, offsets: bool
         candidate.spec_for_cache(layers),
         exact_new=not candidate.packed_only,
         key_offsets="auto" if offsets else None,
+        calibration=candidate.calibration,
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpact.errors import FormatError
+
 
 def pack_bits(codes: Tensor, widths: Sequence[int], heads: int, size: int) -> Tensor:
     """Return the bytes of codes, one code behind the other, the lowest bit of each first.
@@ -24,8 +26,15 @@ def pack_bits(codes: Tensor, widths: Sequence[int], heads: int, size: int) -> Te
     -------
     Tensor
         `[B, heads, T, size]` uint8. Bit i of the string is bit `i % 8` of byte `i // 8`.
+
+    Raises
+    ------
+    FormatError
+        The bytes are too few.
     """
     which, shift = _places(widths, codes.device)
+    if len(which) > 8 * heads * size:
+        raise FormatError(f"{len(which)} bits do not fit {heads} times {size} bytes")
     bits = codes[..., which] >> shift & 1
     bits = torch.nn.functional.pad(bits, (0, 8 * heads * size - bits.shape[-1]))
     weights = (1 << torch.arange(8, device=codes.device)).to(torch.uint8)

@@ -184,4 +184,4 @@ class FittedMethod(Method):
         if options is None:
             options = tuple(name for name in option_types(type(self)) if name not in _EXACT)
         given = ",".join(f"{name}={getattr(self, name)}" for name in options)
-        return f"{self.name}/{self.version}:{given}"
+        return f"{self.name}/{self.version}" + (f":{given}" if given else "")

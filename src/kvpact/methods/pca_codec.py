@@ -70,18 +70,21 @@ class PcaCodec(FittedCodec):
 
     Parameters
     ----------
-    dim, bits, states
-        As in `PCA`, `dim` the width of one head.
+    dim : int
+        Width of one head.
+    size : int
+        Bytes of a token and head.
+    states : {8, 16}
+        Of the trellis.
     key : bool
         Whether it is for keys, whose rotation is a part of the state then.
     """
 
     joint = True
 
-    def __init__(self, dim: int, bits: float, states: int, key: bool) -> None:
+    def __init__(self, dim: int, size: int, states: int, key: bool) -> None:
         super().__init__(dim)
-        self._states, self._key = states, key
-        self._size = max(int(bits * dim / 8 + 1e-9), LEAST_BYTES)
+        self._states, self._key, self._size = states, key, size
         self._bits: list[int] = []
         self.fields = (TokenField("codes", self._size, torch.uint8, "codes"),)
 

@@ -35,7 +35,8 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
     def calibrated(self, x: Tensor, known: Calibrating) -> TrellisKeyCodec:
         """Return a codec that learnt from calibration keys and their queries."""
         fitted = self.fit(x)  # checks them
-        context = Context(None, known.sinks, known.query_energy)
+        whole = x.shape[2] // self.group * self.group or x.shape[2]
+        context = Context(None, known.sinks, known.query_energy[:, :, :whole])
         return fitted.restore(self._learn(x.to(torch.float32), context))
 
     def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:

@@ -10,15 +10,24 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
-from kvpact.cache.codecs import layer_codecs
+from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.prefixes import page_keys
 from kvpact.cache.saved import PAGE_TOKENS, least_page_size
-from kvpact.errors import FormatError, GeometryError, IntegrityError, MismatchError, StoreError
+from kvpact.errors import (
+    FormatError,
+    GeometryError,
+    IntegrityError,
+    MismatchError,
+    SpecError,
+    StoreError,
+)
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.prefixes.sources import PrefixSource, source_of
+from kvpact.prefixes.storage import StoredSource
+from kvpact.recipe import SpecLike
 from kvpact.snapshot import Identity
 from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
@@ -37,9 +46,9 @@ class PrefixCache:
     the version of the slots, geometry and dtype, what codecs have learnt, key offsets, model,
     adapter, tenant and chunk size. So entries of unlike kinds never meet, in one store or several.
 
-    Entries hold packed slots as they lie in the cache, and the sink tokens. The window is not
-    saved: a cache that took a prefix reads the prefix's last tokens as stored, until new tokens
-    have come.
+    Entries hold packed slots as they lie in the cache (or as `storage` says), and the sink tokens.
+    The window is not saved: a cache that took a prefix reads the prefix's last tokens as stored,
+    until new tokens have come.
 
     Parameters
     ----------
@@ -56,6 +65,12 @@ class PrefixCache:
     chunk : int, optional
         Tokens per entry, a multiple of 32 and of the methods' groups; the least one from 64 on if
         omitted.
+    storage : str, Spec, path or mapping, optional
+        Spec or recipe by which chunks are stored, such as ``pca:bits=1.5``, if not as they lie in
+        the cache: tokens are compressed anew where they are saved and where they are loaded. Keys
+        depend on it, and no longer on the cache's own spec.
+    calibration : Calibration or mapping, optional
+        What methods of `storage` learnt (``kvpact calibrate``).
     device : torch.device
         Where a contiguous cache's tokens go.
 
@@ -86,6 +101,8 @@ class PrefixCache:
         adapter: str | None = None,
         tenant: str | None = None,
         chunk: int | None = None,
+        storage: SpecLike | None = None,
+        calibration: Calibration | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if not model:
@@ -93,7 +110,13 @@ class PrefixCache:
         self.store = store
         self._unreadable: set[str] = set()
         """Keys that the store affirms and gave nothing usable for: `save` writes them anew."""
-        self._source = source_of(cache, device)
+        self._source: PrefixSource = source_of(cache, device)
+        if storage is not None:
+            self._source = StoredSource(self._source, storage, calibration)
+        elif calibration is not None:
+            raise SpecError(
+                "calibration goes with storage; give the cache its own where it is made"
+            )
         specs, geometry = self._source.specs, self._source.geometry
         least = least_page_size(specs, geometry)
         size = lcm(PAGE_TOKENS, least) if chunk is None else chunk

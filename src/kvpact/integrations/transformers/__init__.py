@@ -14,6 +14,7 @@ except ImportError as error:
 
 from kvpact.integrations.transformers.attention import ATTENTION, register_attention
 from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.calibrate import calibrate
 from kvpact.integrations.transformers.draft import CachedDraft
 from kvpact.integrations.transformers.handles import FallbackWarning
 from kvpact.integrations.transformers.offsets import key_offsets
@@ -26,6 +27,7 @@ __all__ = [
     "CompressedCache",
     "FallbackWarning",
     "PagedBatch",
+    "calibrate",
     "key_offsets",
     "prefix_cache",
     "register_attention",

@@ -92,7 +92,9 @@ def normalises_keys(model: Any) -> bool:
     model : PreTrainedModel
         Its attention modules are looked at.
     """
-    return any(_has_key_norm(module) for _, module in modules_named(model, "self_attn", "attention"))
+    return any(
+        _has_key_norm(module) for _, module in modules_named(model, "self_attn", "attention")
+    )
 
 
 def _has_key_norm(attention: Any) -> bool:

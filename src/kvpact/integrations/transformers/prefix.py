@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from kvpact.cache import ContiguousCache
+from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
 from kvpact.errors import SnapshotError
 from kvpact.integrations.fingerprint import model_fingerprint, require_adapter_name
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.offsets import rope_by_length
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
+from kvpact.prefixes.sources import Codecs
+from kvpact.recipe import SpecLike
 from kvpact.snapshot import Snapshot
 from kvpact.stores import Store
 
@@ -45,9 +48,12 @@ class _Source:
         held = cache.held() or _probed(cache, model)
         self.geometry, self.specs = held.geometry, held.specs
         self.key_offsets = held.key_offsets
+        self._codecs = [held.entry(i).codecs for i in range(len(self.specs))]
 
-    def codecs(self) -> None:
-        """No codec exists before the first tokens."""
+    def codecs(self) -> Codecs | None:
+        """Return the codecs of a calibration; others do not exist before the first tokens."""
+        found = [pair for pair in self._codecs if pair is not None]
+        return found if len(found) == len(self._codecs) else None
 
     def layers(self, seq: int | None) -> list[CacheLayer]:
         held = self._cache.held()
@@ -93,6 +99,8 @@ def prefix_cache(
     adapter: str | None = None,
     tenant: str | None = None,
     chunk: int | None = None,
+    storage: SpecLike | None = None,
+    calibration: Calibration | None = None,
 ) -> PrefixCache:
     """Return the `PrefixCache` of a transformers model.
 
@@ -110,7 +118,7 @@ def prefix_cache(
         What `model_fingerprint(model)` gave. If omitted it is computed, which reads every weight
         (about a second per gigabyte); keep it where many caches serve one model, and compute it
         anew when the weights change.
-    adapter, tenant, chunk : optional
+    adapter, tenant, chunk, storage, calibration : optional
         As in `PrefixCache`. Adapters that are merged are in the fingerprint already; where others
         are loaded, `adapter` has to say which one is active, and how strongly.
 
@@ -143,6 +151,8 @@ def prefix_cache(
         adapter=adapter,
         tenant=tenant,
         chunk=chunk,
+        storage=storage,
+        calibration=calibration,
     )
     prefixes.media = frozenset(
         value for name, value in entries if _MEDIA.fullmatch(name) and type(value) is int

@@ -1,0 +1,86 @@
+"""``kvpact calibrate``: what methods learn of a model from texts, as one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from kvpact.calibration import Calibration
+from kvpact.cli import options
+from kvpact.cli.console import literal, note, output_console, progress, size_text, table
+from kvpact.cli.eval import texts_of
+from kvpact.cli.inputs import InputError, check_models, open_model
+from kvpact.evaluate.feed import first_tokens
+from kvpact.spec import DEFAULT_SPEC, parse_spec
+
+SPECS = ["pca", DEFAULT_SPEC]
+ROW = 2048
+
+
+def calibrate_command(
+    model: str = typer.Argument(
+        ..., metavar="MODEL", help="smollm2, gemma3, a hub id, or the folder of a model."
+    ),
+    out: Path = typer.Option(
+        Path("calibration.safetensors"), help="File to write; one that is there is replaced."
+    ),
+    text: list[Path] = typer.Option(
+        [],
+        help="UTF-8 text file; the shipped excerpt of a book if omitted. Several may be given.",
+        show_default=False,
+    ),
+    spec: list[str] = typer.Option(
+        SPECS, help="Spec to calibrate; what is learnt of `pca` and `trellis` serves all bits."
+    ),
+    tokens: int = typer.Option(4096, min=256, help="Tokens of all texts together."),
+    dtype: str = options.DTYPE,
+    threads: int | None = options.THREADS,
+) -> None:
+    """Calibrate methods to a model, for prefixes, pages and pca.
+
+    Take texts of the kinds that the model is going to read; some 4,000 tokens are enough.
+    """
+    specs = [parse_spec(one) for one in dict.fromkeys(spec)]
+    if not out.absolute().parent.is_dir():
+        raise InputError(f"{out.absolute().parent} is no folder; make it first")
+    given = texts_of(text)
+    check_models([model])
+    network, tokenizer = open_model(model, dtype, threads)
+    rows = rows_of(tokenizer, given, tokens)
+    held = sum(map(len, rows))
+    if held < tokens:
+        note(f"the texts give {held} tokens, fewer than the {tokens} asked for")
+    from kvpact.integrations.transformers import calibrate
+
+    with progress("calibrating") as report:
+        found = calibrate(network, rows, specs, progress=report)
+    found.save(out)
+    _show(found, out)
+
+
+def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:
+    """Return equal pieces of texts, as much of each: at most `tokens` tokens in all."""
+    share = tokens // len(texts)
+    ids = [first_tokens(tokenizer, content, share) for _, content in texts]
+    length = min(ROW, *map(len, ids))
+    short = min(zip(ids, texts, strict=True), key=lambda pair: len(pair[0]))
+    if length < 1:
+        raise InputError(f"{short[1][0]} has no tokens; leave it out")
+    return [part for one in ids for part in torch.split(one, length) if len(part) == length]
+
+
+def _show(found: Calibration, out: Path) -> None:
+    layer = next(iter(found.layers.values()))
+    grid = table(("calibration", literal(out)))
+    for name, value in (
+        ("layers", len(found.layers)),
+        ("tokens", found.tokens),
+        ("learnt of K", ", ".join(layer.k) or "-"),
+        ("learnt of V", ", ".join(layer.v) or "-"),
+        ("bytes", size_text(out.stat().st_size)),
+    ):
+        grid.add_row(name, literal(value))
+    output_console().print(grid)
