@@ -14,7 +14,7 @@ from kvpact.calibration import files
 from kvpact.errors import SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods.base import Method
-from kvpact.methods.fitted import FittedCodec, FittedMethod
+from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 
 State = Mapping[str, Tensor]
@@ -30,7 +30,7 @@ class LayerCalibration:
     heads, key_dim, value_dim : int
         KV heads, and widths of K and V.
     k, v : mapping
-        Name of what is learnt (`FittedMethod.learnt_name`) -> state.
+        Name of what is learnt (`Method.learnt_name`) -> state.
     """
 
     heads: int
@@ -113,7 +113,7 @@ class Calibration:
         dim = geometry.head_dim if side == "k" else geometry.value_dim
         make = method.key_codec if side == "k" else method.value_codec
         codec = make(dim, geometry.dtype or torch.float32)
-        if not isinstance(codec, FittedCodec) or not isinstance(method, FittedMethod):
+        if not isinstance(codec, FittedCodec):
             return {}
         held = self.layers.get(layer)
         known: Mapping[str, State] = {} if held is None else held.k if side == "k" else held.v

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpact.calibration.base import LayerCalibration, State
 from kvpact.errors import SpecError
 from kvpact.key_rotation import KeyRotation
-from kvpact.methods.fitted import Calibrating, FittedCodec, FittedMethod
+from kvpact.methods.fitted import Calibrating, FittedCodec
 from kvpact.spec import Spec
 
 
@@ -60,7 +60,7 @@ def calibrate_layer(tokens: LayerTokens, specs: Sequence[Spec]) -> LayerCalibrat
         for side, method, x in ((k, spec.key, tokens.k), (v, spec.value, tokens.v)):
             make = method.key_codec if side is k else method.value_codec
             codec = make(x.shape[3], x.dtype)
-            if not isinstance(codec, FittedCodec) or not isinstance(method, FittedMethod):
+            if not isinstance(codec, FittedCodec):
                 continue
             known = Calibrating(
                 tokens.v, tokens.query_energy, tokens.output_energy, tokens.rotation, method.sinks

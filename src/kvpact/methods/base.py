@@ -190,6 +190,9 @@ class Method(ABC):
     variants: ClassVar[Mapping[str, float]] = {}
     """Further options of the same codecs, with their errors: for tests of the codecs alone."""
 
+    learnt_by: ClassVar[tuple[str, ...] | None] = None
+    """Options that what codecs learn depends on; None for all but `sinks` and `window`."""
+
     sinks: int = 4
     window: int = 64
 
@@ -211,6 +214,15 @@ class Method(ABC):
         value = getattr(self, option)
         good = value in choices and type(value) in {type(choice) for choice in choices}
         self.check(option, good, "one of " + ", ".join(map(str, choices)))
+
+    def learnt_name(self) -> str:
+        """Return a name of what codecs learn: methods with equal names learn the same."""
+        options = self.learnt_by
+        if options is None:
+            own = option_types(type(self))
+            options = tuple(name for name in own if name not in ("sinks", "window"))
+        given = ",".join(f"{name}={getattr(self, name)}" for name in options)
+        return f"{self.name}/{self.version}" + (f":{given}" if given else "")
 
     @abstractmethod
     def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:

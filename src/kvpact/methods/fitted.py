@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from kvpact.errors import FormatError, GeometryError, NonFiniteError, SpecError
 from kvpact.key_rotation import KeyRotation
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers.numbers import all_finite
-from kvpact.spec import option_types
-
-_EXACT = ("sinks", "window")
 
 
 class Calibrating(NamedTuple):
@@ -174,14 +171,3 @@ class FittedCodec(Codec):
 
 class FittedMethod(Method):
     """A method whose codecs are `FittedCodec`s."""
-
-    learnt_by: ClassVar[tuple[str, ...] | None] = None
-    """Options that what is learnt depends on; None for all but `sinks` and `window`."""
-
-    def learnt_name(self) -> str:
-        """Return a name of what is learnt: specs with equal names learn the same."""
-        options = self.learnt_by
-        if options is None:
-            options = tuple(name for name in option_types(type(self)) if name not in _EXACT)
-        given = ",".join(f"{name}={getattr(self, name)}" for name in options)
-        return f"{self.name}/{self.version}" + (f":{given}" if given else "")

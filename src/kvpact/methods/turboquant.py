@@ -71,6 +71,7 @@ class TurboQuant(Method):
     version: ClassVar[int] = 2
     paper: ClassVar[str] = "arXiv:2504.19874"
     key_only: ClassVar[tuple[str, ...]] = ("mode", "center", "first")
+    learnt_by: ClassVar[tuple[str, ...] | None] = ("first", "seed")
     added: ClassVar[tuple[str, ...]] = ("first",)
     examples: ClassVar[Mapping[str, float]] = {
         "turboquant:bits=4": 0.101,
