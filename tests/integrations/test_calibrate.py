@@ -38,7 +38,9 @@ def test_keys_before_rope_are_what_the_projection_gives(make_model, sizes, kind)
             lambda module, inputs, output, index=index: given.__setitem__(index, output)
         )
     (ids,) = texts(1, 60)
-    seen, rotations = seen_attention(model, ids), key_rotations(model)
+    rotations = key_rotations(model)
+    with seen_attention(model) as seen, torch.no_grad():
+        model(ids[None], use_cache=False)
     assert sorted(rotations) == [0, 1]
     for index, rotation in rotations.items():
         found = RowRotation(rotation).without(seen.layers[index].k, 0)

@@ -278,7 +278,7 @@ class Stream(NamedTuple):
 
     def from_origin(self, origin: tuple[int, ...] | None) -> Stream:
         """Return the stream with other tokens at position 0 (see `RowOffset`)."""
-        return self._replace(offset=self.offset and self.offset._replace(origin=origin))
+        return self._replace(offset=self.offset and self.offset.begun_at(origin))
 
     def coded(self, x: Tensor, start: int) -> Tensor:
         """Return tokens from `start` on as they are encoded."""

@@ -101,6 +101,10 @@ class RowOffset(NamedTuple):
         along, across = q0 * numbers.b0 + q1 * numbers.b1, q1 * numbers.b0 - q0 * numbers.b1
         return along @ cos.mT + across @ sin.mT
 
+    def begun_at(self, origin: tuple[int, ...] | None) -> RowOffset:
+        """Return the offset with other tokens at position 0."""
+        return self._replace(origin=origin)
+
     def select(self, indices: Tensor) -> RowOffset:
         """Return the offset of the given batch rows."""
         return self._replace(origin=_selected(self.origin, indices))
@@ -134,6 +138,10 @@ class RowRotation(NamedTuple):
         """Rotate fp32 keys `[B, H, T, D]` from the token `start` on, in place."""
         positions = _positions(start, x.shape[2], self.origin, x.device)
         return self.rotation.turn(x, positions)
+
+    def begun_at(self, origin: tuple[int, ...] | None) -> RowRotation:
+        """Return the rotation with other tokens at position 0."""
+        return self._replace(origin=origin)
 
     def select(self, indices: Tensor) -> RowRotation:
         """Return the rotation of the given batch rows."""

@@ -234,7 +234,7 @@ class LayerOracle:
         """Store tokens; `padding` is known with a row's first tokens."""
         self.padding = list(padding or self.padding or [0] * k.shape[0])
         if self.k.offset is not None and not self.length:
-            self.k.offset = self.k.offset._replace(origin=tuple(self.padding))
+            self.k.offset = self.k.offset.begun_at(tuple(self.padding))
         self.k.append(k, self.padding)
         self.v.append(v, self.padding)
 

@@ -19,6 +19,7 @@ CASES = {
     "trellis": "trellis:bits=3/trellis:bits=2",
     "trellis-weights": "trellis:bits=4,center=0,blocks=false/trellis:bits=1",
     "turboquant": "turboquant:bits=3,center=64,first=true/turboquant:bits=2",
+    "pca": "pca:bits=2/pca:bits=1.5,states=8",
     "vq": "vq:codebook_size=16/vq:codebook_size=300,dims=5,stages=2",
     "hybrid": "hybrid:rank=24/hybrid:rank=64,quant_bits=8",
     "hybrid-exact": "hybrid:rank=80/hybrid:rank=60,group=20,per_head=false",

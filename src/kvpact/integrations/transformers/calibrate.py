@@ -72,7 +72,9 @@ def calibrate(
     rows: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     total = len(texts)
     for index, text in enumerate(texts):
-        seen = seen_attention(model, text[:length])
+        with seen_attention(model) as seen, torch.inference_mode():
+            model(input_ids=text[None, :length].to(model.device), use_cache=False)
+        seen.check()
         for layer, held in seen.layers.items():
             rows.setdefault(layer, []).append((held.k, held.v, query_energy(held)))
         total = len(texts) + len(rows)
