@@ -16,8 +16,9 @@ READING = (
 
 
 LEARNING = (
-    " Methods that learn from tokens (low rank, codebooks) learn from the first chunk alone, layer "
-    "by layer, and keep that; what they learnt counts among bytes and slots."
+    " Methods that learn from tokens (low rank, codebooks, keys of trellis, pca) learn from the "
+    "first chunk alone, layer by layer, and keep that, unless a calibration was given; what they "
+    "learnt counts among bytes and slots."
 )
 
 
