@@ -127,9 +127,13 @@ def test_what_is_not_there_is_told(calibration):
         create_cache("pca", GEOMETRY, calibration=calibration.select([0]))
     with pytest.raises(SpecError, match="none of these methods"):
         calibrate_layer(tokens(0), SPECS[2:])
-    # Layers of another shape learn by themselves.
-    other = create_cache("pca", CacheGeometry(2, 1, 64), calibration=calibration)
-    assert other.entry(0).codecs is None
+    with pytest.raises(SpecError, match="another model"):
+        create_cache("pca", CacheGeometry(2, 1, 64), calibration=calibration)
+    # Where some layers have the cache's shape, those of another learn by themselves.
+    other = replace(calibration.layers[1], heads=1)
+    mixed = replace(calibration, layers={0: calibration.layers[0], 1: other})
+    cache = create_cache("pca", GEOMETRY, calibration=mixed)
+    assert cache.entry(0).codecs is not None and cache.entry(1).codecs is None
 
 
 def test_layers_are_chosen_in_order(calibration):

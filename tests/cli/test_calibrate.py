@@ -79,6 +79,10 @@ def test_wrong_input_is_told(model_folder, tmp_path):
     out = ("--out", tmp_path / "a")
     (tmp_path / "short.txt").write_text("Too short.", encoding="utf-8")
     short = ("--text", tmp_path / "short.txt")
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("A sentence. " * 90, encoding="utf-8")
+    many = [part for number in range(9) for part in ("--text", tmp_path / f"{number}.txt")]
+    assert "for 9 texts" in bad("calibrate", model_folder, *out, *many, "--tokens", 900)
     assert "128 or more" in bad("calibrate", model_folder, *out, *short)
     assert "none of these methods" in bad("calibrate", model_folder, *out, "--spec", "int:bits=8")
     assert "no folder" in bad("calibrate", model_folder, "--out", tmp_path / "no" / "a")

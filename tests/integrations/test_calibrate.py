@@ -6,7 +6,12 @@ from transformers import CohereConfig, DynamicCache, Gemma3TextConfig, LlamaConf
 
 from kvpact import Snapshot, parse_spec, recode
 from kvpact.errors import GeometryError, SpecError
-from kvpact.integrations.transformers import CompressedCache, calibrate, prefix_cache
+from kvpact.integrations.transformers import (
+    CompressedCache,
+    calibrate,
+    key_offsets,
+    prefix_cache,
+)
 from kvpact.integrations.transformers.calibrate import key_rotations, output_energies
 from kvpact.integrations.transformers.record import seen_attention
 from kvpact.kernels import RowRotation
@@ -83,6 +88,47 @@ def test_energies_of_the_output_projection(llama):
     columns = weight.square().sum(0).view(4, 16)  # of the query heads
     wanted = torch.stack([columns[0] + columns[1], columns[2] + columns[3]])
     torch.testing.assert_close(found[1], wanted)
+
+
+def biased(make_model, sizes):
+    """A model whose keys have a large bias in one slow pair of channels."""
+    model = make_model(Qwen2Config(**sizes))
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[torch.tensor([7, 15, 23, 31])] = torch.tensor(
+            [60.0, -20.0, 30.0, 50.0]
+        )
+        layer.self_attn.q_proj.weight.data[7::8] *= 0.02
+        layer.self_attn.q_proj.bias.data[7::8] = 0
+    return model
+
+
+def test_keys_with_a_large_bias(make_model, sizes):
+    """`pca` learns the bias with the mean, before RoPE; other methods have it taken off."""
+    model = biased(make_model, sizes)
+    offsets = key_offsets(model)
+    assert sorted(offsets) == [0, 1]
+    calibration = calibrate(model, texts(), SPECS)
+    ids = texts(3, 150)[2][None]
+    caches = {}
+    for spec in ("none", "pca:bits=4,window=0,sinks=0", "trellis:bits=4"):
+        caches[spec] = CompressedCache(model, spec, calibration=calibration)
+        with torch.no_grad():
+            model(ids, past_key_values=caches[spec])
+    exact, small, _ = (cache.held().dequantize(0, "k") for cache in caches.values())
+    assert float((small - exact).norm(dim=-1).mean()) < 0.05 * offsets[0].norm
+    # Prefixes and snapshots go from one to the other.
+    options = {"storage": "pca:bits=4", "calibration": calibration}
+    with MemoryStore() as store, torch.no_grad():
+        assert prefix_cache(store, model, caches["trellis:bits=4"], **options).save(ids) == 2
+        loaded = CompressedCache(model, "trellis:bits=4", calibration=calibration)
+        assert prefix_cache(store, model, loaded, **options).load(ids[:, :-1]) == 128
+        assert prefix_cache(store, model, caches["pca:bits=4,window=0,sinks=0"]).save(ids) == 2
+        again = CompressedCache(model, "pca:bits=4,window=0,sinks=0", calibration=calibration)
+        assert prefix_cache(store, model, again).load(ids[:, :-1]) == 128
+    held = recode(caches["trellis:bits=4"].snapshot(), "pca:bits=4", calibration=calibration)
+    own = CompressedCache(model, "turboquant:bits=4")
+    own.restore(recode(held, "turboquant:bits=4", key_offsets=offsets))
+    assert own.get_seq_length() == 150
 
 
 def test_a_calibrated_cache_follows_the_model(llama, tmp_path):

@@ -214,6 +214,48 @@ def test_positions_begin_behind_the_padding():
         torch.testing.assert_close(shown[1 - row, :, 4:86], wanted[:, 4:86], atol=1e-4, rtol=0)
 
 
+def test_a_layer_without_rope_is_found_by_its_keys():
+    """Some hybrids leave RoPE out in some layers; turning their keys back would scatter them."""
+    x = low_rank(2, 1200, 32, rank=10)
+    for keys, wanted in ((x, False), (turned(x), True)):
+        known = Calibrating(x, torch.ones(1, 2, 1200, 32), None, ROTATION)
+        fitted = codec(2.0, "key").calibrated(keys, known)
+        assert (fitted.rotation is not None) is wanted
+    with pytest.raises(FormatError, match="width 16"):
+        known = Calibrating(x, torch.ones(1, 2, 1200, 16), None, ROTATION)
+        codec(2.0, "key", 16).calibrated(x[..., :16], known)
+
+
+def test_states_of_another_kind_are_refused():
+    fitted = codec(2.0).fit(random_tokens(1, 2, 200, 32))
+    for name, kind in (
+        ("mean", torch.float16),
+        ("basis", torch.float64),
+        ("weight", torch.float64),
+    ):
+        with pytest.raises(FormatError, match=name):
+            codec(2.0).restore({**fitted.state(), name: fitted.state()[name].to(kind)})
+    geometry = CacheGeometry(1, 3, 32)
+    with pytest.raises(FormatError, match="3 heads"):
+        create_cache("int:bits=8/pca", geometry, calibration={0: ({}, fitted.state())})
+
+
+def test_slots_of_any_bits_are_read():
+    """Those of a damaged file, too: every flag has a base."""
+    fitted = codec(2.0).fit(random_tokens(1, 2, 200, 32))
+    size = fitted.fields[0].count
+    data = random_tokens(1, 2, 50, size).mul(60).to(torch.int32).to(torch.uint8)
+    assert fitted.decode({"codes": data | 255}).isfinite().all()
+    assert fitted.decode({"codes": data}).isfinite().all()
+
+
+def test_more_bits_than_there_are_to_use_go_to_keys():
+    for bits in (5.0, 5.5, 6.0):
+        k, v = codec(bits, "key", 64), codec(bits, "value", 64)
+        assert k.fields[0].count + v.fields[0].count == 2 * bits * 8
+        assert v.fields[0].count <= 49
+
+
 def test_wrong_options_and_heads_are_refused():
     for text in ("pca:bits=0.2", "pca:bits=7", "pca:states=4", "pca:lean=1.0"):
         with pytest.raises(SpecError):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvpact import Calibration, PrefixCache, parse_spec
+from kvpact import AttendConfig, Calibration, PrefixCache, parse_spec
 from kvpact.calibration import LayerTokens, calibrate_layer
-from kvpact.errors import SpecError
+from kvpact.errors import GeometryError, SpecError
 from kvpact.testing.method_base import relative_error
 
 from .conftest import calibration, fill, kv
@@ -82,6 +82,14 @@ def test_storage_that_learns_needs_a_calibration(store, make):
         prefix(store, make("int:bits=8"), calibration=calibrated())
     with pytest.raises(SpecError):
         prefix(store, make("int:bits=8"), storage="no_such")
+
+
+def test_rows_with_padding_are_refused(store, make, ids):
+    cache = make("int:bits=8")
+    for layer in range(2):
+        cache.store(layer, *kv(ids, layer), AttendConfig(padding=torch.tensor([20])))
+    with pytest.raises(GeometryError, match="padding"):
+        prefix(store, cache, storage="int:bits=4").save(ids)
 
 
 def test_a_damaged_chunk_shortens_the_prefix(store, make, ids):

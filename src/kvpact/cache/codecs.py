@@ -25,9 +25,12 @@ Calibration = Mapping[int, tuple[Learnt, Learnt]] | ModelCalibration
 
 
 def states_of(
-    calibration: Calibration | None, specs: Sequence[Spec], geometry: CacheGeometry
+    calibration: Calibration | None,
+    specs: Sequence[Spec],
+    geometry: CacheGeometry,
+    device: torch.device | str | None = None,
 ) -> Mapping[int, tuple[Learnt, Learnt]]:
-    """Return what codecs are to learn from, or learnt, by layer.
+    """Return what codecs are to learn from, or learnt, by layer; a model's on a device.
 
     Raises
     ------
@@ -35,7 +38,8 @@ def states_of(
         A method learns, and the model's calibration has nothing of it.
     """
     if isinstance(calibration, ModelCalibration):
-        return calibration.states(specs, geometry)
+        held = calibration.needed(specs)
+        return (held if device is None else held.to(device)).states(specs, geometry)
     return calibration or {}
 
 
@@ -110,7 +114,11 @@ def _fitted(codec: Codec, learnt: Learnt, heads: int, offset: KeyOffset | None) 
     if not isinstance(codec, FittedCodec):
         return codec
     if isinstance(learnt, Mapping):
-        return codec.restore(learnt) if learnt else codec
+        if not learnt:
+            return codec
+        codec = codec.restore(learnt)
+        codec.check_heads(heads)
+        return codec
     if learnt.dim() == 4 and learnt.shape[1] != heads:
         raise GeometryError(f"calibration tokens have {learnt.shape[1]} heads, the cache {heads}")
     if offset is not None and learnt.dim() == 4:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig, DequantResult, KVTile
-from kvpact.kernels import CHUNK, LayerView, StreamPlan, StreamView, query_groups
+from kvpact.kernels import CHUNK, LayerView, RowOffset, StreamPlan, StreamView, query_groups
 from kvpact.kernels.torch.decode import read
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _without_bias(view: StreamView, start: int, end: int, dtype: torch.dtype) ->
     codec = view.codec
     y = read(view, start, end, lambda arrays: codec.decode(arrays) - codec.decode_bias(arrays))
     x = codec.transform.inverse(y)
-    if view.offset is not None:
+    if isinstance(view.offset, RowOffset):
         x = view.offset.put_back(x.clone(), start)
     return view.place_sinks(saturated(x, dtype), start, lambda x: x)
 

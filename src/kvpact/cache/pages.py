@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.cache.codecs import Calibration, layer_codecs
+from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.saved import check_fits, learnt_states
 from kvpact.cache.segments import clear_segment
@@ -83,6 +83,7 @@ class PagePool:
         if isinstance(calibration, Snapshot):
             check_fits(calibration, specs, geometry, geometry.dtype or torch.float32)
             calibration = learnt_states(calibration, device)
+        calibration = states_of(calibration, specs, geometry, device)
         self.codecs = layer_codecs(specs, geometry, calibration, offsets)
         codecs = [codec for pair in self.codecs for codec in pair]
         for codec in codecs:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpact.cache.codecs import Calibration
+from kvpact.cache.codecs import Calibration, states_of
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.offsets import KeyOffsets
+from kvpact.cache.specs import cache_specs
 from kvpact.contract import AttendConfig
 from kvpact.errors import FormatError
 from kvpact.key_offset import KeyOffset
-from kvpact.recipe import SpecLike, layer_specs
+from kvpact.recipe import SpecLike
 from kvpact.snapshot import LayerState, Snapshot
 from kvpact.spec import Spec
 
@@ -56,6 +57,8 @@ def recode(
     ------
     SpecError
         The spec is not known, or is not in the calibration.
+    GeometryError
+        Specs for another number of layers.
     FormatError, IntegrityError
         The snapshot is damaged, of another version, or a part.
     NonFiniteError
@@ -65,20 +68,18 @@ def recode(
     --------
     >>> small = recode(cache.snapshot(), "pca:bits=1.5", calibration=calibration)
     >>> small.save("chat.kv")
-    >>> cache.restore(recode(Snapshot.load("chat.kv"), "trellis:bits=4"))
+    >>> cache.restore(recode(Snapshot.load("chat.kv"), "trellis:bits=4", key_offsets=offsets))
     """
     m = snapshot.manifest
     before = [Spec.from_json(layer.spec) for layer in m.layers]
-    if isinstance(spec, Sequence) and not isinstance(spec, str):
-        after = list(spec)
-    else:
-        after = layer_specs(spec, len(before))
+    after = cache_specs(spec, m.geometry)
     states = [snapshot.layer(index) for index in range(len(before))]
     offsets = {i: offset for i, state in enumerate(states) if (offset := _offset(state))}
     source = ContiguousCache(before, m.geometry, key_offsets=offsets)
     source.restore(snapshot, device=device)
     kept = offsets if key_offsets is None else key_offsets
-    target = ContiguousCache(after, m.geometry, calibration=calibration, key_offsets=kept)
+    known = states_of(calibration, after, m.geometry, device)
+    target = ContiguousCache(after, m.geometry, calibration=known, key_offsets=kept)
     for index, state in enumerate(states):
         if state.streams is None:
             continue

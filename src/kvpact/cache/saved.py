@@ -264,6 +264,7 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
         # A codec that was calibrated alike stays, so that its state is not held twice.
         if learnt and not (learnt_alike(codec, stream) and _is_on(codec, device)):
             codec = codec.restore(learnt)
+            codec.check_heads(stream.tail.shape[1])
     elif stream.learnt:
         raise FormatError("the snapshot has learnt what its method does not learn")
     if tuple(field_info(field) for field in codec.fields) != stream.fields:

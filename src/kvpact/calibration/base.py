@@ -71,6 +71,16 @@ class Calibration:
         held = {i: self.layers[x] for i, x in enumerate(layers) if x in self.layers}
         return Calibration(held, self.model, self.tokens)
 
+    def needed(self, specs: Sequence[Spec]) -> Calibration:
+        """Return the calibration with what the methods of specs learn, and nothing else."""
+        names = {method.learnt_name() for spec in specs for method in (spec.key, spec.value)}
+
+        def kept(held: Mapping[str, State]) -> dict[str, State]:
+            return {name: state for name, state in held.items() if name in names}
+
+        layers = {i: replace(x, k=kept(x.k), v=kept(x.v)) for i, x in self.layers.items()}
+        return replace(self, layers=layers)
+
     def to(self, device: torch.device | str) -> Calibration:
         """Return the calibration with its tensors on a device."""
 
@@ -90,14 +100,20 @@ class Calibration:
         specs : sequence of Spec
             One per layer.
         geometry : CacheGeometry
-            Layers of another shape are left out.
+            Of some of the layers; those of another shape are left out.
 
         Raises
         ------
         SpecError
-            A method learns, and what it learns is not here.
+            A method learns, and what it learns is not here; no layer has that shape.
         """
         shape = geometry.num_kv_heads, geometry.head_dim, geometry.value_dim
+        shapes = {(x.heads, x.key_dim, x.value_dim) for x in self.layers.values()}
+        if shape not in shapes and shapes:
+            raise SpecError(
+                f"the calibration is of layers with {sorted(shapes)} KV heads and widths of K and "
+                f"V, the cache's have {shape}: it was made of another model"
+            )
         found: dict[int, tuple[State, State]] = {}
         for index, spec in enumerate(specs):
             held = self.layers.get(index)
@@ -137,7 +153,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Calibration:
-        """Read a file and check all of it.
+        """Read a file and check every byte; states are checked when a cache is made.
 
         Raises
         ------

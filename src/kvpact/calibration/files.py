@@ -72,12 +72,15 @@ def _is_header(header: Mapping[str, Any]) -> bool:
         return False
     layers, model, tokens = header["layers"], header["model"], header["tokens"]
     good = isinstance(layers, dict) and isinstance(model, str) and type(tokens) is int
+    good = good and tokens >= 0
     return good and all(map(_is_layer, layers.items()))
 
 
 def _is_layer(item: tuple[str, Any]) -> bool:
     number, data = item
-    if not (number.isascii() and number.isdigit()) or not isinstance(data, dict):
+    if len(number) > 6 or not (number.isascii() and number.isdigit()):
+        return False
+    if str(int(number)) != number or not isinstance(data, dict):
         return False
     shape = data.get("shape")
     if set(data) != {"shape", *SIDES} or not isinstance(shape, list) or len(shape) != 3:

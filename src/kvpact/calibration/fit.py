@@ -20,14 +20,16 @@ class LayerTokens(NamedTuple):
     Parameters
     ----------
     k, v : Tensor
-        `[B, H_kv, T, D]` and `[B, H_kv, T, D_v]`, as a cache stores them; keys without their
-        offset, where there is one.
+        `[B, H_kv, T, D]` and `[B, H_kv, T, D_v]`, as a cache is given them.
     query_energy : Tensor
         `[B, H_kv, T, D]` fp32: mean square of the queries over the query heads of each KV head.
     output_energy : Tensor, optional
         `[H_kv, D_v]`: squares of what the output projection makes of each channel of V, summed.
     rotation : KeyRotation, optional
         What turned the keys by their positions.
+    less_offset : Tensor, optional
+        Keys without their offset, where there is one: methods learn from these, but for those that
+        store keys as they are before RoPE, with their bias.
     """
 
     k: Tensor
@@ -35,6 +37,13 @@ class LayerTokens(NamedTuple):
     query_energy: Tensor
     output_energy: Tensor | None = None
     rotation: KeyRotation | None = None
+    less_offset: Tensor | None = None
+
+    def keys_for(self, codec: FittedCodec) -> Tensor:
+        """Return the keys as a cache gives them to a codec, but for the rotation."""
+        if self.less_offset is None or (codec.before_rope and self.rotation is not None):
+            return self.k
+        return self.less_offset
 
 
 def calibrate_layer(tokens: LayerTokens, specs: Sequence[Spec]) -> LayerCalibration:
@@ -65,6 +74,7 @@ def calibrate_layer(tokens: LayerTokens, specs: Sequence[Spec]) -> LayerCalibrat
             known = Calibrating(
                 tokens.v, tokens.query_energy, tokens.output_energy, tokens.rotation, method.sinks
             )
+            x = tokens.keys_for(codec) if side is k else x
             side[method.learnt_name()] = codec.calibrated(x, known).state()
     if not k and not v:
         names = ", ".join(map(str, specs))

@@ -18,6 +18,7 @@ from kvpact.spec import DEFAULT_SPEC, parse_spec
 
 SPECS = ["pca", DEFAULT_SPEC]
 ROW = 2048
+LEAST_TOKENS = 128
 
 
 def calibrate_command(
@@ -25,7 +26,9 @@ def calibrate_command(
         ..., metavar="MODEL", help="smollm2, gemma3, a hub id, or the folder of a model."
     ),
     out: Path = typer.Option(
-        Path("calibration.safetensors"), help="File to write; one that is there is replaced."
+        Path("calibration.safetensors"),
+        dir_okay=False,
+        help="File to write; one that is there is replaced.",
     ),
     text: list[Path] = typer.Option(
         [],
@@ -65,10 +68,13 @@ def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[t
     """Return equal pieces of texts, as much of each: at most `tokens` tokens in all."""
     share = tokens // len(texts)
     ids = [first_tokens(tokenizer, content, share) for _, content in texts]
-    length = min(ROW, *map(len, ids))
     short = min(zip(ids, texts, strict=True), key=lambda pair: len(pair[0]))
-    if length < 1:
-        raise InputError(f"{short[1][0]} has no tokens; leave it out")
+    if len(short[0]) < LEAST_TOKENS:
+        raise InputError(
+            f"{short[1][0]} gives {len(short[0])} tokens of --tokens {tokens} for {len(texts)} "
+            f"texts; every text has to give {LEAST_TOKENS} or more"
+        )
+    length = min(len(one) // -(-len(one) // ROW) for one in ids)
     return [part for one in ids for part in torch.split(one, length) if len(part) == length]
 
 

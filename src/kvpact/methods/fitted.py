@@ -55,6 +55,9 @@ class FittedCodec(Codec):
         Width of the vectors.
     """
 
+    before_rope: bool = False
+    """Whether keys are stored as they are before RoPE, where calibration tells it."""
+
     def __init__(self, dim: int) -> None:
         self._dim = dim
         self._state: dict[str, Tensor] = {}
@@ -120,6 +123,10 @@ class FittedCodec(Codec):
             As `fit`.
         """
         return self.fit(x)
+
+    def check_heads(self, heads: int) -> None:
+        """Raise `FormatError` if the state is of another number of heads, where it has one."""
+        return None
 
     def restore(self, state: Mapping[str, Tensor]) -> Self:
         """Return a codec with a state that `state` gave.

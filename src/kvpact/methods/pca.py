@@ -43,7 +43,7 @@ import torch
 
 from kvpact.methods.base import Codec
 from kvpact.methods.fitted import FittedMethod
-from kvpact.methods.pca_codec import LEAST_BYTES, PcaCodec
+from kvpact.methods.pca_codec import LEAST_BYTES, MOST_BITS, PcaCodec
 from kvpact.quantizers.trellis import STATES
 
 
@@ -91,4 +91,6 @@ class PCA(FittedMethod):
         """Return the bytes of a token and head of K and V, for a width."""
         both = int(2 * self.bits * dim / 8 + 1e-9)
         k = round(self.bits * dim / 8 * (1 - self.lean))
+        # More than 6 bits a component would be bytes of nothing.
+        k = max(k, both - (MOST_BITS * dim // 8 + 1))
         return max(k, LEAST_BYTES), max(both - k, LEAST_BYTES)

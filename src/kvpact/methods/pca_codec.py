@@ -32,10 +32,17 @@ LEAST_BYTES = 3
 _SIDE = (8, 2)  # bits of the scale and of the flag, in front of the codes
 _DISTORTION = (1.0, 0.2957, 0.0827, 0.0225, 0.0062, 0.0017, 0.00045)
 _ROTATION = ("frequencies", "channels")
+_DTYPES = {
+    "mean": torch.float32,
+    "weight": torch.float16,
+    "basis": torch.float16,
+    "deviation": torch.float32,
+}
 
 
 _BETWEEN = 0.7
 """Error between levels, relative to that of normal numbers: components are rarely as wide."""
+_BASES = 3  # the flag has room for four
 _AT_A_TIME = 256
 _FACTORS = tuple(2 ** (j / 4) for j in range(-4, 13))
 
@@ -43,9 +50,9 @@ _FACTORS = tuple(2 ** (j / 4) for j in range(-4, 13))
 class _Tables(NamedTuple):
     """What a fitted codec computes with: C numbers of a token, n components with bits.
 
-    `bases` `[3, C]`: what may be subtracted, both means and nothing; `weight` `[C]`; `basis`
-    `[1, C, n]`; of each component, `[n]`: its deviation, what its error counts, its largest level,
-    and its expected error at a scale of 1.
+    `bases` `[4, C]`: what may be subtracted, by flag: both means, and twice nothing; `weight`
+    `[C]`; `basis` `[1, C, n]`; of each component, `[n]`: its deviation, what its error counts, its
+    largest level, and its expected error at a scale of 1.
     """
 
     bases: Tensor
@@ -84,7 +91,7 @@ class PcaCodec(FittedCodec):
 
     def __init__(self, dim: int, size: int, states: int, key: bool) -> None:
         super().__init__(dim)
-        self._states, self._key, self._size = states, key, size
+        self._states, self._key, self._size, self.before_rope = states, key, size, key
         self._bits: list[int] = []
         self.fields = (TokenField("codes", self._size, torch.uint8, "codes"),)
 
@@ -107,19 +114,26 @@ class PcaCodec(FittedCodec):
         heads, sinks = x.shape[1], known.sinks if x.shape[2] > known.sinks else 0
         small = small_values(_joint(known.v[:, :, sinks:]))
         weight, rotation = None, known.rotation if self._key else None
+        if rotation is not None:
+            rotation.check(self._dim)
         channels = torch.zeros(0, 2) if rotation is None else rotation.channels
         if self._key:
             energy = known.query_energy[:, :, sinks:].double().mean((0, 2))
             weight = key_weights(energy, channels)
         elif known.output_energy is not None:
             weight = value_weights(known.output_energy)
-        if rotation is not None:
-            positions = torch.arange(x.shape[2], device=x.device).view(1, 1, -1)
-            x = rotation.turn(x.to(torch.float32, copy=True), positions, back=True)
         if weight is not None and len(weight) != heads * self._dim:
             raise GeometryError(f"{len(weight)} weights for {heads} heads of width {self._dim}")
         state = principal_components(_joint(x[:, :, sinks:]), small, weight)
-        return self.restore(state | dict(zip(_ROTATION, rotation or (), strict=False)))
+        if rotation is None:
+            return self.restore(state)
+        positions = torch.arange(x.shape[2], device=x.device).view(1, 1, -1)
+        x = rotation.turn(x.to(torch.float32, copy=True), positions, back=True)
+        turned = principal_components(_joint(x[:, :, sinks:]), small, weight)
+        # Some models leave RoPE out in some layers: then turning back scatters the keys.
+        if turned["deviation"].log().sum() > state["deviation"].log().sum():
+            return self.restore(state)
+        return self.restore(turned | dict(zip(_ROTATION, rotation, strict=True)))
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
         names, rotated = {"mean", "weight", "basis", "deviation"}, set(_ROTATION)
@@ -129,7 +143,7 @@ class PcaCodec(FittedCodec):
         shapes = {"mean": (2, width), "weight": (width,), "basis": (width, width)}
         for name, shape in {**shapes, "deviation": (width,)}.items():
             tensor = state[name]
-            good = tuple(tensor.shape) == shape and tensor.is_floating_point()
+            good = tuple(tensor.shape) == shape and tensor.dtype is _DTYPES[name]
             self._check(good and bool(tensor.isfinite().all()), name)
         self._check(width > 0 and width % self._dim == 0, "width")
         deviation = state["deviation"]
@@ -161,14 +175,14 @@ class PcaCodec(FittedCodec):
         count, state = len(self._bits), self._state
         basis = state["basis"][:, :count].to(torch.float32)
         missing = count - basis.shape[1]
-        deviation = state["deviation"][:count].to(torch.float32)
+        deviation = state["deviation"][:count]
         deviation = torch.nn.functional.pad(deviation, (0, missing), value=float(deviation[-1]))
         largest = [
             float(trellis.levels(k, basis.device)[-1]) * trellis.UNITS[k] for k in self._bits
         ]
         between = [_BETWEEN * _DISTORTION[k] for k in self._bits]
         return _Tables(
-            torch.nn.functional.pad(state["mean"].to(torch.float32), (0, 0, 0, 1)),
+            torch.nn.functional.pad(state["mean"], (0, 0, 0, 2)),
             state["weight"].to(torch.float32),
             torch.nn.functional.pad(basis, (0, missing)).unsqueeze(0),
             deviation,
@@ -202,6 +216,11 @@ class PcaCodec(FittedCodec):
         joint = z + tables.bases[flag.squeeze(-1).to(torch.int64)]
         return torch.unflatten(joint, -1, (heads, self._dim)).transpose(1, 2).contiguous()
 
+    def check_heads(self, heads: int) -> None:
+        """Raise `FormatError` if the state is of another number of heads."""
+        if self.fitted:
+            self._check(self._state["deviation"].numel() == heads * self._dim, f"not {heads} heads")
+
     def _check_heads(self, heads: int) -> None:
         known = self._state["deviation"].numel() // self._dim
         if heads != known:
@@ -210,7 +229,8 @@ class PcaCodec(FittedCodec):
 
 def _chosen_base(joint: Tensor, tables: _Tables) -> _Chosen:
     """Return tokens `[B, T, C]` less the base with which their error is expected least."""
-    rest = (joint.unsqueeze(1) - tables.bases.unsqueeze(1)) * tables.weight
+    bases = tables.bases[:_BASES].unsqueeze(1)
+    rest = (joint.unsqueeze(1) - bases) * tables.weight
     y = project(rest, tables.basis) / tables.deviation
     parts = [_best_scale(part, tables) for part in torch.split(y, _AT_A_TIME, 2)]
     size, cost = (torch.cat(found, 2) for found in zip(*parts, strict=True))
@@ -220,7 +240,7 @@ def _chosen_base(joint: Tensor, tables: _Tables) -> _Chosen:
     cost = cost.masked_fill(cost.isnan(), torch.inf)  # squares beyond fp32
     flag = torch.zeros_like(cost[:, 0], dtype=torch.uint8)
     best, chosen, scale = cost[:, 0], y[:, 0], size[:, 0]
-    for index in range(1, len(tables.bases)):
+    for index in range(1, _BASES):
         closer = cost[:, index] < best
         flag = flag.masked_fill(closer, index)
         best = torch.where(closer, cost[:, index], best)

@@ -115,6 +115,10 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
             good = order.shape == weight.shape and order.dtype is torch.int16
             self._check(good and bool((order.sort(-1).values == channels).all()), "order")
 
+    def check_heads(self, heads: int) -> None:
+        """Raise `FormatError` if the state is of another number of heads."""
+        self._check(all(len(x) == heads for x in self._state.values()), f"not of {heads} heads")
+
     def state_bytes(self, heads: int) -> int:
         """Return the bytes of first key, weights, order and deviations."""
         count = 2 * self._dim if self._first else 0

@@ -47,6 +47,10 @@ class TurboQuantKeyCodec(TurboQuantCodec, FittedCodec):
         good = first.dim() == 2 and first.shape[1] == self._dim and first.dtype is torch.float16
         self._check(good and bool(first.isfinite().all()), "first")
 
+    def check_heads(self, heads: int) -> None:
+        """Raise `FormatError` if the state is of another number of heads."""
+        self._check(all(len(x) == heads for x in self._state.values()), f"not of {heads} heads")
+
     def state_bytes(self, heads: int) -> int:
         """Return the bytes of the first key."""
         return 2 * self._dim * heads

@@ -28,7 +28,7 @@ from kvpact.kernels import choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
-from kvpact.spec import DEFAULT_SPEC
+from kvpact.spec import DEFAULT_SPEC, Spec
 
 _SPARSE = "indexed_attention"
 _LAYERS = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
@@ -53,13 +53,17 @@ def _offsets(
 
 
 def _calibration(
-    given: Calibration | str | PathLike[str] | None, types: Sequence[str], device: Any
+    given: Calibration | str | PathLike[str] | None,
+    types: Sequence[str],
+    specs: Sequence[Spec],
+    device: Any,
 ) -> Calibration | None:
-    """Return a model's calibration by compressed layer."""
+    """Return what specs need of a model's calibration, by compressed layer."""
     if given is None:
         return None
     known = given if isinstance(given, Calibration) else Calibration.load(given)
-    return known.select([i for i, kind in enumerate(types) if kind in _LAYERS]).to(device)
+    layers = [i for i, kind in enumerate(types) if kind in _LAYERS]
+    return known.select(layers).needed(specs).to(device)
 
 
 class _NoMaximum(KVPactError, AttributeError):
@@ -133,7 +137,7 @@ class CompressedCache(EngineCache):
         specs = layer_specs(spec, len(types))
         kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in _LAYERS]
         offsets = _offsets(model, types, key_offsets)
-        known = _calibration(calibration, types, getattr(model, "device", "cpu"))
+        known = _calibration(calibration, types, kept, getattr(model, "device", "cpu"))
         compute = choose(backend, precision)
         shared = SharedState(decoder, exact_new, kept, compute, offsets, known)
         indices = count()

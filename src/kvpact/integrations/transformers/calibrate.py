@@ -85,9 +85,8 @@ def calibrate(
         k, v, energy = (
             torch.cat(parts).float().cpu() for parts in zip(*rows.pop(layer), strict=True)
         )
-        if layer in offsets:
-            k = RowOffset(offsets[layer]).without(k, 0)
-        tokens = LayerTokens(k, v, energy, outputs.get(layer), rotations.get(layer))
+        less = RowOffset(offsets[layer]).without(k, 0) if layer in offsets else None
+        tokens = LayerTokens(k, v, energy, outputs.get(layer), rotations.get(layer), less)
         found[layer] = calibrate_layer(tokens, specs)
         if progress is not None:
             progress(len(texts) + count + 1, total, f"layer {layer}")
@@ -112,7 +111,7 @@ def key_rotations(model: Any) -> dict[int, KeyRotation]:
         return {}
     kinds = getattr(config, "layer_types", None) or []
     found = {}
-    rotary = next((m for _, m in modules_named(model, "rotary_emb")), None)
+    rotary = next((m for _, m in modules_named(model, "rotary_emb") if _turns(m)), None)
     for _, attention in modules_named(model, "self_attn", "attention"):
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
         kind = kinds[layer] if layer is not None and layer < len(kinds) else ""
@@ -120,6 +119,10 @@ def key_rotations(model: Any) -> dict[int, KeyRotation]:
         if layer is not None and layout is not None and isinstance(frequencies, Tensor):
             found[layer] = KeyRotation.of(frequencies, layout)
     return found
+
+
+def _turns(rotary: Any) -> bool:
+    return any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False))
 
 
 def output_energies(model: Any) -> dict[int, Tensor]:
