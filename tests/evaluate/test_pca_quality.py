@@ -14,7 +14,7 @@ from kvpact.integrations.transformers import calibrate
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ("ARCHITECTURE.md", "CONTRIBUTING.md")
+TEXTS = ("ARCHITECTURE.md", "CONTRIBUTING.md", "LICENSE", "README.md")
 BOUNDS = {"pca:bits=2": 0.0155, "pca:bits=1.5": 0.021, "pca:bits=1": 0.040}
 
 

@@ -183,7 +183,7 @@ def test_attention_reads_rotated_keys():
     cache = create_cache("pca:bits=2,window=8", geometry, calibration=calibrated())
     cache.store(0, turned(plain), plain)
     k, v = cache.dequantize(0, "k"), cache.dequantize(0, "v")
-    assert relative_error(turned(plain), k) < 0.03
+    assert relative_error(turned(plain), k) < 0.035
     q, new = random_tokens(1, 4, 1, 32, seed=6), turned(low_rank(2, 1, 32, 10, seed=8), 200)
     found = cache.attend(0, new, new, q)
     keys, values = (torch.cat([x, new], 2).repeat_interleave(2, 1) for x in (k, v))

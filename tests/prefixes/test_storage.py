@@ -57,7 +57,7 @@ def test_caches_of_unlike_specs_share_what_is_stored(store, make, ids):
         loaded = make(spec)
         assert prefix(store, loaded, **options).load(ids) == 256
         error = relative_error(kv(ids, 1)[0][:, :, :256], loaded.dequantize(1, "k"))
-        assert error < 0.75  # these keys fill all directions; of real ones see the slow tests
+        assert error < 0.8  # these keys fill all directions; of real ones see the slow tests
     fitted = calibration()
     paged = make("lowrank:rank=31", "paged", fitted)
     seq = paged.allocate()
