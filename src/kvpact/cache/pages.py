@@ -26,7 +26,7 @@ from kvpact.cache.segments import clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import Segment, SegmentSource
+from kvpact.kernels import Segment, SegmentSource, Where
 from kvpact.methods import Codec
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
@@ -263,7 +263,7 @@ class _PageSource:
 
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:
         self._fields, self.pages, self.segment_tokens = fields, pages, page_size
-        self._arrays: list[np.ndarray[Any, Any]] = []
+        self._where: dict[str, Where | None] = {}
         self.prepared: dict[str, Any] = {}
 
     @cached_property
@@ -276,12 +276,12 @@ class _PageSource:
         pages = torch.tensor(self.pages[first:last], device=tensor.device)
         return tensor.index_select(0, pages).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
-    def addresses(self, name: str) -> tuple[int, int, int] | None:
+    def where(self, name: str) -> Where | None:
         """Return where a field's pages lie; there is one row."""
-        tensor = self._fields[name]
-        if not tensor.is_contiguous():
-            return None
-        size = tensor.element_size()
-        array = self._index * (tensor.stride(0) * size) + tensor.data_ptr()
-        self._arrays.append(array)
-        return int(array.ctypes.data), 0, tensor.stride(1) * size
+        if name not in self._where:
+            tensor = self._fields[name]
+            size = tensor.element_size()
+            segments = self._index * (tensor.stride(0) * size) + tensor.data_ptr()
+            found = Where(segments, 0, tensor.stride(1) * size)
+            self._where[name] = found if tensor.is_contiguous() else None
+        return self._where[name]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.kernels import Segment, SegmentSource
+from kvpact.kernels import Segment, SegmentSource, Where
 from kvpact.methods import Codec
 
 SEGMENT_TOKENS = 128
@@ -72,26 +72,15 @@ def clear_segment(codec: Codec, segment: Segment, start: int) -> None:
         field.clear_from(segment[field.name], start)
 
 
-class PointerTable:
-    """Addresses of segments that have a shape and strides in common.
-
-    Parameters
-    ----------
-    tensors : list of Tensor
-        `[B, H, units, …]` each.
-    """
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
-        self.entry: tuple[int, int, int] | None = (0, 0, 0)
-        if not tensors:
-            return
-        self._array = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-        strides = {tensor.stride() for tensor in tensors}
-        row, head, *_ = tensors[0].stride()
-        size = tensors[0].element_size()
-        regular = len(strides) == 1 and tensors[0][0, 0].is_contiguous()
-        self.entry = (int(self._array.ctypes.data), row * size, head * size) if regular else None
+def where_segments_lie(tensors: list[Tensor]) -> Where | None:
+    """Return where a field's segments `[B, H, units, …]` lie; None if they are not alike."""
+    segments = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+    if not tensors:
+        return Where(segments, 0, 0)
+    row, head, *_ = tensors[0].stride()
+    size = tensors[0].element_size()
+    alike = len({tensor.stride() for tensor in tensors}) == 1 and tensors[0][0, 0].is_contiguous()
+    return Where(segments, row * size, head * size) if alike else None
 
 
 class ListSource:
@@ -107,7 +96,7 @@ class ListSource:
 
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
         self._segments, self.segment_tokens = segments, segment_tokens
-        self._pointers: dict[str, PointerTable] = {}
+        self._where: dict[str, Where | None] = {}
         self.prepared: dict[str, Any] = {}
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
@@ -115,12 +104,11 @@ class ListSource:
         parts = [segment[name] for segment in self._segments[first:last]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
-    def addresses(self, name: str) -> tuple[int, int, int] | None:
+    def where(self, name: str) -> Where | None:
         """Return where a field's segments lie."""
-        found = self._pointers.get(name)
-        if found is None:
-            found = self._pointers[name] = PointerTable([s[name] for s in self._segments])
-        return found.entry
+        if name not in self._where:
+            self._where[name] = where_segments_lie([s[name] for s in self._segments])
+        return self._where[name]
 
 
 class SegmentList(ListSource):
@@ -204,7 +192,7 @@ class SegmentList(ListSource):
     def shared(self) -> SegmentList:
         """Share all segments."""
         other = self._with(self._segments, len(self._segments))
-        other._pointers, other.prepared = self._pointers, self.prepared
+        other._where, other.prepared = self._where, self.prepared
         return other
 
     def select(self, indices: Tensor) -> SegmentList:

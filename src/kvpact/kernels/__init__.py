@@ -9,6 +9,7 @@ from kvpact.kernels.base import (
     StepRunner,
     StepTokens,
     TokenMemory,
+    Where,
 )
 from kvpact.kernels.choose import check_covered, choose
 from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position
@@ -37,6 +38,7 @@ __all__ = [
     "StreamPlan",
     "StreamView",
     "TokenMemory",
+    "Where",
     "absorb_query",
     "attend_exact",
     "check_covered",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,27 @@ Segment = dict[str, Tensor]
 """Storage of consecutive tokens by field name: `[B, H, units, …]` each."""
 
 
+class Where(NamedTuple):
+    """Where a field of the slots lies in the memory of its device.
+
+    Parameters
+    ----------
+    segments : ndarray
+        `[segments]` int64: the address of each one's first row and head.
+    row, head : int
+        Bytes from one batch row to the next, and from one head to the next.
+    """
+
+    segments: np.ndarray[Any, Any]
+    row: int
+    head: int
+
+    @property
+    def address(self) -> int:
+        """Where the addresses stand, for native code."""
+        return int(self.segments.ctypes.data)
+
+
 class SegmentSource(Protocol):
     """Reads the storage of a stream's slots, which lies in segments.
 
@@ -36,15 +58,10 @@ class SegmentSource(Protocol):
         """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
         ...
 
-    def addresses(self, name: str) -> tuple[int, int, int] | None:
-        """Return where a field lies in memory.
+    def where(self, name: str) -> Where | None:
+        """Return where a field lies in memory; None where segments differ in strides or have gaps.
 
-        Returns
-        -------
-        tuple or None
-            Address of an array with the address of each segment, valid while the source lives;
-            bytes from one batch row to the next, and from one head to the next. None where the
-            segments differ in strides or have gaps.
+        What is returned is valid while the source lives.
         """
         ...
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,15 @@ from torch import Tensor
 from kvpact.cache import create_cache
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.base import OPERATIONS, AttendCall, Backend, Operation, Segment, SegmentSource
+from kvpact.kernels.base import (
+    OPERATIONS,
+    AttendCall,
+    Backend,
+    Operation,
+    Segment,
+    SegmentSource,
+    Where,
+)
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
@@ -55,25 +64,26 @@ class _Slots(NamedTuple):
 
 
 class _Source:
-    """Segments as a `SegmentSource` without addresses in memory."""
+    """Segments as a `SegmentSource`."""
 
     segment_tokens = SEGMENT
 
     def __init__(self, segments: list[Segment]) -> None:
         self._segments = segments
         self.prepared: dict[str, Any] = {}
-        self._tables: dict[str, Tensor] = {}
+        self._where: dict[str, Where] = {}
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         return torch.cat([segment[name] for segment in self._segments[first:last]], 2)
 
-    def addresses(self, name: str) -> tuple[int, int, int] | None:
-        parts = [segment[name] for segment in self._segments]
-        if name not in self._tables:
-            self._tables[name] = torch.tensor([part.data_ptr() for part in parts])
-        size = parts[0].element_size()
-        row, head = (parts[0].stride(axis) * size for axis in (0, 1))
-        return self._tables[name].data_ptr(), row, head
+    def where(self, name: str) -> Where | None:
+        if name not in self._where:
+            parts = [segment[name] for segment in self._segments]
+            size = parts[0].element_size()
+            row, head = (parts[0].stride(axis) * size for axis in (0, 1))
+            addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
+            self._where[name] = Where(addresses, row, head)
+        return self._where[name]
 
 
 @contextmanager

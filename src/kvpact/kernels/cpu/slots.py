@@ -104,10 +104,10 @@ class SlotFormat:
     def place(self, stream: structs.Stream, source: SegmentSource) -> bool:
         """Write down where the slots lie; False if not as kernels need them."""
         for name, field in self._names:
-            found = source.addresses(field)
+            found = source.where(field)
             if found is None:
                 return False
-            setattr(stream, name, found)
+            setattr(stream, name, (found.address, found.row, found.head))
         return True
 
 

@@ -48,7 +48,7 @@ def covers(call: AttendCall) -> bool:
 def _storable(side: StreamView) -> bool:
     codec = side.codec
     encoder = codec_encoder(codec)
-    if encoder.reason or any(side.source.addresses(f.name) is None for _, f in encoder.fields):
+    if encoder.reason or any(side.source.where(f.name) is None for _, f in encoder.fields):
         return False
     # The tokens of an open group were not compared with this limit when they came.
     return codec.group == 1 or encoder.limit >= min(codec.max_abs, codec.max_norm)
@@ -192,7 +192,9 @@ def _fill(store: structs.Store, side: StreamView) -> None:
     )
     store.form.segment_tokens = side.source.segment_tokens
     for name, field in encoder.fields:
-        setattr(store.form, name, structs.Field(*(side.source.addresses(field.name) or ())))
+        found = side.source.where(field.name)
+        assert found is not None, "storable"
+        setattr(store.form, name, structs.Field(found.address, found.row, found.head))
 
 
 def _alike(x: Tensor, like: _Like, rows: int = 0) -> bool:

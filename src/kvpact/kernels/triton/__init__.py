@@ -1,0 +1,1 @@
+"""Kernels in Triton: packed slots on CUDA devices. Imported where they are used."""

@@ -1,0 +1,248 @@
+"""What kernels are told of one stream's slots at compile time, and the tables that go with it.
+
+A `SlotForm` is hashable and is passed to kernels as one constant: each distinct one makes a variant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvpact.formats import CodesField, Field
+from kvpact.formats.bitpack import block_words
+from kvpact.formats.packed import PackedFormat
+from kvpact.formats.trellis import TrellisForm
+from kvpact.kernels.base import SegmentSource
+from kvpact.methods import Codec
+from kvpact.quantizers import trellis
+from kvpact.transforms import IDENTITY, RandomHadamard
+
+FIELDS = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
+"""Rows of `Places.table`, as `PackedFormat` names them."""
+
+NUMBERS = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+"""Dtypes by the names that kernels know."""
+
+LEAST_WIDTH, MOST_WIDTH = 16, 1024
+"""Channels that a tile of a kernel holds at least, and of the widest vectors."""
+
+
+@dataclass(frozen=True)
+class SlotForm:
+    """How the slots of one stream become numbers; see `PackedFormat` for the formulas.
+
+    Parameters
+    ----------
+    kind : {"table", "linear", "raw", "e4m3", "e5m2", "trellis"}
+        As in `PackedFormat`.
+    bits : int
+        Width of the codes.
+    order : {"token", "channel", "number"}
+        What a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]` numbers of
+        `types[0]` per tile.
+    dim, padded : int
+        Channels of a vector (of a trellis: its codes), and the next power of two.
+    words : int
+        Words of a token's codes, for ``token``; rows of words of a tile for ``channel``.
+    channels, group, shift_scaled, middle, unit
+        As in `PackedFormat`; `channels` is `dim` where all share a scale.
+    value : bool
+        Whether fold and shift are V's (see `PackedFormat`).
+    types : tuple of str
+        Dtype of each of `FIELDS`, a value of `NUMBERS`; "" for a field that is not there.
+    whole : bool
+        Whether levels are whole numbers of 8 bits.
+    trellis : TrellisForm or None
+        What there is to know of a trellis.
+    """
+
+    kind: Literal["table", "linear", "raw", "e4m3", "e5m2", "trellis"]
+    bits: int
+    order: Literal["token", "channel", "number"]
+    dim: int
+    padded: int
+    words: int
+    channels: int
+    group: int
+    shift_scaled: bool
+    middle: float
+    unit: float
+    value: bool
+    types: tuple[str, ...]
+    whole: bool
+    trellis: TrellisForm | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether there is a field of that name."""
+        return bool(self.types[FIELDS.index(name)])
+
+
+class Slots(NamedTuple):
+    """What kernels are told of a codec, made once.
+
+    Parameters
+    ----------
+    form : SlotForm or None
+        None where `reason` says why no kernel reads the slots.
+    reason : str
+        Empty if there is a form.
+    names : tuple
+        The codec's field for each of `FIELDS`, or None.
+    levels : Tensor
+        fp32 on the codec's device: the number of each code (``table``), its least number
+        (``linear``), or of each level (``trellis``, all blocks' one behind the other).
+    learnt : bool
+        Whether the codec had learnt what it learns.
+    """
+
+    form: SlotForm | None
+    reason: str
+    names: tuple[str | None, ...] = ()
+    levels: Tensor | None = None
+    learnt: bool = True
+
+
+class Places(NamedTuple):
+    """Where the slots of a batch lie.
+
+    Parameters
+    ----------
+    table : Tensor
+        `[8, B, segments]` int64 on the device: the address of each of `FIELDS`, of each row's
+        segments, of the first head; 0 for a field that is not there.
+    heads : Tensor
+        `[8]` int64 on the device: bytes from one head to the next.
+    segment_tokens : int
+        Tokens of a segment.
+    """
+
+    table: Tensor
+    heads: Tensor
+    segment_tokens: int
+
+
+def power_of_two(count: int) -> int:
+    """Return the least power of two that is not below `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def _order(codes: Field) -> Literal["token", "channel", "number"]:
+    return codes.order if isinstance(codes, CodesField) else "number"
+
+
+def _reason(codec: Codec, form: PackedFormat | None, dim: int) -> str:
+    if form is None:
+        return f"no packed format for {type(codec).__name__}"
+    if dim > MOST_WIDTH:
+        return f"width {dim} is above {MOST_WIDTH}"
+    if codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
+        return f"transform {type(codec.transform).__name__}"
+    return ""
+
+
+def _levels(form: PackedFormat) -> Tensor:
+    if form.trellis is None:
+        return torch.tensor([level * form.unit for level in form.levels] or [0.0])
+    held = [block.bits for block in form.trellis.blocks if block.bits]
+    return torch.cat([trellis.levels(bits, torch.device("cpu")) for bits in held])
+
+
+def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
+    form = codec.packed_format()
+    if form is None:
+        return Slots(None, _reason(codec, None, 0))
+    fields = {field.name: field for field in codec.fields}
+    codes = fields[form.codes]
+    order = _order(codes)
+    dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
+    if reason := _reason(codec, form, dim):
+        return Slots(None, reason)
+    names = tuple(getattr(form, name) for name in FIELDS)
+    words = 0
+    if isinstance(codes, CodesField):
+        blocks = codes.blocks or ((dim, codes.bits),)
+        words = block_words(blocks) if order == "token" else codes.bits
+    made = SlotForm(
+        form.kind,
+        form.bits,
+        order,
+        dim,
+        max(power_of_two(dim), LEAST_WIDTH),
+        words,
+        form.channels or dim,
+        form.group,
+        form.shift_scaled,
+        form.middle,
+        form.unit,
+        value,
+        tuple(NUMBERS[fields[name].dtype] if name else "" for name in names),
+        form.whole,
+        form.trellis,
+    )
+    return Slots(made, "", names, _levels(form).to(device), codec.ready)
+
+
+_known: WeakKeyDictionary[Codec, dict[tuple[bool, torch.device], Slots]] = WeakKeyDictionary()
+
+
+def slots_of(codec: Codec, value: bool, device: torch.device) -> Slots:
+    """Return what kernels are told of a codec, of V or of K; anew when it has learnt."""
+    made = _known.setdefault(codec, {})
+    found = made.get((value, device))
+    if found is None or (codec.ready and not found.learnt):
+        found = made[value, device] = _slots(codec, value, device)
+    return found
+
+
+def places_of(
+    source: SegmentSource, slots: Slots, batch: int, device: torch.device
+) -> Places | None:
+    """Return where slots lie, made once for a source; None if not as kernels need them.
+
+    Parameters
+    ----------
+    source : SegmentSource
+        The slots.
+    slots : Slots
+        Of their codec.
+    batch : int
+        Rows.
+    device : torch.device
+        Of the slots.
+    """
+    key = f"triton:{batch}"
+    found: Places | None = source.prepared.get(key)
+    if found is not None:
+        return found
+    held = [None if name is None else source.where(name) for name in slots.names]
+    if any(
+        name is not None and where is None for name, where in zip(slots.names, held, strict=True)
+    ):
+        return None
+    count = max(len(where.segments) for where in held if where is not None)
+    table = torch.zeros(len(FIELDS), batch, count, dtype=torch.int64)
+    heads = torch.zeros(len(FIELDS), dtype=torch.int64)
+    rows = torch.arange(batch, dtype=torch.int64).view(batch, 1)
+    for index, where in enumerate(held):
+        if where is not None:
+            table[index] = torch.from_numpy(where.segments) + rows * where.row
+            heads[index] = where.head
+    made = Places(_sent(table, device), _sent(heads, device), source.segment_tokens)
+    source.prepared[key] = made
+    return made
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device; the host does not wait for it to arrive."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
