@@ -1,6 +1,6 @@
-"""What kernels are told of one stream's slots at compile time, and the tables that go with it.
+"""What kernels are told of one stream's slots when they are compiled, and tables beside it.
 
-A `SlotForm` is hashable and is passed to kernels as one constant: each distinct one makes a variant.
+A `SlotForm` is hashable and is passed to kernels as one constant: each one makes a variant.
 """
 
 from __future__ import annotations
