@@ -13,7 +13,6 @@ quartiles. Below 1 the compressed cache is the quicker one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable
@@ -25,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from attend_rounds import quartiles
-from machine import about, head
+from machine import about, head, save
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -119,10 +118,7 @@ def main() -> None:
     report = markdown(rows, found)
     print(report)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        data = json.dumps({"about": found, "rows": rows}, indent=1)
-        (options.out / "latency.json").write_text(data + "\n", "utf-8")
-        (options.out / "latency.md").write_text(report, "utf-8")
+        save(options.out, "latency", found, rows, report)
 
 
 if __name__ == "__main__":

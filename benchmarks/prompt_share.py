@@ -13,7 +13,6 @@ times the shares: median and quartiles.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from attend_rounds import quartiles
-from machine import about, head
+from machine import about, head, save
 
 from kvpact.cache.layer import CacheLayer
 from kvpact.data import book_path
@@ -122,10 +121,7 @@ def main() -> None:
     report = markdown(rows, found)
     print(report)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        data = json.dumps({"about": found, "rows": rows}, indent=1)
-        (options.out / "prompt_share.json").write_text(data + "\n", "utf-8")
-        (options.out / "prompt_share.md").write_text(report, "utf-8")
+        save(options.out, "prompt_share", found, rows, report)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,12 @@
 """``kvpact calibrate``, and the commands that take its file, on a tiny saved model."""
 
 import pytest
-from typer.testing import CliRunner
+from commands import bad, passed
 
 from kvpact import Calibration, Snapshot
-from kvpact.cli.app import app
 from kvpact.data import book_path
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, and so on."
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def good(*args):
-    result = invoke(*args)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def bad(*args):
-    result = invoke(*args)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.count("error:") == 1 and "Traceback" not in result.output
-    return result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +17,7 @@ def calibrated(model_folder, tmp_path_factory):
         (folder / name).write_text(book[begin : begin + 400], encoding="utf-8")
     path = folder / "tiny.calibration"
     texts = ("--text", folder / "a.txt", "--text", folder / "b.txt")
-    result = good("calibrate", model_folder, "--out", path, *texts, "--tokens", 600)
+    result = passed("calibrate", model_folder, "--out", path, *texts, "--tokens", 600)
     assert "pca/1" in result.stdout and "trellis/1" in result.stdout
     assert "calibrating" in result.stderr
     return path
@@ -50,7 +32,7 @@ def test_a_file_is_written(calibrated):
 def test_eval_takes_it(calibrated, model_folder):
     options = ("--model", model_folder, "--tokens", 300, "--chunk", 64)
     specs = ("pca:bits=6", "pca:bits=1")
-    result = good("eval", *specs, *options, "--calibration", calibrated)
+    result = passed("eval", *specs, *options, "--calibration", calibrated)
     assert all(spec in result.stdout for spec in specs)
     assert "another model" not in result.stderr
     error = bad("eval", *specs, *options, "--model", "smollm2", "--calibration", calibrated)
@@ -61,18 +43,18 @@ def test_eval_takes_it(calibrated, model_folder):
 def test_prefixes_and_snapshots_are_stored_by_it(calibrated, model_folder, tmp_path):
     options = ("--model", model_folder, "--spec", "trellis:bits=4", "--calibration", calibrated)
     more = ("--max-new-tokens", 4, "--prefix-store", tmp_path / "store", "--storage", "pca:bits=2")
-    first = good("generate", TEXT * 2, *options, *more)
-    second = good("generate", TEXT * 2, *options, *more)
+    first = passed("generate", TEXT * 2, *options, *more)
+    second = passed("generate", TEXT * 2, *options, *more)
     assert "tokens saved to the store" in first.stdout + first.stderr
     assert "prompt tokens from the store" in second.stdout + second.stderr
     assert "--prefix-store" in bad("generate", TEXT, *options, "--storage", "pca")
     path = tmp_path / "a.safetensors"
-    good("snapshot", "save", path, TEXT, *options, "--storage", "pca:bits=2")
+    passed("snapshot", "save", path, TEXT, *options, "--storage", "pca:bits=2")
     specs = {layer.spec["key"]["method"] for layer in Snapshot.load(path).manifest.layers}
     assert specs == {"pca"}
     new = ("--model", model_folder, "--max-new-tokens", 4)
-    good("snapshot", "restore", path, *new)
-    good("snapshot", "restore", path, *new, "--spec", "turboquant:bits=4")
+    passed("snapshot", "restore", path, *new)
+    passed("snapshot", "restore", path, *new, "--spec", "turboquant:bits=4")
 
 
 def test_wrong_input_is_told(model_folder, tmp_path):

@@ -4,51 +4,33 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import bad, passed
 
 from kvpact import CacheGeometry, Snapshot, create_cache
-from kvpact.cli.app import app
 from kvpact.snapshot import Identity
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, and so on."
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def good(*args):
-    result = invoke(*args)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def bad(*args):
-    result = invoke(*args)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.count("error:") == 1 and "Traceback" not in result.output
-    return result.stderr
 
 
 @pytest.fixture(scope="module")
 def saved(model_folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("snapshots") / "a.safetensors"
     options = ("--spec", "turboquant:bits=4", "--model", model_folder, "--chunk", 20)
-    result = good("snapshot", "save", path, TEXT, *options, "--tenant", "alice")
+    result = passed("snapshot", "save", path, TEXT, *options, "--tenant", "alice")
     assert f" {len(TEXT)} " in result.stdout and "prefill" in result.stderr
     return path
 
 
 def test_save_and_show(saved, monkeypatch):
     monkeypatch.setattr(Snapshot, "layer", None)  # no tensor is read
-    shown = good("snapshot", "show", saved).stdout
+    shown = passed("snapshot", "show", saved).stdout
     for text in ("turboquant:bits=4", "alice", "float32", "packed slots", "window"):
         assert text in shown
     rows = {
         line.split("  ")[0].strip(): line.split()[-1] for line in shown.splitlines() if line.split()
     }
     assert rows["tokens"] == str(len(TEXT)) and rows["layers"] == "2" and rows["KV heads"] == "2"
-    data = json.loads(good("snapshot", "show", saved, "--json").stdout)
+    data = json.loads(passed("snapshot", "show", saved, "--json").stdout)
     assert data["identity"]["tenant"] == "alice" and len(data["identity"]["model"]) == 64
     held = Snapshot.open(saved)
     assert sum(held.sizes().values()) == held.nbytes == saved.stat().st_size
@@ -57,7 +39,7 @@ def test_save_and_show(saved, monkeypatch):
 
 
 def test_verify(saved, tmp_path):
-    result = good("snapshot", "verify", saved, saved)
+    result = passed("snapshot", "verify", saved, saved)
     assert result.stdout.count("good") == 2 and "checking" in result.stderr
     data = bytearray(saved.read_bytes())
     data[-1] ^= 1
@@ -71,12 +53,12 @@ def test_verify(saved, tmp_path):
 
 def test_restore_goes_on_as_generate_does(saved, model_folder):
     options = ("--model", model_folder, "--max-new-tokens", 12)
-    whole = good("generate", TEXT, *options, "--chunk", 20).stdout
-    on = good("snapshot", "restore", saved, "--tenant", "alice", *options)
+    whole = passed("generate", TEXT, *options, "--chunk", 20).stdout
+    on = passed("snapshot", "restore", saved, "--tenant", "alice", *options)
     assert "tokens restored" in on.stderr
     assert len(on.stdout.rstrip("\n")) == 12
     assert whole.startswith(on.stdout.rstrip("\n"))
-    more = good("snapshot", "restore", saved, " And then", "--tenant", "alice", *options).stdout
+    more = passed("snapshot", "restore", saved, " And then", "--tenant", "alice", *options).stdout
     assert len(more.rstrip("\n")) == 12
 
 
@@ -114,12 +96,12 @@ def test_what_a_snapshot_says_does_not_steer_the_terminal(name, shown, model_fol
     ids = torch.arange(3)[None]
     path = tmp_path / "named [b] {0}\x1b.kv"
     cache.snapshot(token_ids=ids, identity=Identity(model=name, tenant=name)).save(path)
-    result = good("snapshot", "show", path)
+    result = passed("snapshot", "show", path)
     for row in ("model", "tenant"):
         cells = next(x.split() for x in result.stdout.splitlines() if x.split()[:1] == [row])
         assert cells == [row, shown]
     assert r"named [b] {0}\x1b.kv" in result.stdout
-    checked = good("snapshot", "verify", path)
+    checked = passed("snapshot", "verify", path)
     assert r"{0}\x1b.kv: good" in checked.stdout and r"{0}\x1b.kv" in checked.stderr
     refused = bad("snapshot", "restore", path, "--model", model_folder)
     assert "snapshot's model is" in refused and shown in refused.replace("\\\\", "\\")
@@ -144,33 +126,33 @@ def figure(output, name):
 def test_generate_with_a_prefix_store(model_folder, tmp_path):
     store = tmp_path / "store"
     options = ("--model", model_folder, "--max-new-tokens", 6, "--spec", "none")
-    plain = good("generate", TEXT, *options).stdout
+    plain = passed("generate", TEXT, *options).stdout
     assert "first token" in plain and "from the store" not in plain
     texts = {plain.splitlines()[0]}
     for count, (loaded, written) in enumerate(((0, 64), (64, 0), (64, 0))):
-        result = good("generate", TEXT, *options, "--prefix-store", store)
+        result = passed("generate", TEXT, *options, "--prefix-store", store)
         assert figure(result.stdout, "from the store") == str(loaded), count
         assert figure(result.stdout, "saved to the store") == str(written)
         texts.add(result.stdout.splitlines()[0])
     assert len(texts) == 1, "an exact prefix changes nothing"
-    other = good("generate", TEXT, *options, "--prefix-store", store, "--tenant", "bob").stdout
+    other = passed("generate", TEXT, *options, "--prefix-store", store, "--tenant", "bob").stdout
     assert figure(other, "from the store") == "0"
-    longer = good("generate", TEXT * 2, *options, "--prefix-store", store).stdout
+    longer = passed("generate", TEXT * 2, *options, "--prefix-store", store).stdout
     assert figure(longer, "from the store") == "64" and figure(longer, "saved to") == "64"
     # The store's own commands see the chunks: two tenants, and the longer text's second one.
-    assert len(good("store", "ls", store).stdout.split()) == 3
-    assert " 3 " in good("store", "stats", store).stdout
-    good("store", "gc", store, "--verify")
-    assert len(good("store", "ls", store).stdout.split()) == 3
-    good("store", "gc", store, "--max-bytes", 1)
-    again = good("generate", TEXT, *options, "--prefix-store", store).stdout
+    assert len(passed("store", "ls", store).stdout.split()) == 3
+    assert " 3 " in passed("store", "stats", store).stdout
+    passed("store", "gc", store, "--verify")
+    assert len(passed("store", "ls", store).stdout.split()) == 3
+    passed("store", "gc", store, "--max-bytes", 1)
+    again = passed("generate", TEXT, *options, "--prefix-store", store).stdout
     assert figure(again, "from the store") == "0" and figure(again, "saved to") == "64"
 
 
 def test_a_store_that_can_not_be_reached_costs_nothing_but_time(model_folder):
     pytest.importorskip("redis")
     options = ("--model", model_folder, "--max-new-tokens", 3, "--prefix-store")
-    result = good("generate", TEXT, *options, "redis://127.0.0.1:1")
+    result = passed("generate", TEXT, *options, "redis://127.0.0.1:1")
     assert "the prefix was not saved" in result.stderr
     assert figure(result.stdout, "from the store") == "0"
 

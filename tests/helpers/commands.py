@@ -9,7 +9,18 @@ def invoke(*args):
     return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
-def good(*args):
+def passed(*args):
     result = invoke(*args)
     assert result.exit_code == 0, result.output
-    return result.stdout
+    return result
+
+
+def good(*args):
+    return passed(*args).stdout
+
+
+def bad(*args):
+    result = invoke(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.count("error:") == 1 and "Traceback" not in result.output
+    return result.stderr

@@ -18,7 +18,6 @@ from kvpact.spec import DEFAULT_SPEC, parse_spec
 
 SPECS = ["pca", DEFAULT_SPEC]
 ROW = 2048
-LEAST_TOKENS = 128
 
 
 def calibrate_command(
@@ -66,6 +65,8 @@ def calibrate_command(
 
 def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:
     """Return equal pieces of texts, as much of each: at most `tokens` tokens in all."""
+    from kvpact.integrations.transformers.calibrate import LEAST_TOKENS
+
     share = tokens // len(texts)
     ids = [first_tokens(tokenizer, content, share) for _, content in texts]
     short = min(zip(ids, texts, strict=True), key=lambda pair: len(pair[0]))
