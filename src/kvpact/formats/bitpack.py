@@ -61,7 +61,7 @@ def unpack_by_token(words: Tensor, bits: int, dim: int, interleave: int = 0) -> 
     return unpack_blocks_by_token(words, ((dim, bits),), interleave)
 
 
-def _runs(blocks: Blocks) -> list[tuple[int, list[tuple[int, int, int]]]]:
+def plane_runs(blocks: Blocks) -> list[tuple[int, list[tuple[int, int, int]]]]:
     """Return what lies together, in its order: a width, and the parts (block, shift, channels).
 
     Each plane of each block is a run of its own; but planes of one bit are one run at the end, so
@@ -82,14 +82,15 @@ def _runs(blocks: Blocks) -> list[tuple[int, list[tuple[int, int, int]]]]:
 
 def block_words(blocks: Blocks) -> int:
     """Return the words that one token's codes of all blocks take."""
-    return sum(-(-sum(dim for *_, dim in parts) * width // WORD) for width, parts in _runs(blocks))
+    runs = plane_runs(blocks)
+    return sum(-(-sum(dim for *_, dim in parts) * width // WORD) for width, parts in runs)
 
 
 def pack_blocks_by_token(codes: Tensor, blocks: Blocks, interleave: int = 0) -> Tensor:
     """Pack codes of blocks of channels with unlike bits; else as `pack_by_token`."""
     held = torch.split(codes, [dim for dim, _ in blocks], -1)
     out = []
-    for width, parts in _runs(blocks):
+    for width, parts in plane_runs(blocks):
         mask = (1 << width) - 1
         plane = torch.cat([(held[block] >> shift) & mask for block, shift, _ in parts], -1)
         out.append(_join_channels(plane, width, interleave))
@@ -101,7 +102,7 @@ def unpack_blocks_by_token(words: Tensor, blocks: Blocks, interleave: int = 0) -
     words = words.mT.flatten(-3, -2)
     codes = [words.new_zeros(*words.shape[:-1], dim, dtype=torch.uint8) for dim, _ in blocks]
     first = 0
-    for width, parts in _runs(blocks):
+    for width, parts in plane_runs(blocks):
         dims = [dim for *_, dim in parts]
         count = -(-sum(dims) * width // WORD)
         plane = _split(words[..., first : first + count], width, interleave).flatten(-2)

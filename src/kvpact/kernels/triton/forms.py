@@ -17,6 +17,7 @@ from kvpact.formats.bitpack import block_words
 from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisForm
 from kvpact.kernels.base import SegmentSource
+from kvpact.kernels.triton.trellis_steps import Steps, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -65,6 +66,8 @@ class SlotForm:
         Whether levels are whole numbers of 8 bits.
     trellis : TrellisForm or None
         What there is to know of a trellis.
+    steps : tuple of Steps
+        Where its blocks' codes lie.
     """
 
     kind: Literal["table", "linear", "raw", "e4m3", "e5m2", "trellis"]
@@ -82,6 +85,7 @@ class SlotForm:
     types: tuple[str, ...]
     whole: bool
     trellis: TrellisForm | None = None
+    steps: tuple[Steps, ...] = ()
 
     def has(self, name: str) -> bool:
         """Whether there is a field of that name."""
@@ -189,6 +193,7 @@ def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
         tuple(NUMBERS[fields[name].dtype] if name else "" for name in names),
         form.whole,
         form.trellis,
+        steps_of(form.trellis, order == "token") if form.trellis else (),
     )
     return Slots(made, "", names, _levels(form).to(device), codec.ready)
 
