@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField, Field
-from kvpact.formats.bitpack import block_words
+from kvpact.formats.bitpack import WORD, block_words, planes
 from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisForm
 from kvpact.kernels.base import SegmentSource
@@ -35,8 +35,8 @@ NUMBERS = {
 }
 """Dtypes by the names that kernels know."""
 
-LEAST_WIDTH, MOST_WIDTH = 16, 1024
-"""Channels that a tile of a kernel holds at least, and of the widest vectors."""
+LEAST_WIDTH, MOST_WIDTH = 32, 1024
+"""Channels that a tile of a kernel holds at least (of 1 bit, a word), and of the widest vectors."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class SlotForm:
         Words of a token's codes, for ``token``; rows of words of a tile for ``channel``.
     channels, group, shift_scaled, middle, unit
         As in `PackedFormat`; `channels` is `dim` where all share a scale.
-    value : bool
-        Whether fold and shift are V's (see `PackedFormat`).
+    of_values : bool
+        Whether fold and shift are V's (see `PackedFormat`). (Kernels can't read a parameter named
+        ``value``: every constant of theirs has one.)
     types : tuple of str
         Dtype of each of `FIELDS`, a value of `NUMBERS`; "" for a field that is not there.
     whole : bool
@@ -81,7 +82,7 @@ class SlotForm:
     shift_scaled: bool
     middle: float
     unit: float
-    value: bool
+    of_values: bool
     types: tuple[str, ...]
     whole: bool
     trellis: TrellisForm | None = None
@@ -89,7 +90,31 @@ class SlotForm:
 
     def has(self, name: str) -> bool:
         """Whether there is a field of that name."""
-        return bool(self.types[FIELDS.index(name)])
+        return bool(self.type_of(name))
+
+    def type_of(self, name: str) -> str:
+        """Dtype of a field, one of `NUMBERS`; "" for a field that is not there."""
+        return self.types[self.index_of(name)]
+
+    def index_of(self, name: str) -> int:
+        """Row of `FIELDS`."""
+        return FIELDS.index(name)
+
+    def plane_count(self) -> int:
+        """How many planes codes lie in (see `formats.bitpack`)."""
+        return len(planes(self.bits))
+
+    def plane_width(self, plane: int) -> int:
+        """Bits of a plane."""
+        return planes(self.bits)[plane]
+
+    def plane_shift(self, plane: int) -> int:
+        """Bits of a code below those of a plane; of V's, also rows of words before the plane's."""
+        return sum(planes(self.bits)[:plane])
+
+    def plane_words(self, plane: int) -> int:
+        """Words of a token of K before those of a plane."""
+        return sum(-(-self.dim * width // WORD) for width in planes(self.bits)[:plane])
 
 
 class Slots(NamedTuple):

@@ -1,0 +1,76 @@
+"""Decoding by a Triton kernel: the torch body's numbers, to the bit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import DtypeError, GeometryError
+from kvpact.formats import TILE, CodesField
+from kvpact.kernels.base import SlotReader
+from kvpact.kernels.triton.decode_kernel import decode_tiles
+from kvpact.kernels.triton.forms import SlotForm, places_of, slots_of
+from kvpact.methods import Codec
+from kvpact.transforms import RandomHadamard
+from kvpact.transforms.hadamard import random_signs
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _of_values(codec: Codec) -> bool:
+    """Whether slots are read by V's formula: words of codes hold tokens of a channel."""
+    return any(isinstance(f, CodesField) and f.order == "channel" for f in codec.fields)
+
+
+def _warps(form: SlotForm) -> int:
+    """Return how many warps hold a tile without spilling registers."""
+    return min(max(form.padded // 32, 1), 16)
+
+
+def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse: bool) -> None:
+    """Decode packed tokens; parameters as of `Backend.decode`.
+
+    Raises
+    ------
+    GeometryError, DtypeError
+        `out` is not as described, or slots have gaps.
+    """
+    if out.dim() != 4 or not 0 <= start <= end or out.shape[2] != end - start:
+        raise GeometryError(f"out has shape {tuple(out.shape)}, not [B, H, {end - start}, D]")
+    if out.dtype not in DTYPES:
+        raise DtypeError(f"out is {out.dtype}; numbers are decoded to fp32, fp16 or bf16")
+    if out.stride(3) != 1 and out.shape[3] != 1:
+        raise GeometryError("the last axis of out has gaps")
+    known = slots_of(slots.codec, _of_values(slots.codec), out.device)
+    form, transform = known.form, slots.codec.transform
+    assert form is not None and known.levels is not None, known.reason
+    if form.dim != out.shape[3]:
+        raise GeometryError(f"out is {out.shape[3]} wide, vectors are {form.dim}")
+    batch, heads = out.shape[:2]
+    places = places_of(slots.source, known, batch, out.device)
+    if places is None:
+        raise GeometryError("the slots have gaps in memory")
+    if not out.numel():
+        return
+    rotate = inverse and isinstance(transform, RandomHadamard)
+    signs = known.levels
+    if rotate:
+        signs = random_signs(transform.dim + transform.block, transform.seed, out.device)
+    grid = (-(-end // TILE) - start // TILE, heads, batch)
+    decode_tiles[grid](
+        places.table,
+        places.heads,
+        known.levels,
+        signs,
+        out,
+        *out.stride()[:3],
+        start,
+        end,
+        batch,
+        places.table.shape[2],
+        places.segment_tokens // TILE,
+        FORM=form,
+        INVERSE=rotate,
+        num_warps=_warps(form),
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,63 @@
+"""The kernel that decodes packed tokens to dense numbers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvpact.kernels.triton.casts import saturated
+from kvpact.kernels.triton.slots import tile_numbers
+from kvpact.kernels.triton.transforms import rotated_back
+
+
+@triton.jit(do_not_specialize=["start", "end", "batch", "segments", "tiles_per_segment"])
+def decode_tiles(
+    TABLE,
+    HEADS,
+    LEVELS,
+    SIGNS,
+    OUT,
+    out_row,
+    out_head,
+    out_token,
+    start,
+    end,
+    batch,
+    segments,
+    tiles_per_segment,
+    FORM: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    """Decode a tile of 32 tokens of one row and head.
+
+    Parameters
+    ----------
+    TABLE, HEADS, LEVELS, batch, segments, FORM
+        As of `tile_numbers`.
+    SIGNS : pointer
+        As of `rotated_back`.
+    OUT : pointer
+        To token `start` of the first row and head: fp32, fp16 or bf16.
+    out_row, out_head, out_token : int
+        Strides of `OUT`, in numbers.
+    start, end : int
+        Tokens.
+    tiles_per_segment : int
+        Tiles of a segment.
+    INVERSE : constexpr
+        Whether the rotation is undone.
+    """
+    tile, head, row = start // 32 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    segment, inside = tile // tiles_per_segment, tile % tiles_per_segment
+    x = tile_numbers(TABLE, HEADS, LEVELS, row, head, segment, inside, batch, segments, FORM)
+    if INVERSE:
+        x = rotated_back(x, SIGNS, 32, FORM.padded, FORM.dim)
+    token, d = tile * 32 + tl.arange(0, 32), tl.arange(0, FORM.padded)
+    place = tl.cast(row, tl.int64) * out_row + tl.cast(head, tl.int64) * out_head
+    tokens = (token - start).to(tl.int64) * out_token
+    live = (token >= start) & (token < end)
+    tl.store(
+        OUT + place + tokens[:, None] + d[None, :],
+        saturated(x, OUT.dtype.element_ty),
+        mask=live[:, None] & (d < FORM.dim)[None, :],
+    )

@@ -1,0 +1,258 @@
+"""The numbers that the slots of 32 tokens stand for, of every format.
+
+They are those of `codec.decode`, to the bit: products and sums in its order. Launch kernels that
+use them with ``enable_fp_fusion=False``.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_TYPES = {
+    "fp32": tl.float32,
+    "fp16": tl.float16,
+    "bf16": tl.bfloat16,
+    "i32": tl.int32,
+    "i8": tl.int8,
+    "u8": tl.uint8,
+}
+
+
+@triton.constexpr_function
+def pointer_to(name):
+    """Return the type of a pointer to numbers of a dtype by its name in `forms.NUMBERS`."""
+    return tl.pointer_type(_TYPES[name])
+
+
+@triton.jit
+def field(
+    TABLE,
+    HEADS,
+    INDEX: tl.constexpr,
+    row,
+    head,
+    segment,
+    batch,
+    segments,
+    TYPE: tl.constexpr,
+):
+    """Return a pointer to a field's units of a segment and head.
+
+    Parameters
+    ----------
+    TABLE : pointer
+        `[8, batch, segments]` int64 (`Places.table`).
+    HEADS : pointer
+        `[8]` int64 (`Places.heads`).
+    INDEX : constexpr
+        Row of `forms.FIELDS`.
+    row, head, segment, batch, segments : int
+        Which of how many.
+    TYPE : constexpr
+        Dtype of the field, a value of `forms.NUMBERS`.
+    """
+    first = tl.load(TABLE + (INDEX * batch + row) * segments + segment)
+    return (first + tl.load(HEADS + INDEX) * head).to(pointer_to(TYPE))
+
+
+@triton.jit
+def _named(
+    NAME: tl.constexpr,
+    TABLE,
+    HEADS,
+    row,
+    head,
+    segment,
+    batch,
+    segments,
+    FORM: tl.constexpr,
+):
+    """Return `field` of a name."""
+    INDEX: tl.constexpr = FORM.index_of(NAME)
+    TYPE: tl.constexpr = FORM.type_of(NAME)
+    return field(TABLE, HEADS, INDEX, row, head, segment, batch, segments, TYPE)
+
+
+@triton.jit
+def _plane_by_token(tile, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Return a plane of K's codes, int32 [32, padded]; `tile` holds words [2, words, 16]."""
+    PER: tl.constexpr = 32 // WIDTH
+    i, w, k = tl.arange(0, 32), tl.arange(0, FORM.padded // PER), tl.arange(0, PER)
+    tokens = i // 16 * (FORM.words * 16) + i % 16
+    words = tl.load(
+        tile + tokens[:, None] + ((FIRST + w) * 16)[None, :],
+        mask=(w * PER < FORM.dim)[None, :],
+        other=0,
+    )
+    codes = (words[:, :, None] >> (k * WIDTH)[None, None, :]) & ((1 << WIDTH) - 1)
+    return codes.reshape(32, FORM.padded)
+
+
+@triton.jit
+def _plane_by_channel(tile, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
+    """Return a plane of V's codes, int32 [32, padded]; `tile` holds words [bits, dim]."""
+    PER: tl.constexpr = 32 // WIDTH
+    r, d, k = tl.arange(0, WIDTH), tl.arange(0, FORM.padded), tl.arange(0, PER)
+    words = tl.load(
+        tile + ((FIRST + r) * FORM.dim)[:, None] + d[None, :],
+        mask=(d < FORM.dim)[None, :],
+        other=0,
+    )
+    codes = (words[:, None, :] >> (k * WIDTH)[None, :, None]) & ((1 << WIDTH) - 1)
+    return codes.reshape(32, FORM.padded)
+
+
+@triton.jit
+def tile_codes(tile, FORM: tl.constexpr):
+    """Return the codes of a tile, int32 [32, padded]; `tile` points to its words."""
+    codes = tl.zeros((32, FORM.padded), tl.int32)
+    for plane in tl.static_range(FORM.plane_count()):
+        if FORM.order == "token":
+            part = _plane_by_token(tile, FORM.plane_words(plane), FORM.plane_width(plane), FORM)
+        else:
+            part = _plane_by_channel(tile, FORM.plane_shift(plane), FORM.plane_width(plane), FORM)
+        codes |= part << FORM.plane_shift(plane)
+    return codes
+
+
+@triton.jit
+def _e4m3(codes):
+    """Return the numbers of e4m3 bytes; by hand, as not all GPUs convert them."""
+    codes = codes.to(tl.int16)
+    size = codes & 127
+    # The bits of the same number over 256 in fp16, be it subnormal or not.
+    number = ((codes & 128) << 8 | size << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where(size == 127, float("nan"), number)
+
+
+@triton.jit
+def _e5m2(codes):
+    """Return the numbers of e5m2 bytes: the upper halves of fp16 numbers."""
+    return (codes.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _levels(codes, LEVELS, FORM: tl.constexpr):
+    """Return what codes stand for before any scale, fp32."""
+    if FORM.kind == "table":
+        levels = tl.load(LEVELS + codes)
+    else:
+        levels = codes.to(tl.float32) + tl.load(LEVELS)
+    if FORM.middle != 0.0:
+        levels = levels + FORM.middle
+    return levels
+
+
+@triton.jit
+def _given(tile, FORM: tl.constexpr):
+    """Return numbers that are stored themselves, fp32 [32, padded]; `tile` holds [dim, 32]."""
+    i, d = tl.arange(0, 32), tl.arange(0, FORM.padded)
+    x = tl.load(tile + (d * 32)[None, :] + i[:, None], mask=(d < FORM.dim)[None, :], other=0)
+    if FORM.kind == "e4m3":
+        x = _e4m3(x)
+    elif FORM.kind == "e5m2":
+        x = _e5m2(x)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _by_token(tile, FORM: tl.constexpr):
+    """Return a number per token and group of channels as fp32 that fits [32, padded]."""
+    i, d = tl.arange(0, 32), tl.arange(0, FORM.padded)
+    if FORM.channels >= FORM.dim:
+        x = tl.load(tile + i)[:, None]
+    else:
+        group = d // FORM.channels
+        place = (group * 32)[None, :] + i[:, None]
+        x = tl.load(tile + place, mask=(d < FORM.dim)[None, :], other=0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _by_group(units, tile, FORM: tl.constexpr):
+    """Return a number per channel of a tile's group of tokens, fp32 [1, padded]."""
+    d = tl.arange(0, FORM.padded)
+    unit = tile * 32 // FORM.group
+    return tl.load(units + unit * FORM.dim + d, mask=d < FORM.dim, other=0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _scaled(
+    x,
+    TABLE,
+    HEADS,
+    row,
+    head,
+    segment,
+    tile,
+    batch,
+    segments,
+    FORM: tl.constexpr,
+):
+    """Return levels [32, padded] with scale, zero, fold and shift, in the order of `decode`."""
+    GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
+    if FORM.has("fold"):
+        units = _named("fold", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        fold = _by_group(units, tile, FORM)
+    if FORM.has("shift"):
+        units = _named("shift", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        shift = _by_group(units, tile, FORM)
+    if FORM.has("fold") and not FORM.of_values:
+        x = x * fold
+    if FORM.has("shift") and FORM.shift_scaled:
+        x = x + shift
+    if FORM.has("scale"):
+        units = _named("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        x = x * _by_token(units + tile * (GROUPS * 32), FORM)
+    if FORM.has("zero"):
+        units = _named("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        x = x + _by_token(units + tile * (GROUPS * 32), FORM)
+    if FORM.has("shift") and not FORM.shift_scaled:
+        x = x + shift
+    if FORM.has("fold") and FORM.of_values:
+        x = x * fold
+    return x
+
+
+@triton.jit
+def tile_numbers(
+    TABLE,
+    HEADS,
+    LEVELS,
+    row,
+    head,
+    segment,
+    tile,
+    batch,
+    segments,
+    FORM: tl.constexpr,
+):
+    """Return what `codec.decode` gives of 32 tokens, still transformed: fp32 [32, padded].
+
+    Channels from `FORM.dim` on are 0.
+
+    Parameters
+    ----------
+    TABLE, HEADS, row, head, segment, batch, segments
+        As of `field`.
+    LEVELS : pointer
+        fp32 (`Slots.levels`).
+    tile : int
+        Of 32 tokens inside the segment.
+    FORM : constexpr
+        The `SlotForm`.
+    """
+    tl.static_assert(FORM.kind != "trellis", "a trellis has numbers of its own")
+    tile = tl.cast(tile, tl.int64)
+    units = _named("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    if FORM.order == "number":
+        x = _given(units + tile * (FORM.dim * 32), FORM)
+    elif FORM.order == "token":
+        x = _levels(tile_codes(units + tile * (FORM.words * 32), FORM), LEVELS, FORM)
+    else:
+        x = _levels(tile_codes(units + tile * (FORM.bits * FORM.dim), FORM), LEVELS, FORM)
+    x = _scaled(x, TABLE, HEADS, row, head, segment, tile, batch, segments, FORM)
+    if FORM.dim != FORM.padded:
+        x = tl.where((tl.arange(0, FORM.padded) < FORM.dim)[None, :], x, 0.0)
+    return x
