@@ -38,15 +38,21 @@ def numbers(codec, store: SegmentList, start: int, end: int, dtype, inverse: boo
     return saturated(codec.transform.inverse(y) if inverse else y, dtype)
 
 
-def compare_slots(codec, store: SegmentList, start: int, end: int, dtype, inverse: bool) -> str:
-    """Return what differs between native numbers and torch's."""
+def native(slots: Slots, start: int, end: int, out: torch.Tensor, inverse: bool) -> None:
+    decode(library(), slots, start, end, out, inverse)
+
+
+def compare_slots(
+    codec, store: SegmentList, start: int, end: int, dtype, inverse: bool, run=native
+) -> str:
+    """Return what differs between a kernel's numbers (the native one's) and torch's."""
     expected = numbers(codec, store, start, end, dtype, inverse)
     batch, heads, count, dim = expected.shape
     # Between guards on all sides, unaligned, filled with NaN.
     whole = torch.full((batch + 1, heads + 1, count + 2, dim + 3), GUARD, dtype=dtype)
     out = whole[:batch, :heads, 1 : 1 + count, 1 : 1 + dim]
     out.fill_(torch.nan)
-    decode(library(), Slots(codec, store.source()), start, end, out, inverse)
+    run(Slots(codec, store.source()), start, end, out, inverse)
     found = out.clone()
     out.fill_(GUARD)
     if not (whole == torch.tensor(GUARD, dtype=dtype)).all():

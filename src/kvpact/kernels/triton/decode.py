@@ -22,6 +22,11 @@ def _of_values(codec: Codec) -> bool:
     return any(isinstance(f, CodesField) and f.order == "channel" for f in codec.fields)
 
 
+def _width(codec: Codec, form: SlotForm) -> int:
+    """Return how many channels a vector has."""
+    return codec.transform.dim if isinstance(codec.transform, RandomHadamard) else form.dim
+
+
 def _warps(form: SlotForm) -> int:
     """Return how many warps hold a tile without spilling registers."""
     return min(max(form.padded // 32, 1), 16)
@@ -41,21 +46,20 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
         raise DtypeError(f"out is {out.dtype}; numbers are decoded to fp32, fp16 or bf16")
     if out.stride(3) != 1 and out.shape[3] != 1:
         raise GeometryError("the last axis of out has gaps")
-    known = slots_of(slots.codec, _of_values(slots.codec), out.device)
-    form, transform = known.form, slots.codec.transform
+    codec = slots.codec
+    known = slots_of(codec, _of_values(codec), out.device)
+    form, (batch, heads, _, dim) = known.form, out.shape
     assert form is not None and known.levels is not None, known.reason
-    if form.dim != out.shape[3]:
-        raise GeometryError(f"out is {out.shape[3]} wide, vectors are {form.dim}")
-    batch, heads = out.shape[:2]
+    if _width(codec, form) != dim:
+        raise GeometryError(f"out is {dim} wide, vectors are {_width(codec, form)}")
     places = places_of(slots.source, known, batch, out.device)
     if places is None:
         raise GeometryError("the slots have gaps in memory")
     if not out.numel():
         return
-    rotate = inverse and isinstance(transform, RandomHadamard)
-    signs = known.levels
-    if rotate:
-        signs = random_signs(transform.dim + transform.block, transform.seed, out.device)
+    signs, rotated = known.levels, isinstance(codec.transform, RandomHadamard)
+    if isinstance(codec.transform, RandomHadamard):
+        signs = random_signs(dim + codec.transform.block, codec.transform.seed, out.device)
     grid = (-(-end // TILE) - start // TILE, heads, batch)
     decode_tiles[grid](
         places.table,
@@ -70,7 +74,8 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
         places.table.shape[2],
         places.segment_tokens // TILE,
         FORM=form,
-        INVERSE=rotate,
+        DIM=dim,
+        INVERSE=inverse and rotated,
         num_warps=_warps(form),
         enable_fp_fusion=False,
     )

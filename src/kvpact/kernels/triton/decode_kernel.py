@@ -26,6 +26,7 @@ def decode_tiles(
     segments,
     tiles_per_segment,
     FORM: tl.constexpr,
+    DIM: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
     """Decode a tile of 32 tokens of one row and head.
@@ -44,6 +45,8 @@ def decode_tiles(
         Tokens.
     tiles_per_segment : int
         Tiles of a segment.
+    DIM : constexpr
+        Channels of a vector; a trellis may have more codes.
     INVERSE : constexpr
         Whether the rotation is undone.
     """
@@ -51,7 +54,7 @@ def decode_tiles(
     segment, inside = tile // tiles_per_segment, tile % tiles_per_segment
     x = tile_numbers(TABLE, HEADS, LEVELS, row, head, segment, inside, batch, segments, FORM)
     if INVERSE:
-        x = rotated_back(x, SIGNS, 32, FORM.padded, FORM.dim)
+        x = rotated_back(x, SIGNS, 32, FORM.padded, DIM)
     token, d = tile * 32 + tl.arange(0, 32), tl.arange(0, FORM.padded)
     place = tl.cast(row, tl.int64) * out_row + tl.cast(head, tl.int64) * out_head
     tokens = (token - start).to(tl.int64) * out_token
@@ -59,5 +62,5 @@ def decode_tiles(
     tl.store(
         OUT + place + tokens[:, None] + d[None, :],
         saturated(x, OUT.dtype.element_ty),
-        mask=live[:, None] & (d < FORM.dim)[None, :],
+        mask=live[:, None] & (d < DIM)[None, :],
     )

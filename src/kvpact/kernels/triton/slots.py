@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvpact.kernels.triton.trellis import trellis_numbers
+
 _TYPES = {
     "fp32": tl.float32,
     "fp16": tl.float16,
@@ -230,7 +232,7 @@ def tile_numbers(
 ):
     """Return what `codec.decode` gives of 32 tokens, still transformed: fp32 [32, padded].
 
-    Channels from `FORM.dim` on are 0.
+    Channels from `FORM.dim` on are 0. Of a trellis: `trellis_numbers`, before any treatment.
 
     Parameters
     ----------
@@ -243,16 +245,19 @@ def tile_numbers(
     FORM : constexpr
         The `SlotForm`.
     """
-    tl.static_assert(FORM.kind != "trellis", "a trellis has numbers of its own")
     tile = tl.cast(tile, tl.int64)
     units = _named("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-    if FORM.order == "number":
-        x = _given(units + tile * (FORM.dim * 32), FORM)
-    elif FORM.order == "token":
-        x = _levels(tile_codes(units + tile * (FORM.words * 32), FORM), LEVELS, FORM)
+    if FORM.kind == "trellis":
+        scale = _named("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        x = trellis_numbers(units, scale, LEVELS, tile, FORM)
     else:
-        x = _levels(tile_codes(units + tile * (FORM.bits * FORM.dim), FORM), LEVELS, FORM)
-    x = _scaled(x, TABLE, HEADS, row, head, segment, tile, batch, segments, FORM)
-    if FORM.dim != FORM.padded:
-        x = tl.where((tl.arange(0, FORM.padded) < FORM.dim)[None, :], x, 0.0)
+        if FORM.order == "number":
+            x = _given(units + tile * (FORM.dim * 32), FORM)
+        elif FORM.order == "token":
+            x = _levels(tile_codes(units + tile * (FORM.words * 32), FORM), LEVELS, FORM)
+        else:
+            x = _levels(tile_codes(units + tile * (FORM.bits * FORM.dim), FORM), LEVELS, FORM)
+        x = _scaled(x, TABLE, HEADS, row, head, segment, tile, batch, segments, FORM)
+        if FORM.dim != FORM.padded:
+            x = tl.where((tl.arange(0, FORM.padded) < FORM.dim)[None, :], x, 0.0)
     return x

@@ -1,0 +1,169 @@
+"""Decoding by the Triton kernel gives the torch body's numbers, bit by bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from decode_compare import FORMATS, PLACES, Slots, compare_slots, numbers, packed
+from encode_compare import _PLAIN, DTYPES, TRELLISES, WIDTHS, random_pieces
+
+pytest.importorskip("triton")
+
+from kvpact import CacheGeometry, PagedKVCache, create_cache
+from kvpact.errors import DtypeError, GeometryError
+from kvpact.kernels.torch.decode import decode_slots
+from kvpact.kernels.triton.decode import decode_triton
+
+NARROW = (64, 20, 33, 80, 1, 3, 96)
+PLAIN_TRELLISES = [spec for spec in TRELLISES if _PLAIN in spec]
+
+
+def slots_of_random_tokens(spec: str, side: str, dim: int, tokens: int = 150):
+    (x,), _ = random_pieces(spec, side, dim, tokens, 0, torch.float32)
+    return packed(spec, side, x[:1])
+
+
+def differences(
+    spec: str, side: str, dim: int, start: int, end: int, dtype: torch.dtype
+) -> list[str]:
+    """Return what differs, rotated back or not."""
+    codec, store = slots_of_random_tokens(spec, side, dim)
+    found = [
+        compare_slots(codec, store, start, end, dtype, inverse, decode_triton)
+        for inverse in (True, False)
+    ]
+    return [text for text in found if text]
+
+
+CASES = [
+    (spec, side, dim, *place, dtype)
+    for (spec, side), dim, place, dtype in zip(
+        itertools.product(FORMATS, "kv"),
+        itertools.cycle(NARROW),
+        itertools.cycle(((0, 1), (37, 70), (30, 33), (120, 150))),
+        itertools.cycle(DTYPES),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(("spec", "side", "dim", "start", "end", "dtype"), CASES)
+def test_every_format(spec, side, dim, start, end, dtype):
+    assert differences(spec, side, dim, start, end, dtype) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim"), list(zip(PLAIN_TRELLISES, itertools.cycle((20, 64)), strict=False))
+)
+def test_values_of_trellises(spec, dim):
+    assert differences(spec, "v", dim, 20, 50, torch.float32) == []
+
+
+@pytest.mark.parametrize(("spec", "dim"), (("turboquant:bits=3", 576), ("kvarn:bits=5", 256)))
+@pytest.mark.parametrize("side", "kv")
+def test_wide_vectors(spec, side, dim):
+    assert differences(spec, side, dim, 30, 35, torch.bfloat16) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", "kv")
+@pytest.mark.parametrize("dim", (5, 16, 20, 33, *WIDTHS))
+@pytest.mark.parametrize("spec", FORMATS)
+def test_every_format_width_and_part(spec, dim, side):
+    codec, store = slots_of_random_tokens(spec, side, dim)
+    for (start, end), dtype in zip(PLACES, DTYPES * 2, strict=True):
+        for inverse in (True, False):
+            assert compare_slots(codec, store, start, end, dtype, inverse, decode_triton) == ""
+
+
+@pytest.mark.parametrize("spec", ("turboquant:bits=4", "int:bits=8", "fp8", "kvarn:bits=3", "none"))
+def test_special_values(spec):
+    """Zeros of both signs, subnormal and tiny numbers, and fp16's largest."""
+    special = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 6e-8, -3e-5, 0.5, -1.0, 2.5, -400.0, 400.0)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.tensor(special)[torch.randint(12, (1, 1, 64, 64), generator=generator)]
+    for side, dtype in itertools.product("kv", DTYPES):
+        codec, store = packed(spec, side, tokens)
+        assert compare_slots(codec, store, 0, 64, dtype, True, decode_triton) == ""
+
+
+@pytest.mark.parametrize("format", ("e4m3", "e5m2"))
+def test_all_numbers_of_8_bits(format):
+    codec, store = slots_of_random_tokens(f"fp8:scale=none,format={format}", "k", 16, 32)
+    store.segment(0)["codes"][0, 0, 0] = torch.arange(512).view(16, 32)
+    expected, out = numbers(codec, store, 0, 32, torch.float32, False), torch.empty(1, 3, 32, 16)
+    decode_triton(Slots(codec, store.source()), 0, 32, out, False)
+    assert torch.equal(expected.isnan(), out.isnan())
+    # NaN has no bits of its own, zero has a sign.
+    expected, out = (x.nan_to_num(nan=7.0, posinf=8.0, neginf=9.0) for x in (expected, out))
+    assert torch.equal(expected.view(torch.int32), out.view(torch.int32))
+
+
+@pytest.mark.parametrize("spec", ("int:bits=2", "int:bits=4,zero=true", "none:dtype=fp32"))
+def test_what_is_beyond_fp16_becomes_its_largest_number(spec):
+    tokens = torch.full((1, 1, 32, 64), 65000.0)
+    tokens[..., ::2] = -65500.0
+    codec, store = packed(spec, "k", tokens if spec[0] == "i" else tokens * 3)
+    assert compare_slots(codec, store, 0, 32, torch.float16, True, decode_triton) == ""
+
+
+def compare_streams(streams) -> None:
+    for stream in streams:
+        slots = Slots(stream.codec, stream.store.source())
+        expected, out = torch.full((2, *stream.tail.shape[:2], 70, 64), torch.nan)
+        decode_slots(slots, 50, 120, expected, inverse=True)
+        decode_triton(slots, 50, 120, out, True)
+        assert torch.equal(expected, out)
+
+
+def test_segments_of_a_batch():
+    generator = torch.Generator().manual_seed(2)
+    geometry = CacheGeometry(1, 2, 64, None, torch.float32)
+    cache = create_cache("turboquant:bits=4,window=0/kivi:bits=2,window=0", geometry)
+    for count in (70, 1, 90):
+        cache.store(0, *torch.randn(2, 2, 2, count, 64, generator=generator))
+    compare_streams(cache._layers[0].streams())
+
+
+def test_pages():
+    generator = torch.Generator().manual_seed(2)
+    geometry = CacheGeometry(1, 2, 64, None, torch.float32)
+    spec = "turboquant:bits=4,window=0/kivi:bits=2,window=0"
+    cache = PagedKVCache(spec, geometry, num_pages=12, page_size=64)
+    seqs = [cache.allocate() for _ in range(2)]
+    for count in (70, 1, 90):
+        tokens = torch.randn(2, 2, 2, count, 64, generator=generator)
+        for seq, (k, v) in zip(seqs, tokens, strict=True):
+            cache.append(0, {seq: (k, v)})
+    for seq in seqs:
+        compare_streams(cache.layer_of(seq, 0).streams())
+
+
+def test_what_the_kernel_can_not_take_raises():
+    codec, store = slots_of_random_tokens("turboquant:bits=4", "k", 64, 64)
+
+    def call(out, start=0, end=64):
+        decode_triton(Slots(codec, store.source()), start, end, out, True)
+
+    with pytest.raises(GeometryError, match="out has shape"):
+        call(torch.empty(1, 3, 63, 64))
+    with pytest.raises(GeometryError, match="wide"):
+        call(torch.empty(1, 3, 64, 65))
+    with pytest.raises(GeometryError, match="gaps"):
+        call(torch.empty(1, 3, 64, 128)[..., ::2])
+    with pytest.raises(DtypeError, match="float64"):
+        call(torch.empty(1, 3, 64, 64, dtype=torch.float64))
+    for start, end in ((-1, 10), (10, 9)):
+        with pytest.raises(GeometryError, match="out has shape"):
+            call(torch.empty(1, 3, abs(end - start), 64), start, end)
+    call(torch.empty(1, 3, 0, 64), 5, 5)
+
+
+def test_slots_with_gaps_are_refused():
+    codec, store = slots_of_random_tokens("turboquant:bits=4", "k", 64, 64)
+    segment = store.segment(0)
+    segment["codes"] = segment["codes"].repeat_interleave(2, 2)[:, :, ::2]
+    with pytest.raises(GeometryError, match="gaps"):
+        decode_triton(Slots(codec, store.source()), 0, 64, torch.empty(1, 3, 64, 64), False)
