@@ -268,11 +268,11 @@ def places_of(
         if where is not None:
             table[index] = torch.from_numpy(where.segments) + rows * where.row
             heads[index] = where.head
-    made = Places(_sent(table, device), _sent(heads, device), source.segment_tokens)
+    made = Places(sent(table, device), sent(heads, device), source.segment_tokens)
     source.prepared[key] = made
     return made
 
 
-def _sent(x: Tensor, device: torch.device) -> Tensor:
+def sent(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on the device; the host does not wait for it to arrive."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)

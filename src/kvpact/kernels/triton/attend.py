@@ -1,0 +1,213 @@
+"""Attention by the kernels: calls that are alike become one launch, and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import BackendUnavailable
+from kvpact.kernels.base import AttendCall, Precision
+from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
+from kvpact.kernels.triton.general import Variant, attend_general
+from kvpact.kernels.triton.merge import merge_parts
+from kvpact.kernels.triton.rows import Rows, rows_of
+from kvpact.methods import Codec
+from kvpact.transforms import IDENTITY, RandomHadamard
+from kvpact.transforms.base import Transform
+from kvpact.transforms.hadamard import random_signs
+
+TILE = 32
+MOST_ROWS = 64
+"""Query rows of a program, at most."""
+LEAST_ROWS = 16
+"""Rows of the smallest product that tensor cores compute."""
+TILES_OF_A_PART = 8
+"""Tiles of 32 tokens that a part has at least."""
+PROGRAMS = 1024
+"""Programs of a launch from which on tokens are split no further."""
+
+
+def parts_of(tiles: int, programs: int) -> int:
+    """Return into how many parts the tokens are split.
+
+    Parameters
+    ----------
+    tiles : int
+        Of the longest row.
+    programs : int
+        That there are without a split.
+    """
+    most = -(-tiles // TILES_OF_A_PART)
+    return max(1, min(most, PROGRAMS // max(programs, 1)))
+
+
+def attend_reason(codec: Codec, value: bool, device: torch.device) -> str:
+    """Return why there is no attention over slots of V (or of K); "" if there is."""
+    slots = slots_of(codec, value, device)
+    if slots.form is None:
+        return slots.reason
+    if slots.form.kind == "trellis" and not value and codec.transform is IDENTITY:
+        return "keys of a trellis that are treated"
+    return ""
+
+
+class _Call(NamedTuple):
+    """A call, and where its first row stands in the output."""
+
+    call: AttendCall
+    first: int
+
+
+def attend_triton(calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+    """Attend; parameters as of `Backend.attend`."""
+    first = calls[0]
+    batch = sum(call.q.shape[0] for call in calls)
+    heads, queries = first.q.shape[1:3]
+    out = first.q.new_empty(batch, heads, queries, first.output_dim)
+    alike: dict[Hashable, list[_Call]] = {}
+    done = 0
+    for call in calls:
+        alike.setdefault(_key(call), []).append(_Call(call, done))
+        done += call.q.shape[0]
+    for some in alike.values():
+        _attend(some, out)
+    return out
+
+
+def _codecs(call: AttendCall) -> tuple[Codec | None, Codec | None]:
+    view = call.view
+    return (None, None) if view is None else (view.k.codec, view.v.codec)
+
+
+def _slots(call: AttendCall) -> tuple[Slots | None, Slots | None]:
+    """Return what kernels are told of the codecs of K and of V."""
+    made: list[Slots | None] = []
+    for codec, value in zip(_codecs(call), (False, True), strict=True):
+        slots = None if codec is None else slots_of(codec, value, call.q.device)
+        reason = "" if codec is None else attend_reason(codec, value, call.q.device)
+        if reason:
+            raise BackendUnavailable(f"backend 'triton' can't attend: {reason}; use 'auto'")
+        made.append(slots)
+    return made[0], made[1]
+
+
+def _dtypes(call: AttendCall) -> tuple[torch.dtype, torch.dtype]:
+    """Return in which dtypes exact tokens of K and of V are read."""
+    made = []
+    for side in "kv":
+        fresh: Tensor | None = getattr(call, side)
+        found = None if call.view is None else getattr(call.view, side).tail.dtype
+        if fresh is not None:
+            found = fresh.dtype if found is None else torch.promote_types(found, fresh.dtype)
+        assert found is not None, "a call needs new tokens or a view"
+        made.append(found)
+    return made[0], made[1]
+
+
+def _scale(call: AttendCall) -> float:
+    scale = call.config.softmax_scale
+    return call.q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _mask_type(call: AttendCall) -> str:
+    mask = call.config.mask
+    return "" if mask is None else "u8" if mask.dtype == torch.bool else "fp32"
+
+
+def _key(call: AttendCall) -> Hashable:
+    """Return what calls of one launch have in common."""
+    forms = tuple(
+        codec and (slots and slots.form, codec.transform)
+        for codec, slots in zip(_codecs(call), _slots(call), strict=True)
+    )
+    scale, rules = _scale(call), (call.config.softcap, _mask_type(call))
+    return forms, _dtypes(call), call.kv_heads, call.output_dim, scale, rules, call.latent
+
+
+def _signs(transform: Transform | None, device: torch.device) -> Tensor | None:
+    if not isinstance(transform, RandomHadamard):
+        return None
+    return random_signs(transform.dim + transform.block, transform.seed, device)
+
+
+def query_rows(calls: Sequence[AttendCall]) -> tuple[Tensor, Tensor]:
+    """Return the scaled queries for packed tokens and for exact ones, of calls that are alike.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        `[B, H_kv, G * q_len, D]` fp32 each, without gaps.
+    """
+    call = calls[0]
+    q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
+    x = (q.float() * _scale(call)).reshape(q.shape[0], call.kv_heads, -1, q.shape[3])
+    x = x.contiguous()
+    if call.view is None:
+        return x, x
+    return call.view.k.codec.transform.forward(x).contiguous(), x
+
+
+def _aligned(rows: Rows, calls: Sequence[AttendCall]) -> bool:
+    """Whether exact tokens can be read 16 bytes at a time."""
+    sizes = [x.stride(axis) * x.itemsize for x in rows.exact for axis in range(3)]
+    return all(size % 16 == 0 for size in (*sizes, *(x.data_ptr() for x in rows.exact)))
+
+
+def variant_of(calls: Sequence[AttendCall], rows: Rows) -> Variant:
+    """Return what the kernel is compiled for, for calls that are alike."""
+    call = calls[0]
+    k, v = (None if slots is None else slots.form for slots in _slots(call))
+    dim, value_dim = call.q.shape[3], call.output_dim
+    k_type, v_type = (NUMBERS[dtype] for dtype in _dtypes(call))
+    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    return Variant(
+        k,
+        v,
+        dim,
+        value_dim,
+        max(power_of_two(dim), LEAST_WIDTH),
+        max(power_of_two(value_dim), LEAST_WIDTH),
+        k_type,
+        v_type,
+        _aligned(rows, calls),
+        min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS),
+        "fp32" in (k_type, v_type, NUMBERS[call.q.dtype]),
+        call.config.softcap is not None,
+        _mask_type(call),
+    )
+
+
+def _attend(some: Sequence[_Call], out: Tensor) -> None:
+    """Attend over calls that are alike, into their rows of the output."""
+    calls = [one.call for one in some]
+    call, device = calls[0], out.device
+    slots = _slots(call)
+    rows = rows_of(calls, slots, _dtypes(call), device, [one.first for one in some])
+    for_packed, for_exact = query_rows(calls)
+    variant = variant_of(calls, rows)
+    batch, heads, count, _ = for_exact.shape
+    queries, value_dim = call.q.shape[2], call.output_dim
+    row_tiles = -(-count // variant.rows)
+    tiles = -(-max(each.held + each.new for each in calls) // TILE)
+    splits = parts = parts_of(tiles, batch * heads * row_tiles)
+    exact = for_exact.new_empty(batch, heads, splits, count, value_dim)
+    packed = exact if variant.v is None else exact.new_empty(batch, heads, parts, count, value_dim)
+    lse = exact.new_empty(batch, heads, parts, count)
+    levels = [exact if one is None or one.levels is None else one.levels for one in slots]
+    shape = (queries, count // queries, heads, splits, parts)
+    attend_general[splits, row_tiles * heads, batch](
+        rows.table, for_packed, for_exact, *levels, packed, exact, lse, *shape,
+        call.config.softcap or 0.0, variant, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    transform = None if call.view is None else call.view.v.codec.transform
+    signs = _signs(transform, device)
+    # Few rows of many parts (a step), or many rows of few.
+    each, at_once = (1, 16) if count < LEAST_ROWS else (LEAST_ROWS, 1)
+    merge_parts[-(-count // each), heads, batch](
+        rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
+        value_dim, max(power_of_two(value_dim), LEAST_WIDTH), variant.v is not None,
+        signs is not None, each, at_once, num_warps=1 if each == 1 else 4, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+"""The table of rows that attention kernels read (see `columns`), made on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kvpact.errors import CorruptState, GeometryError
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.triton.columns import (
+    CAUSAL,
+    COLUMNS,
+    FIRST_QUERY,
+    HELD,
+    K_EXACT_FROM,
+    K_NEW,
+    K_SINK,
+    K_SINKS,
+    K_SLOTS,
+    K_TAIL,
+    MASK,
+    NEW,
+    OUTPUT,
+    PADDING,
+    SINK_LOGITS,
+    SINKS_FROM,
+    V_EXACT_FROM,
+    V_NEW,
+    V_SINK,
+    V_SINKS,
+    V_SLOTS,
+    V_TAIL,
+    WINDOW,
+)
+from kvpact.kernels.triton.forms import Slots, places_of, sent
+from kvpact.kernels.views import StreamView
+
+UNBOUNDED = 1 << 30
+"""More tokens than any row holds: the window where there is none."""
+
+
+class Rows(NamedTuple):
+    """The table, and what has to live until the kernels have run.
+
+    Parameters
+    ----------
+    table : Tensor
+        `[B, COLUMNS]` int64 on the device.
+    exact : list of Tensor
+        The exact tokens that it points to.
+    alive : list of Tensor
+        What else it points to.
+    """
+
+    table: Tensor
+    exact: list[Tensor]
+    alive: list[Tensor]
+
+
+class _Filling:
+    """A table being filled on the host, and columns that only the device knows."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.table = torch.zeros(rows, COLUMNS.value, dtype=torch.int64)
+        self.device = device
+        self.exact: list[Tensor] = []
+        self.alive: list[Tensor] = []
+        self.late: list[tuple[slice, int, Tensor]] = []
+
+    def column(self, part: slice, place: tl.constexpr, numbers: Tensor | None) -> None:
+        """Set a column to numbers `[rows]` of either device."""
+        if numbers is None:
+            return
+        if numbers.device.type == "cpu":
+            self.table[part, place.value] = numbers
+        else:
+            self.late.append((part, place.value, numbers))
+
+    def source(self, part: slice, place: tl.constexpr, tokens: Tensor | None) -> None:
+        """Set a source of exact tokens `[B, H, T, D]`."""
+        if tokens is None or not tokens.numel():
+            return
+        if tokens.stride(3) != 1 and tokens.shape[3] != 1:
+            tokens = tokens.contiguous()
+        self.exact.append(tokens)
+        self.address(part, place, tokens)
+        self.table[part, place.value + 1] = tokens.stride(1) * tokens.itemsize
+        self.table[part, place.value + 2] = tokens.stride(2) * tokens.itemsize
+
+    def address(self, part: slice, place: tl.constexpr, x: Tensor) -> None:
+        """Set where each row of `[B, …]` lies."""
+        steps = torch.arange(x.shape[0]) * (x.stride(0) * x.itemsize)
+        self.table[part, place.value] = x.data_ptr() + steps
+
+    def done(self) -> Rows:
+        """Send the table."""
+        table = sent(self.table, self.device)
+        for part, place, numbers in self.late:
+            table[part, place] = numbers
+        return Rows(table, self.exact, self.alive)
+
+
+def rows_of(
+    calls: Sequence[AttendCall],
+    slots: tuple[Slots | None, Slots | None],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    device: torch.device,
+    first: Sequence[int],
+) -> Rows:
+    """Return the table of rows of calls.
+
+    Parameters
+    ----------
+    calls : sequence of AttendCall
+        Alike in all but lengths, padding, masks, windows, causality and sink logits.
+    slots : (Slots or None, Slots or None)
+        Of K and of V; None where the calls have no view.
+    dtypes : (dtype, dtype)
+        In which exact tokens of K and of V are read.
+    device : torch.device
+        Of the tokens.
+    first : sequence of int
+        Where the first row of each call stands in the output.
+
+    Raises
+    ------
+    CorruptState
+        K and V hold unlike numbers of tokens: memory that is not the cache's would be read.
+    GeometryError
+        Slots with gaps.
+    """
+    filling = _Filling(sum(call.q.shape[0] for call in calls), device)
+    done = 0
+    for call, output in zip(calls, first, strict=True):
+        part = slice(done, done + call.q.shape[0])
+        done = part.stop
+        _counts(filling, part, call, output)
+        _rules(filling, part, call)
+        for side, place in (("k", K_SLOTS), ("v", V_SLOTS)):
+            index = "kv".index(side)
+            _tokens(filling, part, call, side, dtypes[index])
+            if call.view is not None:
+                stream = getattr(call.view, side)
+                _slots(filling, part, place, stream, slots[index])
+    return filling.done()
+
+
+def _counts(filling: _Filling, part: slice, call: AttendCall, output: int) -> None:
+    table, view, held, new = filling.table, call.view, call.held, call.new
+    table[part, HELD.value], table[part, NEW.value] = held, new
+    table[part, FIRST_QUERY.value] = held + new - call.q.shape[2]
+    table[part, OUTPUT.value] = torch.arange(output, output + call.q.shape[0])
+    filling.column(part, PADDING, call.padding)
+    if view is None:
+        return
+    if view.v.length != held:
+        raise CorruptState(f"K holds {held} tokens and V {view.v.length}; reset this layer")
+    table[part, K_EXACT_FROM.value] = view.k.exact_from
+    table[part, V_EXACT_FROM.value] = view.v.exact_from
+    filling.column(part, SINKS_FROM, view.padding)
+    for stream, place in ((view.k, K_SINKS), (view.v, V_SINKS)):
+        table[part, place.value] = 0 if stream.sinks is None else stream.sinks.shape[2]
+
+
+def _rules(filling: _Filling, part: slice, call: AttendCall) -> None:
+    table, config = filling.table, call.config
+    table[part, WINDOW.value] = min(config.sliding_window or UNBOUNDED, UNBOUNDED)
+    table[part, CAUSAL.value] = config.is_causal
+    if config.sink_logits is not None:
+        logits = sent(config.sink_logits.detach().float().contiguous(), filling.device)
+        filling.alive.append(logits)
+        table[part, SINK_LOGITS.value] = logits.data_ptr()
+    if config.mask is not None:
+        batch, heads, queries, _ = call.q.shape
+        mask = _mask(config.mask, filling.device).expand(batch, heads, queries, -1)
+        filling.alive.append(mask)
+        filling.address(part, MASK, mask)
+        for axis in (1, 2, 3):
+            table[part, MASK.value + axis] = mask.stride(axis) * mask.itemsize
+
+
+def _mask(mask: Tensor, device: torch.device) -> Tensor:
+    """Return bytes, or fp32 with -inf for what its dtype's lowest number hides."""
+    mask = sent(mask, device)
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8)
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.to(torch.float32).masked_fill(hidden, -torch.inf)
+
+
+def _tokens(
+    filling: _Filling, part: slice, call: AttendCall, side: str, dtype: torch.dtype
+) -> None:
+    tail, sinks, new = (K_TAIL, K_SINK, K_NEW) if side == "k" else (V_TAIL, V_SINK, V_NEW)
+    fresh: Tensor | None = getattr(call, side)
+    filling.source(part, new, None if fresh is None else fresh.to(dtype))
+    if call.view is not None:
+        stream: StreamView = getattr(call.view, side)
+        filling.source(part, tail, stream.tail.to(dtype))
+        filling.source(part, sinks, None if stream.sinks is None else stream.sinks.to(dtype))
+
+
+def _slots(
+    filling: _Filling, part: slice, place: tl.constexpr, stream: StreamView, slots: Slots | None
+) -> None:
+    batch = part.stop - part.start
+    if slots is None or not stream.exact_from:
+        return
+    places = places_of(stream.source, slots, batch, filling.device)
+    if places is None:
+        raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+    filling.alive += [places.table, places.heads]
+    filling.table[part, place.value] = places.table.data_ptr()
+    filling.table[part, place.value + 1] = places.heads.data_ptr()
+    filling.table[part, place.value + 2] = torch.arange(batch)
+    filling.table[part, place.value + 3] = batch
+    filling.table[part, place.value + 4] = places.table.shape[2]
+    filling.table[part, place.value + 5] = places.segment_tokens
