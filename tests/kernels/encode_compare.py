@@ -1,4 +1,4 @@
-"""Slots by the native encoder against those of the torch body; a script for other SIMD levels."""
+"""Slots by an encoder against those of the torch body; a script for other SIMD levels."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def torch_slots(codec, x: torch.Tensor, start: int) -> list[dict[str, torch.Tens
     return segments
 
 
-def native_slots(
-    codec, pieces: list[torch.Tensor], start: int
+def encoded_slots(
+    encoder, codec, pieces: list[torch.Tensor], start: int
 ) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
-    """Return the segments after the native encoder took pieces in turn, and the guarded memory."""
+    """Return the segments after an encoder took pieces in turn, and the guarded memory."""
     batch, heads = pieces[0].shape[:2]
     total = start + sum(piece.shape[2] for piece in pieces)
     segments, memory = [], []
@@ -109,9 +109,7 @@ def native_slots(
         made = {f.name: guarded(f, batch, heads) for f in codec.fields}
         segments.append({name: storage for name, (storage, _) in made.items()})
         memory += [whole for _, whole in made.values()]
-    encoder = CpuEncoder(library(), codec)
     for piece in pieces:
-        assert CPU.covers("encode", codec, piece.dtype) == ""
         prepared = encoder.prepare(piece)
         assert prepared is piece, "the torch body encoded"
         first, last = start // SEGMENT, -(-(start + piece.shape[2]) // SEGMENT)
@@ -120,11 +118,19 @@ def native_slots(
     return segments, memory
 
 
-def compare(spec: str, side: str, pieces: list[torch.Tensor], start: int = 0) -> str:
-    """Return what differs between the native slots of pieces and torch's of the whole."""
+def native_encoder(codec) -> CpuEncoder:
+    """Return the native encoder of a codec that it covers."""
+    assert CPU.covers("encode", codec, torch.float32) == ""
+    return CpuEncoder(library(), codec)
+
+
+def compare(
+    spec: str, side: str, pieces: list[torch.Tensor], start: int = 0, encoder=native_encoder
+) -> str:
+    """Return what differs between an encoder's slots of pieces and torch's of the whole."""
     codec = codec_of(spec, side, pieces[0].shape[3], pieces[0].dtype)
     expected = torch_slots(codec, torch.cat(pieces, 2), start)
-    found, memory = native_slots(codec, pieces, start)
+    found, memory = encoded_slots(encoder(codec), codec, pieces, start)
     for whole in memory:
         wanted = torch.tensor(85).to(whole.dtype)
         if not ((whole[:GUARD] == wanted).all() and (whole[-GUARD:] == wanted).all()):

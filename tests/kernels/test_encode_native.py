@@ -11,7 +11,8 @@ from encode_compare import (
     WIDTHS,
     codec_of,
     compare,
-    native_slots,
+    encoded_slots,
+    native_encoder,
     random_pieces,
     treated_pieces,
     trellis_cases,
@@ -132,7 +133,8 @@ def test_bases_of_every_kind_are_found():
     """What the comparisons rest on: their tokens have a mean, a first key, and neither."""
     codec = codec_of("trellis:bits=4", "k", 64, torch.float32)
     (tokens,), _ = treated_pieces("trellis:bits=4", "k", 64, 128, 0, torch.float32)
-    segments, _ = native_slots(codec.fit(tokens), [tokens], 0)
+    fitted = codec.fit(tokens)
+    segments, _ = encoded_slots(native_encoder(fitted), fitted, [tokens], 0)
     base = next(field for field in codec.fields if field.name == "base")
     assert torch.bincount(base.read(segments[0]["base"]).flatten()).min() > 50
 

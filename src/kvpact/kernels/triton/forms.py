@@ -39,8 +39,31 @@ LEAST_WIDTH, MOST_WIDTH = 32, 1024
 """Channels that a tile of a kernel holds at least (of 1 bit, a word), and of the widest vectors."""
 
 
+class Planes:
+    """Where the bits of codes lie, of forms that have `bits` and `dim` (see `formats.bitpack`)."""
+
+    bits: int
+    dim: int
+
+    def plane_count(self) -> int:
+        """How many planes codes lie in."""
+        return len(planes(self.bits))
+
+    def plane_width(self, plane: int) -> int:
+        """Bits of a plane."""
+        return planes(self.bits)[plane]
+
+    def plane_shift(self, plane: int) -> int:
+        """Bits of a code below those of a plane; of V's, also rows of words before the plane's."""
+        return sum(planes(self.bits)[:plane])
+
+    def plane_words(self, plane: int) -> int:
+        """Words of a token of K before those of a plane."""
+        return sum(-(-self.dim * width // WORD) for width in planes(self.bits)[:plane])
+
+
 @dataclass(frozen=True)
-class SlotForm:
+class SlotForm(Planes):
     """How the slots of one stream become numbers; see `PackedFormat` for the formulas.
 
     Parameters
@@ -99,22 +122,6 @@ class SlotForm:
     def index_of(self, name: str) -> int:
         """Row of `FIELDS`."""
         return FIELDS.index(name)
-
-    def plane_count(self) -> int:
-        """How many planes codes lie in (see `formats.bitpack`)."""
-        return len(planes(self.bits))
-
-    def plane_width(self, plane: int) -> int:
-        """Bits of a plane."""
-        return planes(self.bits)[plane]
-
-    def plane_shift(self, plane: int) -> int:
-        """Bits of a code below those of a plane; of V's, also rows of words before the plane's."""
-        return sum(planes(self.bits)[:plane])
-
-    def plane_words(self, plane: int) -> int:
-        """Words of a token of K before those of a plane."""
-        return sum(-(-self.dim * width // WORD) for width in planes(self.bits)[:plane])
 
 
 class Slots(NamedTuple):

@@ -1,0 +1,258 @@
+"""Encoding on the device: what is covered, and who launches what.
+
+The codec's `encode` and the fields' `write` define the bytes. Nothing is read back: the host waits
+only where the checks of tokens are wanted at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import NonFiniteError
+from kvpact.formats import TILE
+from kvpact.kernels.base import Segment
+from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.triton.encode_form import (
+    EncodeForm,
+    EncodeTables,
+    encode_reason,
+    tables_of,
+)
+from kvpact.kernels.triton.encode_slots import EncodeSlots, slots_at, where_lie
+from kvpact.methods import Codec
+from kvpact.quantizers.checks import checks_are_deferred, require
+
+__all__ = [
+    "EncodeSlots",
+    "TritonEncoder",
+    "encode_at",
+    "encode_reason",
+    "encode_tokens_at",
+    "encoded_alone",
+]
+
+_NUMBERS = 2048
+"""Numbers of the tokens that a program has in its registers at a time."""
+_EXACT = {"enable_fp_fusion": False, "num_stages": 1}
+"""A fused product and sum would make other bytes."""
+
+
+def rows_of(form: EncodeForm, tokens: int) -> int:
+    """Return how many tokens a program encodes at a time, a power of two up to 32."""
+    return 1 if tokens == 1 else min(TILE, max(1, _NUMBERS // form.padded))
+
+
+def warps_of(form: EncodeForm, tokens: int) -> int:
+    """Return the warps of such a program."""
+    return min(4, max(1, rows_of(form, tokens) * form.padded // 512))
+
+
+def span_of(form: EncodeForm, tokens: int) -> int:
+    """Return how many positions a program has: whole words of codes."""
+    return max(rows_of(form, tokens), form.word_tokens)
+
+
+def blocks_of(form: EncodeForm, tokens: int) -> int:
+    """Return the programs of a row and head where positions are of no account."""
+    return -(-tokens // rows_of(form, tokens))
+
+
+def _variant(form: EncodeForm, tokens: int) -> dict[str, Any]:
+    """Return what a kernel is compiled with."""
+    rows, warps = rows_of(form, tokens), warps_of(form, tokens)
+    return {"ROWS": rows, "FORM": form, "num_warps": warps, **_EXACT}
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return tokens whose channels lie side by side."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+class TritonEncoder:
+    """Encodes a stream's tokens on their device; not for two threads at once.
+
+    Parameters
+    ----------
+    codec : Codec
+        Whose slots they are; `encode_reason(codec)` is empty.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self._torch = codec, TorchEncoder(codec)
+        self._known: list[tuple[int, tuple[int, ...]]] = []
+        self._slots: EncodeSlots | None = None
+
+    def prepare(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the tokens, which can't fail any more; or the torch body's arrays.
+
+        The torch body refuses tokens, and names what is wrong with them. Where checks are deferred
+        a flag on the device tells of them, and the host waits for nothing.
+        """
+        tables = tables_of(self._codec, x.device)
+        if tables.form.limit == math.inf or not x.numel():
+            return x
+        good = self._good(tables, x)
+        if checks_are_deferred():
+            require(good, lambda: NonFiniteError("beyond the range of the method"))
+        elif not bool(good):
+            return self._torch.prepare(x)
+        return x
+
+    def _good(self, tables: EncodeTables, x: Tensor) -> Tensor:
+        """Return a 0-d bool on the device: whether all tokens can be encoded."""
+        from kvpact.kernels.triton.encode_kernel import check_tokens
+
+        x, form = _dense(x), tables.form
+        batch, heads, tokens, _ = x.shape
+        good = torch.ones((), dtype=torch.bool, device=x.device)
+        flag, grid = good.view(torch.int8), (blocks_of(form, tokens), heads, batch)
+        with _on(x.device):
+            check_tokens[grid](
+                x, *x.stride()[:3], *tables[2:], flag, tokens, **_variant(form, tokens)
+            )
+        return good
+
+    def write(
+        self,
+        prepared: Tensor | dict[str, Tensor],
+        segments: Sequence[Segment],
+        segment_tokens: int,
+        start: int,
+    ) -> None:
+        """Encode tokens into segments.
+
+        Raises
+        ------
+        GeometryError
+            The slots lie otherwise than kernels need them; they are as they were.
+        """
+        if isinstance(prepared, dict):
+            self._torch.write(prepared, segments, segment_tokens, start)
+        elif prepared.numel():
+            slots = self._where(segments, segment_tokens, prepared.device)
+            encode_at(self._codec, prepared, slots, start)
+
+    def _where(
+        self, segments: Sequence[Segment], segment_tokens: int, device: torch.device
+    ) -> EncodeSlots:
+        """Return where segments lie; most appends go where the last one went."""
+        names = tables_of(self._codec, device).names
+        held = [None if name is None else [part[name] for part in segments] for name in names]
+        tensors = [tensor for parts in held if parts for tensor in parts]
+        known = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+        if self._slots is None or known != self._known:
+            where = [where_lie(parts) if parts else None for parts in held]
+            self._slots = slots_at(where, tensors[0].shape[0], device, segment_tokens)
+            self._known = known
+        return self._slots
+
+
+def encoded_alone(codec: Codec) -> bool:
+    """Whether `encode_tokens_at` encodes tokens of a codec: no groups of them."""
+    return not encode_reason(codec) and codec.group == 1
+
+
+def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
+    """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
+    x, tables = _dense(x), tables_of(codec, x.device)
+    with _on(x.device):
+        if tables.form.staged:
+            x = _rotated(x, tables)
+        if tables.form.group > 1:
+            _encode_groups(x, tables.form, slots, start)
+        span = span_of(tables.form, x.shape[2])
+        spans = (start + x.shape[2] - 1) // span - start // span + 1
+        _encode_tokens(x, tables, slots, start, spans, None)
+
+
+def encode_tokens_at(codec: Codec, x: Tensor, slots: EncodeSlots, held: Tensor) -> None:
+    """Encode tokens `[B, H, T, D]` behind those that each row holds; the device alone knows.
+
+    Parameters
+    ----------
+    codec : Codec
+        `encoded_alone` lets it pass.
+    x : Tensor
+        The tokens.
+    slots : EncodeSlots
+        Where the slots lie.
+    held : Tensor
+        `[B, …]` int64 on the device: the first number of a row counts the tokens before these.
+    """
+    x, tables = _dense(x), tables_of(codec, x.device)
+    span = span_of(tables.form, x.shape[2])
+    with _on(x.device):
+        _encode_tokens(x, tables, slots, 0, (x.shape[2] + span - 2) // span + 1, held)
+
+
+def _encode_tokens(
+    x: Tensor,
+    tables: EncodeTables,
+    slots: EncodeSlots,
+    start: int,
+    spans: int,
+    held: Tensor | None,
+) -> None:
+    from kvpact.kernels.triton.encode_kernel import encode_tokens
+
+    form, (batch, heads, tokens, _) = tables.form, x.shape
+    encode_tokens[(spans, heads, batch)](
+        x,
+        *x.stride()[:3],
+        slots.table,
+        slots.heads,
+        slots.table if held is None else held,
+        0 if held is None else held.stride(0),
+        *tables[2:],
+        start,
+        tokens,
+        slots.tiles,
+        batch,
+        slots.segments,
+        SPAN=span_of(form, tokens),
+        BEHIND=held is not None,
+        **_variant(form, tokens),
+    )
+
+
+def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
+    """Return rotated tokens, fp32."""
+    from kvpact.kernels.triton.encode_groups import rotate_tokens
+
+    batch, heads, tokens, _ = x.shape
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    rotate_tokens[(blocks_of(tables.form, tokens), heads, batch)](
+        x, *x.stride()[:3], tables.signs, y, tokens, **_variant(tables.form, tokens)
+    )
+    return y
+
+
+def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) -> None:
+    """Store what groups of tokens share."""
+    from kvpact.kernels.triton.encode_groups import CHANNELS, encode_groups
+
+    batch, heads, tokens, _ = x.shape
+    chunks = -(-form.dim // CHANNELS)
+    encode_groups[(tokens // form.group * chunks, heads, batch)](
+        x,
+        *x.stride()[:3],
+        slots.table,
+        slots.heads,
+        start,
+        slots.tiles,
+        batch,
+        slots.segments,
+        FORM=form,
+        num_warps=4,
+        **_EXACT,
+    )

@@ -1,0 +1,83 @@
+"""What a group of tokens shares, channel by channel: means of rotated tokens, and grids."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvpact.kernels.triton.encode_codes import grid_between
+from kvpact.kernels.triton.encode_kernel import as_fp32, load_tokens, units_of
+from kvpact.kernels.triton.transforms import rotated, tree_sum
+
+CHANNELS = 32
+"""Channels that a program works on."""
+_CHANNELS = tl.constexpr(CHANNELS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def rotate_tokens(
+    X, x_row, x_head, x_token, SIGNS, Y, tokens, ROWS: tl.constexpr, FORM: tl.constexpr
+):
+    """Rotate `ROWS` tokens of one row and head into `Y` `[rows, heads, tokens, dim]`, fp32."""
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token, d = block * ROWS + tl.arange(0, ROWS), tl.arange(0, FORM.padded)
+    live = token < tokens
+    x = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
+    y = rotated(x, SIGNS, ROWS, FORM.padded, FORM.dim)
+    pair = tl.cast(row, tl.int64) * tl.num_programs(1) + head
+    place = (pair * tokens + token) * FORM.dim
+    tl.store(Y + place[:, None] + d[None, :], y, mask=live[:, None] & (d < FORM.dim)[None, :])
+
+
+@triton.jit
+def _store_group(
+    NAME: tl.constexpr, numbers, channel, position, TABLE, HEADS, row, head, tiles_per_segment,
+    batch, segments, FORM: tl.constexpr,
+):  # fmt: skip
+    """Store a number per channel, fp16, of the group that begins at a position."""
+    tile = position // 32
+    segment, unit = tile // tiles_per_segment, tile % tiles_per_segment * 32 // FORM.group
+    units = units_of(NAME, TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    tl.store(units + unit * FORM.dim + channel, numbers, mask=channel < FORM.dim)
+
+
+@triton.jit(do_not_specialize=["start", "tiles_per_segment", "batch", "segments"])
+def encode_groups(
+    X,
+    x_row,
+    x_head,
+    x_token,
+    TABLE,
+    HEADS,
+    start,
+    tiles_per_segment,
+    batch,
+    segments,
+    FORM: tl.constexpr,
+):
+    """Store what a group of tokens of one row and head has per channel: a mean, or a grid.
+
+    The grid has a program for every group and `CHANNELS` channels, head and row. Parameters as of
+    `encode_tokens`.
+    """
+    CHUNKS: tl.constexpr = (FORM.dim + _CHANNELS - 1) // _CHANNELS
+    group, head, row = tl.program_id(0) // CHUNKS, tl.program_id(1), tl.program_id(2)
+    channel = tl.program_id(0) % CHUNKS * _CHANNELS + tl.arange(0, _CHANNELS)
+    token = group * FORM.group + tl.arange(0, FORM.group)
+    first = tl.cast(row, tl.int64) * x_row + tl.cast(head, tl.int64) * x_head
+    place = first + token.to(tl.int64)[None, :] * x_token + channel[:, None]
+    inside = tl.broadcast_to((channel < FORM.dim)[:, None], (_CHANNELS, FORM.group))
+    x = as_fp32(tl.load(X + place, mask=inside, other=0.0))
+    position = start + group * FORM.group
+    if FORM.kind == "channel":
+        scale, zero = grid_between(tl.min(x, 1), tl.max(x, 1), FORM.bits)
+        _store_group("scale", scale, channel, position, TABLE, HEADS, row, head,
+                     tiles_per_segment, batch, segments, FORM)  # fmt: skip
+        _store_group("zero", zero, channel, position, TABLE, HEADS, row, head,
+                     tiles_per_segment, batch, segments, FORM)  # fmt: skip
+    else:
+        # A power of two divides without rounding, but for what is below the normal numbers.
+        count = tl.full((_CHANNELS,), FORM.group, tl.float32)
+        mean = tl.div_rn(tree_sum(x, _CHANNELS, FORM.group, FORM.group), count).to(tl.float16)
+        _store_group("mean", mean, channel, position, TABLE, HEADS, row, head,
+                     tiles_per_segment, batch, segments, FORM)  # fmt: skip

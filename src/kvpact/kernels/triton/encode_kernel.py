@@ -1,0 +1,287 @@
+"""The kernel that encodes tokens: one by one, or with what their groups' kernels have stored."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvpact.kernels.triton.encode_codes import (
+    affine,
+    codebook,
+    float8,
+    on_grid,
+    reciprocal,
+    symmetric,
+)
+from kvpact.kernels.triton.encode_store import store_codes, store_numbers
+from kvpact.kernels.triton.slots import field
+from kvpact.kernels.triton.transforms import rotated
+
+LARGEST_HALF = tl.constexpr(65504.0)
+
+
+@triton.jit
+def as_fp32(x):
+    """Return numbers as fp32."""
+    if x.dtype == tl.bfloat16:
+        # By hand: the interpreter's own cast gets numbers below the normal ones wrong.
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_tokens(
+    X, x_row, x_head, x_token, row, head, token, live, ROWS: tl.constexpr, FORM: tl.constexpr
+):
+    """Return tokens as fp32 `[ROWS, padded]`, 0 where there are none."""
+    d = tl.arange(0, FORM.padded)
+    first = tl.cast(row, tl.int64) * x_row + tl.cast(head, tl.int64) * x_head
+    place = first + token.to(tl.int64) * x_token
+    mask = live[:, None] & (d < FORM.dim)[None, :]
+    return as_fp32(tl.load(X + place[:, None] + d[None, :], mask=mask, other=0.0))
+
+
+@triton.jit
+def units_of(
+    NAME: tl.constexpr, TABLE, HEADS, row, head, segment, batch, segments, FORM: tl.constexpr
+):
+    """Return a pointer to a field's units of a segment and head; see `slots.field`."""
+    INDEX: tl.constexpr = FORM.index_of(NAME)
+    TYPE: tl.constexpr = FORM.type_of(NAME)
+    return field(TABLE, HEADS, INDEX, row, head, segment, batch, segments, TYPE)
+
+
+@triton.jit
+def _of_group(units, tile, FORM: tl.constexpr):
+    """Return a number per channel of the group that a tile is in, fp32 `[1, padded]`."""
+    d = tl.arange(0, FORM.padded)
+    place = units + tile * 32 // FORM.group * FORM.dim + d
+    return tl.load(place, mask=d < FORM.dim, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _of_tokens(units, tile, first, ROWS: tl.constexpr):
+    """Return a number per token, fp32 `[ROWS, 1]`."""
+    return tl.load(units + tile * 32 + first + tl.arange(0, ROWS)).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _with_groups(
+    y,
+    TABLE,
+    HEADS,
+    row,
+    head,
+    segment,
+    batch,
+    segments,
+    tile,
+    first,
+    ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Return codes on the grids, and less the balance, that stand in the slots already."""
+    scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    zero = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    if FORM.kind == "balanced" and FORM.order == "channel":
+        step, begin = _of_tokens(scale, tile, first, ROWS), _of_tokens(zero, tile, first, ROWS)
+    else:
+        step, begin = _of_group(scale, tile, FORM), _of_group(zero, tile, FORM)
+    inside = True
+    if FORM.kind == "balanced":
+        units = units_of("balance", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        if FORM.order == "channel":
+            balance = _of_group(units, tile, FORM)
+        else:
+            balance = _of_tokens(units, tile, first, ROWS)
+        # Tiles of K that are stored as zeros have a balance of 0.
+        inside = balance != 0.0
+        balance = tl.where(inside, balance, 1.0)
+        y = tl.div_rn(y, tl.broadcast_to(balance, (ROWS, FORM.padded)))
+    codes = on_grid(y, begin, reciprocal(step), (1 << FORM.bits) - 1)
+    return tl.where(inside, codes, 0) if FORM.kind == "balanced" else codes
+
+
+@triton.jit
+def _coded(y, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return codes, scale and zero `[ROWS, padded_groups]` of tokens that stand for themselves."""
+    if FORM.kind == "codebook":
+        codes, scale = codebook(y, BOUNDARIES, LEVELS, ROWS, FORM)
+        scale = scale[:, None]
+        zero = scale
+    elif FORM.kind == "symmetric":
+        codes, scale = symmetric(y, ROWS, FORM)
+        zero = scale
+    elif FORM.kind == "affine":
+        codes, scale, zero = affine(y, ROWS, FORM)
+    else:
+        codes, scale = float8(y, ROWS, FORM)
+        scale = scale[:, None]
+        zero = scale
+    return codes, scale, zero
+
+
+@triton.jit
+def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+    """Return whether side information of live tokens is beyond fp16."""
+    there = live[:, None] & (tl.arange(0, GROUPS) < COUNT)[None, :]
+    good = tl.abs(numbers.to(tl.float32)) <= LARGEST_HALF
+    return tl.max(tl.max((there & ~good).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _encode_rows(
+    X,
+    x_row,
+    x_head,
+    x_token,
+    TABLE,
+    HEADS,
+    SIGNS,
+    BOUNDARIES,
+    LEVELS,
+    position,
+    start,
+    tokens,
+    tiles_per_segment,
+    row,
+    head,
+    batch,
+    segments,
+    ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Encode the tokens at `ROWS` positions, a multiple of `ROWS` the first one."""
+    token = position - start + tl.arange(0, ROWS)
+    live = (token >= 0) & (token < tokens)
+    segment = position // 32 // tiles_per_segment
+    tile, first = position // 32 % tiles_per_segment, position % 32
+    y = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
+    if FORM.rotates and not FORM.staged:
+        y = rotated(y, SIGNS, ROWS, FORM.padded, FORM.dim)
+    if FORM.kind == "channel" or FORM.kind == "balanced":
+        codes = _with_groups(
+            y, TABLE, HEADS, row, head, segment, batch, segments, tile, first, ROWS, FORM
+        )
+    else:
+        if FORM.staged:
+            mean = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+            y = y - _of_group(mean, tile, FORM)
+        codes, scale, zero = _coded(y, BOUNDARIES, LEVELS, ROWS, FORM)
+        GROUPS: tl.constexpr = FORM.padded_groups
+        COUNT: tl.constexpr = FORM.groups
+        if FORM.scaled:
+            units = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+            store_numbers(units, tile, scale, first, live, COUNT, ROWS, GROUPS)
+        if FORM.kind == "affine":
+            units = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+            store_numbers(units, tile, zero, first, live, COUNT, ROWS, GROUPS)
+    units = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    store_codes(units, tile, codes, first, live, ROWS, FORM)
+
+
+@triton.jit(
+    do_not_specialize=["columns", "start", "tokens", "tiles_per_segment", "batch", "segments"]
+)
+def encode_tokens(
+    X,
+    x_row,
+    x_head,
+    x_token,
+    TABLE,
+    HEADS,
+    HELD,
+    columns,
+    SIGNS,
+    BOUNDARIES,
+    LEVELS,
+    start,
+    tokens,
+    tiles_per_segment,
+    batch,
+    segments,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BEHIND: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Encode the tokens of one row and head that stand at `SPAN` positions, `ROWS` at a time.
+
+    The grid has as many programs as spans that the tokens may be in, heads and rows.
+
+    Parameters
+    ----------
+    X : pointer
+        To the first token: fp32, fp16 or bf16. Rotated ones where `FORM.staged`.
+    x_row, x_head, x_token : int
+        Strides of `X`, in numbers.
+    TABLE, HEADS, batch, segments
+        Of `SLOT_FIELDS`; see `slots.field`.
+    HELD, columns : pointer, int
+        int64, how many tokens stand before `start`, for each row; numbers from one to the next. Of
+        no account unless `BEHIND`.
+    SIGNS, BOUNDARIES, LEVELS : pointer
+        See `EncodeTables`.
+    start : int
+        Position of the first token, counted from the first of the segments.
+    tokens : int
+        Tokens.
+    tiles_per_segment : int
+        Tiles of a segment.
+    ROWS, SPAN : constexpr
+        Powers of two up to 32.
+    BEHIND : constexpr
+        Whether `HELD` counts.
+    """
+    head, row = tl.program_id(1), tl.program_id(2)
+    if BEHIND:
+        start += tl.load(HELD + row * columns).to(tl.int32)
+    span = start // SPAN + tl.program_id(0)
+    low = tl.maximum(span * SPAN, start) // ROWS * ROWS
+    for position in range(low, tl.minimum(span * SPAN + SPAN, start + tokens), ROWS):
+        _encode_rows(
+            X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, position,
+            start, tokens, tiles_per_segment, row, head, batch, segments, ROWS, FORM,
+        )  # fmt: skip
+        # Another thread may go on with the same words.
+        if SPAN != ROWS:
+            tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def check_tokens(
+    X,
+    x_row,
+    x_head,
+    x_token,
+    SIGNS,
+    BOUNDARIES,
+    LEVELS,
+    GOOD,
+    tokens,
+    ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Store 0 to `GOOD`, int8, where a token can't be encoded; parameters as of `encode_tokens`.
+
+    Only tokens beyond the limit have to be encoded to know.
+    """
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = block * ROWS + tl.arange(0, ROWS)
+    live = token < tokens
+    x = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
+    most = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
+    if tl.max(tl.max(most, 1), 0) > 0:
+        bad = 1
+        # Elsewhere the limit is all there is.
+        if FORM.kind != "channel" and (FORM.kind != "float8" or FORM.scaled):
+            known = tl.where(tl.abs(x) < float("inf"), 0, 1)
+            if FORM.rotates:
+                x = rotated(x, SIGNS, ROWS, FORM.padded, FORM.dim)
+            _, scale, zero = _coded(x, BOUNDARIES, LEVELS, ROWS, FORM)
+            GROUPS: tl.constexpr = FORM.padded_groups
+            COUNT: tl.constexpr = FORM.groups
+            bad = tl.max(tl.max(known, 1), 0)
+            bad = bad | _beyond(scale, live, GROUPS, COUNT)
+            bad = bad | _beyond(zero, live, GROUPS, COUNT)
+        tl.store(GOOD, 0, mask=bad != 0)

@@ -1,0 +1,78 @@
+"""Where encoding kernels find slots: tables of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpact.errors import GeometryError
+from kvpact.formats import TILE
+from kvpact.kernels.base import SegmentSource, Where
+from kvpact.kernels.triton.encode_form import SLOT_FIELDS, tables_of
+from kvpact.kernels.triton.forms import sent
+from kvpact.methods import Codec
+
+_GAPS = "the storage of slots has gaps, or segments differ in strides"
+
+
+class EncodeSlots(NamedTuple):
+    """Where the slots of a batch lie, for encoders.
+
+    Parameters
+    ----------
+    table, heads : Tensor
+        On the device, of `SLOT_FIELDS`; as those of `forms.Places`.
+    segments : int
+        How many there are.
+    tiles : int
+        Tiles of a segment.
+    """
+
+    table: Tensor
+    heads: Tensor
+    segments: int
+    tiles: int
+
+    @classmethod
+    def of(cls, codec: Codec, source: SegmentSource, like: Tensor) -> EncodeSlots:
+        """Return where the slots of a source lie; `like` has their rows and device.
+
+        Raises
+        ------
+        GeometryError
+            Not as kernels need them.
+        """
+        names = tables_of(codec, like.device).names
+        held = [None if name is None else source.where(name) for name in names]
+        if any(name is not None and where is None for name, where in zip(names, held, strict=True)):
+            raise GeometryError(_GAPS)
+        return slots_at(held, like.shape[0], like.device, source.segment_tokens)
+
+
+def slots_at(
+    held: Sequence[Where | None], batch: int, device: torch.device, segment_tokens: int
+) -> EncodeSlots:
+    """Return where slots lie whose fields lie there, as `SLOT_FIELDS`; None for one that is not."""
+    count = max(len(where.segments) for where in held if where is not None)
+    table = torch.zeros(len(SLOT_FIELDS), batch, count, dtype=torch.int64)
+    heads = torch.zeros(len(SLOT_FIELDS), dtype=torch.int64)
+    rows = torch.arange(batch, dtype=torch.int64).view(batch, 1)
+    for index, where in enumerate(held):
+        if where is not None:
+            table[index] = torch.from_numpy(where.segments) + rows * where.row
+            heads[index] = where.head
+    tiles = segment_tokens // TILE
+    return EncodeSlots(sent(table, device), sent(heads, device), count, tiles)
+
+
+def where_lie(parts: Sequence[Tensor]) -> Where:
+    """Return where a field of some segments lies."""
+    strides, size = parts[0].stride(), parts[0].element_size()
+    if any(part.stride() != strides or not part[0, 0].is_contiguous() for part in parts):
+        raise GeometryError(_GAPS)
+    addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
+    return Where(addresses, strides[0] * size, strides[1] * size)

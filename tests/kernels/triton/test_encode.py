@@ -1,0 +1,260 @@
+"""Encoding by the Triton kernels gives the torch body's bytes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from encode_compare import (
+    DTYPES,
+    FORMATS,
+    PLACES,
+    SEGMENT,
+    WIDTHS,
+    codec_of,
+    compare,
+    encoded_slots,
+    random_pieces,
+    torch_slots,
+)
+from host_reads import HostReads
+
+pytest.importorskip("triton")
+
+from kvpact.cache.segments import ListSource
+from kvpact.errors import GeometryError, NonFiniteError
+from kvpact.kernels.triton.encode import EncodeSlots, TritonEncoder, encode_reason, encode_tokens_at
+from kvpact.quantizers.checks import collected, deferred
+from kvpact.testing.held import same_bytes
+
+COVERED = [spec for spec in FORMATS if not spec.startswith("kvarn")]
+NARROW = (64, 20, 33, 80, 3)
+SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 6e-8, -3e-5, 0.5, 1.0, -1.0, 2.5, -400.0, 400.0)
+
+
+def encoder(codec) -> TritonEncoder:
+    assert encode_reason(codec) == ""
+    return TritonEncoder(codec)
+
+
+CASES = [
+    (spec, side, dim, *place)
+    for (spec, side), dim, place in zip(
+        itertools.product(COVERED, "kv"),
+        itertools.cycle(NARROW),
+        itertools.cycle(PLACES[:5]),
+        strict=False,
+    )
+]
+
+
+@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), CASES)
+def test_every_format(spec, side, dim, count, start, dtype):
+    (tokens,), start = random_pieces(spec, side, dim, count, start, dtype)
+    assert compare(spec, side, [tokens[:1, :2]], start, encoder=encoder) == ""
+
+
+def test_rows_and_heads():
+    for spec, side in (("turboquant:bits=4", "k"), ("int:bits=4,zero=true", "v")):
+        tokens = random_pieces(spec, side, 64, 33, 5, torch.float16)
+        assert compare(spec, side, *tokens, encoder=encoder) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", COVERED)
+def test_every_format_at_every_width(spec):
+    places = itertools.cycle(PLACES)
+    for dim, side in itertools.product((1, 20, 33, *WIDTHS, 1000, 1024), "kv"):
+        for place in itertools.islice(places, 4):
+            tokens = random_pieces(spec, side, dim, *place)
+            assert compare(spec, side, *tokens, encoder=encoder) == "", (dim, side, place)
+
+
+@pytest.mark.parametrize(
+    ("spec", "side", "counts", "start"),
+    [
+        ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
+        ("turboquant:bits=7", "v", [5, 40, 1], 90),
+        ("turboquant:bits=5", "k", [1, 36, 1], 127),
+        ("int:bits=2", "v", [9, 1, 1, 40], 3),
+        ("int:bits=6,zero=true", "v", [1, 62, 7], 100),
+        ("fp8", "v", [3, 1, 70], 61),
+        ("kivi:bits=2", "k", [32, 96, 32], 96),
+        ("turboquant:bits=4,center=64", "k", [64, 128], 64),
+    ],
+)
+def test_pieces_are_the_whole(spec, side, counts, start):
+    (tokens,), _ = random_pieces(spec, side, 36, sum(counts), start, torch.bfloat16)
+    pieces = list(tokens[:1, 1:].split(counts, 2))
+    assert compare(spec, side, pieces, start, encoder=encoder) == ""
+
+
+@pytest.mark.parametrize("side", "kv")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "turboquant:bits=4",
+        "turboquant:bits=3,scale=unbiased",
+        "turboquant:bits=2,center=128,scale=l2",
+        "int:bits=8",
+        "int:bits=4,group=48",
+        "int:bits=6,zero=true",
+        "int:bits=3,zero=true,rotate=true",
+        "fp8",
+        "fp8:scale=none,format=e5m2",
+        "kivi:bits=4,group=64",
+    ],
+)
+def test_special_values(spec, side):
+    """Zeros of both signs, subnormal and tiny numbers, ties, large numbers beside small ones."""
+    group = codec_of(spec, side, 64, torch.float32).group
+    generator = torch.Generator().manual_seed(1)
+    for dtype in DTYPES:
+        values = torch.tensor(SPECIAL).to(dtype)
+        shape = (1, 2, -(-40 // group) * group, 64)
+        tokens = values[torch.randint(len(SPECIAL), shape, generator=generator)]
+        for i, value in enumerate(values):
+            tokens[0, 0, i] = value  # a token of one number
+        assert compare(spec, side, [tokens], encoder=encoder) == ""
+
+
+@pytest.mark.parametrize(
+    "spec", ["int:bits=8", "int:bits=4", "kivi:bits=4", "int:bits=4,zero=true"]
+)
+def test_ties(spec):
+    codes = torch.arange(-128, 128).repeat(32, 1)[None, None]
+    for halves in (codes / 2, codes + 0.5, codes * 0.25):
+        assert compare(spec, "k", [halves.float()], encoder=encoder) == ""
+
+
+def test_views():
+    """Transposed, sliced, unaligned and expanded tokens."""
+    generator = torch.Generator().manual_seed(2)
+    wide = torch.randn(2, 64, 4, 83, generator=generator)
+    for view in (
+        wide.transpose(1, 2)[:, 1:3, :, 3:],
+        wide.permute(0, 3, 1, 2)[:, :3],
+        wide[:1, :, :, 1:65].expand(3, -1, -1, -1).transpose(1, 2)[:, ::2],
+    ):
+        for spec, side in (("turboquant:bits=4", "v"), ("kivi:bits=2", "k")):
+            assert compare(spec, side, [view], encoder=encoder) == "", view.stride()
+
+
+REFUSED = [
+    ("turboquant:bits=4", 1e6),
+    ("int:bits=8", 1e8),
+    ("int:bits=4,zero=true,rotate=true", 1e5),
+    ("fp8", 1e8),
+    ("fp8:scale=none", 500.0),
+    ("kivi:bits=2", -1e5),
+    *((spec, bad) for spec in ("int:bits=8", "fp8") for bad in (torch.nan, torch.inf)),
+]
+
+
+def tokens_with(spec: str, number: float) -> tuple[object, torch.Tensor]:
+    """Return a codec of K, and tokens of which one has a number."""
+    tokens = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(3))
+    tokens[0, 1, 33] = number
+    return codec_of(spec, "k", 64, torch.float32), tokens
+
+
+@pytest.mark.parametrize(("spec", "number"), REFUSED)
+def test_what_torch_refuses_is_refused_in_its_words(spec, number):
+    codec, tokens = tokens_with(spec, number)
+    with pytest.raises(NonFiniteError) as expected:
+        codec.encode(tokens)
+    with pytest.raises(NonFiniteError) as found:
+        encoder(codec).prepare(tokens)
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(("spec", "number"), [*REFUSED, ("turboquant:bits=4", 1.0)])
+def test_deferred_checks_leave_a_flag_and_the_host_waits_for_nothing(spec, number):
+    codec, tokens = tokens_with(spec, number)
+    with deferred() as flags, HostReads() as reads:
+        assert encoder(codec).prepare(tokens) is tokens
+        assert len(flags) == 1
+        good = collected()
+    assert not reads.counts
+    assert bool(good) == (number == 1.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "size"),
+    [
+        ("turboquant:bits=4", 60_000.0),
+        ("int:bits=8", 8.3e6),
+        ("int:bits=4,zero=true,rotate=true", 9_000.0),
+        ("fp8", 2.91e7),
+    ],
+)
+def test_tokens_that_are_beyond_the_limit_and_fit_are_encoded(spec, size):
+    """The limit is what surely fits: beyond it, what is stored decides."""
+    codec = codec_of(spec, "k", 64, torch.float32)
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randn(1, 2, 33, 64, generator=generator)
+    tokens[0, 1, 7, 5] = size
+    assert size > codec.encoding().limit
+    assert compare(spec, "k", [tokens], encoder=encoder) == ""
+
+
+def test_slots_with_gaps_are_refused_before_anything_is_written():
+    codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
+    gaps = {
+        field.name: field.allocate(1, 1, 256, torch.device("cpu"))[:, :, ::2]
+        for field in codec.fields
+    }
+    with pytest.raises(GeometryError, match="gaps"):
+        encoder(codec).write(torch.ones(1, 1, 1, 64), [gaps], 128, 0)
+    assert all(not storage.any() for storage in gaps.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim", "reason"),
+    [
+        ("qjl", 64, "no native encoding for SignCodec"),
+        ("turboquant:bits=3,mode=prod", 64, "no native encoding for TurboQuantCodec"),
+        ("trellis:bits=4", 64, "a trellis has an encoder of its own"),
+        ("fp8", 2048, "width 2048 is above 1024"),
+    ],
+)
+def test_what_is_not_covered_says_why(spec, dim, reason):
+    assert encode_reason(codec_of(spec, "k", dim, torch.float32)) == reason
+
+
+def test_appends_to_the_same_segments_make_no_new_table():
+    codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
+    tokens, own, tables = torch.ones(1, 1, 129, 64), encoder(codec), []
+    (segment, other), _ = encoded_slots(own, codec, [tokens], 0)
+    for where in (segment, segment, other):
+        own.write(tokens[:, :, :1], [where], 128, 0)
+        tables.append(own._slots)
+    assert tables[0] is tables[1] is not tables[2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "side", "held", "new"),
+    [
+        ("turboquant:bits=4", "k", (0, 31), 1),
+        ("int:bits=8,zero=true,group=64", "v", (63, 200), 1),
+        ("turboquant:bits=3", "v", (127, 30), 3),
+        ("fp8", "k", (5, 250), 6),
+    ],
+)
+def test_tokens_behind_what_only_the_device_knows(spec, side, held, new):
+    """Rows of unlike lengths, each at its own place."""
+    codec = codec_of(spec, side, 36, torch.float32)
+    (tokens,), _ = random_pieces(spec, side, 36, new, 0, torch.float32)
+    segments = [
+        {f.name: f.allocate(2, 3, SEGMENT, torch.device("cpu")) for f in codec.fields}
+        for _ in range(2)
+    ]
+    slots = EncodeSlots.of(codec, ListSource(tuple(segments), SEGMENT), tokens)
+    counts = torch.tensor([[count, 7] for count in held])
+    encode_tokens_at(codec, tokens, slots, counts)
+    for row, count in enumerate(held):
+        expected = torch_slots(codec, tokens[row : row + 1], count)
+        for wanted, found in zip(expected, segments, strict=False):
+            for name in wanted:
+                assert same_bytes(wanted[name][0], found[name][row])
