@@ -55,6 +55,9 @@ LEAST = 8
 SHORT = 32
 """Vectors with fewer numbers have 8 states, and each of them is tried as the first one."""
 
+CELLS = 256
+"""Cells of half a step on each side of zero that `cells` tells of; all levels are within."""
+
 _MEMORY = {8: 3, 16: 4}
 _AT_A_TIME = 1 << 20
 """Numbers that are encoded together; more would take gigabytes."""
@@ -201,6 +204,31 @@ def nearest_points(z: Tensor, bits: int) -> Tensor:
     middles = ((of_subset[:, 1:] + of_subset[:, :-1]) / 2).contiguous()
     points = [torch.bucketize(z, row, out_int32=True) for row in middles]
     return torch.stack(points, 1).to(torch.uint8)
+
+
+@lru_cache(maxsize=8)
+def cells(bits: int) -> Tensor:
+    """Return what is nearest to numbers, by the half steps between which they are, for kernels.
+
+    Points change at whole and half steps alone. Cell i of a row has the numbers above `(i - 1) / 2`
+    and up to `i / 2`, counted from the first one's end at `-CELLS / 2`.
+
+    Parameters
+    ----------
+    bits : int
+        Of a code.
+
+    Returns
+    -------
+    Tensor
+        `[2, 2 * CELLS + 1]` int32 on the CPU: levels, then points, of each subset a byte.
+    """
+    cpu = torch.device("cpu")
+    points = nearest_points(torch.arange(-CELLS, CELLS + 1).view(-1, 1) / 2, bits)[:, :, 0]
+    nearest = levels(bits, cpu).view(-1, 4).T.gather(1, points.T.long()).T
+    shifts = torch.arange(0, 32, 8)
+    words = [(x.to(torch.int64) & 0xFF) << shifts for x in (nearest, points)]
+    return torch.stack([x.sum(-1) for x in words]).to(torch.int32)
 
 
 def _nearest(z: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,8 +16,6 @@ from kvpact.transforms import RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
 _CPU = torch.device("cpu")
-_CELLS = 256
-"""Cells of half a step on each side of zero; all levels are within."""
 _MOST_BLOCKS = 3
 
 
@@ -47,18 +44,6 @@ def reason(form: TrellisForm, by_token: bool) -> str:
     return ""
 
 
-@lru_cache(maxsize=8)
-def _cells(bits: int) -> Tensor:
-    """Return what is nearest to each cell in each subset: levels, then points, a byte each."""
-    ends = torch.arange(-_CELLS, _CELLS + 1) / 2
-    points = trellis.nearest_points(ends[:, None], bits)[:, :, 0]
-    of_subset = trellis.levels(bits, _CPU).view(-1, 4).T
-    levels = of_subset.gather(1, points.T.long()).T
-    shifts = torch.arange(0, WORD, 8)
-    words = [(x.to(torch.int64) & 0xFF) << shifts for x in (levels, points)]
-    return torch.stack([x.sum(-1) for x in words]).to(torch.int32)
-
-
 class TrellisArguments:
     """A `kvp_trellis`, and the memory that it points to.
 
@@ -85,7 +70,7 @@ class TrellisArguments:
             if block.bits:
                 made.unit = trellis.UNITS[block.bits]
                 made.levels = self._keep(trellis.levels(block.bits, _CPU), torch.float32)
-                made.cells = self._keep(_cells(block.bits), torch.int32)
+                made.cells = self._keep(trellis.cells(block.bits), torch.int32)
             setattr(args, f"block{index}", made)
         for name in ("weight", "first"):
             if name in state:
