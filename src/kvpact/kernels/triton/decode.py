@@ -9,8 +9,11 @@ from kvpact.errors import DtypeError, GeometryError
 from kvpact.formats import TILE, CodesField
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.triton.decode_kernel import decode_tiles
-from kvpact.kernels.triton.forms import SlotForm, places_of, slots_of
+from kvpact.kernels.triton.forms import Places, SlotForm, places_of, slots_of
+from kvpact.kernels.triton.trellis_decode import decode_keys
+from kvpact.kernels.triton.trellis_tables import key_tables
 from kvpact.methods import Codec
+from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
@@ -57,6 +60,9 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
         raise GeometryError("the slots have gaps in memory")
     if not out.numel():
         return
+    if isinstance(codec, TreatedKeys):
+        _decode_keys(codec, form, known.levels, places, start, end, out)
+        return
     signs, rotated = known.levels, isinstance(codec.transform, RandomHadamard)
     if isinstance(codec.transform, RandomHadamard):
         signs = random_signs(dim + codec.transform.block, codec.transform.seed, out.device)
@@ -76,6 +82,34 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
         FORM=form,
         DIM=dim,
         INVERSE=inverse and rotated,
+        num_warps=_warps(form),
+        enable_fp_fusion=False,
+    )
+
+
+def _decode_keys(
+    codec: TreatedKeys,
+    form: SlotForm,
+    levels: Tensor,
+    places: Places,
+    start: int,
+    end: int,
+    out: Tensor,
+) -> None:
+    tables = key_tables(codec, codec.form, out.shape[1], out.device)
+    decode_keys[(-(-end // TILE) - start // TILE, out.shape[1], out.shape[0])](
+        places.table,
+        places.heads,
+        levels,
+        *tables[:5],
+        out,
+        *out.stride()[:3],
+        start,
+        end,
+        out.shape[0],
+        places.table.shape[2],
+        places.segment_tokens // TILE,
+        FORM=form,
         num_warps=_warps(form),
         enable_fp_fusion=False,
     )

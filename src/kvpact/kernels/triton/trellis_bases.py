@@ -1,0 +1,46 @@
+"""What bases of keys add to logits (see `methods.bases`), tile by tile."""
+
+import triton
+import triton.language as tl
+
+from kvpact.methods import bases
+
+MEAN, FIRST = tl.constexpr(bases.MEAN), tl.constexpr(bases.FIRST)
+
+
+@triton.jit
+def base_flags(flags, tile):
+    """Return which base each of the 32 tokens of a tile of a segment and head has, int32."""
+    token = tl.arange(0, 32)
+    return tl.load(flags + tile * 2 + token // 16) >> (token % 16 * 2) & 3
+
+
+@triton.jit
+def base_logits(flags, mean, step, query, first, tile, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the products of queries and the bases of 32 tokens, fp32 `[rows, 32]`.
+
+    Parameters
+    ----------
+    flags, mean, step : pointer
+        Units of the fields of a segment and head, int32, int8 and fp16; of no account where
+        `FORM` has no mean.
+    query : tensor
+        fp32 `[rows, WIDTH]`, scaled, not transformed; 0 behind the last channel.
+    first : tensor
+        fp32 `[rows]`, their products with the first key; 0 where it is no base.
+    tile : int
+        Of 32 tokens inside the segment.
+    FORM : constexpr
+        The `SlotForm`, which has bases.
+    WIDTH : constexpr
+        Channels, padded to a power of two.
+    """
+    flag, channel = base_flags(flags, tile), tl.arange(0, WIDTH)
+    logits = tl.where((flag == FIRST)[None, :], first[:, None], 0.0)
+    if FORM.has("mean"):
+        group = tile * 32 // FORM.trellis.center
+        numbers = tl.load(mean + group * FORM.dim + channel, mask=channel < FORM.dim, other=0)
+        product = tl.sum(query * numbers.to(tl.float32)[None, :], 1)
+        at_mean = product * tl.load(step + group).to(tl.float32)
+        logits = tl.where((flag == MEAN)[None, :], at_mean[:, None], logits)
+    return logits
