@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from kvpact import AttendConfig
+from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import BackendUnavailable, CorruptState
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
@@ -20,13 +20,14 @@ from kvpact.testing.backend import CALLS, BackendContract, unwritten_is_nan
 from kvpact.testing.data import random_tokens
 
 MAKER = BackendContract()
+CODES = "turboquant:bits=4,sinks=3,window=9"
 SPECS = (
     "none",
-    "fp8",
-    "int:bits=8,sinks=2/turboquant:bits=3,window=7",
-    "kivi:bits=2",
+    "fp8:sinks=3,window=9",
+    "int:bits=8,sinks=2,window=0/turboquant:bits=3,window=27",
+    "kivi:bits=2,sinks=0,window=5",
     "kvarn:bits=3,group=32,sinks=0,window=0",
-    "turboquant:bits=3,center=64/kivi:bits=2",
+    "turboquant:bits=3,center=64,sinks=3,window=0/kivi:bits=2,sinks=1,window=1",
 )
 BOUNDS = {torch.float32: 1e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
@@ -75,21 +76,21 @@ def test_formats(spec):
 )
 def test_rules(name, dim, dtype):
     held = CALLS[name][0] if "mask" in CALLS[name][3] else min(CALLS[name][0], 40)
-    call = made("turboquant:bits=4", name, dim, dtype, held)
+    call = made(CODES, name, dim, dtype, held)
     assert error([call]) < BOUNDS[dtype]
 
 
 def test_many_parts(monkeypatch):
     """More than are merged at once."""
     monkeypatch.setattr(attend, "TILES_OF_A_PART", 1)
-    call = made("turboquant:bits=4", "one token", 16, torch.float32, 520)
+    call = made(CODES, "one token", 16, torch.float32, 520)
     assert error([call._replace(q=call.q[:, :3])]) < BOUNDS[torch.float32]
 
 
 def test_many_rows(monkeypatch):
     """More than a program has, in an order of their own."""
     monkeypatch.setattr(attend, "MOST_ROWS", 16)
-    call = made("turboquant:bits=4", "a chunk", 16, torch.float32, 30)
+    call = made(CODES, "a chunk", 16, torch.float32, 30)
     call = call._replace(q=call.q[:, :, -17:], config=AttendConfig(sliding_window=20))
     assert error([call]) < BOUNDS[torch.float32]
 
@@ -119,7 +120,7 @@ def masks(total: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["boolean", "one head", "one row", "additive", "lowest"])
 def test_masks(name):
-    call = made("int:bits=4", "softcap", 16, torch.float32, 40)
+    call = made("int:bits=4,sinks=1,window=9", "softcap", 16, torch.float32, 40)
     config = AttendConfig(mask=masks(45)[name], is_causal=False)
     call = call._replace(q=call.q[:, :6], config=config)
     assert error([call]) < BOUNDS[torch.float32]
@@ -137,7 +138,7 @@ def test_unlike_lengths_are_one_launch(monkeypatch):
 
     monkeypatch.setattr(attend, "attend_general", Counted())
     calls = [
-        made("turboquant:bits=4", "one token", 20, torch.float32, held, seed)
+        made(CODES, "one token", 20, torch.float32, held, seed)
         for seed, held in enumerate((70, 2, 40))
     ]
     calls[0] = calls[0]._replace(config=AttendConfig(sliding_window=9))
@@ -162,12 +163,39 @@ def test_new_tokens_alone():
 
 
 def test_tokens_that_the_view_holds_already():
-    call = made("turboquant:bits=4", "one token", 20, torch.float32, 70)
+    call = made(CODES, "one token", 20, torch.float32, 70)
     assert error([call._replace(k=None, v=None)]) < BOUNDS[torch.float32]
 
 
+def latents(spec: str, held: int, new: int, dtype: torch.dtype, rank: int = 40) -> AttendCall:
+    """Return a call over latents."""
+    cache = create_cache(spec, CacheGeometry.mla(1, rank, 8, dtype), backend="torch")
+    shapes = ((1, held, rank), (1, held, 8), (1, new, rank), (1, new, 8), (5, new, rank + 8))
+    *past, k, v, q = (
+        random_tokens(2, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)
+    )
+    cache.prefill(0, *past)
+    step = cache.store(0, k, v, AttendConfig())
+    config = AttendConfig(softmax_scale=0.1)
+    return AttendCall(step.view, k, v, q, config, step.padding, latent=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "held", "new", "dtype"),
+    [
+        (CODES, 75, 4, torch.float32),
+        ("kivi:bits=4,sinks=0,window=3/none", 100, 1, torch.float32),
+        ("none/fp8:sinks=0,window=0", 66, 1, torch.bfloat16),
+    ],
+)
+def test_latents(spec, held, new, dtype):
+    call = latents(spec, held, new, dtype)
+    assert error([call]) < BOUNDS[dtype]
+    assert error([call._replace(view=None)]) < BOUNDS[dtype]
+
+
 def test_what_does_not_fit_is_refused():
-    call = made("fp8", "one token", 16, torch.float32, 40)
+    call = made(SPECS[1], "one token", 16, torch.float32, 40)
     shorter = call.view.v._replace(tail=call.view.v.tail[:, :, :-1])
     with pytest.raises(CorruptState, match="40 tokens and V 39"):
         attend_triton([call._replace(view=call.view._replace(v=shorter))], "full")

@@ -13,19 +13,21 @@ from kvpact.kernels.base import AttendCall, Precision
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.general import Variant, attend_general
 from kvpact.kernels.triton.merge import merge_parts
+from kvpact.kernels.triton.queries import query_rows, signs_of
 from kvpact.kernels.triton.rows import Rows, rows_of
+from kvpact.kernels.triton.streams import Stream
 from kvpact.methods import Codec
-from kvpact.transforms import IDENTITY, RandomHadamard
-from kvpact.transforms.base import Transform
-from kvpact.transforms.hadamard import random_signs
+from kvpact.transforms import IDENTITY
 
 TILE = 32
-MOST_ROWS = 64
-"""Query rows of a program, at most."""
+MOST_ROWS, MOST_NUMBERS = 64, 8192
+"""Query rows of a program, and numbers of each of their sums, at most."""
 LEAST_ROWS = 16
 """Rows of the smallest product that tensor cores compute."""
 TILES_OF_A_PART = 8
 """Tiles of 32 tokens that a part has at least."""
+NARROW = 128
+"""Channels up to which programs of few rows have four warps; others have eight for their sums."""
 PROGRAMS = 1024
 """Programs of a launch from which on tokens are split no further."""
 
@@ -127,54 +129,42 @@ def _key(call: AttendCall) -> Hashable:
     return forms, _dtypes(call), call.kv_heads, call.output_dim, scale, rules, call.latent
 
 
-def _signs(transform: Transform | None, device: torch.device) -> Tensor | None:
-    if not isinstance(transform, RandomHadamard):
-        return None
-    return random_signs(transform.dim + transform.block, transform.seed, device)
-
-
-def query_rows(calls: Sequence[AttendCall]) -> tuple[Tensor, Tensor]:
-    """Return the scaled queries for packed tokens and for exact ones, of calls that are alike.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        `[B, H_kv, G * q_len, D]` fp32 each, without gaps.
-    """
-    call = calls[0]
-    q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
-    x = (q.float() * _scale(call)).reshape(q.shape[0], call.kv_heads, -1, q.shape[3])
-    x = x.contiguous()
-    if call.view is None:
-        return x, x
-    return call.view.k.codec.transform.forward(x).contiguous(), x
-
-
-def _aligned(rows: Rows, calls: Sequence[AttendCall]) -> bool:
+def _aligned(rows: Rows) -> bool:
     """Whether exact tokens can be read 16 bytes at a time."""
-    sizes = [x.stride(axis) * x.itemsize for x in rows.exact for axis in range(3)]
-    return all(size % 16 == 0 for size in (*sizes, *(x.data_ptr() for x in rows.exact)))
+    steps = (x.stride(axis) * x.itemsize for x in rows.exact for axis in range(3))
+    return all(step % 16 == 0 for step in (*steps, *(x.data_ptr() for x in rows.exact)))
 
 
-def variant_of(calls: Sequence[AttendCall], rows: Rows) -> Variant:
-    """Return what the kernel is compiled for, for calls that are alike."""
-    call = calls[0]
-    k, v = (None if slots is None else slots.form for slots in _slots(call))
-    dim, value_dim = call.q.shape[3], call.output_dim
-    k_type, v_type = (NUMBERS[dtype] for dtype in _dtypes(call))
+def width_of(dim: int) -> int:
+    """Return to how many channels kernels pad vectors."""
+    return max(power_of_two(dim), LEAST_WIDTH)
+
+
+def variant_of(call: AttendCall, rows: Rows) -> Variant:
+    """Return what the kernel is compiled for.
+
+    Parameters
+    ----------
+    call : AttendCall
+        One of those that are alike.
+    rows : Rows
+        Of all of them.
+    """
+    dtypes, aligned = _dtypes(call), _aligned(rows)
+    thrice = torch.float32 in (*dtypes, call.q.dtype)
+    rope = call.q.shape[3] - call.output_dim
+    dims = (call.output_dim, rope) if call.latent else (call.q.shape[3], call.output_dim)
+    k, v = (
+        Stream(slots and slots.form, dim, width_of(dim), NUMBERS[dtype], aligned, second, thrice)
+        for slots, dim, dtype, second in zip(_slots(call), dims, dtypes, (False, True), strict=True)
+    )
     count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    most = max(MOST_NUMBERS // max(k.width, v.width), LEAST_ROWS)
     return Variant(
         k,
         v,
-        dim,
-        value_dim,
-        max(power_of_two(dim), LEAST_WIDTH),
-        max(power_of_two(value_dim), LEAST_WIDTH),
-        k_type,
-        v_type,
-        _aligned(rows, calls),
-        min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS),
-        "fp32" in (k_type, v_type, NUMBERS[call.q.dtype]),
+        call.latent,
+        min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS, most),
         call.config.softcap is not None,
         _mask_type(call),
     )
@@ -186,28 +176,32 @@ def _attend(some: Sequence[_Call], out: Tensor) -> None:
     call, device = calls[0], out.device
     slots = _slots(call)
     rows = rows_of(calls, slots, _dtypes(call), device, [one.first for one in some])
-    for_packed, for_exact = query_rows(calls)
-    variant = variant_of(calls, rows)
+    variant = variant_of(call, rows)
+    values = variant.values
+    for_packed, for_exact = query_rows(calls, _scale(call), variant)
     batch, heads, count, _ = for_exact.shape
-    queries, value_dim = call.q.shape[2], call.output_dim
+    queries = call.q.shape[2]
     row_tiles = -(-count // variant.rows)
     tiles = -(-max(each.held + each.new for each in calls) // TILE)
     splits = parts = parts_of(tiles, batch * heads * row_tiles)
-    exact = for_exact.new_empty(batch, heads, splits, count, value_dim)
-    packed = exact if variant.v is None else exact.new_empty(batch, heads, parts, count, value_dim)
+    exact = for_exact.new_empty(batch, heads, splits, count, values.dim)
+    packed = (
+        exact if values.form is None else exact.new_empty(batch, heads, parts, *exact.shape[3:])
+    )
     lse = exact.new_empty(batch, heads, parts, count)
     levels = [exact if one is None or one.levels is None else one.levels for one in slots]
     shape = (queries, count // queries, heads, splits, parts)
+    narrow = max(variant.k.width, variant.v.width) <= NARROW
+    warps = 4 if narrow and variant.rows == LEAST_ROWS else 8
     attend_general[splits, row_tiles * heads, batch](
         rows.table, for_packed, for_exact, *levels, packed, exact, lse, *shape,
-        call.config.softcap or 0.0, variant, num_warps=4, enable_fp_fusion=False,
+        call.config.softcap or 0.0, variant, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    transform = None if call.view is None else call.view.v.codec.transform
-    signs = _signs(transform, device)
+    signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
     # Few rows of many parts (a step), or many rows of few.
     each, at_once = (1, 16) if count < LEAST_ROWS else (LEAST_ROWS, 1)
     merge_parts[-(-count // each), heads, batch](
         rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
-        value_dim, max(power_of_two(value_dim), LEAST_WIDTH), variant.v is not None,
-        signs is not None, each, at_once, num_warps=1 if each == 1 else 4, enable_fp_fusion=False,
+        values.dim, values.width, values.form is not None, signs is not None, each, at_once,
+        num_warps=1 if each == 1 else 4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,0 +1,70 @@
+"""The queries of a launch, prepared in one pass (two over latents)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.triton.general import Variant
+from kvpact.kernels.triton.prepare import prepare_queries
+from kvpact.methods import Codec
+from kvpact.transforms import RandomHadamard
+from kvpact.transforms.hadamard import random_signs
+
+ROWS = 4
+"""Rows of a program."""
+
+
+def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:
+    """Return the signs of a codec's transform; None where nothing is transformed."""
+    transform = None if codec is None else codec.transform
+    if not isinstance(transform, RandomHadamard):
+        return None
+    return random_signs(transform.dim + transform.block, transform.seed, device)
+
+
+def query_rows(
+    calls: Sequence[AttendCall], scale: float, variant: Variant
+) -> tuple[Tensor, Tensor]:
+    """Return the scaled queries for packed tokens and for exact ones, of calls that are alike.
+
+    Parameters
+    ----------
+    calls : sequence of AttendCall
+        The calls.
+    scale : float
+        Factor on the logits.
+    variant : Variant
+        Of the kernel that reads them.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        `[B, H_kv, G * q_len, D]` fp32 each, without gaps; rounded to tf32 unless `thrice`.
+    """
+    call = calls[0]
+    q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    batch, heads = q.shape[0], call.kv_heads
+    queries, groups = q.shape[2], q.shape[1] // heads
+    for_exact = q.new_empty(batch, heads, groups * queries, q.shape[3], dtype=torch.float32)
+    codecs = (None, None) if call.view is None else (call.view.k.codec, call.view.v.codec)
+    streams = ((variant.k, 0), (variant.v, variant.k.dim)) if call.latent else ((variant.k, 0),)
+    signs = [signs_of(codec, q.device) for codec, _ in zip(codecs, streams, strict=False)]
+    for_packed = for_exact
+    if any(one is not None for one in signs):
+        for_packed = torch.empty_like(for_exact)
+    for (stream, first), its_signs in zip(streams, signs, strict=True):
+        prepare_queries[-(-groups * queries // ROWS), heads, batch](
+            q[..., first:], for_exact if its_signs is None else its_signs,
+            for_packed[..., first:], for_exact[..., first:],
+            q.stride(0), q.stride(1), q.stride(2), queries, groups, heads, scale,
+            stream.dim, stream.width, q.shape[3], its_signs is not None,
+            for_packed is not for_exact, not stream.thrice, ROWS,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return for_packed, for_exact

@@ -1,0 +1,200 @@
+"""One stream's tokens in attention: 32 at a time, packed and exact, multiplied as they are read.
+
+Which of both a tile holds is asked for each, so that all threads of a program take the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from kvpact.kernels.triton.columns import (
+    HELD,
+    K_EXACT_FROM,
+    K_SINKS,
+    K_SLOTS,
+    K_TAIL,
+    NEW,
+    SINKS_FROM,
+    V_EXACT_FROM,
+    V_SINKS,
+    V_SLOTS,
+    V_TAIL,
+    count_of_row,
+    of_row,
+)
+from kvpact.kernels.triton.forms import SlotForm
+from kvpact.kernels.triton.slots import pointer_to, tile_numbers
+
+TILE = tl.constexpr(32)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What kernels are told of K or of V when they are compiled.
+
+    Parameters
+    ----------
+    form : SlotForm or None
+        Of the slots; None where there are none.
+    dim, width : int
+        Channels, and the same padded to a power of two.
+    number : str
+        Dtype of exact tokens, one of `NUMBERS`.
+    aligned : bool
+        Whether the addresses and steps of all exact tokens are multiples of 16 bytes.
+    second : bool
+        Whether it stands in V's place in the table of rows.
+    thrice : bool
+        Whether products are those of fp32 (three products in tf32), or of numbers rounded to tf32.
+    """
+
+    form: SlotForm | None
+    dim: int
+    width: int
+    number: str
+    aligned: bool
+    second: bool
+    thrice: bool
+
+    @property
+    def exact_from(self) -> int:
+        """Column of the table of rows."""
+        return int((V_EXACT_FROM if self.second else K_EXACT_FROM).value)
+
+    @property
+    def sinks(self) -> int:
+        """Column of the table of rows."""
+        return int((V_SINKS if self.second else K_SINKS).value)
+
+    @property
+    def slots(self) -> int:
+        """First column of where the slots lie."""
+        return int((V_SLOTS if self.second else K_SLOTS).value)
+
+    @property
+    def tail(self) -> int:
+        """First column of where exact tokens lie: the tail, sinks and new ones."""
+        return int((V_TAIL if self.second else K_TAIL).value)
+
+
+@triton.jit
+def rounded(x):
+    """Return fp32 numbers rounded to tf32, whose lower bits tensor cores cut off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, b, sums, THRICE: tl.constexpr):
+    """Return `a @ b + sums`: in fp32, or of numbers that are in tf32 already."""
+    if THRICE:
+        return tl.dot(a, b, sums, input_precision="tf32x3")
+    return tl.dot(a, b, sums, input_precision="tf32")
+
+
+@triton.jit
+def _is_sink(ROWS, row, tokens, S: tl.constexpr):
+    first = count_of_row(ROWS, row, SINKS_FROM)
+    return (tokens >= first) & (tokens < first + count_of_row(ROWS, row, S.sinks))
+
+
+@triton.jit
+def _has_packed(ROWS, row, tile, S: tl.constexpr):
+    """Whether a tile has packed tokens."""
+    return tile * TILE < count_of_row(ROWS, row, S.exact_from)
+
+
+@triton.jit
+def _has_exact(ROWS, row, tile, S: tl.constexpr):
+    """Whether a tile has exact tokens."""
+    sinks_to = count_of_row(ROWS, row, SINKS_FROM) + count_of_row(ROWS, row, S.sinks)
+    return (tile * TILE + TILE > count_of_row(ROWS, row, S.exact_from)) | (tile * TILE < sinks_to)
+
+
+@triton.jit
+def _exact(ROWS, row, head, tile, S: tl.constexpr):
+    """Return a tile's exact tokens in fp32, `[32, width]`; zeros for others."""
+    TAIL: tl.constexpr = S.tail
+    SINK: tl.constexpr = S.tail + 3
+    FRESH: tl.constexpr = S.tail + 6
+    tokens = tile * TILE + tl.arange(0, TILE)
+    held, exact_from = count_of_row(ROWS, row, HELD), count_of_row(ROWS, row, S.exact_from)
+    fresh, tail = tokens >= held, (tokens >= exact_from) & (tokens < held)
+    sink = (tokens < exact_from) & _is_sink(ROWS, row, tokens, S)
+    at = tl.where(fresh, of_row(ROWS, row, FRESH), of_row(ROWS, row, SINK))
+    at = tl.where(tail, of_row(ROWS, row, TAIL), at)
+    step = tl.where(fresh, of_row(ROWS, row, FRESH + 1), of_row(ROWS, row, SINK + 1))
+    step = tl.where(tail, of_row(ROWS, row, TAIL + 1), step)
+    at += step * head
+    step = tl.where(fresh, of_row(ROWS, row, FRESH + 2), of_row(ROWS, row, SINK + 2))
+    step = tl.where(tail, of_row(ROWS, row, TAIL + 2), step)
+    first = tl.where(tail, exact_from, count_of_row(ROWS, row, SINKS_FROM))
+    at += step * (tokens - tl.where(fresh, held, first))
+    token = at.to(pointer_to(S.number))
+    if S.aligned:
+        token = tl.multiple_of(token, 16)
+    channel = tl.arange(0, S.width)
+    live = (fresh | tail | sink) & (tokens < held + count_of_row(ROWS, row, NEW))
+    inside = live[:, None] & (channel < S.dim)[None, :]
+    return tl.load(token[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _packed(ROWS, row, head, LEVELS, tile, S: tl.constexpr):
+    """Return a tile's packed tokens, still transformed, `[32, width]`; zeros for others."""
+    table = of_row(ROWS, row, S.slots).to(tl.pointer_type(tl.int64))
+    heads = of_row(ROWS, row, S.slots + 1).to(tl.pointer_type(tl.int64))
+    slot_row, slot_rows = of_row(ROWS, row, S.slots + 2), of_row(ROWS, row, S.slots + 3)
+    segments = of_row(ROWS, row, S.slots + 4)
+    tiles = count_of_row(ROWS, row, S.slots + 5) // TILE
+    x = tile_numbers(
+        table, heads, LEVELS, slot_row, head, tile // tiles, tile % tiles, slot_rows, segments,
+        S.form,
+    )  # fmt: skip
+    tokens = tile * TILE + tl.arange(0, TILE)
+    packed = tokens < count_of_row(ROWS, row, S.exact_from)
+    x = tl.where((packed & ~_is_sink(ROWS, row, tokens, S))[:, None], x, 0.0)
+    if not S.thrice:
+        x = rounded(x)
+    return x
+
+
+@triton.jit
+def add_logits(
+    logits, ROWS, row, head, QP, QE, LEVELS, tile, query_at, live, S: tl.constexpr
+):  # fmt: skip
+    """Add the products of queries and a tile's keys to logits `[rows, 32]`.
+
+    QP, QE: as of `attend_general`, of a head, from the stream's first channel on. query_at, live:
+    where each row's query lies, and whether there is one.
+    """
+    channel = tl.arange(0, S.width)
+    inside = live[:, None] & (channel < S.dim)[None, :]
+    at = query_at[:, None] + channel[None, :]
+    # Queries are loaded for each tile: held in registers, they would leave none for the rest.
+    if S.form is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
+        if _has_packed(ROWS, row, tile, S):
+            k = _packed(ROWS, row, head, LEVELS, tile, S)
+            q = tl.load(QP + at, mask=inside, other=0.0)
+            logits = _product(q, tl.trans(k), logits, S.thrice)
+    if _has_exact(ROWS, row, tile, S):
+        k = _exact(ROWS, row, head, tile, S)
+        q = tl.load(QE + at, mask=inside, other=0.0)
+        logits = _product(q, tl.trans(k), logits, S.thrice)
+    return logits
+
+
+@triton.jit
+def add_values(exact, packed, weights, ROWS, row, head, LEVELS, tile, S: tl.constexpr):
+    """Add a tile's values by their weights `[rows, 32]` to two sums `[rows, width]`."""
+    if S.form is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
+        if _has_packed(ROWS, row, tile, S):
+            v = _packed(ROWS, row, head, LEVELS, tile, S)
+            packed = _product(weights, v, packed, S.thrice)
+    if _has_exact(ROWS, row, tile, S):
+        v = _exact(ROWS, row, head, tile, S)
+        exact = _product(weights, v, exact, S.thrice)
+    return exact, packed
