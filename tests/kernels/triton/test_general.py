@@ -194,6 +194,32 @@ def test_latents(spec, held, new, dtype):
     assert error([call._replace(view=None)]) < BOUNDS[dtype]
 
 
+TREATED = "trellis:bits=3,sinks=2,window=3"
+
+
+@pytest.mark.parametrize(
+    ("spec", "held"),
+    [
+        ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 66),
+        pytest.param(TREATED, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_treated_keys(spec, held):
+    call = made(spec, "one token", 20, torch.float32, held)
+    assert call.view.k.exact_from >= 64
+    assert error([call]) < BOUNDS[torch.float32]
+
+
+@pytest.mark.slow
+def test_treated_keys_of_caches_that_learnt_apart():
+    """Each call's queries are treated as its own codec has learnt; one has learnt nothing yet."""
+    calls = [
+        made(TREATED, "one token", 20, torch.bfloat16, held, seed)
+        for seed, held in enumerate((150, 20, 170))
+    ]
+    assert error(calls) < BOUNDS[torch.bfloat16]
+
+
 def test_what_does_not_fit_is_refused():
     call = made(SPECS[1], "one token", 16, torch.float32, 40)
     shorter = call.view.v._replace(tail=call.view.v.tail[:, :, :-1])
@@ -201,3 +227,5 @@ def test_what_does_not_fit_is_refused():
         attend_triton([call._replace(view=call.view._replace(v=shorter))], "full")
     with pytest.raises(BackendUnavailable, match="SignCodec"):
         attend_triton([made("qjl", "one token", 16, torch.float32, 40)], "full")
+    with pytest.raises(BackendUnavailable, match="treated"):
+        attend_triton([latents(TREATED, 40, 1, torch.float32)], "full")

@@ -13,11 +13,10 @@ from kvpact.kernels.base import AttendCall, Precision
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.general import Variant, attend_general
 from kvpact.kernels.triton.merge import merge_parts
-from kvpact.kernels.triton.queries import query_rows, signs_of
+from kvpact.kernels.triton.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.rows import Rows, rows_of
 from kvpact.kernels.triton.streams import Stream
 from kvpact.methods import Codec
-from kvpact.transforms import IDENTITY
 
 TILE = 32
 MOST_ROWS, MOST_NUMBERS = 64, 8192
@@ -44,16 +43,6 @@ def parts_of(tiles: int, programs: int) -> int:
     """
     most = -(-tiles // TILES_OF_A_PART)
     return max(1, min(most, PROGRAMS // max(programs, 1)))
-
-
-def attend_reason(codec: Codec, value: bool, device: torch.device) -> str:
-    """Return why there is no attention over slots of V (or of K); "" if there is."""
-    slots = slots_of(codec, value, device)
-    if slots.form is None:
-        return slots.reason
-    if slots.form.kind == "trellis" and not value and codec.transform is IDENTITY:
-        return "keys of a trellis that are treated"
-    return ""
 
 
 class _Call(NamedTuple):
@@ -89,7 +78,9 @@ def _slots(call: AttendCall) -> tuple[Slots | None, Slots | None]:
     made: list[Slots | None] = []
     for codec, value in zip(_codecs(call), (False, True), strict=True):
         slots = None if codec is None else slots_of(codec, value, call.q.device)
-        reason = "" if codec is None else attend_reason(codec, value, call.q.device)
+        reason = "" if slots is None else slots.reason
+        if call.latent and treated(call):
+            reason = "latents whose trellis is treated as keys are"
         if reason:
             raise BackendUnavailable(f"backend 'triton' can't attend: {reason}; use 'auto'")
         made.append(slots)
@@ -122,7 +113,7 @@ def _mask_type(call: AttendCall) -> str:
 def _key(call: AttendCall) -> Hashable:
     """Return what calls of one launch have in common."""
     forms = tuple(
-        codec and (slots and slots.form, codec.transform)
+        codec and (slots and (slots.form, slots.numbers), codec.transform)
         for codec, slots in zip(_codecs(call), _slots(call), strict=True)
     )
     scale, rules = _scale(call), (call.config.softcap, _mask_type(call))
@@ -178,13 +169,13 @@ def _attend(some: Sequence[_Call], out: Tensor) -> None:
     rows = rows_of(calls, slots, _dtypes(call), device, [one.first for one in some])
     variant = variant_of(call, rows)
     values = variant.values
-    for_packed, for_exact = query_rows(calls, _scale(call), variant)
-    batch, heads, count, _ = for_exact.shape
+    q = query_rows(calls, _scale(call), variant)
+    batch, heads, count, _ = q.exact.shape
     queries = call.q.shape[2]
     row_tiles = -(-count // variant.rows)
     tiles = -(-max(each.held + each.new for each in calls) // TILE)
     splits = parts = parts_of(tiles, batch * heads * row_tiles)
-    exact = for_exact.new_empty(batch, heads, splits, count, values.dim)
+    exact = q.exact.new_empty(batch, heads, splits, count, values.dim)
     packed = (
         exact if values.form is None else exact.new_empty(batch, heads, parts, *exact.shape[3:])
     )
@@ -194,7 +185,7 @@ def _attend(some: Sequence[_Call], out: Tensor) -> None:
     narrow = max(variant.k.width, variant.v.width) <= NARROW
     warps = 4 if narrow and variant.rows == LEAST_ROWS else 8
     attend_general[splits, row_tiles * heads, batch](
-        rows.table, for_packed, for_exact, *levels, packed, exact, lse, *shape,
+        rows.table, *q, *levels, packed, exact, lse, *shape,
         call.config.softcap or 0.0, variant, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)

@@ -140,6 +140,8 @@ class Slots(NamedTuple):
         (``linear``), or of each level (``trellis``, all blocks' one behind the other).
     learnt : bool
         Whether the codec had learnt what it learns.
+    numbers : tuple of float
+        The same as `levels`, on the host; empty for trellises, whose `form` says them.
     """
 
     form: SlotForm | None
@@ -147,6 +149,7 @@ class Slots(NamedTuple):
     names: tuple[str | None, ...] = ()
     levels: Tensor | None = None
     learnt: bool = True
+    numbers: tuple[float, ...] = ()
 
 
 class Places(NamedTuple):
@@ -227,7 +230,7 @@ def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
         form.trellis,
         steps_of(form.trellis, order == "token") if form.trellis else (),
     )
-    return Slots(made, "", names, _levels(form).to(device), codec.ready)
+    return Slots(made, "", names, _levels(form).to(device), codec.ready, form.levels)
 
 
 _known: WeakKeyDictionary[Codec, dict[tuple[bool, torch.device], Slots]] = WeakKeyDictionary()

@@ -130,15 +130,16 @@ def _mask(ROWS, row, tile, query_head, query, seen, TYPE: tl.constexpr):
     return tl.load(at.to(pointer_to(TYPE)), mask=seen, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "groups", "heads", "splits", "parts", "softcap"])
 def attend_general(
-    ROWS, QP, QE, K_LEVELS, V_LEVELS, PACKED, EXACT, LSE,
+    ROWS, QP, QE, FIRST, K_LEVELS, V_LEVELS, PACKED, EXACT, LSE,
     q_len, groups, heads, splits, parts, softcap, VARIANT: tl.constexpr,
 ):  # fmt: skip
     """Attend with some rows over a part of the tokens. Grid: (splits, row tiles * heads, B).
 
     QP, QE: `[B, heads, groups * q_len, query_dim]` fp32, scaled; for packed and for exact tokens;
-    rounded to tf32 unless products are those of fp32.
+    rounded to tf32 unless products are those of fp32. FIRST: `[B, heads, groups * q_len]` fp32, the
+    products with the first key, where that is a base of packed keys (see `trellis_bases`).
     PACKED: `[B, heads, parts, groups * q_len, dim of values]` fp32, still transformed; EXACT
     likewise with `splits` parts, as tokens were given. Both over the part's sum of weights, whose
     logarithm to base 2 is LSE, `[B, heads, parts, groups * q_len]`; -inf where no token was seen.
@@ -166,7 +167,7 @@ def attend_general(
     # Queries of one head; 32 bits tell them apart.
     QP += at_head * count * VARIANT.query_dim
     QE += at_head * count * VARIANT.query_dim
-    query_at = at_row * VARIANT.query_dim
+    FIRST += at_head * count
 
     peak = tl.full([VARIANT.rows], -float("inf"), tl.float32)
     weight = tl.zeros([VARIANT.rows], tl.float32)
@@ -175,11 +176,15 @@ def attend_general(
     for index in range(begin, end):
         tile = tl.where(index >= gap, index + gap_size, index)
         logits = tl.zeros([VARIANT.rows, TILE], tl.float32)
-        logits = add_logits(logits, ROWS, row, head, QP, QE, K_LEVELS, tile, query_at, live, K)
+        logits = add_logits(
+            logits, ROWS, row, head, QP, QE, FIRST, K_LEVELS, tile, at_row, VARIANT.query_dim, live,
+            K,
+        )  # fmt: skip
         if VARIANT.latent:
             logits = add_logits(
-                logits, ROWS, row, head, QP + K.dim, QE + K.dim, V_LEVELS, tile, query_at, live, V
-            )
+                logits, ROWS, row, head, QP + K.dim, QE + K.dim, FIRST, V_LEVELS, tile, at_row,
+                VARIANT.query_dim, live, V,
+            )  # fmt: skip
         if VARIANT.softcap:
             logits = _tanh(logits / softcap) * softcap
         seen = _seen(ROWS, row, tile, first_query + query) & live[:, None]

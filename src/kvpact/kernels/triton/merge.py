@@ -12,7 +12,7 @@ from kvpact.kernels.triton.transforms import rotated_back
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "groups", "heads", "splits", "parts"])
 def merge_parts(
     ROWS, PACKED, EXACT, LSE, SIGNS, OUT, q_len, groups, heads, splits, parts,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_PACKED: tl.constexpr, ROTATED: tl.constexpr,

@@ -9,7 +9,7 @@ from kvpact.kernels.triton.streams import rounded
 from kvpact.kernels.triton.transforms import rotated
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "groups", "heads", "scale"])
 def prepare_queries(
     Q, SIGNS, QP, QE, q_row, q_head, q_token, q_len, groups, heads, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, ROTATED: tl.constexpr,

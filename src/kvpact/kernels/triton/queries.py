@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,9 @@ from torch import Tensor
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.triton.general import Variant
 from kvpact.kernels.triton.prepare import prepare_queries
+from kvpact.kernels.triton.trellis_queries import packed_queries
 from kvpact.methods import Codec
+from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
@@ -26,9 +30,24 @@ def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:
     return random_signs(transform.dim + transform.block, transform.seed, device)
 
 
-def query_rows(
-    calls: Sequence[AttendCall], scale: float, variant: Variant
-) -> tuple[Tensor, Tensor]:
+class Queries(NamedTuple):
+    """The queries of a launch, fp32 without gaps; rounded to tf32 unless `Stream.thrice`.
+
+    Parameters
+    ----------
+    packed, exact : Tensor
+        `[B, H_kv, G * q_len, D]`, scaled, for packed tokens and for exact ones.
+    first : Tensor
+        `[B, H_kv, G * q_len]`, their products with the first key of packed tokens, where that is a
+        base; else of no account.
+    """
+
+    packed: Tensor
+    exact: Tensor
+    first: Tensor
+
+
+def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> Queries:
     """Return the scaled queries for packed tokens and for exact ones, of calls that are alike.
 
     Parameters
@@ -39,11 +58,6 @@ def query_rows(
         Factor on the logits.
     variant : Variant
         Of the kernel that reads them.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        `[B, H_kv, G * q_len, D]` fp32 each, without gaps; rounded to tf32 unless `thrice`.
     """
     call = calls[0]
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
@@ -67,4 +81,29 @@ def query_rows(
             for_packed is not for_exact, not stream.thrice, ROWS,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return for_packed, for_exact
+    if treated(call):
+        return _treated(calls, for_exact, variant)
+    return Queries(for_packed, for_exact, for_exact)
+
+
+def treated(call: AttendCall) -> bool:
+    """Whether a call's packed keys are treated in a way of their own."""
+    return call.view is not None and isinstance(call.view.k.codec, TreatedKeys)
+
+
+def _treated(calls: Sequence[AttendCall], rows: Tensor, variant: Variant) -> Queries:
+    """Return queries for packed keys that each call's codec treats as it has learnt to."""
+    parts: list[tuple[Tensor, Tensor]] = []
+    done = 0
+    for codec, some in groupby(calls, lambda call: call.view and call.view.k.codec):
+        assert codec is not None
+        count = sum(call.q.shape[0] for call in some)
+        packed, first = packed_queries(codec, rows[done : done + count])
+        parts.append((packed, rows.new_zeros(packed.shape[:3]) if first is None else first))
+        done += count
+    packed, first = (
+        torch.cat(part) if len(parts) > 1 else part[0] for part in zip(*parts, strict=True)
+    )
+    if not variant.k.thrice:
+        packed = ((packed.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
+    return Queries(packed.contiguous(), rows, first.contiguous())

@@ -26,7 +26,8 @@ from kvpact.kernels.triton.columns import (
     of_row,
 )
 from kvpact.kernels.triton.forms import SlotForm
-from kvpact.kernels.triton.slots import pointer_to, tile_numbers
+from kvpact.kernels.triton.slots import field, pointer_to, tile_numbers
+from kvpact.kernels.triton.trellis_bases import base_logits
 
 TILE = tl.constexpr(32)
 
@@ -143,43 +144,84 @@ def _exact(ROWS, row, head, tile, S: tl.constexpr):
 
 
 @triton.jit
-def _packed(ROWS, row, head, LEVELS, tile, S: tl.constexpr):
-    """Return a tile's packed tokens, still transformed, `[32, width]`; zeros for others."""
+def _slots(ROWS, row, tile, S: tl.constexpr):
+    """Return what tells where a row's slots lie, and the tile in its segment."""
     table = of_row(ROWS, row, S.slots).to(tl.pointer_type(tl.int64))
     heads = of_row(ROWS, row, S.slots + 1).to(tl.pointer_type(tl.int64))
     slot_row, slot_rows = of_row(ROWS, row, S.slots + 2), of_row(ROWS, row, S.slots + 3)
     segments = of_row(ROWS, row, S.slots + 4)
     tiles = count_of_row(ROWS, row, S.slots + 5) // TILE
-    x = tile_numbers(
-        table, heads, LEVELS, slot_row, head, tile // tiles, tile % tiles, slot_rows, segments,
-        S.form,
-    )  # fmt: skip
+    return table, heads, slot_row, tile // tiles, slot_rows, segments, tile % tiles
+
+
+@triton.jit
+def _is_packed(ROWS, row, tile, S: tl.constexpr):
+    """Return which tokens of a tile are packed, `[32]`."""
     tokens = tile * TILE + tl.arange(0, TILE)
     packed = tokens < count_of_row(ROWS, row, S.exact_from)
-    x = tl.where((packed & ~_is_sink(ROWS, row, tokens, S))[:, None], x, 0.0)
+    return packed & ~_is_sink(ROWS, row, tokens, S)
+
+
+@triton.jit
+def _packed(ROWS, row, head, LEVELS, tile, S: tl.constexpr):
+    """Return a tile's packed tokens, still transformed, `[32, width]`; zeros for others."""
+    table, heads, slot_row, segment, slot_rows, segments, inside = _slots(ROWS, row, tile, S)
+    x = tile_numbers(
+        table, heads, LEVELS, slot_row, head, segment, inside, slot_rows, segments, S.form
+    )
+    x = tl.where(_is_packed(ROWS, row, tile, S)[:, None], x, 0.0)
     if not S.thrice:
         x = rounded(x)
     return x
 
 
 @triton.jit
+def _unit(FORM: tl.constexpr, NAME: tl.constexpr, place, head):
+    """Return a pointer to a field's units of a segment and head; `place` is from `_slots`."""
+    table, heads, slot_row, segment, slot_rows, segments, _ = place
+    INDEX: tl.constexpr = FORM.index_of(NAME)
+    TYPE: tl.constexpr = FORM.type_of(NAME)
+    return field(table, heads, INDEX, slot_row, head, segment, slot_rows, segments, TYPE)
+
+
+@triton.jit
+def _base_logits(ROWS, row, head, tile, q, first, S: tl.constexpr):
+    """Return what the bases of a tile's packed tokens add to logits, `[rows, 32]`."""
+    FORM: tl.constexpr = S.form
+    place = _slots(ROWS, row, tile, S)
+    flags = _unit(FORM, "base", place, head)
+    if FORM.has("mean"):
+        mean, step = _unit(FORM, "mean", place, head), _unit(FORM, "step", place, head)
+        logits = base_logits(flags, mean, step, q, first, place[6], FORM, S.width)
+    else:
+        logits = base_logits(flags, flags, flags, q, first, place[6], FORM, S.width)
+    return tl.where(_is_packed(ROWS, row, tile, S)[None, :], logits, 0.0)
+
+
+@triton.jit
 def add_logits(
-    logits, ROWS, row, head, QP, QE, LEVELS, tile, query_at, live, S: tl.constexpr
+    logits, ROWS, row, head, QP, QE, FIRST, LEVELS, tile, at_row, STRIDE: tl.constexpr, live,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Add the products of queries and a tile's keys to logits `[rows, 32]`.
 
-    QP, QE: as of `attend_general`, of a head, from the stream's first channel on. query_at, live:
-    where each row's query lies, and whether there is one.
+    QP, QE, FIRST: as of `attend_general`, of a head, from the stream's first channel on. at_row:
+    which of its queries rows have; STRIDE: from one of them to the next. live: whether there is
+    one.
     """
     channel = tl.arange(0, S.width)
     inside = live[:, None] & (channel < S.dim)[None, :]
-    at = query_at[:, None] + channel[None, :]
+    at = (at_row * STRIDE)[:, None] + channel[None, :]
     # Queries are loaded for each tile: held in registers, they would leave none for the rest.
     if S.form is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
         if _has_packed(ROWS, row, tile, S):
             k = _packed(ROWS, row, head, LEVELS, tile, S)
             q = tl.load(QP + at, mask=inside, other=0.0)
             logits = _product(q, tl.trans(k), logits, S.thrice)
+            if S.form.has("base"):
+                first = tl.load(FIRST + at_row, mask=live, other=0.0)
+                q = tl.load(QE + at, mask=inside, other=0.0)
+                logits += _base_logits(ROWS, row, head, tile, q, first, S)
     if _has_exact(ROWS, row, tile, S):
         k = _exact(ROWS, row, head, tile, S)
         q = tl.load(QE + at, mask=inside, other=0.0)
