@@ -32,7 +32,7 @@ def _width(codec: Codec, form: SlotForm) -> int:
 
 def _warps(form: SlotForm) -> int:
     """Return how many warps hold a tile without spilling registers."""
-    return min(max(form.padded // 32, 1), 16)
+    return min(form.padded // 16, 8)
 
 
 def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse: bool) -> None:

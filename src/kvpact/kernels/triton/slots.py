@@ -106,15 +106,22 @@ def _plane_by_channel(tile, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.c
 
 
 @triton.jit
+def _plane(tile, PLANE: tl.constexpr, FORM: tl.constexpr):
+    """Return a plane of a tile's codes where its bits belong, int32 [32, padded]."""
+    WIDTH: tl.constexpr = FORM.plane_width(PLANE)
+    if FORM.order == "token":
+        codes = _plane_by_token(tile, FORM.plane_words(PLANE), WIDTH, FORM)
+    else:
+        codes = _plane_by_channel(tile, FORM.plane_shift(PLANE), WIDTH, FORM)
+    return codes << FORM.plane_shift(PLANE)
+
+
+@triton.jit
 def tile_codes(tile, FORM: tl.constexpr):
     """Return the codes of a tile, int32 [32, padded]; `tile` points to its words."""
-    codes = tl.zeros((32, FORM.padded), tl.int32)
-    for plane in tl.static_range(FORM.plane_count()):
-        if FORM.order == "token":
-            part = _plane_by_token(tile, FORM.plane_words(plane), FORM.plane_width(plane), FORM)
-        else:
-            part = _plane_by_channel(tile, FORM.plane_shift(plane), FORM.plane_width(plane), FORM)
-        codes |= part << FORM.plane_shift(plane)
+    codes = _plane(tile, 0, FORM)
+    for plane in tl.static_range(1, FORM.plane_count()):
+        codes |= _plane(tile, plane, FORM)
     return codes
 
 
