@@ -21,7 +21,7 @@ BENCH := build/bench
 # Files go to the processes in their order, long ones among them, not those with most tests first.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-slow gemma lint bench bench-quanto fuzz sanitize neon callgrind clean
+.PHONY: help demo test test-slow gemma lint bench bench-quanto fuzz sanitize neon gpu-aot callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -86,6 +86,9 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 
 neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
+
+gpu-aot: $(READY) ## GPU kernels compiled for four generations, compared with a table: a quarter of an hour, no GPU needed
+	@$(PY) -m kvpact.kernels.triton.aot --check tests/kernels/triton/golden/aot.json
 
 callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver --parallel $(JOBS)

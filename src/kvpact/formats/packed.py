@@ -78,6 +78,12 @@ class PackedFormat:
             float(level).is_integer() and -128 <= level <= 127 for level in self.levels
         )
 
+    @property
+    def signed(self) -> bool:
+        """Whether a code is its level in two's complement, but for its top bit."""
+        half = len(self.levels) // 2
+        return bool(half) and self.levels == tuple(range(-half, half))
+
 
 def integer_format(bits: int, offset: int | None, **fields: Any) -> PackedFormat:
     """Return the format of codes that are numbers, `offset` taken off.

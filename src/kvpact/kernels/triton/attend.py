@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall, Precision
+from kvpact.kernels.triton.fast import attend_fast, fast_of, fast_range
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.general import Variant, attend_general
 from kvpact.kernels.triton.merge import merge_parts
@@ -161,20 +162,32 @@ def variant_of(call: AttendCall, rows: Rows) -> Variant:
     )
 
 
+def _most_tiles(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tensor, int]]) -> int:
+    """Return the tiles of the longest row, less those that are skipped in all rows of its call."""
+    most = 0
+    for call, (begin, end) in zip(calls, skipped, strict=True):
+        left = 0 if isinstance(begin, Tensor) else max(begin, 0)
+        most = max(most, call.held + call.new - max(end - left, 0))
+    return -(-most // TILE)
+
+
 def _attend(some: Sequence[_Call], out: Tensor) -> None:
     """Attend over calls that are alike, into their rows of the output."""
     calls = [one.call for one in some]
     call, device = calls[0], out.device
     slots = _slots(call)
-    rows = rows_of(calls, slots, _dtypes(call), device, [one.first for one in some])
+    fast = fast_of(calls, *slots)
+    skipped = [(0, 0) if fast is None else fast_range(each) for each in calls]
+    firsts = [one.first for one in some]
+    rows = rows_of(calls, slots, _dtypes(call), device, firsts, skipped)
     variant = variant_of(call, rows)
     values = variant.values
     q = query_rows(calls, _scale(call), variant)
     batch, heads, count, _ = q.exact.shape
     queries = call.q.shape[2]
     row_tiles = -(-count // variant.rows)
-    tiles = -(-max(each.held + each.new for each in calls) // TILE)
-    splits = parts = parts_of(tiles, batch * heads * row_tiles)
+    splits = parts_of(_most_tiles(calls, skipped), batch * heads * row_tiles)
+    parts = splits + (0 if fast is None else fast.parts)
     exact = q.exact.new_empty(batch, heads, splits, count, values.dim)
     packed = (
         exact if values.form is None else exact.new_empty(batch, heads, parts, *exact.shape[3:])
@@ -188,6 +201,8 @@ def _attend(some: Sequence[_Call], out: Tensor) -> None:
         rows.table, *q, *levels, packed, exact, lse, *shape,
         call.config.softcap or 0.0, variant, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
+    if fast is not None:
+        attend_fast(fast, calls, _scale(call), rows.table, packed, lse, splits)
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
     # Few rows of many parts (a step), or many rows of few.
     each, at_once = (1, 16) if count < LEAST_ROWS else (LEAST_ROWS, 1)

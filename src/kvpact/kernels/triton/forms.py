@@ -88,6 +88,8 @@ class SlotForm(Planes):
         Dtype of each of `FIELDS`, a value of `NUMBERS`; "" for a field that is not there.
     whole : bool
         Whether levels are whole numbers of 8 bits.
+    signed : bool
+        Whether a code is its level in two's complement, but for its top bit.
     trellis : TrellisForm or None
         What there is to know of a trellis.
     steps : tuple of Steps
@@ -108,6 +110,7 @@ class SlotForm(Planes):
     of_values: bool
     types: tuple[str, ...]
     whole: bool
+    signed: bool
     trellis: TrellisForm | None = None
     steps: tuple[Steps, ...] = ()
 
@@ -227,6 +230,7 @@ def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
         value,
         tuple(NUMBERS[fields[name].dtype] if name else "" for name in names),
         form.whole,
+        form.signed,
         form.trellis,
         steps_of(form.trellis, order == "token") if form.trellis else (),
     )

@@ -28,6 +28,8 @@ from kvpact.kernels.triton.columns import (
     PADDING,
     SINK_LOGITS,
     SINKS_FROM,
+    SKIP_FROM,
+    SKIP_TO,
     V_EXACT_FROM,
     V_NEW,
     V_SINK,
@@ -110,6 +112,7 @@ def rows_of(
     dtypes: tuple[torch.dtype, torch.dtype],
     device: torch.device,
     first: Sequence[int],
+    skipped: Sequence[tuple[int | Tensor, int]],
 ) -> Rows:
     """Return the table of rows of calls.
 
@@ -125,6 +128,8 @@ def rows_of(
         Of the tokens.
     first : sequence of int
         Where the first row of each call stands in the output.
+    skipped : sequence of (int or Tensor, int)
+        Tokens of each call that another kernel attends (`fast_range`).
 
     Raises
     ------
@@ -135,11 +140,13 @@ def rows_of(
     """
     filling = _Filling(sum(call.q.shape[0] for call in calls), device)
     done = 0
-    for call, output in zip(calls, first, strict=True):
+    for call, output, skip in zip(calls, first, skipped, strict=True):
         part = slice(done, done + call.q.shape[0])
         done = part.stop
         _counts(filling, part, call, output)
         _rules(filling, part, call)
+        filling.column(part, SKIP_FROM, torch.as_tensor(skip[0]))
+        filling.table[part, SKIP_TO.value] = skip[1]
         for side, place in (("k", K_SLOTS), ("v", V_SLOTS)):
             index = "kv".index(side)
             _tokens(filling, part, call, side, dtypes[index])

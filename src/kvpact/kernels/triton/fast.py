@@ -1,0 +1,189 @@
+"""Which packed tokens the fast kernels attend, and their launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.triton.digits import attend_digits
+from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
+from kvpact.kernels.triton.operands import groups_of
+from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E, digits_of, level_worth, table_words
+from kvpact.kernels.triton.tiles import TOGETHER
+from kvpact.kernels.triton.tuning import (
+    PROCESSORS,
+    Choice,
+    block_tiles,
+    choice,
+    parts_of,
+    side_by_side,
+)
+
+MOST_ROWS = 16
+"""Query rows of a KV head: more make decoding cheap beside the products, and take all registers."""
+MOST_WIDTH = 256
+LEAST_TOKENS = 256
+"""Packed tokens from which on a second launch pays."""
+_LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
+"""Channels of K of one step of a product, by bits."""
+
+
+class Fast(NamedTuple):
+    """What the fast kernels do for calls that are alike.
+
+    Parameters
+    ----------
+    k, v : Slots
+        Of their packed tokens.
+    choice : Choice
+        How they are launched.
+    inside : bool
+        Whether no block reaches over the end of a segment.
+    parts : int
+        Parts that they write.
+    kw : int
+        Bytes of k that stand side by side.
+    """
+
+    k: Slots
+    v: Slots
+    choice: Choice
+    inside: bool
+    parts: int
+    kw: int
+
+
+def digits_reason(k: Slots, v: Slots, rows: int) -> str:
+    """Return why integer products don't cover slots for so many query rows; "" if they do."""
+    if rows > MOST_ROWS:
+        return f"{rows} query rows of a KV head; there are {MOST_ROWS} at most"
+    return _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel")
+
+
+def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
+    if form is None or form.order != order or not form.whole:
+        return f"{side} has no levels of whole numbers"
+    if form.bits not in TOGETHER or (form.bits == 8 and not form.signed):
+        return f"{side} has codes of {form.bits} bits"
+    names = ("zero", "fold", "shift", "base", "mean", "step")
+    if not form.has("scale") or any(form.has(name) for name in names):
+        return f"{side} has more to it than a scale per token"
+    if form.dim > MOST_WIDTH or form.dim % 8:
+        return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
+    least = _LEAST_GROUP[form.bits] if order == "token" else 32
+    if groups_of(form) > 1 and (form.channels < least or form.channels & (form.channels - 1)):
+        return f"{side} has scales for groups of {form.channels} channels"
+    return ""
+
+
+def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
+    """Return the first token that the fast kernels attend, and the one behind the last.
+
+    All queries see these tokens, but for what a sliding window hides from some of them. No sink
+    tokens are among them, and no padding.
+
+    Returns
+    -------
+    (int or Tensor, int)
+        The first may differ from row to row: `[B]`, on the device of the padding. Not below it
+        means that there are none.
+    """
+    view, config = call.view, call.config
+    if view is None or config.mask is not None or call.latent or view.k.offset is not None:
+        return 0, 0
+    query = call.held + call.new - call.q.shape[2]
+    end = min(view.k.exact_from, view.v.exact_from)
+    if config.is_causal:
+        end = min(end, query + 1)
+    window = 0 if config.sliding_window is None else query - config.sliding_window + 1
+    sinks = [0 if each.sinks is None else each.sinks.shape[2] for each in (view.k, view.v)]
+    first: int | Tensor = max(sinks)
+    if view.padding is not None:
+        first = first + view.padding
+    if call.padding is not None:
+        padding = call.padding
+        first = padding.clamp(min=first) if isinstance(first, int) else first.maximum(padding)
+    if isinstance(first, int):
+        return max(first, window), end
+    return first.clamp(min=window), end
+
+
+def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:
+    """Return what the fast kernels do for calls that are alike; None where they do nothing."""
+    call = calls[0]
+    if k is None or v is None or k.form is None or v.form is None:
+        return None
+    rows = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    if digits_reason(k, v, rows):
+        return None
+    longest = max(end for _, end in map(fast_range, calls))
+    sizes = {
+        stream.source.segment_tokens
+        for each in calls
+        if each.view is not None
+        for stream in (each.view.k, each.view.v)
+    }
+    if longest < LEAST_TOKENS or len(sizes) > 1:
+        return None
+    inside = all(size % (block_tiles(v.form.bits) * 32) == 0 for size in sizes)
+    chosen = choice(v.form.bits, rows, inside)
+    programs = sum(each.q.shape[0] for each in calls) * call.kv_heads
+    processors = PROCESSORS
+    if call.q.is_cuda:
+        processors = torch.cuda.get_device_properties(call.q.device).multi_processor_count
+    parts = parts_of(longest, programs, processors)
+    return Fast(k, v, chosen, inside, parts, side_by_side())
+
+
+def knows_ptx() -> bool:
+    """Whether kernels are compiled for devices that know PTX; the interpreter does not."""
+    return isinstance(attend_digits, triton.JITFunction) and torch.version.hip is None
+
+
+def attend_fast(
+    fast: Fast,
+    calls: Sequence[AttendCall],
+    scale: float,
+    table: Tensor,
+    packed: Tensor,
+    lse: Tensor,
+    first_part: int,
+) -> None:
+    """Write the parts of the tokens from SKIP_FROM to SKIP_TO of each row.
+
+    Parameters
+    ----------
+    fast : Fast
+        From `fast_of`.
+    calls : sequence of AttendCall
+        The calls.
+    scale : float
+        Factor on the logits.
+    table : Tensor
+        Of `rows`.
+    packed, lse : Tensor
+        fp32 `[B, H_kv, parts, rows, D_v]`, in V's transformed space, each by its own sum, and
+        `[B, H_kv, parts, rows]`, base 2; -inf for a part without tokens.
+    first_part : int
+        Where the parts begin.
+    """
+    batch, heads, parts, rows, _ = packed.shape
+    call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
+    assert k is not None and v is not None and call.view is not None
+    q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
+    if q.stride(3) != 1:
+        q = q.contiguous()
+    digits, units = digits_of(q, heads, scale, call.view.k.codec.transform, k, fast.kw)
+    cap = call.config.softcap
+    attend_digits[fast.parts, heads, batch](
+        table, digits, units, table_words(fast.k), table_words(fast.v), packed, lse,
+        heads, q.shape[2], rows, first_part, parts, level_worth(v), (cap or 1.0) * LOG2_E, k, v,
+        max(power_of_two(rows), LEAST_ROWS), chosen.tiles, fast.inside, cap is not None,
+        fast.kw, knows_ptx(), num_warps=chosen.warps, num_stages=chosen.stages,
+        maxnreg=chosen.registers, enable_fp_fusion=True,
+    )  # fmt: skip

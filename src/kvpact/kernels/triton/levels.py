@@ -1,0 +1,142 @@
+"""Words of codes to levels of 8 bits in registers: tables of 16 levels in four words, or no table.
+
+A table is looked up by `prmt`, which picks four of eight bytes by the nibbles of a selector. Each
+of these is one line of assembly (`ASM`) with a body in plain Triton beside it, for the interpreter
+and for other devices.
+
+The last axes of what is returned are bits of an item's number, as each function says.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def prmt(low, high, selector, ASM: tl.constexpr):
+    """Return four bytes: byte i is byte `selector >> 4i & 7` of the eight of (low, high).
+
+    Bit 3 of each nibble of the selector has to be 0.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], tl.int32, True, 1
+        )
+    else:
+        out = tl.zeros(selector.shape, tl.int32)
+        for i in tl.static_range(4):
+            nibble = (selector >> (4 * i)) & 7
+            shift = 8 * (nibble & 3)
+            out |= (tl.where(nibble < 4, low >> shift, high >> shift) & 0xFF) << (8 * i)
+        return out
+
+
+@triton.jit
+def top_bits(word, UPPER: tl.constexpr, ASM: tl.constexpr):
+    """Return bytes of ones where bit 3 of the lower, or upper, four nibbles of a word is set.
+
+    The assembly asks for the sign (8 + i) of byte i of (word, word << 4).
+    """
+    shifted = word << 4
+    if ASM and UPPER:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0xbfae;", "=r,r,r", [word, shifted], tl.int32, True, 1
+        )
+    elif ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x9d8c;", "=r,r,r", [word, shifted], tl.int32, True, 1
+        )
+    else:
+        nibbles = word >> 16 if UPPER else word
+        out = tl.zeros(word.shape, tl.int32)
+        for i in tl.static_range(4):
+            out |= (((nibbles >> (4 * i + 3)) & 1) * 0xFF) << (8 * i)
+        return out
+
+
+@triton.jit
+def bytes_of(word):
+    """Return the bytes of words, int8 `[…, y0, y1]`: byte 2 y1 + y0."""
+    low = tl.join(word.to(tl.int8), (word >> 8).to(tl.int8))
+    high = tl.join((word >> 16).to(tl.int8), (word >> 24).to(tl.int8))
+    return tl.join(low, high)
+
+
+@triton.jit
+def levels4(word, t0, t1, t2, t3, ASM: tl.constexpr):
+    """Look up 4-bit codes: `[…, i0, i1, i2]`, code 4 i2 + 2 i1 + i0 of the word."""
+    lower = word & 0x77777777
+    upper = lower >> 16
+    m, n = top_bits(word, False, ASM), top_bits(word, True, ASM)
+    first = (prmt(t0, t1, lower, ASM) & ~m) | (prmt(t2, t3, lower, ASM) & m)
+    last = (prmt(t0, t1, upper, ASM) & ~n) | (prmt(t2, t3, upper, ASM) & n)
+    return tl.join(bytes_of(first), bytes_of(last))
+
+
+@triton.jit
+def levels2(word, t0, ASM: tl.constexpr):
+    """Look up 2-bit codes: `[…, i1, i2, i0, i3]`, code 8 i3 + 4 i2 + 2 i1 + i0 of the word."""
+    even, odd = word & 0x33333333, (word >> 2) & 0x33333333
+    first = tl.join(bytes_of(prmt(t0, t0, even, ASM)), bytes_of(prmt(t0, t0, odd, ASM)))
+    last = tl.join(bytes_of(prmt(t0, t0, even >> 16, ASM)), bytes_of(prmt(t0, t0, odd >> 16, ASM)))
+    return tl.join(first, last)
+
+
+@triton.jit
+def levels3(first, second, third, t0, t1, ASM: tl.constexpr):
+    """Look up 3-bit codes: `[…, i2, i4, i3, i0, i1]`, code 16 i4 + 8 i3 + 4 i2 + 2 i1 + i0.
+
+    Parameters
+    ----------
+    first, second : i32
+        The low two bits of 16 codes each.
+    third : i32
+        The third bit of all 32.
+    t0, t1 : i32
+        The table.
+    """
+    # Codes 0 to 3 of bytes 0 and 2 of both words, codes 4 to 7 (bytes 1 and 3), and third bits.
+    x = prmt(first, second, tl.full(first.shape, 0x6240, tl.int32), ASM)
+    y = prmt(first, second, tl.full(first.shape, 0x7351, tl.int32), ASM)
+    z = prmt(third, third, tl.full(third.shape, 0x3120, tl.int32), ASM)
+    # A nibble: two bits of code i (lower nibbles) or i + 4 (upper ones), then its third bit.
+    n0 = (x & 0x03030303) | ((y << 4) & 0x30303030) | ((z << 2) & 0x44444444)
+    n1 = ((x >> 2) & 0x03030303) | ((y << 2) & 0x30303030) | ((z << 1) & 0x44444444)
+    n2 = ((x >> 4) & 0x03030303) | (y & 0x30303030) | (z & 0x44444444)
+    n3 = ((x >> 6) & 0x03030303) | ((y >> 2) & 0x30303030) | ((z >> 1) & 0x44444444)
+    low = tl.join(halves3(n0, t0, t1, ASM), halves3(n1, t0, t1, ASM))
+    return tl.join(low, tl.join(halves3(n2, t0, t1, ASM), halves3(n3, t0, t1, ASM)))
+
+
+@triton.jit
+def halves3(nibbles, t0, t1, ASM: tl.constexpr):
+    """Look up the lower and the upper four nibbles."""
+    lower, upper = prmt(t0, t1, nibbles, ASM), prmt(t0, t1, nibbles >> 16, ASM)
+    return tl.join(bytes_of(lower), bytes_of(upper))
+
+
+@triton.jit
+def signed4(word, flip, ASM: tl.constexpr):
+    """Return 16 times each 4-bit number: `[…, y0, y1, i0]`, item 4 y1 + 2 y0 + i0 of the word.
+
+    A number in the upper half of a byte is 16 times itself: all there is to do is to flip top bits
+    and shift. The shift is assembly so that nobody moves it to each byte.
+    """
+    upper = word ^ flip
+    if ASM:
+        lower = tl.inline_asm_elementwise("shl.b32 $0, $1, 4;", "=r,r", [upper], tl.int32, True, 1)
+    else:
+        lower = upper << 4
+    return tl.join(bytes_of(lower & -0x0F0F0F10), bytes_of(upper & -0x0F0F0F10))
+
+
+@triton.jit
+def table_word(TABLE, INDEX: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
+    """Load a word of a table, one copy for each of the four threads of a row, which stand at AXIS.
+
+    What has the same address for all threads, and what is a constant, is copied to another register
+    before each use.
+    """
+    shape: tl.constexpr = (1,) * AXIS + (4,) + (1,) * (RANK - AXIS - 1)
+    return tl.load(TABLE + INDEX * 4 + tl.arange(0, 4)).reshape(shape)

@@ -1,0 +1,85 @@
+"""What the fast kernels are launched with: a table, so that nobody waits for measurements.
+
+None of it has been timed on a device yet; blocks of 64 tokens (128 where V has 3 bits), one warp
+and two buffers have the fewest instructions a token without spills.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+
+TOKENS_OF_A_PART = 256
+"""Tokens that a program attends at least: below that it only makes work for the merge."""
+PROGRAMS_PER_PROCESSOR = 8
+PROCESSORS = 132
+"""Where the device does not say how many it has."""
+
+
+def block_tiles(value_bits: int) -> int:
+    """Return the tiles of 32 tokens of a block: as many as four words of V hold, or two."""
+    return 4 if value_bits == 3 else 2
+
+
+class Choice(NamedTuple):
+    """How a variant is launched.
+
+    Parameters
+    ----------
+    tiles : int
+        Tiles of 32 tokens of a block.
+    warps : int
+        Of a program. With one there are no barriers.
+    stages : int
+        Of Triton's pipeline. Address, then copy: 3 have one buffer, 5 two.
+    registers : int or None
+        Of a thread, at most. Left to itself the assembler spills a few of 170, so that more
+        programs fit.
+    """
+
+    tiles: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+def choice(value_bits: int, rows: int, inside: bool) -> Choice:
+    """Return how the kernel is launched.
+
+    Parameters
+    ----------
+    value_bits : int
+        Of V's codes.
+    rows : int
+        Of queries of a KV head.
+    inside : bool
+        Whether a block lies in one segment.
+    """
+    tiles = block_tiles(value_bits)
+    registers = 255 if rows > 4 or not inside else None
+    if value_bits == 3:
+        return Choice(tiles, 2 if rows > 8 else 1, 5, registers)
+    return Choice(tiles, 1, 5, registers)
+
+
+def side_by_side(version: str = triton.__version__) -> int:
+    """Return the bytes of k that stand side by side in a thread: eight before Triton 3.8."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return 8 if (major, minor) < (3, 8) else 4
+
+
+def parts_of(tokens: int, programs: int, processors: int = PROCESSORS) -> int:
+    """Return into how many parts packed tokens are split.
+
+    Parameters
+    ----------
+    tokens : int
+        Of the longest row.
+    programs : int
+        That there are without a split: KV heads of all rows.
+    processors : int
+        Multiprocessors of the device.
+    """
+    wanted = processors * PROGRAMS_PER_PROCESSOR // max(programs, 1)
+    return max(1, min(wanted, -(-tokens // TOKENS_OF_A_PART)))
