@@ -21,7 +21,7 @@ BENCH := build/bench
 # Files go to the processes in their order, long ones among them, not those with most tests first.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-slow gemma lint bench bench-quanto fuzz sanitize neon gpu-aot callgrind clean
+.PHONY: help demo test test-slow gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-aot callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -89,6 +89,14 @@ neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 
 gpu-aot: $(READY) ## GPU kernels compiled for four generations, compared with a table: a quarter of an hour, no GPU needed
 	@$(PY) -m kvpact.kernels.triton.aot --check tests/kernels/triton/golden/aot.json
+
+gpu: $(READY) ## on a machine with a GPU: the tests that need one, then benchmarks/gpu.py into benchmarks/results/gpu
+	@$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device is there')"
+	@$(PY) -m pytest -m "not neon" tests/kernels/triton tests/cache/test_devices.py
+	@if command -v compute-sanitizer >/dev/null; then \
+		compute-sanitizer --error-exitcode 1 $(PY) -m pytest -q tests/kernels/triton -k sanitized; \
+	else echo "compute-sanitizer is not there: left out"; fi
+	@$(PY) benchmarks/gpu.py --out benchmarks/results/gpu
 
 callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver --parallel $(JOBS)

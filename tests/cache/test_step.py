@@ -41,7 +41,7 @@ def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
         monkeypatch.setattr(owner, name, spy)
 
     watch(ListSource, "gather")  # torch
-    watch(ListSource, "addresses")  # native kernels
+    watch(ListSource, "where")  # native kernels
     step = step._replace(lock=lock)
     if how == "attend":
         step.attend(x[:, :, :1], AttendConfig())

@@ -213,7 +213,7 @@ def test_the_kernel_is_told_and_chosen():
     cpu = create_cache("turboquant:bits=4", geometry, backend="cpu").stats()["compute"]
     assert cpu["name"] == "cpu" and cpu["requested"] == "cpu"
     assert create_cache("fp8", geometry, backend="torch").stats()["compute"]["name"] == "torch"
-    with pytest.raises(BackendUnavailable, match="auto, cpu, torch"):
+    with pytest.raises(BackendUnavailable, match="auto, cpu, triton, torch"):
         create_cache("fp8", geometry, backend="gpu")
     with pytest.raises(BackendUnavailable, match="full, int8"):
         create_cache("fp8", geometry, precision="int4")

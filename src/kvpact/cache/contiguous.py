@@ -215,6 +215,35 @@ class ContiguousCache(BatchRows):
         for layer in self._layers:
             layer.truncate(length)
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens in every layer that holds some.
+
+        Steps of up to 8 tokens then allocate nothing until the room is used, so that an engine may
+        capture them in a CUDA graph. The room counts as memory in use; a rollback gives it up.
+
+        Parameters
+        ----------
+        tokens : int
+            Not negative.
+
+        Raises
+        ------
+        CacheFull
+            More than `max_tokens` would be held.
+        GeometryError
+            Not such a number.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise GeometryError(f"tokens should be a number that is not negative, not {tokens!r}")
+        longest = max((entry.length for entry in self._layers), default=0)
+        if self.max_tokens is not None and longest + tokens > self.max_tokens:
+            raise CacheFull(
+                f"{tokens} more tokens do not fit: {longest} of {self.max_tokens} are held; "
+                "reserve fewer, truncate or raise max_tokens"
+            )
+        for entry in self._layers:
+            entry.reserve(tokens)
+
     def reset(self, layer: int | None = None) -> None:
         """Forget all tokens, and the batch size, of one layer or (None) of all."""
         if layer is not None:

@@ -42,7 +42,7 @@ def create_cache(
         many sequences that come and go make a `PagedKVCache` and take views of it.
     max_tokens : int, optional
         Tokens per layer after which `CacheFull` is raised; no limit if omitted.
-    backend : {"auto", "cpu", "torch"}
+    backend : {"auto", "cpu", "triton", "torch"}
         Who computes: the native kernels (``cpu``), or torch. By name a backend computes everything
         or raises; ``auto`` takes for each operation the first one that covers it.
         ``stats()["compute"]`` tells what ran, and why.

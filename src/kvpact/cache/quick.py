@@ -118,11 +118,45 @@ def quick_step(
     ):
         if index is not None:
             k, v, q = (x[index : index + 1] for x in (k, v, q))
-        runner = _made(layer, Held(k_after, v_after, padding, version, plan), k, v, q, config)
+        runner = _made(layer, Held(k_after, v_after, padding, version, plan, good), k, v, q, config)
         if runner is None:
             return None
+    if runner.good is not None:
+        good = runner.good
     after = _new(Held, (k_after, v_after, padding, version, plan, good, seen, runner))
     return after, _new(StepRow, (runner, held, k_tokens, v_tokens))
+
+
+def counted(layer: CacheLayer, new: int) -> Held | None:
+    """Return what a layer holds after a step that a device carried out by itself.
+
+    Parameters
+    ----------
+    layer : CacheLayer
+        Has a runner.
+    new : int
+        New tokens, for which there was room.
+
+    Returns
+    -------
+    Held or None
+        None for a step that packs a group of tokens, or has no room.
+    """
+    held, streams = layer._held, []
+    for stream in held.streams():
+        length, group = stream.length + new, stream.codec.group
+        packed = length - length % group
+        full = stream.store.grown(packed, stream.packed) is not stream.store
+        kept = stream.tail_start < stream.length
+        if full or (group > 1 and packed != stream.packed) or stream.packed % group:
+            return None
+        if (kept and stream.spare < new) or (not kept and (stream.window or packed < length)):
+            return None
+        start = max(stream.tail_start, stream._exact_start(packed, length, group))
+        spare = stream.spare - new if kept else stream.spare
+        streams.append(stream._replace(packed=packed, tail_start=start, length=length, spare=spare))
+    k, v = streams
+    return held._replace(k=k, v=v)
 
 
 def _next(
@@ -168,7 +202,8 @@ def _made(
     """Return a runner for steps from a state on, in which the new tokens may be."""
     assert held.plan is not None
     view = layer._view(held, held.padding)
-    return held.plan.step(AttendCall(view, k, v, q, config, held.padding, layer._latent))
+    call = AttendCall(view, k, v, q, config, held.padding, layer._latent)
+    return held.plan.step(call, held.good)
 
 
 def _plain(stream: Stream, padding: Tensor | None) -> bool:

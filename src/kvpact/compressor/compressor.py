@@ -31,7 +31,7 @@ class KVCacheCompressor:
         packed, the last ones of an incomplete group are held exactly.
     quant_bits : {4, 8}
         Bits of a ``hybrid`` whose spec string names none.
-    backend : {"auto", "cpu", "torch"}
+    backend : {"auto", "cpu", "triton", "torch"}
         What encodes and decodes, as in `create_cache`; bytes and numbers are the same with each.
 
     Attributes

@@ -1,6 +1,7 @@
 """Everything that computes over packed slots: attention, encoding and decoding, by backend."""
 
 from kvpact.kernels.base import (
+    OPERATIONS,
     AttendCall,
     Backend,
     Segment,
@@ -13,7 +14,15 @@ from kvpact.kernels.base import (
 )
 from kvpact.kernels.choose import check_covered, choose
 from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position
-from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan, report
+from kvpact.kernels.plan import (
+    BACKENDS,
+    Compute,
+    Plan,
+    StreamPlan,
+    coverage,
+    devices,
+    report,
+)
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output
 from kvpact.kernels.torch.queries import check_latent_config, check_queries, query_groups
@@ -22,6 +31,7 @@ from kvpact.kernels.views import CHUNK, LayerView, StreamView
 __all__ = [
     "BACKENDS",
     "CHUNK",
+    "OPERATIONS",
     "AttendCall",
     "Backend",
     "Compute",
@@ -45,6 +55,8 @@ __all__ = [
     "check_latent_config",
     "check_queries",
     "choose",
+    "coverage",
+    "devices",
     "expand_output",
     "known_by_position",
     "query_groups",

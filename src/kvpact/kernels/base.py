@@ -189,6 +189,8 @@ class StepRunner(Protocol):
 
     sources: tuple[SegmentSource, SegmentSource]
     """Where the slots of K and V lie."""
+    good: Tensor | None
+    """0-d bool that steps make False where a check fails that was deferred; None: at once."""
 
     def fits(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
         """Whether a call is like the one that this was made for; tensors are not looked into."""
@@ -198,7 +200,7 @@ class StepRunner(Protocol):
         """Whether a call has so many rows, each like the call that this was made for."""
         ...
 
-    def alike(self, other: StepRunner) -> bool:
+    def alike(self, other: object) -> bool:
         """Whether both were made for calls that are alike, but for their slots."""
         ...
 
@@ -341,10 +343,19 @@ class Backend(Protocol):
         """
         ...
 
-    def step(self, call: AttendCall, precision: Precision) -> StepRunner | None:
+    def step(
+        self, call: AttendCall, precision: Precision, good: Tensor | None = None
+    ) -> StepRunner | None:
         """Return what carries out steps like `call` at once; None where there is no such thing.
 
-        The call's view is of the slots that the steps read and write.
+        Parameters
+        ----------
+        call : AttendCall
+            Its view is of the slots that the steps read and write.
+        precision : {"full", "int8"}
+            From `precision`.
+        good : Tensor, optional
+            Given where checks are deferred: 0-d bool, whether all that is held passed them.
         """
         ...
 

@@ -10,7 +10,7 @@ from kvpact.errors import BackendUnavailable
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels.base import OPERATIONS, PRECISIONS
 from kvpact.kernels.cpu.library import cap
-from kvpact.kernels.plan import BACKENDS, Compute
+from kvpact.kernels.plan import BACKENDS, Compute, devices
 from kvpact.spec import Spec
 
 NAMES = ("auto", *(backend.name for backend in BACKENDS))
@@ -23,7 +23,7 @@ def choose(backend: str = "auto", precision: str = "full", check: str = "now") -
 
     Parameters
     ----------
-    backend : {"auto", "cpu", "torch"}
+    backend : {"auto", "cpu", "triton", "torch"}
         Who computes. By name it computes everything or raises; ``auto`` takes, operation by
         operation, the first backend that covers it, torch at last.
     precision : {"full", "int8"}
@@ -47,7 +47,7 @@ def choose(backend: str = "auto", precision: str = "full", check: str = "now") -
         raise BackendUnavailable(f"check {check!r} is not known; there are {', '.join(CHECKS)}")
     cap()  # a misspelt KVPACT_SIMD is an error, not a reason to be slow
     found = [one for one in BACKENDS if backend in ("auto", one.name)]
-    reasons = [one.runs_here(_CPU) for one in found]
+    reasons = [one.runs_here(device) for one in found for device in devices()]
     if all(reasons):
         raise BackendUnavailable(f"backend {backend!r}: {reasons[0]}; use 'auto' or 'torch'")
     return Compute(backend, precision, check == "deferred")
@@ -57,8 +57,12 @@ def check_covered(
     compute: Compute, specs: Sequence[Spec], geometry: CacheGeometry, offset: bool = False
 ) -> None:
     """Raise `BackendUnavailable` if the backend asked for by name does not cover every spec."""
+    if not compute.named:
+        return
     dtype = geometry.dtype or torch.float32
-    for spec in set(specs) if compute.named else ():
+    named = next(one for one in BACKENDS if one.name == compute.requested)
+    device = next((one for one in devices() if not named.runs_here(one)), _CPU)
+    for spec in set(specs):
         codecs = (
             spec.key.key_codec(geometry.head_dim, dtype),
             spec.value.value_codec(geometry.value_dim, dtype),
@@ -66,4 +70,4 @@ def check_covered(
         for operation in OPERATIONS:
             # What is kept exactly has no offset.
             known = offset and operation == "attend" and not codecs[0].exact
-            compute.backend(operation, codecs, _CPU, dtype, known)
+            compute.backend(operation, codecs, device, dtype, known)

@@ -31,11 +31,12 @@ from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.torch.queries import check_call
+from kvpact.kernels.triton.backend import TRITON
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays, Codec
 from kvpact.quantizers.checks import deferred
 
-BACKENDS: tuple[Backend, ...] = (CPU, TORCH)
+BACKENDS: tuple[Backend, ...] = (CPU, TRITON, TORCH)
 """In the order in which ``backend="auto"`` tries them. The last one covers everything."""
 
 _CPU = torch.device("cpu")
@@ -51,6 +52,11 @@ class Line(NamedTuple):
     reason: str
 
 
+def devices() -> list[torch.device]:
+    """Return the devices that are here, the CPU first."""
+    return [_CPU, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+
+
 def report(device: torch.device = _CPU) -> list[Line]:
     """Return every operation and backend, whether it runs on a device, and why (not)."""
     lines = []
@@ -58,6 +64,22 @@ def report(device: torch.device = _CPU) -> list[Line]:
         for backend in BACKENDS:
             reason = backend.runs_here(device)
             lines.append(Line(operation, backend.name, not reason, reason or backend.describe()))
+    return lines
+
+
+def coverage(k: Codec, v: Codec, device: torch.device, dtype: torch.dtype) -> list[Line]:
+    """Return which backend of a device carries out what for two codecs, and why no better one."""
+    lines = []
+    for operation in OPERATIONS:
+        reasons: list[str] = []
+        for backend in BACKENDS:
+            if backend.runs_here(device):
+                continue
+            reason = next(filter(None, (backend.covers(operation, c, dtype) for c in (k, v))), "")
+            if not reason:
+                lines.append(Line(operation, backend.name, True, "; ".join(reasons)))
+                break
+            reasons.append(f"{backend.name}: {reason}")
     return lines
 
 
@@ -304,11 +326,16 @@ class Plan:
                     break
         return self._new
 
-    def step(self, call: AttendCall) -> StepRunner | None:
-        """Return what carries out steps like a call at once, where one backend does it all."""
+    def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
+        """Return what carries out steps like a call at once, where one backend does it all.
+
+        `good` is what deferred checks have found so far, None for nothing bad.
+        """
         if not self._attend is self.k._encode is self.v._encode:
             return None
-        return self._attend.step(call, self._precision)
+        if self.compute.deferred and good is None:
+            good = torch.ones((), dtype=torch.bool, device=self.k.device)
+        return self._attend.step(call, self._precision, good if self.compute.deferred else None)
 
     def count_step(self, steps: int, encodes: int) -> None:
         """Count what was carried out by what `step` returned."""

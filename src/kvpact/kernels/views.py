@@ -40,6 +40,8 @@ class StreamView(NamedTuple):
         Raises `StaleResult` if the view's slots are no longer there.
     offset : RowOffset, RowRotation or None
         What was taken off the packed tokens, or the rotation that was; exact ones are whole.
+    window : int
+        Exact tokens at the end that the stream keeps.
     """
 
     codec: Codec
@@ -51,6 +53,7 @@ class StreamView(NamedTuple):
     sink_end: int
     check: Callable[[], None]
     offset: KnownByPosition | None = None
+    window: int = 0
 
     @property
     def length(self) -> int:

@@ -100,8 +100,9 @@ class CompressedCache(EngineCache):
         the last cache made for it is gone. ``keep`` leaves the config alone.
     exact_new : bool
         Whether new tokens are attended as given or as stored (see `AttendConfig`).
-    backend, precision : str
-        Who computes, and how (see `create_cache`).
+    backend, precision, check : str
+        Who computes, how, and when tokens are checked (see `create_cache`). On a GPU take
+        ``check="deferred"``, with which no step makes the host wait, and call `verify` at the end.
     key_offsets : {"auto"}, mapping or None
         What keys have by their positions alone, by layer of the model (see `create_cache`):
         ``auto`` reads it from the model's weights (`key_offsets`), None leaves keys as they are.
@@ -128,6 +129,7 @@ class CompressedCache(EngineCache):
         exact_new: bool = True,
         backend: str = "auto",
         precision: str = "full",
+        check: str = "now",
         key_offsets: Mapping[int, KeyOffset] | Literal["auto"] | None = "auto",
         calibration: Calibration | str | PathLike[str] | None = None,
     ) -> None:
@@ -138,7 +140,7 @@ class CompressedCache(EngineCache):
         kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in _LAYERS]
         offsets = _offsets(model, types, key_offsets)
         known = _calibration(calibration, types, kept, getattr(model, "device", "cpu"))
-        compute = choose(backend, precision)
+        compute = choose(backend, precision, check)
         shared = SharedState(decoder, exact_new, kept, compute, offsets, known)
         indices = count()
         layers: list[Any] = []
@@ -268,6 +270,17 @@ class CompressedCache(EngineCache):
                 f"{len(native)} layers are cached by transformers itself ({kinds}); their state "
                 "can't be saved, so neither can this model's cache"
             )
+
+    def verify(self) -> None:
+        """Read the flags of checks that were deferred.
+
+        Raises
+        ------
+        NonFiniteError
+            A token that was stored is NaN, infinite or beyond the method's range.
+        """
+        for cache in self._caches():
+            cache.verify()
 
     def memory_usage(self) -> int:
         """Bytes held by the compressed layers."""

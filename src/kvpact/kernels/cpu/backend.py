@@ -70,7 +70,9 @@ class CpuBackend:
         """Attend over all calls at once."""
         return native.attend_native(library(), calls, precision)
 
-    def step(self, call: AttendCall, precision: Precision) -> CpuStep | None:
+    def step(
+        self, call: AttendCall, precision: Precision, good: Tensor | None = None
+    ) -> CpuStep | None:
         """Return what carries out steps like a call, each in one native call."""
         return CpuStep(library(), call, precision == "int8") if covers(call) else None
 

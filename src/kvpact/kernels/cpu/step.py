@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import saturated
-from kvpact.contract import AttendConfig
 from kvpact.errors import KernelError
-from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens
+from kvpact.kernels.alike import AlikeCalls
+from kvpact.kernels.base import AttendCall, StepRow, StepTokens
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_many
 from kvpact.kernels.cpu.encode import codec_encoder
@@ -54,15 +54,11 @@ def _storable(side: StreamView) -> bool:
     return codec.group == 1 or encoder.limit >= min(codec.max_abs, codec.max_norm)
 
 
-_Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Shape (that of a row where rows are many), strides and dtype of a tensor."""
-
-
 def _nothing() -> None:
     """Stand for a plan in a pickle: addresses mean nothing elsewhere."""
 
 
-class CpuStep:
+class CpuStep(AlikeCalls):
     """What stays from one step of a layer to the next: shapes, rules, where the slots lie.
 
     Parameters
@@ -78,9 +74,7 @@ class CpuStep:
 
     def __init__(self, library: NativeLibrary, call: AttendCall, int8: bool) -> None:
         assert call.view is not None and call.k is not None and call.v is not None
-        self.config, self.sources = call.config, (call.view.k.source, call.view.v.source)
-        self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
-        self._row_like = [(shape[1:], stride, dtype) for shape, stride, dtype in self._like]
+        super().__init__(call)
         self._library, self._out = library, (*call.q.shape[:3], call.output_dim)
         # Tables only grow: the one that the arguments point to reaches as far.
         offset = call.view.k.offset
@@ -105,28 +99,6 @@ class CpuStep:
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """Leave nothing in a pickle."""
         return _nothing, ()
-
-    def fits(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
-        """Whether a call is like the one that the plan was made for."""
-        if config is not self.config and not _equal(config, self.config):
-            return False
-        like_k, like_v, like_q = self._like
-        return _alike(k, like_k) and _alike(v, like_v) and _alike(q, like_q)
-
-    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int) -> bool:
-        """Whether a call has so many rows, each like the call that the plan was made for."""
-        if config is not self.config and not _equal(config, self.config):
-            return False
-        like_k, like_v, like_q = self._row_like
-        return _alike(k, like_k, rows) and _alike(v, like_v, rows) and _alike(q, like_q, rows)
-
-    def alike(self, other: StepRunner) -> bool:
-        """Whether two plans are for calls that are alike, but for their slots."""
-        if self is other:
-            return True
-        if not isinstance(other, CpuStep) or self._like != other._like:
-            return False
-        return self.config is other.config or _equal(self.config, other.config)
 
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, encode and keep new tokens: all of them, or none; see `StepRunner`."""
@@ -195,17 +167,3 @@ def _fill(store: structs.Store, side: StreamView) -> None:
         found = side.source.where(field.name)
         assert found is not None, "storable"
         setattr(store.form, name, structs.Field(found.address, found.row, found.head))
-
-
-def _alike(x: Tensor, like: _Like, rows: int = 0) -> bool:
-    """Whether a tensor is like those before; if `rows` are named, but for so many in front."""
-    if type(x) is not Tensor or x.requires_grad or not x.is_cpu:
-        return False
-    shape = (rows, *like[0]) if rows else like[0]
-    return x.shape == shape and x.stride() == like[1] and x.dtype is like[2]
-
-
-def _equal(a: AttendConfig, b: AttendConfig) -> bool:
-    """Whether configs without tensors are equal."""
-    tensors = (x for c in (a, b) for x in (c.mask, c.padding, c.sink_logits, c.origin))
-    return all(x is None for x in tensors) and a == b

@@ -48,7 +48,7 @@ class TorchBackend:
         outputs = [attend(call) for call in calls]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def step(self, call: AttendCall, precision: Precision) -> None:
+    def step(self, call: AttendCall, precision: Precision, good: Tensor | None = None) -> None:
         """Return nothing: a step's parts are carried out one by one."""
         return
 

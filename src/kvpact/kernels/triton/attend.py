@@ -171,22 +171,65 @@ def _most_tiles(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tenso
     return -(-most // TILE)
 
 
+class Prepared(NamedTuple):
+    """What stays from one call to the next that is like it.
+
+    Parameters
+    ----------
+    rows : Rows
+        The calls' lengths and addresses.
+    variant : Variant
+        What the general kernel is compiled for.
+    fast : Fast or None
+        What the fast kernels do.
+    splits : int
+        Parts of the general kernel.
+    """
+
+    rows: Rows
+    variant: Variant
+    fast: Fast | None
+    splits: int
+
+
 def _attend(some: Sequence[_Call], out: Tensor) -> None:
     """Attend over calls that are alike, into their rows of the output."""
     calls = [one.call for one in some]
-    call, device = calls[0], out.device
-    slots = _slots(call)
+    attend_prepared(prepared(calls, [one.first for one in some]), calls, out)
+
+
+def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
+    """Return what is known before the launches for calls that are alike; `first` as in `rows_of`."""
+    call, slots = calls[0], _slots(calls[0])
     fast = fast_of(calls, *slots)
     skipped = [(0, 0) if fast is None else fast_range(each) for each in calls]
-    firsts = [one.first for one in some]
-    rows = rows_of(calls, slots, _dtypes(call), device, firsts, skipped)
+    rows = rows_of(calls, slots, _dtypes(call), call.q.device, first, skipped)
     variant = variant_of(call, rows)
+    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    programs = sum(each.q.shape[0] for each in calls) * call.kv_heads * -(-count // variant.rows)
+    return Prepared(rows, variant, fast, parts_of(_most_tiles(calls, skipped), programs))
+
+
+def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -> None:
+    """Attend over calls that are alike, whose lengths and addresses are those of a table.
+
+    Parameters
+    ----------
+    known : Prepared
+        For calls like these; lengths are those that its table has.
+    calls : sequence of AttendCall
+        Have the queries.
+    out : Tensor
+        `[rows, H_q, q_len, D_v]`.
+    """
+    rows, variant, fast, splits = known
+    call, device = calls[0], out.device
+    slots = _slots(call)
     values = variant.values
     q = query_rows(calls, _scale(call), variant)
     batch, heads, count, _ = q.exact.shape
     queries = call.q.shape[2]
     row_tiles = -(-count // variant.rows)
-    splits = parts_of(_most_tiles(calls, skipped), batch * heads * row_tiles)
     parts = splits + (0 if fast is None else fast.parts)
     exact = q.exact.new_empty(batch, heads, splits, count, values.dim)
     packed = (

@@ -101,26 +101,13 @@ class TritonEncoder:
         tables = tables_of(self._codec, x.device)
         if tables.form.limit == math.inf or not x.numel():
             return x
-        good = self._good(tables, x)
+        good = torch.ones((), dtype=torch.bool, device=x.device)
+        check_tokens_at(self._codec, x, good)
         if checks_are_deferred():
             require(good, lambda: NonFiniteError("beyond the range of the method"))
         elif not bool(good):
             return self._torch.prepare(x)
         return x
-
-    def _good(self, tables: EncodeTables, x: Tensor) -> Tensor:
-        """Return a 0-d bool on the device: whether all tokens can be encoded."""
-        from kvpact.kernels.triton.encode_kernel import check_tokens
-
-        x, form = _dense(x), tables.form
-        batch, heads, tokens, _ = x.shape
-        good = torch.ones((), dtype=torch.bool, device=x.device)
-        flag, grid = good.view(torch.int8), (blocks_of(form, tokens), heads, batch)
-        with _on(x.device):
-            check_tokens[grid](
-                x, *x.stride()[:3], *tables[2:], flag, tokens, **_variant(form, tokens)
-            )
-        return good
 
     def write(
         self,
@@ -155,6 +142,20 @@ class TritonEncoder:
             self._slots = slots_at(where, tensors[0].shape[0], device, segment_tokens)
             self._known = known
         return self._slots
+
+
+def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
+    """Make a 0-d bool on the device False if some of the tokens `[B, H, T, D]` can't be encoded."""
+    from kvpact.kernels.triton.encode_kernel import check_tokens
+
+    x, tables = _dense(x), tables_of(codec, x.device)
+    form, (batch, heads, tokens, _) = tables.form, x.shape
+    if form.limit == math.inf:
+        return
+    with _on(x.device):
+        check_tokens[blocks_of(form, tokens), heads, batch](
+            x, *x.stride()[:3], *tables[2:], good.view(torch.int8), tokens, **_variant(form, tokens)
+        )
 
 
 def encoded_alone(codec: Codec) -> bool:

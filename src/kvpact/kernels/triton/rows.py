@@ -215,7 +215,7 @@ def _slots(
     filling: _Filling, part: slice, place: tl.constexpr, stream: StreamView, slots: Slots | None
 ) -> None:
     batch = part.stop - part.start
-    if slots is None or not stream.exact_from:
+    if slots is None:
         return
     places = places_of(stream.source, slots, batch, filling.device)
     if places is None:

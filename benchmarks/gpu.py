@@ -1,0 +1,249 @@
+"""Attention, prompts, encoding and a whole model on a CUDA device, beside exact caches.
+
+    python benchmarks/gpu.py [--specs turboquant:bits=4 …] [--tokens 4096 …] [--batch 1 8 64]
+        [--parts decode latent prompt encode model] [--rounds 30] [--out DIR]
+
+*decode*: a step's attention over so many tokens and rows, 32 query heads, 8 KV heads of 128, bf16,
+each work captured as a graph, all in turns; the ratio is that of the fastest exact kernel's median
+to ours. *latent*: the same over MLA latents (16 heads, 512 + 64). *prompt*: a chunk behind a packed
+past. *encode*: K and V of a prompt into slots. *model*: SmolLM2 end to end beside `DynamicCache`.
+Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_exact import exact_kernels
+from gpu_timing import DEVICE, bandwidth, captured, forget, microseconds, peak_memory, summary
+from machine import about, head, save
+
+from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact.kernels import AttendCall
+
+Row = dict[str, Any]
+SPECS = ["turboquant:bits=4", "turboquant:bits=3", "turboquant:bits=2", "trellis:bits=4"]
+SPECS += ["int:bits=8", "int:bits=4", "fp8", "kivi:bits=4"]
+Q_HEADS, HEADS, DIM = 32, 8, 128
+PIECE = 4096
+WHOLE = AttendConfig(is_causal=False)
+SDPA = torch.nn.functional.scaled_dot_product_attention
+LATENT, ROPE, LATENT_HEADS = 512, 64, 16
+
+
+def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
+    """Return a cache with random tokens in bf16."""
+    cache = create_cache(spec, geometry, check="deferred")
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    dims = geometry.head_dim, geometry.value_dim
+    for start in range(0, tokens, PIECE):
+        shape = (batch, geometry.num_kv_heads, min(PIECE, tokens - start))
+        k, v = (
+            torch.randn(*shape, dim, device=DEVICE, generator=generator, dtype=torch.bfloat16)
+            for dim in dims
+        )
+        cache.store(0, k, v)
+    return cache
+
+
+def decode(options: argparse.Namespace, read: float) -> list[Row]:
+    """Measure a decode step's attention."""
+    rows: list[Row] = []
+    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
+    for batch in options.batch:
+        for tokens in options.tokens:
+            exact_bytes = 4 * batch * HEADS * tokens * DIM
+            if exact_bytes > options.memory * 1e9:
+                continue
+            make = dict(device=DEVICE, dtype=torch.bfloat16)
+            q = torch.randn(batch, Q_HEADS, 1, DIM, **make)
+            k = torch.randn(batch, HEADS, tokens, DIM, **make)
+            works = {n: captured(w) for n, w in exact_kernels(q, k, torch.randn_like(k)).items()}
+            nbytes = dict.fromkeys(works, exact_bytes)
+            exact = set(works)
+            kept = []
+            for spec in options.specs:
+                cache = filled(spec, geometry, batch, tokens)
+                kept.append(cache)
+                works[spec] = captured(partial(attended, cache, q))
+                nbytes[spec] = cache.memory_usage()
+            rows += table("decode", f"{batch} x {tokens}", works, nbytes, exact, read, options)
+            del works, kept, k
+            forget()
+    return rows
+
+
+def attended(cache: Any, q: torch.Tensor, config: AttendConfig = WHOLE) -> torch.Tensor:
+    """Attend over the tokens held alone: the kernels of a step, without those that store."""
+    layer = cache._layers[0]
+    held = layer._held
+    view = layer._view(held, held.padding)
+    call = AttendCall(view, None, None, q, config, held.padding, cache.geometry.latent)
+    return held.plan.attend([call])
+
+
+def table(
+    part: str,
+    shape: str,
+    works: dict[str, Any],
+    nbytes: dict[str, int],
+    exact: set[str],
+    read: float,
+    options: argparse.Namespace,
+) -> list[Row]:
+    """Measure works in turns; return a row of each, and print it."""
+    found = {name: summary(times) for name, times in microseconds(works, options.rounds).items()}
+    best = min((found[name]["us"] for name in exact), default=float("nan"))
+    rows = []
+    for name, row in found.items():
+        speed = nbytes[name] / row["us"] * 1e6
+        more = {"bytes/s": speed, "of read bandwidth": speed / read, "ratio": best / row["us"]}
+        rows.append({"part": part, "shape": shape, "what": name, **row, **more})
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def line(r: Row) -> str:
+    """Return a row of the report."""
+    time = f"{r['us']:.1f} ({r['low']:.1f} to {r['high']:.1f})"
+    share = f"{r['bytes/s'] / 1e12:.2f} | {r['of read bandwidth']:.0%} | {r['ratio']:.2f}"
+    return f"| {r['part']} | {r['shape']} | {r['what']} | {time} | {share} |"
+
+
+def encode(options: argparse.Namespace, read: float) -> list[Row]:
+    """Measure how K and V of a prompt are stored."""
+    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
+    x = torch.randn(1, HEADS, 16384, DIM, device=DEVICE, dtype=torch.bfloat16)
+    rows = []
+    for spec in options.specs:
+        cache = create_cache(spec, geometry, check="deferred")
+        cache.store(0, x, x)
+
+        def work(cache: Any = cache) -> None:
+            cache.reset()
+            cache.store(0, x, x)
+
+        rows += table("encode", "16384", {spec: work}, {spec: 2 * x.nbytes}, set(), read, options)
+    return rows
+
+
+def prompt(options: argparse.Namespace, read: float) -> list[Row]:
+    """Measure the attention of a chunk of 512 tokens behind a packed past."""
+    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
+    rows: list[Row] = []
+    for tokens in options.tokens:
+        make = dict(device=DEVICE, dtype=torch.bfloat16)
+        q = torch.randn(1, Q_HEADS, 512, DIM, **make)
+        k = torch.randn(1, HEADS, tokens, DIM, **make)
+        v = torch.randn_like(k)
+        works = {"torch sdpa": partial(SDPA, q, k, v, enable_gqa=True)}
+        nbytes = {"torch sdpa": 4 * HEADS * tokens * DIM}
+        for spec in options.specs:
+            cache = filled(spec, geometry, 1, tokens)
+            works[spec] = partial(attended, cache, q)
+            nbytes[spec] = cache.memory_usage()
+        rows += table("chunk", f"512 over {tokens}", works, nbytes, {"torch sdpa"}, read, options)
+    return rows
+
+
+def latent(options: argparse.Namespace, read: float) -> list[Row]:
+    """Measure a decode step's attention over MLA latents."""
+    geometry = CacheGeometry.mla(1, LATENT, ROPE, dtype=torch.bfloat16)
+    config = AttendConfig(softmax_scale=(DIM + ROPE) ** -0.5, is_causal=False)
+    rows: list[Row] = []
+    for batch in options.batch:
+        for tokens in options.tokens:
+            make = dict(device=DEVICE, dtype=torch.bfloat16)
+            q = torch.randn(batch, LATENT_HEADS, 1, LATENT + ROPE, **make)
+            c = torch.randn(batch, 1, tokens, LATENT + ROPE, **make)
+            rows_q, values = q.transpose(1, 2), c[..., :LATENT]
+            matmul = captured(
+                lambda a=rows_q, c=c, v=values: (
+                    torch.softmax(a @ c.mT * config.softmax_scale, -1) @ v
+                )
+            )
+            works, nbytes = {"torch matmul": matmul}, {"torch matmul": c.nbytes}
+            for spec in options.specs:
+                cache = filled(spec, geometry, batch, tokens)
+                works[spec] = captured(partial(attended, cache, q, config))
+                nbytes[spec] = cache.memory_usage()
+            shape = f"{batch} x {tokens}"
+            rows += table("latent", shape, works, nbytes, {"torch matmul"}, read, options)
+    return rows
+
+
+def model(options: argparse.Namespace, read: float) -> list[Row]:
+    """Measure decode steps of SmolLM2 beside `DynamicCache`, and peak memory."""
+    from transformers import DynamicCache
+
+    from kvpact.data import book_path
+    from kvpact.integrations.models import load_model
+    from kvpact.integrations.transformers import CompressedCache
+
+    theirs, tokenizer = load_model("smollm2")
+    ours, _ = load_model("smollm2")
+    theirs, ours = (m.to(DEVICE, torch.bfloat16) for m in (theirs, ours))
+    text = book_path().read_text("utf-8")
+    ids = tokenizer(text[: 8 * 16384], return_tensors="pt")["input_ids"].to(DEVICE)
+    rows = []
+    for tokens in [1024, *options.tokens[:2]]:
+        works, peaks = {}, {}
+        for name, network, cache in (
+            ("DynamicCache", theirs, DynamicCache(config=theirs.config)),
+            *(
+                (spec, ours, CompressedCache(ours.config, spec, check="deferred"))
+                for spec in options.specs[:2]
+            ),
+        ):
+            forget()
+            with torch.no_grad():
+                for part in ids[:, :tokens].split(2048, 1):
+                    network(part, past_key_values=cache, logits_to_keep=1)
+            step = ids[:, tokens : tokens + 1]
+            works[name] = lambda n=network, c=cache, s=step: n(s, past_key_values=c)
+            peaks[name] = peak_memory()
+        with torch.no_grad():
+            rows += table("model step", str(tokens), works, peaks, {"DynamicCache"}, read, options)
+    return rows
+
+
+PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode, "model": model}
+
+
+def main() -> None:
+    """Measure, print, and write DIR/gpu.json and DIR/gpu.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--specs", nargs="+", default=SPECS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536, 131072])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--memory", type=float, default=60, help="Most gigabytes of exact K and V.")
+    parser.add_argument("--dry", action="store_true", help="Run without a GPU, too.")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if DEVICE == "cpu" and not options.dry:
+        sys.exit("no CUDA device is there; nothing was measured")
+    import triton
+
+    speeds = bandwidth(options.rounds)
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "none: a dry run"
+    gpu = {"gpu": name, "cuda": torch.version.cuda}
+    told = {name: f"{speed:.3g} B/s" for name, speed in speeds.items()}
+    found = about(**gpu, triton=triton.__version__, **told)
+    columns = ("part", "shape", "what", "us (quartiles)", "TB/s", "of read", "over exact")
+    lines = [head(found), "", "| " + " | ".join(columns) + " |", "|---|---|---|--:|--:|--:|--:|"]
+    print("\n".join(lines), flush=True)
+    rows = [row for part in options.parts for row in PARTS[part](options, speeds["read"])]
+    report = "\n".join([*lines, *map(line, rows)]) + "\n"
+    if options.out:
+        save(options.out, "gpu", found, rows, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""A model's decode step as one CUDA graph: launched at once, without any of Python's time.
+
+Kernels read from the device how many tokens are held and where they lie, so the same launches serve
+every step. The host only counts. A step that packs a group of tokens (every 64th with the default
+spec), and one for which there is no room left, runs as any other call of the model does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpact.cache.held import Held
+from kvpact.cache.layer import CacheLayer
+from kvpact.cache.quick import counted
+from kvpact.errors import BackendUnavailable, GeometryError
+from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.kernels.triton.step import TritonStep
+
+ROOM = 256
+"""Tokens for which room is made at a time."""
+_WARM = 3
+
+
+class DecodeGraph:
+    """Decode steps of a model over a `CompressedCache`, replayed as one CUDA graph.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        In evaluation mode, with attention ``kvpact``.
+    cache : CompressedCache
+        Made with ``check="deferred"``; holds a prompt of at least one token.
+    room : int
+        Tokens for which room is made in the cache at a time; the graph is captured again after so
+        many.
+
+    Raises
+    ------
+    BackendUnavailable
+        A layer can't be stepped by the device alone; the message says which, and why.
+    SnapshotError
+        The model has layers that transformers caches itself.
+
+    Examples
+    --------
+    >>> cache = CompressedCache(model, "turboquant:bits=4", check="deferred")  # doctest: +SKIP
+    >>> logits = model(prompt, past_key_values=cache).logits[:, -1:]  # doctest: +SKIP
+    >>> steps = DecodeGraph(model, cache)  # doctest: +SKIP
+    >>> for _ in range(100):  # doctest: +SKIP
+    ...     logits = steps(logits.argmax(-1))
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: CompressedCache, room: int = ROOM) -> None:
+        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
+            raise GeometryError(f"room should be a positive number of tokens, not {room!r}")
+        self.model, self.cache, self.room = model, cache, room
+        self.replays = self.captures = 0
+        self._replay: Callable[[], None] | None = None
+        self._known: list[Held] = []
+        self._left = 0
+        self._placed: list[tuple[TritonStep, int]] = []
+        self._ids = self._positions = self._padding = self._logits = torch.empty(0)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Run one token of each row through the model.
+
+        Parameters
+        ----------
+        ids : Tensor
+            `[B, 1]`.
+
+        Returns
+        -------
+        Tensor
+            Logits `[B, 1, vocabulary]`; the next step may overwrite them.
+
+        Raises
+        ------
+        BackendUnavailable
+            As of `DecodeGraph`.
+        KVPactError
+            What any call of the model over the cache raises.
+        """
+        if ids.dim() != 2 or ids.shape[1] != 1:
+            raise GeometryError(f"a step takes one token of each row, not {tuple(ids.shape)}")
+        layers = self._layers()
+        with torch.no_grad():
+            if not self._stands(layers):
+                self._begin(layers, ids)
+            after = [counted(layer, 1) for layer in layers]
+            if None in after:
+                logits = self._as_ever(ids)
+            else:
+                if self._replay is None:
+                    self._capture(layers, ids)
+                logits = self._replayed(layers, after, ids)
+        self._known, self._left = [layer._held for layer in layers], self._left - 1
+        return logits
+
+    def _layers(self) -> list[CacheLayer]:
+        held = self.cache.held()
+        if held is None:
+            raise GeometryError("the cache is empty; run the model on a prompt first")
+        return [held.entry(layer) for layer in range(held.geometry.num_layers)]
+
+    def _stands(self, layers: list[CacheLayer]) -> bool:
+        """Whether there is room, and nobody else changed what layers hold."""
+        alike = len(self._known) == len(layers) and self._left > 0
+        pairs = zip(layers, self._known, strict=False)
+        alike = alike and all(layer._held is held for layer, held in pairs)
+        return alike and (self._replay is None or self._placed == _placed(layers))
+
+    def _begin(self, layers: list[CacheLayer], ids: Tensor) -> None:
+        """Make room, and let every layer find out how it steps; what is held stays as it is."""
+        held = self.cache.held()
+        assert held is not None
+        held.reserve(self.room)
+        self._replay, self._left = None, self.room
+        padding, device = layers[0].padding, ids.device
+        self._padding = torch.zeros(ids.shape, dtype=torch.int64, device=device)
+        if padding is not None:
+            self._padding += padding.to(device).view(-1, 1)
+        for _ in range(_WARM):
+            before = [layer._held for layer in layers]
+            self._as_ever(ids)
+            for layer, then in zip(layers, before, strict=True):
+                layer.rewind(then._replace(runner=layer._held.runner))
+        for index, layer in enumerate(layers):
+            runner = layer._held.runner
+            if not (isinstance(runner, TritonStep) and runner.replayable):
+                plan = layer._held.plan
+                raise BackendUnavailable(
+                    f"layer {index} ({layer.spec}) can't be stepped by the device alone: it needs "
+                    f"the triton backend with check='deferred', and runs with {plan}; call the "
+                    "model itself"
+                )
+
+    def _positions_of(self, layers: list[CacheLayer]) -> Tensor:
+        return layers[0].length - self._padding
+
+    def _as_ever(self, ids: Tensor) -> Tensor:
+        positions = self._positions_of(self._layers())
+        return self._forward(ids, positions)
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        given = {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
+        logits: Tensor = self.model(ids, **given).logits
+        return logits
+
+    def _capture(self, layers: list[CacheLayer], ids: Tensor) -> None:
+        """Capture a step; layers hold what they held before."""
+        self._ids, self._positions = ids.clone(), self._positions_of(layers)
+        before = [layer._held for layer in layers]
+        runners = _runners(layers)
+        for layer, runner in zip(layers, runners, strict=True):
+            k, v = layer.streams()
+            runner.place(layer.length, (k.exact_from, k.memory), (v.exact_from, v.memory))
+
+        def step() -> None:
+            for runner in runners:
+                runner.frozen = True
+            try:
+                self._logits = self._forward(self._ids, self._positions)
+            finally:
+                for runner in runners:
+                    runner.frozen = False
+                for layer, then in zip(layers, before, strict=True):
+                    layer._held = then
+
+        if ids.is_cuda:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            self._replay = graph.replay
+        else:
+            self._replay = step  # interpreted kernels: with what the host knew when it captured
+        self.captures += 1
+        self._placed = _placed(layers)
+
+    def _replayed(self, layers: list[CacheLayer], after: list[Held | None], ids: Tensor) -> Tensor:
+        assert self._replay is not None
+        self._ids.copy_(ids)
+        torch.sub(layers[0].length, self._padding, out=self._positions)
+        self._replay()
+        for layer, runner, held in zip(layers, _runners(layers), after, strict=True):
+            assert held is not None
+            layer._held = held
+            runner.count(1)
+        self.replays += 1
+        return self._logits
+
+
+def _placed(layers: list[CacheLayer]) -> list[tuple[TritonStep, int]]:
+    """Return what carries out the layers' steps, and how often it was told where tokens lie."""
+    return [(runner, runner.placed) for runner in _runners(layers)]
+
+
+def _runners(layers: list[CacheLayer]) -> list[TritonStep]:
+    held = [layer._held.runner for layer in layers]
+    return [runner for runner in held if isinstance(runner, TritonStep)]

@@ -1,0 +1,144 @@
+"""The Triton kernels as a backend. Triton itself is imported when a kernel is first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from kvpact.kernels.base import AttendCall, Encoder, Operation, Precision, SlotReader, StepRunner
+from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.triton.forms import MOST_WIDTH, slots_of
+from kvpact.methods import Codec
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LEAST_CAPABILITY = (8, 0)
+LEAST_TRITON = (3, 6)
+
+
+@cache
+def installed() -> str:
+    """Return Triton's version; "" where there is none."""
+    if find_spec("triton") is None:
+        return ""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return str(getattr(__import__("triton"), "__version__", ""))
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets its kernels, on tensors of the CPU (``TRITON_INTERPRET=1``)."""
+    if not installed():
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+class TritonBackend:
+    """Kernels for CUDA devices.
+
+    Parameters
+    ----------
+    on_cpu : bool
+        Compute on the CPU instead, where Triton interprets its kernels: slowly, for tests.
+    """
+
+    name = "triton"
+
+    def __init__(self, on_cpu: bool = False) -> None:
+        self._on_cpu = on_cpu
+
+    def describe(self) -> str:
+        """Return the version of Triton."""
+        how = ", interpreted" if self._on_cpu else ""
+        return f"triton: kernels for CUDA devices, Triton {installed() or 'missing'}{how}"
+
+    def runs_here(self, device: torch.device) -> str:
+        """Run on CUDA devices from sm_80 on; on the CPU where kernels are interpreted."""
+        found = installed()
+        if not found:
+            return "Triton is not installed: pip install 'kvpact[triton]'"
+        if tuple(int(part) for part in found.split(".")[:2]) < LEAST_TRITON:
+            least = ".".join(map(str, LEAST_TRITON))
+            return f"Triton {found} is older than {least}: pip install 'kvpact[triton]'"
+        if self._on_cpu:
+            here = device.type == "cpu" and interpreted()
+            return "" if here else "kernels are interpreted on the CPU, with TRITON_INTERPRET=1"
+        if device.type != "cuda":
+            return f"the Triton kernels run on CUDA devices, not on {device}"
+        if torch.version.hip is not None:
+            return "the Triton kernels were not tested on AMD's devices"
+        if not torch.cuda.is_available():
+            return "no CUDA device is there"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            return f"{device} is sm_{capability[0]}{capability[1]}; sm_80 or newer is needed"
+        return ""
+
+    def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
+        """Cover codecs that have a `packed_format` (attend, decode) or an `encoding` (encode)."""
+        if dtype not in DTYPES:
+            return f"dtype {dtype}"
+        if operation == "encode":
+            from kvpact.kernels.triton.encode import encode_reason
+
+            return "" if _copies(codec) else encode_reason(codec)
+        return slots_of(codec, False, torch.device("cpu")).reason
+
+    def covers_offset(self) -> str:
+        """Cover none: the logits that offsets add are not there."""
+        return "keys without their offset"
+
+    def covers_new(self, dim: int, dtype: torch.dtype) -> str:
+        """Cover prompts of any width that slots may have."""
+        if dtype not in DTYPES:
+            return f"dtype {dtype}"
+        return f"width {dim} is above {MOST_WIDTH}" if dim > MOST_WIDTH else ""
+
+    def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
+        """Compute in whole numbers wherever levels are, whatever was asked for."""
+        return "full", "" if precision == "full" else "triton has one precision"
+
+    def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+        """Attend over all calls in one launch."""
+        from kvpact.kernels.triton.attend import attend_triton
+
+        return attend_triton(calls, precision)
+
+    def step(
+        self, call: AttendCall, precision: Precision, good: Tensor | None = None
+    ) -> StepRunner | None:
+        """Return what carries out steps on the device, where checks are deferred."""
+        from kvpact.kernels.triton.step import TritonStep, covers
+
+        return TritonStep(call, good) if good is not None and covers(call) else None
+
+    def encoder(self, codec: Codec) -> Encoder:
+        """Return an encoder."""
+        if _copies(codec):
+            return TorchEncoder(codec)
+        from kvpact.kernels.triton.encode import TritonEncoder
+
+        return TritonEncoder(codec)
+
+    def decode(
+        self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
+    ) -> None:
+        """Decode packed tokens."""
+        from kvpact.kernels.triton.decode import decode_triton
+
+        decode_triton(slots, start, end, out, inverse)
+
+
+def _copies(codec: Codec) -> bool:
+    form = codec.packed_format()
+    return form is not None and form.kind == "raw"
+
+
+TRITON = TritonBackend()

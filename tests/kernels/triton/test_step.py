@@ -1,0 +1,108 @@
+"""Steps carried out on the device give what the ordinary way gives, slots and all."""
+
+import pytest
+import torch
+from host_reads import HostReads
+
+pytest.importorskip("triton")
+
+from kvpact import CacheGeometry, create_cache
+from kvpact.errors import NonFiniteError
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPECS = (
+    "turboquant:bits=4",
+    "int:bits=8,window=0,sinks=0",
+    "int:bits=4/turboquant:bits=2,window=5",
+    "fp8:window=3,sinks=2",
+    "kivi:bits=2,group=32",
+    "turboquant:bits=3,center=64/int:bits=8",
+)
+
+
+def tokens(count, generator, dtype=torch.float32, batch=1):
+    def make(heads):
+        x = torch.randn(batch, count, heads, 32, generator=generator)
+        return x.transpose(1, 2).to(DEVICE, dtype)
+
+    return make(1), make(1), make(2)
+
+
+def make(spec, backend, dtype=torch.float32):
+    return create_cache(
+        spec, CacheGeometry(1, 1, 32, dtype=dtype), backend=backend, check="deferred"
+    )
+
+
+def runner(cache):
+    return cache._layers[0]._held.runner
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_steps_are_those_of_the_ordinary_way(spec, triton_backend):
+    generator = torch.Generator().manual_seed(0)
+    cache, plain = make(spec, "triton"), make(spec, "torch")
+    taken = 0
+    for count in (59, 1, 1, 1, 2, 2, 2):
+        given = tokens(count, generator)
+        expected = plain.attend(0, *given)
+        known = runner(cache)
+        found = cache.attend(0, *given)
+        taken += known is not None and runner(cache) is known
+        assert (found - expected).norm() <= 5e-4 * expected.norm()
+    assert taken == 2
+    for side in "kv":
+        assert torch.equal(cache.dequantize(0, side), plain.dequantize(0, side))
+    cache.verify()
+
+
+def test_a_step_reads_nothing_from_the_device_and_sends_nothing(triton_backend):
+    generator = torch.Generator().manual_seed(1)
+    cache = make("turboquant:bits=4", "triton", torch.bfloat16)
+    for count in (70, 1, 1):
+        cache.attend(0, *tokens(count, generator, torch.bfloat16))
+    cache.reserve(20)
+    for _ in range(3):
+        cache.attend(0, *tokens(1, generator, torch.bfloat16))
+    given = [tokens(1, generator, torch.bfloat16) for _ in range(2)]
+    table = runner(cache)._known.rows.table
+    address = table.data_ptr()
+    with HostReads() as reads:
+        for one in given:
+            cache.attend(0, *one)
+    assert not reads.counts
+    assert runner(cache)._known.rows.table.data_ptr() == address
+    assert table[:, 0].tolist() == [77]
+
+
+@pytest.mark.parametrize("side", range(3))
+@pytest.mark.parametrize("bad", (torch.nan, torch.inf))
+def test_what_can_not_be_stored_is_told_later(side, bad, triton_backend):
+    generator = torch.Generator().manual_seed(2)
+    cache = make("turboquant:bits=4", "triton")
+    for count in (40, 1, 1, 1):
+        cache.attend(0, *tokens(count, generator))
+    fork = cache.fork()
+    given = tokens(1, generator)
+    given[side][0, 0, 0, 3] = bad
+    cache.attend(0, *given)
+    cache.attend(0, *tokens(1, generator))
+    with pytest.raises(NonFiniteError, match="deferred"):
+        cache.verify()
+    fork.verify()
+
+
+def test_a_rollback_between_steps_is_seen(triton_backend):
+    generator = torch.Generator().manual_seed(3)
+    cache, plain = make("turboquant:bits=4", "triton"), make("turboquant:bits=4", "torch")
+    for count in (50, 1, 1, 1):
+        given = tokens(count, generator)
+        for one in (cache, plain):
+            one.attend(0, *given)
+    for one in (cache, plain):
+        one.truncate(51)
+    for _ in range(3):
+        given = tokens(1, generator)
+        expected, found = plain.attend(0, *given), cache.attend(0, *given)
+        assert (found - expected).norm() <= 5e-4 * expected.norm()
+    assert torch.equal(cache.dequantize(0, "k"), plain.dequantize(0, "k"))
