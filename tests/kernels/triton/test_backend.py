@@ -16,13 +16,22 @@ from kvpact.testing import BackendContract
 CUDA = torch.cuda.is_available()
 
 
+@pytest.mark.skipif(not CUDA, reason="the kit is run on a GPU, and interpreted with the slow tests")
 class TestTriton(BackendContract):
     # Queries and weights are numbers of 14 bits where levels are whole ones.
     max_error = 5e-4
-    device = "cuda" if CUDA else "cpu"
+    device = "cuda"
 
     def make_backend(self):
-        return TritonBackend(on_cpu=not CUDA)
+        return TritonBackend()
+
+
+@pytest.mark.slow
+class TestInterpreted(BackendContract):
+    max_error = 5e-4
+
+    def make_backend(self):
+        return TritonBackend(on_cpu=True)
 
 
 def test_without_a_device_it_says_so():

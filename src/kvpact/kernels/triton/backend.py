@@ -15,6 +15,7 @@ from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.triton.forms import MOST_WIDTH, slots_of
 from kvpact.methods import Codec
 
+_CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
@@ -89,7 +90,12 @@ class TritonBackend:
             from kvpact.kernels.triton.encode import encode_reason
 
             return "" if _copies(codec) else encode_reason(codec)
-        return slots_of(codec, False, torch.device("cpu")).reason
+        if operation == "attend":
+            from kvpact.kernels.triton.attend import attend_reason
+
+            sides = (attend_reason(codec, value, _CPU) for value in (False, True))
+            return next(filter(None, sides), "")
+        return slots_of(codec, False, _CPU).reason
 
     def covers_offset(self) -> str:
         """Cover none: the logits that offsets add are not there."""
