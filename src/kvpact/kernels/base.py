@@ -310,6 +310,10 @@ class Backend(Protocol):
         """
         ...
 
+    def covers_latents(self, codec: Codec) -> str:
+        """Return why attention over latents in slots of this codec is not there; "" if it is."""
+        ...
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Return why attention over new tokens without a past is not there; "" if it is.
 

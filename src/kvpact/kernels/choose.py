@@ -70,4 +70,5 @@ def check_covered(
         for operation in OPERATIONS:
             # What is kept exactly has no offset.
             known = offset and operation == "attend" and not codecs[0].exact
-            compute.backend(operation, codecs, device, dtype, known)
+            latent = geometry.latent and operation == "attend"
+            compute.backend(operation, codecs, device, dtype, known, latent)

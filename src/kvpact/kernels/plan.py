@@ -119,10 +119,12 @@ class Compute:
         device: torch.device,
         dtype: torch.dtype,
         offset: bool = False,
+        latent: bool = False,
     ) -> tuple[Backend, str]:
         """Return the backend for an operation, and why no better one.
 
-        With `offset` keys lie in the slots without theirs (`KeyOffset`).
+        With `offset` keys lie in the slots without theirs (`KeyOffset`); with `latent` the slots
+        of K are of MLA latents.
 
         Raises
         ------
@@ -138,6 +140,8 @@ class Compute:
                 reason = reason or backend.covers(operation, codec, dtype)
             if offset:
                 reason = reason or backend.covers_offset()
+            if latent:
+                reason = reason or backend.covers_latents(codecs[0])
             if not reason:
                 return backend, "; ".join(reasons)
             reasons.append(f"{backend.name}: {reason}")
@@ -155,15 +159,17 @@ class Compute:
         """
         return StreamPlan(self, codec, device, dtype)
 
-    def plan(self, k: StreamPlan, v: StreamPlan, offset: bool = False) -> Plan:
-        """Return who computes for a layer, whose keys may be stored without their offset.
+    def plan(
+        self, k: StreamPlan, v: StreamPlan, offset: bool = False, latent: bool = False
+    ) -> Plan:
+        """Return who computes for a layer, with `offset` and `latent` as in `backend`.
 
         Raises
         ------
         BackendUnavailable
             The backend asked for by name does not cover its codecs.
         """
-        return Plan(self, k, v, offset)
+        return Plan(self, k, v, offset, latent)
 
     def note(self, operation: Operation, backend: Backend, reason: str) -> None:
         """Remember why an operation is a backend's."""
@@ -283,14 +289,16 @@ class Plan:
         What was asked for.
     k, v : StreamPlan
         Who encodes and decodes.
-    offset : bool
-        Whether keys lie in the slots without their offset.
+    offset, latent : bool
+        As in `Compute.backend`.
     """
 
-    def __init__(self, compute: Compute, k: StreamPlan, v: StreamPlan, offset: bool) -> None:
+    def __init__(
+        self, compute: Compute, k: StreamPlan, v: StreamPlan, offset: bool, latent: bool
+    ) -> None:
         self.k, self.v, self.compute = k, v, compute
         codecs = (k.codec, v.codec)
-        self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset)
+        self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset, latent)
         self._precision, less = self._attend.precision(compute.precision, *codecs)
         self._name = self._attend.name
         self._new: Backend | None = None

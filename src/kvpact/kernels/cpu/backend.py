@@ -54,6 +54,10 @@ class CpuBackend:
         """Cover everything."""
         return ""
 
+    def covers_latents(self, codec: Codec) -> str:
+        """Cover everything."""
+        return ""
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover new tokens without a past up to `MOST_DIM` channels."""
         if dtype not in DTYPES:

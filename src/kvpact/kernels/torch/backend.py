@@ -35,6 +35,10 @@ class TorchBackend:
         """Cover everything."""
         return ""
 
+    def covers_latents(self, codec: Codec) -> str:
+        """Cover everything."""
+        return ""
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover everything."""
         return ""

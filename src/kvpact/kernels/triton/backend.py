@@ -14,6 +14,7 @@ from kvpact.kernels.base import AttendCall, Encoder, Operation, Precision, SlotR
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.triton.forms import MOST_WIDTH, slots_of
 from kvpact.methods import Codec
+from kvpact.methods.trellis_keys import TreatedKeys
 
 _CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,16 +91,15 @@ class TritonBackend:
             from kvpact.kernels.triton.encode import encode_reason
 
             return "" if _copies(codec) else encode_reason(codec)
-        if operation == "attend":
-            from kvpact.kernels.triton.attend import attend_reason
-
-            sides = (attend_reason(codec, value, _CPU) for value in (False, True))
-            return next(filter(None, sides), "")
         return slots_of(codec, False, _CPU).reason
 
     def covers_offset(self) -> str:
         """Cover none: the logits that offsets add are not there."""
         return "keys without their offset"
+
+    def covers_latents(self, codec: Codec) -> str:
+        """Cover all but trellises that are treated as keys are: latents are values, too."""
+        return "latents that are treated as keys are" if isinstance(codec, TreatedKeys) else ""
 
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover prompts of any width that slots may have."""
