@@ -162,8 +162,7 @@ class CacheLayer:
         v_plan = v_stream.prepare(v, padding)
         plan, plans = held.plan, (k_plan.after.plan, v_plan.after.plan)
         if plan is None or (plan.k, plan.v) != plans:
-            offset = k_stream.offset is not None
-            plan = self.compute.plan(*plans, offset, self._latent)
+            plan = self.compute.plan(*plans, k_stream.offset is not None, self._latent)
         good = held.good
         if self.compute.deferred:
             new = collected()

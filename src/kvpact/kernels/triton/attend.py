@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall, Precision
-from kvpact.kernels.triton.fast import attend_fast, fast_of, fast_range
+from kvpact.kernels.triton.fast import Fast, attend_fast, fast_of, fast_range
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.general import Variant, attend_general
 from kvpact.kernels.triton.merge import merge_parts
@@ -199,7 +199,7 @@ def _attend(some: Sequence[_Call], out: Tensor) -> None:
 
 
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
-    """Return what is known before the launches for calls that are alike; `first` as in `rows_of`."""
+    """Return what is known before calls that are alike are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
     fast = fast_of(calls, *slots)
     skipped = [(0, 0) if fast is None else fast_range(each) for each in calls]
