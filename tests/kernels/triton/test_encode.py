@@ -215,7 +215,7 @@ def test_slots_with_gaps_are_refused_before_anything_is_written():
     [
         ("qjl", 64, "no native encoding for SignCodec"),
         ("turboquant:bits=3,mode=prod", 64, "no native encoding for TurboQuantCodec"),
-        ("trellis:bits=4", 64, "a trellis has an encoder of its own"),
+        ("trellis:bits=4", 4, "trellises of less than 8 channels"),
         ("fp8", 2048, "width 2048 is above 1024"),
     ],
 )

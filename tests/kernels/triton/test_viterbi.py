@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -15,11 +17,18 @@ from kvpact.kernels.triton.viterbi import viterbi
 from kvpact.quantizers import trellis
 
 
+@dataclass(frozen=True)
+class One:
+    """A form of one block."""
+
+    steps: tuple[Steps, ...]
+
+
 @triton.jit
-def encode(numbers, back, codes, cells, BLOCK: tl.constexpr):
+def encode(numbers, back, codes, cells, FORM: tl.constexpr):
     """Encode 32 vectors, of which the last one is empty."""
     lane = tl.arange(0, 32)
-    viterbi(numbers, back, codes, lane * 0.0 + 1.0, lane == 31, cells, BLOCK)
+    viterbi(numbers, back, codes, lane * 0.0 + 1.0, lane == 31, cells, FORM, 0)
 
 
 def codes_of(z: torch.Tensor, bits: int, states: int) -> torch.Tensor:
@@ -29,7 +38,7 @@ def codes_of(z: torch.Tensor, bits: int, states: int) -> torch.Tensor:
     )
     codes = torch.full((z.shape[1], 32), 255, dtype=torch.uint8)
     back = torch.empty(z.shape[1], 32, dtype=torch.int16)
-    encode[(1,)](z.mT.contiguous(), back, codes, trellis.cells(bits), block)
+    encode[(1,)](z.mT.contiguous(), back, codes, trellis.cells(bits), One((block,)))
     return codes.mT
 
 

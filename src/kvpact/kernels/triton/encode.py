@@ -25,6 +25,7 @@ from kvpact.kernels.triton.encode_form import (
     tables_of,
 )
 from kvpact.kernels.triton.encode_slots import EncodeSlots, slots_at, where_lie
+from kvpact.kernels.triton.encode_trellis import encode_trellis
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
 
@@ -98,6 +99,8 @@ class TritonEncoder:
         The torch body refuses tokens, and names what is wrong with them. Where checks are deferred
         a flag on the device tells of them, and the host waits for nothing.
         """
+        if not self._codec.ready:
+            return self._torch.prepare(x)  # which learns
         tables = tables_of(self._codec, x.device)
         if tables.form.limit == math.inf or not x.numel():
             return x
@@ -152,6 +155,9 @@ def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
     form, (batch, heads, tokens, _) = tables.form, x.shape
     if form.limit == math.inf:
         return
+    if form.trellis is not None:
+        good &= x.abs().amax() <= form.limit
+        return
     with _on(x.device):
         check_tokens[blocks_of(form, tokens), heads, batch](
             x, *x.stride()[:3], *tables[2:], good.view(torch.int8), tokens, **_variant(form, tokens)
@@ -167,6 +173,9 @@ def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
     """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
     x, tables = _dense(x), tables_of(codec, x.device)
     with _on(x.device):
+        if tables.form.trellis is not None:
+            encode_trellis(codec, tables.form, x, slots, start, None)
+            return
         if tables.form.staged:
             x = _rotated(x, tables)
         if tables.form.group > 1:
@@ -193,6 +202,9 @@ def encode_tokens_at(codec: Codec, x: Tensor, slots: EncodeSlots, held: Tensor) 
     x, tables = _dense(x), tables_of(codec, x.device)
     span = span_of(tables.form, x.shape[2])
     with _on(x.device):
+        if tables.form.trellis is not None:
+            encode_trellis(codec, tables.form, x, slots, 0, held)
+            return
         _encode_tokens(x, tables, slots, 0, (x.shape[2] + span - 2) // span + 1, held)
 
 

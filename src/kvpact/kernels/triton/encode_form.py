@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -12,13 +12,19 @@ from torch import Tensor
 
 from kvpact.formats import TILE, CodesField, Field
 from kvpact.formats.encoding import Encoding
+from kvpact.formats.trellis import TrellisForm
 from kvpact.kernels.triton.forms import LEAST_WIDTH, MOST_WIDTH, Planes, power_of_two
+from kvpact.kernels.triton.trellis_steps import Steps, steps_of
 from kvpact.methods import Codec
+from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.quantizers.trellis import LEAST
 from kvpact.transforms import IDENTITY, RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
-SLOT_FIELDS = ("codes", "scale", "zero", "mean", "balance")
+SLOT_FIELDS = ("codes", "scale", "zero", "mean", "balance", "base", "step")
 """Rows of the table of addresses, as `Encoding` names them."""
+
+_TRELLIS_TYPES = {"codes": "i32", "scale": "u8", "mean": "i8", "base": "i32", "step": "fp16"}
 
 MOST_GROUP = 128
 """Tokens of the largest group."""
@@ -30,7 +36,7 @@ class EncodeForm(Planes):
 
     Parameters
     ----------
-    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced"}
+    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis"}
         As in `Encoding`.
     bits : int
         Width of the codes.
@@ -52,9 +58,16 @@ class EncodeForm(Planes):
         Tokens without a larger magnitude can be encoded.
     scaled : bool
         Whether there is a scale.
+    trellis : TrellisForm or None
+        What there is to know of a trellis.
+    steps : tuple of Steps
+        Where its blocks' codes lie.
+    treated, bases, first : bool
+        Whether channels of K are weighted and sorted into blocks, whether tokens have bases, and
+        whether the first key is one.
     """
 
-    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced"]
+    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis"]
     bits: int
     order: Literal["token", "channel", "number"]
     dim: int
@@ -66,6 +79,11 @@ class EncodeForm(Planes):
     rotates: bool
     limit: float
     scaled: bool
+    trellis: TrellisForm | None = None
+    steps: tuple[Steps, ...] = ()
+    treated: bool = False
+    bases: bool = False
+    first: bool = False
 
     @property
     def staged(self) -> bool:
@@ -103,6 +121,8 @@ class EncodeForm(Planes):
 
     def type_of(self, name: str) -> str:
         """Dtype of a field, one of `forms.NUMBERS`."""
+        if self.trellis is not None:
+            return _TRELLIS_TYPES[name]
         return "fp16" if name != "codes" else "u8" if self.order == "number" else "i32"
 
     @property
@@ -140,8 +160,8 @@ def encode_reason(codec: Codec) -> str:
         return f"no native encoding for {type(codec).__name__}"
     if form.kind == "balanced":
         return "no kernel balances tiles"
-    if form.trellis is not None:
-        return "a trellis has an encoder of its own"
+    if form.trellis is not None and min(block.dim for block in form.trellis.blocks) < LEAST:
+        return f"trellises of less than {LEAST} channels"
     transform = codec.transform
     if transform is not IDENTITY and not isinstance(transform, RandomHadamard):
         return f"transform {type(transform).__name__}"
@@ -161,7 +181,7 @@ def _width(codes: Field) -> int:
 
 def _form(codec: Codec) -> tuple[EncodeForm, Encoding]:
     form = codec.encoding()
-    assert form is not None and form.kind != "trellis", encode_reason(codec)
+    assert form is not None, encode_reason(codec)
     codes = _codes(codec, form)
     dim = _width(codes)
     by_token = isinstance(codes, CodesField) and codes.order == "token"
@@ -179,6 +199,15 @@ def _form(codec: Codec) -> tuple[EncodeForm, Encoding]:
         form.limit,
         form.scale is not None,
     )
+    if form.trellis is not None:
+        made = replace(
+            made,
+            trellis=form.trellis,
+            steps=steps_of(form.trellis, by_token),
+            treated=isinstance(codec, TreatedKeys),
+            bases=form.base is not None,
+            first="first" in codec.state(),
+        )
     return made, form
 
 

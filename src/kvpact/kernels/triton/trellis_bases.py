@@ -1,11 +1,12 @@
-"""What bases of keys add to logits (see `methods.bases`), tile by tile."""
+"""Bases of keys (see `methods.bases`), tile by tile: which they are, what they add to logits."""
 
 import triton
 import triton.language as tl
 
+from kvpact.kernels.triton.transforms import tree_sum
 from kvpact.methods import bases
 
-MEAN, FIRST = tl.constexpr(bases.MEAN), tl.constexpr(bases.FIRST)
+MEAN, FIRST, NOTHING = (tl.constexpr(x) for x in (bases.MEAN, bases.FIRST, bases.NOTHING))
 
 
 @triton.jit
@@ -44,3 +45,17 @@ def base_logits(flags, mean, step, query, first, tile, FORM: tl.constexpr, WIDTH
         at_mean = product * tl.load(step + group).to(tl.float32)
         logits = tl.where((flag == MEAN)[None, :], at_mean[:, None], logits)
     return logits
+
+
+@triton.jit
+def distance(rest, weight, FORM: tl.constexpr):
+    """Return the square lengths of what bases leave of tokens, fp32 `[32, padded]`, weighted."""
+    rest = rest * weight[None, :]
+    return tree_sum(rest * rest, 32, FORM.padded, FORM.dim)
+
+
+@triton.jit
+def chosen_bases(far, to_first, to_mean):
+    """Return the nearest bases of tokens, by their distances to nothing and to bases."""
+    flag = tl.where(to_first < to_mean, FIRST, MEAN)
+    return tl.where(far <= tl.minimum(to_mean, to_first), NOTHING, flag)

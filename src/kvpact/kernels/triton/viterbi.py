@@ -104,8 +104,9 @@ def _begin(state, STATES: tl.constexpr, OTHERS: tl.constexpr):
 
 
 @triton.jit
-def _likely_end(numbers, factor, cells, lane, BLOCK: tl.constexpr):
+def _likely_end(numbers, factor, cells, lane, FORM: tl.constexpr, INDEX: tl.constexpr):
     """Return the state before the first number on the best path around it."""
+    BLOCK: tl.constexpr = FORM.steps[INDEX]
     STATES: tl.constexpr = 1 << BLOCK.memory
     HALF: tl.constexpr = BLOCK.dim // 2
     cost = _begin(lane * 0 - 1, STATES, 0.0)
@@ -121,8 +122,9 @@ def _likely_end(numbers, factor, cells, lane, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _best_end(numbers, factor, cells, lane, BLOCK: tl.constexpr):
+def _best_end(numbers, factor, cells, lane, FORM: tl.constexpr, INDEX: tl.constexpr):
     """Return the state that the best of all paths begins and ends with."""
+    BLOCK: tl.constexpr = FORM.steps[INDEX]
     STATES: tl.constexpr = 1 << BLOCK.memory
     best, state = factor * 0.0, lane * 0
     for first in range(STATES):
@@ -138,7 +140,7 @@ def _best_end(numbers, factor, cells, lane, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def viterbi(numbers, back, codes, factor, empty, cells, BLOCK: tl.constexpr):
+def viterbi(numbers, back, codes, factor, empty, cells, FORM: tl.constexpr, INDEX: tl.constexpr):
     """Store the codes of least square error of 32 vectors.
 
     Parameters
@@ -155,15 +157,16 @@ def viterbi(numbers, back, codes, factor, empty, cells, BLOCK: tl.constexpr):
         bool `[32]`: vectors whose codes are 0.
     cells : pointer
         int32, `trellis.cells` of the block's bits: levels, then points.
-    BLOCK : constexpr
-        A `trellis_steps.Steps`.
+    FORM, INDEX : constexpr
+        Something with `trellis_steps.Steps`, and the place of the block among these.
     """
+    BLOCK: tl.constexpr = FORM.steps[INDEX]
     STATES: tl.constexpr = 1 << BLOCK.memory
     lane = tl.arange(0, 32)
     if BLOCK.dim < SHORT:
-        state = _best_end(numbers, factor, cells, lane, BLOCK)
+        state = _best_end(numbers, factor, cells, lane, FORM, INDEX)
     else:
-        state = _likely_end(numbers, factor, cells, lane, BLOCK)
+        state = _likely_end(numbers, factor, cells, lane, FORM, INDEX)
     cost = _begin(state, STATES, FAR)
     for i in range(BLOCK.dim):
         z = tl.load(numbers + i * 32 + lane) * factor
