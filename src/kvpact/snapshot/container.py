@@ -30,6 +30,7 @@ from kvpact.snapshot.header import (
     parse_header,
     parse_json,
 )
+from kvpact.snapshot.host import on_host
 
 TABLE = "checksums"
 _SUM = 16
@@ -50,7 +51,7 @@ class _Run:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes, `[n]` uint8 on the CPU."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return on_host(tensor).contiguous().flatten().view(torch.uint8)
 
 
 def _sum(data: Any) -> bytes:

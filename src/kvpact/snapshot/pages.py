@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError
+from kvpact.snapshot.host import on_host
 from kvpact.snapshot.state import FieldInfo, StreamState
 
 
@@ -42,7 +43,7 @@ def _paged(
     units = page_size // field.tokens
     storage = torch.zeros(*rows, pages * units, *field.shape, dtype=field.dtype)
     if slots is not None:
-        held = slots[:, :, : pages * units].detach().cpu()
+        held = on_host(slots[:, :, : pages * units])
         storage[:, :, : held.shape[2]] = held
     by_page = storage.view(*rows, pages, units, *field.shape)
     return by_page.movedim(2, 0).contiguous().view(torch.uint8).flatten(1)
