@@ -94,7 +94,8 @@ class TritonStep(AlikeCalls):
     @property
     def replayable(self) -> bool:
         """Whether a step that packs no group of tokens is the same launches each time."""
-        return all(encoded_alone(side.codec) for side in (self._view.k, self._view.v))
+        codecs = (self._view.k.codec, self._view.v.codec)
+        return all(codec.group > 1 or encoded_alone(codec) for codec in codecs)
 
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, keep and encode new tokens; see `StepRunner`.

@@ -1,0 +1,89 @@
+"""Decode steps that know no more than what the host knew when they were captured.
+
+On a GPU a CUDA graph is replayed. Interpreted, the captured step is run again with the host's
+counts of back then: what it does has to come from the device, as in a graph.
+"""
+
+import pytest
+import torch
+from host_reads import HostReads
+from tiny_llama import tiny_llama
+
+pytest.importorskip("triton")
+
+from kvpact.errors import BackendUnavailable, GeometryError
+from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.graphs import DecodeGraph
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_replays_are_the_steps_of_the_model(triton_backend):
+    model = tiny_llama(128).to(DEVICE)
+    ids = torch.randint(0, 64, (1, 90), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    logits, caches = [], []
+    for backend in ("torch", "triton"):
+        spec = "turboquant:bits=4/int:bits=8,window=20"
+        cache = CompressedCache(model, spec, backend=backend, check="deferred")
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache)
+        caches.append(cache)
+    steps = DecodeGraph(model, caches[1], room=6)
+    for at in range(40, 50):
+        token = ids[:, at : at + 1]
+        with torch.no_grad():
+            logits.append(model(token, past_key_values=caches[0]).logits)
+        found = steps(token)
+        assert (found - logits[-1]).norm() <= 1e-3 * logits[-1].norm()
+    assert steps.replays == 10 and steps.captures == 2
+    assert [cache.get_seq_length() for cache in caches] == [50, 50]
+    held = [cache.held() for cache in caches]
+    for layer in range(2):
+        for side in "kv":
+            one, other = (cache.dequantize(layer, side) for cache in held)
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    caches[1].verify()
+
+
+def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backend):
+    model = tiny_llama(128).to(DEVICE)
+    ids = torch.randint(0, 64, (1, 90), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    caches = [
+        CompressedCache(model, "kivi:bits=4,group=32", backend=backend, check="deferred")
+        for backend in ("torch", "triton")
+    ]
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :62], past_key_values=cache)
+    steps = DecodeGraph(model, caches[1])
+    for at in (62, 63, 64, 63, 64):
+        token = ids[:, at : at + 1]
+        if caches[0].get_seq_length() > at:
+            for cache in caches:
+                cache.crop(at - cache.get_seq_length())
+        with torch.no_grad():
+            expected = model(token, past_key_values=caches[0]).logits
+        with HostReads() as reads:
+            found = steps(token)
+        replayed = at != 63
+        assert not (reads.counts and replayed and steps.captures > 1)
+        assert (found - expected).norm() <= 1e-3 * expected.norm()
+    assert (steps.replays, steps.captures) == (3, 3)
+
+
+def test_what_can_not_be_captured_is_refused(triton_backend):
+    model = tiny_llama(64).to(DEVICE)
+    ids = torch.zeros(1, 9, dtype=torch.int64, device=DEVICE)
+    cache = CompressedCache(model, "int:bits=8", backend="torch", check="deferred")
+    with pytest.raises(GeometryError, match="room"):
+        DecodeGraph(model, cache, room=0)
+    steps = DecodeGraph(model, cache)
+    with pytest.raises(GeometryError, match="empty"):
+        steps(ids[:, :1])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    with pytest.raises(BackendUnavailable, match="check='deferred'"):
+        steps(ids[:, :1])
+    assert cache.get_seq_length() == 9
+    with pytest.raises(GeometryError, match="one token"):
+        steps(ids[:, :2])
