@@ -28,15 +28,15 @@ def test_replays_are_the_steps_of_the_model(triton_backend):
         with torch.no_grad():
             model(ids[:, :40], past_key_values=cache)
         caches.append(cache)
-    steps = DecodeGraph(model, caches[1], room=6)
-    for at in range(40, 50):
+    steps = DecodeGraph(model, caches[1], room=4)
+    for at in range(40, 46):
         token = ids[:, at : at + 1]
         with torch.no_grad():
             logits.append(model(token, past_key_values=caches[0]).logits)
         found = steps(token)
         assert (found - logits[-1]).norm() <= 1e-3 * logits[-1].norm()
-    assert steps.replays == 10 and steps.captures == 2
-    assert [cache.get_seq_length() for cache in caches] == [50, 50]
+    assert steps.replays == 6 and steps.captures == 2
+    assert [cache.get_seq_length() for cache in caches] == [46, 46]
     held = [cache.held() for cache in caches]
     for layer in range(2):
         for side in "kv":
@@ -63,12 +63,13 @@ def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backe
                 cache.crop(at - cache.get_seq_length())
         with torch.no_grad():
             expected = model(token, past_key_values=caches[0]).logits
+        done = steps.replays, steps.captures
         with HostReads() as reads:
             found = steps(token)
-        replayed = at != 63
-        assert not (reads.counts and replayed and steps.captures > 1)
+        if (steps.replays, steps.captures) == (done[0] + 1, done[1]):
+            assert not reads.counts
         assert (found - expected).norm() <= 1e-3 * expected.norm()
-    assert (steps.replays, steps.captures) == (3, 3)
+    assert (steps.replays, steps.captures) == (3, 2)
 
 
 def test_what_can_not_be_captured_is_refused(triton_backend):
