@@ -14,6 +14,7 @@ from kvpact.kernels.triton.backend import TritonBackend
 from kvpact.testing import BackendContract
 
 CUDA = torch.cuda.is_available()
+GEOMETRY = CacheGeometry(1, 1, 32, dtype=torch.float32)
 
 
 @pytest.mark.skipif(not CUDA, reason="the kit is run on a GPU, and interpreted with the slow tests")
@@ -58,3 +59,20 @@ def test_kvpact_alone_does_not_import_triton():
     code = "import sys, kvpact, kvpact.kernels; print('triton' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_sanitized(triton_backend):
+    """A small case of everything, also for compute-sanitizer (`make gpu`)."""
+    device = "cuda" if CUDA else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 1, 40, 32), (1, 1, 40, 32), (1, 2, 40, 32))
+    k, v, q = (torch.randn(*shape, generator=generator).to(device) for shape in shapes)
+    outputs, caches = [], []
+    for backend in ("torch", "triton"):
+        cache = create_cache("turboquant:bits=4/int:bits=8", GEOMETRY, backend=backend)
+        cache.attend(0, k[:, :, :37], v[:, :, :37], q[:, :, :37])
+        outputs.append(cache.attend(0, k[:, :, 37:], v[:, :, 37:], q[:, :, 37:]))
+        caches.append(cache)
+    assert (outputs[1] - outputs[0]).norm() <= 5e-4 * outputs[0].norm()
+    assert torch.equal(*(cache.dequantize(0, "k") for cache in caches))
+    assert caches[1].stats()["compute"]["attend"] == {"triton": 2}
