@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from kvpact import CacheGeometry, create_cache, parse_spec
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.triton.backend import TritonBackend
+from kvpact.kernels.triton.forms import on_device
 from kvpact.testing import BackendContract
 
 CUDA = torch.cuda.is_available()
@@ -76,3 +77,12 @@ def test_sanitized(triton_backend):
     assert (outputs[1] - outputs[0]).norm() <= 5e-4 * outputs[0].norm()
     assert torch.equal(*(cache.dequantize(0, "k") for cache in caches))
     assert caches[1].stats()["compute"]["attend"] == {"triton": 2}
+
+
+def test_kernels_are_launched_on_the_device_of_the_tensors(monkeypatch):
+    entered = []
+    monkeypatch.setattr(torch.cuda, "device", entered.append)
+    on_device(torch.device("cuda", 1))
+    assert entered == [torch.device("cuda", 1)]
+    with on_device(torch.device("cpu")):
+        assert entered == [torch.device("cuda", 1)]

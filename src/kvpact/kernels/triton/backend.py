@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpact.kernels.base import AttendCall, Encoder, Operation, Precision, SlotReader, StepRunner
 from kvpact.kernels.torch.encode import TorchEncoder
-from kvpact.kernels.triton.forms import MOST_WIDTH, slots_of
+from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 
@@ -115,7 +115,8 @@ class TritonBackend:
         """Attend over all calls in one launch."""
         from kvpact.kernels.triton.attend import attend_triton
 
-        return attend_triton(calls, precision)
+        with on_device(calls[0].q.device):
+            return attend_triton(calls, precision)
 
     def step(
         self, call: AttendCall, precision: Precision, good: Tensor | None = None
@@ -139,7 +140,8 @@ class TritonBackend:
         """Decode packed tokens."""
         from kvpact.kernels.triton.decode import decode_triton
 
-        decode_triton(slots, start, end, out, inverse)
+        with on_device(out.device):
+            decode_triton(slots, start, end, out, inverse)
 
 
 def _copies(codec: Codec) -> bool:

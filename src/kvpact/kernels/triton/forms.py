@@ -5,8 +5,9 @@ A `SlotForm` is hashable and is passed to kernels as one constant: each one make
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -285,6 +286,11 @@ def places_of(
     made = Places(sent(table, device), sent(heads, device), source.segment_tokens)
     source.prepared[key] = made
     return made
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context of launches on a device; Triton launches on the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ from kvpact.kernels.triton.encode import (
     encoded_alone,
 )
 from kvpact.kernels.triton.encode_slots import EncodeSlots
-from kvpact.kernels.triton.forms import LEAST_WIDTH, power_of_two
+from kvpact.kernels.triton.forms import LEAST_WIDTH, on_device, power_of_two
 from kvpact.kernels.triton.step_kernels import (
     begin_step,
     check_step,
@@ -104,7 +104,11 @@ class TritonStep(AlikeCalls):
         """
         if len(rows) != 1:
             return None
-        _, held, k_tokens, v_tokens = rows[0]
+        with on_device(q.device):
+            return self._run(rows[0], k, v, q)
+
+    def _run(self, row: StepRow, k: Tensor, v: Tensor, q: Tensor) -> Tensor:
+        _, held, k_tokens, v_tokens = row
         if not self.frozen:
             ends = [(tokens.exact_from, tokens.memory) for tokens in (k_tokens, v_tokens)]
             self.place(held, *ends)
