@@ -189,6 +189,8 @@ def _reason(codec: Codec, form: PackedFormat | None, dim: int) -> str:
         return f"no packed format for {type(codec).__name__}"
     if dim > MOST_WIDTH:
         return f"width {dim} is above {MOST_WIDTH}"
+    if form.trellis is not None and min(b.dim for b in form.trellis.blocks) < trellis.LEAST:
+        return f"trellises of less than {trellis.LEAST} channels"
     if codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
         return f"transform {type(codec.transform).__name__}"
     return ""
