@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from decode_compare import FORMATS, PLACES, Slots, compare_slots, numbers, packed
-from encode_compare import _PLAIN, DTYPES, TRELLISES, WIDTHS, random_pieces
+from encode_compare import _PLAIN, DTYPES, TRELLISES, random_pieces
 
 pytest.importorskip("triton")
 
@@ -69,7 +69,7 @@ def test_wide_vectors(spec, side, dim):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", "kv")
-@pytest.mark.parametrize("dim", (5, 16, 20, 33, *WIDTHS))
+@pytest.mark.parametrize("dim", (5, 96, 256))
 @pytest.mark.parametrize("spec", FORMATS)
 def test_every_format_width_and_part(spec, dim, side):
     codec, store = slots_of_random_tokens(spec, side, dim)
