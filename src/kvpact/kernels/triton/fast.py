@@ -15,6 +15,7 @@ from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.operands import groups_of
 from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E, digits_of, level_worth, table_words
 from kvpact.kernels.triton.tiles import TOGETHER
+from kvpact.kernels.triton.trellis_fast import CHOICE, attend_trellis, trellis_reason
 from kvpact.kernels.triton.tuning import (
     PROCESSORS,
     Choice,
@@ -62,6 +63,8 @@ def digits_reason(k: Slots, v: Slots, rows: int) -> str:
     """Return why integer products don't cover slots for so many query rows; "" if they do."""
     if rows > MOST_ROWS:
         return f"{rows} query rows of a KV head; there are {MOST_ROWS} at most"
+    if k.form is not None and v.form is not None and "trellis" in (k.form.kind, v.form.kind):
+        return trellis_reason(k.form, "token") or trellis_reason(v.form, "channel")
     return _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel")
 
 
@@ -132,6 +135,8 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
         return None
     inside = all(size % (block_tiles(v.form.bits) * 32) == 0 for size in sizes)
     chosen = choice(v.form.bits, rows, inside)
+    if v.form.kind == "trellis":
+        chosen = CHOICE
     programs = sum(each.q.shape[0] for each in calls) * call.kv_heads
     processors = PROCESSORS
     if call.q.is_cuda:
@@ -175,6 +180,9 @@ def attend_fast(
     batch, heads, parts, rows, _ = packed.shape
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
     assert k is not None and v is not None and call.view is not None
+    if k.kind == "trellis":
+        attend_trellis((k, v), fast.parts, calls, scale, table, packed, lse, first_part)
+        return
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
     if q.stride(3) != 1:
         q = q.contiguous()
