@@ -26,8 +26,10 @@ LEAST_ROWS = 16
 """Rows of the smallest product that tensor cores compute."""
 TILES_OF_A_PART = 8
 """Tiles of 32 tokens that a part has at least."""
+WARPS = 8
+"""Of a program of the general kernel: four spill registers at most formats."""
 NARROW = 128
-"""Channels up to which programs of few rows have four warps; others have eight for their sums."""
+"""Channels up to which one warp merges a row of queries without spilling."""
 PROGRAMS = 1024
 """Programs of a launch from which on tokens are split no further."""
 
@@ -238,11 +240,9 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
     lse = exact.new_empty(batch, heads, parts, count)
     levels = [exact if one is None or one.levels is None else one.levels for one in slots]
     shape = (queries, count // queries, heads, splits, parts)
-    narrow = max(variant.k.width, variant.v.width) <= NARROW
-    warps = 4 if narrow and variant.rows == LEAST_ROWS else 8
     attend_general[splits, row_tiles * heads, batch](
         rows.table, *q, *levels, packed, exact, lse, *shape,
-        call.config.softcap or 0.0, variant, num_warps=warps, enable_fp_fusion=False,
+        call.config.softcap or 0.0, variant, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     if fast is not None:
         attend_fast(fast, calls, _scale(call), rows.table, packed, lse, splits)
@@ -252,5 +252,5 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
     merge_parts[-(-count // each), heads, batch](
         rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
         values.dim, values.width, values.form is not None, signs is not None, each, at_once,
-        num_warps=1 if each == 1 else 4, enable_fp_fusion=False,
+        num_warps=1 if each == 1 and values.width <= NARROW else 4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -5,15 +5,22 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvpact.kernels.triton.forms import NUMBERS
+
+# Rounding to whole numbers (cvt) takes subnormal numbers for zeros, and changes no others.
+_FUSED = r"fma\.rn|div\.full|\.approx|^\s*(?!cvt)\S*\.ftz"
+_OTHERS = {torch.int64: "i64", torch.int16: "i16", torch.bool: "i1"}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -56,43 +63,94 @@ class Facts:
         return asdict(self)
 
 
-def compiled(
-    kernel: Any,
-    pointers: Mapping[str, str],
-    constants: Mapping[str, Any],
-    capability: int,
-    numbers: Mapping[str, str] | None = None,
-    **options: Any,
-) -> Any:
-    """Compile a kernel as a launch would.
+class Launch(NamedTuple):
+    """A launch that was taken down.
 
     Parameters
     ----------
     kernel : JITFunction
         The kernel.
-    pointers : mapping
-        Types of pointers, by parameter; all of them aligned to 16 bytes.
-    constants : mapping
-        Compile-time constants.
-    capability : int
-        Compute capability: 80, 89, 90, 100.
-    numbers : mapping, optional
-        Types of other parameters that are not i32.
-    **options
-        Of the launch.
+    types : dict
+        Of its parameters: "constexpr" for constants.
+    constants : dict
+        What they are.
+    aligned : tuple of int
+        Parameters that are multiples of 16.
+    options : dict
+        Warps, stages and the like.
     """
+
+    kernel: Any
+    types: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[int, ...]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.kernel.__name__)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Take launches down instead of carrying them out; tensors may lie anywhere."""
+    made: list[Launch] = []
+    run = triton.JITFunction.run
+
+    def taken_down(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        made.append(_launch(kernel, given, named))
+
+    triton.JITFunction.run = taken_down
+    try:
+        yield made
+    finally:
+        triton.JITFunction.run = run
+
+
+def _launch(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Launch:
+    """Return what a launch would compile: constants, types, and which numbers are multiples."""
+    own = {name: value for name, value in named.items() if name in kernel.arg_names}
+    options = {name: value for name, value in named.items() if name not in own}
+    bound = kernel.signature.bind(*given, **own)
+    bound.apply_defaults()
     types: dict[str, str] = {}
-    aligned: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            types[name] = "constexpr"
-        elif name in pointers:
-            types[name] = pointers[name]
-            aligned[(index,)] = [["tt.divisibility", 16]]
-        else:
-            types[name] = (numbers or {}).get(name, "i32")
-    source = ASTSource(kernel, types, dict(constants), aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    constants: dict[str, Any] = {}
+    aligned = []
+    for index, (parameter, value) in enumerate(
+        zip(kernel.params, bound.arguments.values(), strict=True)
+    ):
+        name, special = parameter.name, not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and _is_one(value)):
+            types[name], constants[name] = "constexpr", value
+            continue
+        types[name] = _type(value)
+        number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        if special and isinstance(number, int) and number % 16 == 0:
+            aligned.append(index)
+    return Launch(kernel, types, constants, tuple(aligned), options)
+
+
+def _is_one(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value == 1
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + (NUMBERS | _OTHERS)[value.dtype]
+    if isinstance(value, bool):
+        return "u1"
+    if isinstance(value, int):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return "fp32"
+
+
+def compiled(launch: Launch, capability: int) -> Any:
+    """Compile what a launch would, for a compute capability: 80, 89, 90, 100."""
+    aligned = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
+    source = ASTSource(launch.kernel, dict(launch.types), dict(launch.constants), aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options=dict(launch.options))
 
 
 def facts(made: Any, tokens: int = 0, columns: int = 0) -> Facts:
@@ -125,7 +183,7 @@ def facts(made: Any, tokens: int = 0, columns: int = 0) -> Facts:
         len(re.findall(r"LDGSTS", text)) - wide,
         sum(bool(re.search(r"\b[IHQ]G?MMA", line)) for line in loop),
         _moved(made.asm["ttgir"], columns),
-        len(re.findall(r"fma\.rn|div\.full|\.approx|\.ftz", made.asm["ptx"])),
+        len(re.findall(_FUSED, made.asm["ptx"], re.MULTILINE)),
     )
 
 
