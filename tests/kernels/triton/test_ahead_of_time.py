@@ -7,13 +7,19 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from kvpact.kernels.triton import levels
+from kvpact.kernels.triton import aot, levels
+from kvpact.kernels.triton.forms import slots_of
+from kvpact.kernels.triton.machine_code import Facts, Launch
+from kvpact.kernels.triton.variants import side
 
 TABLE = Path(__file__).parent / "golden" / "aot.json"
 
@@ -29,13 +35,36 @@ def compiled(*options: str) -> str:
 
 def test_registers_copies_and_instructions():
     lines = compiled("--capability", "90", "--quick").splitlines()
-    assert len([line for line in lines if line.startswith("sm_90")]) == 8
+    names = [line.split(" {")[0] for line in lines]
+    for scene in aot.QUICK:
+        kernel = "encode_tokens" if scene.startswith("encode") else "attend_digits"
+        assert f"sm_90 {scene}: {kernel}" in names
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_variant_and_capability():
     assert "sm_100" in compiled()
+
+
+def test_bounds_are_held():
+    form = slots_of(side("turboquant:bits=4", True, 128), True, torch.device("cpu")).form
+    kernel = SimpleNamespace(__name__="attend_digits")
+    launch = Launch(kernel, {}, {"G": 4, "V": form}, (), {})
+    good = Facts(100, 0, 18000, 20.0, 48, 26, 32, 0, 77)
+    assert aot.problems(launch, good, 90) == []
+    for change in (
+        {"stack": 8},
+        {"registers": 201},
+        {"instructions": 28.1},
+        {"wide": 7},
+        {"tensor": 0},
+        {"moved": 1},
+    ):
+        assert len(aot.problems(launch, replace(good, **change), 90)) == 1
+    encoder = launch._replace(kernel=SimpleNamespace(__name__="encode_tokens"))
+    assert aot.problems(encoder, replace(good, fused=0), 90) == []
+    assert aot.problems(encoder, replace(good, fused=1), 90) == ["1 fused or approximate"]
 
 
 def prmt(low: int, high: int, selector: int) -> int:

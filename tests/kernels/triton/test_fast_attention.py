@@ -171,6 +171,23 @@ def test_beside_exact_tokens(monkeypatch, config):
     assert (found - expected).norm() < BOUND * expected.norm()
 
 
+def test_unlike_lengths_in_one_launch(monkeypatch):
+    """A row of the batch may have no packed token at all."""
+    monkeypatch.setattr(fast, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(tuning, "TOKENS_OF_A_PART", 128)
+    calls = []
+    for tokens in (300, 20, 150):
+        with pytest.MonkeyPatch.context() as spied:
+            calls += decode_calls(spied, "turboquant:bits=3", tokens, (1, 1, 4, 1, 64))
+    slots = [slots_of(side.codec, i == 1, CPU) for i, side in enumerate(calls[0].view[:2])]
+    assert fast_of(calls, *slots) is not None
+    expected = TORCH.attend(calls, "full")
+    with unwritten_is_nan():
+        found = attend.attend_triton(calls, "full")
+    for row in range(3):
+        assert (found[row] - expected[row]).norm() < BOUND * expected[row].norm()
+
+
 def test_another_order_is_wrong(monkeypatch):
     """Queries in the order of other versions make another result: the test above can fail."""
     calls = decode_calls(monkeypatch, "turboquant:bits=4", 200, (1, 1, 2, 1, 64))
@@ -200,6 +217,9 @@ def test_when_it_is_worth_a_launch(monkeypatch):
     assert fast_of(calls, k, v) is None
     longer = decode_calls(monkeypatch, "turboquant:bits=4", 700, (1, 1, 2, 1, 64))
     assert fast_of(longer, k, v).parts == 3
+    longer[0].view.k.source.prepared["triton:aligned"] = False
+    assert fast_of(longer, k, v) is None
+    longer[0].view.k.source.prepared.clear()
     masked = [longer[0]._replace(config=AttendConfig(mask=torch.ones(1, 1, 1, 701).bool()))]
     assert fast_of(masked, k, v) is None
 

@@ -58,16 +58,20 @@ def facts_of(launch: Launch, capability: int) -> Facts:
 
 
 def table(capability: int, quick: bool = False) -> Iterator[tuple[str, Launch, Facts]]:
-    """Compile everything, or what `QUICK` names, one after the other; each variant once."""
-    seen = set()
+    """Compile everything, or what `QUICK` names, one after the other; each variant once.
+
+    Its name is that of the first scene that has it.
+    """
+    wanted: dict[str, tuple[str, Launch]] = {}
+    chosen: dict[str, bool] = {}
     for scene, launches in all_launches():
-        if quick and scene not in QUICK:
-            continue
         for launch in launches:
             key = repr(launch)
-            if key not in seen:
-                seen.add(key)
-                yield f"{scene}: {launch.name}", launch, facts_of(launch, capability)
+            wanted.setdefault(key, (f"{scene}: {launch.name}", launch))
+            chosen[key] = chosen.get(key, False) or not quick or scene in QUICK
+    for key, (name, launch) in wanted.items():
+        if chosen[key]:
+            yield name, launch, facts_of(launch, capability)
 
 
 def problems(launch: Launch, found: Facts, capability: int) -> list[str]:

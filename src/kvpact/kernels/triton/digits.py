@@ -68,11 +68,11 @@ def attend_digits(
     Parameters
     ----------
     ROWS
-        The table of rows (see `rows`).
+        The table of rows (see `columns`).
     DIGITS, UNITS
-        int8 `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `prepare`.
+        int8 `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `query_digits`.
     K_TABLE, V_TABLE
-        int32 `[4, 4]`, of `prepare`.
+        int32 `[4, 4]`, of `tables.table_words`.
     PACKED, LSE
         fp32 `[B, H, parts, rows, D_v]` and `[B, H, parts, rows]`, base 2; written from part
         `first_part` on.

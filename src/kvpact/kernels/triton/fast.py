@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kvpact.kernels.base import AttendCall
+from kvpact.kernels.base import AttendCall, SegmentSource
 from kvpact.kernels.triton.digits import attend_digits
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.operands import groups_of
@@ -116,6 +116,19 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
     return first.clamp(min=window), end
 
 
+def _aligned(source: SegmentSource, slots: Slots) -> bool:
+    """Whether all slots lie at multiples of 16 bytes; asked once for a source."""
+    found: bool | None = source.prepared.get("triton:aligned")
+    if found is None:
+        held = [source.where(name) for name in slots.names if name is not None]
+        found = all(
+            where is not None and not any(where.segments % 16) and not (where.row | where.head) % 16
+            for where in held
+        )
+        source.prepared["triton:aligned"] = found
+    return found
+
+
 def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:
     """Return what the fast kernels do for calls that are alike; None where they do nothing."""
     call = calls[0]
@@ -124,14 +137,14 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
     rows = call.q.shape[1] // call.kv_heads * call.q.shape[2]
     if digits_reason(k, v, rows):
         return None
-    longest = max(end for _, end in map(fast_range, calls))
-    sizes = {
-        stream.source.segment_tokens
-        for each in calls
-        if each.view is not None
-        for stream in (each.view.k, each.view.v)
-    }
-    if longest < LEAST_TOKENS or len(sizes) > 1:
+    ends = [fast_range(each)[1] for each in calls]
+    views = [
+        each.view for each, end in zip(calls, ends, strict=True) if each.view is not None and end
+    ]
+    sides = [(view.k.source, k) for view in views] + [(view.v.source, v) for view in views]
+    sizes = {source.segment_tokens for source, _ in sides}
+    longest = max(ends)
+    if longest < LEAST_TOKENS or len(sizes) > 1 or not all(_aligned(*side) for side in sides):
         return None
     inside = all(size % (block_tiles(v.form.bits) * 32) == 0 for size in sizes)
     chosen = choice(v.form.bits, rows, inside)

@@ -9,14 +9,15 @@ shared memory once it is decoded.
 
 Axes of K's words are `[S, A, X, U, R, 4, J]`, of V's `[S, Y, I, 8, U, Q, 4]`:
 
-====  ==============================================================================================
-S, U  groups of tiles, and the tiles of a group: as many as four threads need for a word of V each
+====  ==============================================================================
+S, U  groups of tiles, and the tiles of a group: so many as have four words of V in
+      each channel, one for each of four threads
 A, 4  four words of a token, one for each of the four threads of a row
-U, R  groups of threads: `U * R = 8`, and the tiles of a group
-X, J  tokens of a group of threads in each tile; J = 4 of them are a vector
+U, R  groups of threads: `U * R = 8`
+X, J  tokens of a group of threads in a tile; J = 4 of them are a vector
 I, 8  channels 32 I + 4 * (0 … 7) + (0 … 3), the last of them a vector
-Y, Q  words of a thread, and the threads of a row that share a tile: `U * Q = 4`
-====  ==============================================================================================
+Y, Q  words of a thread, and threads that share a tile: `U * Q = 4`
+====  ==============================================================================
 
 Scores and weights stand in the order of tokens S, X, J, U, R.
 """
