@@ -11,7 +11,7 @@ from tiny_llama import tiny_llama
 
 pytest.importorskip("triton")
 
-from kvpact.errors import BackendUnavailable, GeometryError
+from kvpact.errors import BackendUnavailable, GeometryError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.graphs import DecodeGraph
 
@@ -43,6 +43,12 @@ def test_replays_are_the_steps_of_the_model(triton_backend):
             one, other = (cache.dequantize(layer, side) for cache in held)
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     caches[1].verify()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[ids[0, 46]] = torch.nan
+    steps(ids[:, 46:47])
+    assert steps.replays == 7
+    with pytest.raises(NonFiniteError, match="deferred"):
+        caches[1].verify()
 
 
 def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backend):

@@ -2,7 +2,8 @@
 
 Kernels read from the device how many tokens are held and where they lie, so the same launches serve
 every step. The host only counts. A step that packs a group of tokens (every 64th with the default
-spec), and one for which there is no room left, runs as any other call of the model does.
+spec) runs as any other call of the model does, and so do steps before a method has learnt what it
+learns from the first tokens.
 """
 
 from __future__ import annotations
@@ -90,6 +91,9 @@ class DecodeGraph:
         layers = self._layers()
         with torch.no_grad():
             if not self._stands(layers):
+                self._padding = _padding(layers[0], ids)
+                if any(map(_early, layers)):
+                    return self._as_ever(ids)
                 self._begin(layers, ids)
             after = [counted(layer, 1) for layer in layers]
             if None in after:
@@ -120,15 +124,13 @@ class DecodeGraph:
         assert held is not None
         held.reserve(self.room)
         self._replay, self._left = None, self.room
-        padding, device = layers[0].padding, ids.device
-        self._padding = torch.zeros(ids.shape, dtype=torch.int64, device=device)
-        if padding is not None:
-            self._padding += padding.to(device).view(-1, 1)
         for _ in range(_WARM):
             before = [layer._held for layer in layers]
             self._as_ever(ids)
             for layer, then in zip(layers, before, strict=True):
-                layer.rewind(then._replace(runner=layer._held.runner))
+                runner = layer._held.runner
+                good = then.good if runner is None else runner.good
+                layer.rewind(then._replace(runner=runner, good=good))
         for index, layer in enumerate(layers):
             runner = layer._held.runner
             if not (isinstance(runner, TritonStep) and runner.replayable):
@@ -192,6 +194,19 @@ class DecodeGraph:
             runner.count(1)
         self.replays += 1
         return self._logits
+
+
+def _padding(layer: CacheLayer, ids: Tensor) -> Tensor:
+    """Return how many padding tokens each row has, `[B, 1]` on the device of `ids`."""
+    found = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
+    return found if layer.padding is None else found + layer.padding.to(ids.device).view(-1, 1)
+
+
+def _early(layer: CacheLayer) -> bool:
+    """Whether sink tokens are still to come, or tokens from which a codec learns."""
+    ends = (stream.sink_positions(layer.padding)[1] for stream in layer.streams())
+    ready = all(stream.codec.ready for stream in layer.streams())
+    return not ready or any(end > layer.length for end in ends)
 
 
 def _placed(layers: list[CacheLayer]) -> list[tuple[TritonStep, int]]:
