@@ -224,6 +224,13 @@ def test_when_it_is_worth_a_launch(monkeypatch):
     assert fast_of(masked, k, v) is None
 
 
+@pytest.mark.parametrize("spec", ("trellis:bits=4", "int:bits=8", "turboquant:bits=2"))
+def test_long_pasts_are_attended_fast(monkeypatch, spec):
+    calls = decode_calls(monkeypatch, spec, 700, (1, 1, 2, 1, 64))
+    k, v = (slots_of(side.codec, i == 1, CPU) for i, side in enumerate(calls[0].view[:2]))
+    assert fast_of(calls, k, v) is not None
+
+
 def test_parts_fill_the_device():
     assert parts_of(131072, 8, 132) == 132
     assert parts_of(8192, 8, 132) == 32

@@ -117,10 +117,15 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
 
 
 def _aligned(source: SegmentSource, slots: Slots) -> bool:
-    """Whether all slots lie at multiples of 16 bytes; asked once for a source."""
+    """Whether codes and scales lie at multiples of 16 bytes; asked once for a source.
+
+    Trellises' are loaded byte by byte.
+    """
+    if slots.form is not None and slots.form.kind == "trellis":
+        return True
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
-        held = [source.where(name) for name in slots.names if name is not None]
+        held = [source.where(name) for name in slots.names[:2] if name is not None]
         found = all(
             where is not None and not any(where.segments % 16) and not (where.row | where.head) % 16
             for where in held
