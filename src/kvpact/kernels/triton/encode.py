@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from kvpact.kernels.triton.encode_form import (
 )
 from kvpact.kernels.triton.encode_slots import EncodeSlots, slots_at, where_lie
 from kvpact.kernels.triton.encode_trellis import encode_trellis
+from kvpact.kernels.triton.forms import on_device
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
 
@@ -68,10 +68,6 @@ def _variant(form: EncodeForm, tokens: int) -> dict[str, Any]:
     """Return what a kernel is compiled with."""
     rows, warps = rows_of(form, tokens), warps_of(form, tokens)
     return {"ROWS": rows, "FORM": form, "num_warps": warps, **_EXACT}
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -158,7 +154,7 @@ def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
     if form.trellis is not None:
         good &= x.abs().amax() <= form.limit
         return
-    with _on(x.device):
+    with on_device(x.device):
         check_tokens[blocks_of(form, tokens), heads, batch](
             x, *x.stride()[:3], *tables[2:], good.view(torch.int8), tokens, **_variant(form, tokens)
         )
@@ -172,7 +168,7 @@ def encoded_alone(codec: Codec) -> bool:
 def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
     """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
     x, tables = _dense(x), tables_of(codec, x.device)
-    with _on(x.device):
+    with on_device(x.device):
         if tables.form.trellis is not None:
             encode_trellis(codec, tables.form, x, slots, start, None)
             return
@@ -201,7 +197,7 @@ def encode_tokens_at(codec: Codec, x: Tensor, slots: EncodeSlots, held: Tensor) 
     """
     x, tables = _dense(x), tables_of(codec, x.device)
     span = span_of(tables.form, x.shape[2])
-    with _on(x.device):
+    with on_device(x.device):
         if tables.form.trellis is not None:
             encode_trellis(codec, tables.form, x, slots, 0, held)
             return

@@ -89,6 +89,8 @@ class TritonStep(AlikeCalls):
         sides = (call.view.k, call.view.v)
         self._slots = [EncodeSlots.of(side.codec, side.source, call.q) for side in sides]
         self._known: Prepared | None = None
+        assert call.k is not None and call.v is not None
+        self._loose = (call.k.data_ptr() | call.v.data_ptr()) % 16 > 0
         self._at: _At | None = None
 
     @property
@@ -100,9 +102,10 @@ class TritonStep(AlikeCalls):
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, keep and encode new tokens; see `StepRunner`.
 
-        Rows of many sequences are left to the ordinary way.
+        Rows of many sequences are left to the ordinary way, and so are tokens that lie less
+        aligned than those before.
         """
-        if len(rows) != 1:
+        if len(rows) != 1 or ((k.data_ptr() | v.data_ptr()) % 16 and not self._loose):
             return None
         with on_device(q.device):
             return self._run(rows[0], k, v, q)
@@ -121,8 +124,8 @@ class TritonStep(AlikeCalls):
         out = q.new_empty(*q.shape[:3], v.shape[3])
         attend_prepared(self._known, [self._call._replace(k=k, v=v, q=q)], out)
         for side, x, tokens, slots, place in (
-            (self._view.k, k, k_tokens, self._slots[0], (K_TAIL, K_EXACT_FROM)),
-            (self._view.v, v, v_tokens, self._slots[1], (V_TAIL, V_EXACT_FROM)),
+            (self._view.k, k, k_tokens, self._slots[0], (K_TAIL.value, K_EXACT_FROM.value)),
+            (self._view.v, v, v_tokens, self._slots[1], (V_TAIL.value, V_EXACT_FROM.value)),
         ):
             if tokens.keep:
                 width = max(power_of_two(x.shape[3]), LEAST_WIDTH)

@@ -25,7 +25,6 @@ from kvpact.kernels.triton.columns import (
     WINDOW,
     of_row,
 )
-from kvpact.kernels.triton.transforms import rotated
 
 _STRIDES = ["k_row", "k_head", "k_token", "v_row", "v_head", "v_token"]
 
@@ -80,26 +79,6 @@ def check_step(
         at = row * v_row + head * v_head + token * v_token
         bad = bad | _bad(V, at, V_MOST, V_LONGEST, VALUE_DIM, VALUE_WIDTH)
     tl.store(GOOD, 0, mask=bad != 0)
-
-
-@triton.jit(do_not_specialize=["q_row", "q_head", "q_token"])
-def prepare_queries(
-    Q, SIGNS, QP, QE, q_row, q_head, q_token, scale,
-    ROTATED: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Scale queries, and rotate them for packed tokens. Grid: (q_len, query heads, B).
-
-    QP, QE: `[B, query heads, q_len, DIM]` fp32.
-    """
-    token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    d = tl.arange(0, WIDTH)
-    at = row * q_row + head * q_head + token * q_token
-    x = tl.load(Q + at + d, mask=d < DIM, other=0.0).to(tl.float32) * scale
-    out = ((row * tl.num_programs(1) + head) * tl.num_programs(0) + token) * DIM
-    tl.store(QE + out + d, x, mask=d < DIM)
-    if ROTATED:
-        y = rotated(x.reshape(1, WIDTH), SIGNS, 1, WIDTH, DIM).reshape(WIDTH)
-        tl.store(QP + out + d, y, mask=d < DIM)
 
 
 @triton.jit(do_not_specialize=["x_row", "x_head", "x_token"])
