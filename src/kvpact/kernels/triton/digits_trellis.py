@@ -1,7 +1,7 @@
 """Split-KV attention over packed tokens of trellises, with products of whole numbers.
 
-As `digits`, whose digits and parts these are; but levels are looked up byte by byte, tokens stand
-in their own order, and keys have blocks of unlike levels and bases.
+As `digits`, whose digits and parts these are; but tokens stand in their own order, so what is
+decoded passes through shared memory, and keys have blocks of unlike levels, and bases.
 """
 
 import triton
@@ -94,6 +94,7 @@ def attend_trellises(
     ROWS, DIGITS, UNITS, EXACT, FIRSTS, K_TABLE, V_TABLE, PACKED, LSE,
     heads, queries, rows, first_part, parts, worth, cap,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, NT: tl.constexpr, CAPPED: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend over the tokens from SKIP_FROM to SKIP_TO of each row; grid `(splits, heads, batch)`.
 
@@ -105,10 +106,10 @@ def attend_trellises(
         fp32 `[B, H, rows, dim]`, scaled queries, and `[B, H, rows]`, their products with the first
         key; of no account without bases.
     K_TABLE, V_TABLE
-        int8, as of `key_levels`.
+        int32, as of `key_levels`.
     NT
         Tiles of a block; no group of tokens with a mean is smaller.
-    ROWS, PACKED, LSE, heads, queries, rows, first_part, parts, worth, cap, K, V, G, CAPPED
+    ROWS, PACKED, LSE, heads, queries, rows, first_part, parts, worth, cap, K, V, G, CAPPED, ASM
         As of `attend_digits`.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -149,7 +150,7 @@ def attend_trellises(
         sums = tl.zeros([N, 2 * G], tl.int32)
         for i in tl.static_range(len(K.steps)):
             q = _block_of_query(q_at, K, i)
-            sums += tl.dot(key_levels(kc, live, K_TABLE, K, i), q, out_dtype=tl.int32)
+            sums += tl.dot(key_levels(kc, live, K_TABLE, K, i, ASM), q, out_dtype=tl.int32)
         s = whole(sums) * (_of_tokens(ks, live)[:, None] * unit[None, :])
         if K.has("base"):
             s += _bases(ROWS, row, head, tile, tiles, live, query, of_first, K)
@@ -170,7 +171,7 @@ def attend_trellises(
         weights = p * _of_tokens(vs, live)[:, None]
         # Of this block: so small weights of long contexts keep their digits.
         step = tl.maximum(tl.max(weights, 0), 1e-30) * (1.0 / MOST_DIGITS)
-        v = value_levels(vc, live, V_TABLE, V)
+        v = value_levels(vc, live, V_TABLE, V, ASM)
         o = whole(tl.dot(v, _digits(weights, step), out_dtype=tl.int32))
         acc = acc * decay[None, :] + o * step[None, :]
     d = tl.arange(0, V.dim)

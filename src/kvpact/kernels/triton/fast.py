@@ -15,7 +15,7 @@ from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.operands import groups_of
 from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E, digits_of, level_worth, table_words
 from kvpact.kernels.triton.tiles import TOGETHER
-from kvpact.kernels.triton.trellis_fast import CHOICE, attend_trellis, trellis_reason
+from kvpact.kernels.triton.trellis_fast import attend_trellis, trellis_choice, trellis_reason
 from kvpact.kernels.triton.tuning import (
     PROCESSORS,
     Choice,
@@ -154,7 +154,7 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
     inside = all(size % (block_tiles(v.form.bits) * 32) == 0 for size in sizes)
     chosen = choice(v.form.bits, rows, inside)
     if v.form.kind == "trellis":
-        chosen = CHOICE
+        chosen = trellis_choice(k.form, v.form)
     programs = sum(each.q.shape[0] for each in calls) * call.kv_heads
     processors = PROCESSORS
     if call.q.is_cuda:
@@ -199,7 +199,9 @@ def attend_fast(
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
     assert k is not None and v is not None and call.view is not None
     if k.kind == "trellis":
-        attend_trellis((k, v), fast.parts, calls, scale, table, packed, lse, first_part)
+        attend_trellis(
+            (k, v), fast.parts, calls, scale, table, packed, lse, first_part, knows_ptx()
+        )
         return
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
     if q.stride(3) != 1:

@@ -21,8 +21,11 @@ from kvpact.methods.trellis_codec import steps
 from kvpact.quantizers import trellis
 
 MOST_WIDTH = 256
-CHOICE = Choice(2, 4, 1, 255)
-"""Two tiles are a part of every group with a mean."""
+
+
+def trellis_choice(k: SlotForm, v: SlotForm) -> Choice:
+    """Return how the kernel is launched: two tiles are a part of every group with a mean."""
+    return Choice(2, 4 if max(k.dim, v.dim) <= 128 else 8, 1, 255)
 
 
 def trellis_reason(form: SlotForm, order: str) -> str:
@@ -50,8 +53,8 @@ def _byte_table(block: Steps) -> Tensor:
 
 @lru_cache(maxsize=64)
 def level_table(form: SlotForm, device: torch.device) -> Tensor:
-    """Return the levels of each block's indices, `[blocks that have bits, MOST_LEVELS]` int8."""
-    return sent(torch.stack([_byte_table(block) for block in form.steps]), device)
+    """Return the levels of each block's indices, four to a word: `[blocks, words]` int32."""
+    return sent(torch.stack([_byte_table(block) for block in form.steps]).view(torch.int32), device)
 
 
 @lru_cache(maxsize=64)
@@ -75,8 +78,9 @@ def attend_trellis(
     packed: Tensor,
     lse: Tensor,
     first_part: int,
+    asm: bool,
 ) -> None:
-    """Write parts as `attend_fast` does; `forms` are K's and V's."""
+    """Write parts as `attend_fast` does; `forms` are K's and V's, `asm`: as of `key_levels`."""
     (k, v), (batch, heads, parts, rows, _), device = forms, packed.shape, packed.device
     held = []
     for call in calls:
@@ -95,12 +99,12 @@ def attend_trellis(
         q, units, places, digits, units, q.stride(0), q.stride(1), q.stride(2), rows, rows, heads,
         LOG2_E, k.dim, k.dim, count, k.dim, k.dim, False, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    config = calls[0].config
+    config, chosen = calls[0].config, trellis_choice(k, v)
     attend_trellises[splits, heads, batch](
         table, digits, units, exact, torch.cat(firsts).contiguous(),
         level_table(k, device), level_table(v, device), packed, lse,
         heads, calls[0].q.shape[2], rows, first_part, parts, v.steps[0].unit,
-        (config.softcap or 1.0) * LOG2_E, k, v, count, CHOICE.tiles, config.softcap is not None,
-        num_warps=CHOICE.warps, num_stages=CHOICE.stages, maxnreg=CHOICE.registers,
+        (config.softcap or 1.0) * LOG2_E, k, v, count, chosen.tiles, config.softcap is not None,
+        asm, num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -2,15 +2,17 @@
 
 A *wider* word (see `formats.bitpack`) holds the indices of 32 / interleave steps. From bit 0 on, an
 index is here: c1, the point's bits in the lowest plane, c0, the point's other bits. So all indices
-of a wider word take a few operations on words. One load of a byte then looks up a level.
+of a wider word take a few operations on words, and so do the lookups (`levels`).
 """
 
 import triton
 import triton.language as tl
 
+from kvpact.kernels.triton.levels import bytes_of, levels4, prmt
+
 MOST_LEVELS = 128
 """Levels of a block's table."""
-_MOST_LEVELS = tl.constexpr(MOST_LEVELS)
+_WORDS = tl.constexpr(MOST_LEVELS // 4)
 
 
 @triton.constexpr_function
@@ -48,15 +50,63 @@ def _indices(own, first, second, far, above, shift, FORM: tl.constexpr, INDEX: t
 
 
 @triton.jit
-def _items(x, table, INTERLEAVE: tl.constexpr):
-    """Look up the items of wider words: int8, with a last axis of items."""
-    item = tl.arange(0, 32 // INTERLEAVE) * INTERLEAVE
-    index = x.expand_dims(len(x.shape)) >> item & ((1 << INTERLEAVE) - 1)
-    return tl.load(table + index)
+def _table(TABLE, WORD: tl.constexpr, INDEX: tl.constexpr, x):
+    """Return four levels of a block's table, as a word beside each of `x`."""
+    return tl.broadcast_to(tl.load(TABLE + INDEX * _WORDS + WORD), x.shape)
 
 
 @triton.jit
-def key_levels(tiles, live, TABLE, FORM: tl.constexpr, INDEX: tl.constexpr):
+def _chosen(x, BIT: tl.constexpr, low, high):
+    """Return bytes of `low`, or of `high` where a bit of the byte of `x` is set."""
+    mask = (x >> BIT & 0x01010101) * 0xFF
+    return (low & ~mask) | (high & mask)
+
+
+@triton.jit
+def _eight(x, selector, TABLE, INDEX: tl.constexpr, FIRST: tl.constexpr, ASM: tl.constexpr):
+    """Look up the lowest 3 bits of each byte among the levels from 8 FIRST on."""
+    low, high = _table(TABLE, 2 * FIRST, INDEX, x), _table(TABLE, 2 * FIRST + 1, INDEX, x)
+    return prmt(low, high, selector, ASM)
+
+
+@triton.jit
+def _lookup(
+    x, selector, TABLE, INDEX: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Look up the lowest BITS bits of each byte among the levels from 8 FIRST on."""
+    if BITS <= 3:
+        found = _eight(x, selector, TABLE, INDEX, FIRST, ASM)
+    else:
+        HALF: tl.constexpr = 1 << (BITS - 4)
+        low = _lookup(x, selector, TABLE, INDEX, FIRST, BITS - 1, ASM)
+        high = _lookup(x, selector, TABLE, INDEX, FIRST + HALF, BITS - 1, ASM)
+        found = _chosen(x, BITS - 1, low, high)
+    return found
+
+
+@triton.jit
+def _items(x, TABLE, INTERLEAVE: tl.constexpr, INDEX: tl.constexpr, BITS: tl.constexpr,
+           ASM: tl.constexpr):  # fmt: skip
+    """Look up the items of wider words `[A, B, C]`: int8 `[A, B, C, items]`."""
+    A: tl.constexpr = x.shape[0]
+    B: tl.constexpr = x.shape[1]
+    C: tl.constexpr = x.shape[2]
+    if INTERLEAVE == 4:
+        t0, t1 = _table(TABLE, 0, INDEX, x), _table(TABLE, 1, INDEX, x)
+        t2, t3 = _table(TABLE, 2, INDEX, x), _table(TABLE, 3, INDEX, x)
+        levels = levels4(x, t0, t1, t2, t3, ASM).permute(0, 1, 2, 5, 4, 3).reshape(A, B, C, 8)
+    else:
+        pairs = x & 0x07070707
+        pairs = pairs | pairs >> 4
+        selector = (pairs & 0x77) | (pairs >> 8 & 0x7700)
+        found = _lookup(x, selector, TABLE, INDEX, 0, BITS + 1, ASM)
+        levels = bytes_of(found).permute(0, 1, 2, 4, 3).reshape(A, B, C, 4)
+    return levels
+
+
+@triton.jit
+def key_levels(tiles, live, TABLE, FORM: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr):
     """Return the levels of a block of K, int8 `[tiles * 32, channels]`, in the order of its codes.
 
     A block of 16 channels has a zero behind each of them.
@@ -68,9 +118,11 @@ def key_levels(tiles, live, TABLE, FORM: tl.constexpr, INDEX: tl.constexpr):
     live : tensor
         Tiles that are there.
     TABLE : pointer
-        int8 `[blocks that have bits, MOST_LEVELS]`.
+        int32 `[blocks that have bits, MOST_LEVELS / 4]`: levels, a byte each.
     FORM, INDEX : constexpr
         The `SlotForm`, and the place of the block among its steps.
+    ASM : constexpr
+        Whether the device knows PTX.
     """
     BLOCK: tl.constexpr = FORM.steps[INDEX]
     LOW: tl.constexpr = BLOCK.low
@@ -95,7 +147,7 @@ def key_levels(tiles, live, TABLE, FORM: tl.constexpr, INDEX: tl.constexpr):
         above = above >> (place % PER * HIGH.width)[None, None, :]
         above = above & everywhere(FORM, HIGH.width)
     x = _indices(own, first, second, far, above, shift, FORM, INDEX)
-    levels = _items(x, TABLE + INDEX * _MOST_LEVELS, C)
+    levels = _items(x, TABLE, C, INDEX, BLOCK.bits, ASM)
     levels = levels.reshape(tiles.shape[0] * 32, COUNT * (32 // C))
     if BLOCK.dim < 32:
         # Products have 32 channels at least: zeros stand between those of a narrow block.
@@ -124,7 +176,7 @@ def _key_words(at, seen, word, BACK: tl.constexpr, FORM: tl.constexpr, INDEX: tl
 
 
 @triton.jit
-def value_levels(tiles, live, TABLE, FORM: tl.constexpr):
+def value_levels(tiles, live, TABLE, FORM: tl.constexpr, ASM: tl.constexpr):
     """Return the levels of V, int8 `[channels, tiles * 32]`; parameters as of `key_levels`."""
     BLOCK: tl.constexpr = FORM.steps[0]
     LOW: tl.constexpr = BLOCK.low
@@ -150,5 +202,5 @@ def value_levels(tiles, live, TABLE, FORM: tl.constexpr):
         above = above >> (wide % PER * HIGH.width)[None, :, None]
         above = above & everywhere(FORM, HIGH.width)
     x = _indices(own, first, second, far, above, shift, FORM, 0)
-    levels = _items(x, TABLE, C)
+    levels = _items(x, TABLE, C, 0, BLOCK.bits, ASM)
     return levels.permute(2, 0, 1, 3).reshape(D, NT * 32)
