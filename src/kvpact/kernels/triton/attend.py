@@ -14,6 +14,7 @@ from kvpact.kernels.triton.fast import Fast, attend_fast, fast_of, fast_range
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.general import Variant, attend_general
 from kvpact.kernels.triton.merge import merge_parts
+from kvpact.kernels.triton.prompt import attend_prompt, is_plain_prompt
 from kvpact.kernels.triton.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.rows import Rows, rows_of
 from kvpact.kernels.triton.streams import Stream
@@ -58,6 +59,8 @@ class _Call(NamedTuple):
 def attend_triton(calls: Sequence[AttendCall], precision: Precision) -> Tensor:
     """Attend; parameters as of `Backend.attend`."""
     first = calls[0]
+    if first.q.is_cuda and len(calls) == 1 and is_plain_prompt(first):
+        return attend_prompt(first)
     batch = sum(call.q.shape[0] for call in calls)
     heads, queries = first.q.shape[1:3]
     out = first.q.new_empty(batch, heads, queries, first.output_dim)
