@@ -117,12 +117,7 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
 
 
 def _aligned(source: SegmentSource, slots: Slots) -> bool:
-    """Whether codes and scales lie at multiples of 16 bytes; asked once for a source.
-
-    Trellises' are loaded byte by byte.
-    """
-    if slots.form is not None and slots.form.kind == "trellis":
-        return True
+    """Whether codes and scales lie at multiples of 16 bytes; asked once for a source."""
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
         held = [source.where(name) for name in slots.names[:2] if name is not None]
