@@ -32,6 +32,11 @@ class TestTriton(BackendContract):
 class TestInterpreted(BackendContract):
     max_error = 5e-4
 
+    @pytest.fixture(autouse=True)
+    def only_what_ends(self, request):
+        if "encoded_bytes[trellis" in request.node.name:
+            pytest.skip("a search that is interpreted takes an hour: test_trellis_encode.py has it")
+
     def make_backend(self):
         return TritonBackend(on_cpu=True)
 
