@@ -185,4 +185,9 @@ def make_runners(
     """Let rows take their next steps at once, if they just took the same step again."""
     tokens = zip(*(torch.split(x, 1) for x in (k, v, q)), strict=True)
     for seq, (k_row, v_row, q_row) in zip(seqs, tokens, strict=True):
-        make_runner(cache._sequences[seq].layers[layer], k_row, v_row, q_row, config)
+        entry = cache._sequences[seq].layers[layer]
+        make_runner(entry, k_row, v_row, q_row, config)
+        runner = entry._held.runner
+        if len(seqs) > 1 and runner is not None and not runner.many:
+            entry._held = entry._held._replace(runner=None)
+            return

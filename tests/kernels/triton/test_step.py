@@ -106,3 +106,23 @@ def test_a_rollback_between_steps_is_seen(triton_backend):
         expected, found = plain.attend(0, *given), cache.attend(0, *given)
         assert (found - expected).norm() <= 5e-4 * expected.norm()
     assert torch.equal(cache.dequantize(0, "k"), plain.dequantize(0, "k"))
+
+
+def test_rows_on_pages_take_the_ordinary_way(triton_backend):
+    generator = torch.Generator().manual_seed(4)
+    caches = [
+        create_cache(
+            "turboquant:bits=4",
+            CacheGeometry(1, 1, 32, dtype=torch.float32),
+            "paged",
+            backend=backend,
+            check="deferred",
+            num_pages=6,
+        )
+        for backend in ("triton", "torch")
+    ]
+    for count in (9, 1, 1, 1):
+        given = tokens(count, generator, batch=2)
+        found, expected = (cache.attend(0, *given) for cache in caches)
+        assert (found - expected).norm() <= 5e-4 * expected.norm()
+    assert caches[0].stats()["compute"]["attend"] == {"triton": 8}

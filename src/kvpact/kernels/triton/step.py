@@ -79,6 +79,8 @@ class TritonStep(AlikeCalls):
         How often counts and addresses were sent; a graph stands as long as this does.
     """
 
+    many = False
+
     def __init__(self, call: AttendCall, good: Tensor) -> None:
         super().__init__(call)
         assert call.view is not None
@@ -86,8 +88,7 @@ class TritonStep(AlikeCalls):
         self.frozen = False
         self._call, self._view = call, call.view
         self.placed = 0
-        sides = (call.view.k, call.view.v)
-        self._slots = [EncodeSlots.of(side.codec, side.source, call.q) for side in sides]
+        self._slots: list[EncodeSlots] = []
         self._known: Prepared | None = None
         assert call.k is not None and call.v is not None
         self._loose = (call.k.data_ptr() | call.v.data_ptr()) % 16 > 0
@@ -158,6 +159,9 @@ class TritonStep(AlikeCalls):
         view = view._replace(k=_moved(view.k, *k, held), v=_moved(view.v, *v, held))
         call = self._call._replace(view=view)
         self._known = prepared([call], [0])
+        if not self._slots:
+            sides = (view.k, view.v)
+            self._slots = [EncodeSlots.of(side.codec, side.source, call.q) for side in sides]
         self._memory, self._at = (k[1], v[1]), now
         self.placed += 1
 
