@@ -21,6 +21,7 @@ from kvpact.kernels.triton.variants import all_launches
 
 CAPABILITIES = (80, 89, 90, 100)
 EXACT = (
+    "balance_tiles",
     "check_tokens",
     "choose_bases",
     "decode_keys",

@@ -174,7 +174,9 @@ def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
             return
         if tables.form.staged:
             x = _rotated(x, tables)
-        if tables.form.group > 1:
+        if tables.form.kind == "balanced":
+            _balance_tiles(x, tables.form, slots, start)
+        elif tables.form.group > 1:
             _encode_groups(x, tables.form, slots, start)
         span = span_of(tables.form, x.shape[2])
         spans = (start + x.shape[2] - 1) // span - start // span + 1
@@ -263,5 +265,31 @@ def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) 
         slots.segments,
         FORM=form,
         num_warps=4,
+        **_EXACT,
+    )
+
+
+def _balance_tiles(y: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) -> None:
+    """Store balance, scales and zeros of tiles of rotated tokens."""
+    from kvpact.kernels.triton.encode_balance import NUMBERS, VECTORS, balance_tiles
+
+    batch, heads, tokens, _ = y.shape
+    groups, space = tokens // form.group, max(form.group, form.padded)
+    room = form.dim * form.group + VECTORS * space
+    balance_tiles[(groups, heads, batch)](
+        y,
+        y.new_empty(batch * heads * groups * room),
+        slots.table,
+        slots.heads,
+        tokens,
+        start,
+        slots.tiles,
+        batch,
+        slots.segments,
+        ROWS=min(form.group, NUMBERS // form.padded),
+        CHANNELS=min(form.padded, NUMBERS // form.group),
+        SPACE=space,
+        FORM=form,
+        num_warps=8,
         **_EXACT,
     )

@@ -158,8 +158,6 @@ def encode_reason(codec: Codec) -> str:
     form = codec.encoding()
     if form is None:
         return f"no native encoding for {type(codec).__name__}"
-    if form.kind == "balanced":
-        return "no kernel balances tiles"
     if form.trellis is not None and min(block.dim for block in form.trellis.blocks) < LEAST:
         return f"trellises of less than {LEAST} channels"
     transform = codec.transform
