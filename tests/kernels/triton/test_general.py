@@ -57,6 +57,20 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(attend, "fast_of", lambda *_: None)
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that the grid of every launch of the kernel is put into."""
+    launches: list[Any] = []
+    kernel = attend.attend_general
+
+    class Counted:
+        def __getitem__(self, grid: Any) -> Any:
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(attend, "attend_general", Counted())
+    return launches
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_formats(spec):
     assert error([made(spec, "one token", 20, torch.float32, 70)]) < BOUNDS[torch.float32]
@@ -90,11 +104,16 @@ def test_many_parts(monkeypatch):
 
 
 def test_many_rows(monkeypatch):
-    """More than a program has, in an order of their own."""
+    """More than a program has, in an order of their own; on the one axis that is not short."""
     monkeypatch.setattr(attend, "MOST_ROWS", 16)
+    launches = counted(monkeypatch)
     call = made(CODES, "a chunk", 16, torch.float32, 30)
     call = call._replace(q=call.q[:, :, -17:], config=AttendConfig(sliding_window=20))
     assert error([call]) < BOUNDS[torch.float32]
+    batch, q_heads, queries, _ = call.q.shape
+    heads = call.kv_heads
+    row_tiles = -(-q_heads // heads * queries // 16)
+    assert launches == [(row_tiles * heads, 2, batch)]
 
 
 def test_tanh_of_small_and_large_numbers(monkeypatch):
@@ -130,15 +149,7 @@ def test_masks(name):
 
 def test_unlike_lengths_are_one_launch(monkeypatch):
     """Sequences of unlike lengths, windows and masks; one without packed tokens yet."""
-    launches: list[Any] = []
-    kernel = attend.attend_general
-
-    class Counted:
-        def __getitem__(self, grid: Any) -> Any:
-            launches.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(attend, "attend_general", Counted())
+    launches = counted(monkeypatch)
     calls = [
         made(CODES, "one token", 20, torch.float32, held, seed)
         for seed, held in enumerate((70, 2, 40))

@@ -243,7 +243,7 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
     lse = exact.new_empty(batch, heads, parts, count)
     levels = [exact if one is None or one.levels is None else one.levels for one in slots]
     shape = (queries, count // queries, heads, splits, parts)
-    attend_general[splits, row_tiles * heads, batch](
+    attend_general[row_tiles * heads, splits, batch](
         rows.table, *q, *levels, packed, exact, lse, *shape,
         call.config.softcap or 0.0, variant, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -135,7 +135,7 @@ def attend_general(
     ROWS, QP, QE, FIRST, K_LEVELS, V_LEVELS, PACKED, EXACT, LSE,
     q_len, groups, heads, splits, parts, softcap, VARIANT: tl.constexpr,
 ):  # fmt: skip
-    """Attend with some rows over a part of the tokens. Grid: (splits, row tiles * heads, B).
+    """Attend with some rows over a part of the tokens. Grid: (row tiles * heads, splits, B).
 
     QP, QE: `[B, heads, groups * q_len, query_dim]` fp32, scaled; for packed and for exact tokens;
     rounded to tf32 unless products are those of fp32. FIRST: `[B, heads, groups * q_len]` fp32, the
@@ -147,8 +147,8 @@ def attend_general(
     K: tl.constexpr = VARIANT.k
     V: tl.constexpr = VARIANT.v
     VALUES: tl.constexpr = VARIANT.values
-    part, row = tl.program_id(0), tl.program_id(2)
-    head, first_row = tl.program_id(1) % heads, tl.program_id(1) // heads * VARIANT.rows
+    part, row = tl.program_id(1), tl.program_id(2)
+    head, first_row = tl.program_id(0) % heads, tl.program_id(0) // heads * VARIANT.rows
     count = groups * q_len
     place = first_row + tl.arange(0, VARIANT.rows)
     live = place < count
