@@ -271,7 +271,8 @@ def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) 
 
 def _balance_tiles(y: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) -> None:
     """Store balance, scales and zeros of tiles of rotated tokens."""
-    from kvpact.kernels.triton.encode_balance import NUMBERS, VECTORS, balance_tiles
+    from kvpact.kernels.triton.encode_balance import VECTORS, balance_tiles
+    from kvpact.kernels.triton.encode_deviations import NUMBERS
 
     batch, heads, tokens, _ = y.shape
     groups, space = tokens // form.group, max(form.group, form.padded)

@@ -10,146 +10,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvpact.kernels.triton.encode_deviations import (
+    balanced_channels,
+    balanced_tokens,
+    by_count,
+    channel_deviations,
+    divided,
+    flat_mean,
+    normalised,
+    token_deviations,
+    within,
+)
 from kvpact.kernels.triton.encode_kernel import units_of
-from kvpact.kernels.triton.transforms import log2, tree_sum
 from kvpact.methods import kvarn
 
-NUMBERS = 4096
-"""Numbers of a tile that a program has in its registers at a time."""
 VECTORS = 6
 """Vectors of one number per token or channel that a program keeps beside the tile."""
 
-_NUMBERS = tl.constexpr(NUMBERS)
 _SWEEPS = tl.constexpr(kvarn.SWEEPS)
 _STD_MIN, _STD_MAX = tl.constexpr(kvarn.STD_MIN), tl.constexpr(kvarn.STD_MAX)
 _SCALE_MIN, _SCALE_MAX = tl.constexpr(kvarn.SCALE_MIN), tl.constexpr(kvarn.SCALE_MAX)
 _UNIT_MIN = tl.constexpr(kvarn.UNIT_MIN)
-
-
-@triton.jit
-def _divided(x, by):
-    """Return `x / by`, correctly rounded, of shapes that can be broadcast to that of `x`."""
-    return tl.div_rn(x, tl.broadcast_to(by, x.shape))
-
-
-@triton.jit
-def _by_count(x, COUNT: tl.constexpr):
-    return tl.div_rn(x, tl.full(x.shape, COUNT, tl.float32))
-
-
-@triton.jit
-def _within(x, LEAST: tl.constexpr, MOST: tl.constexpr):
-    return tl.minimum(tl.maximum(x, LEAST), MOST)
-
-
-@triton.jit
-def _balanced(x, by_token, by_channel, FORM: tl.constexpr):
-    """Return `x / column / row`: columns are tokens (K) or channels (V)."""
-    if FORM.order == "token":
-        x = _divided(_divided(x, by_token), by_channel)
-    else:
-        x = _divided(_divided(x, by_channel), by_token)
-    return x
-
-
-@triton.jit
-def _deviation(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """Return the standard deviation of the first `COUNT` numbers of each row."""
-    mean = _by_count(tree_sum(x, ROWS, WIDTH, COUNT), COUNT)
-    rest = x - mean[:, None]
-    return tl.sqrt_rn(_by_count(tree_sum(rest * rest, ROWS, WIDTH, COUNT), COUNT))
-
-
-@triton.jit
-def _some_tokens(X, first, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Return numbers `[ROWS, padded]` of tokens from `first` on."""
-    t, d = first + tl.arange(0, ROWS), tl.arange(0, FORM.padded)
-    place = X + t[:, None] * FORM.dim + d[None, :]
-    return tl.load(place, mask=(d < FORM.dim)[None, :], other=0.0)
-
-
-@triton.jit
-def _balanced_tokens(X, BY_TOKEN, BY_CHANNEL, first, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Return `_balanced` of tokens from `first` on, `[ROWS, padded]`."""
-    d = tl.arange(0, FORM.padded)
-    by_token = tl.load(BY_TOKEN + first + tl.arange(0, ROWS))[:, None]
-    by_channel = tl.load(BY_CHANNEL + d, mask=d < FORM.dim, other=1.0)[None, :]
-    return _balanced(_some_tokens(X, first, ROWS, FORM), by_token, by_channel, FORM)
-
-
-@triton.jit
-def _balanced_channels(X, BY_TOKEN, BY_CHANNEL, first, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Return `_balanced` of channels from `first` on, `[ROWS, group]`."""
-    d, t = first + tl.arange(0, ROWS), tl.arange(0, FORM.group)
-    place = X + t[None, :] * FORM.dim + d[:, None]
-    x = tl.load(place, mask=(d < FORM.dim)[:, None], other=0.0)
-    by_token = tl.load(BY_TOKEN + t)[None, :]
-    by_channel = tl.load(BY_CHANNEL + d, mask=d < FORM.dim, other=1.0)[:, None]
-    return _balanced(x, by_token, by_channel, FORM)
-
-
-@triton.jit
-def _token_deviations(X, BY_TOKEN, BY_CHANNEL, OUT, ROWS: tl.constexpr, FORM: tl.constexpr):
-    for first in range(0, FORM.group, ROWS):
-        x = _balanced_tokens(X, BY_TOKEN, BY_CHANNEL, first, ROWS, FORM)
-        tl.store(OUT + first + tl.arange(0, ROWS), _deviation(x, ROWS, FORM.padded, FORM.dim))
-
-
-@triton.jit
-def _channel_deviations(X, BY_TOKEN, BY_CHANNEL, OUT, ROWS: tl.constexpr, FORM: tl.constexpr):
-    for first in range(0, FORM.dim, ROWS):
-        x = _balanced_channels(X, BY_TOKEN, BY_CHANNEL, first, ROWS, FORM)
-        d = first + tl.arange(0, ROWS)
-        tl.store(OUT + d, _deviation(x, ROWS, FORM.group, FORM.group), mask=d < FORM.dim)
-
-
-@triton.jit
-def _flat_sum(X, SIZE: tl.constexpr):
-    """Return the tree sum of `SIZE` numbers that stand one behind the other; they are lost."""
-    for level in range(log2(SIZE)):
-        size = (SIZE + (1 << level) - 1) >> level
-        half = size // 2
-        for first in range(0, half, _NUMBERS):
-            i = first + tl.arange(0, _NUMBERS)
-            low = tl.load(X + i, mask=i < half, other=0.0)
-            tl.store(X + i, low + tl.load(X + half + i, mask=i < half, other=0.0), mask=i < half)
-        tl.debug_barrier()
-        tl.store(X + half, tl.load(X + size - 1), mask=size % 2 == 1)
-        tl.debug_barrier()
-    return tl.load(X)
-
-
-@triton.jit
-def _flat_mean(Y, X, less, SQUARED: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Return the mean of a tile's numbers, or of their squares less a number, row by row."""
-    d = tl.arange(0, FORM.padded)
-    for first in range(0, FORM.group, ROWS):
-        t = first + tl.arange(0, ROWS)
-        y = _some_tokens(Y, first, ROWS, FORM)
-        if SQUARED:
-            y = (y - less) * (y - less)
-        if FORM.order == "token":
-            place = t[:, None] + d[None, :] * FORM.group
-        else:
-            place = t[:, None] * FORM.dim + d[None, :]
-        tl.store(X + place, y, mask=(d < FORM.dim)[None, :])
-    tl.debug_barrier()
-    SIZE: tl.constexpr = FORM.dim * FORM.group
-    return _by_count(_flat_sum(X, SIZE), SIZE)
-
-
-@triton.jit
-def _normalised(Y, X, whole, ROWS: tl.constexpr, FORM: tl.constexpr):
-    """Store the tile over a number; return the largest magnitude before."""
-    d = tl.arange(0, FORM.padded)
-    most = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, FORM.group, ROWS):
-        t = first + tl.arange(0, ROWS)
-        y = _some_tokens(Y, first, ROWS, FORM)
-        most = tl.maximum(most, tl.max(tl.abs(y), 1))
-        place = X + t[:, None] * FORM.dim + d[None, :]
-        tl.store(place, _divided(y, whole), mask=(d < FORM.dim)[None, :])
-    return tl.max(most, 0)
 
 
 @triton.jit
@@ -167,14 +48,14 @@ def _put(X, x, COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def _grown(scale, DEVIATIONS, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    step = _within(_numbers(DEVIATIONS, COUNT, PADDED), _STD_MIN, _STD_MAX)
-    return _within(scale * step, _SCALE_MIN, _SCALE_MAX)
+    step = within(_numbers(DEVIATIONS, COUNT, PADDED), _STD_MIN, _STD_MAX)
+    return within(scale * step, _SCALE_MIN, _SCALE_MAX)
 
 
 @triton.jit
 def _spread(DEVIATIONS, COUNT: tl.constexpr, PADDED: tl.constexpr):
     there = tl.arange(0, PADDED) < COUNT
-    x = _within(_numbers(DEVIATIONS, COUNT, PADDED), _STD_MIN, _STD_MAX)
+    x = within(_numbers(DEVIATIONS, COUNT, PADDED), _STD_MIN, _STD_MAX)
     high, low = tl.max(tl.where(there, x, 0.0), 0), tl.min(tl.where(there, x, float("inf")), 0)
     return tl.div_rn(high, low)
 
@@ -199,9 +80,9 @@ def _balance(
     _put(BY_CHANNEL, by_channel, DIM, PADDED)
     tl.debug_barrier()
     if KEYS:
-        _token_deviations(X, BY_TOKEN, BY_CHANNEL, OF_TOKENS, ROWS, FORM)
+        token_deviations(X, BY_TOKEN, BY_CHANNEL, OF_TOKENS, ROWS, FORM)
     else:
-        _channel_deviations(X, BY_TOKEN, BY_CHANNEL, OF_CHANNELS, CHANNELS, FORM)
+        channel_deviations(X, BY_TOKEN, BY_CHANNEL, OF_CHANNELS, CHANNELS, FORM)
     tl.debug_barrier()
     for _ in range(_SWEEPS):
         for half in tl.static_range(2):
@@ -214,9 +95,9 @@ def _balance(
             tl.debug_barrier()
             # Rows after columns have grown; then both, for what is left uneven.
             if half == 1 or not KEYS:
-                _token_deviations(X, BY_TOKEN, BY_CHANNEL, OF_TOKENS, ROWS, FORM)
+                token_deviations(X, BY_TOKEN, BY_CHANNEL, OF_TOKENS, ROWS, FORM)
             if half == 1 or KEYS:
-                _channel_deviations(X, BY_TOKEN, BY_CHANNEL, OF_CHANNELS, CHANNELS, FORM)
+                channel_deviations(X, BY_TOKEN, BY_CHANNEL, OF_CHANNELS, CHANNELS, FORM)
             tl.debug_barrier()
         uneven = _spread(OF_TOKENS, TOKENS, TOKENS) + _spread(OF_CHANNELS, DIM, PADDED)
         better = uneven < best
@@ -235,14 +116,14 @@ def _row_ends(
     """Store the least and the largest number of each row of the balanced tile."""
     if FORM.order == "token":
         for first in range(0, FORM.dim, CHANNELS):
-            x = _balanced_channels(Y, BY_TOKEN, BY_CHANNEL, first, CHANNELS, FORM)
+            x = balanced_channels(Y, BY_TOKEN, BY_CHANNEL, first, CHANNELS, FORM)
             d = first + tl.arange(0, CHANNELS)
             tl.store(LOW + d, tl.min(x, 1), mask=d < FORM.dim)
             tl.store(HIGH + d, tl.max(x, 1), mask=d < FORM.dim)
     else:
         inside = (tl.arange(0, FORM.padded) < FORM.dim)[None, :]
         for first in range(0, FORM.group, ROWS):
-            x = _balanced_tokens(Y, BY_TOKEN, BY_CHANNEL, first, ROWS, FORM)
+            x = balanced_tokens(Y, BY_TOKEN, BY_CHANNEL, first, ROWS, FORM)
             t = first + tl.arange(0, ROWS)
             tl.store(LOW + t, tl.min(tl.where(inside, x, float("inf")), 1))
             tl.store(HIGH + t, tl.max(tl.where(inside, x, float("-inf")), 1))
@@ -254,7 +135,7 @@ def _row_grids(LOW, HIGH, row, COUNT: tl.constexpr, PADDED: tl.constexpr, FORM: 
     """Return scale and zero of rows, fp16, whose balance is `row`."""
     low, high = _numbers(LOW, COUNT, PADDED), _numbers(HIGH, COUNT, PADDED)
     spread = tl.where(high > low, high - low, 0.0)
-    scale, zero = row * _by_count(spread, (1 << FORM.bits) - 1), row * low
+    scale, zero = row * by_count(spread, (1 << FORM.bits) - 1), row * low
     return scale.to(tl.float16), tl.where(zero == 0.0, 0.0, zero).to(tl.float16)
 
 
@@ -262,7 +143,7 @@ def _row_grids(LOW, HIGH, row, COUNT: tl.constexpr, PADDED: tl.constexpr, FORM: 
 def _unit_of(most):
     """Return the power of two above a magnitude, within `UNIT_MIN` and 1."""
     above = (most.to(tl.int32, bitcast=True) >> 23) + 1
-    return _within((above << 23).to(tl.float32, bitcast=True), _UNIT_MIN, 1.0)
+    return within((above << 23).to(tl.float32, bitcast=True), _UNIT_MIN, 1.0)
 
 
 @triton.jit(do_not_specialize=["tokens", "start", "tiles_per_segment", "batch", "segments"])
@@ -298,12 +179,12 @@ def balance_tiles(
     OF_TOKENS, OF_CHANNELS = X + (SIZE + 2 * SPACE), X + (SIZE + 3 * SPACE)
     LOW, HIGH = X + (SIZE + 4 * SPACE), X + (SIZE + 5 * SPACE)
 
-    mean = _flat_mean(Y, X, 0.0, False, ROWS, FORM)
+    mean = flat_mean(Y, X, 0.0, False, ROWS, FORM)
     tl.debug_barrier()
-    whole = tl.sqrt_rn(_flat_mean(Y, X, mean, True, ROWS, FORM))
+    whole = tl.sqrt_rn(flat_mean(Y, X, mean, True, ROWS, FORM))
     whole = tl.where(whole == 0.0, 1.0, whole)
     tl.debug_barrier()
-    most = _normalised(Y, X, whole, ROWS, FORM)
+    most = normalised(Y, X, whole, ROWS, FORM)
     tl.debug_barrier()
     by_token, by_channel = _balance(
         X, BY_TOKEN, BY_CHANNEL, OF_TOKENS, OF_CHANNELS, ROWS, CHANNELS, FORM
@@ -321,7 +202,7 @@ def balance_tiles(
     zeros = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
     if FORM.order == "token":
         unit = _unit_of(most)
-        by_channel = _divided(by_channel * whole, unit)
+        by_channel = divided(by_channel * whole, unit)
         column = (by_token * unit).to(tl.float16)
         _put(BY_TOKEN, column.to(tl.float32), TOKENS, TOKENS)
         _put(BY_CHANNEL, by_channel, DIM, PADDED)
