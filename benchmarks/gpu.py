@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def decode(options: argparse.Namespace, read: float) -> list[Row]:
             for spec in options.specs:
                 cache = filled(spec, geometry, batch, tokens)
                 kept.append(cache)
-                works[spec] = captured(partial(attended, cache, q))
+                works[spec] = captured(attention(cache, q))
                 nbytes[spec] = cache.memory_usage()
             rows += table("decode", f"{batch} x {tokens}", works, nbytes, exact, read, options)
             del works, kept, k
@@ -78,13 +79,23 @@ def decode(options: argparse.Namespace, read: float) -> list[Row]:
     return rows
 
 
-def attended(cache: Any, q: torch.Tensor, config: AttendConfig = WHOLE) -> torch.Tensor:
-    """Attend over the tokens held alone: the kernels of a step, without those that store."""
+def attention(
+    cache: Any, q: torch.Tensor, config: AttendConfig = WHOLE
+) -> Callable[[], torch.Tensor | None]:
+    """Return the attention over the tokens held alone: without the kernels that store.
+
+    What is sent to the device for a call is sent here; a step's graph has it there, too.
+    """
     layer = cache._layers[0]
     held = layer._held
     view = layer._view(held, held.padding)
     call = AttendCall(view, None, None, q, config, held.padding, cache.geometry.latent)
-    return held.plan.attend([call])
+    if DEVICE == "cpu":
+        return partial(held.plan.attend, [call])
+    from kvpact.kernels.triton.attend import attend_prepared, prepared
+
+    out = q.new_empty(*q.shape[:3], call.output_dim)
+    return partial(attend_prepared, prepared([call], [0]), [call], out)
 
 
 def table(
@@ -145,7 +156,7 @@ def prompt(options: argparse.Namespace, read: float) -> list[Row]:
         nbytes = {"torch sdpa": 4 * HEADS * tokens * DIM}
         for spec in options.specs:
             cache = filled(spec, geometry, 1, tokens)
-            works[spec] = partial(attended, cache, q)
+            works[spec] = attention(cache, q)
             nbytes[spec] = cache.memory_usage()
         rows += table("chunk", f"512 over {tokens}", works, nbytes, {"torch sdpa"}, read, options)
     return rows
@@ -170,7 +181,7 @@ def latent(options: argparse.Namespace, read: float) -> list[Row]:
             works, nbytes = {"torch matmul": matmul}, {"torch matmul": c.nbytes}
             for spec in options.specs:
                 cache = filled(spec, geometry, batch, tokens)
-                works[spec] = captured(partial(attended, cache, q, config))
+                works[spec] = captured(attention(cache, q, config))
                 nbytes[spec] = cache.memory_usage()
             shape = f"{batch} x {tokens}"
             rows += table("latent", shape, works, nbytes, {"torch matmul"}, read, options)

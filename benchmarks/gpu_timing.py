@@ -31,7 +31,12 @@ def captured(work: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return graph.replay
+
+    def replay() -> None:
+        graph.replay()
+
+    replay.work = work  # keeps alive what the graph reads
+    return replay
 
 
 def timed(work: Callable[[], Any]) -> float:

@@ -303,3 +303,12 @@ def test_the_share_of_storing(run, model_folder, tmp_path):
         low, middle, high = row[name]
         assert 0 < low <= middle <= high < 1
     assert (tmp_path / "prompt_share.md").read_text("utf-8").strip() in printed
+
+
+def test_what_runs_on_a_gpu(run, tmp_path):
+    sizes = ("--tokens", 64, "--batch", 1, "--rounds", 1, "--specs", "turboquant:bits=4")
+    parts = ("--parts", "decode", "latent", "prompt", "encode")
+    printed = run("gpu", "--dry", *sizes, *parts, "--out", tmp_path)
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert {row["part"] for row in rows} == {"decode", "latent", "chunk", "encode"}
+    assert all(row["us"] > 0 and row["what"] in printed for row in rows)

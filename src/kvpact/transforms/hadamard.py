@@ -12,7 +12,7 @@ so that every channel spreads over the whole vector. Both steps are orthogonal, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def _splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-@lru_cache(maxsize=256)
+@cache  # a CUDA graph may hold the address
 def random_signs(count: int, seed: int, device: torch.device) -> Tensor:
     """Return `[count]` fp32 signs, a function of the seed alone."""
     state, signs = _splitmix64((seed * 2 + 1) & _MASK), []

@@ -89,6 +89,9 @@ class DecodeGraph:
         if ids.dim() != 2 or ids.shape[1] != 1:
             raise GeometryError(f"a step takes one token of each row, not {tuple(ids.shape)}")
         layers = self._layers()
+        rows = layers[0].streams()[0].memory.tensor.shape[0]
+        if ids.shape[0] != rows:
+            raise GeometryError(f"{ids.shape[0]} rows, but the cache holds {rows}")
         with torch.no_grad():
             if not self._stands(layers):
                 self._padding = _padding(layers[0], ids)
@@ -126,11 +129,19 @@ class DecodeGraph:
         self._replay, self._left = None, self.room
         for _ in range(_WARM):
             before = [layer._held for layer in layers]
-            self._as_ever(ids)
-            for layer, then in zip(layers, before, strict=True):
-                runner = layer._held.runner
-                good = then.good if runner is None else runner.good
-                layer.rewind(then._replace(runner=runner, good=good))
+            try:
+                self._as_ever(ids)
+            finally:
+                for layer, then in zip(layers, before, strict=True):
+                    runner = layer._held.runner
+                    good = then.good if runner is None else runner.good
+                    layer.rewind(then._replace(runner=runner, good=good))
+        devices = {stream.memory.tensor.device for layer in layers for stream in layer.streams()}
+        if devices != {ids.device}:
+            raise BackendUnavailable(
+                f"a graph is of one device; the cache is on {sorted(map(str, devices))}, and the "
+                f"token ids on {ids.device}; call the model itself"
+            )
         for index, layer in enumerate(layers):
             runner = layer._held.runner
             if not (isinstance(runner, TritonStep) and runner.replayable):
@@ -158,9 +169,11 @@ class DecodeGraph:
         self._ids, self._positions = ids.clone(), self._positions_of(layers)
         before = [layer._held for layer in layers]
         runners = _runners(layers)
-        for layer, runner in zip(layers, runners, strict=True):
-            k, v = layer.streams()
-            runner.place(layer.length, (k.exact_from, k.memory), (v.exact_from, v.memory))
+
+        def place() -> None:
+            for layer, runner in zip(layers, runners, strict=True):
+                k, v = layer.streams()
+                runner.place(layer.length, (k.exact_from, k.memory), (v.exact_from, v.memory))
 
         def step() -> None:
             for runner in runners:
@@ -173,13 +186,14 @@ class DecodeGraph:
                 for layer, then in zip(layers, before, strict=True):
                     layer._held = then
 
-        if ids.is_cuda:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                step()
-            self._replay = graph.replay
-        else:
-            self._replay = step  # interpreted kernels: with what the host knew when it captured
+        # Nothing may be loaded or sent for the first time during a capture.
+        place()
+        step()
+        for layer, runner, then in zip(layers, runners, before, strict=True):
+            layer.rewind(then)
+            runner.forget()
+        place()
+        self._replay = _captured(step, ids.device)
         self.captures += 1
         self._placed = _placed(layers)
 
@@ -194,6 +208,28 @@ class DecodeGraph:
             runner.count(1)
         self.replays += 1
         return self._logits
+
+
+def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Return what replays a step, as a graph where there is a device for that.
+
+    Interpreted kernels run the step again, with what the host knew when it was captured.
+    """
+    if device.type != "cuda":
+        return step
+    new_stream: Any = torch.cuda.Stream
+    graph, stream = torch.cuda.CUDAGraph(), new_stream(device)
+    try:
+        with (
+            torch.cuda.device(device),
+            torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+        ):
+            step()
+    except RuntimeError as error:
+        raise BackendUnavailable(
+            f"the model's step can't be captured as a graph ({error}); call the model itself"
+        ) from error
+    return graph.replay
 
 
 def _padding(layer: CacheLayer, ids: Tensor) -> Tensor:

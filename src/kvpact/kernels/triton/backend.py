@@ -87,6 +87,8 @@ class TritonBackend:
         """Cover codecs that have a `packed_format` (attend, decode) or an `encoding` (encode)."""
         if dtype not in DTYPES:
             return f"dtype {dtype}"
+        if operation == "attend" and (reason := _too_wide(_width(codec), dtype)):
+            return reason
         if operation == "encode":
             from kvpact.kernels.triton.encode import encode_reason
 
@@ -105,7 +107,7 @@ class TritonBackend:
         """Cover prompts of any width that slots may have."""
         if dtype not in DTYPES:
             return f"dtype {dtype}"
-        return f"width {dim} is above {MOST_WIDTH}" if dim > MOST_WIDTH else ""
+        return _too_wide(dim, dtype)
 
     def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
         """Compute in whole numbers wherever levels are, whatever was asked for."""
@@ -142,6 +144,17 @@ class TritonBackend:
 
         with on_device(out.device):
             decode_triton(slots, start, end, out, inverse)
+
+
+def _width(codec: Codec) -> int:
+    form = slots_of(codec, False, _CPU).form
+    return 0 if form is None else form.dim
+
+
+def _too_wide(dim: int, dtype: torch.dtype) -> str:
+    """Return why tiles of exact tokens don't fit shared memory or registers; "" if they do."""
+    most = MOST_WIDTH // 2 if dtype is torch.float32 else MOST_WIDTH
+    return f"{dtype} vectors of {dim} numbers; {most} is the most" if dim > most else ""
 
 
 def _copies(codec: Codec) -> bool:

@@ -297,4 +297,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on the device; the host does not wait for it to arrive."""
-    return x if x.device == device else x.pin_memory().to(device, non_blocking=True)
+    if x.device.type != "cpu" or device.type == "cpu":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

@@ -164,7 +164,6 @@ def attend_general(
         part,
         splits,
     )
-    # Queries of one head; 32 bits tell them apart.
     QP += at_head * count * VARIANT.query_dim
     QE += at_head * count * VARIANT.query_dim
     FIRST += at_head * count

@@ -165,6 +165,10 @@ class TritonStep(AlikeCalls):
         self._memory, self._at = (k[1], v[1]), now
         self.placed += 1
 
+    def forget(self) -> None:
+        """Send counts and addresses again next time: the device has counted what was taken back."""
+        self._at = None
+
     def count(self, new: int) -> None:
         """Know where tokens stand after a step, as `end_step` does on the device."""
         assert self._at is not None

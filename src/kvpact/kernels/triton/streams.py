@@ -211,7 +211,7 @@ def add_logits(
     """
     channel = tl.arange(0, S.width)
     inside = live[:, None] & (channel < S.dim)[None, :]
-    at = (at_row * STRIDE)[:, None] + channel[None, :]
+    at = (at_row.to(tl.int64) * STRIDE)[:, None] + channel[None, :]
     # Queries are loaded for each tile: held in registers, they would leave none for the rest.
     if S.form is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
         if _has_packed(ROWS, row, tile, S):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ def digits_of(
     return digits, units
 
 
-@lru_cache(maxsize=64)
+@cache  # a graph may hold the address
 def _places(form: SlotForm, rows: int, kw: int, device: torch.device) -> Tensor:
     """Return `[span]` int32: where the high digit of each channel goes in row 0 of `digits`."""
     width: int = key_width(form)

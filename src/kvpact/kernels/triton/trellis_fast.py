@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -51,13 +51,13 @@ def _byte_table(block: Steps) -> Tensor:
     return levels[4 * point + 2 * (index & 1) + (index >> low & 1)].to(torch.int8)
 
 
-@lru_cache(maxsize=64)
+@cache  # a graph may hold the address
 def level_table(form: SlotForm, device: torch.device) -> Tensor:
     """Return the levels of each block's indices, four to a word: `[blocks, words]` int32."""
     return sent(torch.stack([_byte_table(block) for block in form.steps]).view(torch.int32), device)
 
 
-@lru_cache(maxsize=64)
+@cache  # a graph may hold the address
 def _channels(form: SlotForm, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the place among K's codes of each channel, int32, and what a level is worth there."""
     assert form.trellis is not None
