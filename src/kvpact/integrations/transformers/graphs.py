@@ -9,6 +9,7 @@ learns from the first tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
