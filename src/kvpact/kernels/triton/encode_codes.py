@@ -57,7 +57,7 @@ def codebook(y, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM: tl.constexpr):
     one = tl.full((ROWS,), 1.0, tl.float32)
     factor = tl.div_rn(one, tl.where(norm == 0.0, one, norm)) * FORM.root
     x = y * factor[:, None]
-    codes = tl.zeros((ROWS, FORM.padded), tl.int32)
+    codes = tl.full((ROWS, FORM.padded), 0, tl.int32)
     BITS: tl.constexpr = FORM.bits
     for i in tl.static_range(BITS):
         bound = tl.load(BOUNDARIES + codes + ((1 << (BITS - 1 - i)) - 1))
@@ -141,7 +141,7 @@ def symmetric(x, ROWS: tl.constexpr, FORM: tl.constexpr):
         inverse = _spread_out(reciprocal(scale), ROWS, FORM)
     else:
         scale = tl.zeros((ROWS, GROUPS), tl.float32)
-        inverse = tl.zeros((ROWS, FORM.padded), tl.float32)
+        inverse = tl.full((ROWS, FORM.padded), 0.0, tl.float32)
         for group in range(FORM.groups):
             there = _members(group, FORM)
             found = _symmetric_scale(x[:, None, :], there, FORM.padded, FORM.bits)
@@ -164,8 +164,8 @@ def affine(x, ROWS: tl.constexpr, FORM: tl.constexpr):
     else:
         scale = tl.zeros((ROWS, GROUPS), tl.float16)
         zero = tl.zeros((ROWS, GROUPS), tl.float16)
-        inverse = tl.zeros((ROWS, FORM.padded), tl.float32)
-        zeros = tl.zeros((ROWS, FORM.padded), tl.float32)
+        inverse = tl.full((ROWS, FORM.padded), 0.0, tl.float32)
+        zeros = tl.full((ROWS, FORM.padded), 0.0, tl.float32)
         for group in range(FORM.groups):
             there = _members(group, FORM)
             low, high = _ends(x[:, None, :], there)

@@ -169,12 +169,12 @@ def attend_general(
     FIRST += at_head * count
 
     peak = tl.full([VARIANT.rows], -float("inf"), tl.float32)
-    weight = tl.zeros([VARIANT.rows], tl.float32)
-    exact = tl.zeros([VARIANT.rows, VALUES.width], tl.float32)
-    packed = tl.zeros([VARIANT.rows, VALUES.width], tl.float32)
+    weight = tl.full([VARIANT.rows], 0.0, tl.float32)
+    exact = tl.full([VARIANT.rows, VALUES.width], 0.0, tl.float32)
+    packed = tl.full([VARIANT.rows, VALUES.width], 0.0, tl.float32)
     for index in range(begin, end):
         tile = tl.where(index >= gap, index + gap_size, index)
-        logits = tl.zeros([VARIANT.rows, TILE], tl.float32)
+        logits = tl.full([VARIANT.rows, TILE], 0.0, tl.float32)
         logits = add_logits(
             logits, ROWS, row, head, QP, QE, FIRST, K_LEVELS, tile, at_row, VARIANT.query_dim, live,
             K,

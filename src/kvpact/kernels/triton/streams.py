@@ -165,9 +165,10 @@ def _is_packed(ROWS, row, tile, S: tl.constexpr):
 @triton.jit
 def _packed(ROWS, row, head, LEVELS, tile, S: tl.constexpr):
     """Return a tile's packed tokens, still transformed, `[32, width]`; zeros for others."""
+    FORM: tl.constexpr = S.form
     table, heads, slot_row, segment, slot_rows, segments, inside = _slots(ROWS, row, tile, S)
     x = tile_numbers(
-        table, heads, LEVELS, slot_row, head, segment, inside, slot_rows, segments, S.form
+        table, heads, LEVELS, slot_row, head, segment, inside, slot_rows, segments, FORM
     )
     x = tl.where(_is_packed(ROWS, row, tile, S)[:, None], x, 0.0)
     if not S.thrice:
