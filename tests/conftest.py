@@ -7,6 +7,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import torch
+
+# Without a GPU Triton interprets kernels. It decides when it is imported: by transformers, too.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 from redis_server import start_server
 from tiny_llama import tiny_llama

@@ -282,6 +282,8 @@ class Backend(Protocol):
     """One implementation of the operations; it holds no state of any cache."""
 
     name: str
+    kind: str
+    """Type of the devices that it is for (``cpu``, ``cuda``); "" for all."""
 
     def describe(self) -> str:
         """Return what the backend is, in a few words, where it runs."""

@@ -135,6 +135,8 @@ class Compute:
         for backend in BACKENDS:
             if self.named and backend.name != self.requested:
                 continue
+            if not self.named and backend.kind not in ("", device.type):
+                continue
             reason = backend.runs_here(device)
             for codec in codecs:
                 reason = reason or backend.covers(operation, codec, dtype)

@@ -1,14 +1,11 @@
-"""Without a GPU kernels are interpreted; `triton.jit` decides it when kernels are imported."""
+"""The Triton backend wherever tests run: on a GPU, or interpreted on the CPU."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 

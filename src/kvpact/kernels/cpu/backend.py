@@ -24,6 +24,7 @@ class CpuBackend:
     """A C++ library, at the best instruction set that the processor has."""
 
     name = native.NAME
+    kind = "cpu"
 
     def describe(self) -> str:
         """Return the instruction set."""

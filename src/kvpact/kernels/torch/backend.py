@@ -18,6 +18,7 @@ class TorchBackend:
     """Defines the results of all operations."""
 
     name = "torch"
+    kind = ""
 
     def describe(self) -> str:
         """Return what it is."""

@@ -30,7 +30,9 @@ def installed() -> str:
     try:
         return version("triton")
     except PackageNotFoundError:
-        return str(getattr(__import__("triton"), "__version__", ""))
+        import triton
+
+        return str(triton.__version__)
 
 
 def interpreted() -> bool:
@@ -54,7 +56,7 @@ class TritonBackend:
     name = "triton"
 
     def __init__(self, on_cpu: bool = False) -> None:
-        self._on_cpu = on_cpu
+        self._on_cpu, self.kind = on_cpu, "cpu" if on_cpu else "cuda"
 
     def describe(self) -> str:
         """Return the version of Triton."""
