@@ -96,6 +96,7 @@ def test_rules(name, dim, dtype):
     assert error([call]) < BOUNDS[dtype]
 
 
+@pytest.mark.slow
 def test_many_parts(monkeypatch):
     """More than are merged at once."""
     monkeypatch.setattr(attend, "TILES_OF_A_PART", 1)

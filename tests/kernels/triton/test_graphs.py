@@ -51,6 +51,7 @@ def test_replays_are_the_steps_of_the_model(triton_backend):
         caches[1].verify()
 
 
+@pytest.mark.slow
 def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backend):
     model = tiny_llama(128).to(DEVICE)
     ids = torch.randint(0, 64, (1, 90), generator=torch.Generator().manual_seed(1)).to(DEVICE)

@@ -14,9 +14,9 @@ SPECS = (
     "turboquant:bits=4",
     "int:bits=8,window=0,sinks=0",
     "int:bits=4/turboquant:bits=2,window=5",
-    "fp8:window=3,sinks=2",
     "kivi:bits=2,group=32",
-    "turboquant:bits=3,center=64/int:bits=8",
+    pytest.param("fp8:window=3,sinks=2", marks=pytest.mark.slow),
+    pytest.param("turboquant:bits=3,center=64/int:bits=8", marks=pytest.mark.slow),
 )
 
 
