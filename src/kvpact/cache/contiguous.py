@@ -7,6 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvpact.cache import room
 from kvpact.cache.checks import check_layer, check_query, check_tokens
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.layer import CacheLayer
@@ -242,7 +243,7 @@ class ContiguousCache(BatchRows):
                 "reserve fewer, truncate or raise max_tokens"
             )
         for entry in self._layers:
-            entry.reserve(tokens)
+            room.reserve(entry, tokens)
 
     def reset(self, layer: int | None = None) -> None:
         """Forget all tokens, and the batch size, of one layer or (None) of all."""

@@ -334,24 +334,6 @@ class CacheLayer:
         seen = None if held.seen is None else held.seen[:, :, :length].clone()
         return Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for so many more tokens, so that steps of a few allocate nothing."""
-        with self.lock:
-            held = self._held
-            if held.k is None or held.v is None:
-                return
-            if not self._clean:
-                self.settle()
-            k, v = held.k.reserved(tokens), held.v.reserved(tokens)
-            self._held = held._replace(k=k, v=v, runner=None)
-
-    def rewind(self, held: Held) -> None:
-        """Hold again what was held before some steps, which have made nothing lie elsewhere."""
-        with self.lock:
-            self._clean = False
-            self._held = held
-            self.settle()
-
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
         """Return a copy that shares the slots until one side writes.
 

@@ -224,17 +224,6 @@ class Stream(NamedTuple):
         tail[:, :, kept:count] = x
         return TokenMemory(tail, start), SLACK
 
-    def reserved(self, tokens: int) -> Stream:
-        """Return the stream with room for so many more tokens, whose steps allocate nothing."""
-        store = self.store.grown(self.length + tokens, self.packed)
-        if self.tail_start == self.length or self.spare >= tokens:
-            return self._replace(store=store)
-        like, count = self.memory.tensor, self.length - self.tail_start
-        tail = like.new_zeros(*like.shape[:2], count + tokens, like.shape[3])
-        tail[:, :, :count] = self.tail
-        memory = TokenMemory(tail, self.tail_start)
-        return self._replace(store=store, memory=memory, spare=tokens)
-
     def _exact_start(self, packed: int, length: int, group: int = 1) -> int:
         """Where the window begins, or the group that it begins in; never behind `packed`."""
         begin = max(length - self.window, 0)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.quick import counted
+from kvpact.cache.room import rewind
 from kvpact.errors import BackendUnavailable, GeometryError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.kernels.triton.step import TritonStep
@@ -136,7 +137,7 @@ class DecodeGraph:
                 for layer, then in zip(layers, before, strict=True):
                     runner = layer._held.runner
                     good = then.good if runner is None else runner.good
-                    layer.rewind(then._replace(runner=runner, good=good))
+                    rewind(layer, then._replace(runner=runner, good=good))
         devices = {stream.memory.tensor.device for layer in layers for stream in layer.streams()}
         if devices != {ids.device}:
             raise BackendUnavailable(
@@ -191,7 +192,7 @@ class DecodeGraph:
         place()
         step()
         for layer, runner, then in zip(layers, runners, before, strict=True):
-            layer.rewind(then)
+            rewind(layer, then)
             runner.forget()
         place()
         self._replay = _captured(step, ids.device)
