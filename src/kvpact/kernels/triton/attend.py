@@ -14,9 +14,15 @@ from kvpact.kernels.triton.fast import Fast, attend_fast, fast_of, fast_range
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.general import Variant, attend_general
 from kvpact.kernels.triton.merge import merge_parts
-from kvpact.kernels.triton.prompt import attend_prompt, is_plain_prompt
+from kvpact.kernels.triton.prompt import (
+    NewTokens,
+    attend_new,
+    attend_prompt,
+    is_chunk,
+    is_plain_prompt,
+)
 from kvpact.kernels.triton.queries import query_rows, signs_of, treated
-from kvpact.kernels.triton.rows import Rows, rows_of
+from kvpact.kernels.triton.rows import UNBOUNDED, Rows, rows_of
 from kvpact.kernels.triton.streams import Stream
 from kvpact.methods import Codec
 
@@ -122,7 +128,7 @@ def _key(call: AttendCall) -> Hashable:
         codec and (slots and (slots.form, slots.numbers), codec.transform)
         for codec, slots in zip(_codecs(call), _slots(call), strict=True)
     )
-    scale, rules = _scale(call), (call.config.softcap, _mask_type(call))
+    scale, rules = _scale(call), (call.config.softcap, _mask_type(call), is_chunk(call))
     return forms, _dtypes(call), call.kv_heads, call.output_dim, scale, rules, call.latent
 
 
@@ -171,8 +177,8 @@ def _most_tiles(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tenso
     """Return the tiles of the longest row, less those that are skipped in all rows of its call."""
     most = 0
     for call, (begin, end) in zip(calls, skipped, strict=True):
-        left = 0 if isinstance(begin, Tensor) else max(begin, 0)
-        most = max(most, call.held + call.new - max(end - left, 0))
+        total, left = call.held + call.new, 0 if isinstance(begin, Tensor) else max(begin, 0)
+        most = max(most, total - max(min(end, total) - left, 0))
     return -(-most // TILE)
 
 
@@ -189,12 +195,15 @@ class Prepared(NamedTuple):
         What the fast kernels do.
     splits : int
         Parts of the general kernel.
+    chunk : bool
+        Whether new tokens are attended apart from the past.
     """
 
     rows: Rows
     variant: Variant
     fast: Fast | None
     splits: int
+    chunk: bool
 
 
 def _attend(some: Sequence[_Call], out: Tensor) -> None:
@@ -206,13 +215,18 @@ def _attend(some: Sequence[_Call], out: Tensor) -> None:
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
     """Return what is known before calls that are alike are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
-    fast = fast_of(calls, *slots)
-    skipped = [(0, 0) if fast is None else fast_range(each) for each in calls]
+    chunk = is_chunk(call)
+    fast = None if chunk else fast_of(calls, *slots)
+    skipped: list[tuple[int | Tensor, int]]
+    if chunk:
+        skipped = [(each.held, UNBOUNDED) for each in calls]
+    else:
+        skipped = [(0, 0) if fast is None else fast_range(each) for each in calls]
     rows = rows_of(calls, slots, _dtypes(call), call.q.device, first, skipped)
     variant = variant_of(call, rows)
     count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
     programs = sum(each.q.shape[0] for each in calls) * call.kv_heads * -(-count // variant.rows)
-    return Prepared(rows, variant, fast, parts_of(_most_tiles(calls, skipped), programs))
+    return Prepared(rows, variant, fast, parts_of(_most_tiles(calls, skipped), programs), chunk)
 
 
 def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -> None:
@@ -227,7 +241,7 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
     out : Tensor
         `[rows, H_q, q_len, D_v]`.
     """
-    rows, variant, fast, splits = known
+    rows, variant, fast, splits, chunk = known
     call, device = calls[0], out.device
     slots = _slots(call)
     values = variant.values
@@ -249,11 +263,14 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
     )  # fmt: skip
     if fast is not None:
         attend_fast(fast, calls, _scale(call), rows.table, packed, lse, splits)
+    new = attend_new(calls, _scale(call)) if chunk else NewTokens(exact, lse)
+    steps = [step for x in new for step in x.stride()[:3]] if chunk else [0] * 6
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
     # Few rows of many parts (a step), or many rows of few.
     each, at_once = (1, 16) if count < LEAST_ROWS else (LEAST_ROWS, 1)
     merge_parts[-(-count // each), heads, batch](
         rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
-        values.dim, values.width, values.form is not None, signs is not None, each, at_once,
+        *new, *steps,
+        values.dim, values.width, values.form is not None, signs is not None, chunk, each, at_once,
         num_warps=1 if each == 1 and values.width <= NARROW else 4, enable_fp_fusion=False,
     )  # fmt: skip

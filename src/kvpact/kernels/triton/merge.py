@@ -12,16 +12,23 @@ from kvpact.kernels.triton.transforms import rotated_back
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["q_len", "groups", "heads", "splits", "parts"])
+_COUNTS = ["q_len", "groups", "heads", "splits", "parts"]
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, "sum_row", "sum_head", "sum_token"])
 def merge_parts(
     ROWS, PACKED, EXACT, LSE, SIGNS, OUT, q_len, groups, heads, splits, parts,
+    NEW, NEW_LSE, new_row, new_head, new_token, sum_row, sum_head, sum_token,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_PACKED: tl.constexpr, ROTATED: tl.constexpr,
-    EACH: tl.constexpr, AT_ONCE: tl.constexpr,
+    APART: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of EACH query rows, AT_ONCE of them at a time. Grid: (row tiles, heads, B).
 
     PACKED, LSE: `parts` of them; EXACT: the first `splits` (see `attend_general`). SIGNS: of V's
     transform. OUT: `[rows, heads * groups, q_len, DIM]`. A row that saw no token gets zeros.
+
+    NEW, NEW_LSE: if APART, one part more (see `prompt.NewTokens`), with the steps from batch row to
+    row, query head to head, query to query.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     count = groups * q_len
@@ -40,6 +47,19 @@ def merge_parts(
     weight = tl.where(peak == -float("inf"), 0.0, 1.0)
     exact = tl.zeros([EACH, WIDTH], tl.float32)
     packed = tl.zeros([EACH, WIDTH], tl.float32)
+    if APART:
+        batch_row, query = row.to(tl.int64), (at_row % q_len).to(tl.int64)
+        place = batch_row * sum_row + query_head * sum_head + query * sum_token
+        first_lse = tl.load(NEW_LSE + place, mask=live, other=-float("inf")) * LOG2_E
+        first_top = tl.maximum(peak, first_lse)
+        floor = tl.where(first_top == -float("inf"), 0.0, first_top)
+        share = tl.exp2(first_lse - floor)
+        weight = weight * tl.exp2(peak - floor) + share
+        peak = first_top
+        place = batch_row * new_row + query_head.to(tl.int64) * new_head + query * new_token
+        known = live[:, None] & (channel < DIM)[None, :]
+        first_x = tl.load(NEW + place[:, None] + channel[None, :], mask=known, other=0.0)
+        exact = first_x.to(tl.float32) * share[:, None]
     for first in range(0, parts, AT_ONCE):
         part = first + some
         there = live[:, None] & (part < parts)[None, :]

@@ -1,30 +1,60 @@
-"""A prompt without a past: torch's own flash attention is the kernel for that."""
+"""Exact new tokens among themselves: torch's own flash attention is the kernel for that.
+
+A prompt without a past is nothing else. A chunk over a past is in part: what flash attention finds
+is one more part of its output, which `merge.py` weighs by its log-sum-exp.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpact.kernels.base import AttendCall
+from kvpact.kernels.triton.tuning import LEAST_CHUNK
 
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_DIM = 256
 
 
-def is_plain_prompt(call: AttendCall) -> bool:
-    """Whether a call is nothing but exact tokens, each of which attends to those before it.
+def _flash_knows(call: AttendCall) -> bool:
+    """Whether flash attention knows the rules and numbers of a call's new tokens.
 
-    Flash attention computes in the tokens' dtype, so fp32 is left to the general kernel.
+    It computes in the tokens' dtype, so fp32 is left to the general kernel.
     """
-    view, k, v, q, config, padding, latent = call
-    if view is not None or k is None or v is None or latent or padding is not None:
+    _, k, v, q, config, _, latent = call
+    if k is None or v is None or latent or q.shape[2] != k.shape[2]:
         return False
-    rules = (config.mask, config.softcap, config.sliding_window, config.sink_logits)
-    if any(rule is not None for rule in rules) or q.shape[2] != k.shape[2]:
+    if config.mask is not None or config.softcap is not None:
         return False
     dims = {k.shape[3], v.shape[3]}
     alike = len(dims) == 1 and max(dims) <= _MOST_DIM and max(dims) % 8 == 0
     return alike and q.dtype in _HALVES and q.dtype is k.dtype is v.dtype
+
+
+def is_plain_prompt(call: AttendCall) -> bool:
+    """Whether a call is nothing but exact tokens, each of which attends to those before it."""
+    config = call.config
+    rules = (call.view, call.padding, config.sliding_window, config.sink_logits)
+    return all(rule is None for rule in rules) and _flash_knows(call)
+
+
+def is_chunk(call: AttendCall) -> bool:
+    """Whether a call's new tokens are apart from its past: many, and all see all before them.
+
+    So no window is shorter than the chunk, and no padding reaches into it; that of a device is not
+    read to know.
+    """
+    window, padding = call.config.sliding_window, call.padding
+    if call.view is None or call.new < LEAST_CHUNK or not _flash_knows(call):
+        return False
+    if window is not None and window < call.new:
+        return False
+    if padding is not None and (padding.is_cuda or int(padding.max()) > call.held):
+        return False
+    return not call.q.is_cuda or torch.backends.cuda.is_flash_attention_available()
 
 
 def attend_prompt(call: AttendCall) -> Tensor:
@@ -39,3 +69,36 @@ def attend_prompt(call: AttendCall) -> Tensor:
         scale=config.softmax_scale,
         enable_gqa=call.q.shape[1] != call.k.shape[1],
     )
+
+
+class NewTokens(NamedTuple):
+    """What new tokens are to each other.
+
+    Parameters
+    ----------
+    output : Tensor
+        `[B, H_q, q_len, D_v]`, by their own sum of weights.
+    lse : Tensor
+        `[B, H_q, q_len]` fp32, that sum's natural logarithm.
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+def attend_new(calls: Sequence[AttendCall], scale: float) -> NewTokens:
+    """Attend over the new tokens of calls that are chunks and alike, with this factor on logits."""
+    aten = torch.ops.aten
+    causal = {call.config.is_causal for call in calls}
+    if len(causal) > 1:
+        made = [attend_new((call,), scale) for call in calls]
+        return NewTokens(*(torch.cat(part) for part in zip(*made, strict=True)))
+    parts: list[Tensor] = []
+    for given in zip(*((call.q, call.k, call.v) for call in calls), strict=True):
+        x = given[0] if len(given) == 1 else torch.cat(given)
+        parts.append(x if x.stride(3) == 1 else x.contiguous())
+    flash = aten._scaled_dot_product_flash_attention
+    if not parts[0].is_cuda:
+        flash = aten._scaled_dot_product_flash_attention_for_cpu
+    output, lse, *_ = flash(*parts, 0.0, causal.pop(), scale=scale)
+    return NewTokens(output, lse)

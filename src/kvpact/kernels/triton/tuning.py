@@ -15,6 +15,9 @@ TOKENS_OF_A_PART = 256
 PROGRAMS_PER_PROCESSOR = 8
 PROCESSORS = 132
 """Where the device does not say how many it has."""
+LEAST_CHUNK = 64
+"""New tokens of a row from which on flash attention computes what they are to each other: fewer
+are little beside their past, and a launch more."""
 
 
 def block_tiles(value_bits: int) -> int:

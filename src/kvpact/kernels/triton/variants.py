@@ -131,6 +131,7 @@ def others() -> Iterator[Variant]:
         Variant(spec) for spec in FORMATS if spec not in ("turboquant:bits=4", "int:bits=8")
     )
     yield Variant("turboquant:bits=4", queries=16)
+    yield Variant("turboquant:bits=4", queries=64)
 
 
 def side(spec: str, value: bool, dim: int) -> Codec:
