@@ -87,7 +87,7 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
 
-gpu-aot: $(READY) ## GPU kernels compiled for four generations, compared with a table: a quarter of an hour, no GPU needed
+gpu-aot: $(READY) ## GPU kernels compiled for four generations, compared with a table: half an hour the first time, no GPU needed
 	@$(PY) -m kvpact.kernels.triton.aot --check tests/kernels/triton/golden/aot.json
 
 gpu: $(READY) ## on a machine with a GPU: the tests that need one, then benchmarks/gpu.py into benchmarks/results/gpu

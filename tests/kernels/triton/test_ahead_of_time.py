@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import itertools
 import os
+import pkgutil
 import random
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,43 +22,98 @@ import torch
 
 pytest.importorskip("triton")
 
+import kvpact.kernels.triton as triton_kernels
 from kvpact.kernels.triton import aot, levels
+from kvpact.kernels.triton.bounds import BOUNDS, bounds_of, problems
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.kernels.triton.machine_code import Facts, Launch
+from kvpact.kernels.triton.scenes import FORMATS
 from kvpact.kernels.triton.variants import side
+from kvpact.methods import Codec
+from kvpact.testing.specs import example_specs
 
 TABLE = Path(__file__).parent / "golden" / "aot.json"
 
 
-def compiled(*options: str) -> str:
-    """Compile in a process where kernels are not interpreted."""
+def said(*options: str) -> list[str]:
+    """What a process says in which kernels are not interpreted."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kvpact.kernels.triton.aot", "--check", str(TABLE), *options]
+    command = [sys.executable, "-m", "kvpact.kernels.triton.aot", *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return done.stdout.splitlines()
 
 
-def test_registers_copies_and_instructions():
-    lines = compiled("--capability", "90", "--quick").splitlines()
-    names = [line.split(" {")[0] for line in lines]
-    for scene in aot.QUICK:
-        kernel = "encode_tokens" if scene.startswith("encode") else "attend_digits"
-        assert f"sm_90 {scene}: {kernel}" in names
+def kernel_of(name: str) -> str:
+    return name.split(": ")[1].split()[0]
+
+
+def launched() -> set[str]:
+    """Names of the kernels that no other one calls."""
+    kernels, called = set[str](), set[str]()
+    for module in pkgutil.iter_modules(triton_kernels.__path__):
+        source = importlib.import_module(f"{triton_kernels.__name__}.{module.name}")
+        for name, found in vars(source).items():
+            if type(found).__name__ in ("JITFunction", "InterpretedFunction"):
+                kernels.add(name)
+                names = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(found.fn))))
+                calls = [node.func for node in names if isinstance(node, ast.Call)]
+                called |= {call.id for call in calls if isinstance(call, ast.Name)}
+    # One of the encoders' is called, and one of the trellises' launched.
+    return kernels - called | {"store_codes"}
+
+
+@pytest.fixture(scope="module")
+def listed() -> list[str]:
+    return said("--list")
+
+
+def test_kernels_are_within_bounds_and_as_the_table_says():
+    lines = said("--capability", "90", "--quick", "--check", str(TABLE))
+    names = {line.split(" {")[0] for line in lines}
+    assert names == {f"sm_90 {name}" for name in aot.QUICK}
+
+
+def test_each_kernel_is_compiled_each_time():
+    assert {kernel_of(name) for name in aot.QUICK} == launched()
+
+
+def test_the_table_holds_what_dispatch_may_choose(listed):
+    table = aot.read(TABLE)
+    held = sorted(name for name in listed if kernel_of(name) not in aot.OPEN)
+    for place in table.keys() - {"triton"}:
+        assert sorted(table[place]) == held
+    assert {kernel_of(name) for name in listed} == launched() == {*BOUNDS, "attend_digits"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_variant_and_capability():
-    assert "sm_100" in compiled()
+    assert any(line.startswith("sm_100") for line in said("--check", str(TABLE)))
+
+
+def kind(codec: Codec, value: bool) -> tuple[object, ...]:
+    """What makes kernels take other ways, but for widths of codes and vectors."""
+    slots, encoded = slots_of(codec, value, torch.device("cpu")).form, codec.encoding()
+    held = slots and (slots.kind, slots.order, *map(bool, slots.types), slots.shift_scaled)
+    scales = slots and (slots.channels < slots.dim, bool(slots.middle), slots.group > 1)
+    return held, scales, encoded and (encoded.kind, encoded.choice, encoded.group > 1)
+
+
+def test_every_method_has_a_kind_of_slots_that_is_compiled():
+    sides = itertools.product(FORMATS, (False, True))
+    known = {kind(side(spec, value, 128), value) for spec, value in sides}
+    known.add((None, None, None))  # torch's alone
+    for spec, value in itertools.product(example_specs(), (False, True)):
+        assert kind(side(spec, value, 128), value) in known, (spec, value)
 
 
 def test_bounds_are_held():
     form = slots_of(side("turboquant:bits=4", True, 128), True, torch.device("cpu")).form
     kernel = SimpleNamespace(__name__="attend_digits")
     launch = Launch(kernel, {}, {"G": 4, "V": form}, (), {})
-    good = Facts(100, 0, 18000, 20.0, 48, 26, 32, 0, 77)
-    assert aot.problems(launch, good, 90) == []
+    good, digits = Facts(100, 0, 18000, 77, 20.0, 48, 26, 32, 0), bounds_of(launch)
+    assert problems(good, digits) == []
     for change in (
         {"stack": 8},
         {"registers": 201},
@@ -61,10 +122,21 @@ def test_bounds_are_held():
         {"tensor": 0},
         {"moved": 1},
     ):
-        assert len(aot.problems(launch, replace(good, **change), 90)) == 1
-    encoder = launch._replace(kernel=SimpleNamespace(__name__="encode_tokens"))
-    assert aot.problems(encoder, replace(good, fused=0), 90) == []
-    assert aot.problems(encoder, replace(good, fused=1), 90) == ["1 fused or approximate"]
+        assert len(problems(replace(good, **change), digits)) == 1
+    exact = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="encode_tokens")))
+    assert problems(replace(good, fused=0), exact) == []
+    assert problems(replace(good, fused=1), exact) == ["1 fused or approximate"]
+
+
+def test_a_table_takes_the_lines_of_some_kernels(tmp_path):
+    path = tmp_path / "table.json"
+    known = {"triton": "3", "sm_90": {"a: one": {"stack": 1}, "b: two": {}, "c: one 2": {}}}
+    aot.write(path, known)
+    assert aot.read(path) == known
+    aot.merged(known, "sm_90", {"d: one": {"stack": 2}}, ["one"])
+    assert known["sm_90"] == {"b: two": {}, "d: one": {"stack": 2}}
+    aot.merged(known, "sm_80", {"d: one": {}}, None)
+    assert known["sm_80"] == {"d: one": {}}
 
 
 def prmt(low: int, high: int, selector: int) -> int:

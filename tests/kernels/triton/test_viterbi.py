@@ -51,6 +51,7 @@ def test_codes(dim, bits, states):
     z[0] = (z[0] * 2).round() / 2  # the middles of points: ties
     z[1, :6] = torch.tensor([1e4, -1e4, 128.0, -128.0, 0.0, -0.0])
     z[2] = 0  # ties everywhere
+    z[3, :4] = torch.tensor([1e-45, -1e-45, 1e-39, -1e-39])
     expected = trellis.encode(z, bits, states)
     expected[31] = 0
     assert torch.equal(codes_of(z, bits, states), expected)

@@ -1,8 +1,8 @@
 """Compiles kernels ahead of time, says what they take: ``python -m kvpact.kernels.triton.aot``.
 
-No device is needed. With ``--check FILE`` kernels have to stay within bounds, and the facts about
-those of `HELD` have to be those of a table, made with the same Triton; ``--write FILE`` writes such
-a table.
+No device is needed. Kernels have to stay within their bounds (`bounds.py`). With ``--check FILE``
+the facts about them have to be those of a table, made with the same Triton; ``--write FILE`` writes
+what was compiled into such a table, and leaves the rest of it. Triton keeps what it has compiled.
 """
 
 from __future__ import annotations
@@ -11,129 +11,160 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import triton
 
+from kvpact.kernels.triton.bounds import bounds_of, problems
 from kvpact.kernels.triton.machine_code import Facts, Launch, compiled, facts
-from kvpact.kernels.triton.variants import all_launches
+from kvpact.kernels.triton.scenes import all_launches
 
 CAPABILITIES = (80, 89, 90, 100)
-EXACT = (
-    "balance_tiles",
-    "check_tokens",
-    "choose_bases",
-    "decode_keys",
-    "decode_tiles",
-    "encode_groups",
-    "encode_tokens",
-    "rotate_tokens",
-    "search_codes",
-    "store_codes",
-    "treat_tokens",
-)
-"""Kernels that make bytes, or numbers to the bit."""
-HELD = ("attend_digits", "query_digits")
-"""Kernels whose every instruction counts: the table says what they take."""
+LOOPS = ("attend_digits", "attend_trellises")
+"""Kernels whose instructions a token are counted."""
+OPEN = ("attend_general", "attend_trellises")
+"""Kernels that the table does not hold."""
 QUICK = (
-    "turboquant:bits=4 D=128 4x1",
-    "turboquant:bits=3 D=128 4x1",
-    "turboquant:bits=2 D=128 4x1",
-    "turboquant:bits=4/turboquant:bits=2 D=128 4x1",
-    "turboquant:bits=4 D=128 16x1",
-    "int:bits=8 D=128 4x1",
-    "int:bits=4 D=128 4x1",
-    "encode 64 K turboquant:bits=4",
-    "encode 1 V turboquant:bits=4",
+    "encode 64 V turboquant:bits=4: encode_tokens",
+    "encode 1 K turboquant:bits=4: check_tokens",
+    "encode 1 behind K turboquant:bits=4: encode_tokens",
+    "encode 64 K turboquant:bits=3,center=64: rotate_tokens",
+    "encode 64 K turboquant:bits=3,center=64: encode_groups",
+    "encode 64 K kvarn:bits=4: balance_tiles",
+    "encode 64 K trellis:bits=4: choose_bases",
+    "encode 64 K trellis:bits=4: treat_tokens",
+    "encode 64 K trellis:bits=4: store_codes",
+    "encode 64 V trellis:bits=3: search_codes",
+    "decode K turboquant:bits=4: decode_tiles",
+    "decode K trellis:bits=4: decode_keys",
+    "turboquant:bits=2 D=128 4x1: attend_digits",
+    "turboquant:bits=2 D=128 4x1: query_digits",
+    "turboquant:bits=2 D=128 4x1: prepare_queries",
+    "turboquant:bits=2 D=128 4x1: merge_parts",
+    "turboquant:bits=3 D=128 4x1: attend_digits",
+    "turboquant:bits=4 D=128 4x1: attend_digits",
+    "turboquant:bits=4 D=128 4x1: attend_general",
+    "int:bits=4 D=128 4x1: attend_digits",
+    "trellis:bits=4 D=128 4x1: attend_trellises",
+    "step turboquant:bits=4 D=128 4x1: begin_step",
+    "step turboquant:bits=4 D=128 4x1: check_step",
+    "step turboquant:bits=4 D=128 4x1: keep_tokens",
+    "step turboquant:bits=4 D=128 4x1: end_step",
 )
-"""What the tests compile each time."""
+"""What the tests compile each time: every kernel once."""
 
 
 def facts_of(launch: Launch, capability: int) -> Facts:
     """Compile what a launch needs, and return what is known of it."""
     made = compiled(launch, capability)
-    if launch.name not in ("attend_digits", "attend_trellises"):
+    if launch.name not in LOOPS:
         return facts(made)
     return facts(made, launch.constants["NT"] * 32, 2 * launch.constants["G"])
 
 
-def table(
-    capability: int, quick: bool = False, held: bool = False
-) -> Iterator[tuple[str, Launch, Facts]]:
-    """Compile everything one after the other, each variant once, by its first scene's name.
+def chosen(kernels: list[str] | None, quick: bool) -> dict[str, Launch]:
+    """Return launches by their names in the table.
 
     Parameters
     ----------
-    capability : int
-        80, 89, 90 or 100.
-    quick, held : bool
-        Only what `QUICK`, or `HELD`, names.
+    kernels : list of str or None
+        Of these kernels; None for all.
+    quick : bool
+        Only `QUICK`.
     """
-    wanted: dict[str, tuple[str, Launch]] = {}
-    chosen: dict[str, bool] = {}
-    for scene, launches in all_launches():
-        for launch in launches:
-            key = repr(launch)
-            wanted.setdefault(key, (f"{scene}: {launch.name}", launch))
-            chosen[key] = chosen.get(key, False) or not quick or scene in QUICK
-    for key, (name, launch) in wanted.items():
-        if chosen[key] and (not held or launch.name in HELD):
-            yield name, launch, facts_of(launch, capability)
+    return {
+        name: launch
+        for name, launch in all_launches()
+        if (not quick or name in QUICK) and (not kernels or launch.name in kernels)
+    }
 
 
-def problems(launch: Launch, found: Facts, capability: int) -> list[str]:
-    """Return where a kernel is beyond the bounds that were set for it."""
-    wrong = []
-    if launch.name in EXACT and found.fused:
-        wrong.append(f"{found.fused} fused or approximate")
-    if launch.name not in ("attend_digits", "attend_trellises"):
-        return wrong
-    if found.stack > (16 if capability == 80 else 0):
-        wrong.append(f"{found.stack} bytes of stack")
-    if launch.name == "attend_trellises":
-        return wrong
-    rows, wide = launch.constants["G"], launch.constants["V"].dim > 128
-    if found.registers > (200 if rows == 4 and not wide else 255):
-        wrong.append(f"{found.registers} registers")
-    if found.instructions > {4: 28, 8: 28, 16: 40}[rows] * (2 if wide else 1):
-        wrong.append(f"{found.instructions} instructions a token")
-    if found.wide < 8:
-        wrong.append(f"{found.wide} copies of 16 bytes")
-    if not found.tensor:
-        wrong.append("no tensor-core instruction")
-    if found.moved:
-        wrong.append(f"{found.moved} operands through shared memory")
-    return wrong
+def table(
+    launches: dict[str, Launch], capability: int, jobs: int
+) -> Iterator[tuple[str, Launch, Facts]]:
+    """Compile launches, some at a time; in their order."""
+    with ThreadPoolExecutor(jobs) as pool:
+        found = pool.map(lambda launch: facts_of(launch, capability), launches.values())
+        for (name, launch), known in zip(launches.items(), found, strict=True):
+            yield name, launch, known
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a table: of each device, what each kernel takes. Empty if there is none."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(path: Path, known: dict[str, Any]) -> None:
+    """Write a table, a line for each kernel."""
+    parts = [f'"triton": {json.dumps(known["triton"])}']
+    for place in sorted(known.keys() - {"triton"}, key=lambda place: int(place[3:])):
+        lines = [f"  {json.dumps(name)}: {json.dumps(of)}" for name, of in known[place].items()]
+        parts.append(f'"{place}": {{\n' + ",\n".join(lines) + "\n }")
+    path.write_text("{\n " + ",\n ".join(parts) + "\n}\n")
+
+
+def merged(
+    known: dict[str, Any], place: str, lines: dict[str, Any], kernels: list[str] | None
+) -> None:
+    """Put the lines of kernels in the place of those that a table has of them."""
+
+    def kept(name: str) -> bool:
+        return bool(kernels) and name.split(": ")[1].split()[0] not in (kernels or ())
+
+    rest = {name: of for name, of in known.get(place, {}).items() if kept(name)}
+    known[place] = dict(sorted((rest | lines).items()))
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--kernels", nargs="+", help="these alone")
+    parser.add_argument("--quick", action="store_true", help="a variant of each kernel")
+    parser.add_argument("--list", action="store_true", help="names alone; nothing is compiled")
+    parser.add_argument("--check", type=Path, help="the table to compare with")
+    parser.add_argument("--write", type=Path, help="the table to write; not with --quick")
+    parser.add_argument("--jobs", type=int, default=2, help="kernels that are compiled at a time")
+    options = parser.parse_args(arguments)
+    if options.write and options.quick:
+        parser.error("--write needs all variants of a kernel: not with --quick")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile, print, check or write; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES)
-    parser.add_argument("--quick", action="store_true", help="a few variants alone")
-    parser.add_argument("--check", type=Path, help="the table to compare with")
-    parser.add_argument("--write", type=Path, help="the table to write")
-    options = parser.parse_args(arguments)
-    known = json.loads(options.check.read_text()) if options.check else {}
-    same = known.get("triton") == triton.__version__
-    made: dict[str, Any] = {"triton": triton.__version__}
+    options = parsed(arguments)
+    launches = chosen(options.kernels, options.quick)
+    if options.list:
+        print(*launches, sep="\n")
+        return 0
+    known = read(options.check or options.write) if options.check or options.write else {}
+    same = known.get("triton", triton.__version__) == triton.__version__
+    if options.write and not same and options.kernels:
+        print(f"the table is of triton {known['triton']}: write all kernels")
+        return 1
     bad = 0
     for capability in options.capability:
         place = f"sm_{capability}"
-        lines = made[place] = {}
-        for name, launch, found in table(capability, options.quick, options.write is not None):
-            lines[name] = found.to_json()
-            wrong = problems(launch, found, capability)
-            expected = known.get(place, {}).get(name)
-            if same and launch.name in HELD and expected != lines[name]:
-                wrong.append(f"the table has {expected}")
+        lines = {}
+        for name, launch, found in table(launches, capability, options.jobs):
+            line = found.to_json()
+            wrong = problems(found, bounds_of(launch))
+            if launch.name not in OPEN:
+                lines[name] = line
+                expected = known.get(place, {}).get(name)
+                if options.check and same and expected != line:
+                    wrong.append(f"the table has {expected}")
             bad += bool(wrong)
-            print(place, name, json.dumps(lines[name]), *wrong, flush=True)
+            print(place, name, json.dumps(line), *wrong, flush=True)
+        if options.write:
+            known["triton"] = triton.__version__
+            merged(known, place, lines, options.kernels)
+            write(options.write, known)
     if options.check and not same:
-        print(f"the table is of triton {known.get('triton')}, this is {triton.__version__}: bounds")
-    if options.write:
-        options.write.write_text(json.dumps(made, indent=1) + "\n")
+        print(f"the table is of triton {known['triton']}, this is {triton.__version__}: bounds")
     return min(bad, 1)
 
 

@@ -97,7 +97,8 @@ def _decode_keys(
     out: Tensor,
 ) -> None:
     tables = key_tables(codec, codec.form, out.shape[1], out.device)
-    decode_keys[(-(-end // TILE) - start // TILE, out.shape[1], out.shape[0])](
+    tiles = -(-end // TILE) - start // TILE
+    decode_keys[tiles * len(codec.form.blocks), out.shape[1], out.shape[0]](
         places.table,
         places.heads,
         levels,

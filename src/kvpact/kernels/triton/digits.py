@@ -119,13 +119,13 @@ def attend_digits(
     q_at = DIGITS + base * (KG * 2 * G * C) + m[None, :] * C + c[:, None]
     q = ()
     for group in tl.static_range(KG):
-        q = q + (tl.load(q_at + group * (2 * G * C)),)  # noqa: RUF005 : Triton has no other way
+        q += (tl.load(q_at + group * (2 * G * C)),)
     unit = tl.load(UNITS + base * G + g)
     peak = tl.full([G], -float("inf"), tl.float32)
     total = tl.zeros([G], tl.float32)
     acc = ()
     for _ in tl.static_range(VG):
-        acc = acc + (tl.zeros([D, G], tl.float32),)  # noqa: RUF005
+        acc += (tl.zeros([D, G], tl.float32),)
     for block in range(begin, end):
         tile = block * NT + tl.arange(0, NT)
         live = tile * 32 < last
@@ -174,7 +174,7 @@ def attend_digits(
                 tl.dot(v, weight_operand(digits_of(weights, step), V, KW), out_dtype=tl.int32)
             )
             more = acc[group] * decay[None, :] + o * step[None, :]
-            sums = sums + (more,)  # noqa: RUF005
+            sums += (more,)
         acc = sums
     d = tl.arange(0, D)
     channel = (d // 32) * 32 + (d % 8) * 4 + (d // 8) % 4

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvpact.errors import GeometryError
 from kvpact.formats import TILE
 from kvpact.kernels.base import SegmentSource, Where
-from kvpact.kernels.triton.encode_form import SLOT_FIELDS, tables_of
-from kvpact.kernels.triton.forms import sent
+from kvpact.kernels.triton.encode_form import tables_of
+from kvpact.kernels.triton.forms import addresses_of
 from kvpact.methods import Codec
 
 _GAPS = "the storage of slots has gaps, or segments differ in strides"
@@ -57,16 +57,8 @@ def slots_at(
     held: Sequence[Where | None], batch: int, device: torch.device, segment_tokens: int
 ) -> EncodeSlots:
     """Return where slots lie whose fields lie there, as `SLOT_FIELDS`; None for one that is not."""
-    count = max(len(where.segments) for where in held if where is not None)
-    table = torch.zeros(len(SLOT_FIELDS), batch, count, dtype=torch.int64)
-    heads = torch.zeros(len(SLOT_FIELDS), dtype=torch.int64)
-    rows = torch.arange(batch, dtype=torch.int64).view(batch, 1)
-    for index, where in enumerate(held):
-        if where is not None:
-            table[index] = torch.from_numpy(where.segments) + rows * where.row
-            heads[index] = where.head
-    tiles = segment_tokens // TILE
-    return EncodeSlots(sent(table, device), sent(heads, device), count, tiles)
+    table, heads = addresses_of(held, batch, device)
+    return EncodeSlots(table, heads, table.shape[2], segment_tokens // TILE)
 
 
 def where_lie(parts: Sequence[Tensor]) -> Where:

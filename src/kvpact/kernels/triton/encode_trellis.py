@@ -80,9 +80,10 @@ def _encode_piece(
         x, *x.stride()[:3], *where, *tables[:5], numbers, start, tokens, *counts,
         FORM=form, BEHIND=behind, num_warps=warps_of(form), **_EXACT,
     )  # fmt: skip
+    # Left to itself the assembler spills some of 70 registers.
     search_codes[tiles, heads * len(form.steps), batch](
         *where, numbers, back, codes, tables.cells, start, tokens, heads, *counts,
-        FORM=form, BEHIND=behind, num_warps=1, **_EXACT,
+        FORM=form, BEHIND=behind, num_warps=1, maxnreg=255, **_EXACT,
     )  # fmt: skip
     store_codes[tiles, heads, batch](
         *where, codes, start, tokens, *counts,

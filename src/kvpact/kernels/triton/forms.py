@@ -5,6 +5,7 @@ A `SlotForm` is hashable and is passed to kernels as one constant: each one make
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from kvpact.formats import CodesField, Field
 from kvpact.formats.bitpack import WORD, block_words, planes
 from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisForm
-from kvpact.kernels.base import SegmentSource
+from kvpact.kernels.base import SegmentSource, Where
 from kvpact.kernels.triton.trellis_steps import Steps, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
@@ -277,17 +278,39 @@ def places_of(
         name is not None and where is None for name, where in zip(slots.names, held, strict=True)
     ):
         return None
+    made = Places(*addresses_of(held, batch, device), source.segment_tokens)
+    source.prepared[key] = made
+    return made
+
+
+def addresses_of(
+    held: Sequence[Where | None], batch: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return where fields lie, on the device.
+
+    Parameters
+    ----------
+    held : sequence of Where or None
+        Of each field; None for one that is not there.
+    batch : int
+        Rows.
+    device : torch.device
+        Of the slots.
+
+    Returns
+    -------
+    (Tensor, Tensor)
+        As `table` and `heads` of `Places`.
+    """
     count = max(len(where.segments) for where in held if where is not None)
-    table = torch.zeros(len(FIELDS), batch, count, dtype=torch.int64)
-    heads = torch.zeros(len(FIELDS), dtype=torch.int64)
+    table = torch.zeros(len(held), batch, count, dtype=torch.int64)
+    heads = torch.zeros(len(held), dtype=torch.int64)
     rows = torch.arange(batch, dtype=torch.int64).view(batch, 1)
     for index, where in enumerate(held):
         if where is not None:
             table[index] = torch.from_numpy(where.segments) + rows * where.row
             heads[index] = where.head
-    made = Places(sent(table, device), sent(heads, device), source.segment_tokens)
-    source.prepared[key] = made
-    return made
+    return sent(table, device), sent(heads, device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

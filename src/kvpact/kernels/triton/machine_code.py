@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,31 +36,32 @@ class Facts:
         Bytes of a thread: what did not fit into registers.
     shared : int
         Bytes of shared memory.
+    fused : int
+        Fused multiply-adds, and divisions and roots that are not rounded correctly, in PTX.
     instructions : float
-        Of a warp, a token: those of the largest loop. 0 where a kernel is not asked for them.
+        Of a warp, a token: those of the largest loop. This and what follows are 0 where they are
+        not asked for.
     wide, narrow : int
         Copies into shared memory of 16 bytes a thread, and of fewer.
     tensor : int
         Tensor-core instructions in the loop.
     moved : int
         Left operands of products that pass through shared memory after they were decoded.
-    fused : int
-        Fused multiply-adds, and divisions and roots that are not rounded correctly, in PTX.
     """
 
     registers: int
     stack: int
     shared: int
-    instructions: float
-    wide: int
-    narrow: int
-    tensor: int
-    moved: int
     fused: int
+    instructions: float = 0.0
+    wide: int = 0
+    narrow: int = 0
+    tensor: int = 0
+    moved: int = 0
 
     def to_json(self) -> dict[str, int | float]:
-        """Return the numbers by name."""
-        return asdict(self)
+        """Return the numbers by name, but for zeros."""
+        return {name: number for name, number in asdict(self).items() if number}
 
 
 class Launch(NamedTuple):
@@ -161,7 +162,7 @@ def facts(made: Any, tokens: int = 0, columns: int = 0) -> Facts:
     made : CompiledKernel
         From `compiled`.
     tokens : int
-        That one pass of its largest loop attends; 0 to count no instructions.
+        That one pass of its largest loop attends; 0 to look into no loop: that takes a second.
     columns : int
         Columns of its products' right operands.
     """
@@ -169,21 +170,22 @@ def facts(made: Any, tokens: int = 0, columns: int = 0) -> Facts:
         file.write(made.asm["cubin"])
         file.flush()
         usage = _run("cuobjdump", "-res-usage", file.name)
-        text = _run("nvdisasm", "-c", file.name)
+        text = _run("nvdisasm", "-c", file.name) if tokens else ""
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found, usage
+    fused = len(re.findall(_FUSED, made.asm["ptx"], re.MULTILINE))
+    known = Facts(int(found[1]), int(found[2]), made.metadata.shared, fused)
+    if not tokens:
+        return known
     loop = _largest_loop(text)
     wide = len(re.findall(r"LDGSTS\.E\.BYPASS\.128", text))
-    return Facts(
-        int(found[1]),
-        int(found[2]),
-        made.metadata.shared,
-        round(len(loop) * made.metadata.num_warps / tokens, 2) if tokens else 0.0,
-        wide,
-        len(re.findall(r"LDGSTS", text)) - wide,
-        sum(bool(re.search(r"\b[IHQ]G?MMA", line)) for line in loop),
-        _moved(made.asm["ttgir"], columns),
-        len(re.findall(_FUSED, made.asm["ptx"], re.MULTILINE)),
+    return replace(
+        known,
+        instructions=round(len(loop) * made.metadata.num_warps / tokens, 2),
+        wide=wide,
+        narrow=len(re.findall(r"LDGSTS", text)) - wide,
+        tensor=sum(bool(re.search(r"\b[IHQ]G?MMA", line)) for line in loop),
+        moved=_moved(made.asm["ttgir"], columns),
     )
 
 

@@ -106,15 +106,15 @@ def value_operand(
     """
     BITS: tl.constexpr = FORM.bits
     C: tl.constexpr = value_width(FORM)
-    I: tl.constexpr = C // 32  # noqa: E741
+    P: tl.constexpr = C // 32
     D: tl.constexpr = FORM.dim
     N: tl.constexpr = tiles.shape[0] * 32
     S: tl.constexpr = tiles.shape[0] // tiles_together(BITS)
     t0 = table_word(TABLE, 0, 4, 6)
     if BITS == 3:
-        low = load_values(tiles, live, 0, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, I, 8, 4, 4)
-        high = load_values(tiles, live, 1, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, I, 8, 4, 4)
-        third = load_values(tiles, live, 2, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, I, 8, 4, 4)
+        low = load_values(tiles, live, 0, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
+        high = load_values(tiles, live, 1, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
+        third = load_values(tiles, live, 2, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
         x = levels3(low, high, third, t0, table_word(TABLE, 1, 4, 6), ASM)
         if KW == 4:
             x = x.permute(2, 5, 3, 0, 1, 10, 9, 8, 4, 7, 6)
@@ -122,11 +122,11 @@ def value_operand(
             x = x.permute(2, 5, 3, 0, 1, 10, 9, 4, 8, 7, 6)
     elif BITS == 8:
         words = load_values(tiles, live, 0, 2, 2, GROUP * C, C, D, BITS)
-        x = bytes_of(words.reshape(S, 2, I, 8, 4, 4) ^ t0)
+        x = bytes_of(words.reshape(S, 2, P, 8, 4, 4) ^ t0)
         x = x.permute(2, 5, 3, 0, 1, 4, 7, 6) if KW == 4 else x.permute(2, 5, 3, 0, 4, 1, 7, 6)
     else:
         words = load_values(tiles, live, 0, 1, 1, GROUP * C, C, D, BITS)
-        words = words.reshape(S, 1, I, 8, 4, 4)
+        words = words.reshape(S, 1, P, 8, 4, 4)
         if BITS == 2:
             x = levels2(words, t0, ASM)
             if KW == 4:

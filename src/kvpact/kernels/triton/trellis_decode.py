@@ -70,7 +70,9 @@ def decode_keys(
     tiles_per_segment,
     FORM: tl.constexpr,
 ):
-    """Decode a tile of 32 tokens of one row and head.
+    """Decode a block of channels of a tile of 32 tokens of one row and head.
+
+    The grid has a program for every block of every tile, head and row.
 
     Parameters
     ----------
@@ -81,7 +83,9 @@ def decode_keys(
     OUT, out_row, out_head, out_token, start, end, tiles_per_segment
         As of `decode_tiles`.
     """
-    tile, head, row = start // 32 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    BLOCKS: tl.constexpr = len(FORM.trellis.blocks)
+    block, head, row = tl.program_id(0) % BLOCKS, tl.program_id(1), tl.program_id(2)
+    tile = start // 32 + tl.program_id(0) // BLOCKS
     segment, inside = tile // tiles_per_segment, tile % tiles_per_segment
     codes = field(TABLE, HEADS, FORM.index_of("codes"), row, head, segment, batch, segments, "i32")
     scale = field(TABLE, HEADS, FORM.index_of("scale"), row, head, segment, batch, segments, "u8")
@@ -102,24 +106,25 @@ def decode_keys(
         steps = field(TABLE, HEADS, at, row, head, segment, batch, segments, "fp16")
         group = inside * 32 // FORM.trellis.center
         step = tl.load(steps + group).to(tl.float32)
-    for i in tl.static_range(len(FORM.trellis.blocks)):
-        place = tl.arange(0, block_width(FORM.trellis, i))
-        there = place < FORM.trellis.blocks[i].dim
-        deviation = tl.load(DEVIATION + head * len(FORM.trellis.blocks) + i)
-        signs = SIGNS + block_signs(FORM.trellis, i)
-        y = _rotated_back(words, n, LEVELS, signs, deviation, FORM, i)
-        at = head * FORM.dim + block_begin(FORM.trellis, i) + place
-        channel = tl.load(ORDER + at, mask=there, other=0)
-        weight = tl.load(WEIGHT + head * FORM.dim + channel)
-        y = tl.div_rn(y, tl.broadcast_to(weight[None, :], y.shape))
-        if FORM.has("mean"):
-            mean = tl.load(means + group * FORM.dim + channel).to(tl.float32) * step
-            y = tl.where(flag == MEAN, y + mean[None, :], y)
-        if FORM.has("base"):
-            first = tl.load(FIRST_KEY + head * FORM.dim + channel)
-            y = tl.where(flag == FIRST, y + first[None, :], y)
-        tl.store(
-            out + channel[None, :],
-            saturated(y, OUT.dtype.element_ty),
-            mask=live[:, None] & there[None, :],
-        )
+    for i in tl.static_range(BLOCKS):
+        if block == i:
+            place = tl.arange(0, block_width(FORM.trellis, i))
+            there = place < FORM.trellis.blocks[i].dim
+            deviation = tl.load(DEVIATION + head * len(FORM.trellis.blocks) + i)
+            signs = SIGNS + block_signs(FORM.trellis, i)
+            y = _rotated_back(words, n, LEVELS, signs, deviation, FORM, i)
+            order = ORDER + head * FORM.dim + block_begin(FORM.trellis, i)
+            channel = tl.load(order + place, mask=there, other=0)
+            weight = tl.load(WEIGHT + head * FORM.dim + channel)
+            y = tl.div_rn(y, tl.broadcast_to(weight[None, :], y.shape))
+            if FORM.has("mean"):
+                mean = tl.load(means + group * FORM.dim + channel).to(tl.float32) * step
+                y = tl.where(flag == MEAN, y + mean[None, :], y)
+            if FORM.has("base"):
+                first = tl.load(FIRST_KEY + head * FORM.dim + channel)
+                y = tl.where(flag == FIRST, y + first[None, :], y)
+            tl.store(
+                out + channel[None, :],
+                saturated(y, OUT.dtype.element_ty),
+                mask=live[:, None] & there[None, :],
+            )

@@ -1,9 +1,10 @@
-"""What dispatch may choose: launches of steps, prompts, encoding and decoding, taken down."""
+"""What dispatch may choose to attend with: launches of steps and prompts, taken down."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,32 +14,31 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall, Where
 from kvpact.kernels.triton.attend import attend_triton
-from kvpact.kernels.triton.decode import decode_triton
-from kvpact.kernels.triton.encode import TritonEncoder, encode_reason
 from kvpact.kernels.triton.machine_code import Launch, recorded
 from kvpact.kernels.views import LayerView, StreamView
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 from kvpact.spec import parse_spec
 
 _CPU = torch.device("cpu")
 BITS = (2, 3, 4)
 HEADS, TOKENS = 2, 1024
-TRELLIS = "trellis:bits=4,first=false,weights=false,blocks=false"
-FORMATS = (
-    "turboquant:bits=4",
+GENERAL = (
     "turboquant:bits=6",
     "turboquant:bits=3,center=64",
-    "int:bits=8",
     "int:bits=4,zero=true",
     "fp8",
     "kivi:bits=2",
     "kvarn:bits=4",
-    TRELLIS,
+    "none",
+    "trellis:bits=4,first=false,weights=false,blocks=false",
+    "trellis:bits=4",
 )
-"""One of each kind of slots."""
+"""One of each kind of slots that the fast kernel for levels of 8 bits does not attend."""
+_NAMES = {torch.float16: " fp16", torch.float32: " fp32"}
 
 
-class _Slots:
+class SlotsOfZeros:
     """Slots of zeros."""
 
     def __init__(self, codec: Codec, segment_tokens: int) -> None:
@@ -65,13 +65,15 @@ class Variant(NamedTuple):
     Parameters
     ----------
     spec : str
-        Of the slots.
+        Of the slots; "" for none.
     dim, groups, queries : int
         Their width, query heads of a KV head, and queries of each.
     segment_tokens : int
         Tokens of a page.
     softcap : float or None
         Of the logits.
+    dtype : torch.dtype
+        Of exact tokens and queries.
     """
 
     spec: str
@@ -80,31 +82,42 @@ class Variant(NamedTuple):
     queries: int = 1
     segment_tokens: int = 128
     softcap: float | None = None
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         flags = " page=32" * (self.segment_tokens == 32) + " softcap" * (self.softcap is not None)
-        return f"{self.spec} D={self.dim} {self.groups}x{self.queries}{flags}"
+        flags += _NAMES.get(self.dtype, "")
+        return f"{self.spec or 'exact'} D={self.dim} {self.groups}x{self.queries}{flags}"
 
-    def launches(self) -> list[Launch]:
-        """Return what a step launches that has a long past of bf16 tokens."""
-        spec, dtype = parse_spec(self.spec), torch.bfloat16
-        codecs = (spec.key.key_codec(self.dim, dtype), spec.value.value_codec(self.dim, dtype))
-        tail = torch.zeros(1, HEADS, 64, self.dim, dtype=dtype)
+    def call(self) -> AttendCall:
+        """Return a call with a long past."""
+        tail = torch.zeros(1, HEADS, 64, self.dim, dtype=self.dtype)
+        new = tail[:, :, : self.queries]
+        q = tail.new_zeros(1, HEADS * self.groups, self.queries, self.dim)
+        config = AttendConfig(softcap=self.softcap)
+        if not self.spec:
+            return AttendCall(None, new, new, q, config)
         sinks, at = tail[:, :, :4], torch.arange(4).unsqueeze(0)
         k, v = (
             StreamView(
-                codec, _Slots(codec, self.segment_tokens), 512, tail, sinks, at, 4, lambda: None
+                codec, SlotsOfZeros(codec, self.segment_tokens), 512, tail, sinks, at, 4, _nothing
             )
-            for codec in codecs
+            for codec in (side(self.spec, value, self.dim) for value in (False, True))
         )
-        new = tail[:, :, : self.queries]
-        q = torch.zeros(1, HEADS * self.groups, self.queries, self.dim, dtype=dtype)
-        config = AttendConfig(softcap=self.softcap)
+        return AttendCall(LayerView(k, v, None), new, new, q, config)
+
+    def launches(self) -> list[Launch]:
+        """Return what is launched to attend."""
+        call = self.call()
         with recorded() as made:
-            attend_triton([AttendCall(LayerView(k, v, None), new, new, q, config)], "full")
+            attend_triton([call], "full")
         return made
+
+
+def _nothing() -> None:
+    """Check nothing."""
 
 
 def steps() -> Iterator[Variant]:
@@ -126,48 +139,28 @@ def steps() -> Iterator[Variant]:
 
 
 def others() -> Iterator[Variant]:
-    """Iterate over what the general kernel alone attends."""
-    yield from (
-        Variant(spec) for spec in FORMATS if spec not in ("turboquant:bits=4", "int:bits=8")
-    )
-    yield Variant("turboquant:bits=4", queries=16)
-    yield Variant("turboquant:bits=4", queries=64)
+    """Iterate over what the general kernel alone attends, and over prompts and chunks."""
+    yield from (Variant(spec) for spec in GENERAL)
+    for dim in (64, 128, 256):
+        yield Variant("turboquant:bits=4", dim, queries=16)
+        yield Variant("turboquant:bits=4", dim, queries=64)
+        yield Variant("int:bits=8", dim, queries=16)
+        yield Variant("int:bits=8", dim, queries=64)
+        yield Variant("", dim, queries=16, softcap=30.0)
+    for dtype in _NAMES:
+        yield Variant("turboquant:bits=4", dtype=dtype)
+        yield Variant("turboquant:bits=4", queries=16, dtype=dtype)
+    yield Variant("turboquant:bits=4", 96)
 
 
+@cache
 def side(spec: str, value: bool, dim: int) -> Codec:
-    """Return the codec of K, or of V."""
-    method = parse_spec(spec).key
-    made: Codec = (method.value_codec if value else method.key_codec)(dim, torch.bfloat16)
-    return made
-
-
-def encoding(spec: str, value: bool, tokens: int, dim: int = 128) -> list[Launch]:
-    """Return what is launched to encode bf16 tokens."""
-    codec = side(spec, value, dim)
-    slots = _Slots(codec, TOKENS)
-    with recorded() as made:
-        encoder = TritonEncoder(codec)
-        x = torch.zeros(1, HEADS, tokens, dim, dtype=torch.bfloat16)
-        encoder.write(encoder.prepare(x), [slots.fields], TOKENS, 0)
-    return made
-
-
-def decoding(spec: str, value: bool, dim: int = 128) -> list[Launch]:
-    """Return what is launched to decode to bf16."""
-    out = torch.zeros(1, HEADS, 64, dim, dtype=torch.bfloat16)
-    with recorded() as made:
-        decode_triton(_Slots(side(spec, value, dim), TOKENS), 0, 64, out, inverse=True)
-    return made
-
-
-def all_launches() -> Iterator[tuple[str, list[Launch]]]:
-    """Iterate over names of the table and what is launched."""
-    for variant in (*steps(), *others()):
-        yield variant.name, variant.launches()
-    for spec, value in itertools.product(FORMATS, (False, True)):
-        name = f"{'V' if value else 'K'} {spec}"
-        codec = side(spec, value, 128)
-        if not encode_reason(codec):
-            for tokens in dict.fromkeys((max(codec.group, 64), codec.group)):
-                yield f"encode {tokens} {name}", encoding(spec, value, tokens)
-        yield f"decode {name}", decoding(spec, value)
+    """Return the codec of K, or of V, that has learnt what it learns."""
+    spec_of = parse_spec(spec)
+    make = spec_of.value.value_codec if value else spec_of.key.key_codec
+    codec: Codec = make(dim, torch.bfloat16)
+    if codec.learns_from and not codec.ready:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, HEADS, codec.learns_from, dim, generator=generator)
+        codec = codec.learn(x, Context())
+    return codec

@@ -21,7 +21,9 @@ def _cell(z):
     twice = z + z
     twice = tl.where(twice < most, twice, most)
     twice = tl.where(twice > -most, twice, -most)
-    return tl.ceil(twice).to(tl.int32) + CELLS
+    # Rounded up by hand: `tl.ceil` takes what is below the normal numbers for zero on devices.
+    whole = twice.to(tl.int32)
+    return whole + (twice > whole.to(tl.float32)).to(tl.int32) + CELLS
 
 
 @triton.constexpr_function

@@ -1,0 +1,110 @@
+"""What every compiled kernel has to stay within, on all devices.
+
+Kernels that make bytes, or numbers to the bit, have no fused and no approximate operation. Where a
+kernel decides how long a decode step takes, instructions and copies are bounded, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpact.kernels.triton.machine_code import Facts, Launch
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a kernel may take.
+
+    Parameters
+    ----------
+    stack : int or None
+        Bytes of a thread that did not fit into registers; None for any.
+    registers : int
+        Of a thread.
+    exact : bool
+        Whether nothing may be fused or approximate.
+    instructions : float or None
+        Of a warp, a token.
+    wide : int
+        Copies of 16 bytes into shared memory, at least.
+    tensor : bool
+        Whether products have to be on tensor cores.
+    moved : int or None
+        Left operands through shared memory after they were decoded.
+    """
+
+    stack: int | None = 0
+    registers: int = 255
+    exact: bool = False
+    instructions: float | None = None
+    wide: int = 0
+    tensor: bool = False
+    moved: int | None = None
+
+
+PLAIN = Bounds()
+EXACT = Bounds(exact=True)
+"""Of kernels that make bytes, or numbers to the bit."""
+
+BOUNDS = {
+    "attend_general": Bounds(stack=None),
+    "attend_trellises": PLAIN,
+    "balance_tiles": EXACT,
+    "begin_step": PLAIN,
+    "check_step": PLAIN,
+    "check_tokens": EXACT,
+    "choose_bases": EXACT,
+    "decode_keys": EXACT,
+    "decode_tiles": EXACT,
+    "encode_groups": EXACT,
+    "encode_tokens": EXACT,
+    "end_step": PLAIN,
+    "keep_tokens": PLAIN,
+    "merge_parts": PLAIN,
+    "prepare_queries": PLAIN,
+    "query_digits": PLAIN,
+    "rotate_tokens": EXACT,
+    "search_codes": EXACT,
+    "store_codes": EXACT,
+    "treat_tokens": EXACT,
+}
+"""By kernel, but for `attend_digits`, whose bounds are those of its variant."""
+
+_INSTRUCTIONS = {4: 28, 8: 28, 16: 40}
+"""Of `attend_digits`, by query rows, of up to 128 channels."""
+
+
+def _digits(launch: Launch) -> Bounds:
+    rows, wide = launch.constants["G"], launch.constants["V"].dim > 128
+    return Bounds(
+        registers=200 if rows == 4 and not wide else 255,
+        instructions=_INSTRUCTIONS[rows] * (2 if wide else 1),
+        wide=8,
+        tensor=True,
+        moved=0,
+    )
+
+
+def bounds_of(launch: Launch) -> Bounds:
+    """Return the bounds of what a launch compiles."""
+    return _digits(launch) if launch.name == "attend_digits" else BOUNDS[launch.name]
+
+
+def problems(found: Facts, bounds: Bounds) -> list[str]:
+    """Return where a kernel is beyond its bounds."""
+    wrong = []
+    if bounds.stack is not None and found.stack > bounds.stack:
+        wrong.append(f"{found.stack} bytes of stack")
+    if found.registers > bounds.registers:
+        wrong.append(f"{found.registers} registers")
+    if bounds.exact and found.fused:
+        wrong.append(f"{found.fused} fused or approximate")
+    if bounds.instructions is not None and found.instructions > bounds.instructions:
+        wrong.append(f"{found.instructions} instructions a token")
+    if found.wide < bounds.wide:
+        wrong.append(f"{found.wide} copies of 16 bytes")
+    if bounds.tensor and not found.tensor:
+        wrong.append("no tensor-core instruction")
+    if bounds.moved is not None and found.moved > bounds.moved:
+        wrong.append(f"{found.moved} operands through shared memory")
+    return wrong
