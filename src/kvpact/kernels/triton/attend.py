@@ -36,7 +36,7 @@ TILES_OF_A_PART = 8
 WARPS = 8
 """Of a program of the general kernel: four spill registers at most formats."""
 NARROW = 128
-"""Channels up to which one warp merges a row of queries without spilling."""
+"""Channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`."""
 PROGRAMS = 1024
 """Programs of a launch from which on tokens are split no further."""
 
@@ -141,6 +141,13 @@ def _aligned(rows: Rows) -> bool:
 def width_of(dim: int) -> int:
     """Return to how many channels kernels pad vectors."""
     return max(power_of_two(dim), LEAST_WIDTH)
+
+
+def merge_warps(rows: int, width: int) -> int:
+    """Return the warps that merge so many rows of queries at a time without spilling registers."""
+    if width <= NARROW:
+        return 1 if rows == 1 else 4
+    return 4 if rows == 1 else 8
 
 
 def variant_of(call: AttendCall, rows: Rows) -> Variant:
@@ -272,5 +279,6 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
         rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
         *new, *steps,
         values.dim, values.width, values.form is not None, signs is not None, chunk, each, at_once,
-        num_warps=1 if each == 1 and values.width <= NARROW else 4, enable_fp_fusion=False,
+        num_warps=merge_warps(each, values.width), maxnreg=None if each == 1 else 255,
+        enable_fp_fusion=False,
     )  # fmt: skip
