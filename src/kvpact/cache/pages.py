@@ -210,7 +210,7 @@ class PageStore:
     def __init__(self, pool: PagePool, codec: Codec, fields: Segment, table: list[int]) -> None:
         self._pool, self._codec, self._fields, self._table = pool, codec, fields, table
         self.segment_tokens = pool.page_size
-        self._source: _PageSource | None = None
+        self._source: PageSource | None = None
 
     def grown(self, tokens: int, kept: int) -> PageStore:
         """Return itself: pages are reserved for all layers before a stream appends."""
@@ -242,7 +242,7 @@ class PageStore:
         """Return the pages as they are now."""
         pages = tuple(self._table)
         if self._source is None or self._source.pages != pages:
-            self._source = _PageSource(self._fields, pages, self.segment_tokens)
+            self._source = PageSource(self._fields, pages, self.segment_tokens)
         return self._source
 
     def shared(self) -> PageStore:
@@ -258,8 +258,18 @@ class PageStore:
         return []
 
 
-class _PageSource:
-    """Reads pages by gathering them."""
+class PageSource:
+    """Reads one sequence's pages; native kernels read them where they lie.
+
+    Parameters
+    ----------
+    fields : dict
+        Field -> `[P, H, units, …]`, all pages; a head's units of a page have no gaps.
+    pages : tuple of int
+        The sequence's, in order.
+    page_size : int
+        Tokens per page.
+    """
 
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:
         self._fields, self.pages, self.segment_tokens = fields, pages, page_size
@@ -283,5 +293,5 @@ class _PageSource:
             size = tensor.element_size()
             segments = self._index * (tensor.stride(0) * size) + tensor.data_ptr()
             found = Where(segments, 0, tensor.stride(1) * size)
-            self._where[name] = found if tensor.is_contiguous() else None
+            self._where[name] = found if tensor[0, 0].is_contiguous() else None
         return self._where[name]

@@ -1,0 +1,233 @@
+"""vLLM's side: an attention backend for its CPU worker, whose pages are kvpact's.
+
+vLLM makes one class of each kind per process. `customize_spec` tells it the size of a page, so the
+capacity that it reports and schedules by is that of packed slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
+
+from kvpact.contract import AttendConfig
+from kvpact.formats import TILE
+from kvpact.integrations.vllm.layer import PagedLayer, Row
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.refused import refuse
+from kvpact.integrations.vllm.setting import codecs, native_plan, served_spec
+from kvpact.kernels.plan import Plan
+from kvpact.spec import Spec
+
+# vLLM configures loggers below "vllm" alone.
+logger = init_logger(f"vllm.{__name__}")
+
+
+def _spec() -> Spec:
+    spec = served_spec()
+    assert spec is not None, "registered without a spec"
+    return spec
+
+
+class KVPactBackend(AttentionBackend):
+    """Takes the place of vLLM's CPU attention."""
+
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name that vLLM knows the place by."""
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[KVPactImpl]:
+        """Return what computes."""
+        return KVPactImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPactBuilder]:
+        """Return what tells it of a batch."""
+        return KVPactBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
+        """Take pages of whole tiles."""
+        return [MultipleOf(TILE)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Take pages in which the bytes of a head lie together."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Return a layer's page format: the same tokens in as many bytes as their slots have."""
+        if spec.state_content_bytes is not None:
+            return spec
+        if type(spec) is not FullAttentionSpec:
+            refuse(f"layers of {type(spec).__name__}")
+        pair = codecs(_spec(), spec.head_size, spec.head_size_v, spec.dtype)
+        form = PageForm(*pair, spec.block_size)
+        return replace(spec, state_content_bytes=form.content, dtype=torch.uint8)
+
+
+@dataclass
+class KVPactMetadata(AttentionMetadata):
+    """One batch.
+
+    Parameters
+    ----------
+    rows : list of Row
+        Its sequences.
+    """
+
+    rows: list[Row]
+
+
+class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
+    """Tells attention which sequences a batch is made of."""
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _check(vllm_config)
+        _log(kv_cache_spec, len(layer_names), vllm_config)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> KVPactMetadata:
+        """Return the rows of a batch."""
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            refuse("attention that is not causal")
+        size: int = self.kv_cache_spec.block_size
+        starts: list[int] = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        rows = []
+        for i, length in enumerate(batch.seq_lens[: batch.num_reqs].tolist()):
+            start, end = starts[i], starts[i + 1]
+            if start < end:
+                pages = batch.block_table_tensor[i, : -(-length // size)].tolist()
+                rows.append(Row(start, end, length - (end - start), tuple(pages)))
+        return KVPactMetadata(rows)
+
+
+class KVPactImpl(AttentionImpl[KVPactMetadata]):
+    """Attention of one layer; parameters as of vLLM's `AttentionImpl`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        for given, what in (
+            (alibi_slopes, "ALiBi"),
+            (sliding_window, "layers with a sliding window"),
+            (kv_sharing_target_layer_name, "layers that share another layer's cache"),
+            (sinks, "attention sinks with logits of their own"),
+        ):
+            if given is not None:
+                refuse(what)
+        if kv_cache_dtype != "auto":
+            refuse(f"--kv-cache-dtype {kv_cache_dtype} (it stores what its spec says)")
+        if attn_type != AttentionType.DECODER:
+            refuse(f"{attn_type} attention")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self._config = AttendConfig(
+            softmax_scale=self.scale, softcap=logits_soft_cap if logits_soft_cap else None
+        )
+        self._layer: PagedLayer | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KVPactMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend and store; parameters as of vLLM's `AttentionImpl.forward`."""
+        if output_scale is not None or output_block_scale is not None:
+            refuse("outputs that attention quantises")
+        if attn_metadata is None:  # vLLM warms up
+            return output.zero_()
+        if self._layer is None or self._layer.pages is not kv_cache:
+            self._layer = _layer(key, value, kv_cache)
+        self._layer.step(attn_metadata.rows, query, key, value, output, self._config)
+        return output
+
+
+def _layer(key: Tensor, value: Tensor, pages: Tensor) -> PagedLayer:
+    k, v = codecs(_spec(), key.shape[2], value.shape[2], key.dtype)
+    return PagedLayer(PageForm(k, v, pages.shape[2]), native_plan(k, v, key.dtype), pages)
+
+
+def _check(config: Any) -> None:
+    """Refuse what was never run, or could not be right."""
+    parallel = config.parallel_config
+    for there, what in (
+        (config.model_config.is_hybrid, "hybrid models"),
+        (config.speculative_config is not None, "speculative decoding"),
+        (config.kv_transfer_config is not None, "KV connectors"),
+        (parallel.decode_context_parallel_size > 1, "context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "context parallelism"),
+    ):
+        if there:
+            refuse(what)
+
+
+def _log(spec: AttentionSpec, layers: int, config: Any) -> None:
+    dtype = config.model_config.dtype
+    pair = codecs(_spec(), spec.head_size, spec.head_size_v, dtype)
+    plan: Plan = native_plan(*pair, dtype)
+    plain = (spec.head_size + spec.head_size_v) * dtype.itemsize
+    content = spec.state_content_size_bytes
+    logger.info(
+        "kvpact stores K and V of %d layers as %s: %d bytes per token and KV head instead of %d "
+        "(%s), %.2f times as many tokens: pages for %s tokens. %r",
+        layers,
+        _spec(),
+        content,
+        plain,
+        dtype,
+        plain / content,
+        f"{config.cache_config.num_gpu_blocks * spec.block_size:,}",
+        plan,
+    )

@@ -1,0 +1,97 @@
+"""What the bytes of one of vLLM's pages are.
+
+vLLM hands over `[P, H, N, C]`: pages, KV heads, tokens of a page, bytes of a token. The N * C bytes
+of a head lie together, and hold the fields of K and then those of V, each `[units, *shape]` as in
+kvpact's own pages. So a head of a page is what it is in a page of `PagedKVCache`, and kernels read
+it where it lies.
+"""
+
+from __future__ import annotations
+
+from math import ceil, prod
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import GeometryError
+from kvpact.formats import TILE, Field
+from kvpact.kernels import Segment
+from kvpact.methods import Codec
+
+
+class PageForm:
+    """Where the fields of K and V lie in a head's part of a page.
+
+    Parameters
+    ----------
+    k, v : Codec
+        Of groups of one token.
+    tokens : int
+        Of a page; a multiple of the tile (32).
+
+    Attributes
+    ----------
+    content : int
+        Bytes of one token and head, K and V together: the C of vLLM's pages.
+
+    Raises
+    ------
+    GeometryError
+        The page cuts a tile.
+    """
+
+    def __init__(self, k: Codec, v: Codec, tokens: int) -> None:
+        if tokens < 1 or tokens % TILE:
+            raise GeometryError(
+                f"vLLM's pages have {tokens} tokens; kvpact needs a multiple of {TILE}: "
+                "start vLLM with --block-size 128"
+            )
+        self.tokens = tokens
+        self._places: list[list[tuple[Field, int, int]]] = []
+        end = 0
+        for codec in (k, v):
+            places = []
+            for field in codec.fields:
+                size = tokens // field.tokens * prod(field.shape) * field.dtype.itemsize
+                places.append((field, end, size))
+                end += size
+            self._places.append(places)
+        self.content = ceil(end / tokens)
+
+    def fields(self, pages: Tensor) -> tuple[Segment, Segment]:
+        """Return K's and V's fields of all pages, `[P, H, units, *shape]` each, as views.
+
+        Parameters
+        ----------
+        pages : Tensor
+            `[P, H, N, C]` uint8 from vLLM.
+
+        Raises
+        ------
+        GeometryError
+            The pages are not laid out as described above.
+        """
+        strides = (pages.shape[2] * pages.shape[3], pages.shape[3], 1) if pages.dim() == 4 else ()
+        if (
+            pages.dtype is not torch.uint8
+            or pages.shape[2:] != (self.tokens, self.content)
+            or pages.stride()[1:] != strides
+        ):
+            raise GeometryError(
+                f"vLLM hands over pages {tuple(pages.shape)} {pages.dtype} of strides "
+                f"{pages.stride()}; kvpact reads [P, H, {self.tokens}, {self.content}] uint8 with "
+                "the tokens of a head side by side (VLLM_KV_CACHE_LAYOUT=LBHNC)"
+            )
+        heads = pages.as_strided(
+            (*pages.shape[:2], self.tokens * self.content), (*pages.stride()[:2], 1)
+        )
+        k, v = (
+            {
+                field.name: torch.unflatten(
+                    heads[:, :, start : start + size].view(field.dtype), 2, (-1, *field.shape)
+                )
+                for field, start, size in places
+            }
+            for places in self._places
+        )
+        return k, v

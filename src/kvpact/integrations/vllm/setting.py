@@ -1,0 +1,85 @@
+"""The one setting of the plug-in: the spec, in an environment variable.
+
+vLLM asks a backend for its page format outside of any engine's configuration
+(`AttentionBackend.customize_spec`, called by the model runner), and keeps one backend class per
+process, so ``--additional-config`` comes too late. An environment variable reaches every process
+that vLLM starts before any of its classes is made, and where it is not set nothing is registered.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kvpact.errors import SpecError
+from kvpact.kernels import Compute, Plan, choose
+from kvpact.methods import Codec
+from kvpact.spec import Spec, parse_spec
+
+SETTING = "KVPACT_VLLM_SPEC"
+_CPU = torch.device("cpu")
+
+
+def served_spec() -> Spec | None:
+    """Return the spec that vLLM's pages are to hold; None where none is set.
+
+    Raises
+    ------
+    SpecError
+        No spec, or one that pages can't hold: `check_serves` has the reasons.
+    """
+    text = os.environ.get(SETTING, "").strip()
+    if not text:
+        return None
+    if text.endswith((".toml", ".json")):
+        raise SpecError(f"{SETTING}={text!r}: a recipe by layer is not covered, name one spec")
+    spec = parse_spec(text)
+    check_serves(spec)
+    return spec
+
+
+def check_serves(spec: Spec) -> None:
+    """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share.
+
+    Sinks and a window are exact tokens of one sequence, beside the slots; a group is packed when
+    its last token comes; what a method learns belongs to one cache.
+    """
+    for method in (spec.key, spec.value):
+        if method.sinks or method.window:
+            stored = spec.with_options(sinks=0, window=0)
+            raise SpecError(
+                f"{SETTING}={str(spec)!r}: vLLM's pages hold slots alone, no exact sinks and "
+                f"window; write {str(stored)!r}, and see `kvpact eval --packed-only` for the price"
+            )
+    for side, codec in zip("KV", codecs(spec, 64, 64, torch.float32), strict=True):
+        reason = ""
+        if codec.learns_from or not codec.ready:
+            reason = "learns from its tokens"
+        elif codec.joint or codec.rotation is not None or codec.has_bias:
+            reason = "stores more than slots of one head"
+        elif codec.group > 1:
+            reason = f"packs {codec.group} tokens together"
+        if reason:
+            raise SpecError(
+                f"{SETTING}={str(spec)!r}: the method of {side} {reason}, which vLLM's pages can't "
+                "hold; take 'turboquant', 'int', 'fp8', 'none' or "
+                "'trellis:center=0,first=false,weights=false,blocks=false'"
+            )
+
+
+def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec, Codec]:
+    """Return the codecs for keys and values `dim` and `v_dim` wide."""
+    return spec.key.key_codec(dim, dtype), spec.value.value_codec(v_dim, dtype)
+
+
+def native_plan(k: Codec, v: Codec, dtype: torch.dtype) -> Plan:
+    """Return who computes: the native kernels, all of it.
+
+    Raises
+    ------
+    BackendUnavailable
+        They were not built, or don't cover a codec: torch would be many times slower than vLLM.
+    """
+    compute: Compute = choose("cpu")
+    return compute.plan(compute.stream(k, _CPU, dtype), compute.stream(v, _CPU, dtype))

@@ -1,0 +1,40 @@
+"""What vLLM itself reports as its capacity, and what it refuses when it starts."""
+
+import pytest
+
+SPEC = "turboquant:bits=4,sinks=0,window=0"
+
+
+@pytest.mark.parametrize(("dim", "times"), [(64, 3.4), (128, 3.6)])
+def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, make_toy, dim, times):
+    options = {"model": make_toy(dim), "dtype": "bfloat16", "max_model_len": 512}
+    own, mine = run_vllm(**options), run_vllm(SPEC, **options)
+    assert mine["capacity"] >= times * own["capacity"]
+    assert f"pages for {mine['capacity']:,} tokens" in mine["log"]
+    assert f"as {SPEC}" in mine["log"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "reason"),
+    [
+        ("turboquant:bits=4", {}, "write 'turboquant:bits=4,sinks=0,window=0'"),
+        ("kivi:sinks=0,window=0", {}, "packs 32 tokens together"),
+        (SPEC, {"kv_cache_dtype": "fp8"}, "does not cover --kv-cache-dtype fp8"),
+        (SPEC, {"block_size": 16}, "needs a multiple of 32"),
+        (
+            SPEC,
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "does not cover speculative decoding",
+        ),
+    ],
+    ids=["sinks", "groups", "fp8", "block size", "speculative"],
+)
+def test_what_is_not_covered_is_refused_by_name(run_vllm, toy, spec, options, reason):
+    options = {"model": toy, "dtype": "bfloat16", "max_model_len": 512, **options}
+    assert reason in run_vllm(spec, fails=True, **options)["log"]
+
+
+def test_models_that_are_not_covered_are_refused_by_name(run_vllm, make_toy):
+    windows = make_toy(kind="Mistral", sliding_window=64)
+    log = run_vllm(SPEC, fails=True, model=windows, dtype="bfloat16", max_model_len=512)["log"]
+    assert "does not cover layers with a sliding window" in log

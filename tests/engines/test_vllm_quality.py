@@ -1,0 +1,64 @@
+"""Log-probabilities of a real model over compressed pages, beside those of `kvpact eval`."""
+
+import pytest
+import torch
+
+from kvpact.data import book_path
+from kvpact.evaluate import evaluate
+from kvpact.evaluate.feed import first_tokens
+from kvpact.integrations.models import load_model
+from kvpact.integrations.packaged import SMOLLM2, packaged_folder
+
+SPECS = ("int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0,window=0")
+CHUNK = 256
+# Two chunks of a prompt, and the token behind them: 256 tokens are read over a stored past.
+TOKENS = 2 * CHUNK + 1
+OPTIONS = {"dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": CHUNK}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What `kvpact eval` gives: the text, and by spec each token's gain in log-probability."""
+    model, tokenizer = load_model(SMOLLM2.name)
+    ids = first_tokens(tokenizer, book_path().read_text("utf-8"), TOKENS)
+    result = evaluate(model, ids, list(SPECS), chunk=CHUNK)
+    scores = dict(zip(("none", *SPECS), result.scores, strict=True))
+    return ids.tolist(), {spec: scores[spec].ref_nll - scores[spec].nll for spec in SPECS}
+
+
+def run(run_vllm, expected, spec=None):
+    ids, _ = expected
+    prompts = [ids[start : start + 40 + start] for start in range(0, 80, 10)]
+    return run_vllm(
+        spec,
+        processes=True,
+        model=str(packaged_folder(SMOLLM2)),
+        forced=[ids],
+        greedy=[[prompts, 24]],
+        **OPTIONS,
+    )
+
+
+@pytest.fixture(scope="module")
+def own(run_vllm, expected):
+    return run(run_vllm, expected)
+
+
+def test_with_none_a_real_model_gives_the_tokens_of_vllm(run_vllm, expected, own):
+    mine = run(run_vllm, expected, "none")
+    assert mine["greedy"] == own["greedy"]
+    torch.testing.assert_close(
+        torch.tensor(mine["forced"]), torch.tensor(own["forced"]), atol=2e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_log_probabilities_change_by_what_eval_gives(run_vllm, expected, own, spec):
+    mine = run(run_vllm, expected, spec)
+    change = torch.tensor(mine["forced"][0], dtype=torch.float64) - torch.tensor(own["forced"][0])
+    change, right = change[-CHUNK:], expected[1][spec]
+    assert len(change) == len(right) == CHUNK
+    got, most = (float(x.square().mean().sqrt()) for x in (change, right))
+    print(f"{spec}: {got:.6f} nats rms in vLLM, {most:.6f} in eval")
+    assert got <= 1.05 * most
+    assert abs(float(change.mean() - right.mean())) <= 0.1 * most

@@ -1,0 +1,193 @@
+"""What vLLM's pages hold, and what attention over them gives: no vLLM is needed."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvpact import create_cache
+from kvpact.contract import AttendConfig
+from kvpact.errors import GeometryError
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.layer import PagedLayer, Row
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.spec import parse_spec
+
+SPECS = (
+    "none:sinks=0,window=0",
+    "turboquant:bits=4,sinks=0,window=0",
+    "int:bits=8,sinks=0,window=0",
+    "fp8:sinks=0,window=0",
+    "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
+    "turboquant:bits=3,sinks=0,window=0/int:bits=4,sinks=0,window=0",
+)
+PAGE, HEADS, GROUPS, DIM = 32, 2, 2, 64
+SCALE = AttendConfig(softmax_scale=0.125)
+
+
+def make(text, dtype=torch.bfloat16, pages=16, dirty=False):
+    k, v = codecs(parse_spec(text), DIM, DIM, dtype)
+    form = PageForm(k, v, PAGE)
+    memory = torch.zeros(pages, HEADS, PAGE, form.content, dtype=torch.uint8)
+    if dirty:
+        memory.fill_(0xA5)
+    return PagedLayer(form, native_plan(k, v, dtype), memory)
+
+
+def tokens(count, seed, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(count, HEADS * GROUPS, DIM), (count, HEADS, DIM), (count, HEADS, DIM)]
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+class Sequence:
+    """A sequence of a batch, and beside it the contiguous cache that says what is right."""
+
+    def __init__(self, text, pages, count, seed):
+        self.qkv, self.pages, self.held = tokens(count, seed), pages, 0
+        geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
+        self.cache = create_cache(text, geometry, backend="cpu")
+
+    def take(self, count):
+        self.new = [x[self.held : self.held + count] for x in self.qkv]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.new)
+        self.right = self.cache.attend(0, k, v, q, SCALE)[0].transpose(0, 1)
+
+    def row(self, start):
+        end, held = start + len(self.new[0]), self.held
+        self.held += len(self.new[0])
+        return Row(start, end, held, tuple(self.pages[: -(-self.held // PAGE)]))
+
+
+def run(layer, sequences, counts):
+    """One batch; return what came out and what is right."""
+    rows, start = [], 0
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.take(count)
+        rows.append(sequence.row(start))
+        start += count
+    q, k, v = (torch.cat([s.new[i] for s in sequences]) for i in range(3))
+    out = torch.full_like(q, torch.nan)
+    layer.step(rows, q, k, v, out, SCALE)
+    return out, torch.cat([s.right for s in sequences])
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text):
+    layer = make(text, dirty=True)
+    first = Sequence(text, [9, 2, 14, 5], 100, seed=1)
+    second = Sequence(text, [0, 15, 7], 90, seed=2)
+    third = Sequence(text, [3, 11], 40, seed=3)
+    for sequences, counts in (
+        ([first], [70]),
+        ([first, second], [1, 33]),
+        ([second, first, third], [1, 1, 17]),
+        ([third, second, first], [1, 40, 1]),
+        ([third, first, second], [1, 1, 1]),
+    ):
+        out, right = run(layer, sequences, counts)
+        assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_pages_that_another_sequence_held_are_cleared(text):
+    layer = make(text, pages=2)
+    run(layer, [Sequence(text, [1, 0], 64, seed=4)], [64])
+    fresh = make(text, pages=2)
+    for one in (layer, fresh):
+        again = Sequence(text, [0, 1], 50, seed=5)
+        for count in (20, 1, 12, 17):
+            run(one, [again], [count])
+    assert torch.equal(layer.pages, fresh.pages)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_tokens_written_again_replace_those_behind_them(text):
+    layer, fresh = make(text), make(text)
+    rejected, kept = tokens(40, 6), tokens(60, 7)
+    table = (4, 6)
+
+    def step(one, qkv, start, end, held):
+        q, k, v = (x[start:end] for x in qkv)
+        pages = table[: -(-(held + end - start) // PAGE)]
+        one.step([Row(0, end - start, held, pages)], q, k, v, torch.empty_like(q), SCALE)
+
+    step(layer, kept, 0, 20, 0)
+    step(layer, rejected, 0, 25, 20)
+    for one in (layer, fresh):
+        if one is fresh:
+            step(one, kept, 0, 20, 0)
+        step(one, kept, 20, 60, 20)
+    assert torch.equal(layer.pages, fresh.pages)
+
+
+def test_a_shared_prefix_is_read_by_both():
+    text = "none:sinks=0,window=0"
+    layer, (q, k, v) = make(text, torch.float32), tokens(80, 8, torch.float32)
+    out = torch.empty_like(q)
+    layer.step([Row(0, 64, 0, (1, 2))], q[:64], k[:64], v[:64], out[:64], SCALE)
+    other = tokens(80, 9, torch.float32)
+    new = [torch.cat([x[64:], y[64:]]) for x, y in zip((q, k, v), other, strict=True)]
+    both = torch.empty_like(new[0])
+    layer.step([Row(0, 16, 64, (1, 2, 3)), Row(16, 32, 64, (1, 2, 4))], *new, both, SCALE)
+    for i, mine in enumerate(((q, k, v), other)):
+        whole = [torch.cat([x[:64], y[64:]]) for x, y in zip((q, k, v), mine, strict=True)]
+        q1, k1, v1 = (x.transpose(0, 1) for x in whole)
+        right = scaled_dot_product_attention(
+            q1, k1.repeat_interleave(GROUPS, 0), v1.repeat_interleave(GROUPS, 0),
+            is_causal=True, scale=0.125,
+        )  # fmt: skip
+        torch.testing.assert_close(
+            both[16 * i : 16 * (i + 1)], right.transpose(0, 1)[64:], atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize(("dim", "content"), [(64, 68), (128, 132)])
+def test_four_bits_are_a_quarter_of_bfloat16_and_a_scale(dim, content):
+    spec = parse_spec("turboquant:bits=4,sinks=0,window=0")
+    assert PageForm(*codecs(spec, dim, dim, torch.bfloat16), 128).content == content
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(4, HEADS, PAGE, 67, dtype=torch.uint8),
+        torch.zeros(4, HEADS, 2 * PAGE, 68, dtype=torch.uint8),
+        torch.zeros(4, HEADS, PAGE, 34, dtype=torch.bfloat16),
+        torch.zeros(4, PAGE, HEADS, 68, dtype=torch.uint8).transpose(1, 2),
+        torch.zeros(4, HEADS, PAGE * 68, dtype=torch.uint8),
+    ],
+    ids=["bytes", "tokens", "dtype", "tokens outermost", "rank"],
+)
+def test_pages_of_another_layout_are_refused(wrong):
+    k, v = codecs(parse_spec("turboquant:bits=4,sinks=0,window=0"), DIM, DIM, torch.bfloat16)
+    form = PageForm(k, v, PAGE)
+    with pytest.raises(GeometryError, match="vLLM hands over pages"):
+        form.fields(wrong)
+
+
+@pytest.mark.parametrize("size", [16, 48, 0])
+def test_pages_that_cut_a_tile_are_refused(size):
+    pair = codecs(parse_spec("none:sinks=0,window=0"), DIM, DIM, torch.float32)
+    with pytest.raises(GeometryError, match="--block-size"):
+        PageForm(*pair, size)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_random_sequences_share_abort_and_take_each_others_pages(text):
+    """Two hundred sequences over eight pages; each answers as in pages of its own."""
+    generator = random.Random(10)
+    layer, free, running = make(text, pages=8, dirty=True), list(range(8)), []
+    for number in range(200):
+        while len(free) < 2:
+            gone = running.pop(generator.randrange(len(running)))  # done, aborted or preempted
+            free += gone.pages
+        generator.shuffle(free)
+        running.append(Sequence(text, [free.pop(), free.pop()], 64, seed=number))
+        rows = [one for one in running if one.held < 64 and generator.random() < 0.8]
+        counts = [min(generator.choice((1, 1, 1, 5, 31)), 64 - one.held) for one in rows]
+        if rows:
+            out, right = run(layer, rows, counts)
+            assert torch.equal(out, right)
