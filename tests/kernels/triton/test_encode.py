@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
 from kvpact.errors import GeometryError, NonFiniteError
-from kvpact.kernels.triton.encode import EncodeSlots, TritonEncoder, encode_reason, encode_tokens_at
+from kvpact.kernels.triton.encode import TritonEncoder, encode_reason
 from kvpact.quantizers.checks import collected, deferred
 from kvpact.testing.held import same_bytes
 
@@ -260,30 +260,3 @@ def test_appends_to_the_same_segments_make_no_new_table():
         own.write(tokens[:, :, :1], [where], 128, 0)
         tables.append(own._slots)
     assert tables[0] is tables[1] is not tables[2]
-
-
-@pytest.mark.parametrize(
-    ("spec", "side", "held", "new"),
-    [
-        ("turboquant:bits=4", "k", (0, 31), 1),
-        ("int:bits=8,zero=true,group=64", "v", (63, 200), 1),
-        ("turboquant:bits=3", "v", (127, 30), 3),
-        ("fp8", "k", (5, 250), 6),
-    ],
-)
-def test_tokens_behind_what_only_the_device_knows(spec, side, held, new):
-    """Rows of unlike lengths, each at its own place."""
-    codec = codec_of(spec, side, 36, torch.float32)
-    (tokens,), _ = random_pieces(spec, side, 36, new, 0, torch.float32)
-    segments = [
-        {f.name: f.allocate(2, 3, SEGMENT, torch.device("cpu")) for f in codec.fields}
-        for _ in range(2)
-    ]
-    slots = EncodeSlots.of(codec, ListSource(tuple(segments), SEGMENT), tokens)
-    counts = torch.tensor([[count, 7] for count in held])
-    encode_tokens_at(codec, tokens, slots, counts)
-    for row, count in enumerate(held):
-        expected = torch_slots(codec, tokens[row : row + 1], count)
-        for wanted, found in zip(expected, segments, strict=False):
-            for name in wanted:
-                assert same_bytes(wanted[name][0], found[name][row])

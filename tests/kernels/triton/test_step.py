@@ -3,11 +3,13 @@
 import pytest
 import torch
 from host_reads import HostReads
+from launches import Launches
 
 pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.errors import NonFiniteError
+from kvpact.kernels.triton import fast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = (
@@ -73,6 +75,42 @@ def test_a_step_reads_nothing_from_the_device_and_sends_nothing(triton_backend):
     assert not reads.counts
     assert runner(cache)._known.rows.table.data_ptr() == address
     assert table[:, 0].tolist() == [77]
+
+
+FAST = ["prepare_queries", "attend_general", "query_digits", "attend_digits"]
+SEARCH = ["treat_tokens", "search_codes", "store_codes"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "kernels", "others"),
+    [
+        ("turboquant:bits=4,window=8", ["take_tokens", *FAST, "merge_parts"], 0),
+        ("int:bits=8,window=0", ["take_tokens", *FAST, "merge_parts"], 0),
+        ("kivi:bits=2", ["take_tokens", *FAST[:2], "merge_parts"], 0),
+        # Groups of K are packed in other steps; queries for them are products that torch computes.
+        pytest.param(
+            "trellis:bits=4,window=2",
+            ["take_tokens", *SEARCH, *FAST[:3], "attend_trellises", "merge_parts"],
+            12,
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_launches_of_a_step(spec, kernels, others, triton_backend, monkeypatch):
+    """The kernels, and how many operations of torch are beside them."""
+    monkeypatch.setattr(fast, "LEAST_TOKENS", 1)
+    generator = torch.Generator().manual_seed(5)
+    cache = make(spec, "triton", torch.bfloat16)
+    for count in (20 if others == 0 else 66, 1, 1):
+        cache.attend(0, *tokens(count, generator, torch.bfloat16))
+    cache.reserve(3)
+    for _ in range(2):
+        cache.attend(0, *tokens(1, generator, torch.bfloat16))
+    given = tokens(1, generator, torch.bfloat16)
+    with Launches() as launches:
+        cache.attend(0, *given)
+    assert [name for name in launches.names if name in kernels] == kernels
+    assert len(launches.names) - len(kernels) == others
 
 
 @pytest.mark.parametrize("side", range(3))

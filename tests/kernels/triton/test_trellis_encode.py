@@ -21,7 +21,8 @@ pytest.importorskip("triton")
 from kvpact.cache.segments import ListSource
 from kvpact.errors import NonFiniteError
 from kvpact.kernels.triton import encode_trellis
-from kvpact.kernels.triton.encode import EncodeSlots, TritonEncoder, encode_reason, encode_tokens_at
+from kvpact.kernels.triton.encode import EncodeSlots, TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode_form import tables_of
 from kvpact.quantizers.checks import collected, deferred
 from kvpact.testing.held import same_bytes
 
@@ -84,7 +85,8 @@ def test_tokens_behind_what_only_the_device_knows():
     ]
     slots = EncodeSlots.of(codec, ListSource(tuple(segments), SEGMENT), tokens)
     held = (127, 30)
-    encode_tokens_at(codec, tokens, slots, torch.tensor([[count, 7] for count in held]))
+    form, counts = tables_of(codec, tokens.device).form, torch.tensor([[n, 7] for n in held])
+    encode_trellis.encode_trellis(codec, form, tokens, slots, 0, counts)
     for row, count in enumerate(held):
         expected = torch_slots(codec, tokens[row : row + 1], count)
         for wanted, found in zip(expected, segments, strict=False):

@@ -23,6 +23,7 @@ from kvpact.kernels.triton.prompt import (
 )
 from kvpact.kernels.triton.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.rows import UNBOUNDED, Rows, rows_of
+from kvpact.kernels.triton.step_kernels import Counting
 from kvpact.kernels.triton.streams import Stream
 from kvpact.methods import Codec
 
@@ -236,7 +237,9 @@ def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
     return Prepared(rows, variant, fast, parts_of(_most_tiles(calls, skipped), programs), chunk)
 
 
-def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -> None:
+def attend_prepared(
+    known: Prepared, calls: Sequence[AttendCall], out: Tensor, counting: Counting | None = None
+) -> None:
     """Attend over calls that are alike, whose lengths and addresses are those of a table.
 
     Parameters
@@ -247,6 +250,8 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
         Have the queries.
     out : Tensor
         `[rows, H_q, q_len, D_v]`.
+    counting : Counting, optional
+        What the last launch counts in the table, if this is a step.
     """
     rows, variant, fast, splits, chunk = known
     call, device = calls[0], out.device
@@ -279,6 +284,6 @@ def attend_prepared(known: Prepared, calls: Sequence[AttendCall], out: Tensor) -
         rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
         *new, *steps,
         values.dim, values.width, values.form is not None, signs is not None, chunk, each, at_once,
-        num_warps=merge_warps(each, values.width), maxnreg=None if each == 1 else 255,
+        counting, num_warps=merge_warps(each, values.width), maxnreg=None if each == 1 else 255,
         enable_fp_fusion=False,
     )  # fmt: skip

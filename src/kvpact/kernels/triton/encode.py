@@ -34,7 +34,6 @@ __all__ = [
     "TritonEncoder",
     "encode_at",
     "encode_reason",
-    "encode_tokens_at",
     "encoded_alone",
 ]
 
@@ -151,9 +150,6 @@ def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
     form, (batch, heads, tokens, _) = tables.form, x.shape
     if form.limit == math.inf:
         return
-    if form.trellis is not None:
-        good &= x.abs().amax() <= form.limit
-        return
     with on_device(x.device):
         check_tokens[blocks_of(form, tokens), heads, batch](
             x, *x.stride()[:3], *tables[2:], good.view(torch.int8), tokens, **_variant(form, tokens)
@@ -161,7 +157,7 @@ def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
 
 
 def encoded_alone(codec: Codec) -> bool:
-    """Whether `encode_tokens_at` encodes tokens of a codec: no groups of them."""
+    """Whether a kernel encodes tokens of a codec as they come: no groups of them."""
     return not encode_reason(codec) and codec.group == 1
 
 
@@ -178,60 +174,26 @@ def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
             _balance_tiles(x, tables.form, slots, start)
         elif tables.form.group > 1:
             _encode_groups(x, tables.form, slots, start)
-        span = span_of(tables.form, x.shape[2])
-        spans = (start + x.shape[2] - 1) // span - start // span + 1
-        _encode_tokens(x, tables, slots, start, spans, None)
+        _encode_tokens(x, tables, slots, start)
 
 
-def encode_tokens_at(codec: Codec, x: Tensor, slots: EncodeSlots, held: Tensor) -> None:
-    """Encode tokens `[B, H, T, D]` behind those that each row holds; the device alone knows.
-
-    Parameters
-    ----------
-    codec : Codec
-        `encoded_alone` lets it pass.
-    x : Tensor
-        The tokens.
-    slots : EncodeSlots
-        Where the slots lie.
-    held : Tensor
-        `[B, …]` int64 on the device: the first number of a row counts the tokens before these.
-    """
-    x, tables = _dense(x), tables_of(codec, x.device)
-    span = span_of(tables.form, x.shape[2])
-    with on_device(x.device):
-        if tables.form.trellis is not None:
-            encode_trellis(codec, tables.form, x, slots, 0, held)
-            return
-        _encode_tokens(x, tables, slots, 0, (x.shape[2] + span - 2) // span + 1, held)
-
-
-def _encode_tokens(
-    x: Tensor,
-    tables: EncodeTables,
-    slots: EncodeSlots,
-    start: int,
-    spans: int,
-    held: Tensor | None,
-) -> None:
+def _encode_tokens(x: Tensor, tables: EncodeTables, slots: EncodeSlots, start: int) -> None:
     from kvpact.kernels.triton.encode_kernel import encode_tokens
 
     form, (batch, heads, tokens, _) = tables.form, x.shape
-    encode_tokens[(spans, heads, batch)](
+    span = span_of(form, tokens)
+    encode_tokens[(start + tokens - 1) // span - start // span + 1, heads, batch](
         x,
         *x.stride()[:3],
         slots.table,
         slots.heads,
-        slots.table if held is None else held,
-        0 if held is None else held.stride(0),
         *tables[2:],
         start,
         tokens,
         slots.tiles,
         batch,
         slots.segments,
-        SPAN=span_of(form, tokens),
-        BEHIND=held is not None,
+        SPAN=span,
         **_variant(form, tokens),
     )
 

@@ -91,6 +91,12 @@ class EncodeForm(Planes):
         return self.group > 1 and self.kind != "channel"
 
     @property
+    def lenient(self) -> bool:
+        """Whether some tokens beyond `limit` can be encoded, too."""
+        scaled = self.kind == "float8" and self.scaled
+        return scaled or self.kind in ("codebook", "symmetric", "affine")
+
+    @property
     def groups(self) -> int:
         """Scales of a token."""
         return -(-self.dim // self.channels)

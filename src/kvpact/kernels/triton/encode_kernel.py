@@ -130,7 +130,29 @@ def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _encode_rows(
+def can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return 1 if one of live tokens, fp32 `[ROWS, padded]`, can't be encoded, else 0.
+
+    Only tokens beyond the limit have to be encoded to know.
+    """
+    beyond = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
+    bad = tl.max(tl.max(beyond, 1), 0)
+    if FORM.lenient:  # noqa: SIM102 (known when it is compiled; the other is not)
+        if bad > 0:
+            known = tl.where(tl.abs(x) < float("inf"), 0, 1)
+            if FORM.rotates:
+                x = rotated(x, SIGNS, ROWS, FORM.padded, FORM.dim)
+            _, scale, zero = _coded(x, BOUNDARIES, LEVELS, ROWS, FORM)
+            GROUPS: tl.constexpr = FORM.padded_groups
+            COUNT: tl.constexpr = FORM.groups
+            bad = tl.max(tl.max(known, 1), 0)
+            bad = bad | _beyond(scale, live, GROUPS, COUNT)
+            bad = bad | _beyond(zero, live, GROUPS, COUNT)
+    return bad
+
+
+@triton.jit
+def encode_rows(
     X,
     x_row,
     x_head,
@@ -180,9 +202,7 @@ def _encode_rows(
     store_codes(units, tile, codes, first, live, ROWS, FORM)
 
 
-@triton.jit(
-    do_not_specialize=["columns", "start", "tokens", "tiles_per_segment", "batch", "segments"]
-)
+@triton.jit(do_not_specialize=["start", "tokens", "tiles_per_segment", "batch", "segments"])
 def encode_tokens(
     X,
     x_row,
@@ -190,8 +210,6 @@ def encode_tokens(
     x_token,
     TABLE,
     HEADS,
-    HELD,
-    columns,
     SIGNS,
     BOUNDARIES,
     LEVELS,
@@ -202,7 +220,6 @@ def encode_tokens(
     segments,
     ROWS: tl.constexpr,
     SPAN: tl.constexpr,
-    BEHIND: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """Encode the tokens of one row and head that stand at `SPAN` positions, `ROWS` at a time.
@@ -217,9 +234,6 @@ def encode_tokens(
         Strides of `X`, in numbers.
     TABLE, HEADS, batch, segments
         Of `SLOT_FIELDS`; see `slots.field`.
-    HELD, columns : pointer, int
-        int64, how many tokens stand before `start`, for each row; numbers from one to the next. Of
-        no account unless `BEHIND`.
     SIGNS, BOUNDARIES, LEVELS : pointer
         See `EncodeTables`.
     start : int
@@ -230,16 +244,12 @@ def encode_tokens(
         Tiles of a segment.
     ROWS, SPAN : constexpr
         Powers of two up to 32.
-    BEHIND : constexpr
-        Whether `HELD` counts.
     """
     head, row = tl.program_id(1), tl.program_id(2)
-    if BEHIND:
-        start += tl.load(HELD + row * columns).to(tl.int32)
     span = start // SPAN + tl.program_id(0)
     low = tl.maximum(span * SPAN, start) // ROWS * ROWS
     for position in range(low, tl.minimum(span * SPAN + SPAN, start + tokens), ROWS):
-        _encode_rows(
+        encode_rows(
             X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, position,
             start, tokens, tiles_per_segment, row, head, batch, segments, ROWS, FORM,
         )  # fmt: skip
@@ -262,26 +272,10 @@ def check_tokens(
     ROWS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Store 0 to `GOOD`, int8, where a token can't be encoded; parameters as of `encode_tokens`.
-
-    Only tokens beyond the limit have to be encoded to know.
-    """
+    """Store 0 to `GOOD`, int8, where a token can't be encoded; parameters as of `encode_tokens`."""
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = block * ROWS + tl.arange(0, ROWS)
     live = token < tokens
     x = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
-    most = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
-    if tl.max(tl.max(most, 1), 0) > 0:
-        bad = 1
-        # Elsewhere the limit is all there is.
-        if FORM.kind != "channel" and (FORM.kind != "float8" or FORM.scaled):
-            known = tl.where(tl.abs(x) < float("inf"), 0, 1)
-            if FORM.rotates:
-                x = rotated(x, SIGNS, ROWS, FORM.padded, FORM.dim)
-            _, scale, zero = _coded(x, BOUNDARIES, LEVELS, ROWS, FORM)
-            GROUPS: tl.constexpr = FORM.padded_groups
-            COUNT: tl.constexpr = FORM.groups
-            bad = tl.max(tl.max(known, 1), 0)
-            bad = bad | _beyond(scale, live, GROUPS, COUNT)
-            bad = bad | _beyond(zero, live, GROUPS, COUNT)
-        tl.store(GOOD, 0, mask=bad != 0)
+    bad = can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, ROWS, FORM)
+    tl.store(GOOD, 0, mask=bad != 0)

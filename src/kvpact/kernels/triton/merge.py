@@ -7,6 +7,7 @@ import triton.language as tl
 
 from kvpact.kernels.triton.casts import saturated
 from kvpact.kernels.triton.columns import OUTPUT, SINK_LOGITS, of_row
+from kvpact.kernels.triton.step_kernels import advance
 from kvpact.kernels.triton.transforms import rotated_back
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -20,7 +21,7 @@ def merge_parts(
     ROWS, PACKED, EXACT, LSE, SIGNS, OUT, q_len, groups, heads, splits, parts,
     NEW, NEW_LSE, new_row, new_head, new_token, sum_row, sum_head, sum_token,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_PACKED: tl.constexpr, ROTATED: tl.constexpr,
-    APART: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr,
+    APART: tl.constexpr, EACH: tl.constexpr, AT_ONCE: tl.constexpr, COUNTING: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of EACH query rows, AT_ONCE of them at a time. Grid: (row tiles, heads, B).
 
@@ -31,6 +32,9 @@ def merge_parts(
     row, query head to head, query to query.
     """
     head, row = tl.program_id(1), tl.program_id(2)
+    if COUNTING is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
+        if (tl.program_id(0) == 0) & (head == 0):
+            advance(ROWS, row, COUNTING)
     count = groups * q_len
     at_row = tl.program_id(0) * EACH + tl.arange(0, EACH)
     live = at_row < count

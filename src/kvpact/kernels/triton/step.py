@@ -10,31 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from kvpact.errors import KernelError
 from kvpact.kernels.alike import AlikeCalls
 from kvpact.kernels.base import AttendCall, StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.attend import Prepared, attend_prepared, prepared
-from kvpact.kernels.triton.columns import K_EXACT_FROM, K_TAIL, V_EXACT_FROM, V_TAIL
-from kvpact.kernels.triton.encode import (
-    check_tokens_at,
-    encode_at,
-    encode_tokens_at,
-    encoded_alone,
-)
+from kvpact.kernels.triton.encode import encode_at, encode_reason, encoded_alone
+from kvpact.kernels.triton.encode_form import tables_of
 from kvpact.kernels.triton.encode_slots import EncodeSlots
-from kvpact.kernels.triton.forms import LEAST_WIDTH, on_device, power_of_two
-from kvpact.kernels.triton.step_kernels import (
-    begin_step,
-    check_step,
-    end_step,
-    keep_tokens,
-)
+from kvpact.kernels.triton.encode_trellis import encode_trellis
+from kvpact.kernels.triton.forms import on_device
+from kvpact.kernels.triton.step_kernels import Counting, Taking
+from kvpact.kernels.triton.taking import Taker, addresses, take, taking_of
 from kvpact.kernels.views import StreamView
-
-_ONE_WARP = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 def covers(call: AttendCall) -> bool:
@@ -47,6 +36,8 @@ def covers(call: AttendCall) -> bool:
     if any(x.stride(3) != 1 or x.requires_grad for x in (k, v, q)):
         return False
     pairs = ((k, view.k), (v, view.v))
+    if any(encode_reason(side.codec) for _, side in pairs):
+        return False
     return all(x.dtype is side.tail.dtype and side.offset is None for x, side in pairs)
 
 
@@ -84,7 +75,9 @@ class TritonStep(AlikeCalls):
     def __init__(self, call: AttendCall, good: Tensor) -> None:
         super().__init__(call)
         assert call.view is not None
-        self.good = self._flag = good.clone()
+        self.good = good.clone()
+        self._flags = addresses([self.good])
+        self._taking: dict[tuple[bool, bool], tuple[Taking, Taking]] = {}
         self.frozen = False
         self._call, self._view = call, call.view
         self.placed = 0
@@ -117,30 +110,35 @@ class TritonStep(AlikeCalls):
             ends = [(tokens.exact_from, tokens.memory) for tokens in (k_tokens, v_tokens)]
             self.place(held, *ends)
         assert self._known is not None
-        batch, heads, new, _ = k.shape
-        table, size = self._known.rows.table, k.element_size()
-        strides = (*k.stride()[:3], *v.stride()[:3])
-        begin_step[(batch,)](table, k, v, *strides, size, num_warps=1)
-        self._check(k, v, q)
+        table, sides = self._known.rows.table, (self._view.k, self._view.v)
+        # Nobody knows where tokens stand if this is interrupted.
+        at, self._at = self._at, None
+        taking = self._taking_of(k, v, (k_tokens.keep, v_tokens.keep))
+        takers = [
+            Taker(side.codec, slots, how)
+            for side, slots, how in zip(sides, self._slots, taking, strict=True)
+        ]
+        take(table, self._flags, takers, k, v, q)
+        for taker, x, tokens in zip(takers, (k, v), (k_tokens, v_tokens), strict=True):
+            self._encode(taker, x, tokens, table)
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        attend_prepared(self._known, [self._call._replace(k=k, v=v, q=q)], out)
-        for side, x, tokens, slots, place in (
-            (self._view.k, k, k_tokens, self._slots[0], (K_TAIL.value, K_EXACT_FROM.value)),
-            (self._view.v, v, v_tokens, self._slots[1], (V_TAIL.value, V_EXACT_FROM.value)),
-        ):
-            if tokens.keep:
-                width = max(power_of_two(x.shape[3]), LEAST_WIDTH)
-                keep_tokens[(new, heads, batch)](
-                    table, x, *x.stride()[:3], *place, x.shape[3], width, num_warps=1
-                )
-            self._encode(side, x, tokens, slots, table)
-        sides = (self._view.k, self._view.v)
-        windows = [count for side in sides for count in (side.window, side.codec.group)]
-        fast = self._known.fast is not None
-        end_step[(batch,)](table, new, *windows, fast, num_warps=1)
-        if not self.frozen:
-            self.count(new)
+        counting = Counting(
+            k.shape[2],
+            self._known.fast is not None,
+            *(count for side in sides for count in (side.window, side.codec.group)),
+        )
+        attend_prepared(self._known, [self._call._replace(k=k, v=v, q=q)], out, counting)
+        self._at = at if self.frozen else self._after(at, k.shape[2])
         return out
+
+    def _taking_of(self, k: Tensor, v: Tensor, keep: tuple[bool, bool]) -> tuple[Taking, Taking]:
+        found = self._taking.get(keep)
+        if found is None:
+            found = self._taking[keep] = (
+                taking_of(self._view.k.codec, k, False, keep[0]),
+                taking_of(self._view.v.codec, v, True, keep[1]),
+            )
+        return found
 
     def place(self, held: int, k: tuple[int, TokenMemory], v: tuple[int, TokenMemory]) -> None:
         """Send counts and addresses, unless the device has them.
@@ -170,43 +168,35 @@ class TritonStep(AlikeCalls):
         self._at = None
 
     def count(self, new: int) -> None:
-        """Know where tokens stand after a step, as `end_step` does on the device."""
-        assert self._at is not None
-        held = self._at.held + new
+        """Know where tokens stand after a step that the device carried out by itself."""
+        self._at = self._after(self._at, new)
+
+    def _after(self, at: _At | None, new: int) -> _At:
+        """Return where tokens stand after a step, as `advance` counts on the device."""
+        assert at is not None
+        held = at.held + new
         ends = []
         for side, before in (
-            (self._view.k, self._at.k_exact_from),
-            (self._view.v, self._at.v_exact_from),
+            (self._view.k, at.k_exact_from),
+            (self._view.v, at.v_exact_from),
         ):
             packed = held - held % side.codec.group
             ends.append(max(before, min(packed, max(held - side.window, 0))))
-        self._at = self._at._replace(held=held, k_exact_from=ends[0], v_exact_from=ends[1])
+        return at._replace(held=held, k_exact_from=ends[0], v_exact_from=ends[1])
 
-    def _encode(
-        self, side: StreamView, x: Tensor, tokens: StepTokens, slots: EncodeSlots, table: Tensor
-    ) -> None:
-        if side.codec.group == 1 and encoded_alone(side.codec):
-            encode_tokens_at(side.codec, x, slots, table)
+    def _encode(self, taker: Taker, x: Tensor, tokens: StepTokens, table: Tensor) -> None:
+        """Encode what `take` does not: groups that are whole now, and trellises."""
+        codec, slots, taking = taker
+        if encoded_alone(codec):
+            if not taking.encodes:
+                encode_trellis(codec, tables_of(codec, x.device).form, x, slots, 0, table)
         elif tokens.encoded:
             if self.frozen:
                 raise KernelError("a step that packs a group of tokens can't be captured")
             given = x
             if tokens.inside:
                 given = tokens.memory.tokens(tokens.start, tokens.start + tokens.encoded)
-            encode_at(side.codec, given, slots, tokens.start)
-
-    def _check(self, k: Tensor, v: Tensor, q: Tensor) -> None:
-        """Let the flag on the device tell of tokens that can't be stored."""
-        for side, x in ((self._view.k, k), (self._view.v, v)):
-            check_tokens_at(side.codec, x, self._flag)
-        sides = (self._view.k.codec, self._view.v.codec)
-        most = [number for codec in sides for number in (codec.max_abs, codec.max_norm)]
-        dims = [x.shape[3] for x in (k, v, q)]
-        strides = [step for x in (k, v, q) for step in x.stride()[:3]]
-        check_step[(k.shape[2], q.shape[1], k.shape[0])](
-            k, v, q, self._flag.view(torch.int8), *strides, k.shape[1], *most, *dims,
-            *[max(power_of_two(dim), LEAST_WIDTH) for dim in dims], **_ONE_WARP,
-        )  # fmt: skip
+            encode_at(codec, given, slots, tokens.start)
 
 
 def _moved(side: StreamView, exact_from: int, memory: TokenMemory, held: int) -> StreamView:

@@ -1,11 +1,13 @@
-"""What a step does besides attending and encoding: it reads where tokens stand from the device.
+"""What a step does besides attending: it reads where tokens stand from the device.
 
-Counts and addresses of each row stand in the table of `rows.py`. `begin_step` writes down where the
-new tokens lie, and `end_step` counts them, so that a step's launches are the same each time: what a
-CUDA graph replays.
+Counts and addresses of each row stand in the table of `rows.py`. `take_tokens` writes down where
+the new tokens lie, and `advance` (called by `merge_parts`) counts them, so that a step's launches
+are the same each time: what a CUDA graph replays.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -23,78 +25,209 @@ from kvpact.kernels.triton.columns import (
     V_NEW,
     V_TAIL,
     WINDOW,
+    count_of_row,
     of_row,
 )
+from kvpact.kernels.triton.encode_form import EncodeForm
+from kvpact.kernels.triton.encode_kernel import as_fp32, can_not_encode, encode_rows
 
-_STRIDES = ["k_row", "k_head", "k_token", "v_row", "v_head", "v_token"]
-
-
-@triton.jit
-def _place(place, X, row, x_row, x_head, x_token, SIZE: tl.constexpr):
-    tl.store(place, X.to(tl.int64) + row.to(tl.int64) * x_row * SIZE)
-    tl.store(place + 1, tl.cast(x_head, tl.int64) * SIZE)
-    tl.store(place + 2, tl.cast(x_token, tl.int64) * SIZE)
+_STRIDES = [f"{x}_{axis}" for x in "kvq" for axis in ("row", "head", "token")]
+_COUNTS = [f"{side}_{what}" for side in "kv" for what in ("tiles", "segments")]
+_COUNTS += ["new", "queries", "heads", "groups", "batch"]
 
 
-@triton.jit(do_not_specialize=_STRIDES)
-def begin_step(
-    ROWS, K, V, k_row, k_head, k_token, v_row, v_head, v_token, SIZE: tl.constexpr
-):  # fmt: skip
-    """Write down where each row's new tokens lie. Grid: (B,).
+@dataclass(frozen=True)
+class Taking:
+    """How a stream takes the new tokens of a step.
 
-    K, V: the new tokens, strides in numbers of SIZE bytes.
+    Parameters
+    ----------
+    form : EncodeForm
+        Of its codec.
+    second : bool
+        Whether it is that of V.
+    encodes : bool
+        Whether tokens are encoded as they come, one by one, by `take_tokens`.
+    keeps : bool
+        Whether they are copied behind the tail.
+    most, longest : float
+        Magnitude of a number and norm of a vector that the codec can hold.
+    rows, span : int
+        Tokens that a program has at a time, and positions that it has in all (see `encode_tokens`).
+    size : int
+        Bytes of a number of a token.
     """
-    row = tl.program_id(0)
-    place = ROWS + row * COLUMNS
-    _place(place + K_NEW, K, row, k_row, k_head, k_token, SIZE)
-    _place(place + V_NEW, V, row, v_row, v_head, v_token, SIZE)
+
+    form: EncodeForm
+    second: bool
+    encodes: bool
+    keeps: bool
+    most: float
+    longest: float
+    rows: int
+    span: int
+    size: int
+
+    @property
+    def tail(self) -> int:
+        """First column of where the tail lies."""
+        return int((V_TAIL if self.second else K_TAIL).value)
+
+    @property
+    def new(self) -> int:
+        """First column of where the new tokens lie."""
+        return int((V_NEW if self.second else K_NEW).value)
+
+    @property
+    def exact_from(self) -> int:
+        """Column of where the tail begins."""
+        return int((V_EXACT_FROM if self.second else K_EXACT_FROM).value)
+
+    @property
+    def unbounded(self) -> bool:
+        """Whether the form says nothing of magnitudes."""
+        return self.form.limit == float("inf")
+
+
+@dataclass(frozen=True)
+class Counting:
+    """What is counted at the end of a step.
+
+    Parameters
+    ----------
+    new : int
+        New tokens.
+    fast : bool
+        Whether the packed tokens from SKIP_FROM to SKIP_TO are attended by another kernel.
+    k_window, v_window : int
+        Exact tokens that streams keep.
+    k_group, v_group : int
+        Tokens that are packed together.
+    """
+
+    new: int
+    fast: bool
+    k_window: int
+    k_group: int
+    v_window: int
+    v_group: int
 
 
 @triton.jit
-def _bad(
-    X, place, MOST: tl.constexpr, LONGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Return whether a vector has NaN, infinity, a number above MOST, or is longer than LONGEST."""
-    d = tl.arange(0, WIDTH)
-    x = tl.load(X + place + d, mask=d < DIM, other=0.0).to(tl.float32)
-    good = (tl.abs(x) <= MOST) & (tl.abs(x) < float("inf"))
-    bad = tl.max((~good).to(tl.int32), 0)
-    return bad | (~(tl.sum(x * x, 0) <= LONGEST * LONGEST)).to(tl.int32)
+def _keep(ROWS, x, row, head, position, live, d, S: tl.constexpr):
+    """Copy tokens behind the tail, which is in their dtype."""
+    place = position - of_row(ROWS, row, S.exact_from) + tl.arange(0, S.rows)
+    to = of_row(ROWS, row, S.tail) + head * of_row(ROWS, row, S.tail + 1)
+    to = (to + place * of_row(ROWS, row, S.tail + 2)).to(tl.pointer_type(x.dtype))
+    tl.store(to[:, None] + d[None, :], x, mask=live[:, None] & (d < S.form.dim)[None, :])
 
 
-@triton.jit(do_not_specialize=[*_STRIDES, "q_row", "q_head", "q_token"])
-def check_step(
-    K, V, Q, GOOD, k_row, k_head, k_token, v_row, v_head, v_token, q_row, q_head, q_token, heads,
-    K_MOST: tl.constexpr, K_LONGEST: tl.constexpr, V_MOST: tl.constexpr, V_LONGEST: tl.constexpr,
-    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, Q_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, Q_WIDTH: tl.constexpr,
+@triton.jit
+def _can_not_hold(x, live, S: tl.constexpr):
+    """Return whether a token has NaN, infinity or too large a number, or is too long."""
+    good = (tl.abs(x) <= S.most) & (tl.abs(x) < float("inf"))
+    good = (tl.min(good.to(tl.int32), 1) > 0) & (tl.sum(x * x, 1) <= S.longest * S.longest)
+    return tl.max((live & ~good).to(tl.int32), 0)
+
+
+@triton.jit
+def _take(
+    ROWS, good, X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, new, tiles,
+    head, row, batch, segments, S: tl.constexpr,
 ):  # fmt: skip
-    """Store 0 to GOOD, int8, where a number can't be stored. Grid: (tokens, query heads, B)."""
-    token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    at = row * q_row + head * q_head + token * q_token
-    bad = _bad(Q, at, float("inf"), float("inf"), Q_DIM, Q_WIDTH)
-    if head < heads:
-        at = row * k_row + head * k_head + token * k_token
-        bad = bad | _bad(K, at, K_MOST, K_LONGEST, DIM, WIDTH)
-        at = row * v_row + head * v_head + token * v_token
-        bad = bad | _bad(V, at, V_MOST, V_LONGEST, VALUE_DIM, VALUE_WIDTH)
-    tl.store(GOOD, 0, mask=bad != 0)
+    """Take the tokens of a stream, row and head that stand at the positions of a program."""
+    if (tl.program_id(0) == 0) & (head == 0):
+        place = ROWS + row * COLUMNS + S.new
+        tl.store(place, X.to(tl.int64) + row.to(tl.int64) * x_row * S.size)
+        tl.store(place + 1, tl.cast(x_head, tl.int64) * S.size)
+        tl.store(place + 2, tl.cast(x_token, tl.int64) * S.size)
+    start, d = count_of_row(ROWS, row, HELD), tl.arange(0, S.form.padded)
+    span = start // S.span + tl.program_id(0)
+    low = tl.maximum(span * S.span, start) // S.rows * S.rows
+    first = X + row.to(tl.int64) * x_row + head.to(tl.int64) * x_head
+    for position in range(low, tl.minimum(span * S.span + S.span, start + new), S.rows):
+        token = position - start + tl.arange(0, S.rows)
+        live = (token >= 0) & (token < new)
+        at = first + (token.to(tl.int64) * x_token)[:, None] + d[None, :]
+        given = tl.load(at, mask=live[:, None] & (d < S.form.dim)[None, :], other=0.0)
+        if S.keeps:
+            _keep(ROWS, given, row, head, position, live, d, S)
+        x = as_fp32(given)
+        bad = _can_not_hold(x, live, S)
+        if not S.unbounded:
+            bad = bad | can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, S.rows, S.form)
+        tl.store(good, 0, mask=bad != 0)
+        if S.encodes:
+            encode_rows(
+                X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, position,
+                start, new, tiles, row, head, batch, segments, S.rows, S.form,
+            )  # fmt: skip
+            # Another thread may go on with the same words.
+            if S.span != S.rows:
+                tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["x_row", "x_head", "x_token"])
-def keep_tokens(
-    ROWS, X, x_row, x_head, x_token,
-    TAIL: tl.constexpr, EXACT_FROM: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+@triton.jit
+def _check_queries(
+    good, Q, q_row, q_head, q_token, queries, groups, head, row,
+    Q_DIM: tl.constexpr, Q_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Copy new tokens behind the tail, which is in their dtype. Grid: (tokens, heads, B)."""
-    token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    d = tl.arange(0, WIDTH)
-    at = row.to(tl.int64) * x_row + head * x_head + token * x_token
-    x = tl.load(X + at + d, mask=d < DIM)
-    place = of_row(ROWS, row, HELD) - of_row(ROWS, row, EXACT_FROM) + token
-    to = of_row(ROWS, row, TAIL) + head * of_row(ROWS, row, TAIL + 1)
-    to += place * of_row(ROWS, row, TAIL + 2)
-    tl.store(to.to(tl.pointer_type(X.dtype.element_ty)) + d, x, mask=d < DIM)
+    """Look for NaN and infinity in a program's share of the queries of a row and KV head."""
+    d = tl.arange(0, Q_WIDTH)
+    first = Q + row.to(tl.int64) * q_row + head.to(tl.int64) * groups * q_head + d
+    for index in range(tl.program_id(0), groups * queries, tl.num_programs(0)):
+        at = (index // queries).to(tl.int64) * q_head + (index % queries).to(tl.int64) * q_token
+        x = as_fp32(tl.load(first + at, mask=d < Q_DIM, other=0.0))
+        bad = tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 0)
+        tl.store(good, 0, mask=bad != 0)
+
+
+@triton.jit(do_not_specialize=[*_STRIDES, *_COUNTS])
+def take_tokens(
+    ROWS, FLAGS, K, V, Q, k_row, k_head, k_token, v_row, v_head, v_token, q_row, q_head, q_token,
+    K_TABLE, K_HEADS, K_SIGNS, K_BOUNDARIES, K_LEVELS, k_tiles, k_segments,
+    V_TABLE, V_HEADS, V_SIGNS, V_BOUNDARIES, V_LEVELS, v_tiles, v_segments,
+    new, queries, heads, groups, batch,
+    K_SIDE: tl.constexpr, V_SIDE: tl.constexpr, Q_DIM: tl.constexpr, Q_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write down where new tokens lie, check, keep and encode them; check the queries.
+
+    Grid: (spans that the tokens may be in, 3 * heads, B): for K, for V and for the queries.
+
+    Parameters
+    ----------
+    ROWS : pointer
+        See `columns`; HELD says where the new tokens stand.
+    FLAGS : pointer
+        `[B]` int64: the address of each row's flag, int8, which becomes 0 where a number can't be
+        stored.
+    K, V, Q : pointer
+        The tokens and queries, with strides in numbers.
+    K_TABLE, K_HEADS, k_segments, k_tiles : pointer, int
+        As of `encode_tokens`, and so V's.
+    K_SIGNS, K_BOUNDARIES, K_LEVELS : pointer
+        See `EncodeTables`; and V's.
+    new, queries, heads, groups, batch : int
+        New tokens and queries of a row, KV heads, query heads of one, rows.
+    K_SIDE, V_SIDE : constexpr
+        How they are taken: `Taking`.
+    Q_DIM, Q_WIDTH : constexpr
+        Channels of a query, and the same padded to a power of two.
+    """
+    side, head, row = tl.program_id(1) // heads, tl.program_id(1) % heads, tl.program_id(2)
+    good = tl.load(FLAGS + row).to(tl.pointer_type(tl.int8))
+    if side == 0:
+        _take(
+            ROWS, good, K, k_row, k_head, k_token, K_TABLE, K_HEADS, K_SIGNS, K_BOUNDARIES,
+            K_LEVELS, new, k_tiles, head, row, batch, k_segments, K_SIDE,
+        )  # fmt: skip
+    elif side == 1:
+        _take(
+            ROWS, good, V, v_row, v_head, v_token, V_TABLE, V_HEADS, V_SIGNS, V_BOUNDARIES,
+            V_LEVELS, new, v_tiles, head, row, batch, v_segments, V_SIDE,
+        )  # fmt: skip
+    else:
+        _check_queries(good, Q, q_row, q_head, q_token, queries, groups, head, row, Q_DIM, Q_WIDTH)
 
 
 @triton.jit
@@ -108,20 +241,16 @@ def _count(ROWS, row, held, window, group, EXACT_FROM: tl.constexpr, TAIL: tl.co
     tl.store(ROWS + row * COLUMNS + EXACT_FROM, now)
 
 
-@triton.jit(do_not_specialize=["new", "k_window", "k_group", "v_window", "v_group"])
-def end_step(ROWS, new, k_window, k_group, v_window, v_group, FAST: tl.constexpr):
-    """Count the new tokens. Grid: (B,).
-
-    FAST: whether the packed tokens from SKIP_FROM to SKIP_TO are attended by another kernel.
-    """
-    row = tl.program_id(0)
-    held = of_row(ROWS, row, HELD) + new
-    _count(ROWS, row, held, k_window, k_group, K_EXACT_FROM, K_TAIL)
-    _count(ROWS, row, held, v_window, v_group, V_EXACT_FROM, V_TAIL)
+@triton.jit
+def advance(ROWS, row, COUNTING: tl.constexpr):
+    """Count the new tokens of a row; one program of a launch that reads no counts does it."""
+    held = of_row(ROWS, row, HELD) + COUNTING.new
+    _count(ROWS, row, held, COUNTING.k_window, COUNTING.k_group, K_EXACT_FROM, K_TAIL)
+    _count(ROWS, row, held, COUNTING.v_window, COUNTING.v_group, V_EXACT_FROM, V_TAIL)
     tl.store(ROWS + row * COLUMNS + HELD, held)
-    query = of_row(ROWS, row, FIRST_QUERY) + new
+    query = of_row(ROWS, row, FIRST_QUERY) + COUNTING.new
     tl.store(ROWS + row * COLUMNS + FIRST_QUERY, query)
-    if FAST:
+    if COUNTING.fast:
         first = tl.maximum(of_row(ROWS, row, SKIP_FROM), query - of_row(ROWS, row, WINDOW) + 1)
         last = tl.minimum(of_row(ROWS, row, K_EXACT_FROM), of_row(ROWS, row, V_EXACT_FROM))
         tl.store(ROWS + row * COLUMNS + SKIP_FROM, first)

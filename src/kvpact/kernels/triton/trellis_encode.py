@@ -67,10 +67,11 @@ def treat_tokens(
 
     Parameters
     ----------
-    X, x_row, x_head, x_token, TABLE, HEADS, HELD, held_row, start, tokens, tiles_per_segment
+    X, x_row, x_head, x_token, TABLE, HEADS, start, tokens, tiles_per_segment, batch, segments
         As of `encode_tokens`.
-    batch, segments, BEHIND
-        As of `encode_tokens`.
+    HELD, held_row, BEHIND : pointer, int, constexpr
+        int64, how many tokens stand before these, for each row, instead of `start`; numbers from
+        one to the next. Of no account unless `BEHIND`.
     SIGNS, ORDER, WEIGHT, FIRST_KEY, DEVIATION : pointer
         As in `KeyTables`.
     NUMBERS : pointer

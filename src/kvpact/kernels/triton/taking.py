@@ -1,0 +1,87 @@
+"""The tokens of a step are taken in one launch: written down, checked, kept, encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.kernels.triton.encode import encoded_alone, rows_of, span_of, warps_of
+from kvpact.kernels.triton.encode_form import tables_of
+from kvpact.kernels.triton.encode_slots import EncodeSlots
+from kvpact.kernels.triton.forms import LEAST_WIDTH, power_of_two, sent
+from kvpact.kernels.triton.step_kernels import Taking, take_tokens
+from kvpact.methods import Codec
+
+
+class Taker(NamedTuple):
+    """A stream that takes tokens.
+
+    Parameters
+    ----------
+    codec : Codec
+        That a kernel encodes for.
+    slots : EncodeSlots
+        Where its slots lie.
+    taking : Taking
+        How it takes them.
+    """
+
+    codec: Codec
+    slots: EncodeSlots
+    taking: Taking
+
+
+def taking_of(codec: Codec, x: Tensor, second: bool, keeps: bool) -> Taking:
+    """Return how a stream takes tokens like `x`, `[B, H, new, D]`: V if `second`; `keeps` them."""
+    form = tables_of(codec, x.device).form
+    encodes, new = encoded_alone(codec) and form.trellis is None, x.shape[2]
+    rows = rows_of(form, new)
+    span = span_of(form, new) if encodes else rows
+    most, longest = codec.max_abs, codec.max_norm
+    return Taking(form, second, encodes, keeps, most, longest, rows, span, x.element_size())
+
+
+def take(
+    table: Tensor, flags: Tensor, sides: Sequence[Taker], k: Tensor, v: Tensor, q: Tensor
+) -> None:
+    """Take the tokens of a step, behind those that each row holds: the device alone knows.
+
+    Tokens of groups and of trellises are encoded by others.
+
+    Parameters
+    ----------
+    table : Tensor
+        Of `rows`; gets to know where the new tokens lie.
+    flags : Tensor
+        `[B]` int64, addresses: of a row's 0-d bool that becomes False where a number of its tokens
+        or queries can't be stored.
+    sides : sequence of Taker
+        K's and V's.
+    k, v, q : Tensor
+        `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]` and `[B, H_q, queries, D]`, their last axes
+        without gaps.
+    """
+    batch, heads, new, _ = k.shape
+    how = [side.taking for side in sides]
+    spans = max((new + one.span - 2) // one.span + 1 for one in how)
+    where: list[Tensor | int] = []
+    for codec, slots, _ in sides:
+        tables = tables_of(codec, k.device)
+        where += [slots.table, slots.heads, tables.signs, tables.boundaries, tables.levels]
+        where += [slots.tiles, slots.segments]
+    strides = [step for x in (k, v, q) for step in x.stride()[:3]]
+    take_tokens[spans, 3 * heads, batch](
+        table, flags, k, v, q, *strides, *where, new, q.shape[2], heads, q.shape[1] // heads, batch,
+        *how, q.shape[3], max(power_of_two(q.shape[3]), LEAST_WIDTH),
+        num_warps=max(warps_of(one.form, new) for one in how),
+        enable_fp_fusion=False, num_stages=1,
+    )  # fmt: skip
+
+
+def addresses(flags: Sequence[Tensor]) -> Tensor:
+    """Return the addresses of flags, `[B]` int64 on their device."""
+    made = torch.tensor([flag.data_ptr() for flag in flags], dtype=torch.int64)
+    return sent(made, flags[0].device)
