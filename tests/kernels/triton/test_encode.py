@@ -10,23 +10,19 @@ from encode_compare import (
     DTYPES,
     FORMATS,
     PLACES,
-    SEGMENT,
     WIDTHS,
     codec_of,
     compare,
     encoded_slots,
     random_pieces,
-    torch_slots,
 )
 from host_reads import HostReads
 
 pytest.importorskip("triton")
 
-from kvpact.cache.segments import ListSource
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.kernels.triton.encode import TritonEncoder, encode_reason
 from kvpact.quantizers.checks import collected, deferred
-from kvpact.testing.held import same_bytes
 
 BALANCED = [spec for spec in FORMATS if spec.startswith("kvarn")]
 QUICK = [spec for spec in FORMATS if spec not in BALANCED]

@@ -29,7 +29,6 @@ OPEN = ("attend_general", "attend_trellises")
 QUICK = (
     "encode 64 V turboquant:bits=4: encode_tokens",
     "encode 1 K turboquant:bits=4: check_tokens",
-    "encode 1 behind K turboquant:bits=4: encode_tokens",
     "encode 64 K turboquant:bits=3,center=64: rotate_tokens",
     "encode 64 K turboquant:bits=3,center=64: encode_groups",
     "encode 64 K kvarn:bits=4: balance_tiles",
@@ -48,10 +47,7 @@ QUICK = (
     "turboquant:bits=4 D=128 4x1: attend_general",
     "int:bits=4 D=128 4x1: attend_digits",
     "trellis:bits=4 D=128 4x1: attend_trellises",
-    "step turboquant:bits=4 D=128 4x1: begin_step",
-    "step turboquant:bits=4 D=128 4x1: check_step",
-    "step turboquant:bits=4 D=128 4x1: keep_tokens",
-    "step turboquant:bits=4 D=128 4x1: end_step",
+    "take 1 turboquant:bits=4: take_tokens",
 )
 """What the tests compile each time: every kernel once."""
 

@@ -10,12 +10,16 @@ from typing import NamedTuple
 import torch
 
 from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
+from kvpact.kernels.triton.columns import COLUMNS
 from kvpact.kernels.triton.decode import decode_triton
-from kvpact.kernels.triton.encode import TritonEncoder, encode_reason, encode_tokens_at
+from kvpact.kernels.triton.encode import TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode_form import tables_of
 from kvpact.kernels.triton.encode_slots import EncodeSlots
+from kvpact.kernels.triton.encode_trellis import encode_trellis
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.kernels.triton.machine_code import Launch, recorded
 from kvpact.kernels.triton.step import TritonStep
+from kvpact.kernels.triton.taking import Taker, addresses, take, taking_of
 from kvpact.kernels.triton.variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 
 FORMATS = (
@@ -111,12 +115,17 @@ class Slot(NamedTuple):
         return made
 
     def behind(self, tokens: int) -> list[Launch]:
-        """Return what is launched to encode tokens where the device says."""
+        """Return what is launched to encode tokens of a trellis where the device says."""
+        taker, x, table = self.taker(tokens), self.tokens(tokens), torch.zeros(1, COLUMNS.value)
+        with recorded() as made:
+            encode_trellis(taker.codec, taker.taking.form, x, taker.slots, 0, table.to(torch.int64))
+        return made
+
+    def taker(self, tokens: int) -> Taker:
+        """Return how so many tokens are taken in a step."""
         codec, x = side(self.spec, self.value, self.dim), self.tokens(tokens)
         slots = EncodeSlots.of(codec, SlotsOfZeros(codec, TOKENS), x)
-        with recorded() as made:
-            encode_tokens_at(codec, x, slots, torch.zeros(1, 30, dtype=torch.int64))
-        return made
+        return Taker(codec, slots, taking_of(codec, x, self.value, True))
 
     def decoding(self, inverse: bool) -> list[Launch]:
         """Return what is launched to decode."""
@@ -143,10 +152,29 @@ def encoding() -> Iterator[Scene]:
         counts = (max(codec.group, 64), codec.group)
         for tokens in dict.fromkeys(counts):
             yield Scene(f"encode {tokens} {slot.name}", partial(slot.encoding, tokens))
-        if codec.group == 1:
+        if tables_of(codec, torch.device("cpu")).form.trellis is not None and codec.group == 1:
             yield Scene(f"encode 1 behind {slot.name}", partial(slot.behind, 1))
-    yield Scene(f"encode 4 behind K {FORMATS[0]}", partial(Slot(FORMATS[0], False).behind, 4))
-    yield Scene(f"encode 4 behind V {FORMATS[0]}", partial(Slot(FORMATS[0], True).behind, 4))
+
+
+def taken(k: Slot, v: Slot, tokens: int) -> list[Launch]:
+    """Return what is launched to take the tokens of a step."""
+    takers = [slot.taker(tokens) for slot in (k, v)]
+    table, flag = torch.zeros(1, COLUMNS.value, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+    with recorded() as made:
+        x, y = k.tokens(tokens), v.tokens(tokens)
+        take(table, addresses([flag]), takers, x, y, torch.cat([x] * 4, 1))
+    return made
+
+
+def taking() -> Iterator[Scene]:
+    """Iterate over steps' tokens."""
+    held = list(slots())
+    for k, v in zip(held, held[len(held) // 2 :], strict=False):
+        if any(encode_reason(side(*slot[:3])) for slot in (k, v)):
+            continue
+        plain = k.dim == 128 and k.dtype is torch.bfloat16
+        for tokens in (1, 4) if k.spec in WIDE and plain else (1,):
+            yield Scene(f"take {tokens} {k.name[2:]}", partial(taken, k, v, tokens))
 
 
 def decoding() -> Iterator[Scene]:
@@ -189,7 +217,7 @@ def all_launches() -> Iterator[tuple[str, Launch]]:
     """Iterate over all that may be launched, each variant once, by its first scene's name."""
     known: set[str] = set()
     names: set[str] = set()
-    for scene in itertools.chain(encoding(), decoding(), attention()):
+    for scene in itertools.chain(encoding(), decoding(), taking(), attention()):
         for launch in scene.launches():
             key = repr(launch)
             if key in known:

@@ -77,7 +77,7 @@ def take(
         table, flags, k, v, q, *strides, *where, new, q.shape[2], heads, q.shape[1] // heads, batch,
         *how, q.shape[3], max(power_of_two(q.shape[3]), LEAST_WIDTH),
         num_warps=max(warps_of(one.form, new) for one in how),
-        enable_fp_fusion=False, num_stages=1,
+        maxnreg=255, enable_fp_fusion=False, num_stages=1,
     )  # fmt: skip
 
 
