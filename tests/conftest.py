@@ -14,10 +14,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+from mooncake_cluster import start_master
 from redis_server import start_server
 from tiny_llama import tiny_llama
 
-__all__ = ["start_server"]  # a fixture of stores and of the command line
+__all__ = ["start_master", "start_server"]  # fixtures of stores and of the command line
 
 
 @pytest.fixture(scope="session")

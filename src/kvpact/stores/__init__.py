@@ -9,6 +9,7 @@ from kvpact.stores.directory import DirectoryStore
 from kvpact.stores.encrypted import EncryptedStore
 from kvpact.stores.fsspec import FsspecStore
 from kvpact.stores.memory import MemoryStore
+from kvpact.stores.mooncake import MooncakeStore
 from kvpact.stores.open import open_store
 from kvpact.stores.redis import RedisStore
 
@@ -19,6 +20,7 @@ __all__ = [
     "FsspecStore",
     "GCReport",
     "MemoryStore",
+    "MooncakeStore",
     "RedisStore",
     "Store",
     "StoreStats",

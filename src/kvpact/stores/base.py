@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Self
 
-from kvpact.errors import BackendUnavailable, DtypeError, StoreKeyError
+from kvpact.errors import BackendUnavailable, DtypeError, StoreError, StoreKeyError
 
 Key = str | bytes
 Progress = Callable[[int, int, str], None]
 Blob = bytes | bytearray | memoryview
-_KEY = re.compile(r"[A-Za-z0-9_-]{1,200}")
+KEY_PATTERN = "[A-Za-z0-9_-]{1,200}"
+_KEY = re.compile(KEY_PATTERN)
+_PREFIX = re.compile(r"[A-Za-z0-9_:.-]{0,100}")
 
 
 class StoreWarning(UserWarning):
@@ -176,6 +178,19 @@ def check_key(key: Key) -> str:
 def is_key(name: str) -> bool:
     """Tell whether an entry may be stored under this string."""
     return bool(_KEY.fullmatch(name))
+
+
+def check_prefix(prefix: str) -> str:
+    """Return what stands in front of every key on a server.
+
+    Raises
+    ------
+    StoreError
+        It has characters that no prefix has.
+    """
+    if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
+        raise StoreError(f"prefix={prefix!r}: up to 100 of the characters A-Z a-z 0-9 _ - : .")
+    return prefix
 
 
 def check_blob(blob: Blob) -> memoryview:

@@ -14,6 +14,7 @@ from kvpact.stores.directory import DirectoryStore
 from kvpact.stores.encrypted import EncryptedStore
 from kvpact.stores.fsspec import FsspecStore
 from kvpact.stores.memory import MemoryStore
+from kvpact.stores.mooncake import MooncakeStore
 from kvpact.stores.redis import RedisStore
 
 
@@ -30,7 +31,7 @@ def open_store(
     ----------
     url : str or path
         ``memory://``; a directory, as a path or ``file:///path``; ``redis://`` and ``rediss://``
-        (also ``unix://``); any other URL goes to fsspec (``s3://bucket/folder``).
+        (also ``unix://``); ``mooncake://host:port``; any other URL goes to fsspec (``s3://bucket/folder``).
     secret : bytes, optional
         32 bytes: entries are encrypted with them, see `EncryptedStore`.
     background : bool
@@ -77,4 +78,6 @@ def _open(scheme: str, text: str, options: dict[str, Any]) -> Store:
         return MemoryStore(**options)
     if scheme in ("redis", "rediss", "unix"):
         return RedisStore(text, **options)
+    if scheme == "mooncake":
+        return MooncakeStore(text, **options)
     return FsspecStore(text, **options)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
 
 from kvpact.errors import StoreError, StoreFull, StoreUnavailable
-from kvpact.stores.base import GCReport, StoreWarning, is_key, optional
+from kvpact.stores.base import GCReport, StoreWarning, check_prefix, is_key, optional
+from kvpact.stores.outage import Outage
 from kvpact.stores.record_store import RecordStore
 
 _LARGEST = 512 << 20  # what a server takes as one value, unless it was told otherwise
 _BATCH = 500
-_PREFIX = re.compile(r"[A-Za-z0-9_:.-]{0,100}")
 # Said without redis-py's reason, which quotes what it took for a port: a part of the password.
 _WRONG_URL = (
     "the redis URL is wrong: redis://[user:password@]host[:port][/db]; in the password write "
@@ -81,13 +79,10 @@ class RedisStore(RecordStore):
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(ttl=ttl, clock=clock)
-        if not _PREFIX.fullmatch(prefix):
-            raise StoreError(f"prefix={prefix!r}: up to 100 of the characters A-Z a-z 0-9 _ - : .")
+        check_prefix(prefix)
         if not timeout > 0:
             raise StoreError(f"timeout={timeout!r} should be seconds above 0")
-        self._prefix, self._retry_after = prefix, retry_after
-        self._down_until, self._reason = 0.0, ""
-        self._lock = threading.Lock()
+        self._prefix, self._outage = prefix, Outage(retry_after)
         self._module = module = optional("redis", "redis")
         self._denied: tuple[type[Exception], ...] = (
             module.AuthenticationError,
@@ -147,9 +142,7 @@ class RedisStore(RecordStore):
     @contextmanager
     def _reachable(self) -> Iterator[None]:
         """Name what goes wrong, and ask no server that failed a moment ago."""
-        with self._lock:
-            if time.monotonic() < self._down_until:
-                raise StoreUnavailable(self._reason)
+        self._outage.check()
         try:
             yield
         except self._module.OutOfMemoryError as error:
@@ -161,14 +154,10 @@ class RedisStore(RecordStore):
                 self._unavailable(error)
             raise StoreError(f"{self!r}: {error}") from error
 
-    def _unavailable(self, error: Exception) -> None:
+    def _unavailable(self, error: Exception) -> NoReturn:
         denied = isinstance(error, self._denied)
         what = "refuses user or password" if denied else "does not answer"
-        with self._lock:
-            self._down_until = time.monotonic() + self._retry_after
-            self._reason = f"{self!r} {what} ({type(error).__name__}: {error})"
-            message = self._reason
-        raise StoreUnavailable(message) from error
+        self._outage.begin(f"{self!r} {what} ({type(error).__name__}: {error})", error)
 
     def _read(self, name: str, *, use: bool = True) -> tuple[bytes, bytes] | None:
         with self._reachable():

@@ -1,0 +1,148 @@
+"""The options of a `MooncakeStore`, of its arguments and its URL."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import parse_qsl, urlsplit
+
+from kvpact.errors import StoreError
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+_SIZE = re.compile(r"(\d+)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
+_DEFAULTS: dict[str, Any] = {
+    "segment_size": 0,
+    "buffer_size": 256 << 20,
+    "admin": 9003,
+    "hostname": None,
+    "prefix": "kvpact:",
+    "timeout": 5.0,
+}
+_SMALLEST_SEGMENT = 16 << 20  # in which Mooncake rounds them
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port; its text is ``host:port``, brackets around IPv6."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read ``host:port``.
+
+        Raises
+        ------
+        StoreError
+            It is something else.
+        """
+        try:
+            parts = urlsplit(f"//{text}")
+            if parts.hostname and parts.port and parts.netloc == text and "@" not in text:
+                return cls(parts.hostname, parts.port)
+        except ValueError:
+            pass
+        raise StoreError(f"{text!r} should be host:port")
+
+    @classmethod
+    def free(cls, host: str) -> Self:
+        """Return a port that is free now, for a name in the cluster; nobody listens there."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(("", 0))
+            return cls(host, int(probe.getsockname()[1]))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a store was told, checked."""
+
+    master: Address
+    admin: Address
+    segment_size: int
+    buffer_size: int
+    hostname: str | None
+    prefix: str
+    timeout: float
+
+
+def options_of(url: str, **arguments: Any) -> Options:
+    """Read a URL and arguments; None is for what is not given.
+
+    Raises
+    ------
+    StoreError
+        Something is wrong, unknown, or given twice.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "mooncake" or parts.path not in ("", "/") or parts.fragment:
+        raise StoreError(f"{url!r} should be mooncake://host:port, and a ? with options behind it")
+    master = Address.of(parts.netloc)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in _DEFAULTS:
+            known = ", ".join(_DEFAULTS)
+            raise StoreError(f"{url!r} has an option {name}; known are {known}")
+        if name in given:
+            raise StoreError(f"{name} is given twice")
+        given[name] = value
+    found = _DEFAULTS | given
+    segment = _size("segment_size", found["segment_size"])
+    if 0 < segment < _SMALLEST_SEGMENT:
+        raise StoreError(f"segment_size={segment} should be 0, or {_SMALLEST_SEGMENT} and more")
+    buffer = _size("buffer_size", found["buffer_size"])
+    if buffer < 1 << 20:
+        raise StoreError(f"buffer_size={buffer} should be {1 << 20} and more")
+    admin = str(found["admin"])
+    return Options(
+        master=master,
+        admin=Address.of(admin if ":" in admin else str(Address(master.host, _port(admin)))),
+        segment_size=segment,
+        buffer_size=buffer,
+        hostname=found["hostname"],
+        prefix=found["prefix"],
+        timeout=_seconds(found["timeout"]),
+    )
+
+
+def local_address(master: Address, timeout: float) -> str:
+    """Return the address from which this machine reaches the master.
+
+    Raises
+    ------
+    OSError
+        Nobody listens there; this is known at once, where Mooncake would try for some seconds.
+    """
+    with socket.create_connection((master.host, master.port), timeout) as probe:
+        return str(probe.getsockname()[0])
+
+
+def _size(name: str, value: int | str) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise StoreError(f"{name}={value!r} should be bytes, or a text such as 512MiB")
+    return int(match[1]) << _UNITS[match[2].lower()]
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise StoreError(f"admin={text!r} should be host:port, or a port")
+    return int(text)
+
+
+def _seconds(value: float | str) -> float:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < 3600:
+        raise StoreError(f"timeout={value!r} should be seconds above 0")
+    return seconds
