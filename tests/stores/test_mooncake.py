@@ -58,7 +58,9 @@ def raw(master, code, **names):
     begin = (
         "import json, os, sys\n"
         "from mooncake.store import MooncakeDistributedStore\n"
-        f"names = json.loads(sys.argv[1])\ns = MooncakeDistributedStore()\nassert not s.setup({setup})\n"
+        "names = json.loads(sys.argv[1])\n"
+        "s = MooncakeDistributedStore()\n"
+        f"assert not s.setup({setup})\n"
     )
     end = "\nsys.stdout.flush()\nos._exit(0)\n"
     return subprocess.run(
@@ -161,7 +163,7 @@ def test_without_the_masters_http_server_entries_are_there_and_not_listed(cluste
         store.put("a", b"1")
         assert store.get("a") == b"1" and "a" in store
         for call in (lambda: list(store), lambda: store.gc(verify=True)):
-            with pytest.raises(StoreUnavailable, match="does not list keys.*admin="):
+            with pytest.raises(StoreUnavailable, match=r"does not list keys.*admin="):
                 call()
         with pytest.warns(StoreWarning, match="admin="):
             assert store.stats().entries is None

@@ -23,6 +23,7 @@ EXTRAS = {
     "eval": ("matplotlib",),
     "redis": ("redis",),
     "remote": ("fsspec",),
+    "mooncake": ("mooncake-transfer-engine-non-cuda",),
     "encryption": ("cryptography",),
     "triton": ("triton",),
 }

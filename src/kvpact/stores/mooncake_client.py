@@ -20,6 +20,7 @@ LANES = 4
 """Calls that may move a blob at once."""
 
 _START_LIMIT = 30  # seconds for a process to start on a busy machine, behind the master's timeout
+_CLOSE_LIMIT = 5  # seconds to leave the cluster; it takes two, and more where the master is away
 
 
 class NoAnswer(Exception):
@@ -88,7 +89,6 @@ class MooncakeClient:
         for lane in range(LANES):
             self._lanes.put(lane * self.lane_size)
         whole = max(1, round(timeout))
-        self._close_limit = whole + 2
         descriptor = os.memfd_create("kvpact-mooncake")
         try:
             os.ftruncate(descriptor, memory_size)
@@ -101,7 +101,7 @@ class MooncakeClient:
         # What a stopped process does not read would block the writer.
         os.set_blocking(self._requests, False)
         threading.Thread(target=self._listen, name="kvpact-mooncake", daemon=True).start()
-        limits = {"start_limit": whole + _START_LIMIT, "close_limit": self._close_limit}
+        limits = {"start_limit": whole + _START_LIMIT, "close_limit": _CLOSE_LIMIT}
         memory = {"memory": descriptor, "memory_size": memory_size}
         self._begin(timeout, settings | limits | memory | {"timeout": timeout})
 
@@ -182,7 +182,7 @@ class MooncakeClient:
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
         try:
-            self._process.wait(self._close_limit)
+            self._process.wait(_CLOSE_LIMIT)
         except subprocess.TimeoutExpired:
             self.kill()
 

@@ -1,0 +1,170 @@
+"""Stores between processes: MB/s of put and get in a directory, on redis and in a Mooncake cluster.
+
+    python benchmarks/shared_store.py [--size 4] [--entries 24] [--repeats 5]
+
+One process puts entries of random bytes (MiB each), a second one gets them; both check and seal
+as always. *plain* is the same bytes through a TCP connection on loopback, from a process that does
+nothing else. The Mooncake cluster is a master and a third process that gives memory, so every
+entry goes over TCP. Medians of all entries but each process's first. What is not installed is left
+out, and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from kvpact.stores import open_store
+
+OPTIONS = {"timeout": 30.0}
+
+
+def blob_of(index: int, size: int) -> bytes:
+    """Return the same bytes for the same entry."""
+    return random.Random(index).randbytes(size)
+
+
+def timed(operation: str, url: str, size: int, entries: int) -> list[float]:
+    """Put or get every entry; return seconds of each."""
+    seconds = []
+    with open_store(url, **({} if url.startswith("/") else OPTIONS)) as store:
+        for index in range(entries):
+            blob = blob_of(index, size)
+            begin = time.perf_counter()
+            found = store.put(f"k{index}", blob) if operation == "put" else store.get(f"k{index}")
+            seconds.append(time.perf_counter() - begin)
+            if operation == "get":
+                assert found == blob, "another entry came back"
+    return seconds
+
+
+def in_a_process(operation: str, url: str, size: int, entries: int) -> list[float]:
+    """Do so in a process of its own."""
+    command = [sys.executable, __file__, "--do", operation, url, str(size), str(entries)]
+    out = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=600).stdout
+    return list(json.loads(out))
+
+
+def plain(size: int, entries: int) -> list[float]:
+    """Receive as many bytes from a process that sends them; return seconds of each piece."""
+    code = (
+        "import socket, sys\n"
+        "s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "blob = bytes(int(sys.argv[2]))\n"
+        "for _ in range(int(sys.argv[3])):\n    s.recv(1)\n    s.sendall(blob)\n"
+    )
+    seconds, buffer = [], bytearray(size)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        arguments = [str(server.getsockname()[1]), str(size), str(entries)]
+        with subprocess.Popen([sys.executable, "-c", code, *arguments]):
+            connection, _ = server.accept()
+            with connection:
+                for _ in range(entries):
+                    begin, got = time.perf_counter(), 0
+                    connection.sendall(b"?")
+                    while got < size:
+                        got += connection.recv_into(memoryview(buffer)[got:])
+                    seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def server(command: list[str], *ports: int) -> Iterator[None]:
+    """Run a server until the block ends; it listens on all ports before the block begins."""
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=quiet, stderr=quiet)
+    try:
+        for port in ports:
+            while True:
+                assert process.poll() is None, f"{command[0]} does not start"
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except OSError:
+                    time.sleep(0.01)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def place(kind: str, room: int) -> Iterator[str | None]:
+    """Yield the URL of an empty store, or None where its server is not installed."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        port, admin = free_port(), free_port()
+        if kind == "directory":
+            yield str(folder / "store")
+        elif kind == "redis":
+            binary = shutil.which("redis-server")
+            if binary is None or importlib.util.find_spec("redis") is None:
+                yield None
+                return
+            options = ["--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+            stack.enter_context(server([binary, "--port", str(port), *options], port))
+            yield f"redis://127.0.0.1:{port}"
+        else:
+            binary = shutil.which("mooncake_master", path=Path(sys.executable).parent)
+            if binary is None:
+                yield None
+                return
+            options = [f"--rpc_port={port}", "--rpc_address=127.0.0.1"]
+            options += [f"--metrics_port={admin}", "--metrics_host=127.0.0.1"]
+            stack.enter_context(server([binary, *options], port, admin))
+            url = f"mooncake://127.0.0.1:{port}?admin={admin}"
+            stack.enter_context(open_store(url, segment_size=room, **OPTIONS))
+            yield url
+
+
+def main() -> None:
+    """Measure and print a table."""
+    if sys.argv[1:2] == ["--do"]:
+        operation, url, size, entries = sys.argv[2:]
+        print(json.dumps(timed(operation, url, int(size), int(entries))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=float, default=4.0, help="MiB of an entry")
+    parser.add_argument("--entries", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    size = int(options.size * (1 << 20))
+    room = max(64 << 20, 2 * size * options.entries)
+    kinds = ("directory", "redis", "mooncake")
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for _ in range(options.repeats):  # by turns, so that a busy minute is everybody's
+        seconds.setdefault(("plain", "get"), []).extend(plain(size, options.entries)[1:])
+        for kind in kinds:
+            with place(kind, room) as url:
+                for operation in ("put", "get") if url else ():
+                    found = in_a_process(operation, url, size, options.entries)
+                    seconds.setdefault((kind, operation), []).extend(found[1:])
+    print(f"{options.entries} entries of {options.size:g} MiB, {options.repeats} times")
+    print(f"{'':12}{'put MB/s':>10}{'get MB/s':>10}")
+    for kind in ("plain", *kinds):
+        columns = [seconds.get((kind, operation)) for operation in ("put", "get")]
+        texts = [f"{size / 1e6 / statistics.median(c):.0f}" if c else "-" for c in columns]
+        missing = "" if any(columns) else "  not installed"
+        print(f"{kind:12}{texts[0]:>10}{texts[1]:>10}{missing}")
+
+
+if __name__ == "__main__":
+    main()
