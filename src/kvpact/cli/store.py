@@ -23,7 +23,9 @@ from kvpact.stores import Store, StoreWarning, open_store
 
 store = typer.Typer(help="List, measure and clean stores of cache entries.", no_args_is_help=True)
 _URL = typer.Argument(
-    ..., metavar="STORE", help="A directory, redis://…, rediss://…, mooncake://… or a URL of fsspec."
+    ...,
+    metavar="STORE",
+    help="A directory, redis://…, rediss://…, mooncake://… or a URL of fsspec.",
 )
 PASSWORD = typer.Option(
     None, envvar="KVPACT_STORE_PASSWORD", help="Password of a redis server.", show_default=False
