@@ -30,6 +30,14 @@ from kvpact.kernels.triton.operands import (
     value_width,
     weight_operand,
 )
+from kvpact.kernels.triton.parts import (
+    blocks_of,
+    capped,
+    hide,
+    soften,
+    store_lse,
+    store_sums,
+)
 from kvpact.kernels.triton.tiles import load_per_token, positions, segments_of, tiles_at
 
 MOST_DIGITS = tl.constexpr(16256.0)
@@ -110,10 +118,7 @@ def attend_digits(
     ks_at, ks_head = segments_of(ROWS, row, head, K_SLOTS, 1)
     vc_at, vc_head = segments_of(ROWS, row, head, V_SLOTS, 0)
     vs_at, vs_head = segments_of(ROWS, row, head, V_SLOTS, 1)
-    begin, end = first // N, tl.cdiv(last, N)
-    share = tl.cdiv(end - begin, tl.num_programs(0))
-    begin += split * share
-    end = tl.minimum(begin + share, end)
+    begin, end = blocks_of(first, last, split, N)
     m, g, c = tl.arange(0, 2 * G), tl.arange(0, G), tl.arange(0, C)
     base = row * heads + head
     q_at = DIGITS + base * (KG * 2 * G * C) + m[None, :] * C + c[:, None]
@@ -146,19 +151,11 @@ def attend_digits(
             s += part * scales(ks, live, group, V.bits)[:, None]
         s *= unit[None, :]
         if CAPPED:
-            # cap * tanh(s / cap)
-            s = cap - 2.0 * cap / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0)
+            s = capped(s, cap)
         if (block * N < seen) | (block * N + N > last):
             token = positions(block * NT, NT, V.bits)
-            there = ((token >= first) & (token < last))[:, None]
-            there = there & (token[:, None] > (hidden + g % queries)[None, :])
-            s = tl.where(there, s, -float("inf"))
-        new = tl.maximum(peak, tl.max(s, 0))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        decay = tl.exp2(peak - safe)
-        p = tl.exp2(s - safe[None, :])
-        total = total * decay + tl.sum(p, 0)
-        peak = new
+            s = hide(s, token, first, last, hidden, queries)
+        p, decay, peak, total = soften(s, peak, total)
         weights = p * scales(vs, live, 0, V.bits)[:, None]
         top = tl.abs(weights)
         for group in tl.static_range(1, VG):
@@ -179,12 +176,6 @@ def attend_digits(
     d = tl.arange(0, D)
     channel = (d // 32) * 32 + (d % 8) * 4 + (d // 8) % 4
     out = (base * parts + first_part + split) * rows + g
-    norm = worth / tl.where(total == 0.0, 1.0, total)
     for group in tl.static_range(VG):
-        place = group * D + channel
-        kept = (g < rows)[None, :] & (place < V.dim)[:, None]
-        tl.store(
-            PACKED + out[None, :] * V.dim + place[:, None], acc[group] * norm[None, :], mask=kept
-        )
-    lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(tl.where(total == 0.0, 1.0, total)))
-    tl.store(LSE + out, lse, mask=g < rows)
+        store_sums(PACKED, acc[group], total, worth, out, rows, group * D + channel, V.dim)
+    store_lse(LSE, peak, total, out, rows)

@@ -1,7 +1,6 @@
 """Split-KV attention over packed tokens of trellises, with products of whole numbers.
 
-As `digits`, whose digits and parts these are; but tokens stand in their own order, so what is
-decoded passes through shared memory, and keys have blocks of unlike levels, and bases.
+As `digits`, whose digits and parts these are; but keys have blocks of unlike levels, and bases.
 """
 
 import triton
@@ -16,48 +15,39 @@ from kvpact.kernels.triton.columns import (
     WINDOW,
     count_of_row,
 )
-from kvpact.kernels.triton.digits import MOST_DIGITS, whole
-from kvpact.kernels.triton.tiles import segments_of, tiles_at
+from kvpact.kernels.triton.digits import MOST_DIGITS, digits_of, whole
+from kvpact.kernels.triton.parts import (
+    blocks_of,
+    capped,
+    hide,
+    soften,
+    store_lse,
+    store_sums,
+)
+from kvpact.kernels.triton.tiles import (
+    grouped,
+    load_per_token,
+    positions,
+    segments_of,
+    tiles_at,
+    token_places,
+)
 from kvpact.kernels.triton.trellis import e5m3
 from kvpact.kernels.triton.trellis_bases import FIRST, MEAN
-from kvpact.kernels.triton.trellis_levels import key_levels, value_levels
+from kvpact.kernels.triton.trellis_keys import key_begin, key_levels, operand_width
+from kvpact.kernels.triton.trellis_values import (
+    channels_of_values,
+    order_of,
+    trellis_weights,
+    value_levels,
+)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _digits(weights, unit):
-    """Return `digits_of`; views come first, where the compiler does not move them away."""
-    n = tl.floor(weights * (1.0 / unit)[None, :] + 0.5).to(tl.int32)
-    twice = tl.join(n, n).reshape(weights.shape[0], weights.shape[1] * 2)
-    upper = (tl.arange(0, weights.shape[1] * 2) % 2 == 0)[None, :]
-    return tl.where(upper, twice >> 7, twice & 127).to(tl.int8)
-
-
-@triton.jit
-def _block_of_query(q_at, K: tl.constexpr, INDEX: tl.constexpr):
-    """Load the digits of the channels of a block, in the order of `key_levels`."""
-    BEGIN: tl.constexpr = K.steps[INDEX].begin
-    DIM: tl.constexpr = K.steps[INDEX].dim
-    if DIM < 32:
-        c = tl.arange(0, 32)
-        q = tl.load(q_at + (BEGIN + c // 2)[:, None])
-    else:
-        q = tl.load(q_at + (BEGIN + tl.arange(0, DIM))[:, None])
-    return q
-
-
-@triton.jit
-def _of_tokens(tiles, live):
-    """Return the scales of a block's tokens, fp32."""
-    token = tl.arange(0, 32)
-    byte = tl.load(tiles[:, None] + token[None, :], mask=live[:, None], other=0)
-    return e5m3(byte.reshape(tiles.shape[0] * 32))
-
-
-@triton.jit
-def _first_tiles(ROWS, row, head, tile, tiles, live, SLOTS: tl.constexpr, FORM: tl.constexpr,
-                 NAME: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+def _fields(ROWS, row, head, tile, tiles, live, SLOTS: tl.constexpr, FORM: tl.constexpr,
+            NAME: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
     """Return pointers to a field of tiles, each in its own segment."""
     at, head_bytes = segments_of(ROWS, row, head, SLOTS, FORM.index_of(NAME))
     segment = tl.where(live, tile // tiles, 0)
@@ -65,13 +55,22 @@ def _first_tiles(ROWS, row, head, tile, tiles, live, SLOTS: tl.constexpr, FORM: 
 
 
 @triton.jit
-def _bases(ROWS, row, head, tile, tiles, live, query, first, K: tl.constexpr):
+def _flags(flags, live, VBITS: tl.constexpr):
+    """Return which base each token has, `[N]` in the order of the scores."""
+    at = grouped(flags, VBITS)[:, None, None, :, None]
+    seen = grouped(live, VBITS)[:, None, None, :, None]
+    R: tl.constexpr = 4 if VBITS == 2 else 8
+    words = tl.load(at + (tl.arange(0, R) // (R // 2))[None, None, None, None, :], mask=seen)
+    place = token_places(VBITS, 0).permute(0, 2, 1)[None, :, :, None, :]
+    return (words >> (place * 2) & 3).reshape(flags.shape[0] * 32)
+
+
+@triton.jit
+def _bases(ROWS, row, head, tile, tiles, live, query, first, K: tl.constexpr, VBITS: tl.constexpr):
     """Return what bases add to the scores of a block of tokens, `[N, G]`, base 2."""
     NT: tl.constexpr = tile.shape[0]
-    flags = _first_tiles(ROWS, row, head, tile, tiles, live, K_SLOTS, K, "base", 2, tl.int32)
-    half, lane = tl.arange(0, 2), tl.arange(0, 16)
-    words = tl.load(flags[:, None] + half[None, :], mask=live[:, None], other=0)
-    flag = ((words[:, :, None] >> (lane * 2)[None, None, :]) & 3).reshape(NT * 32)[:, None]
+    flags = _fields(ROWS, row, head, tile, tiles, live, K_SLOTS, K, "base", 2, tl.int32)
+    flag = _flags(flags, live, VBITS)[:, None]
     scores = tl.where(flag == FIRST, first[None, :], 0.0)
     if K.has("mean"):
         # A block is part of one group, whose units lie in the segment of its first tile.
@@ -94,90 +93,82 @@ def attend_trellises(
     ROWS, DIGITS, UNITS, EXACT, FIRSTS, K_TABLE, V_TABLE, PACKED, LSE,
     heads, queries, rows, first_part, parts, worth, cap,
     K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, NT: tl.constexpr, CAPPED: tl.constexpr,
-    ASM: tl.constexpr,
+    KW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend over the tokens from SKIP_FROM to SKIP_TO of each row; grid `(splits, heads, batch)`.
 
     Parameters
     ----------
     DIGITS, UNITS
-        int8 `[B, H, 1, G, 2, dim]` in the order of K's codes, and fp32 `[B, H, G]`.
+        int8 `[B, H, 1, G, 2, width]`, the operands of K's blocks side by side, and fp32
+        `[B, H, G]`.
     EXACT, FIRSTS
         fp32 `[B, H, rows, dim]`, scaled queries, and `[B, H, rows]`, their products with the first
         key; of no account without bases.
     K_TABLE, V_TABLE
-        int32, as of `key_levels`.
+        int32, of `trellis_fast.level_table`.
     NT
         Tiles of a block; no group of tokens with a mean is smaller.
-    ROWS, PACKED, LSE, heads, queries, rows, first_part, parts, worth, cap, K, V, G, CAPPED, ASM
+    ROWS, PACKED, LSE, heads, queries, rows, first_part, parts, worth, cap, K, V, G, CAPPED, KW, ASM
         As of `attend_digits`.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     N: tl.constexpr = NT * 32
+    ORDER: tl.constexpr = order_of(V)
+    WIDTH: tl.constexpr = key_begin(K, len(K.steps))
     first, last = count_of_row(ROWS, row, SKIP_FROM), count_of_row(ROWS, row, SKIP_TO)
     # Query i sees the tokens behind `hidden + i`, so all see those from `seen` on.
     hidden = count_of_row(ROWS, row, FIRST_QUERY) - count_of_row(ROWS, row, WINDOW)
     seen = tl.maximum(first, hidden + queries)
     tiles = count_of_row(ROWS, row, K_SLOTS + 5) // 32
-    begin, end = first // N, tl.cdiv(last, N)
-    share = tl.cdiv(end - begin, tl.num_programs(0))
-    begin += split * share
-    end = tl.minimum(begin + share, end)
-    m, g, d = tl.arange(0, 2 * G), tl.arange(0, G), tl.arange(0, K.dim)
+    begin, end = blocks_of(first, last, split, N)
+    m, g = tl.arange(0, 2 * G), tl.arange(0, G)
     base = row * heads + head
-    q_at = DIGITS + base * (2 * G * K.dim) + m[None, :] * K.dim
+    q_at = DIGITS + base * (2 * G * WIDTH) + m[None, :] * WIDTH
+    q = ()
+    for i in tl.static_range(len(K.steps)):
+        c = key_begin(K, i) + tl.arange(0, operand_width(K, i))
+        q = q + (tl.load(q_at + c[:, None]),)  # noqa: RUF005 : Triton has no other way
     unit = tl.load(UNITS + base * G + g)
     query, of_first = tl.full([G, K.dim], 0.0, tl.float32), tl.zeros([G], tl.float32)
     if K.has("base"):
+        d = tl.arange(0, K.dim)
         is_row = tl.broadcast_to((g < rows)[:, None], (G, K.dim))
         at = EXACT + base * rows * K.dim + (g * K.dim)[:, None] + d[None, :]
         query = tl.load(at, mask=is_row, other=0.0) * LOG2_E
         of_first = tl.load(FIRSTS + base * rows + g, mask=g < rows, other=0.0) * LOG2_E
     peak = tl.full([G], -float("inf"), tl.float32)
     total = tl.zeros([G], tl.float32)
-    acc = tl.full([V.dim, G], 0.0, tl.float32)
+    acc = tl.zeros([V.dim, G], tl.float32)
     for block in range(begin, end):
         tile = block * NT + tl.arange(0, NT)
         live = tile * 32 < last
-        kc = _first_tiles(
+        kc = _fields(
             ROWS, row, head, tile, tiles, live, K_SLOTS, K, "codes", K.words * 32, tl.int32
         )
-        ks = _first_tiles(ROWS, row, head, tile, tiles, live, K_SLOTS, K, "scale", 32, tl.uint8)
-        vc = _first_tiles(
+        ks = _fields(ROWS, row, head, tile, tiles, live, K_SLOTS, K, "scale", 32, tl.uint8)
+        vc = _fields(
             ROWS, row, head, tile, tiles, live, V_SLOTS, V, "codes", V.bits * V.dim, tl.int32
         )
-        vs = _first_tiles(ROWS, row, head, tile, tiles, live, V_SLOTS, V, "scale", 32, tl.uint8)
+        vs = _fields(ROWS, row, head, tile, tiles, live, V_SLOTS, V, "scale", 32, tl.uint8)
         sums = tl.zeros([N, 2 * G], tl.int32)
         for i in tl.static_range(len(K.steps)):
-            q = _block_of_query(q_at, K, i)
-            sums += tl.dot(key_levels(kc, live, K_TABLE, K, i, ASM), q, out_dtype=tl.int32)
-        s = whole(sums) * (_of_tokens(ks, live)[:, None] * unit[None, :])
+            k = key_levels(kc, live, K_TABLE, K, i, ORDER, KW, ASM)
+            sums = tl.dot(k, q[i], acc=sums, out_dtype=tl.int32)
+        s = whole(sums) * (e5m3(load_per_token(ks, live, 0, ORDER))[:, None] * unit[None, :])
         if K.has("base"):
-            s += _bases(ROWS, row, head, tile, tiles, live, query, of_first, K)
+            s += _bases(ROWS, row, head, tile, tiles, live, query, of_first, K, ORDER)
         if CAPPED:
-            # cap * tanh(s / cap)
-            s = cap - 2.0 * cap / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0)
+            s = capped(s, cap)
         if (block * N < seen) | (block * N + N > last):
-            token = block * N + tl.arange(0, N)
-            shown = ((token >= first) & (token < last))[:, None]
-            shown = shown & (token[:, None] > (hidden + g % queries)[None, :])
-            s = tl.where(shown, s, -float("inf"))
-        new = tl.maximum(peak, tl.max(s, 0))
-        safe = tl.where(new == -float("inf"), 0.0, new)
-        decay = tl.exp2(peak - safe)
-        p = tl.exp2(s - safe[None, :])
-        total = total * decay + tl.sum(p, 0)
-        peak = new
-        weights = p * _of_tokens(vs, live)[:, None]
+            s = hide(s, positions(block * NT, NT, ORDER), first, last, hidden, queries)
+        p, decay, peak, total = soften(s, peak, total)
+        weights = p * e5m3(load_per_token(vs, live, 0, ORDER))[:, None]
         # Of this block: so small weights of long contexts keep their digits.
         step = tl.maximum(tl.max(weights, 0), 1e-30) * (1.0 / MOST_DIGITS)
-        v = value_levels(vc, live, V_TABLE, V, ASM)
-        o = whole(tl.dot(v, _digits(weights, step), out_dtype=tl.int32))
+        pair = trellis_weights(digits_of(weights, step), V, KW)
+        o = whole(tl.dot(value_levels(vc, live, V_TABLE, V, KW, ASM), pair, out_dtype=tl.int32))
         acc = acc * decay[None, :] + o * step[None, :]
-    d = tl.arange(0, V.dim)
     out = (base * parts + first_part + split) * rows + g
-    acc *= (worth / tl.where(total == 0.0, 1.0, total))[None, :]
-    kept = tl.broadcast_to((g < rows)[None, :], (V.dim, G))
-    tl.store(PACKED + out[None, :] * V.dim + d[:, None], acc, mask=kept)
-    lse = tl.where(total == 0.0, -float("inf"), peak + tl.log2(tl.where(total == 0.0, 1.0, total)))
-    tl.store(LSE + out, lse, mask=g < rows)
+    store_sums(PACKED, acc, total, worth, out, rows, channels_of_values(V), V.dim)
+    store_lse(LSE, peak, total, out, rows)

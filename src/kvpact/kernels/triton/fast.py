@@ -195,7 +195,7 @@ def attend_fast(
     assert k is not None and v is not None and call.view is not None
     if k.kind == "trellis":
         attend_trellis(
-            (k, v), fast.parts, calls, scale, table, packed, lse, first_part, knows_ptx()
+            (k, v), fast.parts, calls, scale, table, packed, lse, first_part, fast.kw, knows_ptx()
         )
         return
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])

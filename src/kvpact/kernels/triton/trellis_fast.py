@@ -13,11 +13,11 @@ from kvpact.kernels.triton.digits_trellis import attend_trellises
 from kvpact.kernels.triton.forms import SlotForm, power_of_two, sent
 from kvpact.kernels.triton.query_digits import query_digits
 from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E
-from kvpact.kernels.triton.trellis_levels import MOST_LEVELS
+from kvpact.kernels.triton.trellis_keys import key_places
+from kvpact.kernels.triton.trellis_levels import CONSTANTS
 from kvpact.kernels.triton.trellis_queries import packed_queries
 from kvpact.kernels.triton.trellis_steps import Steps
 from kvpact.kernels.triton.tuning import Choice
-from kvpact.methods.trellis_codec import steps
 from kvpact.quantizers import trellis
 
 MOST_WIDTH = 256
@@ -42,31 +42,41 @@ def trellis_reason(form: SlotForm, order: str) -> str:
     return ""
 
 
-def _byte_table(block: Steps) -> Tensor:
-    """Return the level of each index, in the order of bits that `trellis_levels` makes."""
-    low = block.low.width
-    index = torch.arange(MOST_LEVELS) & ((2 << block.bits) - 1)
-    point = (index >> 1 & (1 << (low - 1)) - 1) | index >> (low + 1) << (low - 1)
-    levels = trellis.levels(block.bits, torch.device("cpu"))
-    return levels[4 * point + 2 * (index & 1) + (index >> low & 1)].to(torch.int8)
+def _levels(block: Steps) -> Tensor:
+    """Return the level of each index, in the order of bits that `levels8` looks up."""
+    index, bits = torch.arange(2 << block.bits), block.bits
+    if bits <= 3:
+        second, point = index >> min(bits, 2) & 1, (index >> 1 & 1) | index >> 3 << 1
+    else:
+        second, point = index >> 3 & 1, (index >> 1 & 3) | index >> 4 << 2
+    if bits == 1:
+        point = torch.zeros_like(index)
+    levels = trellis.levels(bits, torch.device("cpu"))
+    return levels[4 * point + 2 * (index & 1) + second].to(torch.int8)
 
 
 @cache  # a graph may hold the address
 def level_table(form: SlotForm, device: torch.device) -> Tensor:
-    """Return the levels of each block's indices, four to a word: `[blocks, words]` int32."""
-    return sent(torch.stack([_byte_table(block) for block in form.steps]).view(torch.int32), device)
+    """Return constants and each block's levels, `[rows, 4]` int32: a copy for each thread."""
+    words = torch.cat([_levels(block) for block in form.steps]).view(torch.int32)
+    rows = [torch.tensor(CONSTANTS, dtype=torch.int32), words.unsqueeze(1).expand(-1, 4)]
+    return sent(torch.cat(rows).contiguous(), device)
 
 
 @cache  # a graph may hold the address
-def _channels(form: SlotForm, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the place among K's codes of each channel, int32, and what a level is worth there."""
-    assert form.trellis is not None
-    place, unit = torch.arange(form.dim), torch.zeros(form.dim)
+def _channels(form: SlotForm, kw: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return where each channel stands in K's operands, int32, and what a level is worth there.
+
+    Behind the channels come the places that stay zero.
+    """
+    order = torch.tensor([x for i in range(len(form.steps)) for x in key_places(form, i, kw)])
+    empty = torch.arange(len(order))[order < 0]
+    place, unit = torch.empty(len(order), dtype=torch.int32), torch.zeros(form.dim)
+    place[order[order >= 0]] = torch.arange(len(order), dtype=torch.int32)[order >= 0]
+    place[len(order) - len(empty) :] = empty.to(torch.int32)
     for block in form.steps:
-        part = slice(block.begin, block.begin + block.dim)
-        order = steps(block.dim, block.bits, form.trellis.interleave, torch.device("cpu"))
-        place[part], unit[part] = block.begin + order, block.unit
-    return sent(place.to(torch.int32), device), sent(unit, device)
+        unit[block.begin : block.begin + block.dim] = block.unit
+    return sent(place, device), sent(unit, device)
 
 
 def attend_trellis(
@@ -78,9 +88,10 @@ def attend_trellis(
     packed: Tensor,
     lse: Tensor,
     first_part: int,
+    kw: int,
     asm: bool,
 ) -> None:
-    """Write parts as `attend_fast` does; `forms` are K's and V's, `asm`: as of `key_levels`."""
+    """Write parts as `attend_fast` does; `forms` are K's and V's, `kw`, `asm`: see `key_levels`."""
     (k, v), (batch, heads, parts, rows, _), device = forms, packed.shape, packed.device
     held = []
     for call in calls:
@@ -90,14 +101,16 @@ def attend_trellis(
     exact = torch.cat([x for x, _, _ in held]).contiguous()
     none = exact.new_zeros(1, 1, 1).expand(batch, heads, rows)
     firsts = [none[: len(x)] if first is None else first for x, _, first in held]
-    places, unit = _channels(k, device)
+    places, unit = _channels(k, kw, device)
     q = torch.cat([treated for _, treated, _ in held]) * unit
     count = max(power_of_two(rows), LEAST_ROWS)
-    digits = q.new_empty(batch, heads, count, 2, k.dim, dtype=torch.int8)
+    width = len(places)
+    digits = q.new_empty(batch, heads, count, 2, width, dtype=torch.int8)
     units = q.new_empty(batch, heads, count)
     query_digits[heads, batch](
         q, units, places, digits, units, q.stride(0), q.stride(1), q.stride(2), rows, rows, heads,
-        LOG2_E, k.dim, k.dim, count, k.dim, k.dim, False, num_warps=1, enable_fp_fusion=False,
+        LOG2_E, k.dim, power_of_two(width), count, width, width, False, num_warps=1,
+        enable_fp_fusion=False,
     )  # fmt: skip
     config, chosen = calls[0].config, trellis_choice(k, v)
     attend_trellises[splits, heads, batch](
@@ -105,6 +118,6 @@ def attend_trellis(
         level_table(k, device), level_table(v, device), packed, lse,
         heads, calls[0].q.shape[2], rows, first_part, parts, v.steps[0].unit,
         (config.softcap or 1.0) * LOG2_E, k, v, count, chosen.tiles, config.softcap is not None,
-        asm, num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers,
+        kw, asm, num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers,
         enable_fp_fusion=True,
     )  # fmt: skip

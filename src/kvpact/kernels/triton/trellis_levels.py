@@ -1,206 +1,171 @@
-"""Codes of trellises as levels, 8-bit whole numbers, word by word: for integer products.
+"""Codes of trellises as levels of 8 bits, in registers: eight codes at a time.
 
-A *wider* word (see `formats.bitpack`) holds the indices of 32 / interleave steps. From bit 0 on, an
-index is here: c1, the point's bits in the lowest plane, c0, the point's other bits. So all indices
-of a wider word take a few operations on words, and so do the lookups (`levels`).
+The eight codes stand in the nibbles of a word. An index has the bits c0, c1 and the point's bits p0,
+p1, …; four of a word's levels are looked up by `prmt` with three of the index' bits, the halves of
+longer tables are told apart by `prmt` too, with a bit of the index in each selector.
 """
 
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.levels import bytes_of, levels4, prmt
+from kvpact.kernels.triton.levels import prmt
 
-MOST_LEVELS = 128
-"""Levels of a block's table."""
-_WORDS = tl.constexpr(MOST_LEVELS // 4)
+CONSTANTS = (
+    (0x4040, 0x5151, 0x6262, 0x7373),
+    (0x2104, 0x2105, 0x2106, 0x2107),
+    (0x32103210,) * 4,
+    (0, 2, 4, 6),
+    (0, 4, 0, 4),
+    (0, 2, 0, 2),
+)
+"""Rows of a table before its levels; a number for each of four threads:
+
+selectors of a byte of two words, twice, and of a byte of the second one before three of the first
+one's; one that keeps a word, twice; shifts of thread t by 2t, by 4 (t % 2), by 2 (t % 2).
+"""
+PAIR, TURNED, KEEP, BY_2, BY_4_HALF, BY_2_HALF = (tl.constexpr(i) for i in range(6))
+_BEFORE = len(CONSTANTS)
 
 
 @triton.constexpr_function
-def everywhere(form, bits):
-    """Return a mask of the lowest bits of every item of a wider word, as int32."""
-    found = sum(((1 << bits) - 1) << place for place in range(0, 32, form.trellis.interleave))
-    return found - (1 << 32) if found >> 31 else found
+def first_word(form, index):
+    """Return the row of a table where the levels of a block begin."""
+    return _BEFORE + sum(words_of(block.bits) for block in form.steps[:index])
 
 
 @triton.constexpr_function
-def wider_words(form, index):
-    """Return how many wider words the steps of a block fill."""
-    return form.steps[index].dim * form.trellis.interleave // 32
+def words_of(bits):
+    """Return the words of a table of levels."""
+    return (2 << bits) // 4
+
+
+@triton.constexpr_function
+def _four_at(axis, rank):
+    return (1,) * axis + (4,) + (1,) * (rank - axis - 1)
 
 
 @triton.jit
-def _turned(word, bits):
-    """Turn words to the left."""
-    word = word.to(tl.uint32, bitcast=True)
-    return (word << bits | word >> (32 - bits & 31)).to(tl.int32, bitcast=True)
+def row_of(TABLE, ROW: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
+    """Load a row of a table: a number for each of the four threads of a row, which stand at AXIS.
 
-
-@triton.jit
-def _indices(own, first, second, far, above, shift, FORM: tl.constexpr, INDEX: tl.constexpr):
-    """Return wider words of indices; `above` holds the other plane's bits, in place."""
-    BLOCK: tl.constexpr = FORM.steps[INDEX]
-    LOW: tl.constexpr = BLOCK.low.width
-    # Bit 0 of a code is its coded bit: c1 takes the place.
-    coded = (first ^ far) & everywhere(FORM, 1)
-    x = ((own >> shift) & everywhere(FORM, LOW)) ^ coded
-    x |= (second & everywhere(FORM, 1)) << LOW
-    if BLOCK.high.width > 0:
-        x |= above << (LOW + 1)
-    return x
-
-
-@triton.jit
-def _table(TABLE, WORD: tl.constexpr, INDEX: tl.constexpr, x):
-    """Return four levels of a block's table, as a word beside each of `x`."""
-    return tl.broadcast_to(tl.load(TABLE + INDEX * _WORDS + WORD), x.shape)
-
-
-@triton.jit
-def _chosen(x, BIT: tl.constexpr, low, high):
-    """Return bytes of `low`, or of `high` where a bit of the byte of `x` is set."""
-    mask = (x >> BIT & 0x01010101) * 0xFF
-    return (low & ~mask) | (high & mask)
-
-
-@triton.jit
-def _eight(x, selector, TABLE, INDEX: tl.constexpr, FIRST: tl.constexpr, ASM: tl.constexpr):
-    """Look up the lowest 3 bits of each byte among the levels from 8 FIRST on."""
-    low, high = _table(TABLE, 2 * FIRST, INDEX, x), _table(TABLE, 2 * FIRST + 1, INDEX, x)
-    return prmt(low, high, selector, ASM)
-
-
-@triton.jit
-def _lookup(
-    x, selector, TABLE, INDEX: tl.constexpr, FIRST: tl.constexpr, BITS: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Look up the lowest BITS bits of each byte among the levels from 8 FIRST on."""
-    if BITS <= 3:
-        found = _eight(x, selector, TABLE, INDEX, FIRST, ASM)
-    else:
-        HALF: tl.constexpr = 1 << (BITS - 4)
-        low = _lookup(x, selector, TABLE, INDEX, FIRST, BITS - 1, ASM)
-        high = _lookup(x, selector, TABLE, INDEX, FIRST + HALF, BITS - 1, ASM)
-        found = _chosen(x, BITS - 1, low, high)
-    return found
-
-
-@triton.jit
-def _items(x, TABLE, INTERLEAVE: tl.constexpr, INDEX: tl.constexpr, BITS: tl.constexpr,
-           ASM: tl.constexpr):  # fmt: skip
-    """Look up the items of wider words `[A, B, C]`: int8 `[A, B, C, items]`."""
-    A: tl.constexpr = x.shape[0]
-    B: tl.constexpr = x.shape[1]
-    C: tl.constexpr = x.shape[2]
-    if INTERLEAVE == 4:
-        t0, t1 = _table(TABLE, 0, INDEX, x), _table(TABLE, 1, INDEX, x)
-        t2, t3 = _table(TABLE, 2, INDEX, x), _table(TABLE, 3, INDEX, x)
-        levels = levels4(x, t0, t1, t2, t3, ASM).permute(0, 1, 2, 5, 4, 3).reshape(A, B, C, 8)
-    else:
-        pairs = x & 0x07070707
-        pairs = pairs | pairs >> 4
-        selector = (pairs & 0x77) | (pairs >> 8 & 0x7700)
-        found = _lookup(x, selector, TABLE, INDEX, 0, BITS + 1, ASM)
-        levels = bytes_of(found).permute(0, 1, 2, 4, 3).reshape(A, B, C, 4)
-    return levels
-
-
-@triton.jit
-def key_levels(tiles, live, TABLE, FORM: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr):
-    """Return the levels of a block of K, int8 `[tiles * 32, channels]`, in the order of its codes.
-
-    A block of 16 channels has a zero behind each of them.
-
-    Parameters
-    ----------
-    tiles : pointers to i32 [NT]
-        The codes of each tile.
-    live : tensor
-        Tiles that are there.
-    TABLE : pointer
-        int32 `[blocks that have bits, MOST_LEVELS / 4]`: levels, a byte each.
-    FORM, INDEX : constexpr
-        The `SlotForm`, and the place of the block among its steps.
-    ASM : constexpr
-        Whether the device knows PTX.
+    What has the same address for all threads, and what is a constant, is copied to another register
+    before each use.
     """
-    BLOCK: tl.constexpr = FORM.steps[INDEX]
-    LOW: tl.constexpr = BLOCK.low
-    C: tl.constexpr = FORM.trellis.interleave
-    COUNT: tl.constexpr = wider_words(FORM, INDEX)
-    token = tl.arange(0, 32)
-    at = tiles[:, None, None] + (token // 16 * (FORM.words * 16) + token % 16)[None, :, None]
-    seen = tl.broadcast_to(live[:, None, None], (tiles.shape[0], 32, COUNT))
-    wide = tl.arange(0, COUNT)
-    word, shift = wide // BLOCK.wider, (wide % BLOCK.wider * LOW.width)[None, None, :]
-    own = _key_words(at, seen, word, 0, FORM, INDEX)
-    first = _key_words(at, seen, word, 1, FORM, INDEX) >> shift
-    second = _key_words(at, seen, word, 2, FORM, INDEX) >> shift
-    far = _key_words(at, seen, word, BLOCK.memory, FORM, INDEX) >> shift
-    above = own
-    if BLOCK.high.width > 0:
-        HIGH: tl.constexpr = BLOCK.high
-        PER: tl.constexpr = C // HIGH.width
-        place = wide + HIGH.before * C // 32
-        row = HIGH.row + place // PER
-        above = tl.load(at + (row * 16)[None, None, :], mask=seen, other=0)
-        above = above >> (place % PER * HIGH.width)[None, None, :]
-        above = above & everywhere(FORM, HIGH.width)
-    x = _indices(own, first, second, far, above, shift, FORM, INDEX)
-    levels = _items(x, TABLE, C, INDEX, BLOCK.bits, ASM)
-    levels = levels.reshape(tiles.shape[0] * 32, COUNT * (32 // C))
-    if BLOCK.dim < 32:
-        # Products have 32 channels at least: zeros stand between those of a narrow block.
-        levels = tl.join(levels, tl.zeros_like(levels)).reshape(tiles.shape[0] * 32, 32)
-    return levels
+    return tl.load(TABLE + ROW * 4 + tl.arange(0, 4)).reshape(_four_at(AXIS, RANK))
 
 
 @triton.jit
-def _key_words(at, seen, word, BACK: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr):
-    """Load words of the lowest plane whose steps are so many before those of the given ones."""
-    BLOCK: tl.constexpr = FORM.steps[INDEX]
-    LOW: tl.constexpr = BLOCK.low
-    C: tl.constexpr = FORM.trellis.interleave
-    # The steps before a word's first one are those of the last words, one place further.
-    turns = (BLOCK.words - 1 - word + BACK) // BLOCK.words
-    before = word - BACK + turns * BLOCK.words
-    if BLOCK.bits == 1:
-        place = before + LOW.before * C // 32
-        words = tl.load(at + ((LOW.row + place // C) * 16)[None, None, :], mask=seen, other=0)
-        words = (words >> (place % C)[None, None, :]) & everywhere(FORM, 1)
-        words = _turned(words, (turns * C)[None, None, :])
-    else:
-        words = tl.load(at + ((LOW.row + before) * 16)[None, None, :], mask=seen, other=0)
-        words = _turned(words, (turns * LOW.width)[None, None, :])
+def block_table(TABLE, FIRST: tl.constexpr, COUNT: tl.constexpr, AXIS: tl.constexpr,
+                RANK: tl.constexpr):  # fmt: skip
+    """Load the words of a block's table, a tuple."""
+    words = ()
+    for i in tl.static_range(COUNT):
+        words = words + (row_of(TABLE, FIRST + i, AXIS, RANK),)  # noqa: RUF005
     return words
 
 
 @triton.jit
-def value_levels(tiles, live, TABLE, FORM: tl.constexpr, ASM: tl.constexpr):
-    """Return the levels of V, int8 `[channels, tiles * 32]`; parameters as of `key_levels`."""
-    BLOCK: tl.constexpr = FORM.steps[0]
-    LOW: tl.constexpr = BLOCK.low
-    C: tl.constexpr = FORM.trellis.interleave
-    D: tl.constexpr = FORM.dim
-    NT: tl.constexpr = tiles.shape[0]
-    wide, channel = tl.arange(0, C), tl.arange(0, D)
-    row = LOW.row + wide // (C // LOW.width)
-    shift = (wide % (C // LOW.width) * LOW.width)[None, :, None]
-    at = tiles[:, None, None] + (row * D)[None, :, None]
-    seen = tl.broadcast_to(live[:, None, None], (NT, C, D))
-    own = tl.load(at + channel[None, None, :], mask=seen, other=0)
-    first = tl.load(at + ((channel + D - 1) % D)[None, None, :], mask=seen, other=0) >> shift
-    second = tl.load(at + ((channel + D - 2) % D)[None, None, :], mask=seen, other=0) >> shift
-    back = (channel + D - BLOCK.memory) % D
-    far = tl.load(at + back[None, None, :], mask=seen, other=0) >> shift
-    above = own
-    if BLOCK.high.width > 0:
-        HIGH: tl.constexpr = BLOCK.high
-        PER: tl.constexpr = C // HIGH.width
-        line = tiles[:, None, None] + ((HIGH.row + wide // PER) * D)[None, :, None]
-        above = tl.load(line + channel[None, None, :], mask=seen, other=0)
-        above = above >> (wide % PER * HIGH.width)[None, :, None]
-        above = above & everywhere(FORM, HIGH.width)
-    x = _indices(own, first, second, far, above, shift, FORM, 0)
-    levels = _items(x, TABLE, C, 0, BLOCK.bits, ASM)
-    return levels.permute(2, 0, 1, 3).reshape(D, NT * 32)
+def _chosen(bit, keep):
+    """Return a selector that takes bytes of the first word, or of the second where bit 2 is set."""
+    return (bit & 0x44444444) | keep
+
+
+@triton.jit
+def _found(selector, choices, words, FIRST: tl.constexpr, COUNT: tl.constexpr,
+           DEPTH: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Look up four codes among COUNT words of a table."""
+    if COUNT <= 2:
+        found = prmt(words[FIRST], words[FIRST + COUNT - 1], selector, ASM)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        low = _found(selector, choices, words, FIRST, HALF, DEPTH - 1, ASM)
+        high = _found(selector, choices, words, FIRST + HALF, HALF, DEPTH - 1, ASM)
+        found = prmt(low, high, choices[DEPTH - 1], ASM)
+    return found
+
+
+@triton.jit
+def levels8(
+    own, flip, second, above, words, keep, BITS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Look up eight codes: two words of four levels each, a tuple.
+
+    Parameters
+    ----------
+    own, flip, second : i32
+        A code in each nibble, from its lowest bit on, what its coded bit is changed by to become
+        c1, in the same place, and c0. Other bits are of no account.
+    above : i32
+        The point's bits of the upper plane, from the lowest bit of each nibble on.
+    words : tuple
+        From `block_table`.
+    keep : i32
+        The selector that keeps a word as it is, twice.
+    BITS : constexpr
+        Of a code.
+    ASM : constexpr
+        Whether the device knows PTX.
+    """
+    flip = flip & 0x11111111
+    if BITS == 1:
+        selector = ((own ^ flip) & 0x11111111) | ((second << 1) & 0x22222222)
+        choices = ()
+    elif BITS <= 3:
+        selector = ((own ^ flip) & 0x33333333) | ((second << 2) & 0x44444444)
+        choices = (_chosen(above << 2, keep),)
+    else:
+        selector = (own ^ flip) & 0x77777777
+        choices = (
+            _chosen(second << 2, keep), _chosen(own >> 1, keep),
+            _chosen(above << 2, keep), _chosen(above << 1, keep),
+        )  # fmt: skip
+    COUNT: tl.constexpr = words_of(BITS)
+    DEPTH: tl.constexpr = max(BITS - 2, 0) if BITS > 3 else BITS // 3
+    lower = _found(selector, choices, words, 0, COUNT, DEPTH, ASM)
+    upper = ()
+    for i in tl.static_range(len(choices)):
+        upper = upper + (choices[i] >> 16,)  # noqa: RUF005
+    return lower, _found(selector >> 16, upper, words, 0, COUNT, DEPTH, ASM)
+
+
+@triton.jit
+def spread(above, STEP: tl.constexpr):
+    """Put the upper half of a byte's STEP * 2 lowest bits into its upper nibble."""
+    return (above & 0x0F0F0F0F) | ((above << (4 - STEP)) & -0x0F0F0F10)
+
+
+@triton.constexpr_function
+def _swapped(rank):
+    return (*range(rank), rank + 1, rank)
+
+
+@triton.constexpr_function
+def _shape(given, *last):
+    return (*given, *last)
+
+
+@triton.jit
+def beside(items, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Put COUNT tensors of a tuple beside each other, in a new last axis."""
+    RANK: tl.constexpr = len(items[FIRST].shape)
+    if COUNT == 1:
+        x = tl.expand_dims(items[FIRST], RANK)
+    else:
+        HALF: tl.constexpr = COUNT // 2
+        x = tl.join(beside(items, FIRST, HALF), beside(items, FIRST + HALF, HALF))
+        x = x.permute(_swapped(RANK)).reshape(_shape(items[FIRST].shape, COUNT))
+    return x
+
+
+@triton.jit
+def apart(x, COUNT: tl.constexpr):
+    """Undo `beside`: a tuple of COUNT tensors."""
+    if COUNT == 1:
+        items = (x.reshape(x.shape[:-1]),)
+    else:
+        even, odd = tl.split(x.reshape(_shape(x.shape[:-1], COUNT // 2, 2)))
+        evens, odds = apart(even, COUNT // 2), apart(odd, COUNT // 2)
+        items = ()
+        for i in tl.static_range(COUNT // 2):
+            items = items + (evens[i], odds[i])  # noqa: RUF005
+    return items
