@@ -14,10 +14,9 @@ from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.logits import LogitRules
 from kvpact.kernels.torch.tokens import tokens
-from kvpact.kernels.triton.fast import Fast, attend_fast, digits_reason, fast_range
+from kvpact.kernels.triton.fast import Fast, attend_fast, digits_reason, fast_range, launch_of
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.kernels.triton.rows import rows_of
-from kvpact.kernels.triton.tuning import block_tiles, choice
 
 CPU = torch.device("cpu")
 
@@ -66,8 +65,7 @@ def merged_parts(calls: list[AttendCall], parts: int = 3, kw: int = 4) -> Tensor
     skipped = [fast_range(each) for each in calls]
     table = rows_of(calls, (k, v), (q.dtype, q.dtype), CPU, firsts[:-1], skipped)
     size = call.view.k.source.segment_tokens
-    inside = size % (block_tiles(v.form.bits) * 32) == 0
-    chosen = choice(v.form.bits, rows, inside)
+    chosen, inside = launch_of(k.form, v.form, rows, {size})
     fast = Fast(k, v, chosen, inside, parts, kw)
     # One part more in front, which stays as it is.
     packed = torch.full((len(q), heads, parts + 1, rows, v.form.dim), torch.nan)

@@ -39,6 +39,24 @@ def test_formats(monkeypatch, spec, dim):
 
 
 @pytest.mark.parametrize(
+    ("spec", "dim"),
+    [
+        ("trellis:bits=4", 64),
+        (f"trellis:bits=2,{_PLAIN}", 64),
+        *(
+            pytest.param(f"trellis:bits={bits}{options}", dim, marks=pytest.mark.slow)
+            for bits in range(1, 7)
+            for options in ("", f",{_PLAIN}")
+            for dim in (64, 128)
+        ),
+    ],
+)
+def test_order_of_operands_of_older_compilers(monkeypatch, spec, dim):
+    calls = decode_calls(monkeypatch, spec, 150, (1, 1, 4, 1, dim))
+    assert error(calls, parts=1, kw=8) < BOUND
+
+
+@pytest.mark.parametrize(
     ("shape", "config", "padding"),
     [
         ((1, 2, 3, 2, 64), AttendConfig(softcap=2.0, sliding_window=150), None),

@@ -34,7 +34,7 @@ from kvpact.kernels.triton.tiles import (
 )
 from kvpact.kernels.triton.trellis import e5m3
 from kvpact.kernels.triton.trellis_bases import FIRST, MEAN
-from kvpact.kernels.triton.trellis_keys import key_begin, key_levels, operand_width
+from kvpact.kernels.triton.trellis_keys import key_begin, key_levels, key_words, operand_width
 from kvpact.kernels.triton.trellis_values import (
     channels_of_values,
     order_of,
@@ -46,12 +46,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _fields(ROWS, row, head, tile, tiles, live, SLOTS: tl.constexpr, FORM: tl.constexpr,
-            NAME: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
-    """Return pointers to a field of tiles, each in its own segment."""
+def _tiles(ROWS, row, head, segment, inside, SLOTS: tl.constexpr, FORM: tl.constexpr,
+           NAME: tl.constexpr, STEP: tl.constexpr, TYPE: tl.constexpr):  # fmt: skip
+    """Return pointers to a field of tiles whose units fill 16 bytes."""
     at, head_bytes = segments_of(ROWS, row, head, SLOTS, FORM.index_of(NAME))
-    segment = tl.where(live, tile // tiles, 0)
-    return tiles_at(at, head_bytes, segment, tile - segment * tiles, STEP, TYPE)
+    return tiles_at(at, head_bytes, segment, inside, STEP, TYPE)
+
+
+@triton.jit
+def _units(ROWS, row, head, segment, K: tl.constexpr, NAME: tl.constexpr, TYPE: tl.constexpr):
+    """Return pointers to a field of K in segments."""
+    at, head_bytes = segments_of(ROWS, row, head, K_SLOTS, K.index_of(NAME))
+    return (tl.load(at + segment) + head_bytes).to(tl.pointer_type(TYPE))
 
 
 @triton.jit
@@ -66,25 +72,22 @@ def _flags(flags, live, VBITS: tl.constexpr):
 
 
 @triton.jit
-def _bases(ROWS, row, head, tile, tiles, live, query, first, K: tl.constexpr, VBITS: tl.constexpr):
-    """Return what bases add to the scores of a block of tokens, `[N, G]`, base 2."""
-    NT: tl.constexpr = tile.shape[0]
-    flags = _fields(ROWS, row, head, tile, tiles, live, K_SLOTS, K, "base", 2, tl.int32)
-    flag = _flags(flags, live, VBITS)[:, None]
+def _of_mean(ROWS, row, head, tile, tiles, query, K: tl.constexpr):
+    """Return the products of queries and the mean of a tile's group, `[G]`."""
+    segment, inside = tile // tiles, tile % tiles * 32 // K.trellis.center
+    means = _units(ROWS, row, head, segment, K, "mean", tl.int8) + inside * K.dim
+    mean = tl.load(tl.multiple_of(means, 16) + tl.arange(0, K.dim)).to(tl.float32)
+    step = tl.load(_units(ROWS, row, head, segment, K, "step", tl.float16) + inside)
+    return tl.sum(query * mean[None, :], 1) * step.to(tl.float32)
+
+
+@triton.jit
+def _of_bases(flag, first, mean, K: tl.constexpr):
+    """Return what bases add to the scores of tokens, `[N, G]`."""
+    flag = flag[:, None]
     scores = tl.where(flag == FIRST, first[None, :], 0.0)
     if K.has("mean"):
-        # A block is part of one group, whose units lie in the segment of its first tile.
-        one = tl.sum(tl.where(tl.arange(0, NT) == 0, tile, 0), 0)
-        segment, inside = one // tiles, one % tiles * 32 // K.trellis.center
-        at, head_bytes = segments_of(ROWS, row, head, K_SLOTS, K.index_of("mean"))
-        means = (tl.load(at + segment) + head_bytes).to(tl.pointer_type(tl.int8))
-        mean = tl.load(means + inside * K.dim + tl.arange(0, K.dim)).to(tl.float32)
-        at, head_bytes = segments_of(ROWS, row, head, K_SLOTS, K.index_of("step"))
-        step = tl.load(
-            (tl.load(at + segment) + head_bytes).to(tl.pointer_type(tl.float16)) + inside
-        )
-        at_mean = tl.sum(query * mean[None, :], 1) * step.to(tl.float32)
-        scores = tl.where(flag == MEAN, at_mean[None, :], scores)
+        scores = tl.where(flag == MEAN, mean[None, :], scores)
     return scores
 
 
@@ -92,8 +95,8 @@ def _bases(ROWS, row, head, tile, tiles, live, query, first, K: tl.constexpr, VB
 def attend_trellises(
     ROWS, DIGITS, UNITS, EXACT, FIRSTS, K_TABLE, V_TABLE, PACKED, LSE,
     heads, queries, rows, first_part, parts, worth, cap,
-    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, NT: tl.constexpr, CAPPED: tl.constexpr,
-    KW: tl.constexpr, ASM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, NT: tl.constexpr,
+    INSIDE: tl.constexpr, CAPPED: tl.constexpr, KW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend over the tokens from SKIP_FROM to SKIP_TO of each row; grid `(splits, heads, batch)`.
 
@@ -109,7 +112,9 @@ def attend_trellises(
         int32, of `trellis_fast.level_table`.
     NT
         Tiles of a block; no group of tokens with a mean is smaller.
-    ROWS, PACKED, LSE, heads, queries, rows, first_part, parts, worth, cap, K, V, G, CAPPED, KW, ASM
+    ROWS, PACKED, LSE, heads, queries, rows, first_part, parts, worth, cap, K, V, G
+        As of `attend_digits`.
+    INSIDE, CAPPED, KW, ASM
         As of `attend_digits`.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -128,7 +133,7 @@ def attend_trellises(
     q = ()
     for i in tl.static_range(len(K.steps)):
         c = key_begin(K, i) + tl.arange(0, operand_width(K, i))
-        q = q + (tl.load(q_at + c[:, None]),)  # noqa: RUF005 : Triton has no other way
+        q += (tl.load(q_at + c[:, None]),)
     unit = tl.load(UNITS + base * G + g)
     query, of_first = tl.full([G, K.dim], 0.0, tl.float32), tl.zeros([G], tl.float32)
     if K.has("base"):
@@ -143,21 +148,28 @@ def attend_trellises(
     for block in range(begin, end):
         tile = block * NT + tl.arange(0, NT)
         live = tile * 32 < last
-        kc = _fields(
-            ROWS, row, head, tile, tiles, live, K_SLOTS, K, "codes", K.words * 32, tl.int32
-        )
-        ks = _fields(ROWS, row, head, tile, tiles, live, K_SLOTS, K, "scale", 32, tl.uint8)
-        vc = _fields(
-            ROWS, row, head, tile, tiles, live, V_SLOTS, V, "codes", V.bits * V.dim, tl.int32
-        )
-        vs = _fields(ROWS, row, head, tile, tiles, live, V_SLOTS, V, "scale", 32, tl.uint8)
+        if INSIDE:
+            segment = block * NT // tiles
+        else:
+            segment = tl.where(live, tile // tiles, 0)
+        inside = tile - segment * tiles
+        kc = _tiles(ROWS, row, head, segment, inside, K_SLOTS, K, "codes", K.words * 32, tl.int32)
+        ks = _tiles(ROWS, row, head, segment, inside, K_SLOTS, K, "scale", 32, tl.uint8)
+        vc = _tiles(ROWS, row, head, segment, inside, V_SLOTS, V, "codes", V.bits * V.dim, tl.int32)
+        vs = _tiles(ROWS, row, head, segment, inside, V_SLOTS, V, "scale", 32, tl.uint8)
+        words = key_words(kc, live, 0, K, ORDER)
         sums = tl.zeros([N, 2 * G], tl.int32)
+        # The longest table last: so fewer registers are taken at a time.
         for i in tl.static_range(len(K.steps)):
-            k = key_levels(kc, live, K_TABLE, K, i, ORDER, KW, ASM)
-            sums = tl.dot(k, q[i], acc=sums, out_dtype=tl.int32)
+            k = key_levels(words, K_TABLE, K, len(K.steps) - 1 - i, KW, ASM)
+            sums = tl.dot(k, q[len(K.steps) - 1 - i], acc=sums, out_dtype=tl.int32)
         s = whole(sums) * (e5m3(load_per_token(ks, live, 0, ORDER))[:, None] * unit[None, :])
         if K.has("base"):
-            s += _bases(ROWS, row, head, tile, tiles, live, query, of_first, K, ORDER)
+            flags = _units(ROWS, row, head, segment, K, "base", tl.int32) + inside * 2
+            at_mean = of_first
+            if K.has("mean"):
+                at_mean = _of_mean(ROWS, row, head, block * NT, tiles, query, K)
+            s += _of_bases(_flags(flags, live, ORDER), of_first, at_mean, K)
         if CAPPED:
             s = capped(s, cap)
         if (block * N < seen) | (block * N + N > last):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -11,11 +11,16 @@ from torch import Tensor
 
 from kvpact.kernels.base import AttendCall, SegmentSource
 from kvpact.kernels.triton.digits import attend_digits
-from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
+from kvpact.kernels.triton.forms import FIELDS, SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.operands import groups_of
 from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E, digits_of, level_worth, table_words
 from kvpact.kernels.triton.tiles import TOGETHER
-from kvpact.kernels.triton.trellis_fast import attend_trellis, trellis_choice, trellis_reason
+from kvpact.kernels.triton.trellis_fast import (
+    TILES,
+    attend_trellis,
+    trellis_choice,
+    trellis_reason,
+)
 from kvpact.kernels.triton.tuning import (
     PROCESSORS,
     Choice,
@@ -117,16 +122,35 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
 
 
 def _aligned(source: SegmentSource, slots: Slots) -> bool:
-    """Whether codes and scales lie at multiples of 16 bytes; asked once for a source."""
+    """Whether codes, scales, means lie at multiples of 16 bytes; asked once for a source."""
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
-        held = [source.where(name) for name in slots.names[:2] if name is not None]
+        names = (*slots.names[:2], slots.names[FIELDS.index("mean")])
+        held = [source.where(name) for name in names if name is not None]
         found = all(
             where is not None and not any(where.segments % 16) and not (where.row | where.head) % 16
             for where in held
         )
         source.prepared["triton:aligned"] = found
     return found
+
+
+def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Choice, bool]:
+    """Return how a kernel is launched, and whether no block reaches over the end of a segment.
+
+    Parameters
+    ----------
+    k, v : SlotForm
+        Of the packed tokens.
+    rows : int
+        Of queries of a KV head.
+    sizes : set of int
+        Tokens of their segments.
+    """
+    trellis = k.kind == "trellis"
+    tiles = TILES if trellis else block_tiles(v.bits)
+    inside = all(size % (tiles * 32) == 0 for size in sizes)
+    return trellis_choice(k, v, rows) if trellis else choice(v.bits, rows, inside), inside
 
 
 def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:
@@ -146,10 +170,7 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
     longest = max(ends)
     if longest < LEAST_TOKENS or len(sizes) > 1 or not all(_aligned(*side) for side in sides):
         return None
-    inside = all(size % (block_tiles(v.form.bits) * 32) == 0 for size in sizes)
-    chosen = choice(v.form.bits, rows, inside)
-    if v.form.kind == "trellis":
-        chosen = trellis_choice(k.form, v.form)
+    chosen, inside = launch_of(k.form, v.form, rows, sizes)
     programs = sum(each.q.shape[0] for each in calls) * call.kv_heads
     processors = PROCESSORS
     if call.q.is_cuda:
@@ -195,8 +216,9 @@ def attend_fast(
     assert k is not None and v is not None and call.view is not None
     if k.kind == "trellis":
         attend_trellis(
-            (k, v), fast.parts, calls, scale, table, packed, lse, first_part, fast.kw, knows_ptx()
-        )
+            (k, v), fast.parts, calls, scale, table, packed, lse, first_part, chosen, fast.inside,
+            fast.kw, knows_ptx(),
+        )  # fmt: skip
         return
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
     if q.stride(3) != 1:

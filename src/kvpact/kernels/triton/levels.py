@@ -24,12 +24,11 @@ def prmt(low, high, selector, ASM: tl.constexpr):
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selector], tl.int32, True, 1
         )
     else:
-        out = tl.zeros(selector.shape, tl.int32)
-        for i in tl.static_range(4):
-            nibble = (selector >> (4 * i)) & 7
-            shift = 8 * (nibble & 3)
-            out |= (tl.where(nibble < 4, low >> shift, high >> shift) & 0xFF) << (8 * i)
-        return out
+        byte = tl.arange(0, 4)
+        nibble = tl.expand_dims(selector, -1) >> (byte << 2) & 7
+        word = tl.where(nibble < 4, tl.expand_dims(low, -1), tl.expand_dims(high, -1))
+        # The bytes do not overlap.
+        return tl.sum((word >> ((nibble & 3) << 3) & 0xFF) << (byte << 3), -1)
 
 
 @triton.jit

@@ -23,9 +23,27 @@ from kvpact.quantizers import trellis
 MOST_WIDTH = 256
 
 
-def trellis_choice(k: SlotForm, v: SlotForm) -> Choice:
-    """Return how the kernel is launched: two tiles are a part of every group with a mean."""
-    return Choice(2, 4 if max(k.dim, v.dim) <= 128 else 8, 1, 255)
+TILES = 2
+"""Tiles of a block: part of every group of tokens with a mean."""
+
+
+def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
+    """Return how the kernel is launched: with as many warps as it takes not to spill registers.
+
+    Parameters
+    ----------
+    k, v : SlotForm
+        Of the packed tokens.
+    rows : int
+        Of queries of a KV head.
+    """
+    if rows > 8 or max(k.dim, v.dim) > 128:
+        warps = 4
+    elif rows > 4 and k.has("base"):
+        warps = 2
+    else:
+        warps = 1
+    return Choice(TILES, warps, 5, 255)
 
 
 def trellis_reason(form: SlotForm, order: str) -> str:
@@ -88,10 +106,12 @@ def attend_trellis(
     packed: Tensor,
     lse: Tensor,
     first_part: int,
+    chosen: Choice,
+    inside: bool,
     kw: int,
     asm: bool,
 ) -> None:
-    """Write parts as `attend_fast` does; `forms` are K's and V's, `kw`, `asm`: see `key_levels`."""
+    """Write parts as `attend_fast` does; `forms` are K's and V's, for the rest see `Fast`."""
     (k, v), (batch, heads, parts, rows, _), device = forms, packed.shape, packed.device
     held = []
     for call in calls:
@@ -112,12 +132,12 @@ def attend_trellis(
         LOG2_E, k.dim, power_of_two(width), count, width, width, False, num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
-    config, chosen = calls[0].config, trellis_choice(k, v)
+    config = calls[0].config
     attend_trellises[splits, heads, batch](
         table, digits, units, exact, torch.cat(firsts).contiguous(),
         level_table(k, device), level_table(v, device), packed, lse,
         heads, calls[0].q.shape[2], rows, first_part, parts, v.steps[0].unit,
-        (config.softcap or 1.0) * LOG2_E, k, v, count, chosen.tiles, config.softcap is not None,
-        kw, asm, num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers,
-        enable_fp_fusion=True,
+        (config.softcap or 1.0) * LOG2_E, k, v, count, chosen.tiles, inside,
+        config.softcap is not None, kw, asm, num_warps=chosen.warps, num_stages=chosen.stages,
+        maxnreg=chosen.registers, enable_fp_fusion=True,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """K's codes of trellises as the left operand of integer products; see `tiles` for the order.
 
-A code's level needs the coded bits of steps before it, which stand at the same place of other words
-(see `methods.trellis_codec.places`). So thread t of the four of a row takes byte t of *all* words of
-a token: nothing has to come from another thread.
+A code's level needs the coded bits of steps before it, which stand at the same place of other
+words (see `methods.trellis_codec.places`). So thread t of the four of a row takes byte t of *all*
+words of a token: nothing has to come from another thread.
 """
 
 from __future__ import annotations
@@ -69,18 +69,24 @@ def _turn(form, index):
 
 @triton.constexpr_function
 def _upper_word(form, index, word):
-    """Return which word of the upper plane, from the block's first on, has the bits of a word."""
+    """Return which word of a token has the bits of the upper plane of a block's word."""
     block, per = form.steps[index], form.trellis.interleave // form.steps[index].high.width
     before = block.high.before * form.trellis.interleave // 32
-    return (word * block.wider + before) // per - before // per
+    return block.high.row + (word * block.wider + before) // per
 
 
 @triton.constexpr_function
 def _upper_shift(form, index, word):
-    """Return where the bits of a word begin there."""
+    """Return where these bits begin there."""
     block, per = form.steps[index], form.trellis.interleave // form.steps[index].high.width
     before = block.high.before * form.trellis.interleave // 32
     return (word * block.wider + before) % per * block.high.width
+
+
+@triton.constexpr_function
+def _piece(count):
+    """Return the greatest power of two that is not above `count`."""
+    return 1 << count.bit_length() - 1
 
 
 @triton.jit
@@ -98,20 +104,40 @@ def _load(tiles, live, ROW: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constex
 
 
 @triton.jit
-def _words(tiles, live, FORM: tl.constexpr, INDEX: tl.constexpr, VBITS: tl.constexpr):
-    """Load the words that steps take turns in, a tuple; of one bit these are shifted ones."""
+def key_words(tiles, live, FIRST: tl.constexpr, FORM: tl.constexpr, VBITS: tl.constexpr):
+    """Load all words of each token from FIRST on, a tuple.
+
+    Parameters
+    ----------
+    tiles : pointers to i32 [NT]
+        The codes of each tile.
+    live : tensor
+        Tiles that are there.
+    FORM : constexpr
+        The `SlotForm`.
+    VBITS : constexpr
+        4 or 2: the order of tokens of `token_places`.
+    """
+    COUNT: tl.constexpr = _piece(FORM.words - FIRST)
+    words = _load(tiles, live, FIRST, COUNT, FORM.words, VBITS)
+    if FORM.words > FIRST + COUNT:
+        words += key_words(tiles, live, FIRST + COUNT, FORM, VBITS)
+    return words
+
+
+@triton.jit
+def _of_block(held, FORM: tl.constexpr, INDEX: tl.constexpr):
+    """Return the words that a block's steps take turns in; of one bit these are shifted ones."""
     BLOCK: tl.constexpr = FORM.steps[INDEX]
+    COUNT: tl.constexpr = BLOCK.words
     C: tl.constexpr = FORM.trellis.interleave
-    WORDS: tl.constexpr = BLOCK.words
-    if BLOCK.bits > 1:
-        words = _load(tiles, live, BLOCK.low.row, WORDS, FORM.words, VBITS)
-    else:
-        FIRST: tl.constexpr = BLOCK.low.before * C // 32
-        COUNT: tl.constexpr = (WORDS + C - 1) // C
-        held = _load(tiles, live, BLOCK.low.row + FIRST // C, COUNT, FORM.words, VBITS)
-        words = ()
-        for i in tl.static_range(WORDS):
-            words = words + (held[i // C] >> ((FIRST + i) % C),)  # noqa: RUF005
+    BEFORE: tl.constexpr = BLOCK.low.before * C // 32
+    words = ()
+    for i in tl.static_range(COUNT):
+        if BLOCK.bits > 1:
+            words += (held[BLOCK.low.row + i],)
+        else:
+            words += (held[BLOCK.low.row + (BEFORE + i) // C] >> ((BEFORE + i) % C),)
     return words
 
 
@@ -154,43 +180,44 @@ def _bytes(words, pair, turned, FIRST: tl.constexpr, STRIDE: tl.constexpr, TURN:
 
 
 @triton.jit
-def _above(held, pair, FIRST: tl.constexpr, FORM: tl.constexpr, INDEX: tl.constexpr,
-           ASM: tl.constexpr):  # fmt: skip
-    """Take the bits of the upper plane of the steps of `_bytes`, in nibbles."""
+def _before(words, pair, turned, BACK: tl.constexpr, TURN: tl.constexpr, ASM: tl.constexpr):
+    """Take a byte of each of the steps so many before those of words, four together."""
+    STRIDE: tl.constexpr = max(len(words) // 4, 1)
+    found = ()
+    for i in tl.static_range(STRIDE):
+        found += (_bytes(words, pair, turned, i - BACK, STRIDE, TURN, ASM),)
+    return beside(found, 0, STRIDE)
+
+
+@triton.jit
+def _above(held, pair, FORM: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr):
+    """Take the bits of the upper plane of a block's steps, in nibbles, as `_before` does."""
     BLOCK: tl.constexpr = FORM.steps[INDEX]
-    C: tl.constexpr = FORM.trellis.interleave
-    STRIDE: tl.constexpr = max(BLOCK.words // 4, 1)
-    COUNT: tl.constexpr = min(BLOCK.words, 4)
+    COUNT: tl.constexpr = BLOCK.words
     words = ()
-    for b in tl.static_range(COUNT):
-        word = held[_upper_word(FORM, INDEX, FIRST + b * STRIDE)]
-        word = word >> _upper_shift(FORM, INDEX, FIRST + b * STRIDE)
-        words = words + (word,)  # noqa: RUF005
-    above = _bytes(words, pair, pair, 0, 1, 0, ASM)
-    if C == 8:
+    for i in tl.static_range(COUNT):
+        word = held[_upper_word(FORM, INDEX, i)] >> _upper_shift(FORM, INDEX, i)
+        words += (word,)
+    above = _before(words, pair, pair, 0, 0, ASM)
+    if FORM.trellis.interleave == 8:
         above = spread(above, BLOCK.high.width if BLOCK.low.width == 4 else 2)
     return above
 
 
 @triton.jit
 def key_levels(
-    tiles, live, TABLE, FORM: tl.constexpr, INDEX: tl.constexpr, VBITS: tl.constexpr,
-    KW: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Return the levels of a block of K, int8 `[N, operand_width]`; see `trellis_places`.
+    held, TABLE, FORM: tl.constexpr, INDEX: tl.constexpr, KW: tl.constexpr, ASM: tl.constexpr
+):
+    """Return the levels of a block of K, int8 `[N, operand_width]`; see `key_places`.
 
     Parameters
     ----------
-    tiles : pointers to i32 [NT]
-        The codes of each tile.
-    live : tensor
-        Tiles that are there.
+    held : tuple
+        From `key_words`.
     TABLE : pointer
-        int32, of `trellis_tables.level_table`.
+        int32, of `trellis_fast.level_table`.
     FORM, INDEX : constexpr
         The `SlotForm`, and the place of the block among its steps.
-    VBITS : constexpr
-        4 or 2: the order of tokens of `token_places`.
     KW : constexpr
         Bytes of k that stand side by side in a thread.
     ASM : constexpr
@@ -200,47 +227,48 @@ def key_levels(
     TURN: tl.constexpr = _turn(FORM, INDEX)
     STRIDE: tl.constexpr = max(BLOCK.words // 4, 1)
     pair, turned = row_of(TABLE, PAIR, _AXIS, _RANK), row_of(TABLE, TURNED, _AXIS, _RANK)
-    keep = row_of(TABLE, KEEP, _AXIS, _RANK)
-    table = block_table(TABLE, first_word(FORM, INDEX), words_of(BLOCK.bits), _AXIS, _RANK)
-    words = _words(tiles, live, FORM, INDEX, VBITS)
+    keep = row_of(TABLE, KEEP, _AXIS, _RANK + 1)
+    table = block_table(TABLE, first_word(FORM, INDEX), words_of(BLOCK.bits), _AXIS, _RANK + 1)
+    words = _of_block(held, FORM, INDEX)
+    own = _before(words, pair, turned, 0, TURN, ASM)
+    second = _before(words, pair, turned, 2, TURN, ASM)
+    flip = _before(words, pair, turned, 1, TURN, ASM)
+    flip ^= _before(words, pair, turned, BLOCK.memory, TURN, ASM)
+    above = own
     if BLOCK.high.width > 0:
-        LAST: tl.constexpr = _upper_word(FORM, INDEX, BLOCK.words - 1)
-        ROW: tl.constexpr = BLOCK.high.row + BLOCK.high.before * BLOCK.high.width // 32
-        held = _load(tiles, live, ROW, LAST + 1, FORM.words, VBITS)
+        above = _above(held, pair, FORM, INDEX, ASM)
+    FIELDS: tl.constexpr = eights(FORM, INDEX) // STRIDE
     found = ()
-    for i in tl.static_range(STRIDE):
-        own = _bytes(words, pair, turned, i, STRIDE, TURN, ASM)
-        first = _bytes(words, pair, turned, i - 1, STRIDE, TURN, ASM)
-        second = _bytes(words, pair, turned, i - 2, STRIDE, TURN, ASM)
-        far = _bytes(words, pair, turned, i - BLOCK.memory, STRIDE, TURN, ASM)
-        above = own
-        if BLOCK.high.width > 0:
-            above = _above(held, pair, i, FORM, INDEX, ASM)
-        for q in tl.static_range(eights(FORM, INDEX) // STRIDE):
-            levels = levels8(
-                own >> (2 * q), (first ^ far) >> (2 * q), second >> (2 * q), above >> q, table,
-                keep, BLOCK.bits, ASM,
-            )  # fmt: skip
-            if halves(FORM, INDEX) == 2:
-                found = found + levels
-            else:
-                found = found + (levels[0],)  # noqa: RUF005
+    for q in tl.static_range(FIELDS):
+        levels = levels8(
+            own >> (2 * q), flip >> (2 * q), second >> (2 * q), above >> q, table, keep,
+            BLOCK.bits, ASM,
+        )  # fmt: skip
+        if halves(FORM, INDEX) == 2:
+            found += levels
+        else:
+            found += (levels[0],)
     if len(found) == 1:
-        found = found + found
-    COUNT: tl.constexpr = len(found)
-    x = bytes_of(beside(found, 0, COUNT))
+        found += found
+    COUNT: tl.constexpr = len(found) * STRIDE
+    x = bytes_of(beside(found, 0, len(found)))
     x = x.reshape(_split(x.shape, COUNT))
     # S X U R t J | chunk, half | low, high bit of the byte
     if KW == 4:
         x = x.permute(0, 1, 5, 2, 3, 6, 7, 4, 9, 8)
     else:
         x = x.permute(0, 1, 5, 2, 3, 6, 4, 7, 9, 8)
-    return x.reshape(tiles.shape[0] * 32, COUNT * 16)
+    return x.reshape(_operand(x.shape, COUNT * 16))
 
 
 @triton.constexpr_function
 def _split(shape, count):
     return (*shape[:6], count // 2, 2, 2, 2)
+
+
+@triton.constexpr_function
+def _operand(shape, width):
+    return (shape[0] * shape[1] * shape[2] * shape[3] * shape[4], width)
 
 
 @triton.constexpr_function

@@ -1,8 +1,8 @@
 """Codes of trellises as levels of 8 bits, in registers: eight codes at a time.
 
-The eight codes stand in the nibbles of a word. An index has the bits c0, c1 and the point's bits p0,
-p1, …; four of a word's levels are looked up by `prmt` with three of the index' bits, the halves of
-longer tables are told apart by `prmt` too, with a bit of the index in each selector.
+The eight codes stand in the nibbles of a word. An index has the bits c1, c0 and the point's bits
+p0, p1, …; four levels are looked up by `prmt` with three of the index' bits, and the halves of
+longer tables are told apart by `prmt` too, with one bit of each index in the selector.
 """
 
 import triton
@@ -60,7 +60,7 @@ def block_table(TABLE, FIRST: tl.constexpr, COUNT: tl.constexpr, AXIS: tl.conste
     """Load the words of a block's table, a tuple."""
     words = ()
     for i in tl.static_range(COUNT):
-        words = words + (row_of(TABLE, FIRST + i, AXIS, RANK),)  # noqa: RUF005
+        words += (row_of(TABLE, FIRST + i, AXIS, RANK),)
     return words
 
 
@@ -124,7 +124,7 @@ def levels8(
     lower = _found(selector, choices, words, 0, COUNT, DEPTH, ASM)
     upper = ()
     for i in tl.static_range(len(choices)):
-        upper = upper + (choices[i] >> 16,)  # noqa: RUF005
+        upper += (choices[i] >> 16,)
     return lower, _found(selector >> 16, upper, words, 0, COUNT, DEPTH, ASM)
 
 
@@ -167,5 +167,5 @@ def apart(x, COUNT: tl.constexpr):
         evens, odds = apart(even, COUNT // 2), apart(odd, COUNT // 2)
         items = ()
         for i in tl.static_range(COUNT // 2):
-            items = items + (evens[i], odds[i])  # noqa: RUF005
+            items += (evens[i], odds[i])
     return items

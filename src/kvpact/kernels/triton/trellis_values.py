@@ -4,8 +4,8 @@ A code's level needs the coded bits of channels before it, at the same place of 
 thread has up to 16 channels, one behind the other; of those before them, the four that another
 thread has come from there.
 
-Axes of V's words are `[S, O, 8, U, Q, RUN]`: S, U, Q as of `tiles`, O times eight groups of threads,
-channels of one of them.
+Axes of V's words are `[S, O, 8, U, Q, RUN]`: S, U, Q as of `tiles`, O times eight groups of
+threads, channels of one of them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from kvpact.kernels.triton.forms import SlotForm
 
 _AXIS = tl.constexpr(3)
-_RANK = tl.constexpr(4)
+_RANK = tl.constexpr(5)
 
 
 @triton.constexpr_function
 def order_of(form: SlotForm) -> int:
-    """Return the order of tokens, 4 or 2 as of `token_places`: a thread has part of 1 or 2 tiles."""
+    """Return the order of tokens, as of `token_places`: 4, or 2 where two tiles share threads."""
     return 4 if form.steps[0].low.width == 4 else 2
 
 
@@ -100,34 +100,29 @@ def value_levels(
     RUN: tl.constexpr = run_of(FORM)
     keep = row_of(TABLE, KEEP, _AXIS, _RANK)
     table = block_table(TABLE, first_word(FORM, 0), words_of(BLOCK.bits), _AXIS, _RANK)
-    low = _load(tiles, live, BLOCK.low.row, 2 if WIDTH == 1 else 1, FORM)
-    words = apart(_before(low, FORM), 4) + apart(low, RUN)
     half = row_of(TABLE, BY_2_HALF, _AXIS, _RANK)
-    upper = words
-    if BLOCK.high.width == 2:
-        upper = apart(_load(tiles, live, BLOCK.high.row, 2, FORM), RUN)
-        place = row_of(TABLE, BY_4_HALF, _AXIS, _RANK)
+    own = _load(tiles, live, BLOCK.low.row, 2 if WIDTH == 1 else 1, FORM)
+    words = apart(_before(own, FORM), 4) + apart(own, RUN)
+    flip = beside(words, 3, RUN) ^ beside(words, 4 - BLOCK.memory, RUN)
+    second, above = beside(words, 2, RUN), own
+    if WIDTH == 1:
+        own, second, flip = own >> half, second >> half, flip >> half
+    elif WIDTH == 2 and BLOCK.high.width > 0:
+        above = _load(tiles, live, BLOCK.high.row, 2, FORM) >> half
     elif BLOCK.high.width == 1:
-        upper = apart(_load(tiles, live, BLOCK.high.row, 4 if WIDTH == 4 else 2, FORM), RUN)
-        place = row_of(TABLE, BY_2, _AXIS, _RANK) if WIDTH == 4 else half
+        above = _load(tiles, live, BLOCK.high.row, 4, FORM)
+        above = spread(above >> row_of(TABLE, BY_2, _AXIS, _RANK), 1)
+    elif BLOCK.high.width == 2:
+        above = _load(tiles, live, BLOCK.high.row, 2, FORM)
+        above = spread(above >> row_of(TABLE, BY_4_HALF, _AXIS, _RANK), 2)
     EIGHTS: tl.constexpr = 1 if WIDTH == 4 else 2
     found = ()
-    for c in tl.static_range(RUN):
-        own, second = words[c + 4], words[c + 2]
-        flip = words[c + 3] ^ words[c + 4 - BLOCK.memory]
-        if WIDTH == 1:
-            own, second, flip = own >> half, second >> half, flip >> half
-        above = own
-        if BLOCK.high.width > 0:
-            above = upper[c] >> place
-            if WIDTH == 4:
-                above = spread(above, BLOCK.high.width)
-        for q in tl.static_range(EIGHTS):
-            found = found + levels8(
-                own >> (WIDTH * q), flip >> (WIDTH * q), second >> (WIDTH * q), above >> q, table,
-                keep, BLOCK.bits, ASM,
-            )  # fmt: skip
-    x = bytes_of(beside(found, 0, len(found)))
+    for q in tl.static_range(EIGHTS):
+        found += levels8(
+            own >> (WIDTH * q), flip >> (WIDTH * q), second >> (WIDTH * q), above >> q, table,
+            keep, BLOCK.bits, ASM,
+        )  # fmt: skip
+    x = bytes_of(beside(found, 0, 2 * EIGHTS))
     x = x.reshape(x.shape[0], x.shape[1], 8, 4, RUN, EIGHTS, 2, 2, 2)
     # O c g | S, eight, half, t, high, low bit of the byte
     if KW == 4:
