@@ -187,7 +187,3 @@ def make_runners(
     for seq, (k_row, v_row, q_row) in zip(seqs, tokens, strict=True):
         entry = cache._sequences[seq].layers[layer]
         make_runner(entry, k_row, v_row, q_row, config)
-        runner = entry._held.runner
-        if len(seqs) > 1 and runner is not None and not runner.many:
-            entry._held = entry._held._replace(runner=None)
-            return

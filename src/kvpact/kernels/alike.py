@@ -22,12 +22,11 @@ class AlikeCalls:
 
     Attributes
     ----------
-    good, many
+    good
         See `StepRunner`.
     """
 
     good: Tensor | None = None
-    many = True
 
     def __init__(self, call: AttendCall) -> None:
         assert call.view is not None and call.k is not None and call.v is not None

@@ -191,8 +191,6 @@ class StepRunner(Protocol):
     """Where the slots of K and V lie."""
     good: Tensor | None
     """0-d bool that steps make False where a check fails that was deferred; None: at once."""
-    many: bool
-    """Whether it carries out steps of several layers' rows together."""
 
     def fits(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
         """Whether a call is like the one that this was made for; tensors are not looked into."""

@@ -8,6 +8,7 @@ from launches import Launches
 pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, create_cache
+from kvpact.cache.paged_view import PagedView
 from kvpact.errors import NonFiniteError
 from kvpact.kernels.triton import fast
 
@@ -86,7 +87,9 @@ SEARCH = ["treat_tokens", "search_codes", "store_codes"]
     [
         ("turboquant:bits=4,window=8", ["take_tokens", *FAST, "merge_parts"], 0),
         ("int:bits=8,window=0", ["take_tokens", *FAST, "merge_parts"], 0),
-        ("kivi:bits=2", ["take_tokens", *FAST[:2], "merge_parts"], 0),
+        pytest.param(
+            "kivi:bits=2", ["take_tokens", *FAST[:2], "merge_parts"], 0, marks=pytest.mark.slow
+        ),
         # Groups of K are packed in other steps; queries for them are products that torch computes.
         pytest.param(
             "trellis:bits=4,window=2",
@@ -146,21 +149,63 @@ def test_a_rollback_between_steps_is_seen(triton_backend):
     assert torch.equal(cache.dequantize(0, "k"), plain.dequantize(0, "k"))
 
 
-def test_rows_on_pages_take_the_ordinary_way(triton_backend):
+def paged(spec, backend, pages=8):
+    geometry = CacheGeometry(1, 1, 32, dtype=torch.float32)
+    options = {"num_pages": pages, "page_size": 64, "check": "deferred"}
+    return create_cache(spec, geometry, "paged", backend=backend, **options)
+
+
+def filled(spec, backend, lengths):
+    """Return a view of sequences of such lengths on pages, and what they are stored in."""
     generator = torch.Generator().manual_seed(4)
-    caches = [
-        create_cache(
-            "turboquant:bits=4",
-            CacheGeometry(1, 1, 32, dtype=torch.float32),
-            "paged",
-            backend=backend,
-            check="deferred",
-            num_pages=6,
-        )
-        for backend in ("triton", "torch")
-    ]
-    for count in (9, 1, 1, 1):
-        given = tokens(count, generator, batch=2)
-        found, expected = (cache.attend(0, *given) for cache in caches)
-        assert (found - expected).norm() <= 5e-4 * expected.norm()
-    assert caches[0].stats()["compute"]["attend"] == {"triton": 8}
+    whole = paged(spec, backend)
+    cache = whole.cache
+    seqs = [cache.allocate() for _ in lengths]
+    for seq, length in zip(seqs, lengths, strict=True):
+        PagedView(cache, [seq]).attend(0, *tokens(length, generator))
+    return PagedView(cache, seqs)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lengths"),
+    [
+        # One row begins a page.
+        ("turboquant:bits=4,window=4", (61, 7)),
+        # One row packs a group.
+        ("kivi:bits=2,group=32/int:bits=8,window=0", (93, 30)),
+    ],
+)
+def test_rows_on_pages_step_together(spec, lengths, triton_backend):
+    generator = torch.Generator().manual_seed(6)
+    views, taken = [filled(spec, backend, lengths) for backend in ("triton", "torch")], []
+    for step in range(5):
+        if step == 4:
+            views = [PagedView(view.cache, view.seqs[::-1]) for view in views]
+        given = tokens(1, generator, batch=len(lengths))
+        with HostReads() as reads, Launches() as launches:
+            found = views[0].attend(0, *given)
+        expected = views[1].attend(0, *given)
+        for some, other in zip(found, expected, strict=True):
+            assert (some - other).norm() <= 5e-4 * other.norm()
+        taken.append(launches.counts["take_tokens"])
+        assert not taken[-1] or not reads.counts.keys() - {"copy between devices"}
+    assert taken == [0, 0, 1, 1, 1]
+    for seqs in zip(*(view.seqs for view in views), strict=True):
+        pair = [view.cache.layer_of(seq, 0) for view, seq in zip(views, seqs, strict=True)]
+        for side in "kv":
+            assert torch.equal(*(layer.dequantize(side) for layer in pair))
+    views[0].verify()
+
+
+def test_rows_have_flags_of_their_own(triton_backend):
+    generator = torch.Generator().manual_seed(7)
+    view = filled("int:bits=8,window=0", "triton", (20, 5))
+    for _ in range(3):
+        view.attend(0, *tokens(1, generator, batch=2))
+    k, v, q = tokens(1, generator, batch=2)
+    k[1, 0, 0, 3] = torch.nan
+    view.attend(0, k, v, q)
+    layers = [view.cache.layer_of(seq, 0) for seq in view.seqs]
+    layers[0].verify()
+    with pytest.raises(NonFiniteError, match="deferred"):
+        layers[1].verify()

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from kvpact.cache.segments import ListSource
 from kvpact.kernels.triton import columns
 from kvpact.kernels.triton.encode_slots import EncodeSlots
-from kvpact.kernels.triton.taking import Taker, addresses, take, taking_of
+from kvpact.kernels.triton.taking import Flag, Taker, sent_flags, take, taking_of
 from kvpact.testing.data import random_tokens
 from kvpact.testing.held import same_bytes
 
@@ -32,7 +32,7 @@ class Given(NamedTuple):
     """What a launch is given."""
 
     table: torch.Tensor
-    flags: list[torch.Tensor]
+    flags: list[Flag]
     k: Side
     v: Side
     q: torch.Tensor
@@ -40,23 +40,23 @@ class Given(NamedTuple):
     def take(self) -> list[bool]:
         """Launch; return the flags."""
         sides = (self.k.taker, self.v.taker)
-        take(self.table, addresses(self.flags), sides, self.k.x, self.v.x, self.q)
-        return [bool(flag) for flag in self.flags]
+        take(self.table, sent_flags(self.flags), sides, self.k.x, self.v.x, self.q)
+        return [bool(flag.good) for flag in self.flags]
 
 
-def given(specs, held, new, dtype=torch.float32, keeps=(True, True)) -> Given:
-    """Return what two rows are given that hold so many tokens."""
+def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> Given:
+    """Return what two rows are given that hold so many tokens; `keeps`: of each, K's and V's."""
     table = torch.zeros(2, columns.COLUMNS.value, dtype=torch.int64)
     table[:, columns.HELD.value] = torch.tensor(held)
     sides = []
-    for index, (spec, dim, keep) in enumerate(zip(specs, (36, 20), keeps, strict=True)):
+    for index, (spec, dim) in enumerate(zip(specs, (36, 20), strict=True)):
         codec = codec_of(spec, "kv"[index], dim, dtype)
         x = random_tokens(2, new, 2, dim, seed=index, dtype=dtype).to(DEVICE).transpose(1, 2)
         segments = [
             {f.name: f.allocate(2, 2, SEGMENT, DEVICE) for f in codec.fields}
             for _ in range((max(held) + new - 1) // SEGMENT + 1)
         ]
-        slots = EncodeSlots.of(codec, ListSource(tuple(segments), SEGMENT), x)
+        slots = EncodeSlots.of(codec, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
         memory = torch.full((2, 2, ROOM, dim), 7.0, dtype=dtype, device=DEVICE)
         tail = (columns.K_TAIL, columns.V_TAIL)[index].value
         table[:, tail] = torch.tensor([row.data_ptr() for row in memory])
@@ -64,20 +64,26 @@ def given(specs, held, new, dtype=torch.float32, keeps=(True, True)) -> Given:
             table[:, tail + axis] = memory.stride(axis) * memory.itemsize
         exact_from = (columns.K_EXACT_FROM, columns.V_EXACT_FROM)[index].value
         table[:, exact_from] = torch.tensor(held) - KEPT
-        taker = Taker(codec, slots, taking_of(codec, x, index == 1, keep))
+        taker = Taker(codec, slots, taking_of(codec, x, index == 1))
         sides.append(Side(taker, x, segments, memory))
     q = random_tokens(2, 6, new, 36, seed=2, dtype=dtype).to(DEVICE)
-    flags = [torch.ones((), dtype=torch.bool, device=DEVICE) for _ in range(2)]
+    flags = [Flag(torch.ones((), dtype=torch.bool, device=DEVICE), *kept) for kept in keeps]
     return Given(table.to(DEVICE), flags, *sides, q)
 
 
 @pytest.mark.parametrize(
     ("specs", "held", "new", "dtype", "keeps"),
     [
-        (("turboquant:bits=4", "int:bits=8,zero=true"), (3, 31), 1, torch.bfloat16, (True, True)),
-        (("fp8", "turboquant:bits=3"), (127, 250), 3, torch.float16, (False, True)),
-        (("int:bits=4", "fp8:scale=none"), (62, 200), 6, torch.float32, (True, False)),
-        (("kivi:bits=2,group=32", "int:bits=8"), (40, 5), 2, torch.float32, (True, False)),
+        (
+            ("turboquant:bits=4", "int:bits=8,zero=true"),
+            (3, 31),
+            1,
+            torch.bfloat16,
+            ((1, 1), (1, 1)),
+        ),
+        (("fp8", "turboquant:bits=3"), (127, 250), 3, torch.float16, ((0, 1), (1, 0))),
+        (("int:bits=4", "fp8:scale=none"), (62, 200), 6, torch.float32, ((1, 0), (1, 1))),
+        (("kivi:bits=2,group=32", "int:bits=8"), (40, 5), 2, torch.float32, ((1, 0), (1, 0))),
     ],
     ids=str,
 )
@@ -85,13 +91,13 @@ def test_tokens_are_taken_behind_what_each_row_holds(specs, held, new, dtype, ke
     one = given(specs, held, new, dtype, keeps)
     assert one.take() == [True, True]
     places = (columns.K_NEW.value, columns.V_NEW.value)
-    for side, keep, place in zip((one.k, one.v), keeps, places, strict=True):
+    for index, (side, place) in enumerate(zip((one.k, one.v), places, strict=True)):
         x, size = side.x, side.x.itemsize
         for row, count in enumerate(held):
             wanted = [x[row].data_ptr(), x.stride(1) * size, x.stride(2) * size]
             assert one.table[row, place : place + 3].tolist() == wanted
             expected = side.memory[row].clone().fill_(7.0)
-            if keep:
+            if keeps[row][index]:
                 expected[:, KEPT : KEPT + new] = x[row]
             assert torch.equal(side.memory[row], expected)
             if side.taker.codec.group > 1:  # encoded when it is whole

@@ -83,7 +83,7 @@ def test_tokens_behind_what_only_the_device_knows():
         {f.name: f.allocate(2, 1, SEGMENT, torch.device("cpu")) for f in codec.fields}
         for _ in range(2)
     ]
-    slots = EncodeSlots.of(codec, ListSource(tuple(segments), SEGMENT), tokens)
+    slots = EncodeSlots.of(codec, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
     held = (127, 30)
     form, counts = tables_of(codec, tokens.device).form, torch.tensor([[n, 7] for n in held])
     encode_trellis.encode_trellis(codec, form, tokens, slots, 0, counts)

@@ -137,7 +137,7 @@ class TritonEncoder:
         known = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
         if self._slots is None or known != self._known:
             where = [where_lie(parts) if parts else None for parts in held]
-            self._slots = slots_at(where, tensors[0].shape[0], device, segment_tokens)
+            self._slots = slots_at([where], tensors[0].shape[0], device, segment_tokens)
             self._known = known
         return self._slots
 

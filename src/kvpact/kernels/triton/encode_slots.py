@@ -38,25 +38,50 @@ class EncodeSlots(NamedTuple):
     tiles: int
 
     @classmethod
-    def of(cls, codec: Codec, source: SegmentSource, like: Tensor) -> EncodeSlots:
-        """Return where the slots of a source lie; `like` has their rows and device.
+    def of(
+        cls, codec: Codec, sources: Sequence[SegmentSource], batch: int, device: torch.device
+    ) -> EncodeSlots:
+        """Return where slots lie.
+
+        Parameters
+        ----------
+        codec : Codec
+            Of the slots.
+        sources : sequence of SegmentSource
+            One for all rows, or one for each.
+        batch : int
+            Rows.
+        device : torch.device
+            Of the slots.
 
         Raises
         ------
         GeometryError
             Not as kernels need them.
         """
-        names = tables_of(codec, like.device).names
-        held = [None if name is None else source.where(name) for name in names]
-        if any(name is not None and where is None for name, where in zip(names, held, strict=True)):
-            raise GeometryError(_GAPS)
-        return slots_at(held, like.shape[0], like.device, source.segment_tokens)
+        names = tables_of(codec, device).names
+        held = [
+            [None if name is None else source.where(name) for name in names] for source in sources
+        ]
+        for where in held:
+            pairs = zip(names, where, strict=True)
+            if any(name is not None and lies is None for name, lies in pairs):
+                raise GeometryError(_GAPS)
+        return slots_at(held, batch, device, sources[0].segment_tokens)
+
+    def row(self, index: int) -> EncodeSlots:
+        """Return where one row's slots lie."""
+        table = self.table[:, index : index + 1].contiguous()
+        return self._replace(table=table)
 
 
 def slots_at(
-    held: Sequence[Where | None], batch: int, device: torch.device, segment_tokens: int
+    held: Sequence[Sequence[Where | None]], batch: int, device: torch.device, segment_tokens: int
 ) -> EncodeSlots:
-    """Return where slots lie whose fields lie there, as `SLOT_FIELDS`; None for one that is not."""
+    """Return where slots lie of one source for all rows, or of one for each.
+
+    Of a source `held` says where the fields lie that `SLOT_FIELDS` names; None for one that is not.
+    """
     table, heads = addresses_of(held, batch, device)
     return EncodeSlots(table, heads, table.shape[2], segment_tokens // TILE)
 

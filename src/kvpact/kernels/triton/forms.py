@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvpact.errors import GeometryError
 from kvpact.formats import CodesField, Field
 from kvpact.formats.bitpack import WORD, block_words, planes
 from kvpact.formats.packed import PackedFormat
@@ -278,20 +279,21 @@ def places_of(
         name is not None and where is None for name, where in zip(slots.names, held, strict=True)
     ):
         return None
-    made = Places(*addresses_of(held, batch, device), source.segment_tokens)
+    made = Places(*addresses_of([held], batch, device), source.segment_tokens)
     source.prepared[key] = made
     return made
 
 
 def addresses_of(
-    held: Sequence[Where | None], batch: int, device: torch.device
+    sources: Sequence[Sequence[Where | None]], batch: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return where fields lie, on the device.
 
     Parameters
     ----------
-    held : sequence of Where or None
-        Of each field; None for one that is not there.
+    sources : sequence
+        Where each field lies, None for one that is not there: of one source for all rows, or of one
+        for each.
     batch : int
         Rows.
     device : torch.device
@@ -301,16 +303,29 @@ def addresses_of(
     -------
     (Tensor, Tensor)
         As `table` and `heads` of `Places`.
+
+    Raises
+    ------
+    GeometryError
+        The heads of sources don't lie alike.
     """
-    count = max(len(where.segments) for where in held if where is not None)
-    table = torch.zeros(len(held), batch, count, dtype=torch.int64)
-    heads = torch.zeros(len(held), dtype=torch.int64)
-    rows = torch.arange(batch, dtype=torch.int64).view(batch, 1)
-    for index, where in enumerate(held):
-        if where is not None:
-            table[index] = torch.from_numpy(where.segments) + rows * where.row
+    count = max(len(where.segments) for held in sources for where in held if where is not None)
+    table = torch.zeros(len(sources[0]), batch, count, dtype=torch.int64)
+    heads: list[int] = [0] * len(sources[0])
+    each = batch // len(sources)
+    rows = torch.arange(each, dtype=torch.int64).view(each, 1)
+    for number, held in enumerate(sources):
+        part = table[:, number * each : (number + 1) * each]
+        for index, where in enumerate(held):
+            if where is None:
+                continue
+            if number and heads[index] != where.head:
+                raise GeometryError("the heads of some rows lie otherwise; attend to each alone")
+            part[index, :, : len(where.segments)] = (
+                torch.from_numpy(where.segments) + rows * where.row
+            )
             heads[index] = where.head
-    return sent(table, device), sent(heads, device)
+    return sent(table, device), sent(torch.tensor(heads), device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from kvpact.kernels.triton.encode_trellis import encode_trellis
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.kernels.triton.machine_code import Launch, recorded
 from kvpact.kernels.triton.step import TritonStep
-from kvpact.kernels.triton.taking import Taker, addresses, take, taking_of
+from kvpact.kernels.triton.taking import Flag, Taker, sent_flags, take, taking_of
 from kvpact.kernels.triton.variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 
 FORMATS = (
@@ -124,8 +124,8 @@ class Slot(NamedTuple):
     def taker(self, tokens: int) -> Taker:
         """Return how so many tokens are taken in a step."""
         codec, x = side(self.spec, self.value, self.dim), self.tokens(tokens)
-        slots = EncodeSlots.of(codec, SlotsOfZeros(codec, TOKENS), x)
-        return Taker(codec, slots, taking_of(codec, x, self.value, True))
+        slots = EncodeSlots.of(codec, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
+        return Taker(codec, slots, taking_of(codec, x, self.value))
 
     def decoding(self, inverse: bool) -> list[Launch]:
         """Return what is launched to decode."""
@@ -162,7 +162,7 @@ def taken(k: Slot, v: Slot, tokens: int) -> list[Launch]:
     table, flag = torch.zeros(1, COLUMNS.value, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
     with recorded() as made:
         x, y = k.tokens(tokens), v.tokens(tokens)
-        take(table, addresses([flag]), takers, x, y, torch.cat([x] * 4, 1))
+        take(table, sent_flags([Flag(flag, True, True)]), takers, x, y, torch.cat([x] * 4, 1))
     return made
 
 

@@ -33,7 +33,7 @@ from kvpact.kernels.triton.encode_kernel import as_fp32, can_not_encode, encode_
 
 _STRIDES = [f"{x}_{axis}" for x in "kvq" for axis in ("row", "head", "token")]
 _COUNTS = [f"{side}_{what}" for side in "kv" for what in ("tiles", "segments")]
-_COUNTS += ["new", "queries", "heads", "groups", "batch"]
+_COUNTS += ["flags_row", "new", "queries", "heads", "groups", "batch"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,6 @@ class Taking:
         Whether it is that of V.
     encodes : bool
         Whether tokens are encoded as they come, one by one, by `take_tokens`.
-    keeps : bool
-        Whether they are copied behind the tail.
     most, longest : float
         Magnitude of a number and norm of a vector that the codec can hold.
     rows, span : int
@@ -61,7 +59,6 @@ class Taking:
     form: EncodeForm
     second: bool
     encodes: bool
-    keeps: bool
     most: float
     longest: float
     rows: int
@@ -132,8 +129,8 @@ def _can_not_hold(x, live, S: tl.constexpr):
 
 @triton.jit
 def _take(
-    ROWS, good, X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, new, tiles,
-    head, row, batch, segments, S: tl.constexpr,
+    ROWS, good, keeps, X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, new,
+    tiles, head, row, batch, segments, S: tl.constexpr,
 ):  # fmt: skip
     """Take the tokens of a stream, row and head that stand at the positions of a program."""
     if (tl.program_id(0) == 0) & (head == 0):
@@ -150,7 +147,7 @@ def _take(
         live = (token >= 0) & (token < new)
         at = first + (token.to(tl.int64) * x_token)[:, None] + d[None, :]
         given = tl.load(at, mask=live[:, None] & (d < S.form.dim)[None, :], other=0.0)
-        if S.keeps:
+        if keeps != 0:
             _keep(ROWS, given, row, head, position, live, d, S)
         x = as_fp32(given)
         bad = _can_not_hold(x, live, S)
@@ -184,7 +181,8 @@ def _check_queries(
 
 @triton.jit(do_not_specialize=[*_STRIDES, *_COUNTS])
 def take_tokens(
-    ROWS, FLAGS, K, V, Q, k_row, k_head, k_token, v_row, v_head, v_token, q_row, q_head, q_token,
+    ROWS, FLAGS, flags_row, K, V, Q,
+    k_row, k_head, k_token, v_row, v_head, v_token, q_row, q_head, q_token,
     K_TABLE, K_HEADS, K_SIGNS, K_BOUNDARIES, K_LEVELS, k_tiles, k_segments,
     V_TABLE, V_HEADS, V_SIGNS, V_BOUNDARIES, V_LEVELS, v_tiles, v_segments,
     new, queries, heads, groups, batch,
@@ -198,9 +196,9 @@ def take_tokens(
     ----------
     ROWS : pointer
         See `columns`; HELD says where the new tokens stand.
-    FLAGS : pointer
-        `[B]` int64: the address of each row's flag, int8, which becomes 0 where a number can't be
-        stored.
+    FLAGS, flags_row : pointer, int
+        `[B, 3]` int64: the address of each row's flag, int8, which becomes 0 where a number can't
+        be stored; whether K and V are kept. Numbers from one row to the next.
     K, V, Q : pointer
         The tokens and queries, with strides in numbers.
     K_TABLE, K_HEADS, k_segments, k_tiles : pointer, int
@@ -215,16 +213,17 @@ def take_tokens(
         Channels of a query, and the same padded to a power of two.
     """
     side, head, row = tl.program_id(1) // heads, tl.program_id(1) % heads, tl.program_id(2)
-    good = tl.load(FLAGS + row).to(tl.pointer_type(tl.int8))
+    FLAGS += row * flags_row
+    good = tl.load(FLAGS).to(tl.pointer_type(tl.int8))
     if side == 0:
         _take(
-            ROWS, good, K, k_row, k_head, k_token, K_TABLE, K_HEADS, K_SIGNS, K_BOUNDARIES,
-            K_LEVELS, new, k_tiles, head, row, batch, k_segments, K_SIDE,
+            ROWS, good, tl.load(FLAGS + 1), K, k_row, k_head, k_token, K_TABLE, K_HEADS, K_SIGNS,
+            K_BOUNDARIES, K_LEVELS, new, k_tiles, head, row, batch, k_segments, K_SIDE,
         )  # fmt: skip
     elif side == 1:
         _take(
-            ROWS, good, V, v_row, v_head, v_token, V_TABLE, V_HEADS, V_SIGNS, V_BOUNDARIES,
-            V_LEVELS, new, v_tiles, head, row, batch, v_segments, V_SIDE,
+            ROWS, good, tl.load(FLAGS + 2), V, v_row, v_head, v_token, V_TABLE, V_HEADS, V_SIGNS,
+            V_BOUNDARIES, V_LEVELS, new, v_tiles, head, row, batch, v_segments, V_SIDE,
         )  # fmt: skip
     else:
         _check_queries(good, Q, q_row, q_head, q_token, queries, groups, head, row, Q_DIM, Q_WIDTH)

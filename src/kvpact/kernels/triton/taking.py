@@ -34,14 +34,42 @@ class Taker(NamedTuple):
     taking: Taking
 
 
-def taking_of(codec: Codec, x: Tensor, second: bool, keeps: bool) -> Taking:
-    """Return how a stream takes tokens like `x`, `[B, H, new, D]`: V if `second`; `keeps` them."""
+def taking_of(codec: Codec, x: Tensor, second: bool) -> Taking:
+    """Return how a stream takes tokens like `x`, `[B, H, new, D]`; V if `second`."""
     form = tables_of(codec, x.device).form
     encodes, new = encoded_alone(codec) and form.trellis is None, x.shape[2]
     rows = rows_of(form, new)
     span = span_of(form, new) if encodes else rows
     most, longest = codec.max_abs, codec.max_norm
-    return Taking(form, second, encodes, keeps, most, longest, rows, span, x.element_size())
+    return Taking(form, second, encodes, most, longest, rows, span, x.element_size())
+
+
+class Flag(NamedTuple):
+    """What `take` is told of a row, or of all of them.
+
+    Parameters
+    ----------
+    good : Tensor
+        0-d bool, which becomes False where a number of its tokens or queries can't be stored.
+    keeps_k, keeps_v : bool
+        Whether its tokens are copied behind the tail.
+    """
+
+    good: Tensor
+    keeps_k: bool
+    keeps_v: bool
+
+
+def same_flags(a: Sequence[Flag], b: Sequence[Flag]) -> bool:
+    """Whether both tell the same of the same rows."""
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(x.good is y.good and x[1:] == y[1:] for x, y in pairs)
+
+
+def sent_flags(flags: Sequence[Flag]) -> Tensor:
+    """Return the addresses and what is kept, `[len(flags), 3]` int64 on the device."""
+    made = torch.tensor([(flag.good.data_ptr(), *flag[1:]) for flag in flags], dtype=torch.int64)
+    return sent(made, flags[0].good.device)
 
 
 def take(
@@ -56,8 +84,7 @@ def take(
     table : Tensor
         Of `rows`; gets to know where the new tokens lie.
     flags : Tensor
-        `[B]` int64, addresses: of a row's 0-d bool that becomes False where a number of its tokens
-        or queries can't be stored.
+        Of `sent_flags`, one for each row or one for all.
     sides : sequence of Taker
         K's and V's.
     k, v, q : Tensor
@@ -74,14 +101,9 @@ def take(
         where += [slots.tiles, slots.segments]
     strides = [step for x in (k, v, q) for step in x.stride()[:3]]
     take_tokens[spans, 3 * heads, batch](
-        table, flags, k, v, q, *strides, *where, new, q.shape[2], heads, q.shape[1] // heads, batch,
+        table, flags, flags.stride(0) if len(flags) > 1 else 0, k, v, q, *strides, *where,
+        new, q.shape[2], heads, q.shape[1] // heads, batch,
         *how, q.shape[3], max(power_of_two(q.shape[3]), LEAST_WIDTH),
         num_warps=max(warps_of(one.form, new) for one in how),
         maxnreg=255, enable_fp_fusion=False, num_stages=1,
     )  # fmt: skip
-
-
-def addresses(flags: Sequence[Tensor]) -> Tensor:
-    """Return the addresses of flags, `[B]` int64 on their device."""
-    made = torch.tensor([flag.data_ptr() for flag in flags], dtype=torch.int64)
-    return sent(made, flags[0].device)
