@@ -94,7 +94,7 @@ SEARCH = ["treat_tokens", "search_codes", "store_codes"]
         pytest.param(
             "trellis:bits=4,window=2",
             ["take_tokens", *SEARCH, *FAST[:3], "attend_trellises", "merge_parts"],
-            12,
+            9,
             marks=pytest.mark.slow,
         ),
     ],

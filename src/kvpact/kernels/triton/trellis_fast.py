@@ -97,6 +97,11 @@ def _channels(form: SlotForm, kw: int, device: torch.device) -> tuple[Tensor, Te
     return sent(place, device), sent(unit, device)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Return calls' rows in one tensor without gaps."""
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
+
+
 def attend_trellis(
     forms: tuple[SlotForm, SlotForm],
     splits: int,
@@ -118,11 +123,10 @@ def attend_trellis(
         assert call.view is not None
         x = (call.q.float() * scale).reshape(call.q.shape[0], heads, rows, k.dim)
         held.append((x, *packed_queries(call.view.k.codec, x)))
-    exact = torch.cat([x for x, _, _ in held]).contiguous()
-    none = exact.new_zeros(1, 1, 1).expand(batch, heads, rows)
-    firsts = [none[: len(x)] if first is None else first for x, _, first in held]
+    exact = _joined([x for x, _, _ in held])
+    firsts = [x.new_zeros(x.shape[:3]) if first is None else first for x, _, first in held]
     places, unit = _channels(k, kw, device)
-    q = torch.cat([treated for _, treated, _ in held]) * unit
+    q = _joined([treated for _, treated, _ in held]) * unit
     count = max(power_of_two(rows), LEAST_ROWS)
     width = len(places)
     digits = q.new_empty(batch, heads, count, 2, width, dtype=torch.int8)
@@ -134,7 +138,7 @@ def attend_trellis(
     )  # fmt: skip
     config = calls[0].config
     attend_trellises[splits, heads, batch](
-        table, digits, units, exact, torch.cat(firsts).contiguous(),
+        table, digits, units, exact, _joined(firsts),
         level_table(k, device), level_table(v, device), packed, lse,
         heads, calls[0].q.shape[2], rows, first_part, parts, v.steps[0].unit,
         (config.softcap or 1.0) * LOG2_E, k, v, count, chosen.tiles, inside,
