@@ -3,9 +3,12 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from mooncake_cluster import frozen
@@ -53,6 +56,14 @@ def until(call):
             return call()
         except StoreError:  # a peer that comes back gives no memory for a second
             assert time.monotonic() < end
+
+
+def runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
 
 
 def test_a_master_killed_and_started_again(master):
@@ -144,6 +155,32 @@ def test_after_a_failure_nobody_asks_for_a_while(master):
         with pytest.warns(StoreWarning, match="taken as a miss") as caught:
             assert [store.get("a") for _ in range(100)] == [None] * 100
         assert len(caught) == 100
+
+
+def test_a_process_that_is_killed_takes_its_client_along(master):
+    """The memory that it gave is gone from the cluster; no client is left behind."""
+    code = (
+        "import sys\n"
+        "from kvpact.stores import open_store\n"
+        "store = open_store(sys.argv[1], segment_size='16MiB', timeout=20.0)\n"
+        "print(store._client.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code, master.url], stdin=pipe, stdout=pipe
+    ) as process:
+        client = int(process.stdout.readline())
+        process.kill()
+    end = time.monotonic() + 60
+    while runs(client):
+        assert time.monotonic() < end
+
+
+def test_what_mooncake_prints_is_kept_where_it_is_asked_for(master, tmp_path):
+    with connect(master, log=str(tmp_path / "log")) as store:
+        assert store.get("a") is None
+    assert b"client_service" in (tmp_path / "log").read_bytes()
 
 
 def test_its_own_process_ends_and_is_started_again(master):

@@ -53,6 +53,7 @@ def test_options_stand_in_the_url_or_are_arguments():
         (URL, {"admin": "99999"}, "should be host:port, or a port"),
         (URL, {"prefix": "a*"}, "prefix="),
         (URL, {"ttl": 0}, "ttl="),
+        (URL, {"log": "/nonesuch/folder/log"}, "log=.* can't be written"),
     ],
 )
 def test_bad_options_are_named(url, options, message):

@@ -19,7 +19,7 @@ from kvpact.errors import (
 )
 from kvpact.stores.base import KEY_PATTERN, GCReport, StoreWarning, check_prefix
 from kvpact.stores.mooncake_client import LANES, CannotStart, MooncakeClient, NoAnswer
-from kvpact.stores.mooncake_url import Address, Options, local_address, options_of
+from kvpact.stores.mooncake_url import Options, local_address, options_of
 from kvpact.stores.outage import Outage
 from kvpact.stores.record_store import RecordStore
 from kvpact.stores.records import LONGEST_HEADER, peek
@@ -122,6 +122,8 @@ class MooncakeStore(RecordStore):
         self._outage = Outage(retry_after)
         self._starting = threading.Lock()
         self._client: MooncakeClient | None = None
+        if log is not None:
+            _check_log(log)
         if find_spec("mooncake") is None:
             raise BackendUnavailable("mooncake missing: pip install 'kvpact[mooncake]'")
         try:
@@ -155,7 +157,7 @@ class MooncakeStore(RecordStore):
         options = self._options
         hostname = options.hostname or local_address(options.master, self._timeout)
         setup = {
-            "local_hostname": str(Address.free(hostname)),
+            "local_hostname": hostname,
             "metadata_server": "P2PHANDSHAKE",
             "global_segment_size": options.segment_size,
             "local_buffer_size": 0,
@@ -289,6 +291,14 @@ class MooncakeStore(RecordStore):
         with self._starting:
             if self._client is not None:
                 self._client.close()
+
+
+def _check_log(log: str) -> None:
+    try:
+        with open(log, "ab"):
+            pass
+    except OSError as error:
+        raise StoreError(f"log={log!r} can't be written: {error}") from error
 
 
 def _mooncake_error(code: int) -> StoreError:

@@ -244,7 +244,7 @@ class MooncakeClient:
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as replies:
+        with self._process.stdout as replies, suppress(ValueError):  # a line that was cut
             for line in replies:
                 number, reply = json.loads(line)
                 self._done(number, reply)
@@ -268,6 +268,7 @@ def _start(memory: int, timeout: float, log: str | None) -> subprocess.Popen[byt
     """Start the process; Mooncake takes its time limits from the environment."""
     milliseconds, seconds = str(max(1, int(timeout * 1000))), str(max(1, round(timeout)))
     limits = {
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
         "MC_RPC_TIMEOUT_MS": milliseconds,
         "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,

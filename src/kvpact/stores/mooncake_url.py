@@ -50,14 +50,6 @@ class Address:
             pass
         raise StoreError(f"{text!r} should be host:port")
 
-    @classmethod
-    def free(cls, host: str) -> Self:
-        """Return a port that is free now, for a name in the cluster; nobody listens there."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(("", 0))
-            return cls(host, int(probe.getsockname()[1]))
-
 
 @dataclass(frozen=True)
 class Options:
