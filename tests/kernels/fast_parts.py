@@ -17,6 +17,7 @@ from kvpact.kernels.torch.tokens import tokens
 from kvpact.kernels.triton.fast import Fast, attend_fast, digits_reason, fast_range, launch_of
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.kernels.triton.rows import rows_of
+from kvpact.kernels.triton.tables import whole_slots
 
 CPU = torch.device("cpu")
 
@@ -66,7 +67,7 @@ def merged_parts(calls: list[AttendCall], parts: int = 3, kw: int = 4) -> Tensor
     table = rows_of(calls, (k, v), (q.dtype, q.dtype), CPU, firsts[:-1], skipped)
     size = call.view.k.source.segment_tokens
     chosen, inside = launch_of(k.form, v.form, rows, {size})
-    fast = Fast(k, v, chosen, inside, parts, kw)
+    fast = Fast(whole_slots(k), whole_slots(v), chosen, inside, parts, kw)
     # One part more in front, which stays as it is.
     packed = torch.full((len(q), heads, parts + 1, rows, v.form.dim), torch.nan)
     lse = torch.full((len(q), heads, parts + 1, rows), torch.nan)

@@ -17,7 +17,7 @@ from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.triton import attend, fast, tuning
 from kvpact.kernels.triton.fast import attend_fast, digits_reason, fast_of, fast_range
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.tables import digits_of
+from kvpact.kernels.triton.tables import queries_of
 from kvpact.kernels.triton.tuning import parts_of, side_by_side
 from kvpact.testing.backend import unwritten_is_nan
 
@@ -191,7 +191,7 @@ def test_unlike_lengths_in_one_launch(monkeypatch):
 def test_another_order_is_wrong(monkeypatch):
     """Queries in the order of other versions make another result: the test above can fail."""
     calls = decode_calls(monkeypatch, "turboquant:bits=4", 200, (1, 1, 2, 1, 64))
-    monkeypatch.setattr(fast, "digits_of", lambda *given: digits_of(*given[:-1], 8))
+    monkeypatch.setattr(fast, "queries_of", lambda *given: queries_of(*given[:-1], 8))
     assert error(calls, kw=4) > 0.5
 
 
@@ -205,9 +205,10 @@ def test_what_is_not_covered():
     assert reason("turboquant:bits=4") == ""
     assert "64 query rows" in reason("turboquant:bits=4", rows=64)
     assert "6 bits" in reason("turboquant:bits=6")
-    assert "more to it" in reason("turboquant:bits=4,center=64")
-    assert "V has no levels" in reason("turboquant:bits=4", "fp8")
+    assert "V has no levels" in reason("turboquant:bits=4", "turboquant:bits=8")
+    assert "fp8 beside V of 4 bits" in reason("fp8")
     assert "groups of 32" in reason("int:bits=2")
+    assert "groups of 32" in reason("int:bits=2,zero=true")
     assert "wide" in reason("turboquant:bits=4", dim=100)
 
 

@@ -1,8 +1,9 @@
 """Split-KV attention over packed tokens on integer tensor cores.
 
-Levels are whole numbers of 8 bits; queries and weights are two digits of seven bits each, which
-stand side by side as columns of the right operand. Products of whole numbers are exact, so only
-queries and weights are rounded, to 14 bits: 2e-4 of the output's norm.
+Levels are whole numbers of 8 bits; queries and weights are two digits each, which stand side by
+side as columns of the right operand. Products of whole numbers are exact, so only queries and
+weights are rounded, to 14 and 16 bits: 2e-4 of the output's norm. Zeros, and what shifts K's groups
+of tokens, are products of their own, in fp32.
 
 A program attends for all queries of one KV head and row over a part of its packed tokens. Parts are
 merged by their log-sum-exp.
@@ -22,10 +23,17 @@ from kvpact.kernels.triton.columns import (
     WINDOW,
     count_of_row,
 )
+from kvpact.kernels.triton.halves import (
+    of_halves,
+    order_of,
+    summed,
+    tile_words,
+    value_halves,
+    weight_halves,
+)
+from kvpact.kernels.triton.key_scores import key_scores, load_queries, scales, zeros_of
 from kvpact.kernels.triton.operands import (
     groups_of,
-    key_operand,
-    key_width,
     value_operand,
     value_width,
     weight_operand,
@@ -38,37 +46,47 @@ from kvpact.kernels.triton.parts import (
     store_lse,
     store_sums,
 )
-from kvpact.kernels.triton.tiles import load_per_token, positions, segments_of, tiles_at
-
-MOST_DIGITS = tl.constexpr(16256.0)
-"""127 * 128: what two digits hold."""
-
-
-@triton.jit
-def whole(x):
-    """Return the numbers fp32 `[R, G]` of two digits each, `[R, 2 G]` int32."""
-    high, low = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
-    return (high * 128 + low).to(tl.float32)
+from kvpact.kernels.triton.tiles import positions, segments_of, tiles_at
+from kvpact.kernels.triton.token_groups import (
+    columns_alike,
+    columns_of_sections,
+    group_numbers,
+    sections_summed,
+)
+from kvpact.kernels.triton.two_digits import MOST, split_digits, whole
 
 
 @triton.jit
-def scales(tiles, live, GROUP: tl.constexpr, VBITS: tl.constexpr):
-    """Return the scales fp32 `[N]` of a group of channels."""
-    return load_per_token(tiles, live, GROUP * 32, VBITS).to(tl.float32)
+def value_sums(v, weights, zeros, step, worth, FORM: tl.constexpr, KW: tl.constexpr):
+    """Return sums fp32 `[D, G]` of V `[D, N]`, in levels.
 
-
-@triton.jit
-def digits_of(weights, unit):
-    """Return the digits int8 `[N, 2 G]` of weights `[N, G]` in units `[G]`."""
-    n = tl.floor(weights * (1.0 / unit)[None, :] + 0.5).to(tl.int32)
-    pair = tl.join((n >> 7).to(tl.int8), (n & 127).to(tl.int8))
-    return pair.reshape(weights.shape[0], weights.shape[1] * 2)
+    Parameters
+    ----------
+    weights, step
+        `[N, G]`, scales included, and what their digits are worth, `[G]`.
+    zeros
+        Weights times zeros, `[N, G]`, if there are any.
+    worth
+        What a level is worth.
+    """
+    if of_halves(FORM):
+        top = step * MOST
+        pair = weight_halves(weights * (1.0 / top)[None, :], KW)
+        o = summed(tl.dot(v, pair)) * top[None, :]
+    else:
+        pair = split_digits(weights * (1.0 / step)[None, :])
+        pair = pair.reshape(weights.shape[0], weights.shape[1] * 2)
+        pair = weight_operand(pair, FORM, KW)
+        o = whole(tl.dot(v, pair, out_dtype=tl.int32), 256) * step[None, :]
+    if FORM.has("zero"):
+        o += (tl.sum(zeros, 0) * (1.0 / worth))[None, :]
+    return o
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "rows", "first_part", "parts"])
 def attend_digits(
-    ROWS, DIGITS, UNITS, K_TABLE, V_TABLE, PACKED, LSE, heads, queries, rows, first_part, parts,
-    worth, cap, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, NT: tl.constexpr,
+    ROWS, DIGITS, UNITS, NUMBERS, K_TABLE, V_TABLE, PACKED, LSE, heads, queries, rows, first_part,
+    parts, worth, cap, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr, NT: tl.constexpr,
     INSIDE: tl.constexpr, CAPPED: tl.constexpr, KW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Attend over the tokens from SKIP_FROM to SKIP_TO of each row; grid `(splits, heads, batch)`.
@@ -78,7 +96,11 @@ def attend_digits(
     ROWS
         The table of rows (see `columns`).
     DIGITS, UNITS
-        int8 `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `query_digits`.
+        int8 `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `query_digits`; None
+        where K has scales per channel.
+    NUMBERS
+        fp32 `[B, H, G, D]`, the queries themselves in logits of base 2, where K has more beside its
+        codes than scales per token; None otherwise.
     K_TABLE, V_TABLE
         int32 `[4, 4]`, of `tables.table_words`.
     PACKED, LSE
@@ -107,25 +129,26 @@ def attend_digits(
     N: tl.constexpr = NT * 32
     KG: tl.constexpr = groups_of(K)
     VG: tl.constexpr = groups_of(V)
-    C: tl.constexpr = key_width(K)
     D: tl.constexpr = value_width(V)
+    VBITS: tl.constexpr = order_of(V)
     first, last = count_of_row(ROWS, row, SKIP_FROM), count_of_row(ROWS, row, SKIP_TO)
     # Query i sees the tokens behind `hidden + i`, so all see those from `seen` on.
     hidden = count_of_row(ROWS, row, FIRST_QUERY) - count_of_row(ROWS, row, WINDOW)
     seen = tl.maximum(first, hidden + queries)
     tiles = count_of_row(ROWS, row, K_SLOTS + 5) // 32
-    kc_at, kc_head = segments_of(ROWS, row, head, K_SLOTS, 0)
-    ks_at, ks_head = segments_of(ROWS, row, head, K_SLOTS, 1)
-    vc_at, vc_head = segments_of(ROWS, row, head, V_SLOTS, 0)
-    vs_at, vs_head = segments_of(ROWS, row, head, V_SLOTS, 1)
+    kc_at, kc_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("codes"))
+    ks_at, ks_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("scale"))
+    kz_at, kz_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("zero"))
+    fold_at, fold_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("fold"))
+    shift_at, shift_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("shift"))
+    vc_at, vc_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("codes"))
+    vs_at, vs_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("scale"))
+    vz_at, vz_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("zero"))
+    vf_at, vf_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("fold"))
     begin, end = blocks_of(first, last, split, N)
-    m, g, c = tl.arange(0, 2 * G), tl.arange(0, G), tl.arange(0, C)
+    g = tl.arange(0, G)
     base = row * heads + head
-    q_at = DIGITS + base * (KG * 2 * G * C) + m[None, :] * C + c[:, None]
-    q = ()
-    for group in tl.static_range(KG):
-        q += (tl.load(q_at + group * (2 * G * C)),)
-    unit = tl.load(UNITS + base * G + g)
+    q = load_queries(DIGITS, UNITS, NUMBERS, base, K, G, KW)
     peak = tl.full([G], -float("inf"), tl.float32)
     total = tl.zeros([G], tl.float32)
     acc = ()
@@ -139,42 +162,54 @@ def attend_digits(
         else:
             segment = tl.where(live, tile // tiles, 0)
         inside = tile - segment * tiles
-        kc = tiles_at(kc_at, kc_head, segment, inside, K.words * 32, tl.int32)
+        kc = tiles_at(kc_at, kc_head, segment, inside, tile_words(K), tl.int32)
         ks = tiles_at(ks_at, ks_head, segment, inside, KG * 32, tl.float16)
-        vc = tiles_at(vc_at, vc_head, segment, inside, V.words * V.dim, tl.int32)
+        vc = tiles_at(vc_at, vc_head, segment, inside, tile_words(V), tl.int32)
         vs = tiles_at(vs_at, vs_head, segment, inside, VG * 32, tl.float16)
-        k = key_operand(kc, live, K_TABLE, 0, K, V.bits, KW, ASM)
-        s = whole(tl.dot(k, q[0], out_dtype=tl.int32)) * scales(ks, live, 0, V.bits)[:, None]
-        for group in tl.static_range(1, KG):
-            k = key_operand(kc, live, K_TABLE, group, K, V.bits, KW, ASM)
-            part = whole(tl.dot(k, q[group], out_dtype=tl.int32))
-            s += part * scales(ks, live, group, V.bits)[:, None]
-        s *= unit[None, :]
+        kz = tiles_at(kz_at, kz_head, segment, inside, KG * 32, tl.float16)
+        vz = tiles_at(vz_at, vz_head, segment, inside, VG * 32, tl.float16)
+        s = key_scores(
+            q, kc, ks, kz, fold_at, fold_head, shift_at, shift_head, K_TABLE, live, block, last,
+            tiles, K, NT, VBITS, INSIDE, KW, ASM,
+        )  # fmt: skip
         if CAPPED:
             s = capped(s, cap)
         if (block * N < seen) | (block * N + N > last):
-            token = positions(block * NT, NT, V.bits)
+            token = positions(block * NT, NT, VBITS)
             s = hide(s, token, first, last, hidden, queries)
         p, decay, peak, total = soften(s, peak, total)
-        weights = p * scales(vs, live, 0, V.bits)[:, None]
+        weights = p
+        if V.has("scale"):
+            weights = p * scales(vs, live, 0, VBITS)[:, None]
         top = tl.abs(weights)
         for group in tl.static_range(1, VG):
-            top = tl.maximum(top, tl.abs(p * scales(vs, live, group, V.bits)[:, None]))
+            top = tl.maximum(top, tl.abs(p * scales(vs, live, group, VBITS)[:, None]))
         # Of this block: so small weights of long contexts keep their digits.
-        step = tl.maximum(tl.max(top, 0), 1e-30) * (1.0 / MOST_DIGITS)
+        step = tl.maximum(tl.max(top, 0), 1e-30) * (1.0 / MOST)
         sums = ()
         for group in tl.static_range(VG):
             if group > 0:
-                weights = p * scales(vs, live, group, V.bits)[:, None]
-            v = value_operand(vc, live, V_TABLE, group, V, KW, ASM)
-            o = whole(
-                tl.dot(v, weight_operand(digits_of(weights, step), V, KW), out_dtype=tl.int32)
-            )
-            more = acc[group] * decay[None, :] + o * step[None, :]
-            sums += (more,)
+                weights = p * scales(vs, live, group, VBITS)[:, None]
+            if of_halves(V):
+                v = value_halves(vc, live, D, V, KW, ASM)
+            else:
+                v = value_operand(vc, live, V_TABLE, group, V, KW, ASM)
+            zeros = p
+            if V.has("zero"):
+                zeros = p * zeros_of(vz, vs, live, group, V, VBITS)[:, None]
+            if V.has("fold"):
+                fold = group_numbers(vf_at, vf_head, block, last, tiles, D, NT, V, INSIDE)
+                part = value_sums(
+                    v, columns_of_sections(weights, V, VBITS), columns_of_sections(zeros, V, VBITS),
+                    columns_alike(step, V, NT), worth, V, KW,
+                )  # fmt: skip
+                o = sections_summed(part, fold)
+            else:
+                o = value_sums(v, weights, zeros, step, worth, V, KW)
+            sums += (acc[group] * decay[None, :] + o,)
         acc = sums
     d = tl.arange(0, D)
-    channel = (d // 32) * 32 + (d % 8) * 4 + (d // 8) % 4
+    channel = d if of_halves(V) else (d // 32) * 32 + (d % 8) * 4 + (d // 8) % 4
     out = (base * parts + first_part + split) * rows + g
     for group in tl.static_range(VG):
         store_sums(PACKED, acc[group], total, worth, out, rows, group * D + channel, V.dim)

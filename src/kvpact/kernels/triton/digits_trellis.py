@@ -15,7 +15,6 @@ from kvpact.kernels.triton.columns import (
     WINDOW,
     count_of_row,
 )
-from kvpact.kernels.triton.digits import MOST_DIGITS, digits_of, whole
 from kvpact.kernels.triton.parts import (
     blocks_of,
     capped,
@@ -41,6 +40,7 @@ from kvpact.kernels.triton.trellis_values import (
     trellis_weights,
     value_levels,
 )
+from kvpact.kernels.triton.two_digits import MOST_DIGITS, digits_of, whole
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

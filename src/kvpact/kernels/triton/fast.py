@@ -12,9 +12,18 @@ from torch import Tensor
 from kvpact.kernels.base import AttendCall, SegmentSource
 from kvpact.kernels.triton.digits import attend_digits
 from kvpact.kernels.triton.forms import FIELDS, SlotForm, Slots, power_of_two
-from kvpact.kernels.triton.operands import groups_of
-from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E, digits_of, level_worth, table_words
+from kvpact.kernels.triton.halves import of_halves, order_of
+from kvpact.kernels.triton.operands import groups_of, level_worth
+from kvpact.kernels.triton.tables import (
+    LEAST_ROWS,
+    LOG2_E,
+    queries_of,
+    table_words,
+    whole_levels,
+    whole_slots,
+)
 from kvpact.kernels.triton.tiles import TOGETHER
+from kvpact.kernels.triton.token_groups import sections_of
 from kvpact.kernels.triton.trellis_fast import (
     TILES,
     attend_trellis,
@@ -32,9 +41,13 @@ from kvpact.kernels.triton.tuning import (
 
 MOST_ROWS = 16
 """Query rows of a KV head: more make decoding cheap beside the products, and take all registers."""
+MOST_MIXED_ROWS = 8
+"""Where there are zeros, or numbers per channel and group of tokens."""
 MOST_WIDTH = 256
 LEAST_TOKENS = 256
 """Packed tokens from which on a second launch pays."""
+_VECTORS = ("codes", "scale", "zero", "fold", "shift", "mean")
+"""Fields that kernels read 16 bytes at a time."""
 _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 """Channels of K of one step of a product, by bits."""
 
@@ -70,23 +83,69 @@ def digits_reason(k: Slots, v: Slots, rows: int) -> str:
         return f"{rows} query rows of a KV head; there are {MOST_ROWS} at most"
     if k.form is not None and v.form is not None and "trellis" in (k.form.kind, v.form.kind):
         return trellis_reason(k.form, "token") or trellis_reason(v.form, "channel")
-    return _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel")
+    reason = _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel")
+    if reason or k.form is None or v.form is None:
+        return reason
+    if of_halves(k.form) and order_of(v.form) != 2:
+        return f"K has numbers of fp8 beside V of {v.form.bits} bits"
+    return _section_reason(k.form, v.form, rows)
+
+
+def _section_reason(k: SlotForm, v: SlotForm, rows: int) -> str:
+    """Return why there are too few registers for scales per channel and group of tokens."""
+    tiles = block_tiles(v.bits)
+    more = any(form.has(name) for form in (k, v) for name in ("zero", "fold", "shift"))
+    if more and rows > MOST_MIXED_ROWS:
+        return f"zeros or shifts and {rows} query rows of a KV head; {MOST_MIXED_ROWS} are covered"
+    for side, form in (("K", k), ("V", v)):
+        if not form.has("fold") or sections_of(form, tiles) == 1:
+            continue
+        groups = f"{side} has scales per channel of groups of {form.group} tokens"
+        if tiles > 2:
+            return f"{groups} beside V of {v.bits} bits; {tiles * 32} are covered"
+        if rows > LEAST_ROWS:
+            return f"{groups} and {rows} query rows of a KV head; {LEAST_ROWS} are covered"
+    return ""
 
 
 def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
-    if form is None or form.order != order or not form.whole:
+    if form is not None and of_halves(form):
+        return _width_reason(side, form)
+    if form is None or form.order != order or not whole_levels(form).whole:
         return f"{side} has no levels of whole numbers"
     if form.bits not in TOGETHER or (form.bits == 8 and not form.signed):
         return f"{side} has codes of {form.bits} bits"
-    names = ("zero", "fold", "shift", "base", "mean", "step")
-    if not form.has("scale") or any(form.has(name) for name in names):
-        return f"{side} has more to it than a scale per token"
-    if form.dim > MOST_WIDTH or form.dim % 8:
-        return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
+    if not _known_fields(form, order):
+        return f"{side} has more to it than scales, zeros and shifts"
+    if reason := _width_reason(side, form):
+        return reason
     least = _LEAST_GROUP[form.bits] if order == "token" else 32
     if groups_of(form) > 1 and (form.channels < least or form.channels & (form.channels - 1)):
         return f"{side} has scales for groups of {form.channels} channels"
     return ""
+
+
+def _width_reason(side: str, form: SlotForm) -> str:
+    if form.dim > MOST_WIDTH or form.dim % 8:
+        return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
+    return ""
+
+
+def _known_fields(form: SlotForm, order: str) -> bool:
+    """Return whether the kernel knows what stands beside the codes."""
+    if any(form.has(name) for name in ("base", "mean", "step")):
+        return False
+    if not form.has("fold") and not form.has("shift"):
+        return form.has("scale")
+    if order == "channel":
+        fits = form.has("scale") and not form.has("shift")
+    elif form.has("fold"):
+        fits = form.has("shift") and form.has("scale") == form.shift_scaled
+    else:
+        fits = form.has("scale") and not form.shift_scaled and not form.middle
+    zero = order == "token" and form.has("zero")
+    even = form.group % 32 == 0 and form.group & (form.group - 1) == 0
+    return fits and even and not zero and groups_of(form) == 1
 
 
 def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
@@ -122,10 +181,10 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
 
 
 def _aligned(source: SegmentSource, slots: Slots) -> bool:
-    """Whether codes, scales, means lie at multiples of 16 bytes; asked once for a source."""
+    """Whether what is read in vectors lies at multiples of 16 bytes; asked once for a source."""
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
-        names = (*slots.names[:2], slots.names[FIELDS.index("mean")])
+        names = [slots.names[FIELDS.index(name)] for name in _VECTORS]
         held = [source.where(name) for name in names if name is not None]
         found = all(
             where is not None and not any(where.segments % 16) and not (where.row | where.head) % 16
@@ -150,7 +209,12 @@ def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Cho
     trellis = k.kind == "trellis"
     tiles = TILES if trellis else block_tiles(v.bits)
     inside = all(size % (tiles * 32) == 0 for size in sizes)
-    return trellis_choice(k, v, rows) if trellis else choice(v.bits, rows, inside), inside
+    if trellis:
+        return trellis_choice(k, v, rows), inside
+    chosen = choice(v.bits, rows, inside)
+    if of_halves(k) or of_halves(v):
+        chosen = chosen._replace(registers=255)
+    return chosen, inside
 
 
 def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:
@@ -176,7 +240,7 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
     if call.q.is_cuda:
         processors = torch.cuda.get_device_properties(call.q.device).multi_processor_count
     parts = parts_of(longest, programs, processors)
-    return Fast(k, v, chosen, inside, parts, side_by_side())
+    return Fast(whole_slots(k), whole_slots(v), chosen, inside, parts, side_by_side())
 
 
 def knows_ptx() -> bool:
@@ -223,10 +287,10 @@ def attend_fast(
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
     if q.stride(3) != 1:
         q = q.contiguous()
-    digits, units = digits_of(q, heads, scale, call.view.k.codec.transform, k, fast.kw)
+    asked = queries_of(q, heads, scale, call.view.k.codec.transform, k, fast.kw)
     cap = call.config.softcap
     attend_digits[fast.parts, heads, batch](
-        table, digits, units, table_words(fast.k), table_words(fast.v), packed, lse,
+        table, *asked, table_words(fast.k), table_words(fast.v), packed, lse,
         heads, q.shape[2], rows, first_part, parts, level_worth(v), (cap or 1.0) * LOG2_E, k, v,
         max(power_of_two(rows), LEAST_ROWS), chosen.tiles, fast.inside, cap is not None,
         fast.kw, knows_ptx(), num_warps=chosen.warps, num_stages=chosen.stages,

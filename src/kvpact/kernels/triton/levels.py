@@ -130,6 +130,36 @@ def signed4(word, flip, ASM: tl.constexpr):
     return tl.join(bytes_of(lower & -0x0F0F0F10), bytes_of(upper & -0x0F0F0F10))
 
 
+@triton.constexpr_function
+def _shift(count):
+    return f"shr.u32 $0, $1, {count};"
+
+
+@triton.jit
+def down(word, COUNT: tl.constexpr, ASM: tl.constexpr):
+    """Shift words to the right; by assembly, so that nobody moves it to each byte."""
+    if ASM:
+        return tl.inline_asm_elementwise(_shift(COUNT), "=r,r", [word], tl.int32, True, 1)
+    else:
+        return word >> COUNT
+
+
+@triton.jit
+def codes4(word, ASM: tl.constexpr):
+    """Return 4-bit codes themselves: as `signed4`."""
+    return tl.join(bytes_of(word & 0x0F0F0F0F), bytes_of(down(word, 4, ASM) & 0x0F0F0F0F))
+
+
+@triton.jit
+def codes2(word, ASM: tl.constexpr):
+    """Return 2-bit codes themselves: `[…, i2, i3, i1, i0]`, 8 i3 + 4 i2 + 2 i1 + i0 of the word."""
+    first = bytes_of(word & 0x03030303)
+    second = bytes_of(down(word, 2, ASM) & 0x03030303)
+    third = bytes_of(down(word, 4, ASM) & 0x03030303)
+    fourth = bytes_of(down(word, 6, ASM) & 0x03030303)
+    return tl.join(tl.join(first, third), tl.join(second, fourth))
+
+
 @triton.jit
 def table_word(TABLE, INDEX: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
     """Load a word of a table, one copy for each of the four threads of a row, which stand at AXIS.

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.levels import bytes_of, levels2, levels3, levels4, signed4, table_word
+from kvpact.kernels.triton.levels import (
+    bytes_of,
+    codes2,
+    codes4,
+    levels2,
+    levels3,
+    levels4,
+    signed4,
+    table_word,
+)
 from kvpact.kernels.triton.tiles import field_words, load_keys, load_values, tiles_together
 
 if TYPE_CHECKING:
@@ -22,6 +31,20 @@ if TYPE_CHECKING:
 def groups_of(form: SlotForm) -> int:
     """Return how many groups of channels have a scale each."""
     return -(-form.dim // form.channels)
+
+
+@triton.constexpr_function
+def level_worth(form: SlotForm) -> float:
+    """Return what a level that a kernel multiplies is worth: 4-bit numbers are 16 times larger."""
+    if form.kind == "e4m3":
+        return 256.0
+    return form.unit / 16 if form.bits == 4 and form.signed else form.unit
+
+
+@triton.constexpr_function
+def in_bytes(form: SlotForm) -> bool:
+    """Return whether bytes of levels are made without a table, of 2 and 4 bits."""
+    return form.kind == "linear" or (form.signed and form.bits == 4)
 
 
 @triton.constexpr_function
@@ -64,6 +87,8 @@ def key_operand(
         COUNT: tl.constexpr = C * BITS // 32
         words = load_keys(tiles, live, GROUP * COUNT, 1, COUNT, W - GROUP * COUNT, W, VBITS)
         if BITS == 2:
+            # From the table in any case: queries get their digits where the codes of eight channels
+            # that follow each other are in one thread.
             x = levels2(words, t0, ASM)
             if KW == 4:
                 x = x.permute(0, 2, 6, 3, 4, 1, 10, 9, 5, 8, 7)
@@ -79,8 +104,8 @@ def key_operand(
                 x = x.permute(0, 3, 7, 4, 5, 1, 2, 6, 9, 8)
             else:
                 x = x.permute(0, 3, 7, 4, 5, 1, 6, 2, 9, 8)
-        elif FORM.signed:
-            x = signed4(words, t0, ASM)
+        elif in_bytes(FORM):
+            x = signed4(words, t0, ASM) if FORM.signed else codes4(words, ASM)
             if KW == 4:
                 x = x.permute(0, 2, 6, 3, 4, 1, 9, 5, 8, 7)
             else:
@@ -128,7 +153,10 @@ def value_operand(
         words = load_values(tiles, live, 0, 1, 1, GROUP * C, C, D, BITS)
         words = words.reshape(S, 1, P, 8, 4, 4)
         if BITS == 2:
-            x = levels2(words, t0, ASM)
+            if in_bytes(FORM):
+                x = codes2(words, ASM)
+            else:
+                x = levels2(words, t0, ASM)
             if KW == 4:
                 x = x.permute(2, 5, 3, 0, 1, 9, 8, 4, 7, 6)
             else:
@@ -136,6 +164,8 @@ def value_operand(
         else:
             if FORM.signed:
                 x = signed4(words, t0, ASM)
+            elif in_bytes(FORM):
+                x = codes4(words, ASM)
             else:
                 t1, t2 = table_word(TABLE, 1, 4, 6), table_word(TABLE, 2, 4, 6)
                 x = levels4(words, t0, t1, t2, table_word(TABLE, 3, 4, 6), ASM)
@@ -154,13 +184,16 @@ def weight_operand(pair, FORM: tl.constexpr, KW: tl.constexpr):
     M: tl.constexpr = pair.shape[1]
     if BITS == 4 or BITS == 8:
         x = pair.reshape(N // 32, 2, 2, 4, 2, M)  # j1 j0 t r: token 8 t + 4 r + 2 j1 + j0
-        if BITS == 4 and FORM.signed:
+        if BITS == 4 and in_bytes(FORM):
             x = x.permute(0, 2, 3, 4, 1, 5) if KW == 4 else x.permute(0, 3, 2, 4, 1, 5)
         else:
             x = x.permute(0, 4, 3, 1, 2, 5) if KW == 4 else x.permute(0, 3, 4, 1, 2, 5)
     elif BITS == 2:
         x = pair.reshape(N // 64, 2, 2, 2, 4, 2, M)  # i2 i1 i0 t i3
-        x = x.permute(0, 5, 3, 4, 1, 2, 6) if KW == 4 else x.permute(0, 5, 4, 3, 1, 2, 6)
+        if in_bytes(FORM):
+            x = x.permute(0, 3, 2, 4, 5, 1, 6) if KW == 4 else x.permute(0, 3, 4, 2, 5, 1, 6)
+        else:
+            x = x.permute(0, 5, 3, 4, 1, 2, 6) if KW == 4 else x.permute(0, 5, 4, 3, 1, 2, 6)
     else:
         x = pair.reshape(N // 128, 2, 2, 2, 2, 4, 2, M)  # i3 i2 i1 i0 t i4
         x = x.permute(0, 3, 4, 1, 5, 6, 2, 7) if KW == 4 else x.permute(0, 3, 4, 5, 1, 6, 2, 7)
@@ -179,7 +212,7 @@ def channel_places(form: SlotForm, kw: int) -> tuple[int, ...]:
         t = k >> 2 & 3
         if form.bits == 8:
             channel = k
-        elif form.bits == 4 and form.signed:
+        elif form.bits == 4 and in_bytes(form):
             channel = (k // 32) * 32 + 8 * t + 4 * b[1] + 2 * b[0] + b[4]
         elif form.bits == 4:
             channel = (k // 32) * 32 + 8 * t + 4 * b[4] + 2 * b[1] + b[0]

@@ -12,7 +12,7 @@ from kvpact.kernels.triton.transforms import rotated
 def query_digits(
     Q, SIGNS, PLACES, DIGITS, UNITS, q_row, q_head, q_token, queries, rows, heads, worth,
     DIM: tl.constexpr, WIDTH: tl.constexpr, G: tl.constexpr, SIZE: tl.constexpr,
-    SPAN: tl.constexpr, ROTATED: tl.constexpr,
+    SPAN: tl.constexpr, ROTATED: tl.constexpr, NUMBERS=None, logits=1.0,
 ):  # fmt: skip
     """Rotate and split the queries of a KV head; grid `(heads, batch)`.
 
@@ -37,6 +37,9 @@ def query_digits(
         Channels of a product, and of all products.
     ROTATED
         Whether K's slots are.
+    NUMBERS, logits
+        Where the rotated queries times `logits` go, fp32 `[B, H_kv, G, DIM]`; or None, as DIGITS
+        and UNITS may be.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     r, d = tl.arange(0, G), tl.arange(0, WIDTH)
@@ -47,13 +50,17 @@ def query_digits(
     x = tl.load(Q + at[:, None] + d[None, :], mask=there, other=0.0).to(tl.float32)
     if ROTATED:
         x = rotated(x, SIGNS, G, WIDTH, DIM)
-    unit = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) * (1.0 / 16256.0)
-    n = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
-    high = (n + 64) >> 7
-    place = tl.load(PLACES + d, mask=d < SPAN, other=0)
     base = (row * heads + head).to(tl.int64)
-    out = DIGITS + base * (2 * G * SPAN) + (r * (2 * SIZE))[:, None] + place[None, :]
-    kept = tl.broadcast_to((d < SPAN)[None, :], out.shape)
-    tl.store(out, high.to(tl.int8), mask=kept)
-    tl.store(out + SIZE, (n - high * 128).to(tl.int8), mask=kept)
-    tl.store(UNITS + base * G + r, unit * worth)
+    if NUMBERS is not None:
+        at = NUMBERS + base * (G * DIM) + (r * DIM)[:, None] + d[None, :]
+        tl.store(at, x * logits, mask=tl.broadcast_to((d < DIM)[None, :], at.shape))
+    if DIGITS is not None:
+        unit = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) * (1.0 / 16256.0)
+        n = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
+        high = (n + 64) >> 7
+        place = tl.load(PLACES + d, mask=d < SPAN, other=0)
+        out = DIGITS + base * (2 * G * SPAN) + (r * (2 * SIZE))[:, None] + place[None, :]
+        kept = tl.broadcast_to((d < SPAN)[None, :], out.shape)
+        tl.store(out, high.to(tl.int8), mask=kept)
+        tl.store(out + SIZE, (n - high * 128).to(tl.int8), mask=kept)
+        tl.store(UNITS + base * G + r, unit * worth)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two, sent
-from kvpact.kernels.triton.operands import channel_places, groups_of, key_width
+from kvpact.kernels.triton.halves import of_halves
+from kvpact.kernels.triton.operands import channel_places, groups_of, key_width, level_worth
 from kvpact.kernels.triton.query_digits import query_digits
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.base import Transform
@@ -21,9 +24,20 @@ LEAST_ROWS = 4
 """Query rows of a product, at least: two digits of each are its columns."""
 
 
-def level_worth(form: SlotForm) -> float:
-    """Return what a level that a kernel multiplies is worth: 4-bit numbers are 16 times larger."""
-    return form.unit / 16 if form.bits == 4 and form.signed else form.unit
+@cache
+def whole_levels(form: SlotForm) -> SlotForm:
+    """Return a form whose levels are whole numbers, if that can be.
+
+    Those of grids with a zero, half steps from code to code, become the codes themselves.
+    """
+    if form.whole or form.kind != "table" or not form.middle:
+        return form
+    return replace(form, kind="linear", middle=0.0, whole=True)
+
+
+def whole_slots(slots: Slots) -> Slots:
+    """Return the same with a form from `whole_levels`."""
+    return slots if slots.form is None else slots._replace(form=whole_levels(slots.form))
 
 
 _tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
@@ -32,13 +46,18 @@ _tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 def table_words(slots: Slots) -> Tensor:
     """Return the table of levels `[4, 4]` int32: four words, with a copy for each of four threads.
 
-    Of numbers in two's complement, the first word has their top bits.
+    Of numbers in two's complement, the first word has their top bits. Numbers of fp8 need none.
     """
     form, levels = slots.form, slots.levels
     assert form is not None and levels is not None
     found = _tables.get(levels)
+    if of_halves(form):
+        return levels
     if found is None:
-        if form.signed and form.bits in (4, 8):
+        if form.kind == "linear" and not form.signed:
+            levels8 = torch.arange(1 << form.bits, device=levels.device).to(torch.int8)
+            levels8 = levels8.repeat(16 >> form.bits)
+        elif form.signed and form.bits in (4, 8):
             levels8 = torch.full((16,), -0x78 if form.bits == 4 else -0x80, dtype=torch.int8)
             levels8 = levels8.to(levels.device)
         else:
@@ -48,10 +67,28 @@ def table_words(slots: Slots) -> Tensor:
     return found
 
 
-def digits_of(
+class Queries(NamedTuple):
+    """Queries as `digits.attend_digits` takes them.
+
+    Parameters
+    ----------
+    digits, units : Tensor or None
+        int8 `[B, H_kv, groups, G, 2, width]`, two digits of each, and fp32 `[B, H_kv, G]`, what a
+        digit is worth in logits of base 2, with G rows, filled up; row `g * q_len + i` is query i
+        of the head's group g. None where K has scales per channel, or numbers of fp8.
+    numbers : Tensor or None
+        fp32 `[B, H_kv, G, D]`, in logits of base 2; None where nobody asks for them.
+    """
+
+    digits: Tensor | None
+    units: Tensor | None
+    numbers: Tensor | None
+
+
+def queries_of(
     q: Tensor, kv_heads: int, scale: float, transform: Transform, form: SlotForm, kw: int
-) -> tuple[Tensor, Tensor]:
-    """Return queries in two digits each, and what a digit is worth in logits of base 2.
+) -> Queries:
+    """Return queries in two digits each, and themselves.
 
     Parameters
     ----------
@@ -67,30 +104,29 @@ def digits_of(
         K's.
     kw : int
         Bytes of k that stand side by side (`tuning.side_by_side`).
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        int8 `[B, H_kv, groups, G, 2, width]` and fp32 `[B, H_kv, G]` with G rows, filled up; row
-        `g * q_len + i` is query i of the head's group g.
     """
     batch, q_heads, queries, dim = q.shape
     rows = q_heads // kv_heads * queries
     count, size = max(power_of_two(rows), LEAST_ROWS), key_width(form)
     span = groups_of(form) * size
-    digits = q.new_empty(batch, kv_heads, groups_of(form), count, 2, size, dtype=torch.int8)
-    units = q.new_empty(batch, kv_heads, count, dtype=torch.float32)
-    signs = units
+    digits = units = numbers = None
+    if not form.has("fold") and not of_halves(form):
+        digits = q.new_empty(batch, kv_heads, groups_of(form), count, 2, size, dtype=torch.int8)
+        units = q.new_empty(batch, kv_heads, count, dtype=torch.float32)
+    if of_halves(form) or any(form.has(name) for name in ("fold", "shift", "zero")):
+        numbers = q.new_empty(batch, kv_heads, count, dim, dtype=torch.float32)
+    rotated = isinstance(transform, RandomHadamard)
+    signs = numbers if units is None else units
     if isinstance(transform, RandomHadamard):
         signs = random_signs(dim + transform.block, transform.seed, q.device)
     query_digits[kv_heads, batch](
         q, signs, _places(form, count, kw, q.device), digits, units,
         q.stride(0), q.stride(1), q.stride(2), queries, rows, kv_heads,
         scale * level_worth(form) * LOG2_E,
-        dim, power_of_two(max(dim, span)), count, size, span, signs is not units,
+        dim, power_of_two(max(dim, span)), count, size, span, rotated, numbers, scale * LOG2_E,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return digits, units
+    return Queries(digits, units, numbers)
 
 
 @cache  # a graph may hold the address

@@ -25,16 +25,25 @@ BITS = (2, 3, 4)
 HEADS, TOKENS = 2, 1024
 GENERAL = (
     "turboquant:bits=6",
-    "turboquant:bits=3,center=64",
-    "int:bits=4,zero=true",
-    "fp8",
-    "kivi:bits=2",
-    "kvarn:bits=4",
     "none",
     "trellis:bits=4,first=false,weights=false,blocks=false",
     "trellis:bits=4",
 )
 """One of each kind of slots that the fast kernel for levels of 8 bits does not attend."""
+MORE = (
+    "turboquant:bits=4,center=64",
+    "turboquant:bits=3,center=64",
+    "int:bits=4,zero=true",
+    "kivi:bits=4",
+    "kivi:bits=2",
+    "kvarn:bits=4",
+    "kvarn:bits=2",
+    "fp8",
+    "fp8:format=e5m2,scale=none",
+    "fp8/turboquant:bits=2",
+    "turboquant:bits=4/fp8",
+)
+"""What has more to it than levels of 8 bits and scales."""
 _NAMES = {torch.float16: " fp16", torch.float32: " fp32"}
 
 
@@ -136,6 +145,10 @@ def steps() -> Iterator[Variant]:
         yield Variant(f"int:bits={bits}", 64)
         yield Variant(f"int:bits={bits}", 256)
     yield Variant("int:bits=8/int:bits=4")
+    yield from (Variant(spec) for spec in MORE)
+    yield from (Variant(spec, groups=8) for spec in ("int:bits=4,zero=true", "kvarn:bits=4", "fp8"))
+    yield from (Variant("kivi:bits=4", dim) for dim in (64, 256))
+    yield Variant("kivi:bits=4", segment_tokens=32)
 
 
 def others() -> Iterator[Variant]:
