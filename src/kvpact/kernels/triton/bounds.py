@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvpact.kernels.triton.halves import of_halves
 from kvpact.kernels.triton.machine_code import Facts, Launch
 
 
@@ -70,13 +71,16 @@ BOUNDS = {
 _INSTRUCTIONS = {4: 28, 8: 28, 16: 40}
 """Of `attend_digits`, by query rows, of up to 128 channels."""
 _MORE = {4: 0, 8: 4, 16: 8}
-"""With zeros, or numbers per channel and group of tokens."""
+"""With zeros, numbers per channel and group of tokens, or numbers of fp8."""
 
 
 def _digits(launch: Launch) -> Bounds:
     rows, wide = launch.constants["G"], launch.constants["V"].dim > 128
     forms = launch.constants["K"], launch.constants["V"]
-    more = any(form.has(name) for form in forms for name in ("zero", "fold", "shift"))
+    more = any(
+        of_halves(form) or any(form.has(name) for name in ("zero", "fold", "shift"))
+        for form in forms
+    )
     return Bounds(
         registers=200 if rows == 4 and not wide and not more else 255,
         instructions=(_INSTRUCTIONS[rows] + _MORE[rows] * more) * (2 if wide else 1),

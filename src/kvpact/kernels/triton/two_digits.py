@@ -22,7 +22,7 @@ def split_digits(x):
 
 @triton.jit
 def digits_of(weights, unit):
-    """Return digits int8 `[N, 2 G]` of base 128 of weights `[N, G]`, not negative, in units `[G]`."""
+    """Return digits int8 `[N, 2 G]` of base 128 of weights `[N, G]` from 0 on, in units `[G]`."""
     n = tl.floor(weights * (1.0 / unit)[None, :] + 0.5).to(tl.int32)
     pair = tl.join((n >> 7).to(tl.int8), (n & 127).to(tl.int8))
     return pair.reshape(weights.shape[0], weights.shape[1] * 2)
