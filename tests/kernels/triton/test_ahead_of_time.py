@@ -111,7 +111,7 @@ def test_every_method_has_a_kind_of_slots_that_is_compiled():
 def test_bounds_are_held():
     form = slots_of(side("turboquant:bits=4", True, 128), True, torch.device("cpu")).form
     kernel = SimpleNamespace(__name__="attend_digits")
-    launch = Launch(kernel, {}, {"G": 4, "V": form}, (), {})
+    launch = Launch(kernel, {}, {"G": 4, "K": form, "V": form}, (), {})
     good, digits = Facts(100, 0, 18000, 77, 20.0, 48, 26, 32, 0), bounds_of(launch)
     assert problems(good, digits) == []
     for change in (
