@@ -24,27 +24,27 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def make_toy(tmp_path_factory):
-    """Return a function that saves a random Llama of two layers and returns its folder."""
+    """Return a function that saves a random model of two layers and returns its folder."""
 
     def make(dim=64, kind="Llama", **options):
         import transformers
 
         torch.manual_seed(0)
-        config = getattr(transformers, f"{kind}Config")(
-            vocab_size=512,
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=dim,
-            max_position_embeddings=1024,
-            initializer_range=0.2,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-            **options,
-        )
+        sizes = {
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": dim,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+        config = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
         folder = tmp_path_factory.mktemp("toy")
         getattr(transformers, f"{kind}ForCausalLM")(config).eval().save_pretrained(folder)
         return str(folder)

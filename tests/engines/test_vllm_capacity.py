@@ -2,7 +2,7 @@
 
 import pytest
 
-SPEC = "turboquant:bits=4,sinks=0,window=0"
+SPEC = "turboquant:bits=4,sinks=0"
 
 
 @pytest.mark.parametrize(("dim", "times"), [(64, 3.4), (128, 3.6)])
@@ -11,13 +11,14 @@ def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, make_toy,
     own, mine = run_vllm(**options), run_vllm(SPEC, **options)
     assert mine["capacity"] >= times * own["capacity"]
     assert f"pages for {mine['capacity']:,} tokens" in mine["log"]
-    assert f"as {SPEC}" in mine["log"]
+    assert f"as {SPEC}: " in mine["log"]
+    assert "keeps the last 64 tokens of each sequence exactly, beside the pages" in mine["log"]
 
 
 @pytest.mark.parametrize(
     ("spec", "options", "reason"),
     [
-        ("turboquant:bits=4", {}, "write 'turboquant:bits=4,sinks=0,window=0'"),
+        ("turboquant:bits=4", {}, "write 'turboquant:bits=4,sinks=0'"),
         ("kivi:sinks=0,window=0", {}, "packs 32 tokens together"),
         (SPEC, {"kv_cache_dtype": "fp8"}, "does not cover --kv-cache-dtype fp8"),
         (SPEC, {"block_size": 16}, "needs a multiple of 32"),
@@ -34,7 +35,27 @@ def test_what_is_not_covered_is_refused_by_name(run_vllm, toy, spec, options, re
     assert reason in run_vllm(spec, fails=True, **options)["log"]
 
 
-def test_models_that_are_not_covered_are_refused_by_name(run_vllm, make_toy):
-    windows = make_toy(kind="Mistral", sliding_window=64)
-    log = run_vllm(SPEC, fails=True, model=windows, dtype="bfloat16", max_model_len=512)["log"]
-    assert "does not cover layers with a sliding window" in log
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("Mistral", {"sliding_window": 64}, "layers with a sliding window"),
+        (
+            "DeepseekV2",
+            {
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 64,
+                "q_lora_rank": None,
+                "qk_nope_head_dim": 32,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": 32,
+                "first_k_dense_replace": 2,
+            },
+            "multi-head latent attention (MLA)",
+        ),
+    ],
+    ids=["sliding window", "MLA"],
+)
+def test_models_that_are_not_covered_are_refused_by_name(run_vllm, make_toy, kind, options, reason):
+    model = make_toy(kind=kind, **options)
+    log = run_vllm(SPEC, fails=True, model=model, dtype="bfloat16", max_model_len=512)["log"]
+    assert f"does not cover {reason}" in log

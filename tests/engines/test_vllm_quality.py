@@ -9,7 +9,7 @@ from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import load_model
 from kvpact.integrations.packaged import SMOLLM2, packaged_folder
 
-SPECS = ("int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0,window=0")
+SPECS = ("int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0")
 CHUNK = 256
 # Two chunks of a prompt, and the token behind them: 256 tokens are read over a stored past.
 TOKENS = 2 * CHUNK + 1
@@ -26,12 +26,12 @@ def expected():
     return ids.tolist(), {spec: scores[spec].ref_nll - scores[spec].nll for spec in SPECS}
 
 
-def run(run_vllm, expected, spec=None):
+def run(run_vllm, expected, spec=None, processes=False):
     ids, _ = expected
     prompts = [ids[start : start + 40 + start] for start in range(0, 80, 10)]
     return run_vllm(
         spec,
-        processes=True,
+        processes=processes,
         model=str(packaged_folder(SMOLLM2)),
         forced=[ids],
         greedy=[[prompts, 24]],
@@ -41,11 +41,12 @@ def run(run_vllm, expected, spec=None):
 
 @pytest.fixture(scope="module")
 def own(run_vllm, expected):
-    return run(run_vllm, expected)
+    # As users start it: with a process for the engine, and one for the worker.
+    return run(run_vllm, expected, processes=True)
 
 
 def test_with_none_a_real_model_gives_the_tokens_of_vllm(run_vllm, expected, own):
-    mine = run(run_vllm, expected, "none")
+    mine = run(run_vllm, expected, "none", processes=True)
     assert mine["greedy"] == own["greedy"]
     torch.testing.assert_close(
         torch.tensor(mine["forced"]), torch.tensor(own["forced"]), atol=2e-4, rtol=0

@@ -51,7 +51,7 @@ def test_with_none_the_tokens_are_those_of_vllm(run_vllm, toy, batches, own):
 @pytest.mark.parametrize(
     "spec",
     [
-        "turboquant:bits=4,sinks=0,window=0",
+        "turboquant:bits=4,sinks=0",
         "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
         "fp8:sinks=0,window=0",
     ],

@@ -10,9 +10,10 @@ from kvpact import create_cache
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.layer import PagedLayer, Row
+from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.integrations.vllm.window import Row, WindowPool
 from kvpact.spec import parse_spec
 
 SPECS = (
@@ -22,18 +23,22 @@ SPECS = (
     "fp8:sinks=0,window=0",
     "trellis:bits=4,center=0,first=false,weights=false,blocks=false,sinks=0,window=0",
     "turboquant:bits=3,sinks=0,window=0/int:bits=4,sinks=0,window=0",
+    "turboquant:bits=4,sinks=0",
+    "int:bits=4,sinks=0,window=5",
 )
 PAGE, HEADS, GROUPS, DIM = 32, 2, 2, 64
 SCALE = AttendConfig(softmax_scale=0.125)
 
 
-def make(text, dtype=torch.bfloat16, pages=16, dirty=False):
-    k, v = codecs(parse_spec(text), DIM, DIM, dtype)
+def make(text, dtype=torch.bfloat16, pages=16, dirty=False, sequences=8):
+    spec = parse_spec(text)
+    k, v = codecs(spec, DIM, DIM, dtype)
     form = PageForm(k, v, PAGE)
     memory = torch.zeros(pages, HEADS, PAGE, form.content, dtype=torch.uint8)
     if dirty:
         memory.fill_(0xA5)
-    return PagedLayer(form, native_plan(k, v, dtype), memory)
+    windows = WindowPool(spec.key.window, sequences, PAGE, ((HEADS, DIM), (HEADS, DIM)), dtype)
+    return PagedLayer(form, native_plan(k, v, dtype), memory, windows)
 
 
 def tokens(count, seed, dtype=torch.bfloat16):

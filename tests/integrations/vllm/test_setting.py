@@ -19,6 +19,7 @@ def test_nothing_is_set(monkeypatch):
 @pytest.mark.parametrize(
     "text",
     [
+        "turboquant:bits=4,sinks=0",
         "turboquant:bits=4,sinks=0,window=0",
         "int:bits=8,sinks=0,window=0/turboquant:bits=3,sinks=0,window=0",
         "none",
@@ -32,8 +33,11 @@ def test_a_spec_is_set(monkeypatch, text):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("turboquant:bits=4", "write 'turboquant:bits=4,sinks=0,window=0'"),
-        ("int:bits=8,sinks=0", "no exact sinks and window"),
+        ("turboquant:bits=4", "write 'turboquant:bits=4,sinks=0'"),
+        (
+            "int:bits=8,sinks=0/int:bits=4,sinks=0,window=9",
+            "windows of equal width; write 'int:bits=8,sinks=0/int:bits=4,sinks=0'",
+        ),
         ("kivi:sinks=0,window=0", "packs 32 tokens together"),
         ("turboquant:bits=4,center=64,sinks=0,window=0", "method of K packs 64 tokens together"),
         ("trellis:bits=4,sinks=0,window=0", "method of K learns from its tokens"),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -25,10 +26,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 
 from kvpact.contract import AttendConfig
 from kvpact.formats import TILE
-from kvpact.integrations.vllm.layer import PagedLayer, Row
+from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.refused import refuse
 from kvpact.integrations.vllm.setting import codecs, native_plan, served_spec
+from kvpact.integrations.vllm.window import SLACK, Row, WindowPool
 from kvpact.kernels.plan import Plan
 from kvpact.spec import Spec
 
@@ -169,6 +171,7 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         self._config = AttendConfig(
             softmax_scale=self.scale, softcap=logits_soft_cap if logits_soft_cap else None
         )
+        self._sequences: int = get_current_vllm_config().scheduler_config.max_num_seqs
         self._layer: PagedLayer | None = None
 
     def forward(
@@ -189,14 +192,17 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         if attn_metadata is None:  # vLLM warms up
             return output.zero_()
         if self._layer is None or self._layer.pages is not kv_cache:
-            self._layer = _layer(key, value, kv_cache)
+            self._layer = _layer(key, value, kv_cache, self._sequences)
         self._layer.step(attn_metadata.rows, query, key, value, output, self._config)
         return output
 
 
-def _layer(key: Tensor, value: Tensor, pages: Tensor) -> PagedLayer:
-    k, v = codecs(_spec(), key.shape[2], value.shape[2], key.dtype)
-    return PagedLayer(PageForm(k, v, pages.shape[2]), native_plan(k, v, key.dtype), pages)
+def _layer(key: Tensor, value: Tensor, pages: Tensor, sequences: int) -> PagedLayer:
+    spec, dtype = _spec(), key.dtype
+    k, v = codecs(spec, key.shape[2], value.shape[2], dtype)
+    shapes = ((key.shape[1], key.shape[2]), (value.shape[1], value.shape[2]))
+    windows = WindowPool(spec.key.window, sequences, pages.shape[2], shapes, dtype)
+    return PagedLayer(PageForm(k, v, pages.shape[2]), native_plan(k, v, dtype), pages, windows)
 
 
 def _check(config: Any) -> None:
@@ -214,16 +220,16 @@ def _check(config: Any) -> None:
 
 
 def _log(spec: AttentionSpec, layers: int, config: Any) -> None:
-    dtype = config.model_config.dtype
-    pair = codecs(_spec(), spec.head_size, spec.head_size_v, dtype)
-    plan: Plan = native_plan(*pair, dtype)
+    dtype, sequences = config.model_config.dtype, config.scheduler_config.max_num_seqs
+    stored = _spec()
+    plan: Plan = native_plan(*codecs(stored, spec.head_size, spec.head_size_v, dtype), dtype)
     plain = (spec.head_size + spec.head_size_v) * dtype.itemsize
     content = spec.state_content_size_bytes
     logger.info(
         "kvpact stores K and V of %d layers as %s: %d bytes per token and KV head instead of %d "
         "(%s), %.2f times as many tokens: pages for %s tokens. %r",
         layers,
-        _spec(),
+        stored,
         content,
         plain,
         dtype,
@@ -231,3 +237,13 @@ def _log(spec: AttentionSpec, layers: int, config: Any) -> None:
         f"{config.cache_config.num_gpu_blocks * spec.block_size:,}",
         plan,
     )
+    if width := stored.key.window:
+        each = layers * spec.num_kv_heads * plain * (width + SLACK)
+        logger.info(
+            "kvpact keeps the last %d tokens of each sequence exactly, beside the pages: %.2f MB "
+            "for each, at most %.0f MB for --max-num-seqs %d",
+            width,
+            each / 1e6,
+            sequences * each / 1e6,
+            sequences,
+        )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kvpact.cache.pages import PageSource
 from kvpact.cache.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.window import Row, Window, WindowPool
 from kvpact.kernels import (
     AttendCall,
     LayerView,
@@ -23,27 +22,7 @@ from kvpact.kernels import (
     StepRunner,
     StepTokens,
     StreamView,
-    TokenMemory,
 )
-
-
-class Row(NamedTuple):
-    """A sequence's part of a batch.
-
-    Parameters
-    ----------
-    start, end : int
-        Its tokens in the batch.
-    held : int
-        Tokens of the sequence before these.
-    pages : tuple of int
-        The sequence's pages, in order: as many as the tokens need, the new ones included.
-    """
-
-    start: int
-    end: int
-    held: int
-    pages: tuple[int, ...]
 
 
 class PagedLayer:
@@ -57,6 +36,8 @@ class PagedLayer:
         Who computes.
     pages : Tensor
         `[P, H, N, C]` uint8, see `PageForm.fields`.
+    windows : WindowPool
+        The exact tokens of this layer.
 
     Raises
     ------
@@ -64,13 +45,12 @@ class PagedLayer:
         The pages are laid out otherwise.
     """
 
-    def __init__(self, form: PageForm, plan: Plan, pages: Tensor) -> None:
-        self.pages, self._plan, self._tokens = pages, plan, form.tokens
+    def __init__(self, form: PageForm, plan: Plan, pages: Tensor, windows: WindowPool) -> None:
+        self.pages, self._plan, self._tokens, self._windows = pages, plan, form.tokens, windows
         self._sides = tuple(zip((plan.k, plan.v), form.fields(pages), strict=True))
         # Of the sequences of the last batch, by their pages.
         self._sources: dict[tuple[int, ...], tuple[PageSource, PageSource]] = {}
         self._runners: dict[tuple[int, ...], StepRunner] = {}
-        self._no_tail = TokenMemory(torch.empty(1, 1, 0, 1), 0)
         # Tokens written to each page since it was cleared. vLLM gives pages to other sequences as
         # they are, and slots are written by OR. -1: not known.
         self._filled = np.full(len(pages), -1, dtype=np.int64)
@@ -86,8 +66,8 @@ class PagedLayer:
     ) -> None:
         """Attend, then store the new tokens.
 
-        A new token is attended as it was given, by itself and the tokens of the same call; earlier
-        ones as they are stored.
+        A new token is attended as it was given, by itself and the tokens of the same call; so are
+        those in the window. Others are attended as they are stored.
 
         Parameters
         ----------
@@ -107,19 +87,23 @@ class PagedLayer:
         NonFiniteError
             A token that the method can't hold; it is not stored.
         """
-        single = [row for row in rows if row.held and row.end - row.start == 1]
-        several = [row for row in rows if not row.held or row.end - row.start > 1]
         self._sources = {
             row.pages: self._sources.get(row.pages) or self._make_sources(row.pages) for row in rows
         }
-        if single and not self._decode(single, q, k, v, out, config):
-            several = list(rows)
-        self._attend(several, q, k, v, out, config)
-        self._store(several, (k, v))
+        windows = self._windows.claim(rows)
+        try:
+            both = list(zip(rows, windows, strict=True))
+            single = [one for one in both if one[0].held and one[0].end - one[0].start == 1]
+            if single and self._decode(single, q, k, v, out, config):
+                both = [one for one in both if not one[0].held or one[0].end - one[0].start > 1]
+            self._attend(both, q, k, v, out, config)
+            self._store(both, (k, v))
+        finally:
+            self._windows.keep(rows, windows)
 
     def _decode(
         self,
-        rows: list[Row],
+        rows: list[tuple[Row, Window]],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -134,39 +118,46 @@ class PagedLayer:
             False where there is no such call, or a token may be beyond the method's range: then
             nothing is stored.
         """
-        tokens = [row.start for row in rows]
+        tokens = [row.start for row, _ in rows]
         q, k, v = (x[tokens].unsqueeze(2) for x in (q, k, v))
         made, before = [], self._runners
         self._runners = {}
-        for i, row in enumerate(rows):
+        for i, (row, window) in enumerate(rows):
             runner = before.get(row.pages)
             if runner is None or not runner.fits_rows(k, v, q, config, len(rows)):
                 k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
-                call = AttendCall(self._view(row, k1, v1), k1, v1, q1, config)
+                call = AttendCall(self._view(row, window), k1, v1, q1, config)
                 runner = self._plan.step(call)
             if runner is None:
                 return False
             self._runners[row.pages] = runner
-            nothing = StepTokens(row.held, self._no_tail, False, row.held, 1, False)
-            made.append(StepRow(runner, row.held, nothing, nothing))
+            self._windows.make_room(window)
+            exact, keep = self._windows.exact_from(window), self._windows.width > 0
+            k_new, v_new = (
+                StepTokens(exact, memory, keep, row.held, 1, False) for memory in window.memories
+            )
+            made.append(StepRow(runner, row.held, k_new, v_new))
             self._clear(row)
         output = made[0].runner.run(made, k, v, q)
         if output is None:
             return False
+        for _, window in rows:
+            window.end += 1
         out[tokens] = output.squeeze(2)
         return True
 
-    def _view(self, row: Row, k: Tensor, v: Tensor) -> LayerView:
-        sources = self._sources[row.pages]
-        k_view, v_view = (
-            StreamView(side.codec, source, row.held, x[:, :, :0], None, None, 0, _always)
-            for (side, _), source, x in zip(self._sides, sources, (k, v), strict=True)
+    def _view(self, row: Row, window: Window) -> LayerView:
+        exact, sources = self._windows.exact_from(window), self._sources[row.pages]
+        tails = (memory.tokens(exact, row.held) for memory in window.memories)
+        k, v = (
+            StreamView(side.codec, source, exact, tail, None, None, 0, _always)
+            for (side, _), source, tail in zip(self._sides, sources, tails, strict=True)
         )
-        return LayerView(k_view, v_view, None)
+        return LayerView(k, v, None)
 
     def _attend(
         self,
-        rows: Sequence[Row],
+        rows: list[tuple[Row, Window]],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -174,9 +165,9 @@ class PagedLayer:
         config: AttendConfig,
     ) -> None:
         alike = defaultdict(list)
-        for row in rows:
+        for row, window in rows:
             k1, v1, q1 = (_sequence(x, row.start, row.end) for x in (k, v, q))
-            view = self._view(row, k1, v1) if row.held else None
+            view = self._view(row, window) if row.held else None
             alike[row.end - row.start].append((row, AttendCall(view, k1, v1, q1, config)))
         # Calls whose queries are equally many are one call of the kernels.
         for group in alike.values():
@@ -188,18 +179,20 @@ class PagedLayer:
         k, v = (PageSource(fields, pages, self._tokens) for _, fields in self._sides)
         return k, v
 
-    def _store(self, rows: Sequence[Row], tokens: tuple[Tensor, Tensor]) -> None:
+    def _store(self, rows: list[tuple[Row, Window]], tokens: tuple[Tensor, Tensor]) -> None:
+        given = [tuple(_sequence(x, row.start, row.end) for x in tokens) for row, _ in rows]
+        # All that can be refused is, before anything is written.
         ready = [
-            (row, side.prepare(_sequence(x, row.start, row.end)), fields)
-            for row in rows
-            for (side, fields), x in zip(self._sides, tokens, strict=True)
+            [side.prepare(x) for (side, _), x in zip(self._sides, pair, strict=True)]
+            for pair in given
         ]
-        for row in rows:
+        for (row, window), pair, prepared in zip(rows, given, ready, strict=True):
             self._clear(row)
-        for row, (encoder, prepared), fields in ready:
             first, inside = divmod(row.held, self._tokens)
-            segments = [_page(fields, page) for page in row.pages[first:]]
-            encoder.write(prepared, segments, self._tokens, inside)
+            for (encoder, what), (_, fields) in zip(prepared, self._sides, strict=True):
+                segments = [_page(fields, page) for page in row.pages[first:]]
+                encoder.write(what, segments, self._tokens, inside)
+            self._windows.append(window, (pair[0], pair[1]))
 
     def _clear(self, row: Row) -> None:
         """Clear what a row's pages hold behind the place where its new tokens go."""

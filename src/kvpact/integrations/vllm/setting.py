@@ -42,16 +42,19 @@ def served_spec() -> Spec | None:
 def check_serves(spec: Spec) -> None:
     """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share.
 
-    Sinks and a window are exact tokens of one sequence, beside the slots; a group is packed when
-    its last token comes; what a method learns belongs to one cache.
+    Sinks are exact tokens of one sequence; a group is packed when its last token comes; what a
+    method learns belongs to one cache.
     """
-    for method in (spec.key, spec.value):
-        if method.sinks or method.window:
-            stored = spec.with_options(sinks=0, window=0)
-            raise SpecError(
-                f"{SETTING}={str(spec)!r}: vLLM's pages hold slots alone, no exact sinks and "
-                f"window; write {str(stored)!r}, and see `kvpact eval --packed-only` for the price"
-            )
+    if spec.key.sinks or spec.value.sinks:
+        raise SpecError(
+            f"{SETTING}={str(spec)!r}: vLLM's pages have no place for exact sinks; write "
+            f"{str(spec.with_options(sinks=0))!r}"
+        )
+    if spec.key.window != spec.value.window:
+        raise SpecError(
+            f"{SETTING}={str(spec)!r}: K and V need windows of equal width; write "
+            f"{str(spec.with_options(window=spec.key.window))!r}"
+        )
     for side, codec in zip("KV", codecs(spec, 64, 64, torch.float32), strict=True):
         reason = ""
         if codec.learns_from or not codec.ready:

@@ -1,0 +1,167 @@
+"""The last tokens of each sequence, exactly, beside vLLM's pages.
+
+vLLM tells a backend no names of sequences, so a window is known by the page that holds its last
+token: nobody but the sequence writes there, and who finds that page in vLLM's prefix cache has
+the same tokens. What is not found, of a prefix or of a sequence that waited for long, is
+attended as it is stored; the window then fills again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.kernels import TokenMemory
+
+SLACK = 16
+"""Tokens of room behind a window; when they are used up, it is moved to the front."""
+
+
+class Row(NamedTuple):
+    """A sequence's part of a batch.
+
+    Parameters
+    ----------
+    start, end : int
+        Its tokens in the batch.
+    held : int
+        Tokens of the sequence before these.
+    pages : tuple of int
+        The sequence's pages, in order: as many as the tokens need, the new ones included.
+    """
+
+    start: int
+    end: int
+    held: int
+    pages: tuple[int, ...]
+
+
+class Window:
+    """Exact copies of a sequence's last tokens in one layer.
+
+    Parameters
+    ----------
+    slot : int
+        Where in the pool; -1 for no window.
+    held : int
+        Tokens of the sequence, none of them copied.
+    memories : tuple of TokenMemory
+        Of K and V; they begin at the same token.
+    """
+
+    __slots__ = ("end", "first", "memories", "slot")
+
+    def __init__(self, slot: int, held: int, memories: tuple[TokenMemory, TokenMemory]) -> None:
+        self.slot, self.memories = slot, memories
+        self.first = self.end = held
+
+
+class WindowPool:
+    """Windows of one layer.
+
+    Parameters
+    ----------
+    width : int
+        Tokens of a window; 0 for none.
+    sequences : int
+        Windows at most: of so many sequences, those used last.
+    page_tokens : int
+        Tokens of a page.
+    shapes : tuple of (int, int)
+        Heads and width of K and of V.
+    dtype : torch.dtype
+        Of both.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        sequences: int,
+        page_tokens: int,
+        shapes: tuple[tuple[int, int], tuple[int, int]],
+        dtype: torch.dtype,
+    ) -> None:
+        self.width, self._page_tokens = width, page_tokens
+        # Memory that no sequence has used yet is not taken from the system.
+        self._pools = [
+            torch.zeros(sequences if width else 1, heads, width and width + SLACK, dim, dtype=dtype)
+            for heads, dim in shapes
+        ]
+        self._none = self._memories(0, 0)
+        self._free = list(range(sequences))
+        # By the page of the last token; those used last stand last.
+        self._at: dict[int, Window] = {}
+
+    def claim(self, rows: Sequence[Row]) -> list[Window]:
+        """Return the window of each row, which is nobody else's until `keep`."""
+        if not self.width:
+            return [Window(-1, row.held, self._none) for row in rows]
+        found = [self._found(row) for row in rows]
+        return [
+            self._new(row.held) if window is None else window
+            for row, window in zip(rows, found, strict=True)
+        ]
+
+    def keep(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
+        """Know windows by their rows' last pages from here on."""
+        if not self.width:
+            return
+        for row, window in zip(rows, windows, strict=True):
+            before = self._at.pop(row.pages[-1], None)
+            if before is not None:
+                self._free.append(before.slot)
+            self._at[row.pages[-1]] = window
+
+    def exact_from(self, window: Window) -> int:
+        """Return the first token that a window's sequence attends exactly."""
+        return max(window.first, window.end - self.width)
+
+    def make_room(self, window: Window) -> None:
+        """See that one more token fits behind a window."""
+        memory = window.memories[0]
+        if self.width and window.end - memory.start == memory.tensor.shape[2]:
+            self._move(window, self.width)
+
+    def append(self, window: Window, tokens: tuple[Tensor, Tensor]) -> None:
+        """Copy new tokens, `[1, H, T, D]`, as far as they are in the window."""
+        new = tokens[0].shape[2]
+        if self.width:
+            taken = min(new, self.width)
+            self._move(window, self.width - taken)
+            kept = window.end - window.first
+            if not kept:
+                window.first = window.end + new - taken
+                window.memories = self._memories(window.slot, window.first)
+            for memory, x in zip(window.memories, tokens, strict=True):
+                memory.tensor[:, :, kept : kept + taken] = x[:, :, new - taken :]
+        window.end += new
+
+    def _found(self, row: Row) -> Window | None:
+        if not row.held:
+            return None
+        page = row.pages[(row.held - 1) // self._page_tokens]
+        window = self._at.get(page)
+        if window is None or window.end != row.held:
+            return None
+        return self._at.pop(page)
+
+    def _new(self, held: int) -> Window:
+        if not self._free:
+            self._free.append(self._at.pop(next(iter(self._at))).slot)
+        slot = self._free.pop()
+        return Window(slot, held, self._memories(slot, held))
+
+    def _memories(self, slot: int, start: int) -> tuple[TokenMemory, TokenMemory]:
+        k, v = (TokenMemory(pool[slot : slot + 1], start) for pool in self._pools)
+        return k, v
+
+    def _move(self, window: Window, most: int) -> None:
+        """Put the last tokens of a window, at most so many, to the front of its memory."""
+        start = max(window.first, window.end - most)
+        for memory in window.memories:
+            count = window.end - start
+            memory.tensor[:, :, :count] = memory.tokens(start, window.end).clone()
+        window.first, window.memories = start, self._memories(window.slot, start)

@@ -1,0 +1,87 @@
+"""Which sequences attend to an exact window, and what those do whose window is gone."""
+
+import pytest
+import torch
+
+from kvpact import create_cache
+from kvpact.contract import AttendConfig
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.layer import PagedLayer
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.integrations.vllm.window import SLACK, Row, WindowPool
+from kvpact.spec import parse_spec
+
+HEADS, DIM, PAGE = 2, 64, 32
+SHAPES = ((HEADS, DIM), (HEADS, DIM))
+EXACT, STORED = (f"turboquant:bits=3,sinks=0,window={width}" for width in (40, 0))
+CONFIG = AttendConfig(softmax_scale=0.125)
+
+
+def make(text, sequences):
+    spec = parse_spec(text)
+    k, v = codecs(spec, DIM, DIM, torch.float32)
+    form = PageForm(k, v, PAGE)
+    pages = torch.zeros(8, HEADS, PAGE, form.content, dtype=torch.uint8)
+    windows = WindowPool(spec.key.window, sequences, PAGE, SHAPES, torch.float32)
+    return PagedLayer(form, native_plan(k, v, torch.float32), pages, windows)
+
+
+def tokens(count, seed):
+    return torch.randn(3, count, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def step(layer, rows, qkv):
+    out = torch.full_like(qkv[0], torch.nan)
+    layer.step(rows, *qkv, out, CONFIG)
+    return out
+
+
+def contiguous(text, *parts):
+    """What a contiguous cache answers to the last one of several calls."""
+    cache = create_cache(text, CacheGeometry(1, HEADS, DIM), backend="cpu")
+    for part in parts:
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)
+        out = cache.attend(0, k, v, q, CONFIG)
+    return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize(("sequences", "text"), [(2, EXACT), (1, STORED)])
+def test_a_window_that_others_took_leaves_the_tokens_as_stored(sequences, text):
+    layer, first, second = make(EXACT, sequences), tokens(21, 1), tokens(30, 2)
+    step(layer, [Row(0, 20, 0, (3,))], first[:, :20])
+    step(layer, [Row(0, 30, 0, (5,))], second)
+    out = step(layer, [Row(0, 1, 20, (3,))], first[:, 20:])
+    assert torch.equal(out, contiguous(text, first[:, :20], first[:, 20:]))
+
+
+def test_a_full_page_that_another_sequence_wrote_has_its_window():
+    layer, shared = make(EXACT, 4), tokens(32, 3)
+    one, two = tokens(1, 4), tokens(1, 5)
+    step(layer, [Row(0, 32, 0, (3,))], shared)
+    rows = [Row(0, 1, 32, (3, 4)), Row(1, 2, 32, (3, 5))]
+    out = step(layer, rows, torch.cat([one, two], 1))
+    # One of them can go on writing behind it; the other reads what is stored.
+    assert torch.equal(out[:1], contiguous(EXACT, shared, one))
+    assert torch.equal(out[1:], contiguous(STORED, shared, two))
+
+
+def test_a_page_that_another_sequence_took_has_no_window_of_before():
+    layer, before, after = make(EXACT, 4), tokens(20, 6), tokens(25, 7)
+    step(layer, [Row(0, 20, 0, (3,))], before)
+    step(layer, [Row(0, 10, 0, (3,))], after[:, :10])
+    out = step(layer, [Row(0, 15, 10, (3,))], after[:, 10:])
+    assert torch.equal(out, contiguous(EXACT, after[:, :10], after[:, 10:]))
+
+
+@pytest.mark.parametrize("counts", [[1] * (40 + 2 * SLACK + 3), [39, 1, 40, 41, 3, 1], [200, 1, 5]])
+def test_a_window_moves_with_its_sequence(counts):
+    layer, given = make(EXACT, 1), tokens(sum(counts), 8)
+    held, parts = 0, []
+    for count in counts:
+        new = given[:, held : held + count]
+        pages = tuple(range(-(-(held + count) // PAGE)))
+        out = step(layer, [Row(0, count, held, pages)], new)
+        parts.append(new)
+        held += count
+    assert torch.equal(out, contiguous(EXACT, *parts))
