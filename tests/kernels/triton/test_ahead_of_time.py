@@ -70,7 +70,7 @@ def listed() -> list[str]:
 
 def test_kernels_are_within_bounds_and_as_the_table_says():
     lines = said("--capability", "90", "--quick", "--check", str(TABLE))
-    names = {line.split(" {")[0] for line in lines}
+    names = {line.split(" {")[0] for line in lines if line.startswith("sm_90 ")}
     assert names == {f"sm_90 {name}" for name in aot.QUICK}
 
 
@@ -81,8 +81,10 @@ def test_each_kernel_is_compiled_each_time():
 def test_the_table_holds_what_dispatch_may_choose(listed):
     table = aot.read(TABLE)
     held = sorted(name for name in listed if kernel_of(name) not in aot.OPEN)
-    for place in table.keys() - {"triton"}:
-        assert sorted(table[place]) == held
+    assert sorted(table["sm_90"]) == held
+    # The others have what a decode step takes, at least.
+    for place in ("sm_80", "sm_89", "sm_100"):
+        assert {*held} >= {*table[place]} >= {name for name in held if "attend_" in name}
     assert {kernel_of(name) for name in listed} == launched() == {*BOUNDS, "attend_digits"}
 
 

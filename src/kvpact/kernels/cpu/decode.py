@@ -7,11 +7,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvpact.errors import DtypeError, GeometryError, KernelError
+from kvpact.errors import GeometryError, KernelError
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES, slot_format
 from kvpact.kernels.cpu.structs import DecodeArgs
+from kvpact.kernels.dense import check_out
 
 
 def decode(
@@ -24,15 +25,8 @@ def decode(
     GeometryError, DtypeError
         `out` is not as described.
     """
-    if out.dim() != 4 or not 0 <= start <= end or out.shape[2] != end - start:
-        raise GeometryError(f"out has shape {tuple(out.shape)}, not [B, H, {end - start}, D]")
-    if out.dtype not in DTYPES:
-        raise DtypeError(f"out is {out.dtype}; numbers are decoded to fp32, fp16 or bf16")
-    if out.stride(3) != 1 and out.shape[3] != 1:
-        raise GeometryError("the last axis of out has gaps")
     form = slot_format(slots.codec)
-    if form.stream.dim != out.shape[3]:
-        raise GeometryError(f"out is {out.shape[3]} wide, vectors are {form.stream.dim}")
+    check_out(out, start, end, form.stream.dim)
     args = DecodeArgs(slots=form.stream)
     args.slots.segment_tokens = slots.source.segment_tokens
     if not form.place(args.slots, slots.source):

@@ -1,23 +1,25 @@
 """Compiles kernels ahead of time, says what they take: ``python -m kvpact.kernels.triton.aot``.
 
 No device is needed. Kernels have to stay within their bounds (`bounds.py`). With ``--check FILE``
-the facts about them have to be those of a table, made with the same Triton; ``--write FILE`` writes
+the facts about them have to be those of a table, if it was made with the same Triton; ``--write FILE`` writes
 what was compiled into such a table, and leaves the rest of it. Triton keeps what it has compiled.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import triton
 
-from kvpact.kernels.triton.bounds import bounds_of, problems
+from kvpact.kernels.triton.bounds import Bounds, bounds_of, problems
 from kvpact.kernels.triton.machine_code import Facts, Launch, compiled, facts
 from kvpact.kernels.triton.scenes import all_launches
 
@@ -52,8 +54,13 @@ QUICK = (
 """What the tests compile each time: every kernel once."""
 
 
-def facts_of(launch: Launch, capability: int) -> Facts:
-    """Compile what a launch needs, and return what is known of it."""
+_launches: dict[str, Launch] = {}
+"""By their names in the table; processes that compile have them from the one that began them."""
+
+
+def facts_of(name: str, capability: int) -> Facts:
+    """Compile one of `_launches`, and return what is known of it."""
+    launch = _launches[name]
     made = compiled(launch, capability)
     if launch.name not in LOOPS:
         return facts(made)
@@ -77,14 +84,12 @@ def chosen(kernels: list[str] | None, quick: bool) -> dict[str, Launch]:
     }
 
 
-def table(
-    launches: dict[str, Launch], capability: int, jobs: int
-) -> Iterator[tuple[str, Launch, Facts]]:
-    """Compile launches, some at a time; in their order."""
-    with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda launch: facts_of(launch, capability), launches.values())
-        for (name, launch), known in zip(launches.items(), found, strict=True):
-            yield name, launch, known
+def table(launches: dict[str, Launch], capability: int, jobs: int) -> Iterator[tuple[str, Facts]]:
+    """Compile launches in so many processes; in their order."""
+    _launches.update(launches)
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+        names = list(launches)
+        yield from zip(names, pool.map(facts_of, names, itertools.repeat(capability)), strict=True)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -145,13 +150,15 @@ def main(arguments: list[str] | None = None) -> int:
     for capability in options.capability:
         place = f"sm_{capability}"
         lines = {}
-        for name, launch, found in table(launches, capability, options.jobs):
-            line = found.to_json()
-            wrong = problems(found, bounds_of(launch))
+        for name, found in table(launches, capability, options.jobs):
+            launch, line = launches[name], found.to_json()
+            bounds = bounds_of(launch)
+            # What other versions of Triton take is theirs; what is exact is not.
+            wrong = problems(found, bounds if same else Bounds(stack=None, exact=bounds.exact))
             if launch.name not in OPEN:
                 lines[name] = line
                 expected = known.get(place, {}).get(name)
-                if options.check and same and expected != line:
+                if options.check and same and line != (expected or line):
                     wrong.append(f"the table has {expected}")
             bad += bool(wrong)
             print(place, name, json.dumps(line), *wrong, flush=True)
@@ -160,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
             merged(known, place, lines, options.kernels)
             write(options.write, known)
     if options.check and not same:
-        print(f"the table is of triton {known['triton']}, this is {triton.__version__}: bounds")
+        print(f"the table is of triton {known['triton']}, this is {triton.__version__}")
+        print("so facts were not compared, and bounds are none but those of what is exact")
     return min(bad, 1)
 
 

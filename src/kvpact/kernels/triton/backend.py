@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from kvpact.kernels.base import AttendCall, Encoder, Operation, Precision, SlotReader, StepRunner
+from kvpact.kernels.dense import DTYPES
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 
 _CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LEAST_CAPABILITY = (8, 0)
 LEAST_TRITON = (3, 6)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kvpact.errors import DtypeError, GeometryError
+from kvpact.errors import GeometryError
 from kvpact.formats import TILE, CodesField
 from kvpact.kernels.base import SlotReader
+from kvpact.kernels.dense import check_out
 from kvpact.kernels.triton.decode_kernel import decode_tiles
 from kvpact.kernels.triton.forms import Places, SlotForm, places_of, slots_of
 from kvpact.kernels.triton.trellis_decode import decode_keys
@@ -16,8 +16,6 @@ from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.hadamard import random_signs
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _of_values(codec: Codec) -> bool:
@@ -43,18 +41,13 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
     GeometryError, DtypeError
         `out` is not as described, or slots have gaps.
     """
-    if out.dim() != 4 or not 0 <= start <= end or out.shape[2] != end - start:
-        raise GeometryError(f"out has shape {tuple(out.shape)}, not [B, H, {end - start}, D]")
-    if out.dtype not in DTYPES:
-        raise DtypeError(f"out is {out.dtype}; numbers are decoded to fp32, fp16 or bf16")
-    if out.stride(3) != 1 and out.shape[3] != 1:
-        raise GeometryError("the last axis of out has gaps")
     codec = slots.codec
     known = slots_of(codec, _of_values(codec), out.device)
-    form, (batch, heads, _, dim) = known.form, out.shape
+    form = known.form
     assert form is not None and known.levels is not None, known.reason
-    if _width(codec, form) != dim:
-        raise GeometryError(f"out is {dim} wide, vectors are {_width(codec, form)}")
+    dim = _width(codec, form)
+    check_out(out, start, end, dim)
+    batch, heads = out.shape[:2]
     places = places_of(slots.source, known, batch, out.device)
     if places is None:
         raise GeometryError("the slots have gaps in memory")

@@ -21,7 +21,7 @@ from kvpact.kernels.triton.encode_deviations import (
     token_deviations,
     within,
 )
-from kvpact.kernels.triton.encode_kernel import units_of
+from kvpact.kernels.triton.slots import units_of
 from kvpact.methods import kvarn
 
 VECTORS = 6

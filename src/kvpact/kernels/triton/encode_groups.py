@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.encode_codes import grid_between
-from kvpact.kernels.triton.encode_kernel import as_fp32, load_tokens, units_of
+from kvpact.kernels.triton.encode_kernel import as_fp32, load_tokens
+from kvpact.kernels.triton.slots import units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 
 CHANNELS = 32

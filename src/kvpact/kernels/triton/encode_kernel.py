@@ -14,7 +14,7 @@ from kvpact.kernels.triton.encode_codes import (
     symmetric,
 )
 from kvpact.kernels.triton.encode_store import store_codes, store_numbers
-from kvpact.kernels.triton.slots import field
+from kvpact.kernels.triton.slots import by_group, units_of
 from kvpact.kernels.triton.transforms import rotated
 
 LARGEST_HALF = tl.constexpr(65504.0)
@@ -39,24 +39,6 @@ def load_tokens(
     place = first + token.to(tl.int64) * x_token
     mask = live[:, None] & (d < FORM.dim)[None, :]
     return as_fp32(tl.load(X + place[:, None] + d[None, :], mask=mask, other=0.0))
-
-
-@triton.jit
-def units_of(
-    NAME: tl.constexpr, TABLE, HEADS, row, head, segment, batch, segments, FORM: tl.constexpr
-):
-    """Return a pointer to a field's units of a segment and head; see `slots.field`."""
-    INDEX: tl.constexpr = FORM.index_of(NAME)
-    TYPE: tl.constexpr = FORM.type_of(NAME)
-    return field(TABLE, HEADS, INDEX, row, head, segment, batch, segments, TYPE)
-
-
-@triton.jit
-def _of_group(units, tile, FORM: tl.constexpr):
-    """Return a number per channel of the group that a tile is in, fp32 `[1, padded]`."""
-    d = tl.arange(0, FORM.padded)
-    place = units + tile * 32 // FORM.group * FORM.dim + d
-    return tl.load(place, mask=d < FORM.dim, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -86,12 +68,12 @@ def _with_groups(
     if FORM.kind == "balanced" and FORM.order == "channel":
         step, begin = _of_tokens(scale, tile, first, ROWS), _of_tokens(zero, tile, first, ROWS)
     else:
-        step, begin = _of_group(scale, tile, FORM), _of_group(zero, tile, FORM)
+        step, begin = by_group(scale, tile, FORM), by_group(zero, tile, FORM)
     inside = True
     if FORM.kind == "balanced":
         units = units_of("balance", TABLE, HEADS, row, head, segment, batch, segments, FORM)
         if FORM.order == "channel":
-            balance = _of_group(units, tile, FORM)
+            balance = by_group(units, tile, FORM)
         else:
             balance = _of_tokens(units, tile, first, ROWS)
         # Tiles of K that are stored as zeros have a balance of 0.
@@ -188,7 +170,7 @@ def encode_rows(
     else:
         if FORM.staged:
             mean = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-            y = y - _of_group(mean, tile, FORM)
+            y = y - by_group(mean, tile, FORM)
         codes, scale, zero = _coded(y, BOUNDARIES, LEVELS, ROWS, FORM)
         GROUPS: tl.constexpr = FORM.padded_groups
         COUNT: tl.constexpr = FORM.groups

@@ -59,18 +59,10 @@ def field(
 
 
 @triton.jit
-def _named(
-    NAME: tl.constexpr,
-    TABLE,
-    HEADS,
-    row,
-    head,
-    segment,
-    batch,
-    segments,
-    FORM: tl.constexpr,
+def units_of(
+    NAME: tl.constexpr, TABLE, HEADS, row, head, segment, batch, segments, FORM: tl.constexpr
 ):
-    """Return `field` of a name."""
+    """Return `field` of a name that a form knows: a `SlotForm` or an `EncodeForm`."""
     INDEX: tl.constexpr = FORM.index_of(NAME)
     TYPE: tl.constexpr = FORM.type_of(NAME)
     return field(TABLE, HEADS, INDEX, row, head, segment, batch, segments, TYPE)
@@ -179,7 +171,7 @@ def _by_token(tile, FORM: tl.constexpr):
 
 
 @triton.jit
-def _by_group(units, tile, FORM: tl.constexpr):
+def by_group(units, tile, FORM: tl.constexpr):
     """Return a number per channel of a tile's group of tokens, fp32 [1, padded]."""
     d = tl.arange(0, FORM.padded)
     unit = tile * 32 // FORM.group
@@ -202,20 +194,20 @@ def _scaled(
     """Return levels [32, padded] with scale, zero, fold and shift, in the order of `decode`."""
     GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
     if FORM.has("fold"):
-        units = _named("fold", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        fold = _by_group(units, tile, FORM)
+        units = units_of("fold", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        fold = by_group(units, tile, FORM)
     if FORM.has("shift"):
-        units = _named("shift", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        shift = _by_group(units, tile, FORM)
+        units = units_of("shift", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        shift = by_group(units, tile, FORM)
     if FORM.has("fold") and not FORM.of_values:
         x = x * fold
     if FORM.has("shift") and FORM.shift_scaled:
         x = x + shift
     if FORM.has("scale"):
-        units = _named("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        units = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
         x = x * _by_token(units + tile * (GROUPS * 32), FORM)
     if FORM.has("zero"):
-        units = _named("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        units = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
         x = x + _by_token(units + tile * (GROUPS * 32), FORM)
     if FORM.has("shift") and not FORM.shift_scaled:
         x = x + shift
@@ -253,9 +245,9 @@ def tile_numbers(
         The `SlotForm`.
     """
     tile = tl.cast(tile, tl.int64)
-    units = _named("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    units = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
     if FORM.kind == "trellis":
-        scale = _named("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
         x = trellis_numbers(units, scale, LEVELS, tile, FORM)
     else:
         if FORM.order == "number":

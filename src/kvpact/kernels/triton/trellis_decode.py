@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.casts import saturated
-from kvpact.kernels.triton.slots import field
+from kvpact.kernels.triton.slots import units_of
 from kvpact.kernels.triton.transforms import rotated_back
 from kvpact.kernels.triton.trellis import e5m3, step_numbers, tile_words
 from kvpact.kernels.triton.trellis_bases import FIRST, MEAN, base_flags
@@ -87,8 +87,8 @@ def decode_keys(
     block, head, row = tl.program_id(0) % BLOCKS, tl.program_id(1), tl.program_id(2)
     tile = start // 32 + tl.program_id(0) // BLOCKS
     segment, inside = tile // tiles_per_segment, tile % tiles_per_segment
-    codes = field(TABLE, HEADS, FORM.index_of("codes"), row, head, segment, batch, segments, "i32")
-    scale = field(TABLE, HEADS, FORM.index_of("scale"), row, head, segment, batch, segments, "u8")
+    codes = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
     n = e5m3(tl.load(scale + inside * 32 + tl.arange(0, 32)))
     words = tile_words(codes, inside, FORM)
     token = tile * 32 + tl.arange(0, 32)
@@ -96,25 +96,22 @@ def decode_keys(
     out = OUT + tl.cast(row, tl.int64) * out_row + tl.cast(head, tl.int64) * out_head
     out += ((token - start).to(tl.int64) * out_token)[:, None]
     if FORM.has("base"):
-        at = FORM.index_of("base")
-        flags = field(TABLE, HEADS, at, row, head, segment, batch, segments, "i32")
+        flags = units_of("base", TABLE, HEADS, row, head, segment, batch, segments, FORM)
         flag = base_flags(flags, inside)[:, None]
     if FORM.has("mean"):
-        at = FORM.index_of("mean")
-        means = field(TABLE, HEADS, at, row, head, segment, batch, segments, "i8")
-        at = FORM.index_of("step")
-        steps = field(TABLE, HEADS, at, row, head, segment, batch, segments, "fp16")
+        means = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        steps = units_of("step", TABLE, HEADS, row, head, segment, batch, segments, FORM)
         group = inside * 32 // FORM.trellis.center
         step = tl.load(steps + group).to(tl.float32)
     for i in tl.static_range(BLOCKS):
         if block == i:
             place = tl.arange(0, block_width(FORM.trellis, i))
             there = place < FORM.trellis.blocks[i].dim
-            deviation = tl.load(DEVIATION + head * len(FORM.trellis.blocks) + i)
+            deviation = tl.load(DEVIATION + head * BLOCKS + i)
             signs = SIGNS + block_signs(FORM.trellis, i)
             y = _rotated_back(words, n, LEVELS, signs, deviation, FORM, i)
-            order = ORDER + head * FORM.dim + block_begin(FORM.trellis, i)
-            channel = tl.load(order + place, mask=there, other=0)
+            at = head * FORM.dim + block_begin(FORM.trellis, i) + place
+            channel = tl.load(ORDER + at, mask=there, other=0)
             weight = tl.load(WEIGHT + head * FORM.dim + channel)
             y = tl.div_rn(y, tl.broadcast_to(weight[None, :], y.shape))
             if FORM.has("mean"):

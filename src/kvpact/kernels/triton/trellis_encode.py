@@ -8,7 +8,8 @@ leaves to the next kernel lies in memory of its own, `[channels, 32]`.
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.encode_kernel import as_fp32, units_of
+from kvpact.kernels.triton.encode_kernel import as_fp32
+from kvpact.kernels.triton.slots import units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 from kvpact.kernels.triton.trellis import e5m3
 from kvpact.kernels.triton.trellis_bases import FIRST, MEAN, base_flags, chosen_bases, distance

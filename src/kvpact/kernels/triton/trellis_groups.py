@@ -7,7 +7,8 @@ up, and channels 32 at a time where means are; in between, what was found lies i
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.encode_kernel import as_fp32, units_of
+from kvpact.kernels.triton.encode_kernel import as_fp32
+from kvpact.kernels.triton.slots import units_of
 from kvpact.kernels.triton.transforms import tree_sum
 from kvpact.kernels.triton.trellis_bases import chosen_bases, distance
 from kvpact.kernels.triton.trellis_encode import store_flags
