@@ -28,7 +28,7 @@ EPIP := $(EPY) -m pip --disable-pip-version-check --quiet --quiet
 # Beside what $(VENV) has, so that `make test` stays as it is where Mooncake is there, too.
 MOONCAKE := .venv-mooncake
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-aot callgrind clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -106,12 +106,20 @@ neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 gpu-aot: $(READY) ## GPU kernels compiled for four generations, compared with a table: half an hour the first time, no GPU needed
 	@$(PY) -m kvpact.kernels.triton.aot --check tests/kernels/triton/golden/aot.json
 
-gpu: $(READY) ## on a machine with a GPU: the tests that need one, then benchmarks/gpu.py into benchmarks/results/gpu
-	@$(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device is there')"
-	@$(PY) -m pytest -m "not neon" tests/kernels/triton tests/cache/test_devices.py
+gpu: gpu-test gpu-bench ## on a machine with a GPU: both of the following
+
+CUDA := $(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device is there')"
+
+gpu-test: $(READY) ## the tests that compute on a GPU, the smallest under compute-sanitizer, too
+	@$(CUDA)
+	@$(PYTEST) -m "not neon" --ignore tests/kernels/triton/test_ahead_of_time.py \
+		tests/kernels/triton tests/cache/test_devices.py
 	@if command -v compute-sanitizer >/dev/null; then \
-		compute-sanitizer --error-exitcode 1 $(PY) -m pytest -q tests/kernels/triton -k sanitized; \
+		compute-sanitizer --error-exitcode 1 $(PY) -m pytest -q tests/kernels/triton/test_backend.py -k sanitized; \
 	else echo "compute-sanitizer is not there: left out"; fi
+
+gpu-bench: $(READY) ## benchmarks/gpu.py on a GPU, into benchmarks/results/gpu
+	@$(CUDA)
 	@$(PY) benchmarks/gpu.py --out benchmarks/results/gpu
 
 callgrind: $(READY) ## instructions of the native kernels, counted by valgrind

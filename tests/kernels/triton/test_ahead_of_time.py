@@ -82,9 +82,8 @@ def test_the_table_holds_what_dispatch_may_choose(listed):
     table = aot.read(TABLE)
     held = sorted(name for name in listed if kernel_of(name) not in aot.OPEN)
     assert sorted(table["sm_90"]) == held
-    # The others have what a decode step takes, at least.
-    for place in ("sm_80", "sm_89", "sm_100"):
-        assert {*held} >= {*table[place]} >= {name for name in held if "attend_" in name}
+    for place in table.keys() - {"triton", "sm_90"}:
+        assert {*table[place]} <= {*held}
     assert {kernel_of(name) for name in listed} == launched() == {*BOUNDS, "attend_digits"}
 
 

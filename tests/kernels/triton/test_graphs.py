@@ -12,7 +12,7 @@ from tiny_llama import tiny_llama
 pytest.importorskip("triton")
 
 from kvpact.errors import BackendUnavailable, GeometryError, NonFiniteError
-from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers import CompressedCache, graphs
 from kvpact.integrations.transformers.graphs import DecodeGraph
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -77,6 +77,12 @@ def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backe
             assert not reads.counts
         assert (found - expected).norm() <= 1e-3 * expected.norm()
     assert (steps.replays, steps.captures) == (3, 2)
+
+
+def test_a_machine_without_triton_is_told(monkeypatch):
+    monkeypatch.setattr(graphs, "installed", lambda: "")
+    with pytest.raises(BackendUnavailable, match="pip install"):
+        DecodeGraph(None, None)
 
 
 def test_what_can_not_be_captured_is_refused(triton_backend):

@@ -9,7 +9,7 @@ learns from the first tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from kvpact.cache.quick import counted
 from kvpact.cache.room import rewind
 from kvpact.errors import BackendUnavailable, GeometryError
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.kernels.triton.step import TritonStep
+from kvpact.kernels.triton.backend import installed
+
+if TYPE_CHECKING:
+    from kvpact.kernels.triton.step import TritonStep
 
 ROOM = 256
 """Tokens for which room is made at a time."""
@@ -44,7 +47,8 @@ class DecodeGraph:
     Raises
     ------
     BackendUnavailable
-        A layer can't be stepped by the device alone; the message says which, and why.
+        Triton is not installed; or a layer can't be stepped by the device alone, and the message
+        says which, and why.
     SnapshotError
         The model has layers that transformers caches itself.
 
@@ -60,6 +64,8 @@ class DecodeGraph:
     def __init__(self, model: PreTrainedModel, cache: CompressedCache, room: int = ROOM) -> None:
         if isinstance(room, bool) or not isinstance(room, int) or room < 1:
             raise GeometryError(f"room should be a positive number of tokens, not {room!r}")
+        if not installed():
+            raise BackendUnavailable("steps of a graph need Triton: pip install 'kvpact[triton]'")
         self.model, self.cache, self.room = model, cache, room
         self.replays = self.captures = 0
         self._replay: Callable[[], None] | None = None
@@ -145,8 +151,7 @@ class DecodeGraph:
                 f"token ids on {ids.device}; call the model itself"
             )
         for index, layer in enumerate(layers):
-            runner = layer._held.runner
-            if not (isinstance(runner, TritonStep) and runner.replayable):
+            if not any(runner.replayable for runner in _runners([layer])):
                 plan = layer._held.plan
                 raise BackendUnavailable(
                     f"layer {index} ({layer.spec}) can't be stepped by the device alone: it needs "
@@ -253,5 +258,7 @@ def _placed(layers: list[CacheLayer]) -> list[tuple[TritonStep, int]]:
 
 
 def _runners(layers: list[CacheLayer]) -> list[TritonStep]:
+    from kvpact.kernels.triton.step import TritonStep
+
     held = [layer._held.runner for layer in layers]
     return [runner for runner in held if isinstance(runner, TritonStep)]

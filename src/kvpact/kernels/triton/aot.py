@@ -1,8 +1,9 @@
 """Compiles kernels ahead of time, says what they take: ``python -m kvpact.kernels.triton.aot``.
 
 No device is needed. Kernels have to stay within their bounds (`bounds.py`). With ``--check FILE``
-the facts about them have to be those of a table, if it was made with the same Triton; ``--write FILE`` writes
-what was compiled into such a table, and leaves the rest of it. Triton keeps what it has compiled.
+the facts about them have to be those of a table, if it was made with the same Triton, as far as it
+has them; ``--write FILE`` writes what was compiled into such a table, and leaves the rest of it.
+Triton keeps what it has compiled.
 """
 
 from __future__ import annotations

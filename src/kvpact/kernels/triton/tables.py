@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two, sent
+from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.halves import of_halves
 from kvpact.kernels.triton.operands import channel_places, groups_of, key_width, level_worth
 from kvpact.kernels.triton.query_digits import query_digits
@@ -137,4 +137,5 @@ def _places(form: SlotForm, rows: int, kw: int, device: torch.device) -> Tensor:
     place = torch.empty_like(order)
     place[order] = torch.arange(width)
     first: Tensor = torch.arange(groups_of(form)).unsqueeze(1) * (2 * rows * width)
-    return sent((first + place).flatten().to(torch.int32), device)
+    # The host waits: other streams may be the next to ask for it.
+    return (first + place).flatten().to(torch.int32).to(device)

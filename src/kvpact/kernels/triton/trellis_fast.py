@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.triton.digits_trellis import attend_trellises
-from kvpact.kernels.triton.forms import SlotForm, power_of_two, sent
+from kvpact.kernels.triton.forms import SlotForm, power_of_two
 from kvpact.kernels.triton.query_digits import query_digits
 from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E
 from kvpact.kernels.triton.trellis_keys import key_places
@@ -78,7 +78,8 @@ def level_table(form: SlotForm, device: torch.device) -> Tensor:
     """Return constants and each block's levels, `[rows, 4]` int32: a copy for each thread."""
     words = torch.cat([_levels(block) for block in form.steps]).view(torch.int32)
     rows = [torch.tensor(CONSTANTS, dtype=torch.int32), words.unsqueeze(1).expand(-1, 4)]
-    return sent(torch.cat(rows).contiguous(), device)
+    # The host waits, here and below: other streams may be the next to ask for it.
+    return torch.cat(rows).contiguous().to(device)
 
 
 @cache  # a graph may hold the address
@@ -94,7 +95,7 @@ def _channels(form: SlotForm, kw: int, device: torch.device) -> tuple[Tensor, Te
     place[len(order) - len(empty) :] = empty.to(torch.int32)
     for block in form.steps:
         unit[block.begin : block.begin + block.dim] = block.unit
-    return sent(place, device), sent(unit, device)
+    return place.to(device), unit.to(device)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
