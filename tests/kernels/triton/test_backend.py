@@ -29,6 +29,7 @@ class TestTriton(BackendContract):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(CUDA, reason="kernels are compiled here")
 class TestInterpreted(BackendContract):
     max_error = 5e-4
 
