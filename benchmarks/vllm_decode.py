@@ -19,6 +19,8 @@ import tempfile
 import time
 from statistics import median
 
+from kvpact.integrations.vllm import SETTING, served_spec
+
 
 def engine(spec, options):
     """Start an engine in a process of its own, which answers a line with a line."""
@@ -31,7 +33,7 @@ def engine(spec, options):
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if spec:
-        env["KVPACT_VLLM_SPEC"] = spec
+        env[SETTING] = spec
     command = [sys.executable, __file__, "--child", json.dumps(options)]
     return subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -49,8 +51,11 @@ def ask(process, **what):
 
 def child(options):
     from vllm import LLM, SamplingParams
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     llm = LLM(skip_tokenizer_init=True, enforce_eager=True, seed=0, **options)
+    ours = AttentionBackendEnum.CPU_ATTN.get_path().startswith("kvpact.")
+    assert ours == (served_spec() is not None), "another cache than was asked for"
 
     def generate(prompts, tokens):
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
