@@ -18,7 +18,6 @@ from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.triton import attend, fast, token_groups
 from kvpact.kernels.triton.fast import digits_reason, fast_of
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.operands import channel_places
 from kvpact.testing.backend import unwritten_is_nan
 
 BOUND = 5e-4
@@ -105,7 +104,7 @@ def test_widths(monkeypatch, spec, dim):
     ((3, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((8, 1), (2, 4)))),
 )
 def test_rows(monkeypatch, groups, queries):
-    calls = decode_calls(monkeypatch, "kvarn:bits=4", 200, (1, 2, groups, queries, 64))
+    calls = decode_calls(monkeypatch, "int:bits=4,zero=true", 200, (1, 2, groups, queries, 64))
     assert error(calls) < BOUND
 
 
@@ -154,7 +153,8 @@ def test_beside_exact_tokens(monkeypatch):
 def test_another_order_is_wrong(monkeypatch):
     """Digits in the order of other versions make another result: the tests above can fail."""
     calls = decode_calls(monkeypatch, "kivi:bits=4", 200, (1, 1, 2, 1, 64))
-    monkeypatch.setattr(token_groups, "channel_places", lambda form, kw: channel_places(form, 8))
+    right = token_groups.in_key_order
+    monkeypatch.setattr(token_groups, "in_key_order", lambda x, form, kw: right(x, form, 8))
     assert error(calls, kw=4) > 0.05
 
 
@@ -171,12 +171,13 @@ def test_what_is_not_covered():
         return [slots_of(codec, i == 1, CPU) for i, codec in enumerate(codecs)]
 
     k, v = slots("kvarn:bits=4")
-    assert digits_reason(k, v, 8) == ""
-    assert "16 query rows" in digits_reason(k, v, 16)
+    assert digits_reason(k, v, 4) == ""
+    assert "8 query rows" in digits_reason(k, v, 8)
+    assert digits_reason(*slots("int:bits=4,zero=true"), 8) == ""
+    assert "16 query rows" in digits_reason(*slots("int:bits=4,zero=true"), 16)
     uneven = k._replace(form=replace(k.form, group=96))
     assert "K has more to it" in digits_reason(uneven, v, 4)
     shifted = v._replace(form=replace(v.form, types=k.form.types))
     assert "V has more to it" in digits_reason(k, shifted, 4)
     assert digits_reason(*slots("kivi:bits=2"), 4) == ""
-    assert "8 query rows" in digits_reason(*slots("kivi:bits=2"), 8)
     assert "beside V of 3 bits" in digits_reason(*slots("kvarn:bits=3"), 4)

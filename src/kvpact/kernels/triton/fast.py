@@ -98,13 +98,14 @@ def _section_reason(k: SlotForm, v: SlotForm, rows: int) -> str:
     if more and rows > MOST_MIXED_ROWS:
         return f"zeros or shifts and {rows} query rows of a KV head; {MOST_MIXED_ROWS} are covered"
     for side, form in (("K", k), ("V", v)):
-        if not form.has("fold") or sections_of(form, tiles) == 1:
+        if not form.has("fold"):
             continue
-        groups = f"{side} has scales per channel of groups of {form.group} tokens"
-        if tiles > 2:
-            return f"{groups} beside V of {v.bits} bits; {tiles * 32} are covered"
         if rows > LEAST_ROWS:
-            return f"{groups} and {rows} query rows of a KV head; {LEAST_ROWS} are covered"
+            scales = f"{side} has scales per channel"
+            return f"{scales} and {rows} query rows of a KV head; {LEAST_ROWS} are covered"
+        if tiles > 2 and sections_of(form, tiles) > 1:
+            groups = f"{side} has groups of {form.group} tokens beside V of {v.bits} bits"
+            return f"{groups}; {tiles * 32} are covered"
     return ""
 
 

@@ -40,9 +40,9 @@ def tile_words(form: SlotForm) -> int:
 
 
 @triton.jit
-def halves(word, KIND: tl.constexpr, ASM: tl.constexpr):
+def halves(word, FORM: tl.constexpr, ASM: tl.constexpr):
     """Return bytes 1 and 3 of words as numbers, fp16 `[…, 2]`: e4m3 over 256."""
-    if KIND == "e4m3":
+    if FORM.kind == "e4m3":
         # An exponent of four bits in the place of one of five; the bias is eight less.
         bits = (down(word, 1, ASM) & 0x3F803F80) | (word & -0x7FFF8000)
     else:
@@ -79,8 +79,8 @@ def key_halves(
     x1 = prmt(first, second, tl.full(first.shape, 0x5511, tl.int32), ASM)
     x2 = prmt(first, second, tl.full(first.shape, 0x6622, tl.int32), ASM)
     x3 = prmt(first, second, tl.full(first.shape, 0x7733, tl.int32), ASM)
-    low = tl.join(halves(x0, FORM.kind, ASM), halves(x1, FORM.kind, ASM))
-    x = tl.join(low, tl.join(halves(x2, FORM.kind, ASM), halves(x3, FORM.kind, ASM)))
+    low = tl.join(halves(x0, FORM, ASM), halves(x1, FORM, ASM))
+    x = tl.join(low, tl.join(halves(x2, FORM, ASM), halves(x3, FORM, ASM)))
     # s u | a h t | r x | e j0 j1
     x = x.reshape(NT // 2, 2, C // 16, 2, 4, 4, 2, 2, 2, 2)
     if KW == 4:
@@ -107,7 +107,7 @@ def value_halves(
     """Load V's numbers: fp16 `[D, N]`, channels in their order."""
     NT: tl.constexpr = tiles.shape[0]
     words = _words(tiles, live, 0, 8, D, FORM.dim)
-    even, odd = halves(words << 8, FORM.kind, ASM), halves(words, FORM.kind, ASM)
+    even, odd = halves(words << 8, FORM, ASM), halves(words, FORM, ASM)
     # s d | t w | e o
     x = tl.join(even, odd).reshape(NT, D, 4, 2, 2, 2)
     x = x.permute(1, 0, 3, 5, 2, 4) if KW == 4 else x.permute(1, 0, 3, 2, 5, 4)

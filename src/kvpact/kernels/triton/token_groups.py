@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.operands import channel_places, key_width, level_worth
+from kvpact.kernels.triton.operands import level_worth
 from kvpact.kernels.triton.tiles import positions, tiles_at, tiles_together
 from kvpact.kernels.triton.two_digits import MOST, split_digits, whole
 
@@ -30,19 +30,6 @@ def sections_of(form: SlotForm, tiles: int) -> int:
 def _mixed(form: SlotForm, tiles: int, vbits: int) -> bool:
     """Return whether eight rows of a product have tokens of more than one section."""
     return sections_of(form, tiles) > 1 and tiles_together(vbits) > 1
-
-
-@triton.constexpr_function
-def _bits_of_key(form: SlotForm, kw: int) -> list[int]:
-    """Return the axes of `[T, 2, 2, …, M]`, channels by bits, in the order of `key_operand`."""
-    places, count = channel_places(form, kw), key_width(form).bit_length() - 1
-    bits = [places[1 << bit].bit_length() - 1 for bit in reversed(range(count))]
-    return [0, *(count - bit for bit in bits), count + 1]
-
-
-@triton.constexpr_function
-def _split_by_bits(first: int, width: int, last: int) -> list[int]:
-    return [first, *[2] * (width.bit_length() - 1), last]
 
 
 @triton.jit
@@ -79,6 +66,30 @@ def group_numbers(
 
 
 @triton.jit
+def in_key_order(x, FORM: tl.constexpr, KW: tl.constexpr):
+    """Put channels of digits `[T, C, M]` in the order of `key_operand` (`channel_places`)."""
+    T: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    M: tl.constexpr = x.shape[2]
+    if FORM.bits == 8:
+        if KW == 8:
+            x = x.reshape(T, C // 32, 2, 4, 4, M).permute(0, 1, 3, 2, 4, 5)
+    elif FORM.bits == 4:
+        x = x.reshape(T, C // 32, 4, 2, 2, 2, M)
+        x = x.permute(0, 1, 5, 2, 3, 4, 6) if KW == 4 else x.permute(0, 1, 2, 5, 3, 4, 6)
+    elif FORM.bits == 2:
+        x = x.reshape(T, C // 64, 4, 2, 2, 2, 2, M)
+        x = x.permute(0, 1, 3, 6, 2, 4, 5, 7) if KW == 4 else x.permute(0, 1, 3, 2, 6, 4, 5, 7)
+    else:
+        x = x.reshape(T, C // 128, 4, 2, 2, 2, 2, 2, M)
+        if KW == 4:
+            x = x.permute(0, 1, 6, 7, 4, 2, 3, 5, 8)
+        else:
+            x = x.permute(0, 1, 6, 7, 2, 4, 3, 5, 8)
+    return x.reshape(T, C, M)
+
+
+@triton.jit
 def scaled_digits(q, fold, FORM: tl.constexpr, KW: tl.constexpr):
     """Return digits of queries `[C, G]` times numbers `[T, C]`.
 
@@ -94,8 +105,7 @@ def scaled_digits(q, fold, FORM: tl.constexpr, KW: tl.constexpr):
     x = q[None, :, :] * fold[:, :, None]
     unit = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) * (1.0 / MOST)
     pair = split_digits(x * (1.0 / unit)[:, None, :])
-    pair = pair.reshape(_split_by_bits(T, C, M)).permute(_bits_of_key(FORM, KW))
-    return pair.reshape(T, C, M), unit, x
+    return in_key_order(pair.reshape(T, C, M), FORM, KW), unit, x
 
 
 @triton.jit
@@ -103,9 +113,7 @@ def by_section(x, N: tl.constexpr, FORM: tl.constexpr, VBITS: tl.constexpr):
     """Return for each token what its section has: `[T, 1 or N, G]` to `[N, G]`."""
     T: tl.constexpr = x.shape[0]
     G: tl.constexpr = x.shape[2]
-    if T == 1:
-        return tl.broadcast_to(x.reshape(x.shape[1], G), (N, G))
-    elif _mixed(FORM, N // 32, VBITS):
+    if _mixed(FORM, N // 32, VBITS):
         section = positions(0, N // 32, VBITS) // FORM.group
         own = section[None, :] == tl.arange(0, T)[:, None]
         return tl.sum(tl.where(own[:, :, None], x, 0.0), 0)
@@ -127,17 +135,17 @@ def scaled_scores(
     M: tl.constexpr = q.shape[1] * 2
     digits, unit, scaled = scaled_digits(q, fold, FORM, KW)
     unit = (unit * level_worth(FORM))[:, None, :]
-    if T == 1:
-        s = whole(tl.dot(k, digits.reshape(C, M), out_dtype=tl.int32), 256)
-        s = s * unit.reshape(1, M // 2)
-    elif _mixed(FORM, NT, VBITS):
+    if _mixed(FORM, NT, VBITS):
         # Of all sections, for every token.
         columns = digits.permute(1, 0, 2).reshape(C, T * M)
         s = whole(tl.dot(k, columns, out_dtype=tl.int32), 256)
         s = by_section(s.reshape(N, T, M // 2).permute(1, 0, 2) * unit, N, FORM, VBITS)
     else:
-        s = whole(tl.dot(k.reshape(T, N // T, C), digits, out_dtype=tl.int32).reshape(N, M), 256)
-        s = (s.reshape(T, N // T, M // 2) * unit).reshape(N, M // 2)
+        if T == 1:
+            sums = tl.dot(k, digits.reshape(C, M), out_dtype=tl.int32)
+        else:
+            sums = tl.dot(k.reshape(T, N // T, C), digits, out_dtype=tl.int32).reshape(N, M)
+        s = (whole(sums, 256).reshape(T, N // T, M // 2) * unit).reshape(N, M // 2)
     return s, scaled
 
 

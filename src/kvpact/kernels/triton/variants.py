@@ -146,7 +146,7 @@ def steps() -> Iterator[Variant]:
         yield Variant(f"int:bits={bits}", 256)
     yield Variant("int:bits=8/int:bits=4")
     yield from (Variant(spec) for spec in MORE)
-    yield from (Variant(spec, groups=8) for spec in ("int:bits=4,zero=true", "kvarn:bits=4", "fp8"))
+    yield from (Variant(spec, groups=8) for spec in ("int:bits=4,zero=true", "fp8"))
     yield from (Variant("kivi:bits=4", dim) for dim in (64, 256))
     yield Variant("kivi:bits=4", segment_tokens=32)
 
