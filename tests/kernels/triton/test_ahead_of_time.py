@@ -84,7 +84,8 @@ def test_the_table_holds_what_dispatch_may_choose(listed):
     assert sorted(table["sm_90"]) == held
     for place in table.keys() - {"triton", "sm_90"}:
         assert {*table[place]} <= {*held}
-    assert {kernel_of(name) for name in listed} == launched() == {*BOUNDS, "attend_digits"}
+    bounded = {*BOUNDS, "attend_digits", "attend_trellises"}
+    assert {kernel_of(name) for name in listed} == launched() == bounded
 
 
 @pytest.mark.slow
@@ -124,6 +125,10 @@ def test_bounds_are_held():
         {"moved": 1},
     ):
         assert len(problems(replace(good, **change), digits)) == 1
+    trellises = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="attend_trellises")))
+    assert problems(replace(good, instructions=48.0), trellises) == []
+    for change in ({"stack": 8}, {"instructions": 48.1}, {"wide": 7}, {"tensor": 0}, {"moved": 1}):
+        assert len(problems(replace(good, **change), trellises)) == 1
     exact = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="encode_tokens")))
     assert problems(replace(good, fused=0), exact) == []
     assert problems(replace(good, fused=1), exact) == ["1 fused or approximate"]

@@ -27,7 +27,7 @@ from kvpact.kernels.triton.scenes import all_launches
 CAPABILITIES = (80, 89, 90, 100)
 LOOPS = ("attend_digits", "attend_trellises")
 """Kernels whose instructions a token are counted."""
-OPEN = ("attend_general", "attend_trellises")
+OPEN = ("attend_general",)
 """Kernels that the table does not hold."""
 QUICK = (
     "encode 64 V turboquant:bits=4: encode_tokens",

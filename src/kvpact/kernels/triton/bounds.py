@@ -49,7 +49,6 @@ EXACT = Bounds(exact=True)
 
 BOUNDS = {
     "attend_general": Bounds(stack=None),
-    "attend_trellises": PLAIN,
     "balance_tiles": EXACT,
     "check_tokens": EXACT,
     "choose_bases": EXACT,
@@ -66,7 +65,7 @@ BOUNDS = {
     "take_tokens": EXACT,
     "treat_tokens": EXACT,
 }
-"""By kernel, but for `attend_digits`, whose bounds are those of its variant."""
+"""By kernel, but for the two fast ones, whose bounds are those of their variants."""
 
 _INSTRUCTIONS = {4: 28, 8: 28, 16: 40}
 """Of `attend_digits`, by query rows, of up to 128 channels."""
@@ -90,9 +89,23 @@ def _digits(launch: Launch) -> Bounds:
     )
 
 
+_OF_TRELLISES = {2: 29, 3: 37, 4: 48}
+"""Instructions of `attend_trellises`, by bits, of 4 query rows and up to 128 channels."""
+
+
+def _trellises(launch: Launch) -> Bounds:
+    v, few = launch.constants["V"], launch.constants["G"] == 4
+    instructions = _OF_TRELLISES[v.bits] if few and v.dim <= 128 else None
+    return Bounds(instructions=instructions, wide=8, tensor=True, moved=0)
+
+
+_BY_VARIANT = {"attend_digits": _digits, "attend_trellises": _trellises}
+
+
 def bounds_of(launch: Launch) -> Bounds:
     """Return the bounds of what a launch compiles."""
-    return _digits(launch) if launch.name == "attend_digits" else BOUNDS[launch.name]
+    found = _BY_VARIANT.get(launch.name)
+    return found(launch) if found else BOUNDS[launch.name]
 
 
 def problems(found: Facts, bounds: Bounds) -> list[str]:

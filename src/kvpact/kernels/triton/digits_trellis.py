@@ -40,7 +40,7 @@ from kvpact.kernels.triton.trellis_values import (
     trellis_weights,
     value_levels,
 )
-from kvpact.kernels.triton.two_digits import MOST_DIGITS, digits_of, whole
+from kvpact.kernels.triton.two_digits import MOST, split_digits, whole
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -144,7 +144,7 @@ def attend_trellises(
         of_first = tl.load(FIRSTS + base * rows + g, mask=g < rows, other=0.0) * LOG2_E
     peak = tl.full([G], -float("inf"), tl.float32)
     total = tl.zeros([G], tl.float32)
-    acc = tl.zeros([V.dim, G], tl.float32)
+    acc = tl.full([V.dim, G], 0.0, tl.float32)
     for block in range(begin, end):
         tile = block * NT + tl.arange(0, NT)
         live = tile * 32 < last
@@ -177,9 +177,11 @@ def attend_trellises(
         p, decay, peak, total = soften(s, peak, total)
         weights = p * e5m3(load_per_token(vs, live, 0, ORDER))[:, None]
         # Of this block: so small weights of long contexts keep their digits.
-        step = tl.maximum(tl.max(weights, 0), 1e-30) * (1.0 / MOST_DIGITS)
-        pair = trellis_weights(digits_of(weights, step), V, KW)
-        o = whole(tl.dot(value_levels(vc, live, V_TABLE, V, KW, ASM), pair, out_dtype=tl.int32))
+        step = tl.maximum(tl.max(weights, 0), 1e-30) * (1.0 / MOST)
+        pair = split_digits(weights * (1.0 / step)[None, :]).reshape(N, 2 * G)
+        pair = trellis_weights(pair, V, KW)
+        v = value_levels(vc, live, V_TABLE, V, KW, ASM)
+        o = whole(tl.dot(v, pair, out_dtype=tl.int32), 256)
         acc = acc * decay[None, :] + o * step[None, :]
     out = (base * parts + first_part + split) * rows + g
     store_sums(PACKED, acc, total, worth, out, rows, channels_of_values(V), V.dim)

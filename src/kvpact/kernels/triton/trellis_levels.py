@@ -135,25 +135,20 @@ def spread(above, STEP: tl.constexpr):
 
 
 @triton.constexpr_function
-def _swapped(rank):
-    return (*range(rank), rank + 1, rank)
-
-
-@triton.constexpr_function
 def _shape(given, *last):
     return (*given, *last)
 
 
 @triton.jit
-def beside(items, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Put COUNT tensors of a tuple beside each other, in a new last axis."""
-    RANK: tl.constexpr = len(items[FIRST].shape)
+def beside(items, FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr = 1):
+    """Put COUNT tensors of a tuple, from FIRST on in steps of STEP, in a new last axis."""
     if COUNT == 1:
-        x = tl.expand_dims(items[FIRST], RANK)
+        x = tl.expand_dims(items[FIRST], len(items[FIRST].shape))
     else:
         HALF: tl.constexpr = COUNT // 2
-        x = tl.join(beside(items, FIRST, HALF), beside(items, FIRST + HALF, HALF))
-        x = x.permute(_swapped(RANK)).reshape(_shape(items[FIRST].shape, COUNT))
+        even = beside(items, FIRST, HALF, 2 * STEP)
+        odd = beside(items, FIRST + STEP, HALF, 2 * STEP)
+        x = tl.join(even, odd).reshape(_shape(items[FIRST].shape, COUNT))
     return x
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MOST_DIGITS = tl.constexpr(16256.0)
-"""127 * 128: what two digits of seven bits hold."""
 MOST = tl.constexpr(32512.0)
 """127 * 256: what two digits of eight bits hold, the lower one with a sign."""
 _WHOLE = tl.constexpr(12582912.0)
@@ -18,14 +16,6 @@ def split_digits(x):
     """Return digits int8 `[…, 2]` of base 256 of numbers fp32 up to `MOST`, rounded."""
     n = (x + _WHOLE).to(tl.int32, bitcast=True)
     return tl.join(((n + 128) >> 8).to(tl.int8), n.to(tl.int8))
-
-
-@triton.jit
-def digits_of(weights, unit):
-    """Return digits int8 `[N, 2 G]` of base 128 of weights `[N, G]` from 0 on, in units `[G]`."""
-    n = tl.floor(weights * (1.0 / unit)[None, :] + 0.5).to(tl.int32)
-    pair = tl.join((n >> 7).to(tl.int8), (n & 127).to(tl.int8))
-    return pair.reshape(weights.shape[0], weights.shape[1] * 2)
 
 
 @triton.jit

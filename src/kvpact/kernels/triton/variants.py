@@ -26,10 +26,8 @@ HEADS, TOKENS = 2, 1024
 GENERAL = (
     "turboquant:bits=6",
     "none",
-    "trellis:bits=4,first=false,weights=false,blocks=false",
-    "trellis:bits=4",
 )
-"""One of each kind of slots that the fast kernel for levels of 8 bits does not attend."""
+"""One of each kind of slots that the fast kernels do not attend."""
 MORE = (
     "turboquant:bits=4,center=64",
     "turboquant:bits=3,center=64",
@@ -44,6 +42,8 @@ MORE = (
     "turboquant:bits=4/fp8",
 )
 """What has more to it than levels of 8 bits and scales."""
+PLAIN = ",first=false,weights=false,blocks=false,center=0"
+"""Options of `trellis` without which keys have blocks of unlike bits, and bases."""
 _NAMES = {torch.float16: " fp16", torch.float32: " fp32"}
 
 
@@ -149,6 +149,15 @@ def steps() -> Iterator[Variant]:
     yield from (Variant(spec, groups=8) for spec in ("int:bits=4,zero=true", "fp8"))
     yield from (Variant("kivi:bits=4", dim) for dim in (64, 256))
     yield Variant("kivi:bits=4", segment_tokens=32)
+    for bits in BITS:
+        yield Variant(f"trellis:bits={bits}")
+        yield Variant(f"trellis:bits={bits}{PLAIN}")
+    for groups in (8, 16):
+        yield Variant("trellis:bits=4", groups=groups)
+    for dim in (64, 256):
+        yield Variant("trellis:bits=4", dim)
+    yield Variant("trellis:bits=4", softcap=30.0)
+    yield Variant(f"trellis:bits=4{PLAIN}", segment_tokens=32)
 
 
 def others() -> Iterator[Variant]:
