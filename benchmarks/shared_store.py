@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvpact.stores import open_store
@@ -94,12 +94,13 @@ def server(command: list[str], *ports: int) -> Iterator[None]:
     try:
         for port in ports:
             while True:
-                assert process.poll() is None, f"{command[0]} does not start"
                 try:
                     socket.create_connection(("127.0.0.1", port)).close()
                     break
                 except OSError:
-                    time.sleep(0.01)
+                    with suppress(subprocess.TimeoutExpired):
+                        code = process.wait(0.01)
+                        raise RuntimeError(f"{command[0]} ended with {code}") from None
         yield
     finally:
         process.kill()
