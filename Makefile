@@ -103,7 +103,7 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
 
-gpu-aot: $(READY) ## GPU kernels compiled for four generations, compared with a table: half an hour the first time, no GPU needed
+gpu-aot: $(READY) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: half an hour the first time, no GPU needed
 	@$(PY) -m kvpact.kernels.triton.aot --check tests/kernels/triton/golden/aot.json
 
 gpu: gpu-test gpu-bench ## on a machine with a GPU: both of the following
