@@ -129,6 +129,9 @@ def test_bounds_are_held():
     assert problems(replace(good, instructions=48.0), trellises) == []
     for change in ({"stack": 8}, {"instructions": 48.1}, {"wide": 7}, {"tensor": 0}, {"moved": 1}):
         assert len(problems(replace(good, **change), trellises)) == 1
+    general = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="attend_general")))
+    assert problems(good, general) == []
+    assert problems(replace(good, stack=8), general) == ["8 bytes of stack"]
     exact = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="encode_tokens")))
     assert problems(replace(good, fused=0), exact) == []
     assert problems(replace(good, fused=1), exact) == ["1 fused or approximate"]

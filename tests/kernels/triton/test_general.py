@@ -16,6 +16,7 @@ from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.triton import attend
 from kvpact.kernels.triton.attend import attend_triton
+from kvpact.kernels.triton.tuning import GeneralChoice
 from kvpact.testing.backend import CALLS, BackendContract, unwritten_is_nan
 from kvpact.testing.data import random_tokens
 
@@ -53,6 +54,8 @@ def error(calls: list[AttendCall]) -> float:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     monkeypatch.setattr(attend, "TILES_OF_A_PART", 2)
+    # Pieces of channels, where more than 32 are there.
+    monkeypatch.setattr(attend, "general_choice", lambda *_: GeneralChoice(4, 32, 32))
     # Another kernel's tokens would be its own.
     monkeypatch.setattr(attend, "fast_of", lambda *_: None)
 
@@ -212,14 +215,15 @@ TREATED = "trellis:bits=3,sinks=2,window=3"
 
 
 @pytest.mark.parametrize(
-    ("spec", "held"),
+    ("spec", "dim", "held"),
     [
-        ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 66),
-        pytest.param(TREATED, 200, marks=pytest.mark.slow),
+        ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 40, 66),
+        pytest.param(TREATED, 20, 200, marks=pytest.mark.slow),
+        pytest.param(TREATED, 72, 200, marks=pytest.mark.slow),
     ],
 )
-def test_treated_keys(spec, held):
-    call = made(spec, "one token", 20, torch.float32, held)
+def test_treated_keys(spec, dim, held):
+    call = made(spec, "one token", dim, torch.float32, held)
     assert call.view.k.exact_from >= 64
     assert error([call]) < BOUNDS[torch.float32]
 

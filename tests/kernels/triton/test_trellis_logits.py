@@ -33,11 +33,11 @@ def logits_of_tiles(
     at = (row * FORM.dim)[:, None] + channel[None, :]
     live = tl.broadcast_to((channel < FORM.dim)[None, :], at.shape)
     packed, exact = tl.load(QP + at, mask=live, other=0.0), tl.load(QE + at, mask=live, other=0.0)
-    numbers = trellis_numbers(codes, scale, LEVELS, tile, FORM)
+    numbers = trellis_numbers(codes, scale, LEVELS, tile, channel, FORM)
     logits = tl.sum(packed[:, None, :] * numbers[None, :, :], 2)
     if FORM.has("base"):
         first = tl.load(FIRST + row)
-        logits += base_logits(flags, mean, step, exact, first, tile, FORM, FORM.padded)
+        logits += base_logits(flags, mean, step, exact, first, tile, channel, FORM)
     tl.store(OUT + (row * 128)[:, None] + (tile * 32 + token)[None, :], logits)
 
 

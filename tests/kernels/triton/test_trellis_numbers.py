@@ -26,7 +26,7 @@ def numbers_of_tiles(codes, scale, LEVELS, OUT, FORM: tl.constexpr):
     """Store the numbers of a tile of a segment; OUT `[tokens, FORM.padded]`."""
     tile = tl.program_id(0)
     token, channel = tile * 32 + tl.arange(0, 32), tl.arange(0, FORM.padded)
-    numbers = trellis_numbers(codes, scale, LEVELS, tile, FORM)
+    numbers = trellis_numbers(codes, scale, LEVELS, tile, tl.arange(0, FORM.padded), FORM)
     tl.store(OUT + (token * FORM.padded)[:, None] + channel[None, :], numbers)
 
 

@@ -25,17 +25,16 @@ from kvpact.kernels.triton.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.rows import UNBOUNDED, Rows, rows_of
 from kvpact.kernels.triton.step_kernels import Counting
 from kvpact.kernels.triton.streams import Stream
+from kvpact.kernels.triton.tuning import general_choice
 from kvpact.methods import Codec
 
 TILE = 32
 MOST_ROWS, MOST_NUMBERS = 64, 8192
-"""Query rows of a program, and numbers of each of their sums, at most."""
+"""Query rows of a program, and numbers of each of their sums, at most (of fp32, half of them)."""
 LEAST_ROWS = 16
 """Rows of the smallest product that tensor cores compute."""
 TILES_OF_A_PART = 8
 """Tiles of 32 tokens that a part has at least."""
-WARPS = 8
-"""Of a program of the general kernel: four spill registers at most formats."""
 NARROW = 128
 """Channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`."""
 PROGRAMS = 1024
@@ -146,9 +145,19 @@ def width_of(dim: int) -> int:
 
 def merge_warps(rows: int, width: int) -> int:
     """Return the warps that merge so many rows of queries at a time without spilling registers."""
-    if width <= NARROW:
-        return 1 if rows == 1 else 4
-    return 4 if rows == 1 else 8
+    if rows == 1:
+        return 1 if width <= NARROW else 4 if width <= 4 * NARROW else 8
+    return 4 if width <= NARROW else 8
+
+
+def merged_at_once(count: int, width: int) -> tuple[int, int]:
+    """Return how many of so many rows of queries a program merges, and how many parts at a time.
+
+    Few rows have many parts (a step), many rows few.
+    """
+    if count < LEAST_ROWS:
+        return 1, 16
+    return LEAST_ROWS * 2 * NARROW // max(width, 2 * NARROW), 1
 
 
 def variant_of(call: AttendCall, rows: Rows) -> Variant:
@@ -165,20 +174,27 @@ def variant_of(call: AttendCall, rows: Rows) -> Variant:
     thrice = torch.float32 in (*dtypes, call.q.dtype)
     rope = call.q.shape[3] - call.output_dim
     dims = (call.output_dim, rope) if call.latent else (call.q.shape[3], call.output_dim)
+    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    widest = max(width_of(dim) for dim in dims)
+    most = max(MOST_NUMBERS // (2 if thrice else 1) // widest, LEAST_ROWS)
+    held = min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS, most)
+    choice = general_choice(held, widest, thrice)
     k, v = (
-        Stream(slots and slots.form, dim, width_of(dim), NUMBERS[dtype], aligned, second, thrice)
+        Stream(
+            slots and slots.form,
+            dim,
+            width_of(dim),
+            NUMBERS[dtype],
+            aligned,
+            second,
+            thrice,
+            min(width_of(dim), choice.keys),
+            min(width_of(dim), choice.values),
+        )
         for slots, dim, dtype, second in zip(_slots(call), dims, dtypes, (False, True), strict=True)
     )
-    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
-    most = max(MOST_NUMBERS // max(k.width, v.width), LEAST_ROWS)
-    return Variant(
-        k,
-        v,
-        call.latent,
-        min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS, most),
-        call.config.softcap is not None,
-        _mask_type(call),
-    )
+    softcap, mask = call.config.softcap is not None, _mask_type(call)
+    return Variant(k, v, call.latent, held, softcap, mask, choice.warps)
 
 
 def _most_tiles(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tensor, int]]) -> int:
@@ -271,15 +287,15 @@ def attend_prepared(
     shape = (queries, count // queries, heads, splits, parts)
     attend_general[row_tiles * heads, splits, batch](
         rows.table, *q, *levels, packed, exact, lse, *shape,
-        call.config.softcap or 0.0, variant, num_warps=WARPS, enable_fp_fusion=False,
+        call.config.softcap or 0.0, variant, num_warps=variant.warps, maxnreg=255,
+        enable_fp_fusion=False,
     )  # fmt: skip
     if fast is not None:
         attend_fast(fast, calls, _scale(call), rows.table, packed, lse, splits)
     new = attend_new(calls, _scale(call)) if chunk else NewTokens(exact, lse)
     steps = [step for x in new for step in x.stride()[:3]] if chunk else [0] * 6
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
-    # Few rows of many parts (a step), or many rows of few.
-    each, at_once = (1, 16) if count < LEAST_ROWS else (LEAST_ROWS, 1)
+    each, at_once = merged_at_once(count, values.width)
     merge_parts[-(-count // each), heads, batch](
         rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
         *new, *steps,

@@ -48,7 +48,7 @@ EXACT = Bounds(exact=True)
 """Of kernels that make bytes, or numbers to the bit."""
 
 BOUNDS = {
-    "attend_general": Bounds(stack=None),
+    "attend_general": PLAIN,
     "balance_tiles": EXACT,
     "check_tokens": EXACT,
     "choose_bases": EXACT,

@@ -52,7 +52,9 @@ def decode_tiles(
     """
     tile, head, row = start // 32 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     segment, inside = tile // tiles_per_segment, tile % tiles_per_segment
-    x = tile_numbers(TABLE, HEADS, LEVELS, row, head, segment, inside, batch, segments, FORM)
+    x = tile_numbers(
+        TABLE, HEADS, LEVELS, row, head, segment, inside, batch, segments, 0, FORM.padded, FORM
+    )
     if INVERSE:
         x = rotated_back(x, SIGNS, 32, FORM.padded, DIM)
     token, d = tile * 32 + tl.arange(0, 32), tl.arange(0, FORM.padded)

@@ -68,12 +68,15 @@ def _with_groups(
     if FORM.kind == "balanced" and FORM.order == "channel":
         step, begin = _of_tokens(scale, tile, first, ROWS), _of_tokens(zero, tile, first, ROWS)
     else:
-        step, begin = by_group(scale, tile, FORM), by_group(zero, tile, FORM)
+        step, begin = (
+            by_group(scale, tile, 0, FORM.padded, FORM),
+            by_group(zero, tile, 0, FORM.padded, FORM),
+        )
     inside = True
     if FORM.kind == "balanced":
         units = units_of("balance", TABLE, HEADS, row, head, segment, batch, segments, FORM)
         if FORM.order == "channel":
-            balance = by_group(units, tile, FORM)
+            balance = by_group(units, tile, 0, FORM.padded, FORM)
         else:
             balance = _of_tokens(units, tile, first, ROWS)
         # Tiles of K that are stored as zeros have a balance of 0.
@@ -170,7 +173,7 @@ def encode_rows(
     else:
         if FORM.staged:
             mean = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-            y = y - by_group(mean, tile, FORM)
+            y = y - by_group(mean, tile, 0, FORM.padded, FORM)
         codes, scale, zero = _coded(y, BOUNDARIES, LEVELS, ROWS, FORM)
         GROUPS: tl.constexpr = FORM.padded_groups
         COUNT: tl.constexpr = FORM.groups

@@ -30,8 +30,9 @@ from kvpact.kernels.triton.columns import (
     count_of_row,
     of_row,
 )
+from kvpact.kernels.triton.products import add_logits, add_values, no_sums, times
 from kvpact.kernels.triton.slots import pointer_to
-from kvpact.kernels.triton.streams import TILE, Stream, add_logits, add_values, rounded
+from kvpact.kernels.triton.streams import TILE, Stream, rounded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -52,6 +53,8 @@ class Variant:
         Whether there is one.
     mask : {"", "u8", "fp32"}
         None, boolean or additive.
+    warps : int
+        Of a program.
     """
 
     k: Stream
@@ -60,6 +63,7 @@ class Variant:
     rows: int
     softcap: bool
     mask: str
+    warps: int
 
     @property
     def values(self) -> Stream:
@@ -170,19 +174,18 @@ def attend_general(
 
     peak = tl.full([VARIANT.rows], -float("inf"), tl.float32)
     weight = tl.full([VARIANT.rows], 0.0, tl.float32)
-    exact = tl.full([VARIANT.rows, VALUES.width], 0.0, tl.float32)
-    packed = tl.full([VARIANT.rows, VALUES.width], 0.0, tl.float32)
-    for index in range(begin, end):
+    exact, packed = no_sums(VARIANT.rows, VALUES), no_sums(VARIANT.rows, VALUES)
+    for index in tl.range(begin, end, disable_licm=True):
         tile = tl.where(index >= gap, index + gap_size, index)
         logits = tl.full([VARIANT.rows, TILE], 0.0, tl.float32)
         logits = add_logits(
-            logits, ROWS, row, head, QP, QE, FIRST, K_LEVELS, tile, at_row, VARIANT.query_dim, live,
-            K,
+            logits, ROWS, row, head, QP, QE, FIRST, K_LEVELS, tile, at_row, live,
+            VARIANT.query_dim, K,
         )  # fmt: skip
         if VARIANT.latent:
             logits = add_logits(
                 logits, ROWS, row, head, QP + K.dim, QE + K.dim, FIRST, V_LEVELS, tile, at_row,
-                VARIANT.query_dim, live, V,
+                live, VARIANT.query_dim, V,
             )  # fmt: skip
         if VARIANT.softcap:
             logits = _tanh(logits / softcap) * softcap
@@ -205,8 +208,8 @@ def attend_general(
         weight = weight * decay + tl.sum(weights, 1)
         peak = top
         exact, packed = add_values(
-            exact * decay[:, None],
-            packed * decay[:, None],
+            times(exact, decay),
+            times(packed, decay),
             weights,
             ROWS,
             row,
@@ -217,12 +220,14 @@ def attend_general(
         )
 
     safe = tl.where(weight == 0.0, 1.0, weight)
-    channel = tl.arange(0, VALUES.width)
-    inside = live[:, None] & (channel < VALUES.dim)[None, :]
-    at = ((at_head * splits + part) * count + at_row)[:, None] * VALUES.dim + channel[None, :]
-    tl.store(EXACT + at, exact / safe[:, None], inside)
+    exact_at = (at_head * splits + part) * count + at_row
     at = (at_head * parts + part) * count + at_row
-    if VALUES.form is not None:
-        packed_at = at[:, None] * VALUES.dim + channel[None, :]
-        tl.store(PACKED + packed_at, packed / safe[:, None], inside)
+    for i in tl.static_range(VALUES.width // VALUES.value_piece):
+        channel = i * VALUES.value_piece + tl.arange(0, VALUES.value_piece)
+        inside = live[:, None] & (channel < VALUES.dim)[None, :]
+        place = exact_at[:, None] * VALUES.dim + channel[None, :]
+        tl.store(EXACT + place, exact[i] / safe[:, None], inside)
+        if VALUES.form is not None:
+            place = at[:, None] * VALUES.dim + channel[None, :]
+            tl.store(PACKED + place, packed[i] / safe[:, None], inside)
     tl.store(LSE + at, tl.where(weight == 0.0, -float("inf"), peak + tl.log2(safe)), live)

@@ -69,10 +69,13 @@ def units_of(
 
 
 @triton.jit
-def _plane_by_token(tile, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """Return a plane of K's codes, int32 [32, padded]; `tile` holds words [2, words, 16]."""
+def _plane_by_token(
+    tile, first, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr
+):
+    """Return a plane of K's codes, int32 [32, COUNT]; `tile` holds words [2, words, 16]."""
     PER: tl.constexpr = 32 // WIDTH
-    i, w, k = tl.arange(0, 32), tl.arange(0, FORM.padded // PER), tl.arange(0, PER)
+    i, k = tl.arange(0, 32), tl.arange(0, PER)
+    w = first // PER + tl.arange(0, COUNT // PER)
     tokens = i // 16 * (FORM.words * 16) + i % 16
     words = tl.load(
         tile + tokens[:, None] + ((FIRST + w) * 16)[None, :],
@@ -80,40 +83,42 @@ def _plane_by_token(tile, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.con
         other=0,
     )
     codes = (words[:, :, None] >> (k * WIDTH)[None, None, :]) & ((1 << WIDTH) - 1)
-    return codes.reshape(32, FORM.padded)
+    return codes.reshape(32, COUNT)
 
 
 @triton.jit
-def _plane_by_channel(tile, FIRST: tl.constexpr, WIDTH: tl.constexpr, FORM: tl.constexpr):
-    """Return a plane of V's codes, int32 [32, padded]; `tile` holds words [bits, dim]."""
+def _plane_by_channel(
+    tile, first, FIRST: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr
+):
+    """Return a plane of V's codes, int32 [32, COUNT]; `tile` holds words [bits, dim]."""
     PER: tl.constexpr = 32 // WIDTH
-    r, d, k = tl.arange(0, WIDTH), tl.arange(0, FORM.padded), tl.arange(0, PER)
+    r, d, k = tl.arange(0, WIDTH), first + tl.arange(0, COUNT), tl.arange(0, PER)
     words = tl.load(
         tile + ((FIRST + r) * FORM.dim)[:, None] + d[None, :],
         mask=(d < FORM.dim)[None, :],
         other=0,
     )
     codes = (words[:, None, :] >> (k * WIDTH)[None, :, None]) & ((1 << WIDTH) - 1)
-    return codes.reshape(32, FORM.padded)
+    return codes.reshape(32, COUNT)
 
 
 @triton.jit
-def _plane(tile, PLANE: tl.constexpr, FORM: tl.constexpr):
-    """Return a plane of a tile's codes where its bits belong, int32 [32, padded]."""
+def _plane(tile, first, PLANE: tl.constexpr, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """Return a plane of a tile's codes where its bits belong, int32 [32, COUNT]."""
     WIDTH: tl.constexpr = FORM.plane_width(PLANE)
     if FORM.order == "token":
-        codes = _plane_by_token(tile, FORM.plane_words(PLANE), WIDTH, FORM)
+        codes = _plane_by_token(tile, first, FORM.plane_words(PLANE), WIDTH, COUNT, FORM)
     else:
-        codes = _plane_by_channel(tile, FORM.plane_shift(PLANE), WIDTH, FORM)
+        codes = _plane_by_channel(tile, first, FORM.plane_shift(PLANE), WIDTH, COUNT, FORM)
     return codes << FORM.plane_shift(PLANE)
 
 
 @triton.jit
-def tile_codes(tile, FORM: tl.constexpr):
-    """Return the codes of a tile, int32 [32, padded]; `tile` points to its words."""
-    codes = _plane(tile, 0, FORM)
+def _codes(tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """Return the codes of a tile, int32 [32, COUNT]; `tile` points to its words."""
+    codes = _plane(tile, first, 0, COUNT, FORM)
     for plane in tl.static_range(1, FORM.plane_count()):
-        codes |= _plane(tile, plane, FORM)
+        codes |= _plane(tile, first, plane, COUNT, FORM)
     return codes
 
 
@@ -146,9 +151,9 @@ def _levels(codes, LEVELS, FORM: tl.constexpr):
 
 
 @triton.jit
-def _given(tile, FORM: tl.constexpr):
-    """Return numbers that are stored themselves, fp32 [32, padded]; `tile` holds [dim, 32]."""
-    i, d = tl.arange(0, 32), tl.arange(0, FORM.padded)
+def _given(tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """Return numbers that are stored themselves, fp32 [32, COUNT]; `tile` holds [dim, 32]."""
+    i, d = tl.arange(0, 32), first + tl.arange(0, COUNT)
     x = tl.load(tile + (d * 32)[None, :] + i[:, None], mask=(d < FORM.dim)[None, :], other=0)
     if FORM.kind == "e4m3":
         x = _e4m3(x)
@@ -158,9 +163,9 @@ def _given(tile, FORM: tl.constexpr):
 
 
 @triton.jit
-def _by_token(tile, FORM: tl.constexpr):
-    """Return a number per token and group of channels as fp32 that fits [32, padded]."""
-    i, d = tl.arange(0, 32), tl.arange(0, FORM.padded)
+def _by_token(tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """Return a number per token and group of channels as fp32 that fits [32, COUNT]."""
+    i, d = tl.arange(0, 32), first + tl.arange(0, COUNT)
     if FORM.channels >= FORM.dim:
         x = tl.load(tile + i)[:, None]
     else:
@@ -171,9 +176,9 @@ def _by_token(tile, FORM: tl.constexpr):
 
 
 @triton.jit
-def by_group(units, tile, FORM: tl.constexpr):
-    """Return a number per channel of a tile's group of tokens, fp32 [1, padded]."""
-    d = tl.arange(0, FORM.padded)
+def by_group(units, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
+    """Return a number per channel of a tile's group of tokens, fp32 [1, COUNT]."""
+    d = first + tl.arange(0, COUNT)
     unit = tile * 32 // FORM.group
     return tl.load(units + unit * FORM.dim + d, mask=d < FORM.dim, other=0).to(tl.float32)[None, :]
 
@@ -189,26 +194,28 @@ def _scaled(
     tile,
     batch,
     segments,
+    first,
+    COUNT: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Return levels [32, padded] with scale, zero, fold and shift, in the order of `decode`."""
+    """Return levels [32, COUNT] with scale, zero, fold and shift, in the order of `decode`."""
     GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
     if FORM.has("fold"):
         units = units_of("fold", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        fold = by_group(units, tile, FORM)
+        fold = by_group(units, tile, first, COUNT, FORM)
     if FORM.has("shift"):
         units = units_of("shift", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        shift = by_group(units, tile, FORM)
+        shift = by_group(units, tile, first, COUNT, FORM)
     if FORM.has("fold") and not FORM.of_values:
         x = x * fold
     if FORM.has("shift") and FORM.shift_scaled:
         x = x + shift
     if FORM.has("scale"):
         units = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        x = x * _by_token(units + tile * (GROUPS * 32), FORM)
+        x = x * _by_token(units + tile * (GROUPS * 32), first, COUNT, FORM)
     if FORM.has("zero"):
         units = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        x = x + _by_token(units + tile * (GROUPS * 32), FORM)
+        x = x + _by_token(units + tile * (GROUPS * 32), first, COUNT, FORM)
     if FORM.has("shift") and not FORM.shift_scaled:
         x = x + shift
     if FORM.has("fold") and FORM.of_values:
@@ -227,9 +234,11 @@ def tile_numbers(
     tile,
     batch,
     segments,
+    first,
+    COUNT: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Return what `codec.decode` gives of 32 tokens, still transformed: fp32 [32, padded].
+    """Return what `codec.decode` gives of 32 tokens, still transformed: fp32 [32, COUNT].
 
     Channels from `FORM.dim` on are 0. Of a trellis: `trellis_numbers`, before any treatment.
 
@@ -241,22 +250,26 @@ def tile_numbers(
         fp32 (`Slots.levels`).
     tile : int
         Of 32 tokens inside the segment.
+    first : int
+        The first channel, a multiple of 32.
+    COUNT : constexpr
+        Channels, a power of two of 32 or more.
     FORM : constexpr
         The `SlotForm`.
     """
     tile = tl.cast(tile, tl.int64)
     units = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    channel = first + tl.arange(0, COUNT)
     if FORM.kind == "trellis":
         scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        x = trellis_numbers(units, scale, LEVELS, tile, FORM)
+        x = trellis_numbers(units, scale, LEVELS, tile, channel, FORM)
     else:
         if FORM.order == "number":
-            x = _given(units + tile * (FORM.dim * 32), FORM)
-        elif FORM.order == "token":
-            x = _levels(tile_codes(units + tile * (FORM.words * 32), FORM), LEVELS, FORM)
+            x = _given(units + tile * (FORM.dim * 32), first, COUNT, FORM)
         else:
-            x = _levels(tile_codes(units + tile * (FORM.bits * FORM.dim), FORM), LEVELS, FORM)
-        x = _scaled(x, TABLE, HEADS, row, head, segment, tile, batch, segments, FORM)
-        if FORM.dim != FORM.padded:
-            x = tl.where((tl.arange(0, FORM.padded) < FORM.dim)[None, :], x, 0.0)
+            words: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
+            x = _levels(_codes(units + tile * words, first, COUNT, FORM), LEVELS, FORM)
+        x = _scaled(x, TABLE, HEADS, row, head, segment, tile, batch, segments, first, COUNT, FORM)
+        if FORM.dim % COUNT != 0:
+            x = tl.where((channel < FORM.dim)[None, :], x, 0.0)
     return x

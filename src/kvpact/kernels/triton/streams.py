@@ -1,4 +1,4 @@
-"""One stream's tokens in attention: 32 at a time, packed and exact, multiplied as they are read.
+"""One stream's tokens in attention: 32 at a time, some channels of them, packed or exact.
 
 Which of both a tile holds is asked for each, so that all threads of a program take the same way.
 """
@@ -27,6 +27,7 @@ from kvpact.kernels.triton.columns import (
 )
 from kvpact.kernels.triton.forms import SlotForm
 from kvpact.kernels.triton.slots import field, pointer_to, tile_numbers
+from kvpact.kernels.triton.trellis import e5m3, step_numbers, tile_words
 from kvpact.kernels.triton.trellis_bases import base_logits
 
 TILE = tl.constexpr(32)
@@ -50,6 +51,8 @@ class Stream:
         Whether it stands in V's place in the table of rows.
     thrice : bool
         Whether products are those of fp32 (three products in tf32), or of numbers rounded to tf32.
+    key_piece, value_piece : int
+        Channels that are multiplied at a time, powers of two: of keys, and of values.
     """
 
     form: SlotForm | None
@@ -59,6 +62,8 @@ class Stream:
     aligned: bool
     second: bool
     thrice: bool
+    key_piece: int
+    value_piece: int
 
     @property
     def exact_from(self) -> int:
@@ -89,35 +94,27 @@ def rounded(x):
 
 
 @triton.jit
-def _product(a, b, sums, THRICE: tl.constexpr):
-    """Return `a @ b + sums`: in fp32, or of numbers that are in tf32 already."""
-    if THRICE:
-        return tl.dot(a, b, sums, input_precision="tf32x3")
-    return tl.dot(a, b, sums, input_precision="tf32")
-
-
-@triton.jit
 def _is_sink(ROWS, row, tokens, S: tl.constexpr):
     first = count_of_row(ROWS, row, SINKS_FROM)
     return (tokens >= first) & (tokens < first + count_of_row(ROWS, row, S.sinks))
 
 
 @triton.jit
-def _has_packed(ROWS, row, tile, S: tl.constexpr):
+def has_packed(ROWS, row, tile, S: tl.constexpr):
     """Whether a tile has packed tokens."""
     return tile * TILE < count_of_row(ROWS, row, S.exact_from)
 
 
 @triton.jit
-def _has_exact(ROWS, row, tile, S: tl.constexpr):
+def has_exact(ROWS, row, tile, S: tl.constexpr):
     """Whether a tile has exact tokens."""
     sinks_to = count_of_row(ROWS, row, SINKS_FROM) + count_of_row(ROWS, row, S.sinks)
     return (tile * TILE + TILE > count_of_row(ROWS, row, S.exact_from)) | (tile * TILE < sinks_to)
 
 
 @triton.jit
-def _exact(ROWS, row, head, tile, S: tl.constexpr):
-    """Return a tile's exact tokens in fp32, `[32, width]`; zeros for others."""
+def exact_tokens(ROWS, row, head, tile, channel, S: tl.constexpr):
+    """Return channels of a tile's exact tokens in fp32, `[32, channels]`; zeros for others."""
     TAIL: tl.constexpr = S.tail
     SINK: tl.constexpr = S.tail + 3
     FRESH: tl.constexpr = S.tail + 6
@@ -137,7 +134,6 @@ def _exact(ROWS, row, head, tile, S: tl.constexpr):
     token = at.to(pointer_to(S.number))
     if S.aligned:
         token = tl.multiple_of(token, 16)
-    channel = tl.arange(0, S.width)
     live = (fresh | tail | sink) & (tokens < held + count_of_row(ROWS, row, NEW))
     inside = live[:, None] & (channel < S.dim)[None, :]
     return tl.load(token[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -163,20 +159,6 @@ def _is_packed(ROWS, row, tile, S: tl.constexpr):
 
 
 @triton.jit
-def _packed(ROWS, row, head, LEVELS, tile, S: tl.constexpr):
-    """Return a tile's packed tokens, still transformed, `[32, width]`; zeros for others."""
-    FORM: tl.constexpr = S.form
-    table, heads, slot_row, segment, slot_rows, segments, inside = _slots(ROWS, row, tile, S)
-    x = tile_numbers(
-        table, heads, LEVELS, slot_row, head, segment, inside, slot_rows, segments, FORM
-    )
-    x = tl.where(_is_packed(ROWS, row, tile, S)[:, None], x, 0.0)
-    if not S.thrice:
-        x = rounded(x)
-    return x
-
-
-@triton.jit
 def _unit(FORM: tl.constexpr, NAME: tl.constexpr, place, head):
     """Return a pointer to a field's units of a segment and head; `place` is from `_slots`."""
     table, heads, slot_row, segment, slot_rows, segments, _ = place
@@ -186,58 +168,52 @@ def _unit(FORM: tl.constexpr, NAME: tl.constexpr, place, head):
 
 
 @triton.jit
-def _base_logits(ROWS, row, head, tile, q, first, S: tl.constexpr):
+def _of_packed(x, ROWS, row, tile, S: tl.constexpr):
+    """Return numbers `[32, channels]`, but zeros for tokens that are not packed; rounded to tf32.
+
+    Rounded unless products are those of fp32.
+    """
+    x = tl.where(_is_packed(ROWS, row, tile, S)[:, None], x, 0.0)
+    if not S.thrice:
+        x = rounded(x)
+    return x
+
+
+@triton.jit
+def packed_tokens(ROWS, row, head, LEVELS, tile, first, COUNT: tl.constexpr, S: tl.constexpr):
+    """Return COUNT channels of a tile's packed tokens, `[32, COUNT]`, still transformed."""
+    FORM: tl.constexpr = S.form
+    table, heads, slot_row, segment, slot_rows, segments, inside = _slots(ROWS, row, tile, S)
+    x = tile_numbers(
+        table, heads, LEVELS, slot_row, head, segment, inside, slot_rows, segments, first, COUNT,
+        FORM,
+    )  # fmt: skip
+    return _of_packed(x, ROWS, row, tile, S)
+
+
+@triton.jit
+def packed_steps(
+    ROWS, row, head, LEVELS, tile, channel, there, INDEX: tl.constexpr, S: tl.constexpr
+):
+    """Return some channels of one block of a tile's packed trellises, `[32, channels]`."""
+    FORM: tl.constexpr = S.form
+    place = _slots(ROWS, row, tile, S)
+    inside = tl.cast(place[6], tl.int64)
+    n = e5m3(tl.load(_unit(FORM, "scale", place, head) + inside * 32 + tl.arange(0, 32)))
+    words = tile_words(_unit(FORM, "codes", place, head), inside, FORM)
+    x = step_numbers(words, n, LEVELS, channel, there, FORM, INDEX, 1)
+    return _of_packed(x, ROWS, row, tile, S)
+
+
+@triton.jit
+def packed_bases(ROWS, row, head, tile, q, first, channel, S: tl.constexpr):
     """Return what the bases of a tile's packed tokens add to logits, `[rows, 32]`."""
     FORM: tl.constexpr = S.form
     place = _slots(ROWS, row, tile, S)
     flags = _unit(FORM, "base", place, head)
     if FORM.has("mean"):
         mean, step = _unit(FORM, "mean", place, head), _unit(FORM, "step", place, head)
-        logits = base_logits(flags, mean, step, q, first, place[6], FORM, S.width)
+        logits = base_logits(flags, mean, step, q, first, place[6], channel, FORM)
     else:
-        logits = base_logits(flags, flags, flags, q, first, place[6], FORM, S.width)
+        logits = base_logits(flags, flags, flags, q, first, place[6], channel, FORM)
     return tl.where(_is_packed(ROWS, row, tile, S)[None, :], logits, 0.0)
-
-
-@triton.jit
-def add_logits(
-    logits, ROWS, row, head, QP, QE, FIRST, LEVELS, tile, at_row, STRIDE: tl.constexpr, live,
-    S: tl.constexpr,
-):  # fmt: skip
-    """Add the products of queries and a tile's keys to logits `[rows, 32]`.
-
-    QP, QE, FIRST: as of `attend_general`, of a head, from the stream's first channel on. at_row:
-    which of its queries rows have; STRIDE: from one of them to the next. live: whether there is
-    one.
-    """
-    channel = tl.arange(0, S.width)
-    inside = live[:, None] & (channel < S.dim)[None, :]
-    at = (at_row.to(tl.int64) * STRIDE)[:, None] + channel[None, :]
-    # Queries are loaded for each tile: held in registers, they would leave none for the rest.
-    if S.form is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
-        if _has_packed(ROWS, row, tile, S):
-            k = _packed(ROWS, row, head, LEVELS, tile, S)
-            q = tl.load(QP + at, mask=inside, other=0.0)
-            logits = _product(q, tl.trans(k), logits, S.thrice)
-            if S.form.has("base"):
-                first = tl.load(FIRST + at_row, mask=live, other=0.0)
-                q = tl.load(QE + at, mask=inside, other=0.0)
-                logits += _base_logits(ROWS, row, head, tile, q, first, S)
-    if _has_exact(ROWS, row, tile, S):
-        k = _exact(ROWS, row, head, tile, S)
-        q = tl.load(QE + at, mask=inside, other=0.0)
-        logits = _product(q, tl.trans(k), logits, S.thrice)
-    return logits
-
-
-@triton.jit
-def add_values(exact, packed, weights, ROWS, row, head, LEVELS, tile, S: tl.constexpr):
-    """Add a tile's values by their weights `[rows, 32]` to two sums `[rows, width]`."""
-    if S.form is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
-        if _has_packed(ROWS, row, tile, S):
-            v = _packed(ROWS, row, head, LEVELS, tile, S)
-            packed = _product(weights, v, packed, S.thrice)
-    if _has_exact(ROWS, row, tile, S):
-        v = _exact(ROWS, row, head, tile, S)
-        exact = _product(weights, v, exact, S.thrice)
-    return exact, packed

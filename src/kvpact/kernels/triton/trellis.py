@@ -154,10 +154,10 @@ def tile_words(codes, tile, FORM: tl.constexpr):
 
 
 @triton.jit
-def trellis_numbers(codes, scale, LEVELS, tile, FORM: tl.constexpr):
-    """Return level * unit * n of 32 tokens, fp32 `[32, FORM.padded]`; 0 behind the last channel.
+def trellis_numbers(codes, scale, LEVELS, tile, channel, FORM: tl.constexpr):
+    """Return level * unit * n of some channels of 32 tokens, fp32 `[32, channels]`.
 
-    Channels are the steps of the blocks' trellises.
+    Channels are the steps of the blocks' trellises; those behind the last one are 0.
 
     Parameters
     ----------
@@ -167,10 +167,11 @@ def trellis_numbers(codes, scale, LEVELS, tile, FORM: tl.constexpr):
         fp32, those of all blocks (`Slots.levels`).
     tile : int
         Of 32 tokens inside the segment.
+    channel : tensor
+        int32, the channels.
     FORM : constexpr
         The `SlotForm`.
     """
-    channel = tl.arange(0, FORM.padded)
     live = channel < FORM.steps[-1].begin + FORM.steps[-1].dim
     n = e5m3(tl.load(scale + tile * 32 + tl.arange(0, 32)))
     words = tile_words(codes, tile, FORM)

@@ -17,8 +17,10 @@ def base_flags(flags, tile):
 
 
 @triton.jit
-def base_logits(flags, mean, step, query, first, tile, FORM: tl.constexpr, WIDTH: tl.constexpr):
+def base_logits(flags, mean, step, query, first, tile, channel, FORM: tl.constexpr):
     """Return the products of queries and the bases of 32 tokens, fp32 `[rows, 32]`.
+
+    Over some channels: those of several calls have to be added, one of which has `first`.
 
     Parameters
     ----------
@@ -26,17 +28,17 @@ def base_logits(flags, mean, step, query, first, tile, FORM: tl.constexpr, WIDTH
         Units of the fields of a segment and head, int32, int8 and fp16; of no account where
         `FORM` has no mean.
     query : tensor
-        fp32 `[rows, WIDTH]`, scaled, not transformed; 0 behind the last channel.
+        fp32 `[rows, channels]`, scaled, not transformed; 0 behind the last channel.
     first : tensor
         fp32 `[rows]`, their products with the first key; 0 where it is no base.
+    channel : tensor
+        int32 `[channels]`, which they are.
     tile : int
         Of 32 tokens inside the segment.
     FORM : constexpr
         The `SlotForm`, which has bases.
-    WIDTH : constexpr
-        Channels, padded to a power of two.
     """
-    flag, channel = base_flags(flags, tile), tl.arange(0, WIDTH)
+    flag = base_flags(flags, tile)
     logits = tl.where((flag == FIRST)[None, :], first[:, None], 0.0)
     if FORM.has("mean"):
         group = tile * 32 // FORM.trellis.center

@@ -1,7 +1,8 @@
-"""What the fast kernels are launched with: a table, so that nobody waits for measurements.
+"""What kernels of attention are launched with: tables, so that nobody waits for measurements.
 
-None of it has been timed on a device yet; blocks of 64 tokens (128 where V has 3 bits), one warp
-and two buffers have the fewest instructions a token without spills.
+None of it has been timed on a device yet. Of the fast kernels, blocks of 64 tokens (128 where V has
+3 bits), one warp and two buffers have the fewest instructions a token without spills; of the
+general one, the pieces and warps below have.
 """
 
 from __future__ import annotations
@@ -64,6 +65,41 @@ def choice(value_bits: int, rows: int, inside: bool) -> Choice:
     if value_bits == 3:
         return Choice(tiles, 2 if rows > 8 else 1, 5, registers)
     return Choice(tiles, 1, 5, registers)
+
+
+class GeneralChoice(NamedTuple):
+    """How a variant of the general kernel is launched.
+
+    Parameters
+    ----------
+    warps : int
+        Of a program.
+    keys, values : int
+        Channels of keys and of values that are multiplied at a time, at most.
+    """
+
+    warps: int
+    keys: int
+    values: int
+
+
+def general_choice(rows: int, width: int, thrice: bool) -> GeneralChoice:
+    """Return how the general kernel is launched.
+
+    Parameters
+    ----------
+    rows : int
+        Query rows of a program.
+    width : int
+        Channels of a vector, padded to a power of two.
+    thrice : bool
+        Whether products are those of fp32.
+    """
+    if rows == 16 and width <= (128 if thrice else 256):
+        return GeneralChoice(4, 64 if thrice else 128, 64)
+    if width > 512:
+        return GeneralChoice(8, 32, 32)
+    return GeneralChoice(8, 32 if thrice else 128, 128 if rows == 64 else 64)
 
 
 def side_by_side(version: str = triton.__version__) -> int:

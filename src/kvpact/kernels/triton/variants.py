@@ -45,6 +45,7 @@ MORE = (
 PLAIN = ",first=false,weights=false,blocks=false,center=0"
 """Options of `trellis` without which keys have blocks of unlike bits, and bases."""
 _NAMES = {torch.float16: " fp16", torch.float32: " fp32"}
+_MASKS: dict[torch.dtype | None, str] = {torch.bool: " mask", torch.float32: " added mask"}
 
 
 class SlotsOfZeros:
@@ -83,6 +84,10 @@ class Variant(NamedTuple):
         Of the logits.
     dtype : torch.dtype
         Of exact tokens and queries.
+    mask : torch.dtype or None
+        Of a mask.
+    rope : int
+        Channels of rotated keys beside latents of `dim`; 0 for ordinary keys and values.
     """
 
     spec: str
@@ -92,30 +97,46 @@ class Variant(NamedTuple):
     segment_tokens: int = 128
     softcap: float | None = None
     dtype: torch.dtype = torch.bfloat16
+    mask: torch.dtype | None = None
+    rope: int = 0
 
     @property
     def name(self) -> str:
         """What the table calls it."""
         flags = " page=32" * (self.segment_tokens == 32) + " softcap" * (self.softcap is not None)
-        flags += _NAMES.get(self.dtype, "")
-        return f"{self.spec or 'exact'} D={self.dim} {self.groups}x{self.queries}{flags}"
+        flags += _NAMES.get(self.dtype, "") + _MASKS.get(self.mask, "")
+        width = f"{self.dim}+{self.rope}" if self.rope else self.dim
+        return f"{self.spec or 'exact'} D={width} {self.groups}x{self.queries}{flags}"
 
     def call(self) -> AttendCall:
         """Return a call with a long past."""
-        tail = torch.zeros(1, HEADS, 64, self.dim, dtype=self.dtype)
-        new = tail[:, :, : self.queries]
-        q = tail.new_zeros(1, HEADS * self.groups, self.queries, self.dim)
-        config = AttendConfig(softcap=self.softcap)
+        heads, total = 1 if self.rope else HEADS, 576 + self.queries
+        tails = [
+            torch.zeros(1, heads, 64, width, dtype=self.dtype)
+            for width in (self.dim, self.rope or self.dim)
+        ]
+        new_k, new_v = (tail[:, :, : self.queries] for tail in tails)
+        shape = (1, heads * self.groups, self.queries)
+        q = tails[0].new_zeros(*shape, self.dim + self.rope)
+        mask = None if self.mask is None else torch.zeros(*shape, total, dtype=self.mask)
+        config = AttendConfig(softcap=self.softcap, mask=mask)
         if not self.spec:
-            return AttendCall(None, new, new, q, config)
-        sinks, at = tail[:, :, :4], torch.arange(4).unsqueeze(0)
+            return AttendCall(None, new_k, new_v, q, config)
+        at = torch.arange(4).unsqueeze(0)
         k, v = (
             StreamView(
-                codec, SlotsOfZeros(codec, self.segment_tokens), 512, tail, sinks, at, 4, _nothing
+                codec := side(self.spec, value, tail.shape[3]),
+                SlotsOfZeros(codec, self.segment_tokens),
+                512,
+                tail,
+                tail[:, :, :4],
+                at,
+                4,
+                _nothing,
             )
-            for codec in (side(self.spec, value, self.dim) for value in (False, True))
+            for value, tail in zip((False, True), tails, strict=True)
         )
-        return AttendCall(LayerView(k, v, None), new, new, q, config)
+        return AttendCall(LayerView(k, v, None), new_k, new_v, q, config, latent=bool(self.rope))
 
     def launches(self) -> list[Launch]:
         """Return what is launched to attend."""
@@ -173,6 +194,46 @@ def others() -> Iterator[Variant]:
         yield Variant("turboquant:bits=4", dtype=dtype)
         yield Variant("turboquant:bits=4", queries=16, dtype=dtype)
     yield Variant("turboquant:bits=4", 96)
+    yield from _rules()
+    yield from _shapes()
+    yield from _latents()
+
+
+def _rules() -> Iterator[Variant]:
+    """Iterate over softcaps, masks and products in fp32."""
+    for spec in ("fp8", "none", "trellis:bits=4"):
+        yield Variant(spec, softcap=30.0)
+        yield Variant(spec, queries=16, softcap=30.0, mask=torch.float32)
+        yield Variant(spec, dtype=torch.float32)
+    for mask in (torch.bool, torch.float32):
+        yield Variant("turboquant:bits=4", mask=mask)
+        yield Variant("turboquant:bits=4", queries=16, mask=mask)
+    for dim in (128, 256):
+        yield Variant("trellis:bits=4", dim, 4, 16, 128, 30.0, torch.float32, torch.float32)
+
+
+def _shapes() -> Iterator[Variant]:
+    """Iterate over widths and numbers of query rows, and over unlike slots of K and V."""
+    for spec in ("turboquant:bits=3,center=64", "fp8", "trellis:bits=4"):
+        for dim in (64, 96, 256):
+            yield Variant(spec, dim)
+        for dim in (128, 256):
+            yield Variant(spec, dim, queries=8)
+            yield Variant(spec, dim, queries=16)
+    for dim in (512, 1024):
+        yield Variant("turboquant:bits=6", dim)
+    yield Variant("int:bits=8/turboquant:bits=3")
+    yield Variant("kivi:bits=2/trellis:bits=3")
+    yield Variant("trellis:bits=4/fp8")
+
+
+def _latents() -> Iterator[Variant]:
+    """Iterate over latents, of whose widths models have the first."""
+    for spec in ("turboquant:bits=4", "int:bits=8", "kivi:bits=4/none"):
+        yield Variant(spec, 512, groups=16, rope=64)
+    yield Variant("turboquant:bits=4", 512, groups=16, softcap=30.0, rope=64)
+    yield Variant("turboquant:bits=4", 512, groups=16, dtype=torch.float32, rope=64)
+    yield Variant("turboquant:bits=4", 64, groups=16, queries=4, rope=32)
 
 
 @cache
