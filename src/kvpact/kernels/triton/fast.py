@@ -44,6 +44,8 @@ MOST_ROWS = 16
 MOST_MIXED_ROWS = 8
 """Where there are zeros, or numbers per channel and group of tokens."""
 MOST_WIDTH = 256
+NARROW = 128
+"""Channels up to which a limit on registers spares spills where K has scales per channel."""
 LEAST_TOKENS = 256
 """Packed tokens from which on a second launch pays."""
 _VECTORS = ("codes", "scale", "zero", "fold", "shift", "mean")
@@ -213,7 +215,7 @@ def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Cho
     if trellis:
         return trellis_choice(k, v, rows), inside
     chosen = choice(v.bits, rows, inside)
-    if of_halves(k) or of_halves(v):
+    if of_halves(k) or of_halves(v) or (k.has("fold") and k.dim <= NARROW):
         chosen = chosen._replace(registers=255)
     return chosen, inside
 
