@@ -94,9 +94,15 @@ _OF_TRELLISES = {2: 29, 3: 37, 4: 48}
 
 
 def _trellises(launch: Launch) -> Bounds:
-    v, few = launch.constants["V"], launch.constants["G"] == 4
-    instructions = _OF_TRELLISES[v.bits] if few and v.dim <= 128 else None
-    return Bounds(instructions=instructions, wide=8, tensor=True, moved=0)
+    v, rows = launch.constants["V"], launch.constants["G"]
+    few = rows == 4 and v.dim <= 128
+    return Bounds(
+        stack=0 if rows <= 8 and v.dim <= 128 else None,
+        instructions=_OF_TRELLISES[v.bits] if few else None,
+        wide=8,
+        tensor=True,
+        moved=0,
+    )
 
 
 _BY_VARIANT = {"attend_digits": _digits, "attend_trellises": _trellises}

@@ -28,7 +28,10 @@ TILES = 2
 
 
 def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
-    """Return how the kernel is launched: with as many warps as it takes not to spill registers.
+    """Return how the kernel is launched.
+
+    Products of four warps would be others on sm_100, for which operands have no layout. So more
+    than 8 query rows, and more than 128 channels, spill some registers.
 
     Parameters
     ----------
@@ -37,12 +40,8 @@ def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
     rows : int
         Of queries of a KV head.
     """
-    if rows > 8 or max(k.dim, v.dim) > 128:
-        warps = 4
-    elif rows > 4 and k.has("base"):
-        warps = 2
-    else:
-        warps = 1
+    many = rows > 8 or max(k.dim, v.dim) > 128
+    warps = 2 if many or (rows > 4 and k.has("base")) else 1
     return Choice(TILES, warps, 5, 255)
 
 
