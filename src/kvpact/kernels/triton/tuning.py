@@ -99,6 +99,8 @@ def general_choice(rows: int, width: int, thrice: bool) -> GeneralChoice:
         return GeneralChoice(4, 64 if thrice else 128, 64)
     if width > 512:
         return GeneralChoice(8, 32, 128)
+    if width > 256 and thrice:
+        return GeneralChoice(8, 64, 128)
     return GeneralChoice(8, 32 if thrice else 128, 128 if rows == 64 else 64)
 
 
