@@ -1,9 +1,9 @@
 """The process of a Mooncake client, run by its path; `mooncake_client.py` starts and asks it.
 
-It imports mooncake and the standard library alone. A process of its own, because Mooncake's setup
-holds the interpreter's lock as long as a master keeps silent, its close waits for a master that is
-gone, a call after that ends the process, and its ports, open to whoever reaches them, lead into
-the memory of the process. None of this is to befall a process that computes.
+It imports mooncake, numpy and the standard library alone. A process of its own, because Mooncake's
+setup holds the interpreter's lock as long as a master keeps silent, its close waits for a master
+that is gone, a call after that ends the process, and its ports, open to whoever reaches them, lead
+into the memory of the process. None of this is to befall a process that computes.
 
 Settings come as a line of JSON, then one request a line, ``[id, operation, argument, …]``; replies
 are ``[id, result]``, in the order in which they are ready. Blobs lie in shared memory. A number
@@ -12,7 +12,6 @@ below 0 is Mooncake's error code; ``{"error": text}`` is everything unforeseen.
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import mmap
@@ -24,6 +23,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 NOT_READY = -703
 MISSING = -704
@@ -55,7 +56,7 @@ class Client:
         self._entry = re.compile(f"{re.escape(self._prefix)}({settings['key']})")
         size = settings["memory_size"]
         self._memory = mmap.mmap(settings["memory"], size)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._base = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
         code = self._store.register_buffer(self._base, size)
         if code:
             raise RuntimeError(f"the shared memory is refused (Mooncake's error {code})")
