@@ -97,7 +97,7 @@ def _trellises(launch: Launch) -> Bounds:
     v, rows = launch.constants["V"], launch.constants["G"]
     few = rows == 4 and v.dim <= 128
     return Bounds(
-        stack=0 if rows <= 8 and v.dim <= 128 else None,
+        stack=0 if rows <= 8 and (v.dim <= 128 or v.bits != 3) else None,
         instructions=_OF_TRELLISES[v.bits] if few else None,
         wide=8,
         tensor=True,

@@ -25,7 +25,6 @@ from kvpact.kernels.triton.tables import (
 from kvpact.kernels.triton.tiles import TOGETHER
 from kvpact.kernels.triton.token_groups import sections_of
 from kvpact.kernels.triton.trellis_fast import (
-    TILES,
     attend_trellis,
     trellis_choice,
     trellis_reason,
@@ -209,11 +208,11 @@ def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Cho
     sizes : set of int
         Tokens of their segments.
     """
-    trellis = k.kind == "trellis"
-    tiles = TILES if trellis else block_tiles(v.bits)
+    chosen = trellis_choice(k, v, rows) if k.kind == "trellis" else None
+    tiles = block_tiles(v.bits) if chosen is None else chosen.tiles
     inside = all(size % (tiles * 32) == 0 for size in sizes)
-    if trellis:
-        return trellis_choice(k, v, rows), inside
+    if chosen is not None:
+        return chosen, inside
     chosen = choice(v.bits, rows, inside)
     if of_halves(k) or of_halves(v) or (k.has("fold") and k.dim <= NARROW):
         chosen = chosen._replace(registers=255)

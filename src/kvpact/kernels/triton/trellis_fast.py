@@ -23,15 +23,12 @@ from kvpact.quantizers import trellis
 MOST_WIDTH = 256
 
 
-TILES = 2
-"""Tiles of a block: part of every group of tokens with a mean."""
-
-
 def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
     """Return how the kernel is launched.
 
-    Products of four warps would be others on sm_100, for which operands have no layout. So more
-    than 8 query rows, and more than 128 channels, spill some registers.
+    A block is part of one group of tokens with a mean. Products of four warps would be others on
+    sm_100, for which operands have no layout. So more than 8 query rows spill some registers, and
+    so do wide V of 3 bits, whose words take two tiles.
 
     Parameters
     ----------
@@ -40,9 +37,11 @@ def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
     rows : int
         Of queries of a KV head.
     """
-    many = rows > 8 or max(k.dim, v.dim) > 128
-    warps = 2 if many or (rows > 4 and k.has("base")) else 1
-    return Choice(TILES, warps, 5, 255)
+    wide = max(k.dim, v.dim) > 128
+    if wide and v.bits > 3:
+        return Choice(1, 2, 3, 255)
+    warps = 2 if wide or rows > 8 or (rows > 4 and k.has("base")) else 1
+    return Choice(2, warps, 5, 255)
 
 
 def trellis_reason(form: SlotForm, order: str) -> str:
