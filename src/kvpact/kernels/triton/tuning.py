@@ -98,7 +98,7 @@ def general_choice(rows: int, width: int, thrice: bool) -> GeneralChoice:
     if rows == 16 and width <= (128 if thrice else 256):
         return GeneralChoice(4, 64 if thrice else 128, 64)
     if width > 512:
-        return GeneralChoice(8, 32, 128)
+        return GeneralChoice(16, 32, 128)
     if width > 256 and thrice:
         return GeneralChoice(8, 64, 128)
     return GeneralChoice(8, 32 if thrice else 128, 128 if rows == 64 else 64)
