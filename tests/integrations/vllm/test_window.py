@@ -74,6 +74,14 @@ def test_a_page_that_another_sequence_took_has_no_window_of_before():
     assert torch.equal(out, contiguous(EXACT, after[:, :10], after[:, 10:]))
 
 
+def test_a_prefix_on_a_page_that_another_sequence_ended_on_has_no_window_of_it():
+    layer, before, after, one = make(EXACT, 4), tokens(32, 9), tokens(40, 10), tokens(1, 11)
+    step(layer, [Row(0, 32, 0, (3,))], before)
+    step(layer, [Row(0, 40, 0, (3, 4))], after)
+    out = step(layer, [Row(0, 1, 32, (3, 5))], one)
+    assert torch.equal(out, contiguous(STORED, after[:, :32], one))
+
+
 @pytest.mark.parametrize("counts", [[1] * (40 + 2 * SLACK + 3), [39, 1, 40, 41, 3, 1], [200, 1, 5]])
 def test_a_window_moves_with_its_sequence(counts):
     layer, given = make(EXACT, 1), tokens(sum(counts), 8)

@@ -8,7 +8,7 @@ attended as it is stored; the window then fills again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -110,10 +110,15 @@ class WindowPool:
         if not self.width:
             return
         for row, window in zip(rows, windows, strict=True):
-            before = self._at.pop(row.pages[-1], None)
+            self.forget(row.pages[row.held // self._page_tokens :])
+            self._at[row.pages[-1]] = window
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Give up the windows that are known by these pages, because others wrote to them."""
+        for page in pages:
+            before = self._at.pop(page, None)
             if before is not None:
                 self._free.append(before.slot)
-            self._at[row.pages[-1]] = window
 
     def exact_from(self, window: Window) -> int:
         """Return the first token that a window's sequence attends exactly."""
