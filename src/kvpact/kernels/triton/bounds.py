@@ -89,7 +89,7 @@ def _digits(launch: Launch) -> Bounds:
     )
 
 
-_OF_TRELLISES = {2: 29, 3: 37, 4: 48}
+_OF_TRELLISES = {2: 29, 3: 37, 4: 48, 5: 80, 6: 134}
 """Instructions of `attend_trellises`, by bits, of 4 query rows and up to 128 channels."""
 
 
@@ -97,7 +97,7 @@ def _trellises(launch: Launch) -> Bounds:
     v, rows = launch.constants["V"], launch.constants["G"]
     few = rows == 4 and v.dim <= 128
     return Bounds(
-        stack=0 if rows <= 8 and (v.dim <= 128 or v.bits != 3) else None,
+        stack=0 if rows <= 8 and v.bits < 6 and (v.dim <= 128 or v.bits != 3) else None,
         instructions=_OF_TRELLISES[v.bits] if few else None,
         wide=8,
         tensor=True,

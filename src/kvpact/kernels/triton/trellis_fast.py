@@ -28,7 +28,7 @@ def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
 
     A block is part of one group of tokens with a mean. Products of four warps would be others on
     sm_100, for which operands have no layout. So more than 8 query rows spill some registers, and
-    so do wide V of 3 bits, whose words take two tiles.
+    so do 6 bits, and wide V of 3 bits, whose words take two tiles.
 
     Parameters
     ----------
@@ -40,6 +40,8 @@ def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
     wide = max(k.dim, v.dim) > 128
     if wide and v.bits > 3:
         return Choice(1, 2, 3, 255)
+    if v.bits > 4:
+        return Choice(1, 1 if v.bits == 5 and rows <= 4 else 2, 3, 255)
     warps = 2 if wide or rows > 8 or (rows > 4 and k.has("base")) else 1
     return Choice(2, warps, 5, 255)
 

@@ -173,6 +173,7 @@ def steps() -> Iterator[Variant]:
     for bits in BITS:
         yield Variant(f"trellis:bits={bits}")
         yield Variant(f"trellis:bits={bits}{PLAIN}")
+    yield from (Variant(f"trellis:bits={bits}") for bits in (5, 6))
     for groups in (8, 16):
         yield Variant("trellis:bits=4", groups=groups)
     for dim in (64, 256):
