@@ -316,6 +316,10 @@ class Backend(Protocol):
         """Return why attention over latents in slots of this codec is not there; "" if it is."""
         ...
 
+    def remark(self, k: Codec, v: Codec) -> str:
+        """Return why a slower kernel than others here attends over K and V; "" if none does."""
+        ...
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Return why attention over new tokens without a past is not there; "" if it is.
 

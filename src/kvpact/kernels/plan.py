@@ -68,7 +68,10 @@ def report(device: torch.device = _CPU) -> list[Line]:
 
 
 def coverage(k: Codec, v: Codec, device: torch.device, dtype: torch.dtype) -> list[Line]:
-    """Return which backend of a device carries out what for two codecs, and why no better one."""
+    """Return which backend of a device carries out what for two codecs, and why no better one.
+
+    Where a backend attends with a slower kernel than it has for others, that has a reason, too.
+    """
     lines = []
     for operation in OPERATIONS:
         reasons: list[str] = []
@@ -77,6 +80,8 @@ def coverage(k: Codec, v: Codec, device: torch.device, dtype: torch.dtype) -> li
                 continue
             reason = next(filter(None, (backend.covers(operation, c, dtype) for c in (k, v))), "")
             if not reason:
+                if operation == "attend" and (remark := backend.remark(k, v)):
+                    reasons.append(f"{backend.name}: {remark}")
                 lines.append(Line(operation, backend.name, True, "; ".join(reasons)))
                 break
             reasons.append(f"{backend.name}: {reason}")

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, create_cache, parse_spec
 from kvpact.errors import BackendUnavailable
+from kvpact.kernels import coverage
 from kvpact.kernels.triton.backend import TritonBackend
 from kvpact.kernels.triton.forms import on_device
 from kvpact.testing import BackendContract
@@ -68,6 +69,26 @@ def test_what_is_not_covered_has_a_reason():
     codec = parse_spec("int:bits=8").key.key_codec(64, torch.float32)
     assert "float64" in backend.covers("attend", codec, torch.float64)
     assert "offset" in backend.covers_offset()
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    (
+        ("turboquant:bits=4", ""),
+        ("trellis:bits=4", ""),
+        ("fp8/turboquant:bits=4", "K has numbers of fp8 beside V of 4 bits"),
+        ("turboquant:bits=6", "K has codes of 6 bits"),
+        ("kivi:bits=3", "K has groups of 32 tokens beside V of 3 bits; 128 are covered"),
+    ),
+)
+def test_where_the_general_kernel_attends_the_reason_is_told(monkeypatch, spec, reason):
+    backend = TritonBackend()
+    monkeypatch.setattr("kvpact.kernels.plan.BACKENDS", (backend,))
+    monkeypatch.setattr(backend, "runs_here", lambda device: "")
+    spec = parse_spec(spec)
+    codecs = (make(128, torch.bfloat16) for make in (spec.key.key_codec, spec.value.value_codec))
+    line = coverage(*codecs, torch.device("cuda"), torch.bfloat16)[0]
+    assert line.reason == (reason and f"triton: the general kernel attends: {reason}")
 
 
 def test_kvpact_alone_does_not_import_triton():

@@ -59,6 +59,10 @@ class CpuBackend:
         """Cover everything."""
         return ""
 
+    def remark(self, k: Codec, v: Codec) -> str:
+        """Have nothing to say."""
+        return ""
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover new tokens without a past up to `MOST_DIM` channels."""
         if dtype not in DTYPES:

@@ -40,6 +40,10 @@ class TorchBackend:
         """Cover everything."""
         return ""
 
+    def remark(self, k: Codec, v: Codec) -> str:
+        """Have nothing to say."""
+        return ""
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover everything."""
         return ""

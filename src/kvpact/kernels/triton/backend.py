@@ -105,6 +105,17 @@ class TritonBackend:
         """Cover all but trellises that are treated as keys are: latents are values, too."""
         return "latents that are treated as keys are" if isinstance(codec, TreatedKeys) else ""
 
+    def remark(self, k: Codec, v: Codec) -> str:
+        """Say why the general kernel attends, also where few query heads share a KV head."""
+        if not installed() or any(self.covers("attend", x, torch.bfloat16) for x in (k, v)):
+            return ""
+        from kvpact.kernels.triton.fast import digits_reason
+        from kvpact.kernels.triton.tables import LEAST_ROWS
+
+        slots = slots_of(k, False, _CPU), slots_of(v, True, _CPU)
+        reason = digits_reason(*slots, LEAST_ROWS)
+        return f"the general kernel attends: {reason}" if reason else ""
+
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover prompts of any width that slots may have."""
         if dtype not in DTYPES:
