@@ -22,12 +22,15 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
 from kvpact.contract import AttendConfig
 from kvpact.formats import TILE
 from kvpact.integrations.vllm.layer import PagedLayer
+from kvpact.integrations.vllm.own_kernel import OwnKernel, why_not
 from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.refused import refuse
 from kvpact.integrations.vllm.setting import codecs, native_plan, served_spec
 from kvpact.integrations.vllm.window import SLACK, Row, WindowPool
@@ -96,9 +99,12 @@ class KVPactMetadata(AttentionMetadata):
     ----------
     rows : list of Row
         Its sequences.
+    prompts : list of Run
+        Those that vLLM's own kernel attends with.
     """
 
     rows: list[Row]
+    prompts: list[Run]
 
 
 class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
@@ -113,6 +119,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check(vllm_config)
+        self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
         _log(kv_cache_spec, len(layer_names), vllm_config)
 
     def build(
@@ -133,7 +140,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
             if start < end:
                 pages = batch.block_table_tensor[i, : -(-length // size)].tolist()
                 rows.append(Row(start, end, length - (end - start), tuple(pages)))
-        return KVPactMetadata(rows)
+        return KVPactMetadata(rows, self._scratch.plan(rows) if self._scratch else [])
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
@@ -193,7 +200,8 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
             return output.zero_()
         if self._layer is None or self._layer.pages is not kv_cache:
             self._layer = _layer(key, value, kv_cache, self._sequences)
-        self._layer.step(attn_metadata.rows, query, key, value, output, self._config)
+        batch = attn_metadata
+        self._layer.step(batch.rows, query, key, value, output, self._config, batch.prompts)
         return output
 
 
@@ -203,6 +211,27 @@ def _layer(key: Tensor, value: Tensor, pages: Tensor, sequences: int) -> PagedLa
     shapes = ((key.shape[1], key.shape[2]), (value.shape[1], value.shape[2]))
     windows = WindowPool(spec.key.window, sequences, pages.shape[2], shapes, dtype)
     return PagedLayer(PageForm(k, v, pages.shape[2]), native_plan(k, v, dtype), pages, windows)
+
+
+def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | None:
+    """Return what prompts are attended over by vLLM's own kernel; None where it is not used."""
+    model, dtype = config.model_config, config.model_config.dtype
+    if reason := why_not(spec.head_size, spec.head_size_v, dtype):
+        logger.info("kvpact attends prompts by its own kernels: no AMX for %s", reason)
+        return None
+    q_heads = get_num_attention_heads_from_layers(config, layers)
+    q_heads = q_heads or model.get_num_attention_heads(config.parallel_config)
+    kernel = OwnKernel(q_heads, spec.num_kv_heads, spec.head_size, dtype)
+    longest = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
+    scratch = Scratch(kernel, spec.num_kv_heads, spec.head_size, dtype, longest)
+    logger.info(
+        "kvpact attends prompts by vLLM's own kernel (AMX), and at most %d new tokens of a "
+        "sequence by its own; exact copies of the prompts that are attended take at most %.0f MB, "
+        "once for all layers",
+        FEW,
+        scratch.nbytes / 1e6,
+    )
+    return scratch
 
 
 def _check(config: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -12,9 +13,11 @@ from kvpact.cache.pages import PageSource
 from kvpact.cache.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.prompt import Run
 from kvpact.integrations.vllm.window import Row, Window, WindowPool
 from kvpact.kernels import (
     AttendCall,
+    Encoder,
     LayerView,
     Plan,
     Segment,
@@ -63,6 +66,7 @@ class PagedLayer:
         v: Tensor,
         out: Tensor,
         config: AttendConfig,
+        prompts: Sequence[Run] = (),
     ) -> None:
         """Attend, then store the new tokens.
 
@@ -81,6 +85,8 @@ class PagedLayer:
             `[tokens, H_q, D_v]`, overwritten.
         config : AttendConfig
             Scale and softcap.
+        prompts : sequence of Run
+            Those of the rows that another kernel attends with (see `Scratch.plan`).
 
         Raises
         ------
@@ -96,8 +102,14 @@ class PagedLayer:
             single = [one for one in both if one[0].held and one[0].end - one[0].start == 1]
             if single and self._decode(single, q, k, v, out, config):
                 both = [one for one in both if not one[0].held or one[0].end - one[0].start > 1]
-            self._attend(both, q, k, v, out, config)
-            self._store(both, (k, v))
+            ready = self._prepare(both, (k, v))
+            by_start = {row.start: (row, window) for row, window in both}
+            for run in prompts:
+                taken = [by_start.pop(row.start) for row in run.rows]
+                views = [self._view(*one) if one[0].held else None for one in taken]
+                run.attend(views, self._plan, (q, k, v), out, config)
+            self._attend(list(by_start.values()), q, k, v, out, config)
+            self._store(both, ready, (k, v))
         finally:
             self._windows.keep(rows, windows)
 
@@ -179,20 +191,32 @@ class PagedLayer:
         k, v = (PageSource(fields, pages, self._tokens) for _, fields in self._sides)
         return k, v
 
-    def _store(self, rows: list[tuple[Row, Window]], tokens: tuple[Tensor, Tensor]) -> None:
-        given = [tuple(_sequence(x, row.start, row.end) for x in tokens) for row, _ in rows]
-        # All that can be refused is, before anything is written.
-        ready = [
-            [side.prepare(x) for (side, _), x in zip(self._sides, pair, strict=True)]
-            for pair in given
+    def _prepare(
+        self, rows: list[tuple[Row, Window]], tokens: tuple[Tensor, Tensor]
+    ) -> list[list[tuple[Encoder, Any]]]:
+        """Do all that can refuse tokens, before anything is attended or written."""
+        return [
+            [
+                side.prepare(_sequence(x, row.start, row.end))
+                for (side, _), x in zip(self._sides, tokens, strict=True)
+            ]
+            for row, _ in rows
         ]
-        for (row, window), pair, prepared in zip(rows, given, ready, strict=True):
+
+    def _store(
+        self,
+        rows: list[tuple[Row, Window]],
+        ready: list[list[tuple[Encoder, Any]]],
+        tokens: tuple[Tensor, Tensor],
+    ) -> None:
+        for (row, window), prepared in zip(rows, ready, strict=True):
             self._clear(row)
             first, inside = divmod(row.held, self._tokens)
             for (encoder, what), (_, fields) in zip(prepared, self._sides, strict=True):
                 segments = [_page(fields, page) for page in row.pages[first:]]
                 encoder.write(what, segments, self._tokens, inside)
-            self._windows.append(window, (pair[0], pair[1]))
+            k, v = (_sequence(x, row.start, row.end) for x in tokens)
+            self._windows.append(window, (k, v))
 
     def _clear(self, row: Row) -> None:
         """Clear what a row's pages hold behind the place where its new tokens go."""

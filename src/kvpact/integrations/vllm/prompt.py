@@ -1,0 +1,253 @@
+"""Prompts, attended by a kernel that reads exact tokens, over scratch pages of them.
+
+An engine's own kernel multiplies prompts in the processor's matrix units. So new tokens are put
+into scratch pages as they were given, earlier ones as they are attended to (decoded, or from the
+exact window), and the kernel attends over these. What it computes is defined by `Plan.attend`;
+scores and sums are rounded as the kernel does, and decoded numbers to the tokens' dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpact.contract import AttendConfig
+from kvpact.integrations.vllm.window import Row
+from kvpact.kernels import LayerView, Plan
+
+FEW = 32
+"""So many new tokens of a sequence, or fewer, are attended over its packed slots: to decode all
+that came before them takes longer."""
+
+PAGE = 128
+"""Tokens of a scratch page."""
+
+_PIECE = 1024
+"""Tokens that are decoded at a time."""
+
+Pages = tuple[Tensor, Tensor]
+"""Of K and V: `[pages, H, PAGE, D]`, in the order of numbers that the kernel likes."""
+
+
+class Sequences(NamedTuple):
+    """Sequences that one call of a kernel attends over.
+
+    Parameters
+    ----------
+    starts : Tensor
+        `[n + 1]` int32: where the new tokens of each begin in the call, and where the last end.
+    lengths : Tensor
+        `[n]` int32: tokens of each, the new ones included.
+    tables : Tensor
+        `[n, most]` int32: pages of each.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    tables: Tensor
+
+
+class PromptKernel(Protocol):
+    """Attends over pages of exact tokens, causally."""
+
+    def put(self, k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
+        """Write tokens, `[T, H, D]` of any strides but the last, to the places `slots`.
+
+        A place is ``page * PAGE`` and the token's number in the page; `[T]` int64.
+        """
+        ...
+
+    def schedule(self, sequences: Sequences) -> Any:
+        """Return what calls of all layers over the same sequences have in common."""
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        pages: Pages,
+        sequences: Sequences,
+        schedule: Any,
+        config: AttendConfig,
+        out: Tensor,
+    ) -> None:
+        """Attend: each new token to itself and to those before it.
+
+        `q` is `[new tokens, H_q, D]`, `out` the same, overwritten; of `config` scale and softcap
+        count.
+        """
+        ...
+
+
+class Scratch:
+    """Pages of exact tokens for one call at a time, shared by all layers.
+
+    Parameters
+    ----------
+    kernel : PromptKernel
+        Attends over them.
+    heads, dim : int
+        KV heads, and width of K and V.
+    dtype : torch.dtype
+        Of the tokens.
+    tokens : int
+        Of the longest sequence, at least.
+
+    Attributes
+    ----------
+    pages : tuple of Tensor
+        Of K and of V.
+    nbytes : int
+        Memory, once a sequence so long has come.
+    """
+
+    def __init__(
+        self, kernel: PromptKernel, heads: int, dim: int, dtype: torch.dtype, tokens: int
+    ) -> None:
+        self._kernel, self._count = kernel, -(-tokens // PAGE)
+        # Memory that no sequence has used yet is not taken from the system.
+        whole = torch.empty(self._count, heads, 2 * PAGE, dim, dtype=dtype)
+        self.pages: Pages = (whole[:, :, :PAGE], whole[:, :, PAGE:])
+        self._piece = torch.empty(2, _PIECE, heads, dim, dtype=dtype)
+        self._slots = torch.arange(self._count * PAGE)
+        self.nbytes = whole.nbytes + self._piece.nbytes + self._slots.nbytes
+
+    def plan(self, rows: Sequence[Row]) -> list[Run]:
+        """Return the calls for those rows of a batch that have more than `FEW` new tokens.
+
+        A call takes rows that stand side by side, as many as the pages hold.
+        """
+        runs: list[list[Row]] = []
+        pages = 0
+        for row in rows:
+            if row.end - row.start <= FEW:
+                continue
+            needed = _pages_of(row)
+            after = bool(runs) and runs[-1][-1].end == row.start
+            if not after or pages + needed > self._count:
+                runs.append([])
+                pages = 0
+            runs[-1].append(row)
+            pages += needed
+        return [self._run(run) for run in runs]
+
+    def _run(self, rows: list[Row]) -> Run:
+        counts = [_pages_of(row) for row in rows]
+        firsts = [sum(counts[:i]) for i in range(len(counts))]
+        tables = torch.tensor(firsts).unsqueeze(1) + torch.arange(max(counts))
+        start = rows[0].start
+        sequences = Sequences(
+            torch.tensor([start, *(row.end for row in rows)], dtype=torch.int32) - start,
+            torch.tensor([_length(row) for row in rows], dtype=torch.int32),
+            tables.clamp_(max=self._count - 1).to(torch.int32),
+        )
+        places = [
+            self._slots[PAGE * first : PAGE * first + _length(row)]
+            for row, first in zip(rows, firsts, strict=True)
+        ]
+        return Run(rows, self, sequences, places, self._kernel.schedule(sequences))
+
+    def attend(
+        self,
+        run: Run,
+        views: Sequence[LayerView | None],
+        plan: Plan,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        config: AttendConfig,
+    ) -> None:
+        """Attend with the new tokens of a run; parameters as of `Run.attend`."""
+        q, k, v = (x[run.start : run.end] for x in qkv)
+        for view, places in zip(views, run.places, strict=True):
+            last = int(places[-1]) // PAGE
+            for pages in self.pages:
+                # The kernel multiplies what it masks by zero: that has to be a number.
+                pages[last].zero_()
+            if view is not None:
+                self._put_held(view, places, plan)
+        new = [places[row.held :] for row, places in zip(run.rows, run.places, strict=True)]
+        self._kernel.put(k, v, self.pages, new[0] if len(new) == 1 else torch.cat(new))
+        self._kernel.attend(
+            q, self.pages, run.sequences, run.schedule, config, out[run.start : run.end]
+        )
+
+    def _put_held(self, view: LayerView, places: Tensor, plan: Plan) -> None:
+        exact = view.k.exact_from
+        for start in range(0, exact, _PIECE):
+            end = min(start + _PIECE, exact)
+            k, v = self._piece[:, : end - start]
+            for side, stream, piece in ((plan.k, view.k, k), (plan.v, view.v, v)):
+                side.decode_slots(stream, start, end, piece.transpose(0, 1).unsqueeze(0))
+            self._kernel.put(k, v, self.pages, places[start:end])
+        if view.k.tail.shape[2]:
+            k, v = (stream.tail[0].transpose(0, 1) for stream in (view.k, view.v))
+            self._kernel.put(k, v, self.pages, places[exact : exact + len(k)])
+
+
+class Run(NamedTuple):
+    """Rows of a batch that one call of the kernel takes: the same in all layers.
+
+    Parameters
+    ----------
+    rows : list of Row
+        Side by side in the batch.
+    scratch : Scratch
+        Where their tokens go.
+    sequences : Sequences
+        The rows, as the kernel is told of them.
+    places : list of Tensor
+        Of each row's tokens in the scratch pages, the new ones last.
+    schedule
+        Of the kernel.
+    """
+
+    rows: list[Row]
+    scratch: Scratch
+    sequences: Sequences
+    places: list[Tensor]
+    schedule: Any
+
+    @property
+    def start(self) -> int:
+        """First token in the batch."""
+        return self.rows[0].start
+
+    @property
+    def end(self) -> int:
+        """Last token in the batch, and one."""
+        return self.rows[-1].end
+
+    def attend(
+        self,
+        views: Sequence[LayerView | None],
+        plan: Plan,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        config: AttendConfig,
+    ) -> None:
+        """Attend with the new tokens in one layer.
+
+        Parameters
+        ----------
+        views : sequence of LayerView or None
+            What each row holds before them.
+        plan : Plan
+            Decodes it.
+        qkv : tuple of Tensor
+            The batch's queries, keys and values, `[tokens, heads, D]`.
+        out : Tensor
+            `[tokens, H_q, D]`, overwritten where the rows' tokens stand.
+        config : AttendConfig
+            Scale and softcap.
+        """
+        self.scratch.attend(self, views, plan, qkv, out, config)
+
+
+def _length(row: Row) -> int:
+    return row.held + row.end - row.start
+
+
+def _pages_of(row: Row) -> int:
+    return -(-_length(row) // PAGE)
