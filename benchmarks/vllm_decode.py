@@ -1,10 +1,11 @@
-"""Decoding in vLLM: its own bf16 cache beside kvpact's pages, in turns, in one run.
+"""vLLM's own bf16 cache beside kvpact's pages: prompts and decoding, in turns, in one run.
 
-    .venv-vllm/bin/python benchmarks/vllm_decode.py [--tokens 2048 8000] [--batch 8]
+    .venv-vllm/bin/python benchmarks/vllm_decode.py [--first 256 2048 8000] [--tokens 2048 8000]
 
-Two engines live beside each other and decode one after the other, round by round. A round's time is
-that of so many steps of the whole batch over prompts that are in the prefix cache; the prompts
-differ, so that no page is shared. The first token is that of one prompt that is in no cache.
+Two engines live beside each other and work one after the other, round by round. What is compared
+are the times of one round: the first token of a prompt that is in no cache (of short ones, the
+median of some); and a step of the whole batch, the median of `--steps`, over prompts that are in
+the prefix cache and share no page. `--threads` are each engine's.
 
 Without --model it is a random Llama of two layers with the heads of Llama 3.2 1B (32 query heads
 over 8 KV heads of width 64) and little else: nearly all of a step is attention.
@@ -17,12 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from statistics import median
+from itertools import count, pairwise
+from statistics import median, quantiles
 
 from kvpact.integrations.vllm import SETTING, served_spec
 
+SHORT = 2048
+"""Tokens of the prompts of a round, at least."""
 
-def engine(spec, options):
+
+def engine(spec, options, threads):
     """Start an engine in a process of its own, which answers a line with a line."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVPACT_VLLM"))}
     env |= {
@@ -31,6 +36,8 @@ def engine(spec, options):
         "VLLM_HOST_IP": "127.0.0.1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
     }
     if spec:
         env[SETTING] = spec
@@ -57,18 +64,27 @@ def child(options):
     ours = AttentionBackendEnum.CPU_ATTN.get_path().startswith("kvpact.")
     assert ours == (served_spec() is not None), "another cache than was asked for"
 
+    engine, numbers = llm.llm_engine, count()
+
     def generate(prompts, tokens):
+        """Seconds to the first token of all, and of each later step."""
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return time.perf_counter() - begin
+        for prompt in prompts:
+            engine.add_request(str(next(numbers)), {"prompt_token_ids": prompt}, params)
+        ends, started = [begin], set()
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            ends.append(time.perf_counter())
+            if len(started) < len(prompts):
+                started |= {one.request_id for one in outputs}
+                ends = [begin, ends[-1]]
+        first, *steps = (after - before for before, after in pairwise(ends))
+        return {"first": first, "steps": steps}
 
     for line in sys.stdin:
         what = json.loads(line)
-        first = generate(what["prompts"], 1)
-        rest = generate(what["prompts"], 1 + what["steps"]) if what["steps"] else first
-        again = generate(what["prompts"], 1) if what["steps"] else 0.0
-        print("answer", json.dumps({"first": first, "steps": rest - again}), flush=True)
+        print("answer", json.dumps(generate(what["prompts"], what["tokens"])), flush=True)
 
 
 def little_model():
@@ -98,50 +114,62 @@ def prompts_of(batch, tokens, seed):
     return torch.randint(3, 1000, (batch, tokens), generator=generator).tolist()
 
 
+def compare(rounds):
+    """Cells of a table: medians of both engines in ms, and of their ratio, with its quartiles."""
+    own, mine = (1000 * median(times) for times in zip(*rounds, strict=True))
+    ratios = [mine / own for own, mine in rounds]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
+    return f"{own:.1f} | {mine:.1f} | {middle:.2f} ({low:.2f} to {high:.2f})"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--child")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8000])
+    parser.add_argument("--first", type=int, nargs="*", default=[256, 2048, 8000])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8000])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--spec", default="turboquant:bits=4,sinks=0")
     parser.add_argument("--model", help="folder of a model")
     args = parser.parse_args()
     if args.child:
         child(json.loads(args.child))
         return
-    model = args.model or little_model()
     options = {
-        "model": model,
+        "model": args.model or little_model(),
         "dtype": "bfloat16",
         "block_size": 128,
-        "max_model_len": max(args.tokens) + args.steps + 64,
+        "max_model_len": max(args.first + args.tokens) + args.steps + 64,
         "max_num_seqs": args.batch,
         "kv_cache_memory_bytes": 5 << 29,
     }
-    engines = [engine(None, options), engine(args.spec, options)]
+    engines = [engine(spec, options, args.threads) for spec in (None, args.spec)]
     print(
-        f"batch {args.batch}, {args.steps} steps a round, {args.spec}; {args.model or 'two layers'}"
+        f"{args.spec}; {args.model or 'two layers'}; {args.threads} threads, {args.rounds} rounds"
     )
-    print("| tokens | own ms/step | kvpact ms/step | times as fast | first token, times as long |")
-    print("|---|---:|---:|---:|---:|")
+    print("| | own ms | kvpact ms | times as long (quartiles) |")
+    print("|---|---:|---:|---:|")
+    seeds = count()
+    for tokens in args.first:
+        rounds = []
+        for _ in range(args.rounds + 1):
+            cold = prompts_of(max(SHORT // tokens, 1), tokens, next(seeds))
+            rounds.append(
+                [median(ask(one, prompts=[p], tokens=1)["first"] for p in cold) for one in engines]
+            )
+        # The first round allocates.
+        print(f"| first token, {tokens:,} | {compare(rounds[1:])} |", flush=True)
     for tokens in args.tokens:
-        # One prompt that no cache holds, for the first token; then those that are decoded.
-        cold = [ask(one, prompts=prompts_of(1, tokens, 1), steps=0)["first"] for one in engines]
-        batch = prompts_of(args.batch, tokens, 2)
+        batch = prompts_of(args.batch, tokens, next(seeds))
         for one in engines:
-            ask(one, prompts=batch, steps=0)
+            ask(one, prompts=batch, tokens=1)
         rounds = [
-            [ask(one, prompts=batch, steps=args.steps)["steps"] / args.steps for one in engines]
+            [median(ask(one, prompts=batch, tokens=1 + args.steps)["steps"]) for one in engines]
             for _ in range(args.rounds)
         ]
-        own, mine = (1000 * median(times) for times in zip(*rounds, strict=True))
-        speed = median(a / b for a, b in rounds)
-        print(
-            f"| {tokens:,} | {own:.1f} | {mine:.1f} | {speed:.2f} | {cold[1] / cold[0]:.2f} |",
-            flush=True,
-        )
+        print(f"| step of {args.batch}, {tokens:,} | {compare(rounds)} |", flush=True)
     for one in engines:
         one.stdin.close()
         one.wait()
