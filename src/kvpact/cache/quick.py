@@ -203,7 +203,8 @@ def _made(
     assert held.plan is not None
     view = layer._view(held, held.padding)
     call = AttendCall(view, k, v, q, config, held.padding, layer._latent)
-    return held.plan.step(call, held.good)
+    # Steps change the flag; the state that they begin from keeps its own.
+    return held.plan.step(call, None if held.good is None else held.good.clone())
 
 
 def _plain(stream: Stream, padding: Tensor | None) -> bool:

@@ -344,7 +344,7 @@ class Plan:
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
         """Return what carries out steps like a call at once, where one backend does it all.
 
-        `good` is what deferred checks have found so far, None for nothing bad.
+        `good` is what deferred checks have found so far, None for nothing bad; steps change it.
         """
         if not self._attend is self.k._encode is self.v._encode:
             return None

@@ -18,6 +18,7 @@ ON_DEVICES = (
     "test_smollm2",
     "test_step",
     "test_taking",
+    "test_vllm_pages",
 )
 """Modules whose tensors lie on a GPU where there is one; those of the others are the CPU's."""
 

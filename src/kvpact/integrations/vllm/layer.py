@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvpact.cache.pages import PageSource
 from kvpact.cache.segments import clear_segment
 from kvpact.contract import AttendConfig
+from kvpact.errors import NonFiniteError
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.prompt import Run
 from kvpact.integrations.vllm.window import Row, Window, WindowPool
@@ -24,8 +26,11 @@ from kvpact.kernels import (
     StepRow,
     StepRunner,
     StepTokens,
+    StreamPlan,
     StreamView,
 )
+from kvpact.kernels.triton.forms import sent
+from kvpact.quantizers.checks import collected, deferred, require_finite
 
 
 class PagedLayer:
@@ -41,6 +46,9 @@ class PagedLayer:
         `[P, H, N, C]` uint8, see `PageForm.fields`.
     windows : WindowPool
         The exact tokens of this layer.
+    good : Tensor, optional
+        Given where the plan defers its checks: 0-d bool on the device, which becomes False where a
+        token can't be held. Nothing is raised then: whoever reads the flag does.
 
     Raises
     ------
@@ -48,8 +56,16 @@ class PagedLayer:
         The pages are laid out otherwise.
     """
 
-    def __init__(self, form: PageForm, plan: Plan, pages: Tensor, windows: WindowPool) -> None:
+    def __init__(
+        self,
+        form: PageForm,
+        plan: Plan,
+        pages: Tensor,
+        windows: WindowPool,
+        good: Tensor | None = None,
+    ) -> None:
         self.pages, self._plan, self._tokens, self._windows = pages, plan, form.tokens, windows
+        self._good = good
         self._sides = tuple(zip((plan.k, plan.v), form.fields(pages), strict=True))
         # Of the sequences of the last batch, by their pages.
         self._sources: dict[tuple[int, ...], tuple[PageSource, PageSource]] = {}
@@ -99,9 +115,9 @@ class PagedLayer:
         windows = self._windows.claim(rows)
         try:
             both = list(zip(rows, windows, strict=True))
-            single = [one for one in both if one[0].held and one[0].end - one[0].start == 1]
+            single = [one for one in both if self._is_step(*one)]
             if single and self._decode(single, q, k, v, out, config):
-                both = [one for one in both if not one[0].held or one[0].end - one[0].start > 1]
+                both = [one for one in both if not self._is_step(*one)]
             ready = self._prepare(both, (k, v))
             by_start = {row.start: (row, window) for row, window in both}
             for run in prompts:
@@ -112,6 +128,10 @@ class PagedLayer:
             self._store(both, ready, (k, v))
         finally:
             self._windows.keep(rows, windows)
+
+    def _is_step(self, row: Row, window: Window) -> bool:
+        single = row.held > 0 and row.end - row.start == 1
+        return single and self._windows.has_tokens(window)
 
     def _decode(
         self,
@@ -130,7 +150,7 @@ class PagedLayer:
             False where there is no such call, or a token may be beyond the method's range: then
             nothing is stored.
         """
-        tokens = [row.start for row, _ in rows]
+        tokens = _places([row.start for row, _ in rows], q.device)
         q, k, v = (x[tokens].unsqueeze(2) for x in (q, k, v))
         made, before = [], self._runners
         self._runners = {}
@@ -139,7 +159,7 @@ class PagedLayer:
             if runner is None or not runner.fits_rows(k, v, q, config, len(rows)):
                 k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
                 call = AttendCall(self._view(row, window), k1, v1, q1, config)
-                runner = self._plan.step(call)
+                runner = self._plan.step(call, self._good)
             if runner is None:
                 return False
             self._runners[row.pages] = runner
@@ -162,7 +182,9 @@ class PagedLayer:
         exact, sources = self._windows.exact_from(window), self._sources[row.pages]
         tails = (memory.tokens(exact, row.held) for memory in window.memories)
         k, v = (
-            StreamView(side.codec, source, exact, tail, None, None, 0, _always)
+            StreamView(
+                side.codec, source, exact, tail, None, None, 0, _always, None, self._windows.width
+            )
             for (side, _), source, tail in zip(self._sides, sources, tails, strict=True)
         )
         return LayerView(k, v, None)
@@ -197,7 +219,7 @@ class PagedLayer:
         """Do all that can refuse tokens, before anything is attended or written."""
         return [
             [
-                side.prepare(_sequence(x, row.start, row.end))
+                _prepared(side, _sequence(x, row.start, row.end), self._good)
                 for (side, _), x in zip(self._sides, tokens, strict=True)
             ]
             for row, _ in rows
@@ -231,6 +253,27 @@ class PagedLayer:
                     clear_segment(side.codec, _page(fields, page), inside)
             self._filled[page] = inside + after - start
             start = after
+
+
+def _places(tokens: list[int], device: torch.device) -> slice | Tensor:
+    """Return an index of tokens, which makes no copy of them where they stand side by side."""
+    if tokens[-1] - tokens[0] == len(tokens) - 1:
+        return slice(tokens[0], tokens[-1] + 1)
+    return sent(torch.tensor(tokens), device)
+
+
+def _prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder, Any]:
+    """Do all that can refuse tokens; where checks are deferred, `good` gets to know."""
+    if good is None:
+        return side.prepare(x)
+    with deferred():
+        require_finite(x, lambda: NonFiniteError("NaN or infinity"))
+        side.codec.check_range(x)
+        ready = side.prepare(x)
+        found = collected()
+    if found is not None:
+        good.logical_and_(found)
+    return ready
 
 
 def _sequence(x: Tensor, start: int, end: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvpact.kernels import TokenMemory
 
+_CPU = torch.device("cpu")
 SLACK = 16
 """Tokens of room behind a window; when they are used up, it is moved to the front."""
 
@@ -74,6 +75,8 @@ class WindowPool:
         Heads and width of K and of V.
     dtype : torch.dtype
         Of both.
+    device : torch.device
+        Where attention computes.
     """
 
     def __init__(
@@ -83,11 +86,13 @@ class WindowPool:
         page_tokens: int,
         shapes: tuple[tuple[int, int], tuple[int, int]],
         dtype: torch.dtype,
+        device: torch.device = _CPU,
     ) -> None:
         self.width, self._page_tokens = width, page_tokens
-        # Memory that no sequence has used yet is not taken from the system.
+        count, room = (sequences, width + SLACK) if width else (1, 0)
+        # A CPU's memory that no sequence has used yet is not taken from the system.
         self._pools = [
-            torch.zeros(sequences if width else 1, heads, width and width + SLACK, dim, dtype=dtype)
+            torch.zeros(count, heads, room, dim, dtype=dtype, device=device)
             for heads, dim in shapes
         ]
         self._none = self._memories(0, 0)
@@ -119,6 +124,10 @@ class WindowPool:
             before = self._at.pop(page, None)
             if before is not None:
                 self._free.append(before.slot)
+
+    def has_tokens(self, window: Window) -> bool:
+        """Whether a new token finds one before it, as steps need where there are windows."""
+        return not self.width or window.end > window.first
 
     def exact_from(self, window: Window) -> int:
         """Return the first token that a window's sequence attends exactly."""

@@ -66,7 +66,7 @@ class TritonStep(AlikeCalls):
         A call like those to come, which `covers` lets pass; its view is of the slots that they
         read and write.
     good : Tensor
-        0-d bool on the device: whether what is held passed its checks.
+        0-d bool on the device, which becomes False where a number of a step can't be stored.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class TritonStep(AlikeCalls):
     def __init__(self, call: AttendCall, good: Tensor) -> None:
         super().__init__(call)
         assert call.view is not None and call.k is not None and call.v is not None
-        self.good = self._good = good.clone()
+        self.good = self._good = good
         self.frozen = False
         self.placed = 0
         self._call, self._view = call, call.view

@@ -1,0 +1,179 @@
+"""Attention over vLLM's pages by the Triton kernels: on a GPU, or interpreted on the CPU.
+
+What the torch backend answers, over a contiguous cache of each sequence, is what is right.
+"""
+
+import pytest
+import torch
+from host_reads import HostReads
+from launches import Launches
+
+pytest.importorskip("triton")
+
+from kvpact import create_cache
+from kvpact.contract import AttendConfig
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.layer import PagedLayer
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.integrations.vllm.window import Row, WindowPool
+from kvpact.kernels import choose
+from kvpact.spec import parse_spec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE, HEADS, GROUPS, DIM = 32, 1, 2, 32
+SCALE = AttendConfig(softmax_scale=0.2)
+DTYPE = torch.float32
+STORED = "turboquant:bits=4,sinks=0,window=0"
+WINDOWED = "int:bits=4,sinks=0,window=5"
+SPECS = (
+    STORED,
+    WINDOWED,
+    pytest.param("int:bits=8,sinks=0/turboquant:bits=3,sinks=0", marks=pytest.mark.slow),
+    pytest.param("fp8:sinks=0,window=3", marks=pytest.mark.slow),
+)
+
+
+def close(found, right, most=5e-4):
+    return (found - right).norm() <= most * right.norm()
+
+
+@pytest.fixture
+def make(triton_backend):
+    """Return a function that makes a layer over dirty pages, and the flag of its checks."""
+
+    def make(text, pages=8, sequences=4):
+        spec = parse_spec(text)
+        k, v = codecs(spec, DIM, DIM, DTYPE)
+        form = PageForm(k, v, PAGE)
+        memory = torch.full((pages, HEADS, PAGE, form.content), 0xA5, dtype=torch.uint8)
+        shapes = ((HEADS, DIM), (HEADS, DIM))
+        windows = WindowPool(spec.key.window, sequences, PAGE, shapes, DTYPE, DEVICE)
+        good = torch.ones((), dtype=torch.bool, device=DEVICE)
+        compute = choose("triton", check="deferred")
+        plan = compute.plan(*(compute.stream(codec, DEVICE, DTYPE) for codec in (k, v)))
+        return PagedLayer(form, plan, memory.to(DEVICE), windows, good), good
+
+    return make
+
+
+def make_native(text, pages):
+    spec = parse_spec(text)
+    k, v = codecs(spec, DIM, DIM, DTYPE)
+    form = PageForm(k, v, PAGE)
+    windows = WindowPool(spec.key.window, 4, PAGE, ((HEADS, DIM), (HEADS, DIM)), DTYPE)
+    memory = torch.zeros(pages, HEADS, PAGE, form.content, dtype=torch.uint8)
+    return PagedLayer(form, native_plan(k, v, DTYPE), memory, windows)
+
+
+class Sequence:
+    """A sequence of a batch, and beside it the contiguous cache that says what is right."""
+
+    def __init__(self, text, pages, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = [(count, heads, DIM) for heads in (HEADS * GROUPS, HEADS, HEADS)]
+        self.qkv = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.pages, self.held = pages, 0
+        self.cache = create_cache(text, CacheGeometry(1, HEADS, DIM), backend="torch")
+
+    def take(self, count):
+        self.new = [x[self.held : self.held + count] for x in self.qkv]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.new)
+        self.right = self.cache.attend(0, k, v, q, SCALE)[0].transpose(0, 1)
+
+    def row(self, start):
+        end, held = start + len(self.new[0]), self.held
+        self.held += len(self.new[0])
+        return Row(start, end, held, tuple(self.pages[: -(-self.held // PAGE)]))
+
+
+def prepared(sequences, counts, device=DEVICE):
+    """What a layer is given of one batch."""
+    rows, start = [], 0
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.take(count)
+        rows.append(sequence.row(start))
+        start += count
+    q, k, v = (torch.cat([s.new[i] for s in sequences]).to(device) for i in range(3))
+    return rows, q, k, v, torch.full_like(q, torch.nan)
+
+
+def run(layer, sequences, counts):
+    """One batch; return what came out and what is right."""
+    given = prepared(sequences, counts, layer.pages.device)
+    layer.step(*given, SCALE)
+    return given[-1].cpu(), torch.cat([s.right for s in sequences])
+
+
+BATCHES = (
+    ([0], [31]),
+    ([0, 1], [1, 11]),
+    ([0, 1], [1, 1]),
+    ([0, 1], [1, 1]),
+    ([1, 0], [3, 1]),
+)
+"""Which sequences, and how many tokens of each: prompts, chunks, steps that begin a page."""
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text, make):
+    layer, good = make(text)
+    both = Sequence(text, [5, 2], 40, seed=1), Sequence(text, [0, 7], 40, seed=2)
+    for which, counts in BATCHES:
+        out, right = run(layer, [both[i] for i in which], counts)
+        assert close(out, right)
+    assert bool(good)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_pages_hold_the_bytes_of_the_native_kernels(text, make):
+    """Pages that another sequence held are cleared, so they are equal wherever tokens are."""
+    (layer, _), native = make(text, pages=2), make_native(text, pages=2)
+    for one in (layer, native):
+        for seed, pages, counts in ((3, [1, 0], (40,)), (4, [0, 1], (30, 1, 1, 4))):
+            sequence = Sequence(text, pages, 40, seed)
+            for count in counts:
+                run(one, [sequence], [count])
+    assert torch.equal(layer.pages.cpu(), native.pages)
+
+
+def test_steps_of_several_rows_are_a_few_launches_and_read_nothing(make):
+    layer, _ = make(WINDOWED)
+    both = [Sequence(WINDOWED, [5, 2], 40, seed=1), Sequence(WINDOWED, [0, 7], 40, seed=2)]
+    run(layer, both, [20, 9])
+    launched = []
+    for _ in range(3):
+        given = prepared(both, [1, 1])
+        with HostReads() as reads, Launches() as launches:
+            layer.step(*given, SCALE)
+        assert not reads.counts
+        launched.append(launches.names)
+    # The same rows again: what the device knows of them is sent no more.
+    kernels = ["take_tokens", "prepare_queries", "attend_general", "merge_parts"]
+    assert launched[2] == [*kernels, "copy_"]
+
+
+def test_a_row_whose_window_is_gone_is_attended_as_stored(make):
+    """What a cached prefix is: pages that others wrote, and no exact tokens."""
+    layer, _ = make(WINDOWED)
+    shared = Sequence(WINDOWED, [5, 2], 40, seed=1)
+    run(layer, [shared], [32])
+    stored = WINDOWED.replace("window=5", "window=0")
+    other = Sequence(stored, [5, 1], 40, seed=1)
+    other.take(32)
+    other.held = 32
+    layer._windows._at.clear()
+    out, right = run(layer, [other], [1])
+    assert close(out, right)
+
+
+def test_tokens_that_can_not_be_held_are_told_of_by_the_flag(make):
+    for counts in ((3,), (3, 1)):
+        layer, good = make(STORED)
+        sequence = Sequence(STORED, [5], 4, seed=1)
+        for count in counts:
+            assert bool(good)
+            given = prepared([sequence], [count])
+            given[2][-1, 0, 3] = torch.nan if len(counts) == 1 or count == 1 else 0.0
+            layer.step(*given, SCALE)
+        assert not bool(good)
