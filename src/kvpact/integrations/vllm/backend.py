@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from kvpact.contract import AttendConfig
 from kvpact.formats import TILE
 from kvpact.integrations.vllm.layer import PagedLayer
+from kvpact.integrations.vllm.order import waves
 from kvpact.integrations.vllm.own_kernel import OwnKernel, why_not
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
@@ -97,14 +98,12 @@ class KVPactMetadata(AttentionMetadata):
 
     Parameters
     ----------
-    rows : list of Row
-        Its sequences.
-    prompts : list of Run
-        Those that vLLM's own kernel attends with.
+    parts : list of (list of Row, list of Run)
+        Its sequences, in parts of which each reads what the earlier ones store; beside them those
+        prompts that vLLM's own kernel attends with.
     """
 
-    rows: list[Row]
-    prompts: list[Run]
+    parts: list[tuple[list[Row], list[Run]]]
 
 
 class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
@@ -140,7 +139,9 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
             if start < end:
                 pages = batch.block_table_tensor[i, : -(-length // size)].tolist()
                 rows.append(Row(start, end, length - (end - start), tuple(pages)))
-        return KVPactMetadata(rows, self._scratch.plan(rows) if self._scratch else [])
+        scratch = self._scratch
+        parts = [(part, scratch.plan(part) if scratch else []) for part in waves(rows, size)]
+        return KVPactMetadata(parts)
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
@@ -200,8 +201,8 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
             return output.zero_()
         if self._layer is None or self._layer.pages is not kv_cache:
             self._layer = _layer(key, value, kv_cache, self._sequences)
-        batch = attn_metadata
-        self._layer.step(batch.rows, query, key, value, output, self._config, batch.prompts)
+        for rows, prompts in attn_metadata.parts:
+            self._layer.step(rows, query, key, value, output, self._config, prompts)
         return output
 
 

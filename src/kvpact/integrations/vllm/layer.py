@@ -92,7 +92,8 @@ class PagedLayer:
         Parameters
         ----------
         rows : sequence of Row
-            The sequences: prompts, chunks of prompts and single tokens in any order.
+            The sequences: prompts, chunks of prompts and single tokens in any order. None reads a
+            page that another one fills (see `waves`).
         q : Tensor
             `[tokens, H_q, D]`.
         k, v : Tensor
