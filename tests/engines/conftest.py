@@ -1,16 +1,10 @@
 """Models in folders, and engines that are started over them; all of it needs vLLM."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
-
-PROCESS = Path(__file__).parent / "vllm_process.py"
+from vllm_engine import PROCESS, Engine
 
 
 def pytest_collection_modifyitems(items):
@@ -58,35 +52,31 @@ def toy(make_toy):
 
 
 @pytest.fixture(scope="session")
-def run_vllm(tmp_path_factory):
-    """Return a function that runs one engine and returns its answer, or what it died of."""
+def start_vllm(tmp_path_factory):
+    """Return a function that starts an engine: `vllm_engine.Engine`."""
 
-    def run(spec=None, *, processes=False, fails=False, greedy=(), forced=(), **llm):
-        folder = tmp_path_factory.mktemp("engine")
-        ask, answer = folder / "ask.json", folder / "answer.json"
-        llm = {"block_size": 32, "kv_cache_memory_bytes": 1 << 28, **llm}
-        ask.write_text(json.dumps({"llm": llm, "greedy": greedy, "forced": forced}))
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVPACT_VLLM"))}
-        env |= {
-            "VLLM_HOST_IP": "127.0.0.1",
-            "HF_HUB_OFFLINE": "1",
-            # One process instead of three: a start takes a third of the time.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        if spec is not None:
-            env["KVPACT_VLLM_SPEC"] = spec
-        done = subprocess.run(
-            [sys.executable, str(PROCESS), str(ask), str(answer)],
-            env=env,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        log = done.stdout + done.stderr
-        assert (done.returncode != 0) == fails, log[-6000:]
-        return {"log": log, **(json.loads(answer.read_text()) if not fails else {})}
+    def start(spec=None, **options):
+        return Engine(tmp_path_factory.mktemp("engine"), spec, **options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def run_vllm(start_vllm):
+    """Return a function that runs one engine and returns its answers, or what it died of."""
+
+    def run(spec=None, *, fails=False, greedy=(), forced=(), **options):
+        with start_vllm(spec, **options) as engine:
+            if fails:
+                assert engine.close() != 0
+                return {"log": engine.log}
+            return {
+                "capacity": engine.ask("capacity"),
+                "greedy": [engine.ask("greedy", prompts=p, tokens=n) for p, n in greedy],
+                "forced": [engine.ask("forced", prompt=prompt) for prompt in forced],
+                "metrics": engine.ask("metrics"),
+                "all_free": engine.ask("forget"),
+                "log": engine.log,
+            }
 
     return run

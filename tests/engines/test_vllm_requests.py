@@ -1,0 +1,65 @@
+"""200 random requests, aborts in the middle, over a pool so small that sequences are preempted."""
+
+import random
+
+import pytest
+
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 30 * 32 * 2048,
+}
+
+
+def random_requests(seed, count=200):
+    """Prompts of unlike length, many with a common beginning, some that go on where one ended."""
+    draw = random.Random(seed)
+
+    def words(least, most):
+        return [draw.randrange(3, 512) for _ in range(draw.randint(least, most))]
+
+    shared, requests, step = [words(n, n) for n in (40, 100, 200)], [], 0
+    for _ in range(count):
+        begin = draw.choice([[], *shared, *(one["prompt"] for one in requests[-4:])])
+        prompt = begin[: draw.randint(0, 250)] + words(1, 90)
+        # Not all of an aborted one's tokens can be there when it is aborted.
+        aborted = step + draw.randint(0, 30) if draw.random() < 0.25 else None
+        tokens = draw.randint(1, 40) if aborted is None else 60
+        requests.append({"prompt": prompt, "tokens": tokens, "comes": step, "aborted": aborted})
+        step += draw.choice((0, 1, 1, 2, 6))
+    return requests
+
+
+def run(start_vllm, toy, requests, spec="none", **options):
+    with start_vllm(spec, model=toy, **{**SMALL, **options}) as engine:
+        answers = engine.ask("sequence", requests=requests)
+        metrics = engine.ask("metrics")
+        assert engine.ask("forget")  # no page is held any more
+    for one, answer in zip(requests, answers, strict=True):
+        assert (answer is None) == (one["aborted"] is not None)
+        assert answer is None or len(answer) == one["tokens"]
+    assert metrics["vllm:num_preemptions"] > 0
+    return answers, metrics
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return random_requests(seed=3)
+
+
+@pytest.fixture(scope="module")
+def answers(start_vllm, toy, requests):
+    """Those of an engine that shares nothing."""
+    answers, metrics = run(start_vllm, toy, requests, enable_prefix_caching=False)
+    assert metrics["vllm:prefix_cache_hits"] == 0
+    return answers
+
+
+def test_with_shared_prefixes_all_answers_are_the_same_and_all_pages_free(
+    start_vllm, toy, requests, answers
+):
+    mine, metrics = run(start_vllm, toy, requests)
+    assert metrics["vllm:prefix_cache_hits"] > 0
+    assert mine == answers
