@@ -56,7 +56,7 @@ class Engine:
         """Wait until the process has ended; return its exit status."""
         self.process.stdin.close()
         with self.process.stdout:
-            return self.process.wait(100)
+            return self.process.wait(500)
 
     def __enter__(self):
         return self
