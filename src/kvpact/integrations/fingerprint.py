@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from kvpact.errors import MismatchError
 
 _LEFT_OUT = ("_name_or_path", "transformers_version", "_attn_implementation", "dtype")
 """Keys of a config that say where a model came from, or how it is run."""
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
@@ -46,6 +50,42 @@ def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str
         data = tensor.flatten().view(torch.uint8).numpy()
         digest.update(data.nbytes.to_bytes(8, "little"))
         digest.update(data.data)
+    return digest.hexdigest()
+
+
+def files_fingerprint(folder: str | PathLike[str], config: Mapping[str, Any]) -> str:
+    """Return a BLAKE2b-256 over a config and the files of weights in a folder.
+
+    Parameters
+    ----------
+    folder : path
+        Every ``.safetensors``, ``.bin``, ``.pt`` and ``.gguf`` file in it is read: about a second
+        per gigabyte. Where there is none, all files are.
+    config : mapping
+        JSON-ready data, e.g. ``config.to_dict()``.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits; equal for equal files and configs, wherever the folder is. Equal
+        weights in other files have another one, and so has `fingerprint`.
+
+    Raises
+    ------
+    MismatchError
+        The folder holds no file.
+    """
+    files = sorted(path for path in Path(folder).iterdir() if path.is_file())
+    weights = [path for path in files if path.suffix in _WEIGHTS] or files
+    if not weights:
+        raise MismatchError(f"{folder} holds no weights that a fingerprint could be made of")
+    known = {key: value for key, value in config.items() if key not in _LEFT_OUT}
+    digest = hashlib.blake2b(digest_size=32)
+    digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+    for path in weights:
+        with path.open("rb") as file:
+            part = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
+        digest.update(json.dumps([path.name, part.hexdigest()]).encode())
     return digest.hexdigest()
 
 

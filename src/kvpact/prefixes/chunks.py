@@ -94,7 +94,7 @@ class ChunkKind:
         ]
 
     @cached_property
-    def _slot_bytes(self) -> list[int]:
+    def slot_bytes(self) -> list[int]:
         """Bytes of a chunk's slots in each layer."""
         heads = self.geometry.num_kv_heads
         return [page_bytes([*k, *v], heads, self.size) for k, v in self._fields]
@@ -122,8 +122,7 @@ class ChunkKind:
             data["offsets"] = [[i, self.offsets[i].digest] for i in sorted(self.offsets)]
         return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=32).digest()
 
-    def _manifest(self, index: int, ids: Sequence[int]) -> dict[str, Any]:
-        part = ids[index * self.size : (index + 1) * self.size]
+    def _manifest(self, index: int, part: Sequence[int]) -> dict[str, Any]:
         return {
             "begin": index * self.size,
             "kind": self.salt.hex(),
@@ -153,14 +152,30 @@ class ChunkKind:
         for index in range(first, last):
             begin = (index - first) * self.size
             held = [as_bytes(x[:, :, begin : begin + self.size]) for x in exact if x is not None]
-            named = [(SLOTS, rows[index - first]), (SINKS, torch.cat(held) if held else None)]
-            tensors = [(name, x) for name, x in named if x is not None and x.numel()]
-            runs = [(1, [sum(x.nbytes for _, x in tensors)])]
-            manifest = self._manifest(index, ids)
-            yield Container.build(KIND, VERSION, manifest, tensors, runs).to_bytes()
+            exact_bytes = torch.cat(held) if held else torch.zeros(0, dtype=torch.uint8)
+            part = ids[index * self.size : (index + 1) * self.size]
+            yield self.seal(Chunk(rows[index - first], exact_bytes), index, part)
 
-    def unpack(self, blob: bytes, index: int, ids: Sequence[int]) -> Chunk:
-        """Return what a blob of `pack` holds, every byte checked.
+    def seal(self, chunk: Chunk, index: int, part: Sequence[int]) -> bytes:
+        """Return the blob of a chunk.
+
+        Parameters
+        ----------
+        chunk : Chunk
+            Its bytes.
+        index : int
+            Its place in the sequence.
+        part : sequence of int
+            Its own token ids; their hash goes into the blob.
+        """
+        named = [(SLOTS, chunk.slots), (SINKS, chunk.sinks)]
+        tensors = [(name, x) for name, x in named if x.numel()]
+        runs = [(1, [sum(x.nbytes for _, x in tensors)])]
+        manifest = self._manifest(index, part)
+        return Container.build(KIND, VERSION, manifest, tensors, runs).to_bytes()
+
+    def unpack(self, blob: bytes, index: int, part: Sequence[int]) -> Chunk:
+        """Return what a blob of `seal` holds, every byte checked; parameters as there.
 
         Raises
         ------
@@ -169,9 +184,9 @@ class ChunkKind:
         """
         held = Container(blob, KIND, VERSION)
         manifest = {name: value for name, value in held.manifest.items() if name != "sections"}
-        if manifest != self._manifest(index, ids):
+        if manifest != self._manifest(index, part):
             raise FormatError("the chunk is of other tokens, or of another model or spec")
-        sizes = {SLOTS: sum(self._slot_bytes), SINKS: sum(self._sink_sizes(index))}
+        sizes = {SLOTS: sum(self.slot_bytes), SINKS: sum(self._sink_sizes(index))}
         _, *found = [(name, x.dtype, x.end - x.begin) for name, x in held.entries.items()]
         wanted = [(name, torch.uint8, size) for name, size in sizes.items() if size]
         if held.num_sections != 1 or found != wanted:
@@ -218,7 +233,7 @@ class ChunkKind:
         """Return the prefix that chunks make, in order from the first: sinks, and no window."""
         data, sinks = torch.stack([chunk.slots for chunk in chunks]), self._sinks(chunks)
         heads, end, states = self.geometry.num_kv_heads, len(chunks) * self.size, []
-        for index, (begin, stop) in enumerate(pairwise(accumulate(self._slot_bytes, initial=0))):
+        for index, (begin, stop) in enumerate(pairwise(accumulate(self.slot_bytes, initial=0))):
             fields = self._fields[index]
             slots = unpack_pages(data[:, begin:stop], fields, (1, heads), self.size)
             streams = []

@@ -203,8 +203,9 @@ class PrefixCache:
             if blob is None:
                 self._shorter(index, len(keys), "it is gone")
                 break
+            part = ids[index * self.chunk : (index + 1) * self.chunk]
             try:
-                chunks.append(self._kind.unpack(blob, index, ids))
+                chunks.append(self._kind.unpack(blob, index, part))
             except (FormatError, IntegrityError) as error:
                 self._drop([keys[index]])
                 self._shorter(index, len(keys), str(error))

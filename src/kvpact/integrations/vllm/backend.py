@@ -6,6 +6,7 @@ capacity that it reports and schedules by is that of packed slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -40,6 +41,7 @@ from kvpact.spec import Spec
 
 # vLLM configures loggers below "vllm" alone.
 logger = init_logger(f"vllm.{__name__}")
+CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
 
 
 def _spec() -> Spec:
@@ -205,6 +207,11 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
             self._layer.step(rows, query, key, value, output, self._config, prompts)
         return output
 
+    def loaded(self, pages: Sequence[int]) -> None:
+        """Take note that the connector filled these pages."""
+        if self._layer is not None:  # a layer made later knows of no page yet
+            self._layer.loaded(pages)
+
 
 def _layer(key: Tensor, value: Tensor, pages: Tensor, sequences: int) -> PagedLayer:
     spec, dtype = _spec(), key.dtype
@@ -241,12 +248,21 @@ def _check(config: Any) -> None:
     for there, what in (
         (config.model_config.is_hybrid, "hybrid models"),
         (config.speculative_config is not None, "speculative decoding"),
-        (config.kv_transfer_config is not None, "KV connectors"),
+        (_foreign_connector(config.kv_transfer_config), "KV connectors but KVPactConnector"),
         (parallel.decode_context_parallel_size > 1, "context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism"),
     ):
         if there:
             refuse(what)
+
+
+def _foreign_connector(transfer: Any) -> bool:
+    """Tell whether a connector would move pages about which it knows nothing."""
+    if transfer is None:
+        return False
+    module, _, name = CONNECTOR.rpartition(".")
+    given: tuple[str, str] = (transfer.kv_connector_module_path, transfer.kv_connector)
+    return given != (module, name)
 
 
 def _log(spec: AttentionSpec, layers: int, config: Any) -> None:

@@ -134,6 +134,11 @@ class PagedLayer:
         single = row.held > 0 and row.end - row.start == 1
         return single and self._windows.has_tokens(window)
 
+    def loaded(self, pages: Sequence[int]) -> None:
+        """Take note that somebody else filled these pages: full, and without windows."""
+        self._filled[list(pages)] = self._tokens
+        self._windows.forget(pages)
+
     def _decode(
         self,
         rows: list[tuple[Row, Window]],

@@ -1,0 +1,297 @@
+"""vLLM's side of the connector: prefixes in a store, shared by engines (``KVConnectorBase_V1``).
+
+A prompt whose first chunks a store holds waits, while others are computed, until they are read
+into pages; then its remaining tokens are computed. What a step completes is copied layer by layer
+and saved behind vLLM's back. An entry is a chunk with all layers of one rank: a request is
+scheduled when all layers are there, so entries by layer would be more questions to the store, and
+no token sooner.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvpact.errors import BackendUnavailable, MismatchError
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.fingerprint import files_fingerprint
+from kvpact.integrations.vllm.connector_counts import Counts, line, logger
+from kvpact.integrations.vllm.connector_form import Form, in_order
+from kvpact.integrations.vllm.connector_metrics import ConnectorMetrics, ConnectorStats
+from kvpact.integrations.vllm.connector_options import (
+    Options,
+    options_of,
+    release_store,
+    share_store,
+)
+from kvpact.integrations.vllm.connector_pages import PackedPages
+from kvpact.integrations.vllm.connector_plan import StepPlan
+from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
+from kvpact.integrations.vllm.connector_worker import PrefixWorker
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.setting import served_spec
+
+
+class KVPactConnector(KVConnectorBase_V1):
+    """Parameters as of vLLM's `KVConnectorBase_V1`; see docs/vllm.md for how to start it."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._options: Options = options_of(transfer.kv_connector_extra_config)
+        self._form = _form(vllm_config, kv_cache_config)
+        self._counts = Counts()
+        self._scheduler: PrefixScheduler | None = None
+        self._worker: PrefixWorker | None = None
+        store = share_store(self._options.store)
+        self._open = True
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = PrefixScheduler(
+                self._form,
+                self._options,
+                store,
+                self._options.model or _fingerprint(vllm_config),
+                _Adapters(),
+                self._counts,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+            )
+            logger.info(
+                "kvpact's connector shares prefixes in chunks of %d tokens as %s over %s; "
+                "rank 1 of %d; a lookup or a load takes at most %g s",
+                self._scheduler.chunk,
+                self._form.spec,
+                store,
+                self._form.ranks,
+                self._options.timeout,
+            )
+        else:
+            self._worker = PrefixWorker(self._form, self._options, store, self._counts)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether what was not saved is missed: it is computed again."""
+        return False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What this side of the connector counted since its start, see `COUNTED`."""
+        return self._counts.total()
+
+    # The scheduler's side.
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded; None while the store has not answered."""
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Take note of a request's pages."""
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Return what the worker does in a step."""
+        assert self._scheduler is not None
+        return self._scheduler.plan(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take note of loads that ended, and of those that failed."""
+        assert self._scheduler is not None
+        self._scheduler.came_back(
+            connector_output.finished_recving or (), connector_output.invalid_block_ids or ()
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its pages were copied and may be used again."""
+        assert self._scheduler is not None
+        self._scheduler.finished(request)
+        return False, None
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """Take vLLM's pages, whose layout is checked."""
+        assert self._worker is not None
+        form = PageForm(*self._form.codecs, self._form.page)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        impls = [layers[name].impl for name in self._form.layers]
+
+        def loaded(pages: Sequence[int]) -> None:
+            for impl in impls:
+                impl.loaded(pages)
+
+        self._worker.register(
+            {name: PackedPages(form, kv_caches[name]) for name in self._form.layers}, loaded
+        )
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Take what the scheduler planned for a step."""
+        super().bind_connector_metadata(connector_metadata)
+        assert self._worker is not None
+        self._worker.begin(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin to read what was planned; vLLM goes on with other requests."""
+        assert self._worker is not None
+        self._worker.start_loads(self._plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Pass: a request is scheduled when all its layers are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Copy the pages of a layer that are to be saved."""
+        assert self._worker is not None
+        self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Hand the copies to the thread that saves them."""
+        assert self._worker is not None
+        self._worker.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads have ended."""
+        assert self._worker is not None
+        return None, self._worker.loaded(self._plan()) or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the pages whose load failed."""
+        assert self._worker is not None
+        return self._worker.failed_pages()
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what was counted since the last call."""
+        new = self._counts.take()
+        return ConnectorStats(data=new) if new else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Return counters that vLLM sent to its logger."""
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorMetrics:
+        """Return the Prometheus counters, ``vllm:kvpact_…``."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def reset_cache(self) -> bool | None:
+        """Refuse: chunks belong to all engines. After new weights, start vLLM anew."""
+        return False
+
+    def shutdown(self) -> None:
+        """Save what waits, within the timeout, and log the counters."""
+        if not self._open:
+            return
+        self._open = False
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+        logger.info("kvpact's connector (%s): %s", self.role.name.lower(), line(self.counts))
+        release_store(self._options.store)
+
+    def _plan(self) -> StepPlan:
+        plan: StepPlan = self._get_connector_metadata()
+        return plan
+
+
+def _refuse(what: str) -> None:
+    raise BackendUnavailable(f"kvpact's connector does not cover {what}")
+
+
+def _form(config: Any, kv_cache_config: Any) -> Form:
+    """Return what the pages of a rank hold; refuse what was never run."""
+    parallel, spec = config.parallel_config, served_spec()
+    for there, what in (
+        (spec is None, "vLLM's own pages; set KVPACT_VLLM_SPEC"),
+        (len(kv_cache_config.kv_cache_groups) != 1, "models with several kinds of layers"),
+        (config.speculative_config is not None, "speculative decoding"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
+        (parallel.decode_context_parallel_size > 1, "context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "context parallelism"),
+        (
+            config.kv_transfer_config.kv_load_failure_policy != "recompute",
+            ('kv_load_failure_policy "fail": a store may forget; set "recompute"'),
+        ),
+    ):
+        if there:
+            _refuse(what)
+    assert spec is not None
+    (group,) = kv_cache_config.kv_cache_groups
+    pages = group.kv_cache_spec
+    if type(pages) is not FullAttentionSpec:
+        _refuse(f"layers of {type(pages).__name__}")
+    layers = in_order(group.layer_names)
+    dtype = config.model_config.dtype
+    geometry = CacheGeometry(
+        len(layers), pages.num_kv_heads, pages.head_size, pages.head_size_v, dtype
+    )
+    ranks = parallel.tensor_parallel_size
+    return Form(layers, spec, geometry, pages.block_size, parallel.rank % ranks, ranks)
+
+
+def _fingerprint(config: Any) -> str:
+    model = config.model_config
+    shown = {
+        "config": model.hf_config.to_dict(),
+        "quantization": model.quantization,
+        "dtype": str(model.dtype),
+    }
+    return files_fingerprint(_folder(model.model, model.revision), shown)
+
+
+def _folder(name: str, revision: str | None) -> str:
+    """Return where a model's files lie on this machine."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, revision=revision, local_files_only=True)
+    except Exception as error:
+        raise MismatchError(
+            f"the files of {name} are not on this machine, so they have no fingerprint; name the "
+            "model: kv_connector_extra_config's model"
+        ) from error
+
+
+class _Adapters:
+    """Fingerprints of adapters, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], str] = {}
+
+    def __call__(self, request: Any) -> str | None:
+        """Return that of a request's adapter; None where it has none."""
+        lora = request.lora_request
+        if lora is None:
+            return None
+        key = (lora.lora_int_id, lora.lora_path)
+        if key not in self._known:
+            folder = Path(_folder(lora.lora_path, None))
+            config = json.loads((folder / "adapter_config.json").read_text())
+            self._known[key] = files_fingerprint(folder, config)
+        return self._known[key]

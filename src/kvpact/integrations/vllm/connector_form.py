@@ -1,0 +1,78 @@
+"""What an engine's pages hold, and the kind of chunks that are made of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+from kvpact.cache.saved import PAGE_TOKENS
+from kvpact.errors import GeometryError
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.setting import codecs
+from kvpact.methods import Codec
+from kvpact.prefixes.chunks import ChunkKind
+from kvpact.snapshot import Identity
+from kvpact.spec import Spec
+
+
+@dataclass(frozen=True)
+class Form:
+    """Layers of one rank, and how their tokens are stored.
+
+    Parameters
+    ----------
+    layers : tuple of str
+        vLLM's names, in the order of the model.
+    spec : Spec
+        Of all of them.
+    geometry : CacheGeometry
+        The rank's heads, with the dtype of the model's K and V.
+    page : int
+        Tokens of one of vLLM's pages.
+    rank, ranks : int
+        Which of how many ranks: each has other heads.
+    """
+
+    layers: tuple[str, ...]
+    spec: Spec
+    geometry: CacheGeometry
+    page: int
+    rank: int
+    ranks: int
+
+    @cached_property
+    def codecs(self) -> tuple[Codec, Codec]:
+        """The codecs of K and V of a layer."""
+        dtype = self.geometry.dtype
+        assert dtype is not None
+        return codecs(self.spec, self.geometry.head_dim, self.geometry.value_dim, dtype)
+
+    def chunk(self, wanted: int | None) -> int:
+        """Return the tokens of a chunk.
+
+        Raises
+        ------
+        GeometryError
+            So many are no whole pages.
+        """
+        size = lcm(PAGE_TOKENS, self.page) if wanted is None else wanted
+        if size % self.page:
+            raise GeometryError(
+                f"chunk={wanted}: a chunk is whole pages; vLLM's have {self.page} tokens"
+            )
+        return size
+
+    def kind(self, identity: Identity, chunk: int) -> ChunkKind:
+        """Return the kind of chunks of one model, adapter and tenant."""
+        layers = len(self.layers)
+        return ChunkKind(
+            (self.spec,) * layers, self.geometry, (self.codecs,) * layers, identity, chunk
+        )
+
+
+def in_order(layers: Sequence[str]) -> tuple[str, ...]:
+    """Return names of layers in the order of the numbers in them."""
+    return tuple(sorted(layers, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]))

@@ -1,0 +1,116 @@
+"""Threads that talk to a store, so that nobody who serves tokens ever waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+
+class Job:
+    """Something that a `Lane` does.
+
+    Parameters
+    ----------
+    work : callable
+        Called with this job; it looks at `stopped` now and then, and may write to `progress`.
+
+    Attributes
+    ----------
+    stopped : bool
+        Nobody waits for it any more.
+    progress : int
+        How far it came.
+    result : object
+        What `work` returned; None before that, and where it raised.
+    error : Exception or None
+        What it raised.
+    """
+
+    def __init__(self, work: Callable[[Job], Any]) -> None:
+        self.stopped, self.progress = False, 0
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._work, self._done = work, threading.Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._done.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most, and tell whether it has ended."""
+        return self._done.wait(seconds)
+
+    def run(self) -> None:
+        """Do it; nothing is raised."""
+        try:
+            if not self.stopped:
+                self.result = self._work(self)
+        except Exception as error:  # a third party's store may raise anything
+            self.error = error
+        finally:
+            self._done.set()
+
+
+class Lane:
+    """Does jobs in the order in which they come, each in one of its threads.
+
+    Parameters
+    ----------
+    name : str
+        Of the threads.
+    threads : int
+        How many; they end with the process, whatever they are at.
+    """
+
+    def __init__(self, name: str, threads: int = 1) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Job] = deque()
+        self._began: list[float | None] = [None] * threads
+        self._closing = False
+        for index in range(threads):
+            threading.Thread(target=self._serve, args=(index,), name=name, daemon=True).start()
+
+    def submit(self, work: Callable[[Job], Any]) -> Job:
+        """Queue a job and return it."""
+        job = Job(work)
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify_all()
+        return job
+
+    def stuck(self, seconds: float) -> bool:
+        """Tell whether all threads have been at one job for longer than this."""
+        now = time.monotonic()
+        with self._changed:
+            return all(began is not None and now - began > seconds for began in self._began)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a job ends, so long at most."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def close(self, seconds: float) -> bool:
+        """Let the threads end when all is done; wait so long at most and tell whether it is."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            return self._changed.wait_for(
+                lambda: not self._waiting and not any(x is not None for x in self._began), seconds
+            )
+
+    def _serve(self, index: int) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                job = self._waiting.popleft()
+                self._began[index] = time.monotonic()
+            job.run()
+            with self._changed:
+                self._began[index] = None
+                self._changed.notify_all()

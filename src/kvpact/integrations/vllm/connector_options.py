@@ -1,0 +1,97 @@
+"""``kv_connector_extra_config``: where chunks lie, and how long anybody waits for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvpact.errors import StoreError
+from kvpact.stores import Store, open_store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The connector's options.
+
+    Parameters
+    ----------
+    store : str
+        URL or path, see `kvpact.stores.open_store`.
+    timeout : float
+        Seconds that a lookup, and then a load, may take before tokens are computed instead.
+    chunk : int, optional
+        Tokens per entry, a multiple of vLLM's pages; the least such number from 64 on if omitted.
+    tenant : str
+        Tenants don't share.
+    model : str, optional
+        Stands for config and weights, in place of a fingerprint of the files. Under one name all
+        K and V have to be the same.
+    queue_bytes : int
+        Bytes that may wait to be saved; what comes on top is dropped.
+
+    Raises
+    ------
+    StoreError
+        An option that there is not, or a value that it can't have.
+    """
+
+    store: str
+    timeout: float = 5.0
+    chunk: int | None = None
+    tenant: str = ""
+    model: str | None = None
+    queue_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        for name, kinds, good in (
+            ("store", str, bool(self.store)),
+            ("timeout", int | float, _above_zero(self.timeout)),
+            ("chunk", int | None, self.chunk is None or _above_zero(self.chunk)),
+            ("tenant", str, True),
+            ("model", str | None, self.model != ""),
+            ("queue_bytes", int, _above_zero(self.queue_bytes)),
+        ):
+            value = getattr(self, name)
+            if not good or not isinstance(value, kinds) or isinstance(value, bool):
+                raise StoreError(f"kv_connector_extra_config: {name} can't be {value!r}")
+
+
+def options_of(extra: Mapping[str, Any]) -> Options:
+    """Read ``kv_connector_extra_config``; see `Options` for what it raises."""
+    known = [field.name for field in fields(Options)]
+    unknown = [name for name in extra if name not in known]
+    if unknown or "store" not in extra:
+        what = f"there is no {unknown[0]!r}" if unknown else "it needs a store"
+        raise StoreError(f"kv_connector_extra_config: {what}; the options are {', '.join(known)}")
+    return Options(**extra)
+
+
+def _above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+_shared: dict[str, tuple[Store, int]] = {}
+_lock = threading.Lock()
+
+
+def share_store(url: str) -> Store:
+    """Open a store, or return that which this process has open; give it back by `release_store`.
+
+    vLLM makes a connector for its scheduler and one for its worker, mostly in one process.
+    """
+    with _lock:
+        store, users = _shared.get(url) or (open_store(url), 0)
+        _shared[url] = store, users + 1
+        return store
+
+
+def release_store(url: str) -> None:
+    """Close a store that nobody else uses."""
+    with _lock:
+        store, users = _shared.pop(url)
+        if users > 1:
+            _shared[url] = store, users - 1
+            return
+    store.close()

@@ -1,0 +1,84 @@
+"""What the scheduler's side of the connector tells the workers, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvpact.snapshot import Identity
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A chunk of a request's tokens.
+
+    Parameters
+    ----------
+    key : str
+        In the store, without the rank.
+    index : int
+        Its place in the sequence.
+    tokens : tuple of int
+        Its token ids.
+    """
+
+    key: str
+    index: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Chunks that go into pages.
+
+    Parameters
+    ----------
+    request : str
+        Whose.
+    identity : Identity
+        Of model, adapter and tenant.
+    pieces : tuple of Piece
+        One behind the other.
+    pages : tuple of int
+        Where they go; those that a request has already are left out.
+    skip : int
+        Pages of the first chunk that are left out.
+    """
+
+    request: str
+    identity: Identity
+    pieces: tuple[Piece, ...]
+    pages: tuple[int, ...]
+    skip: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """Chunks that this step completes, and their pages, in order."""
+
+    identity: Identity
+    pieces: tuple[Piece, ...]
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What workers do in one step.
+
+    Parameters
+    ----------
+    loads : list of Load
+        To begin.
+    saves : list of Save
+        Pages to copy when the step has written them.
+    idle : bool
+        No token is computed: there is time to wait for loads.
+    """
+
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+    idle: bool = False
+
+
+def entry_name(key: str, rank: int, ranks: int) -> str:
+    """Return the store's key of one rank's part of a chunk: the heads that it holds."""
+    return f"{key}-{rank}of{ranks}"

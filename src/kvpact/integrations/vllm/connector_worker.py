@@ -1,0 +1,241 @@
+"""The connector's part in vLLM's worker: pages into the store, chunks into pages."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError, IntegrityError, StoreFull
+from kvpact.integrations.vllm.connector_counts import Counts
+from kvpact.integrations.vllm.connector_form import Form
+from kvpact.integrations.vllm.connector_lane import Job, Lane
+from kvpact.integrations.vllm.connector_options import Options
+from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
+from kvpact.integrations.vllm.connector_plan import Load, Piece, Save, StepPlan, entry_name
+from kvpact.prefixes.chunks import Chunk, ChunkKind
+from kvpact.snapshot import Identity
+from kvpact.stores import Store
+
+IDLE = 0.01
+"""Seconds that an engine with nothing to compute waits for a load before it looks around."""
+LOADS = 4
+"""Requests whose chunks are read at the same time."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """What a load brought: copies of pages for each layer, and how many chunks and bytes."""
+
+    layers: list[Copied]
+    chunks: int
+    bytes: int
+
+
+class PrefixWorker:
+    """Loads and saves chunks of one rank. Threads talk to the store; pages are touched by vLLM's.
+
+    Parameters
+    ----------
+    form : Form
+        The rank's.
+    options : Options
+        The connector's.
+    store : Store
+        Where chunks lie.
+    counts : Counts
+        Where to count.
+    """
+
+    def __init__(self, form: Form, options: Options, store: Store, counts: Counts) -> None:
+        self._form, self._options, self._store, self._counts = form, options, store, counts
+        self._chunk = form.chunk(options.chunk)
+        self._each = self._chunk // form.page
+        self._kinds: dict[Identity, ChunkKind] = {}
+        self._pages: dict[str, PackedPages] = {}
+        self._loads_lane = Lane("kvpact-load", LOADS)
+        self._saves_lane = Lane("kvpact-save")
+        self._running: dict[str, tuple[Load, Job, float]] = {}
+        self._failed: set[int] = set()
+        self._staged: list[tuple[Save, dict[str, Copied]]] = []
+        self._lock = threading.Lock()
+        self._queued: dict[str, int] = {}
+        """Entries that wait to be saved, and their bytes."""
+        self._unreadable: set[str] = set()
+        """Entries that the store affirms and gave nothing usable for: they are replaced."""
+
+    def register(
+        self, pages: Mapping[str, PackedPages], loaded: Callable[[Sequence[int]], None]
+    ) -> None:
+        """Take the pages of each layer, and whom to tell of pages that were loaded."""
+        self._pages, self._tell = {name: pages[name] for name in self._form.layers}, loaded
+        self._page_bytes = sum(x.page_bytes for x in self._pages.values())
+
+    def begin(self, plan: StepPlan) -> None:
+        """Accept a step's saves, as many as the queue has room for."""
+        accepted = map(self._accepted, plan.saves)
+        self._staged = [(save, {}) for save in accepted if save.pieces]
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Begin to read what is to be loaded."""
+        deadline = time.monotonic() + self._options.timeout
+        for load in plan.loads:
+            if self._loads_lane.stuck(self._options.timeout):
+                deadline = 0.0  # nobody would come to it
+            job = self._loads_lane.submit(partial(self._fetch, load))
+            self._running[load.request] = load, job, deadline
+
+    def save_layer(self, name: str) -> None:
+        """Copy the pages of a layer that a step wrote."""
+        for save, layers in self._staged:
+            layers[name] = self._pages[name].copy(save.pages)
+
+    def end(self) -> None:
+        """Hand what was copied to the thread that saves it."""
+        staged, self._staged = self._staged, []
+        for save, layers in staged:
+            for name in self._pages:
+                if name not in layers:  # vLLM did not say when it was written
+                    layers[name] = self._pages[name].copy(save.pages)
+            self._saves_lane.submit(partial(self._put, save, layers))
+
+    def loaded(self, plan: StepPlan) -> set[str]:
+        """Return the requests whose loads have ended; what failed is in `failed_pages`."""
+        if plan.idle and self._running and not self._ready():
+            self._loads_lane.wait(IDLE)
+        ready = self._ready()
+        for name in ready:
+            load, job, _ = self._running.pop(name)
+            usable = self._take(load, job)
+            self._failed.update(load.pages[usable:])
+            self._counts.add("loaded_tokens", usable * self._form.page)
+            lost = (len(load.pages) - usable) * self._form.page
+            if lost:
+                self._counts.say("recomputed_tokens", f"{lost} tokens are computed again", lost)
+        return set(ready)
+
+    def failed_pages(self) -> set[int]:
+        """Return the pages whose load failed since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def close(self) -> None:
+        """Save what waits, within the timeout."""
+        self._loads_lane.close(0)
+        if not self._saves_lane.close(self._options.timeout):
+            with self._lock:
+                self._counts.add("dropped", len(self._queued))
+
+    def _ready(self) -> list[str]:
+        now = time.monotonic()
+        return [
+            name for name, (_, job, deadline) in self._running.items() if job.done or now > deadline
+        ]
+
+    def _take(self, load: Load, job: Job) -> int:
+        """Write what a load brought, and return how many of its pages hold tokens now."""
+        if not job.done:
+            job.stopped = True
+            self._counts.say("timeouts", f"a load took {self._options.timeout} s")
+            return 0
+        if job.error is not None or job.result is None:
+            self._counts.say("failures", f"a load failed ({job.error})")
+            return 0
+        loaded: _Loaded = job.result
+        count = min(max(loaded.chunks * self._each - load.skip, 0), len(load.pages))
+        pages = load.pages[:count]
+        if pages:
+            for layer, copied in zip(self._pages.values(), loaded.layers, strict=True):
+                layer.paste(pages, copied, load.skip)
+            self._tell(pages)
+            self._counts.add("loaded_chunks", loaded.chunks)
+            self._counts.add("loaded_bytes", loaded.bytes)
+        return count
+
+    def _kind(self, identity: Identity) -> ChunkKind:
+        kind = self._kinds.get(identity) or self._form.kind(identity, self._chunk)
+        self._kinds[identity] = kind
+        return kind
+
+    def _entry(self, piece: Piece) -> str:
+        return entry_name(piece.key, self._form.rank, self._form.ranks)
+
+    def _fetch(self, load: Load, job: Job) -> _Loaded | None:
+        """Read chunks, the last one first: then the first ones are the latest that were used."""
+        kind, size = self._kind(load.identity), 0
+        found: list[Tensor] = []
+        for piece in reversed(load.pieces):
+            if job.stopped:
+                return None
+            blob = self._store.get(self._entry(piece))
+            chunk = None if blob is None else self._opened(kind, piece, blob)
+            if chunk is None or blob is None:
+                self._unreadable.add(self._entry(piece))
+                self._counts.say("gone", "the store holds a chunk and does not give it")
+                found, size = [], 0  # what follows is of no use without it
+            else:
+                found.append(chunk.slots)
+                size += len(blob)
+        if not found:
+            return _Loaded([], 0, 0)
+        slots = torch.stack(found[::-1])
+        layers = zip(self._pages.values(), torch.split(slots, kind.slot_bytes, dim=1), strict=True)
+        return _Loaded([x.unpack(part, self._each) for x, part in layers], len(found), size)
+
+    def _opened(self, kind: ChunkKind, piece: Piece, blob: bytes) -> Chunk | None:
+        try:
+            return kind.unpack(blob, piece.index, piece.tokens)
+        except (FormatError, IntegrityError) as error:
+            self._counts.say("damaged", f"a chunk can't be used ({error})")
+            self._store.delete(self._entry(piece))
+            return None
+
+    def _accepted(self, save: Save) -> Save:
+        """Return a save without those chunks that wait already, or find no room in the queue."""
+        size = self._page_bytes * self._each
+        pieces: list[Piece] = []
+        pages: list[int] = []
+        with self._lock:
+            waiting = sum(self._queued.values())
+            for i, piece in enumerate(save.pieces):
+                name = self._entry(piece)
+                if name in self._queued:
+                    continue
+                if waiting + size > self._options.queue_bytes:
+                    self._counts.add("dropped")
+                    continue
+                self._queued[name] = size
+                waiting += size
+                pieces.append(piece)
+                pages += save.pages[i * self._each : (i + 1) * self._each]
+        return Save(save.identity, tuple(pieces), tuple(pages))
+
+    def _put(self, save: Save, layers: Mapping[str, Copied], job: Job) -> None:
+        try:
+            packed = [x.pack(layers[name], self._each) for name, x in self._pages.items()]
+            kind, sinks = self._kind(save.identity), torch.zeros(0, dtype=torch.uint8)
+            for piece, slots in zip(save.pieces, torch.cat(packed, dim=1), strict=True):
+                self._put_one(kind, piece, Chunk(slots, sinks))
+        finally:
+            with self._lock:
+                for piece in save.pieces:
+                    self._queued.pop(self._entry(piece), None)
+
+    def _put_one(self, kind: ChunkKind, piece: Piece, chunk: Chunk) -> None:
+        name = self._entry(piece)
+        try:
+            if name in self._unreadable or not self._store.contains(name):
+                blob = kind.seal(chunk, piece.index, piece.tokens)
+                self._store.put(name, blob)
+                self._unreadable.discard(name)
+                self._counts.add("saved_chunks")
+                self._counts.add("saved_bytes", len(blob))
+        except StoreFull as error:
+            self._counts.say("dropped", f"the store is full ({error})")
+        except Exception as error:  # a third party's store may raise anything
+            self._counts.say("failures", f"a chunk was not saved ({error})")

@@ -1,0 +1,68 @@
+"""Prefixes that one engine saves and another one loads: the tokens of engines without a store."""
+
+import re
+
+import pytest
+import torch
+
+OPTIONS = {"dtype": "float32", "max_model_len": 512}
+SHARED = 256
+"""Tokens, four chunks of 64."""
+
+
+def connector(store, **extra):
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KVPactConnector",
+            "kv_connector_module_path": "kvpact.integrations.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"store": str(store), **extra},
+        }
+    }
+
+
+def counts(answer):
+    """What the worker counted, as it says when it ends."""
+    (said,) = re.findall(r"kvpact's connector \(worker\): (.*)", answer["log"])
+    return {name: int(n) for name, n in (one.split("=") for one in said.split(", "))}
+
+
+def ids(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 512, (count,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    shared = ids(SHARED, seed=0)
+    return [shared + ids(10 + 7 * i, seed=1 + i) for i in range(4)]
+
+
+def one_by_one(prompts):
+    return [[[prompt], 24] for prompt in prompts]
+
+
+@pytest.mark.parametrize("spec", ["none", "turboquant:bits=4,sinks=0"])
+def test_a_second_engine_loads_what_the_first_computed(run_vllm, toy, tmp_path, prompts, spec):
+    first, others = one_by_one(prompts[:1]), one_by_one(prompts[1:])
+    # Without a store the others' prefix comes from vLLM's own prefix cache.
+    without = run_vllm(spec, model=toy, greedy=first + others, **OPTIONS)
+    saving = run_vllm(spec, model=toy, greedy=first, **OPTIONS, **connector(tmp_path / "store"))
+    loading = run_vllm(spec, model=toy, greedy=others, **OPTIONS, **connector(tmp_path / "store"))
+    assert saving["greedy"] + loading["greedy"] == without["greedy"]
+    assert counts(saving)["saved_chunks"] == SHARED // 64
+    assert counts(loading)["loaded_tokens"] == SHARED
+    assert loading["metrics"]["vllm:kvpact_loaded_tokens"] == SHARED
+    assert loading["metrics"]["vllm:external_prefix_cache_hits"] == SHARED
+    assert saving["all_free"] and loading["all_free"]
+
+
+def test_what_another_model_saved_is_not_loaded(run_vllm, toy, make_toy, tmp_path, prompts):
+    batches, other = one_by_one(prompts[:1]), make_toy(initializer_range=0.1)
+    run_vllm("none", model=other, greedy=batches, **OPTIONS, **connector(tmp_path / "store"))
+    without = run_vllm("none", model=toy, greedy=batches, **OPTIONS)
+    answer = run_vllm("none", model=toy, greedy=batches, **OPTIONS, **connector(tmp_path / "store"))
+    assert answer["greedy"] == without["greedy"]
+    assert counts(answer)["loaded_tokens"] == 0
+    assert counts(answer)["saved_chunks"] == SHARED // 64
