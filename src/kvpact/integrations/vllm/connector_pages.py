@@ -33,20 +33,21 @@ class PackedPages:
     """
 
     def __init__(self, form: PageForm, pages: Tensor) -> None:
+        self._device = pages.device
         self._fields = [tensor for side in form.fields(pages) for tensor in side.values()]
         self.page_bytes = sum(x[0].numel() * x.element_size() for x in self._fields)
         """Bytes that `copy` takes for a page."""
 
     def copy(self, pages: Sequence[int]) -> Copied:
         """Return copies of some pages."""
-        index = torch.tensor(pages)
-        return [field[index] for field in self._fields]
+        index = torch.tensor(pages, device=self._device)
+        return [field[index].cpu() for field in self._fields]
 
     def paste(self, pages: Sequence[int], copied: Copied, first: int) -> None:
         """Write copies to pages, from the `first` copied page on."""
-        index = torch.tensor(pages)
+        index = torch.tensor(pages, device=self._device)
         for field, part in zip(self._fields, copied, strict=True):
-            field[index] = part[first : first + len(pages)]
+            field[index] = part[first : first + len(pages)].to(self._device)
 
     def pack(self, copied: Copied, each: int) -> Tensor:
         """Return chunks of `each` pages out of copies, `[chunks, n]` uint8."""

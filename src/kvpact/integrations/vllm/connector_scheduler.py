@@ -21,6 +21,10 @@ from kvpact.stores import Store
 
 AT_ONCE = 0.002
 """Seconds that a lookup may hold up the scheduler; one that takes longer is asked for later."""
+IDLE = 0.01
+"""Seconds that an engine with nothing to compute waits for a lookup before it looks around."""
+RETRY = 30.0
+"""Seconds for which a chunk whose load failed is not loaded, unless it is saved anew before."""
 
 
 @dataclass
@@ -96,8 +100,8 @@ class PrefixScheduler:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._loading: dict[str, Load] = {}
-        self._unreadable: set[str] = set()
-        """Keys that the store affirms and gave nothing usable for, until they are saved again."""
+        self._unreadable: dict[str, float] = {}
+        """Keys that a load failed at, and until when they are taken for missing."""
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded behind those computed; None while not known.
@@ -166,7 +170,10 @@ class PrefixScheduler:
                 one.blocks = fresh if resumed else one.blocks + fresh
                 saves += self._completed(one, cached.num_computed_tokens[i], output)
         loads, self._loads = self._loads, []
-        return StepPlan(loads, saves, idle=not output.total_num_scheduled_tokens)
+        idle = not output.total_num_scheduled_tokens
+        if idle and not loads and self._waits():
+            self._lane.wait(IDLE)
+        return StepPlan(loads, saves, idle=idle)
 
     def came_back(self, loaded: Iterable[str], failed: Iterable[int]) -> None:
         """Take note of loads that ended, and of pages that failed."""
@@ -180,7 +187,7 @@ class PrefixScheduler:
             one.failed = True
             index = (load.skip + place) * self._form.page // self.chunk
             one.saved = load.pieces[index].index
-            self._unreadable.add(load.pieces[index].key)
+            self._unreadable[load.pieces[index].key] = time.monotonic() + RETRY
         for name in loaded:
             self._loading.pop(name, None)
 
@@ -205,6 +212,10 @@ class PrefixScheduler:
             self._kinds[identity] = kind
         return one
 
+    def _waits(self) -> bool:
+        lookups = [one.lookup for one in self._tracked.values() if one.lookup is not None]
+        return bool(lookups) and not any(job.done for job in lookups)
+
     def _looked_up(self, one: _Tracked) -> int | None:
         if one.lookup is None:
             if self._lane.stuck(self._options.timeout):
@@ -226,6 +237,8 @@ class PrefixScheduler:
         return one.lookup.progress
 
     def _trusted(self, names: Sequence[str]) -> list[str]:
+        now = time.monotonic()
+        self._unreadable = {name: end for name, end in self._unreadable.items() if now < end}
         place = next((i for i, name in enumerate(names) if name in self._unreadable), len(names))
         return list(names[:place])
 
@@ -277,6 +290,7 @@ class PrefixScheduler:
             return []
         pieces, each = self._pieces(one, one.saved, last), self.chunk // self._form.page
         pages = tuple(one.blocks[one.saved * each : last * each])
-        self._unreadable.difference_update(piece.key for piece in pieces)
+        for piece in pieces:
+            self._unreadable.pop(piece.key, None)
         one.saved = last
         return [Save(one.kind.identity, pieces, pages)]

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvpact.errors import FormatError, IntegrityError, StoreFull
+from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreFull
 from kvpact.integrations.vllm.connector_counts import Counts
 from kvpact.integrations.vllm.connector_form import Form
 from kvpact.integrations.vllm.connector_lane import Job, Lane
@@ -221,6 +221,8 @@ class PrefixWorker:
             kind, sinks = self._kind(save.identity), torch.zeros(0, dtype=torch.uint8)
             for piece, slots in zip(save.pieces, torch.cat(packed, dim=1), strict=True):
                 self._put_one(kind, piece, Chunk(slots, sinks))
+        except KVPactError as error:  # numbers that the spec of the store can't hold
+            self._counts.say("failures", f"chunks were not saved ({error})", len(save.pieces))
         finally:
             with self._lock:
                 for piece in save.pieces:

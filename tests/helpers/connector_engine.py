@@ -1,0 +1,130 @@
+"""A scheduler and a worker of the connector, between pages of random bytes: vLLM's part of it."""
+
+from types import SimpleNamespace
+
+import torch
+
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.connector_counts import Counts
+from kvpact.integrations.vllm.connector_form import Form
+from kvpact.integrations.vllm.connector_options import options_of
+from kvpact.integrations.vllm.connector_pages import PackedPages
+from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
+from kvpact.integrations.vllm.connector_worker import PrefixWorker
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.spec import parse_spec
+
+PAGE, HEADS, DIM, LAYERS = 32, 2, 64, ("layers.0", "layers.1")
+
+
+def request(name, tokens, **more):
+    plain = {
+        "prompt_embeds": None,
+        "cache_salt": None,
+        "mm_features": [],
+        "lora_request": None,
+        "skip_reading_prefix_cache": False,
+    }
+    ids = list(tokens)
+    return SimpleNamespace(
+        request_id=name, all_token_ids=ids, num_tokens=len(ids), **{**plain, **more}
+    )
+
+
+class Engine:
+    """Pages of two layers; `serve` does what vLLM does with a request, but for its tokens."""
+
+    def __init__(
+        self,
+        store,
+        spec="turboquant:bits=4,sinks=0",
+        model="toy",
+        rank=0,
+        ranks=1,
+        seed=0,
+        roles=(True, True),
+        **extra,
+    ):
+        spec = parse_spec(spec)
+        geometry = CacheGeometry(len(LAYERS), HEADS, DIM, dtype=torch.bfloat16)
+        form = Form(LAYERS, spec, geometry, PAGE, rank, ranks)
+        options = options_of({"store": "memory://", "timeout": 5, **extra})
+        page = PageForm(*form.codecs, PAGE)
+        generator = torch.Generator().manual_seed(seed)
+        shape = (40, HEADS, PAGE, page.content)
+        self.memory = {
+            name: torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+            for name in LAYERS
+        }
+        self.counts, self.told = Counts(), []
+        self.scheduler = PrefixScheduler(
+            form,
+            options,
+            store,
+            model,
+            lambda request: request.lora_request,
+            self.counts,
+            loads=roles[0],
+            saves=roles[1],
+        )
+        self.worker = PrefixWorker(form, options, store, self.counts)
+        pages = {name: PackedPages(page, self.memory[name]) for name in LAYERS}
+        self.worker.register(pages, self.told.extend)
+
+    def matched(self, one, computed=0):
+        """Ask until the scheduler's side knows."""
+        for _ in range(2000):
+            more, later = self.scheduler.matched(one, computed)
+            if more is not None:
+                assert later == (more > 0)
+                return more
+            self.step([])
+        raise AssertionError("the lookup never ends")
+
+    def step(self, new, loads=True):
+        """One step, `new` of (request, pages, computed, scheduled): finished loads, bad pages."""
+        output = SimpleNamespace(
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=one.request_id, block_ids=(pages,), num_computed_tokens=at)
+                for one, pages, at, _ in new
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+            ),
+            num_scheduled_tokens={one.request_id: count for one, _, _, count in new},
+            total_num_scheduled_tokens=sum(count for *_, count in new),
+        )
+        plan = self.scheduler.plan(output)
+        self.worker.begin(plan)
+        for name in LAYERS if new else ():
+            self.worker.save_layer(name)
+        self.worker.start_loads(plan)
+        self.worker.end()
+        done, bad = self.worker.loaded(plan), self.worker.failed_pages()
+        self.scheduler.came_back(done, bad)
+        return done, bad
+
+    def load(self, one, pages, computed=0):
+        """Load what can be loaded; return its tokens, and the pages that failed."""
+        more = self.matched(one, computed)
+        self.scheduler.allocated(one, pages, more)
+        if not more:
+            return 0, set()
+        bad = set()
+        for _ in range(2000):
+            done, failed = self.step([])
+            bad |= failed
+            if done:
+                return more, bad
+        raise AssertionError("the load never ends")
+
+    def serve(self, one, pages):
+        """Compute a request that nothing is loaded for, and save it."""
+        assert self.load(one, pages) == (0, set())
+        self.step([(one, pages, 0, one.num_tokens)])
+        self.scheduler.finished(one)
+        assert self.worker._saves_lane.submit(lambda job: None).wait(30)
+
+    def rows(self, pages):
+        """The bytes of some pages, of all layers."""
+        return [self.memory[name][list(pages)] for name in LAYERS]
