@@ -1,12 +1,14 @@
 """Compressed K and V as files: the same bytes again, and nothing damaged gets in."""
 
+import math
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from kvpact import CompressedKV, KVCacheCompressor
 from kvpact.compressor.files import FORMAT, VERSION
-from kvpact.errors import FormatError, IntegrityError, KVPactError
+from kvpact.errors import FormatError, IntegrityError, KVPactError, SpecError
 from kvpact.snapshot import Container
 from kvpact.testing import method_specs
 from kvpact.testing.held import same_bytes
@@ -44,6 +46,36 @@ def test_round_trip(method: str, tokens: int, tmp_path):
         strict=True,
     ):
         assert same_bytes(x, y)
+
+
+@pytest.mark.parametrize("method", ["lowrank:rank=8", "kivi"])
+def test_bytes_are_those_of_a_file(method: str, tmp_path):
+    given = compressed(method)
+    given.save(tmp_path / "a.safetensors")
+    data = given.to_bytes()
+    assert data == (tmp_path / "a.safetensors").read_bytes()
+    again = CompressedKV.from_bytes(data)
+    assert all(same_bytes(x, again.tensors()[name]) for name, x in given.tensors().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [3, 64, 141])
+@pytest.mark.parametrize("method", ["turboquant:bits=3,center=64/kivi", "int:bits=8", "fp8"])
+def test_the_bytes_of_a_file_are_known_before(method: str, tokens: int, dtype: torch.dtype):
+    k = torch.randn(2, 3, tokens, 80, generator=torch.Generator().manual_seed(0)).to(dtype)
+    compressor = KVCacheCompressor(method, measure=False)
+    file = compressor.compress_kv(k, k[..., :48]).to_bytes()
+    assert len(file) == compressor.file_bytes(k.shape, k[..., :48].shape, dtype)
+    assert math.isnan(CompressedKV.from_bytes(file).error.k)
+
+
+def test_bytes_that_only_the_tokens_decide_are_refused():
+    shape = (1, 1, 64, 64)
+    with pytest.raises(SpecError, match="pass measure=False"):
+        KVCacheCompressor("int:bits=8").file_bytes(shape, shape, torch.float16)
+    for method in ("lowrank:rank=8", "int:bits=8/vq"):
+        with pytest.raises(SpecError, match="not fitted"):
+            KVCacheCompressor(method, measure=False).file_bytes(shape, shape, torch.float16)
 
 
 @pytest.mark.parametrize("method", ["lowrank:rank=8", "kivi"])

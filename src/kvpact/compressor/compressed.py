@@ -106,7 +106,8 @@ class CompressedKV:
     def error(self) -> KVError:
         """Normalised errors of K and of V, measured when the tokens were packed.
 
-        NaN where they came from a cache that had packed them already.
+        NaN where they came from a cache that had packed them already, or the compressor was told
+        not to measure.
         """
         return KVError(self.k.error, self.v.error)
 
@@ -157,9 +158,15 @@ class CompressedKV:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file with a manifest in its metadata; see `compressor.files`."""
-        from kvpact.compressor.files import save
+        from kvpact.compressor.files import container
 
-        save(self, path)
+        container(self).save(path)
+
+    def to_bytes(self) -> bytes:
+        """Return what `save` would write."""
+        from kvpact.compressor.files import container
+
+        return container(self).to_bytes()
 
     @staticmethod
     def load(path: str | PathLike[str]) -> CompressedKV:
@@ -177,3 +184,10 @@ class CompressedKV:
         from kvpact.compressor.files import load
 
         return load(path)
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> CompressedKV:
+        """Read what `to_bytes` gave; the tensors are on the CPU. Errors as of `load`."""
+        from kvpact.compressor.files import from_bytes
+
+        return from_bytes(data)

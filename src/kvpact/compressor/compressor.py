@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache
@@ -33,6 +34,8 @@ class KVCacheCompressor:
         Bits of a ``hybrid`` whose spec string names none.
     backend : {"auto", "cpu", "triton", "torch"}
         What encodes and decodes, as in `create_cache`; bytes and numbers are the same with each.
+    measure : bool
+        Whether to measure the error, for which everything is decompressed once; else it is NaN.
 
     Attributes
     ----------
@@ -52,11 +55,15 @@ class KVCacheCompressor:
     """
 
     def __init__(
-        self, method: Method | Spec | str, quant_bits: int = 8, backend: str = "auto"
+        self,
+        method: Method | Spec | str,
+        quant_bits: int = 8,
+        backend: str = "auto",
+        measure: bool = True,
     ) -> None:
         if type(quant_bits) is not int or quant_bits not in (4, 8):
             raise SpecError(f"quant_bits={quant_bits!r} should be one of 4, 8")
-        self.quant_bits, self._compute = quant_bits, choose(backend)
+        self.quant_bits, self._compute, self._measure = quant_bits, choose(backend), measure
         if isinstance(method, Method):
             self.spec = Spec(method, method)
         elif isinstance(method, str):
@@ -124,9 +131,41 @@ class KVCacheCompressor:
             self.spec,
             layout,
             k.shape[0] if layout == "batched" else 1,
-            PackedStream.of(key, flat(k), self._compute),
-            PackedStream.of(value, flat(v), self._compute),
+            PackedStream.of(key, flat(k), self._compute, self._measure),
+            PackedStream.of(value, flat(v), self._compute, self._measure),
         )
+
+    def file_bytes(
+        self, k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: torch.dtype
+    ) -> int:
+        """Return the bytes that a file of K and V of these shapes will have, header included.
+
+        Parameters
+        ----------
+        k_shape, v_shape : tuple of int
+            `[B, H, T, D]` and `[B, H, T, D_v]`.
+        dtype : torch.dtype
+            Of both.
+
+        Raises
+        ------
+        SpecError
+            Only the tokens decide it: the method learns from them, or the error is measured and
+            its digits stand in the file.
+        """
+        if self._measure:
+            raise SpecError("a file's bytes depend on the error's digits: pass measure=False")
+        sides = (
+            (self.spec.key.key_codec(k_shape[-1], dtype), k_shape),
+            (self.spec.value.value_codec(v_shape[-1], dtype), v_shape),
+        )
+        for codec, _ in sides:
+            codec.require_fitted()
+        k, v = (
+            PackedStream.blank(codec, shape[0] * shape[1], shape[2], shape[3], dtype)
+            for codec, shape in sides
+        )
+        return len(CompressedKV(self.spec, "batched", k_shape[0], k, v).to_bytes())
 
     def decompress_kv(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
         """Return K and V `[B, H, T, D]`, whatever method compressed them.

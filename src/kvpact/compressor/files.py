@@ -1,4 +1,4 @@
-"""`CompressedKV` as a file: a checked container (see `kvpact.snapshot`) with one section a tensor.
+"""`CompressedKV` as bytes: a checked container (see `kvpact.snapshot`) with one section a tensor.
 
 The manifest has the version of the slots, the spec and the shapes. All of it is checked against
 what the spec's codecs say before anything is used.
@@ -56,8 +56,8 @@ def _stream_entry(stream: PackedStream) -> dict[str, Any]:
     return dict(zip(_STREAM, numbers, strict=True))
 
 
-def save(compressed: CompressedKV, path: str | PathLike[str]) -> None:
-    """Write a file, whole or not at all; equal contents give equal bytes."""
+def container(compressed: CompressedKV) -> Container:
+    """Return what is stored; equal contents give equal bytes."""
     tensors = list(compressed.tensors().items())
     manifest = {
         "slots": FORMAT_VERSION,
@@ -69,16 +69,24 @@ def save(compressed: CompressedKV, path: str | PathLike[str]) -> None:
         "v": _stream_entry(compressed.v),
     }
     runs = [(1, [tensor.nbytes for _, tensor in tensors])]
-    Container.build(FORMAT, VERSION, manifest, tensors, runs).save(path)
+    return Container.build(FORMAT, VERSION, manifest, tensors, runs)
 
 
 def load(path: str | PathLike[str]) -> CompressedKV:
-    """Read what `save` wrote; errors as of `CompressedKV.load`."""
-    file = Container.open(path, FORMAT, VERSION)
+    """Read a file; errors as of `CompressedKV.load`."""
+    return _read(Container.open(path, FORMAT, VERSION))
+
+
+def from_bytes(data: bytes | memoryview) -> CompressedKV:
+    """Read bytes; errors as of `CompressedKV.from_bytes`."""
+    return _read(Container(data, FORMAT, VERSION))
+
+
+def _read(file: Container) -> CompressedKV:
     manifest = file.manifest
     if manifest.get("slots") != FORMAT_VERSION:
         raise FormatError(
-            f"{path} has slots of version {manifest.get('slots')!r}; this reads {FORMAT_VERSION}"
+            f"slots of version {manifest.get('slots')!r}; this reads {FORMAT_VERSION}"
         )
     check(manifest, _MANIFEST, "manifest")
     tensors: dict[str, Tensor] = {}
@@ -97,7 +105,7 @@ def load(path: str | PathLike[str]) -> CompressedKV:
         TypeError,
         ValueError,
     ) as error:
-        raise FormatError(f"{path}: the manifest is damaged: {error!r}") from error
+        raise FormatError(f"the manifest is damaged: {error!r}") from error
 
 
 def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> CompressedKV:

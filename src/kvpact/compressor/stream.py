@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from math import lcm, prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -48,7 +49,8 @@ class PackedStream:
     held : StreamState
         Slots `[1, N, units, …]` with N = batch x heads; the tail is the open group alone.
     energy, lost : float
-        Sums of squares of all tokens, and of the differences after compression.
+        Sums of squares of all tokens, and of the differences after compression; NaN where they
+        are not known, and then nothing is decompressed to measure them.
     compute : Compute
         What encodes and decodes.
     """
@@ -60,12 +62,27 @@ class PackedStream:
     compute: Compute = dataclass_field(default_factory=Compute)
 
     @classmethod
-    def of(cls, codec: Codec, x: Tensor, compute: Compute) -> PackedStream:
+    def of(cls, codec: Codec, x: Tensor, compute: Compute, measure: bool = True) -> PackedStream:
         """Return tokens `[1, N, T, D]` compressed; a codec that learns has learnt from them."""
         codec = codec.fit(x) if isinstance(codec, FittedCodec) else codec
         fields = tuple(field_info(field) for field in codec.fields)
         held = StreamState(fields, {}, 0, 0, x[:, :, :0].clone(), None, codec.state())
-        return cls(codec, held, compute=compute).append(x)
+        known = 0.0 if measure else math.nan
+        return cls(codec, held, known, known, compute).append(x)
+
+    @classmethod
+    def blank(cls, codec: Codec, rows: int, tokens: int, dim: int, dtype: torch.dtype) -> Self:
+        """Return the storage of so many tokens, all zero, of a codec that learns nothing."""
+        packed = tokens - tokens % codec.group
+        fields = tuple(field_info(field) for field in codec.fields)
+        slots = {
+            field.name: field.allocate(1, rows, room(codec, packed), torch.device("cpu"))
+            for field in codec.fields
+            if packed
+        }
+        rest = torch.zeros(1, rows, tokens - packed, dim, dtype=dtype)
+        held = StreamState(fields, slots, packed, packed, rest, None, codec.state())
+        return cls(codec, held, math.nan, math.nan)
 
     @property
     def error(self) -> float:
@@ -85,6 +102,8 @@ class PackedStream:
         plan = longer._stream().prepare(x, None)
         plan.write()
         longer = replace(longer, held=owned(stream_state(plan.after)))
+        if math.isnan(self.energy):
+            return longer
         known, lost = torch.cat([self.held.tail, x], 2), 0.0
         for start, again in longer.parts(self.held.packed):
             given = known[:, :, start - self.held.packed :][:, :, : again.shape[2]]
