@@ -1,0 +1,5 @@
+"""``python -m kvpact.integrations.lmcache server …``: see docs/lmcache.md."""
+
+from kvpact.integrations.lmcache.launch import main
+
+main()

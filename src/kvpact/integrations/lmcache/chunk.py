@@ -1,0 +1,211 @@
+"""A chunk of LMCache as bytes: a record of kvpact's stores around files of `CompressedKV`.
+
+The record has a checksum over everything and the hash of LMCache's key; each file names its spec,
+dtype and shapes. The layers of a chunk are the batch of a `CompressedKV`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.checks import DTYPES
+from kvpact.compressor import CompressedKV, KVCacheCompressor
+from kvpact.errors import DtypeError, GeometryError, MismatchError, SpecError
+from kvpact.integrations.lmcache.layout import ChunkLayout, Shape
+from kvpact.spec import Spec, parse_spec
+from kvpact.stores.records import HEADER, seal, unseal
+
+_NAME = 64
+"""Characters of a record's key: a BLAKE2b-256 in hexadecimal."""
+Form = tuple[Sequence[int], torch.dtype]
+
+
+def key_hash(key: Any) -> str:
+    """Return the BLAKE2b-256 of an LMCache `ObjectKey`: every field, its length in front."""
+    parts = (
+        key.chunk_hash,
+        key.model_name.encode(),
+        str(key.kv_rank).encode(),
+        str(key.object_group_id).encode(),
+        key.cache_salt.encode(),
+    )
+    digest = hashlib.blake2b(digest_size=32)
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+class ChunkFormat:
+    """Makes chunks to bytes, as many as their shapes say, and bytes to chunks.
+
+    Parameters
+    ----------
+    spec : str or Spec
+        What K and V are packed by; every token is packed, so sinks and window mean nothing.
+    layout : ChunkLayout
+        The widths of a head.
+
+    Attributes
+    ----------
+    spec : Spec
+        Without sinks and window.
+
+    Raises
+    ------
+    SpecError
+        No spec, a recipe by layer, or a method whose bytes the shapes don't decide.
+    """
+
+    def __init__(self, spec: str | Spec, layout: ChunkLayout) -> None:
+        if isinstance(spec, str) and spec.strip().endswith((".toml", ".json")):
+            raise SpecError(f"spec={spec!r}: a recipe by layer is not covered, name one spec")
+        named = parse_spec(spec)
+        self.spec = named.with_options(sinks=0, window=0)
+        self.layout = layout
+        self._compressor = KVCacheCompressor(self.spec, measure=False)
+        self._sizes: dict[tuple[Shape, torch.dtype], int] = {}
+        self._groups = self._checked_groups(str(named))
+
+    def __str__(self) -> str:
+        return f"{self.spec}, heads of width {self.layout.head_dim} and {self.layout.value_dim}"
+
+    def _checked_groups(self, text: str) -> list[tuple[str, int]]:
+        """Return the tokens that K and V pack together."""
+        codecs = (
+            self.spec.key.key_codec(self.layout.head_dim, torch.float32),
+            self.spec.value.value_codec(self.layout.value_dim, torch.float32),
+        )
+        for side, codec in zip("KV", codecs, strict=True):
+            reason = ""
+            if codec.learns_from or not codec.ready:
+                reason = "learns from its tokens, so its bytes are not known before"
+            elif codec.joint or codec.rotation is not None or codec.has_bias:
+                reason = "stores more than slots of one head"
+            if reason:
+                raise SpecError(
+                    f"spec={text!r}: the method of {side} {reason}; take 'turboquant', "
+                    "'int', 'fp8', 'kivi', 'kvarn', 'none' or "
+                    "'trellis:center=0,first=false,weights=false,blocks=false'"
+                )
+        return [(side, codec.group) for side, codec in zip("KV", codecs, strict=True)]
+
+    def nbytes(self, forms: Iterable[Form]) -> int:
+        """Return the bytes that a chunk takes, to the byte.
+
+        Parameters
+        ----------
+        forms : iterable of (shape, dtype)
+            Of the chunk's tensors.
+
+        Raises
+        ------
+        GeometryError
+            A shape is none of LMCache's, or no whole number of the method's groups.
+        DtypeError
+            Another dtype than fp32, fp16 and bf16.
+        """
+        return HEADER + _NAME + sum(self._file_bytes(tuple(shape), kind) for shape, kind in forms)
+
+    def _file_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        size = self._sizes.get((shape, dtype))
+        if size is None:
+            k, v = self.layout.shapes(shape)
+            if dtype not in DTYPES:
+                raise DtypeError(
+                    f"LMCache's chunks are {dtype}; fp32, fp16 and bf16 can be packed: leave the "
+                    "engine's own cache in the model's dtype"
+                )
+            for side, group in self._groups:
+                if k[2] % group:
+                    raise GeometryError(
+                        f"a chunk has {k[2]} tokens, and {str(self.spec)!r} packs {group} of "
+                        f"{side} together: start LMCache with a --chunk-size that is a multiple"
+                    )
+            size = self._sizes[shape, dtype] = self._compressor.file_bytes(k, v, dtype)
+        return size
+
+    def pack(self, tensors: Sequence[Tensor], name: str) -> bytes:
+        """Return a chunk's bytes.
+
+        Parameters
+        ----------
+        tensors : sequence of Tensor
+            Of the shapes above.
+        name : str
+            `key_hash` of the chunk.
+
+        Raises
+        ------
+        GeometryError, DtypeError
+            As of `nbytes`.
+        NonFiniteError
+            NaN, infinity, or what the method can't hold.
+        """
+        files = []
+        for x in tensors:
+            size = self._file_bytes(tuple(x.shape), x.dtype)
+            data = self._compressor.compress_kv(*self.layout.split(x)).to_bytes()
+            assert len(data) == size, "the shapes don't decide the bytes"
+            files.append(data)
+        header, blob = seal(name, memoryview(b"".join(files)), time.time())
+        return header + blob
+
+    def unpack(self, data: bytes, name: str, out: Sequence[Tensor]) -> None:
+        """Write what `pack` was given, as it was stored, into a chunk's tensors.
+
+        Nothing is written before every byte was checked.
+
+        Parameters
+        ----------
+        data : bytes
+            As many as `nbytes` says.
+        name : str
+            `key_hash` of the chunk wanted.
+        out : sequence of Tensor
+            Of the chunk's shapes and dtypes.
+
+        Raises
+        ------
+        IntegrityError
+            The bytes were changed, cut, or are another chunk's.
+        FormatError
+            They are whole, and of a version that this one can't read.
+        MismatchError
+            They are whole, and of another spec, dtype or shape.
+        GeometryError, DtypeError
+            As of `nbytes`.
+        """
+        blob = memoryview(unseal(name, data).blob)
+        held = [self._read(part, x) for part, x in zip(self._files(blob, out), out, strict=True)]
+        for one, x in zip(held, out, strict=True):
+            read = self._compressor.decompress_kv(one)
+            for side, given in zip(self.layout.split(x), read, strict=True):
+                side.copy_(given)
+
+    def _files(self, blob: memoryview, out: Sequence[Tensor]) -> Iterator[memoryview]:
+        sizes = [self._file_bytes(tuple(x.shape), x.dtype) for x in out]
+        if sum(sizes) != len(blob):
+            raise MismatchError(
+                f"{len(blob):,} bytes of K and V where {str(self.spec)!r} has {sum(sizes):,}: they "
+                "are of another spec or model; give each its own place"
+            )
+        start = 0
+        for size in sizes:
+            yield blob[start : start + size]
+            start += size
+
+    def _read(self, data: memoryview, x: Tensor) -> CompressedKV:
+        held, wanted = CompressedKV.from_bytes(data), self.layout.shapes(x.shape)
+        found = (held.spec, held.dtype, held.k_shape, held.v_shape)
+        if found != (self.spec, x.dtype, *wanted):
+            raise MismatchError(
+                f"K and V of {str(held.spec)!r}, {held.dtype} {held.k_shape} and {held.v_shape}, "
+                f"where {str(self.spec)!r}, {x.dtype} {wanted[0]} and {wanted[1]} is wanted"
+            )
+        return held

@@ -1,0 +1,117 @@
+"""What LMCache calls: the three methods of its serializers and deserializers, with counts.
+
+LMCache takes whatever is raised here as a failure: what it was to load is a miss, and computed by
+the engine; what it was to store is not stored.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from kvpact.errors import FormatError, IntegrityError, KVPactError, MismatchError
+from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
+
+logger = logging.getLogger(__name__)
+
+
+class KVPactSerde:
+    """Serializer and deserializer of LMCache, both in one; any number of threads may call.
+
+    Parameters
+    ----------
+    chunks : ChunkFormat
+        How a chunk becomes bytes.
+    remove : callable
+        Called with the key of an entry that can't be served and never will.
+    """
+
+    def __init__(self, chunks: ChunkFormat, remove: Callable[[Any], None]) -> None:
+        self.chunks = chunks
+        self._remove = remove
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._refused: set[str] = set()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts since the start.
+
+        ``stored`` and ``loaded`` are chunks, with their bytes as they lie in the store
+        (``stored_bytes``) and before (``given_bytes``). ``not_stored`` chunks were refused;
+        ``damaged`` ones had changed bytes; ``mismatched`` ones are whole and of another spec, shape
+        or version.
+        """
+        names = ("stored", "stored_bytes", "given_bytes", "not_stored")
+        with self._lock:
+            counts = {n: self._counts[n] for n in (*names, "loaded", "damaged", "mismatched")}
+        return {"spec": str(self.chunks.spec), **counts}
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def estimate_serialized_size(self, layout_desc: Any) -> int:
+        """Return the bytes of a chunk, to the byte.
+
+        For chunks that can't be packed it is 1, and `serialize` raises: LMCache asks while it
+        holds locks that an error here would leave held.
+        """
+        try:
+            return self.chunks.nbytes(zip(layout_desc.shapes, layout_desc.dtypes, strict=True))
+        except KVPactError as error:
+            with self._lock:
+                known = str(error) in self._refused
+                self._refused.add(str(error))
+            if not known:
+                logger.error("kvpact stores nothing of this engine: %s", error)
+            return 1
+
+    def serialize(self, src: Any, dst: Any, key: Any) -> int:
+        """Write a chunk's bytes into a buffer, and return how many.
+
+        Raises
+        ------
+        KVPactError
+            The chunk can't be packed: see `ChunkFormat.pack`.
+        """
+        try:
+            data = self.chunks.pack(_tensors(src), key_hash(key))
+        except KVPactError:
+            self._count(not_stored=1)
+            raise
+        memoryview(dst.byte_array).cast("B")[: len(data)] = data
+        self._count(stored=1, stored_bytes=len(data), given_bytes=src.get_size())
+        return len(data)
+
+    def deserialize(self, src: Any, dst: Any, key: Any) -> None:
+        """Read a chunk; what can't be served is counted, told and removed.
+
+        Raises
+        ------
+        IntegrityError, MismatchError, FormatError
+            See `ChunkFormat.unpack`; the chunk is as before.
+        """
+        try:
+            self.chunks.unpack(bytes(src.byte_array), key_hash(key), _tensors(dst))
+        except (IntegrityError, MismatchError, FormatError) as error:
+            self._count(**{"damaged" if isinstance(error, IntegrityError) else "mismatched": 1})
+            logger.warning(
+                "kvpact: chunk %s of %s is computed anew: %s",
+                key.chunk_hash.hex(),
+                key.model_name,
+                error,
+            )
+            # An entry of a later version is another process's to remove.
+            if not isinstance(error, FormatError):
+                self._remove(key)
+            raise
+        self._count(loaded=1)
+
+
+def _tensors(chunk: Any) -> list[Tensor]:
+    return [chunk.get_tensor(index) for index in range(len(chunk.get_shapes()))]

@@ -1,0 +1,128 @@
+"""What LMCache's server is given: the serde ``kvpact``, and a module of the server beside it.
+
+A serde sees bytes and keys; the module sees the server. It shows counts in the server's status,
+and removes entries that can't be served: the ``fs`` adapter never replaces a file, so a damaged one
+would be a miss for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvpact.errors import SpecError
+from kvpact.integrations.lmcache.chunk import ChunkFormat
+from kvpact.integrations.lmcache.layout import ChunkLayout
+from kvpact.integrations.lmcache.serde import KVPactSerde
+
+SERDE = "kvpact"
+"""The name by which LMCache's configuration asks for it."""
+logger = logging.getLogger(__name__)
+
+
+class Served:
+    """The serdes of a process, and the server that they belong to, once it is there."""
+
+    def __init__(self) -> None:
+        self.serdes: list[KVPactSerde] = []
+        self.server: Any = None
+
+    def make(self, options: dict[str, Any]) -> KVPactSerde:
+        """Return the serde of one adapter.
+
+        Parameters
+        ----------
+        options : dict
+            ``spec`` and ``head_dim``, and ``value_dim`` if it differs.
+
+        Raises
+        ------
+        SpecError, GeometryError
+            An option is missing, unknown or wrong.
+        """
+        given = {name: value for name, value in options.items() if name != "max_workers"}
+        _check_names(given)
+        width = given["head_dim"]
+        layout = ChunkLayout(width, given.get("value_dim", width))
+        serde = KVPactSerde(
+            ChunkFormat(given["spec"], layout), lambda key: self._remove(key, options)
+        )
+        self.serdes.append(serde)
+        return serde
+
+    def _remove(self, key: Any, options: dict[str, Any]) -> None:
+        """Remove an entry from the adapter that was configured with these very options."""
+        if self.server is None:
+            return
+        for about, adapter in self.server.storage_manager.l2_adapters():
+            config = about.config.serde_config
+            if config is not None and config.kwargs is options:
+                adapter.delete([key])
+
+
+class StatusModule:
+    """A module of LMCache's server.
+
+    Parameters
+    ----------
+    served : Served
+        The process's serdes.
+    context : MPCacheServerContext
+        LMCache's server.
+    """
+
+    def __init__(self, served: Served, context: Any) -> None:
+        self._served, self._context = served, context
+
+    @property
+    def context(self) -> Any:
+        """LMCache's server."""
+        return self._context
+
+    def report_status(self) -> dict[str, Any]:
+        """Return the counts of each serde, for ``GET /status``."""
+        return {SERDE: [serde.stats() for serde in self._served.serdes]}
+
+    def close(self) -> None:
+        """Tell the counts."""
+        for serde in self._served.serdes:
+            logger.info("kvpact: %s", serde.stats())
+
+
+_SERVED = Served()  # LMCache calls both of the functions below without saying for whom
+
+
+def create_serde(options: dict[str, Any]) -> Any:
+    """Return what LMCache runs for an adapter with ``"serde": {"type": "kvpact", …}``.
+
+    Raises
+    ------
+    SpecError, GeometryError
+        An option is missing, unknown or wrong.
+    """
+    from lmcache.v1.distributed.serde import AsyncSerdeProcessor
+
+    workers = options.get("max_workers", 1)
+    if type(workers) is not int or workers < 1:
+        raise SpecError(f"max_workers={workers!r} should be a number of threads, as 2")
+    serde = _SERVED.make(options)
+    logger.info("kvpact stores chunks as %s", serde.chunks)
+    return AsyncSerdeProcessor(serde, serde, max_workers=workers)
+
+
+def build_server_modules(build: Any) -> StatusModule:
+    """Return the module of a server that starts (LMCache's ``--server-module``)."""
+    _SERVED.server = build.server_context
+    return StatusModule(_SERVED, build.server_context)
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    wanted = {"spec", "head_dim"}
+    unknown, missing = options.keys() - wanted - {"value_dim"}, wanted - options.keys()
+    if unknown or missing:
+        what = f"{sorted(missing)} missing" if missing else f"{sorted(unknown)} unknown"
+        raise SpecError(
+            f"LMCache's serde 'kvpact': {what}; write "
+            '{"type": "kvpact", "spec": "turboquant:bits=4", "head_dim": 128}'
+        )
