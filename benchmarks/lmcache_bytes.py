@@ -1,0 +1,47 @@
+"""Bytes of a chunk of LMCache's in kvpact's serde, beside bf16.
+
+    python benchmarks/lmcache_bytes.py [--layers 30 --heads 3 --head-dim 64 --tokens 256] [SPEC …]
+
+LMCache need not be installed: a chunk is packed, and its bytes counted.
+"""
+
+import argparse
+
+import torch
+
+from kvpact.integrations.lmcache.chunk import ChunkFormat
+from kvpact.integrations.lmcache.layout import ChunkLayout
+
+SPECS = [
+    "none",
+    "int:bits=8",
+    "fp8",
+    "turboquant:bits=4",
+    "int:bits=4,group=128,rotate=true",
+    "trellis:bits=4,center=0,first=false,weights=false,blocks=false",
+    "kvarn",
+    "turboquant:bits=3",
+    "kivi",
+]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("spec", nargs="*", default=SPECS)
+    given = parser.parse_args()
+    generator = torch.Generator().manual_seed(0)
+    shape = (given.layers, given.tokens, given.heads * 2 * given.head_dim)
+    x = torch.randn(shape, generator=generator).bfloat16()
+    print("| spec | bytes of a chunk | of bf16 |\n|---|---:|---:|")
+    for spec in given.spec:
+        layout = ChunkLayout(given.head_dim, given.head_dim)
+        size = len(ChunkFormat(spec, layout).pack([x], "0" * 64))
+        print(f"| `{spec}` | {size:,} | {size / x.nbytes:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
