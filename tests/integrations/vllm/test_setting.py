@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from kvpact.errors import SpecError
+from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.integrations.vllm import SETTING, register, served_spec
+from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.spec import parse_spec
 
 
 def test_nothing_is_set(monkeypatch):
@@ -55,3 +58,10 @@ def test_what_pages_can_not_hold_is_refused(monkeypatch, text, reason):
 def test_importing_kvpact_imports_nothing_of_vllm():
     code = "import sys, kvpact, kvpact.integrations.vllm; sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_gpu_that_is_not_there_is_named():
+    k, v = codecs(parse_spec("int:bits=8,sinks=0"), 64, 64, torch.bfloat16)
+    device = torch.device("cuda", torch.cuda.device_count())
+    with pytest.raises(BackendUnavailable, match="backend 'triton'"):
+        native_plan(k, v, torch.bfloat16, device)

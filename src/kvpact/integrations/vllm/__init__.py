@@ -8,24 +8,50 @@ that vLLM's own registry lets a plug-in replace.
 
 from __future__ import annotations
 
+from kvpact.errors import BackendUnavailable
 from kvpact.integrations.vllm.setting import SETTING, served_spec
 
 __all__ = ["SETTING", "register", "served_spec"]
 
 
+_ON_CUDA = (
+    "FLASH_ATTN",
+    "FLASHINFER",
+    "TRITON_ATTN",
+    "FLEX_ATTENTION",
+    "TRITON_FLASH_ATTN",
+    "TRITON_FLASHINFER",
+    "TURBOQUANT",
+)
+"""What vLLM may choose for a decoder on a CUDA device, by itself or by ``--attention-backend``."""
+
+
 def register() -> None:
-    """Make vLLM's CPU attention that of kvpact, where ``KVPACT_VLLM_SPEC`` is set.
+    """Make vLLM's attention that of kvpact, where ``KVPACT_VLLM_SPEC`` is set.
 
     Raises
     ------
     SpecError
         The variable is no spec, or one whose slots can't lie in vLLM's pages.
+    BackendUnavailable
+        vLLM runs on neither a CPU nor a CUDA device.
     """
     if served_spec() is None:
         return
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    backend = AttentionBackendEnum
-    register_backend(backend.CPU_ATTN, f"{__name__}.backend.KVPactBackend")
-    for latent in (backend.CPU_MLA, backend.AMX_MLA):
-        register_backend(latent, f"{__name__}.refused.LatentBackend")
+    if current_platform.is_cpu():
+        taken, ours = ["CPU_ATTN"], "backend.KVPactBackend"
+    elif current_platform.is_cuda():
+        taken, ours = list(_ON_CUDA), "cuda.CudaBackend"
+    else:
+        raise BackendUnavailable(
+            f"vLLM runs on {current_platform.device_name or 'an unknown device'}, kvpact's plug-in "
+            f"on CPUs and CUDA devices; unset {SETTING} to run with vLLM's own cache"
+        )
+    for name, member in AttentionBackendEnum.__members__.items():
+        if name in taken:
+            register_backend(member, f"{__name__}.{ours}")
+        elif "MLA" in name:
+            register_backend(member, f"{__name__}.refused.LatentBackend")

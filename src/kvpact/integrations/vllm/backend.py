@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -30,7 +31,6 @@ from kvpact.contract import AttendConfig
 from kvpact.formats import TILE
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.order import waves
-from kvpact.integrations.vllm.own_kernel import OwnKernel, why_not
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.refused import refuse
@@ -120,8 +120,10 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check(vllm_config)
-        self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
-        _log(kv_cache_spec, len(layer_names), vllm_config)
+        self._scratch = None
+        if device.type == "cpu":
+            self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
+        _log(kv_cache_spec, len(layer_names), vllm_config, device)
 
     def build(
         self,
@@ -135,15 +137,21 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
             refuse("attention that is not causal")
         size: int = self.kv_cache_spec.block_size
         starts: list[int] = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        lengths, tables = self._read(batch, size)
         rows = []
-        for i, length in enumerate(batch.seq_lens[: batch.num_reqs].tolist()):
+        for i, length in enumerate(lengths):
             start, end = starts[i], starts[i + 1]
             if start < end:
-                pages = batch.block_table_tensor[i, : -(-length // size)].tolist()
+                pages = tables[i, : -(-length // size)].tolist()
                 rows.append(Row(start, end, length - (end - start), tuple(pages)))
         scratch = self._scratch
         parts = [(part, scratch.plan(part) if scratch else []) for part in waves(rows, size)]
         return KVPactMetadata(parts)
+
+    def _read(self, batch: CommonAttentionMetadata, size: int) -> tuple[list[int], Tensor]:
+        """Return the tokens of each sequence, and the pages of all, where the host can read."""
+        lengths: list[int] = batch.seq_lens[: batch.num_reqs].tolist()
+        return lengths, batch.block_table_tensor
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
@@ -181,7 +189,10 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         self._config = AttendConfig(
             softmax_scale=self.scale, softcap=logits_soft_cap if logits_soft_cap else None
         )
-        self._sequences: int = get_current_vllm_config().scheduler_config.max_num_seqs
+        config = get_current_vllm_config()
+        self._sequences: int = config.scheduler_config.max_num_seqs
+        self._cache_config = config.cache_config
+        self._windows: WindowPool | None = None
         self._layer: PagedLayer | None = None
 
     def forward(
@@ -199,10 +210,11 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         """Attend and store; parameters as of vLLM's `AttentionImpl.forward`."""
         if output_scale is not None or output_block_scale is not None:
             refuse("outputs that attention quantises")
-        if attn_metadata is None:  # vLLM warms up
+        if attn_metadata is None:  # vLLM warms up, and counts what memory a GPU has left
+            self._pool(key, value, self._cache_config.block_size)
             return output.zero_()
         if self._layer is None or self._layer.pages is not kv_cache:
-            self._layer = _layer(key, value, kv_cache, self._sequences)
+            self._layer = _layer(key, value, kv_cache, self._pool(key, value, kv_cache.shape[2]))
         for rows, prompts in attn_metadata.parts:
             self._layer.step(rows, query, key, value, output, self._config, prompts)
         return output
@@ -212,17 +224,42 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         if self._layer is not None:  # a layer made later knows of no page yet
             self._layer.loaded(pages)
 
+    def _pool(self, key: Tensor, value: Tensor, page_tokens: int) -> WindowPool:
+        if self._windows is None or self._windows.page_tokens != page_tokens:
+            shapes = ((key.shape[1], key.shape[2]), (value.shape[1], value.shape[2]))
+            width, count = _spec().key.window, self._sequences
+            self._windows = WindowPool(width, count, page_tokens, shapes, key.dtype, key.device)
+        return self._windows
 
-def _layer(key: Tensor, value: Tensor, pages: Tensor, sequences: int) -> PagedLayer:
-    spec, dtype = _spec(), key.dtype
-    k, v = codecs(spec, key.shape[2], value.shape[2], dtype)
-    shapes = ((key.shape[1], key.shape[2]), (value.shape[1], value.shape[2]))
-    windows = WindowPool(spec.key.window, sequences, pages.shape[2], shapes, dtype)
-    return PagedLayer(PageForm(k, v, pages.shape[2]), native_plan(k, v, dtype), pages, windows)
+
+@cache
+def flag(kind: str) -> Tensor | None:
+    """Return what tells of tokens that could not be held, of all layers of this process.
+
+    Parameters
+    ----------
+    kind : str
+        Of the worker's device. On a CPU checks are not deferred: there is none.
+
+    Returns
+    -------
+    Tensor or None
+        0-d bool, True as long as all could.
+    """
+    return None if kind == "cpu" else torch.ones((), dtype=torch.bool, device=kind)
+
+
+def _layer(key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool) -> PagedLayer:
+    dtype, device = key.dtype, key.device
+    k, v = codecs(_spec(), key.shape[2], value.shape[2], dtype)
+    plan = native_plan(k, v, dtype, device)
+    return PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, flag(device.type))
 
 
 def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | None:
     """Return what prompts are attended over by vLLM's own kernel; None where it is not used."""
+    from kvpact.integrations.vllm.own_kernel import OwnKernel, why_not  # of vLLM's CPU worker
+
     model, dtype = config.model_config, config.model_config.dtype
     if reason := why_not(spec.head_size, spec.head_size_v, dtype):
         logger.info("kvpact attends prompts by its own kernels: no AMX for %s", reason)
@@ -265,10 +302,11 @@ def _foreign_connector(transfer: Any) -> bool:
     return given != (module, name)
 
 
-def _log(spec: AttentionSpec, layers: int, config: Any) -> None:
+def _log(spec: AttentionSpec, layers: int, config: Any, device: torch.device) -> None:
     dtype, sequences = config.model_config.dtype, config.scheduler_config.max_num_seqs
     stored = _spec()
-    plan: Plan = native_plan(*codecs(stored, spec.head_size, spec.head_size_v, dtype), dtype)
+    pair = codecs(stored, spec.head_size, spec.head_size_v, dtype)
+    plan: Plan = native_plan(*pair, dtype, device)
     plain = (spec.head_size + spec.head_size_v) * dtype.itemsize
     content = spec.state_content_size_bytes
     logger.info(

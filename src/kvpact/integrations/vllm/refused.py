@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vllm.v1.attention.backend import AttentionBackend
 
@@ -19,6 +19,11 @@ class LatentBackend(AttentionBackend):
         refuse("multi-head latent attention (MLA)")
 
     get_impl_cls = get_builder_cls = get_name
+
+    @classmethod
+    def validate_configuration(cls, *_: Any, **__: Any) -> NoReturn:
+        """Refuse."""
+        cls.get_name()
 
 
 def refuse(what: str) -> NoReturn:

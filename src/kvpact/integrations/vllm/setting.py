@@ -76,13 +76,16 @@ def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec,
     return spec.key.key_codec(dim, dtype), spec.value.value_codec(v_dim, dtype)
 
 
-def native_plan(k: Codec, v: Codec, dtype: torch.dtype) -> Plan:
-    """Return who computes: the native kernels, all of it.
+def native_plan(k: Codec, v: Codec, dtype: torch.dtype, device: torch.device = _CPU) -> Plan:
+    """Return who computes on a device: the kernels made for it, all of it.
+
+    On a GPU checks are deferred: no step makes the host wait for one.
 
     Raises
     ------
     BackendUnavailable
-        They were not built, or don't cover a codec: torch would be many times slower than vLLM.
+        They are not there, or don't cover a codec: torch would be many times slower than vLLM.
     """
-    compute: Compute = choose("cpu")
-    return compute.plan(compute.stream(k, _CPU, dtype), compute.stream(v, _CPU, dtype))
+    on_cpu = device.type == "cpu"
+    compute: Compute = choose("cpu") if on_cpu else choose("triton", check="deferred")
+    return compute.plan(compute.stream(k, device, dtype), compute.stream(v, device, dtype))

@@ -88,7 +88,7 @@ class WindowPool:
         dtype: torch.dtype,
         device: torch.device = _CPU,
     ) -> None:
-        self.width, self._page_tokens = width, page_tokens
+        self.width, self.page_tokens = width, page_tokens
         count, room = (sequences, width + SLACK) if width else (1, 0)
         # A CPU's memory that no sequence has used yet is not taken from the system.
         self._pools = [
@@ -115,7 +115,7 @@ class WindowPool:
         if not self.width:
             return
         for row, window in zip(rows, windows, strict=True):
-            self.forget(row.pages[row.held // self._page_tokens :])
+            self.forget(row.pages[row.held // self.page_tokens :])
             self._at[row.pages[-1]] = window
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -156,7 +156,7 @@ class WindowPool:
     def _found(self, row: Row) -> Window | None:
         if not row.held:
             return None
-        page = row.pages[(row.held - 1) // self._page_tokens]
+        page = row.pages[(row.held - 1) // self.page_tokens]
         window = self._at.get(page)
         if window is None or window.end != row.held:
             return None
