@@ -4,22 +4,11 @@ import re
 
 import pytest
 import torch
+from vllm_engine import sharing
 
 OPTIONS = {"dtype": "float32", "max_model_len": 512}
 SHARED = 256
 """Tokens, four chunks of 64."""
-
-
-def connector(store, **extra):
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "KVPactConnector",
-            "kv_connector_module_path": "kvpact.integrations.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"store": str(store), **extra},
-        }
-    }
 
 
 def counts(answer):
@@ -48,8 +37,8 @@ def test_a_second_engine_loads_what_the_first_computed(run_vllm, toy, tmp_path, 
     first, others = one_by_one(prompts[:1]), one_by_one(prompts[1:])
     # Without a store the others' prefix comes from vLLM's own prefix cache.
     without = run_vllm(spec, model=toy, greedy=first + others, **OPTIONS)
-    saving = run_vllm(spec, model=toy, greedy=first, **OPTIONS, **connector(tmp_path / "store"))
-    loading = run_vllm(spec, model=toy, greedy=others, **OPTIONS, **connector(tmp_path / "store"))
+    saving = run_vllm(spec, model=toy, greedy=first, **OPTIONS, **sharing(tmp_path / "store"))
+    loading = run_vllm(spec, model=toy, greedy=others, **OPTIONS, **sharing(tmp_path / "store"))
     assert saving["greedy"] + loading["greedy"] == without["greedy"]
     assert counts(saving)["saved_chunks"] == SHARED // 64
     assert counts(loading)["loaded_tokens"] == SHARED
@@ -60,9 +49,9 @@ def test_a_second_engine_loads_what_the_first_computed(run_vllm, toy, tmp_path, 
 
 def test_what_another_model_saved_is_not_loaded(run_vllm, toy, make_toy, tmp_path, prompts):
     batches, other = one_by_one(prompts[:1]), make_toy(initializer_range=0.1)
-    run_vllm("none", model=other, greedy=batches, **OPTIONS, **connector(tmp_path / "store"))
+    run_vllm("none", model=other, greedy=batches, **OPTIONS, **sharing(tmp_path / "store"))
     without = run_vllm("none", model=toy, greedy=batches, **OPTIONS)
-    answer = run_vllm("none", model=toy, greedy=batches, **OPTIONS, **connector(tmp_path / "store"))
+    answer = run_vllm("none", model=toy, greedy=batches, **OPTIONS, **sharing(tmp_path / "store"))
     assert answer["greedy"] == without["greedy"]
     assert counts(answer)["loaded_tokens"] == 0
     assert counts(answer)["saved_chunks"] == SHARED // 64

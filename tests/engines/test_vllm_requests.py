@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from vllm_engine import sharing
 
 SMALL = {
     "dtype": "float32",
@@ -63,3 +64,22 @@ def test_with_shared_prefixes_all_answers_are_the_same_and_all_pages_free(
     mine, metrics = run(start_vllm, toy, requests)
     assert metrics["vllm:prefix_cache_hits"] > 0
     assert mine == answers
+
+
+def test_with_a_store_all_answers_are_the_same_and_all_pages_free(
+    start_vllm, toy, requests, answers, tmp_path
+):
+    mine, metrics = run(start_vllm, toy, requests, **sharing(tmp_path / "store"))
+    # Of prefixes that the small pool has no room for any more.
+    assert metrics["vllm:external_prefix_cache_hits"] > 0
+    assert metrics["vllm:kvpact_loaded_tokens"] > 0
+    assert mine == answers
+
+
+def test_compressed_pages_that_are_shared_through_a_store_are_all_free_at_the_end(
+    start_vllm, toy, requests, tmp_path
+):
+    small = {"kv_cache_memory_bytes": SMALL["kv_cache_memory_bytes"] // 7}
+    spec, shared = "turboquant:bits=4,sinks=0", sharing(tmp_path / "store")
+    _, metrics = run(start_vllm, toy, requests, spec, **small, **shared)
+    assert metrics["vllm:external_prefix_cache_hits"] > 0

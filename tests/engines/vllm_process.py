@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 
 
@@ -55,6 +56,19 @@ class Asked:
 
     def metrics(self):
         return {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
+
+    def counts(self):
+        """What both sides of kvpact's connector have counted until now."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        sides = [side.counts for side in (scheduler.connector, get_kv_transfer_group())]
+        return {name: sum(side[name] for side in sides) for name in sides[0]}
+
+    def until(self, counter, least):
+        """Wait until a counter of the connector's threads has come so far."""
+        while self.counts()[counter] < least:
+            threading.Event().wait(0.01)
 
     def forget(self):
         """Empty vLLM's prefix cache; whether that worked: not while any page is held."""

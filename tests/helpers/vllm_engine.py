@@ -9,6 +9,19 @@ from pathlib import Path
 PROCESS = Path(__file__).parents[1] / "engines" / "vllm_process.py"
 
 
+def sharing(store, **extra):
+    """vLLM's option for kvpact's connector over a store."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KVPactConnector",
+            "kv_connector_module_path": "kvpact.integrations.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"store": str(store), **extra},
+        }
+    }
+
+
 class Engine:
     """Starts at once. kvpact's setting is one of the whole process: `spec`, or vLLM's own cache."""
 
