@@ -25,7 +25,7 @@ def sharing(store, **extra):
 class Engine:
     """Starts at once. kvpact's setting is one of the whole process: `spec`, or vLLM's own cache."""
 
-    def __init__(self, folder, spec=None, *, processes=False, **llm):
+    def __init__(self, folder, spec=None, *, processes=False, script=PROCESS, **llm):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVPACT_VLLM"))}
         env |= {
             "VLLM_HOST_IP": "127.0.0.1",
@@ -41,7 +41,7 @@ class Engine:
         llm = {"block_size": 32, "kv_cache_memory_bytes": 1 << 28, **llm}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(PROCESS), json.dumps(llm)],
+                [sys.executable, str(script), json.dumps(llm)],
                 env=env,
                 cwd=folder,
                 stdin=subprocess.PIPE,

@@ -31,6 +31,7 @@ SPECS = (
     WINDOWED,
     pytest.param("int:bits=8,sinks=0/turboquant:bits=3,sinks=0", marks=pytest.mark.slow),
     pytest.param("fp8:sinks=0,window=3", marks=pytest.mark.slow),
+    pytest.param("none:sinks=0,window=4", marks=pytest.mark.slow),
 )
 
 

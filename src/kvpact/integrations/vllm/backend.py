@@ -1,4 +1,4 @@
-"""vLLM's side: an attention backend for its CPU worker, whose pages are kvpact's.
+"""vLLM's side: an attention backend whose pages are kvpact's; for GPUs `cuda` adds to it.
 
 vLLM makes one class of each kind per process. `customize_spec` tells it the size of a page, so the
 capacity that it reports and schedules by is that of packed slots.

@@ -1,0 +1,42 @@
+"""As `vllm_process.py`, but kvpact's pages are read and written as on a GPU.
+
+Triton's interpreter takes the place of the device, and vLLM's CPU worker that of its GPU worker:
+what is between them is what runs on a GPU.
+"""
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from vllm_process import main
+
+import kvpact.integrations.vllm as plugin
+from kvpact.integrations.vllm import setting
+from kvpact.kernels import choose
+from kvpact.kernels.triton.backend import TritonBackend
+
+
+def interpreted_plan(k, v, dtype, device):
+    compute = choose("triton", check="deferred")
+    return compute.plan(compute.stream(k, device, dtype), compute.stream(v, device, dtype))
+
+
+def register(register=plugin.register):
+    register()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from kvpact.integrations.vllm import backend
+
+    good = torch.ones((), dtype=torch.bool)
+    backend.flag = lambda kind: good
+    register_backend(AttentionBackendEnum.CPU_ATTN, "kvpact.integrations.vllm.cuda.CudaBackend")
+
+
+if __name__ == "__main__":
+    for name in ("choose", "plan"):
+        sys.modules[f"kvpact.kernels.{name}"].BACKENDS = (TritonBackend(on_cpu=True),)
+    setting.native_plan = interpreted_plan
+    plugin.register = register
+    main()
