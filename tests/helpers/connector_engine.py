@@ -47,9 +47,9 @@ class Engine:
     ):
         spec = parse_spec(spec)
         geometry = CacheGeometry(len(LAYERS), HEADS, DIM, dtype=torch.bfloat16)
-        form = Form(LAYERS, spec, geometry, PAGE, rank, ranks)
+        form = Form(LAYERS, (spec,) * len(LAYERS), geometry, PAGE, rank, ranks)
         options = options_of({"store": "memory://", "timeout": 5, **extra})
-        page = PageForm(*form.codecs, PAGE)
+        page = PageForm(*form.codecs[0], PAGE)
         generator = torch.Generator().manual_seed(seed)
         shape = (40, HEADS, PAGE, page.content)
         self.memory = {

@@ -9,9 +9,7 @@ no token sooner.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,13 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvpact.errors import BackendUnavailable, MismatchError
-from kvpact.geometry import CacheGeometry
-from kvpact.integrations.fingerprint import files_fingerprint
 from kvpact.integrations.vllm.connector_counts import Counts, line, logger
-from kvpact.integrations.vllm.connector_form import Form, in_order
 from kvpact.integrations.vllm.connector_metrics import ConnectorMetrics, ConnectorStats
 from kvpact.integrations.vllm.connector_options import (
     Options,
@@ -34,12 +27,15 @@ from kvpact.integrations.vllm.connector_options import (
     release_store,
     share_store,
 )
-from kvpact.integrations.vllm.connector_pages import PackedPages
+from kvpact.integrations.vllm.connector_order import orders_of
+from kvpact.integrations.vllm.connector_pages import PackedPages, Pages
+from kvpact.integrations.vllm.connector_plain import PlainPages
 from kvpact.integrations.vllm.connector_plan import StepPlan
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
+from kvpact.integrations.vllm.connector_setup import Adapters, form_of, model_fingerprint
 from kvpact.integrations.vllm.connector_worker import PrefixWorker
 from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import served_spec
+from kvpact.integrations.vllm.setting import native_plan
 
 
 class KVPactConnector(KVConnectorBase_V1):
@@ -49,7 +45,7 @@ class KVPactConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._options: Options = options_of(transfer.kv_connector_extra_config)
-        self._form = _form(vllm_config, kv_cache_config)
+        self._form = form_of(vllm_config, kv_cache_config, self._options.storage)
         self._counts = Counts()
         self._scheduler: PrefixScheduler | None = None
         self._worker: PrefixWorker | None = None
@@ -60,8 +56,8 @@ class KVPactConnector(KVConnectorBase_V1):
                 self._form,
                 self._options,
                 store,
-                self._options.model or _fingerprint(vllm_config),
-                _Adapters(),
+                self._options.model or model_fingerprint(vllm_config),
+                Adapters(),
                 self._counts,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
@@ -70,7 +66,7 @@ class KVPactConnector(KVConnectorBase_V1):
                 "kvpact's connector shares prefixes in chunks of %d tokens as %s over %s; "
                 "rank 1 of %d; a lookup or a load takes at most %g s",
                 self._scheduler.chunk,
-                self._form.spec,
+                ", ".join(dict.fromkeys(map(str, self._form.specs))),
                 store,
                 self._form.ranks,
                 self._options.timeout,
@@ -127,17 +123,25 @@ class KVPactConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take vLLM's pages, whose layout is checked."""
         assert self._worker is not None
-        form = PageForm(*self._form.codecs, self._form.page)
         layers = self._vllm_config.compilation_config.static_forward_context
-        impls = [layers[name].impl for name in self._form.layers]
+        pages: dict[str, Pages] = {}
+        for name, pair in zip(self._form.layers, self._form.codecs, strict=True):
+            form, memory = PageForm(*pair, self._form.page), kv_caches[name]
+            if self._options.storage is None:
+                pages[name] = PackedPages(form, memory)
+            else:
+                plan = native_plan(*pair, memory.dtype)
+                orders = orders_of(
+                    layers[name], self._form.page, self._form.geometry.head_dim, memory.dtype
+                )
+                pages[name] = PlainPages(form, plan, memory, orders)
 
-        def loaded(pages: Sequence[int]) -> None:
-            for impl in impls:
-                impl.loaded(pages)
+        def loaded(places: Sequence[int]) -> None:
+            if self._options.storage is None:
+                for name in pages:
+                    layers[name].impl.loaded(places)
 
-        self._worker.register(
-            {name: PackedPages(form, kv_caches[name]) for name in self._form.layers}, loaded
-        )
+        self._worker.register(pages, loaded)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take what the scheduler planned for a step."""
@@ -216,82 +220,3 @@ class KVPactConnector(KVConnectorBase_V1):
     def _plan(self) -> StepPlan:
         plan: StepPlan = self._get_connector_metadata()
         return plan
-
-
-def _refuse(what: str) -> None:
-    raise BackendUnavailable(f"kvpact's connector does not cover {what}")
-
-
-def _form(config: Any, kv_cache_config: Any) -> Form:
-    """Return what the pages of a rank hold; refuse what was never run."""
-    parallel, spec = config.parallel_config, served_spec()
-    for there, what in (
-        (spec is None, "vLLM's own pages; set KVPACT_VLLM_SPEC"),
-        (len(kv_cache_config.kv_cache_groups) != 1, "models with several kinds of layers"),
-        (config.speculative_config is not None, "speculative decoding"),
-        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
-        (parallel.decode_context_parallel_size > 1, "context parallelism"),
-        (parallel.prefill_context_parallel_size > 1, "context parallelism"),
-        (
-            config.kv_transfer_config.kv_load_failure_policy != "recompute",
-            ('kv_load_failure_policy "fail": a store may forget; set "recompute"'),
-        ),
-    ):
-        if there:
-            _refuse(what)
-    assert spec is not None
-    (group,) = kv_cache_config.kv_cache_groups
-    pages = group.kv_cache_spec
-    if type(pages) is not FullAttentionSpec:
-        _refuse(f"layers of {type(pages).__name__}")
-    layers = in_order(group.layer_names)
-    dtype = config.model_config.dtype
-    geometry = CacheGeometry(
-        len(layers), pages.num_kv_heads, pages.head_size, pages.head_size_v, dtype
-    )
-    ranks = parallel.tensor_parallel_size
-    return Form(layers, spec, geometry, pages.block_size, parallel.rank % ranks, ranks)
-
-
-def _fingerprint(config: Any) -> str:
-    model = config.model_config
-    shown = {
-        "config": model.hf_config.to_dict(),
-        "quantization": model.quantization,
-        "dtype": str(model.dtype),
-    }
-    return files_fingerprint(_folder(model.model, model.revision), shown)
-
-
-def _folder(name: str, revision: str | None) -> str:
-    """Return where a model's files lie on this machine."""
-    from huggingface_hub import snapshot_download
-
-    if Path(name).is_dir():
-        return name
-    try:
-        return snapshot_download(name, revision=revision, local_files_only=True)
-    except Exception as error:
-        raise MismatchError(
-            f"the files of {name} are not on this machine, so they have no fingerprint; name the "
-            "model: kv_connector_extra_config's model"
-        ) from error
-
-
-class _Adapters:
-    """Fingerprints of adapters, each computed once."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, str], str] = {}
-
-    def __call__(self, request: Any) -> str | None:
-        """Return that of a request's adapter; None where it has none."""
-        lora = request.lora_request
-        if lora is None:
-            return None
-        key = (lora.lora_int_id, lora.lora_path)
-        if key not in self._known:
-            folder = Path(_folder(lora.lora_path, None))
-            config = json.loads((folder / "adapter_config.json").read_text())
-            self._known[key] = files_fingerprint(folder, config)
-        return self._known[key]

@@ -26,8 +26,8 @@ class Form:
     ----------
     layers : tuple of str
         vLLM's names, in the order of the model.
-    spec : Spec
-        Of all of them.
+    specs : tuple of Spec
+        Of each of them.
     geometry : CacheGeometry
         The rank's heads, with the dtype of the model's K and V.
     page : int
@@ -37,18 +37,22 @@ class Form:
     """
 
     layers: tuple[str, ...]
-    spec: Spec
+    specs: tuple[Spec, ...]
     geometry: CacheGeometry
     page: int
     rank: int
     ranks: int
 
     @cached_property
-    def codecs(self) -> tuple[Codec, Codec]:
-        """The codecs of K and V of a layer."""
+    def codecs(self) -> tuple[tuple[Codec, Codec], ...]:
+        """The codecs of K and V of each layer."""
         dtype = self.geometry.dtype
         assert dtype is not None
-        return codecs(self.spec, self.geometry.head_dim, self.geometry.value_dim, dtype)
+        made = {
+            spec: codecs(spec, self.geometry.head_dim, self.geometry.value_dim, dtype)
+            for spec in set(self.specs)
+        }
+        return tuple(made[spec] for spec in self.specs)
 
     def chunk(self, wanted: int | None) -> int:
         """Return the tokens of a chunk.
@@ -67,10 +71,7 @@ class Form:
 
     def kind(self, identity: Identity, chunk: int) -> ChunkKind:
         """Return the kind of chunks of one model, adapter and tenant."""
-        layers = len(self.layers)
-        return ChunkKind(
-            (self.spec,) * layers, self.geometry, (self.codecs,) * layers, identity, chunk
-        )
+        return ChunkKind(self.specs, self.geometry, self.codecs, identity, chunk)
 
 
 def in_order(layers: Sequence[str]) -> tuple[str, ...]:

@@ -28,6 +28,9 @@ class Options:
     model : str, optional
         Stands for config and weights, in place of a fingerprint of the files. Under one name all
         K and V have to be the same.
+    storage : str, optional
+        Spec by which tokens are stored while vLLM's pages hold them as they are. Kvpact's pages are
+        stored as they lie.
     queue_bytes : int
         Bytes that may wait to be saved; what comes on top is dropped.
 
@@ -42,6 +45,7 @@ class Options:
     chunk: int | None = None
     tenant: str = ""
     model: str | None = None
+    storage: str | None = None
     queue_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
@@ -51,6 +55,7 @@ class Options:
             ("chunk", int | None, self.chunk is None or _above_zero(self.chunk)),
             ("tenant", str, True),
             ("model", str | None, self.model != ""),
+            ("storage", str | None, self.storage != ""),
             ("queue_bytes", int, _above_zero(self.queue_bytes)),
         ):
             value = getattr(self, name)

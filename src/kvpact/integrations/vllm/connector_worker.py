@@ -16,7 +16,7 @@ from kvpact.integrations.vllm.connector_counts import Counts
 from kvpact.integrations.vllm.connector_form import Form
 from kvpact.integrations.vllm.connector_lane import Job, Lane
 from kvpact.integrations.vllm.connector_options import Options
-from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
+from kvpact.integrations.vllm.connector_pages import Copied, Pages
 from kvpact.integrations.vllm.connector_plan import Load, Piece, Save, StepPlan, entry_name
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.snapshot import Identity
@@ -57,7 +57,7 @@ class PrefixWorker:
         self._chunk = form.chunk(options.chunk)
         self._each = self._chunk // form.page
         self._kinds: dict[Identity, ChunkKind] = {}
-        self._pages: dict[str, PackedPages] = {}
+        self._pages: dict[str, Pages] = {}
         self._loads_lane = Lane("kvpact-load", LOADS)
         self._saves_lane = Lane("kvpact-save")
         self._running: dict[str, tuple[Load, Job, float]] = {}
@@ -69,9 +69,7 @@ class PrefixWorker:
         self._unreadable: set[str] = set()
         """Entries that the store affirms and gave nothing usable for: they are replaced."""
 
-    def register(
-        self, pages: Mapping[str, PackedPages], loaded: Callable[[Sequence[int]], None]
-    ) -> None:
+    def register(self, pages: Mapping[str, Pages], loaded: Callable[[Sequence[int]], None]) -> None:
         """Take the pages of each layer, and whom to tell of pages that were loaded."""
         self._pages, self._tell = {name: pages[name] for name in self._form.layers}, loaded
         self._page_bytes = sum(x.page_bytes for x in self._pages.values())

@@ -39,7 +39,7 @@ def served_spec() -> Spec | None:
     return spec
 
 
-def check_serves(spec: Spec) -> None:
+def check_serves(spec: Spec, setting: str = SETTING) -> None:
     """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share.
 
     Sinks are exact tokens of one sequence; a group is packed when its last token comes; what a
@@ -47,12 +47,12 @@ def check_serves(spec: Spec) -> None:
     """
     if spec.key.sinks or spec.value.sinks:
         raise SpecError(
-            f"{SETTING}={str(spec)!r}: vLLM's pages have no place for exact sinks; write "
+            f"{setting}={str(spec)!r}: vLLM's pages have no place for exact sinks; write "
             f"{str(spec.with_options(sinks=0))!r}"
         )
     if spec.key.window != spec.value.window:
         raise SpecError(
-            f"{SETTING}={str(spec)!r}: K and V need windows of equal width; write "
+            f"{setting}={str(spec)!r}: K and V need windows of equal width; write "
             f"{str(spec.with_options(window=spec.key.window))!r}"
         )
     for side, codec in zip("KV", codecs(spec, 64, 64, torch.float32), strict=True):
@@ -65,7 +65,7 @@ def check_serves(spec: Spec) -> None:
             reason = f"packs {codec.group} tokens together"
         if reason:
             raise SpecError(
-                f"{SETTING}={str(spec)!r}: the method of {side} {reason}, which vLLM's pages can't "
+                f"{setting}={str(spec)!r}: the method of {side} {reason}, which vLLM's pages can't "
                 "hold; take 'turboquant', 'int', 'fp8', 'none' or "
                 "'trellis:center=0,first=false,weights=false,blocks=false'"
             )

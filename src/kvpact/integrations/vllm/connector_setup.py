@@ -1,0 +1,135 @@
+"""What the connector takes out of vLLM's configuration: form of pages, models, adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
+
+from kvpact.errors import BackendUnavailable, MismatchError, SpecError
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.fingerprint import files_fingerprint
+from kvpact.integrations.vllm.connector_form import Form, in_order
+from kvpact.integrations.vllm.setting import SETTING, check_serves, served_spec
+from kvpact.spec import Spec, parse_spec
+
+
+def _refuse(what: str) -> NoReturn:
+    raise BackendUnavailable(f"kvpact's connector does not cover {what}")
+
+
+def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> Form:
+    """Return what the pages of a rank hold.
+
+    Parameters
+    ----------
+    config : VllmConfig
+        vLLM's.
+    kv_cache_config : KVCacheConfig
+        vLLM's, of the rank.
+    storage : str or None
+        The connector's option.
+
+    Raises
+    ------
+    BackendUnavailable
+        A way of running vLLM, or a model, that is not covered.
+    SpecError
+        No spec, two of them, or one whose tokens are not packed one by one.
+    """
+    parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
+    policy = config.kv_transfer_config.kv_load_failure_policy
+    for there, what in (
+        (len(groups) != 1, "models with several kinds of layers"),
+        (config.speculative_config is not None, "speculative decoding"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism"),
+        (parallel.decode_context_parallel_size > 1, "context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "context parallelism"),
+        (policy != "recompute", 'kv_load_failure_policy "fail", since stores forget: "recompute"'),
+        (config.cache_config.cache_dtype != "auto", "--kv-cache-dtype"),
+    ):
+        if there:
+            _refuse(what)
+    pages, layers = groups[0].kv_cache_spec, in_order(groups[0].layer_names)
+    if isinstance(pages, UniformTypeKVCacheSpecs):  # as many tokens, of unlike bytes
+        pages = pages.kv_cache_specs[layers[0]]
+    if type(pages) is not FullAttentionSpec:
+        _refuse(f"layers of {type(pages).__name__}")
+    geometry = CacheGeometry(
+        len(layers),
+        pages.num_kv_heads,
+        pages.head_size,
+        pages.head_size_v,
+        config.model_config.dtype,
+    )
+    ranks = parallel.tensor_parallel_size
+    specs = _specs(storage, len(layers))
+    return Form(layers, specs, geometry, pages.block_size, parallel.rank % ranks, ranks)
+
+
+def _specs(storage: str | None, layers: int) -> tuple[Spec, ...]:
+    """Return what each layer's tokens are stored by."""
+    served = served_spec()
+    if storage is None and served is not None:
+        return (served,) * layers
+    if storage is None or served is not None:
+        raise SpecError(
+            f"chunks have the slots of kvpact's pages ({SETTING}), or vLLM's own tokens as "
+            "kv_connector_extra_config's storage says: set one of the two"
+        )
+    spec = parse_spec(storage)
+    check_serves(spec, "storage")
+    return (spec,) * layers
+
+
+def model_fingerprint(config: Any) -> str:
+    """Return what stands for a model's config, dtype and weights.
+
+    Raises
+    ------
+    MismatchError
+        Its files are not on this machine.
+    """
+    model = config.model_config
+    shown = {
+        "config": model.hf_config.to_dict(),
+        "quantization": model.quantization,
+        "dtype": str(model.dtype),
+    }
+    return files_fingerprint(_folder(model.model, model.revision), shown)
+
+
+def _folder(name: str, revision: str | None) -> str:
+    """Return where a model's files lie on this machine."""
+    from huggingface_hub import snapshot_download
+
+    if Path(name).is_dir():
+        return name
+    try:
+        return snapshot_download(name, revision=revision, local_files_only=True)
+    except Exception as error:
+        raise MismatchError(
+            f"the files of {name} are not on this machine, so they have no fingerprint; name the "
+            "model: kv_connector_extra_config's model"
+        ) from error
+
+
+class Adapters:
+    """Fingerprints of adapters, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], str] = {}
+
+    def __call__(self, request: Any) -> str | None:
+        """Return that of a request's adapter; None where it has none."""
+        lora = request.lora_request
+        if lora is None:
+            return None
+        key = (lora.lora_int_id, lora.lora_path)
+        if key not in self._known:
+            folder = Path(_folder(lora.lora_path, None))
+            config = json.loads((folder / "adapter_config.json").read_text())
+            self._known[key] = files_fingerprint(folder, config)
+        return self._known[key]
