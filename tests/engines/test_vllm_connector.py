@@ -55,3 +55,16 @@ def test_what_another_model_saved_is_not_loaded(run_vllm, toy, make_toy, tmp_pat
     assert answer["greedy"] == without["greedy"]
     assert counts(answer)["loaded_tokens"] == 0
     assert counts(answer)["saved_chunks"] == SHARED // 64
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_vllm_own_pages_are_stored_by_a_spec(run_vllm, toy, tmp_path, prompts, dtype):
+    """With `none` nothing is lost: pages get back what vLLM's kernel wrote, wherever it lies."""
+    first, others = one_by_one(prompts[:1]), one_by_one(prompts[1:])
+    options = {"model": toy, **OPTIONS, "dtype": dtype}
+    stored = sharing(tmp_path / "store", storage="none:sinks=0")
+    without = run_vllm(greedy=first + others, **options)
+    saving = run_vllm(greedy=first, **options, **stored)
+    loading = run_vllm(greedy=others, **options, **stored)
+    assert saving["greedy"] + loading["greedy"] == without["greedy"]
+    assert counts(loading)["loaded_tokens"] == SHARED
