@@ -12,18 +12,19 @@ constexpr int64_t FEW = 4;       // tokens of a head that don't fill a register 
 struct Call {
     const kvp_encode_args *args;
     const Table *table;
-    int64_t parts; // of a head
+    int64_t pairs; // of a row and a head
 };
 
-// Parts begin at absolute multiples of PART: no two write to one word, and none cuts a group.
+// Parts begin at absolute multiples of PART: no two write to one word, and none cuts a group. All
+// heads of a part follow each other, because they often lie side by side.
 bool run_task(void *context, int64_t index) {
     const Call *call = (const Call *)context;
     const kvp_encode_args &a = *call->args;
-    const int64_t part = index % call->parts + a.start / PART;
+    const int64_t part = index / call->pairs + a.start / PART;
     int64_t begin = part * PART - a.start, end = begin + PART;
     if (begin < 0) begin = 0;
     if (end > a.tokens) end = a.tokens;
-    return call->table->encode_span(a, Span{index / call->parts, begin, end});
+    return call->table->encode_span(a, Span{index % call->pairs, begin, end});
 }
 
 bool trellis_covered(const kvp_encode_args &a) {
@@ -74,13 +75,14 @@ int kvp_encode(int level, const kvp_encode_args *args, int64_t count) {
         const kvp_encode_args &a = args[i];
         const int64_t pairs = a.batch * a.heads;
         if (a.tokens < 1 || pairs < 1) continue;
-        Call call{&a, table, (a.start + a.tokens - 1) / PART - a.start / PART + 1};
+        const int64_t parts = (a.start + a.tokens - 1) / PART - a.start / PART + 1;
+        Call call{&a, table, pairs};
         if (a.group <= 1 && a.tokens <= FEW && !by_head(a)) {
             if (!table->encode_few(a, 0, pairs * a.tokens)) return 3;
             continue;
         }
         const int64_t threads = pairs * a.tokens * a.dim < SMALL_WORK ? 1 : a.threads;
-        if (!kvp_parallel(threads, pairs * call.parts, run_task, &call)) return 3;
+        if (!kvp_parallel(threads, pairs * parts, run_task, &call)) return 3;
     }
     return 0;
 }
@@ -98,6 +100,9 @@ float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch,
             dim *= heads;
             heads = 1;
         }
+    } else if (x->head == dim * size) {
+        dim *= heads;
+        heads = 1;
     }
     uint32_t most = 0;
     for (int64_t b = 0; b < batch; b++)
