@@ -84,6 +84,11 @@ class KVPactConnector(KVConnectorBase_V1):
         """What this side of the connector counted since its start, see `COUNTED`."""
         return self._counts.total()
 
+    @property
+    def waiting(self) -> int:
+        """Entries that wait to be saved: of the worker's side alone."""
+        return self._worker.waiting if self._worker else 0
+
     # The scheduler's side.
 
     def get_num_new_matched_tokens(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvpact.snapshot import Identity
 
@@ -77,6 +77,11 @@ class StepPlan:
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False
+
+
+def of_rank(identity: Identity, rank: int, ranks: int) -> Identity:
+    """Return whose tokens a rank's chunks say that they hold: no other rank takes them."""
+    return replace(identity, tenant=f"{identity.tenant} {rank}of{ranks}")
 
 
 def entry_name(key: str, rank: int, ranks: int) -> str:

@@ -17,7 +17,14 @@ from kvpact.integrations.vllm.connector_form import Form
 from kvpact.integrations.vllm.connector_lane import Job, Lane
 from kvpact.integrations.vllm.connector_options import Options
 from kvpact.integrations.vllm.connector_pages import Copied, Pages
-from kvpact.integrations.vllm.connector_plan import Load, Piece, Save, StepPlan, entry_name
+from kvpact.integrations.vllm.connector_plan import (
+    Load,
+    Piece,
+    Save,
+    StepPlan,
+    entry_name,
+    of_rank,
+)
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store
@@ -122,6 +129,12 @@ class PrefixWorker:
         failed, self._failed = self._failed, set()
         return failed
 
+    @property
+    def waiting(self) -> int:
+        """Entries that wait to be saved."""
+        with self._lock:
+            return len(self._queued)
+
     def close(self) -> None:
         """Save what waits, within the timeout."""
         self._loads_lane.close(0)
@@ -156,7 +169,8 @@ class PrefixWorker:
         return count
 
     def _kind(self, identity: Identity) -> ChunkKind:
-        kind = self._kinds.get(identity) or self._form.kind(identity, self._chunk)
+        own = of_rank(identity, self._form.rank, self._form.ranks)
+        kind = self._kinds.get(identity) or self._form.kind(own, self._chunk)
         self._kinds[identity] = kind
         return kind
 
