@@ -59,20 +59,22 @@ class Asked:
 
     def counts(self):
         """What both sides of kvpact's connector have counted until now."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        scheduler = self.engine.engine_core.engine_core.scheduler
-        sides = [side.counts for side in (scheduler.connector, get_kv_transfer_group())]
+        sides = [side.counts for side in self._connectors()]
         return {name: sum(side[name] for side in sides) for name in sides[0]}
 
-    def until(self, counter, least):
-        """Wait until a counter of the connector's threads has come so far."""
-        while self.counts()[counter] < least:
+    def saved(self):
+        """Wait until nothing waits to be saved."""
+        while any(side.waiting for side in self._connectors()):
             threading.Event().wait(0.01)
 
     def forget(self):
         """Empty vLLM's prefix cache; whether that worked: not while any page is held."""
         return self.llm.reset_prefix_cache()
+
+    def _connectors(self):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return self.engine.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()
 
     def _generate(self, prompts, **params):
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
