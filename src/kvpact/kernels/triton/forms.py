@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -310,10 +311,11 @@ def addresses_of(
         The heads of sources don't lie alike.
     """
     count = max(len(where.segments) for held in sources for where in held if where is not None)
-    table = torch.zeros(len(sources[0]), batch, count, dtype=torch.int64)
+    # numpy sets a number in a tenth of the time that torch takes.
+    table = np.zeros((len(sources[0]), batch, count), dtype=np.int64)
     heads: list[int] = [0] * len(sources[0])
     each = batch // len(sources)
-    rows = torch.arange(each, dtype=torch.int64).view(each, 1)
+    rows = np.arange(each, dtype=np.int64)[:, None]
     for number, held in enumerate(sources):
         part = table[:, number * each : (number + 1) * each]
         for index, where in enumerate(held):
@@ -321,11 +323,9 @@ def addresses_of(
                 continue
             if number and heads[index] != where.head:
                 raise GeometryError("the heads of some rows lie otherwise; attend to each alone")
-            part[index, :, : len(where.segments)] = (
-                torch.from_numpy(where.segments) + rows * where.row
-            )
+            part[index, :, : len(where.segments)] = where.segments + rows * where.row
             heads[index] = where.head
-    return sent(table, device), sent(torch.tensor(heads), device)
+    return sent(torch.from_numpy(table), device), sent(torch.tensor(heads), device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
