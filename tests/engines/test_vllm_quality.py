@@ -9,7 +9,13 @@ from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import load_model
 from kvpact.integrations.packaged import SMOLLM2, packaged_folder
 
-SPECS = ("int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0")
+SPECS = ("int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0", "recipe.toml")
+RECIPE = """
+default = "int:bits=8,sinks=0,window=0"
+[layers]
+3 = "turboquant:bits=3,sinks=0"
+-1 = "turboquant:bits=4,sinks=0,window=0/fp8:sinks=0,window=0"
+"""
 CHUNK = 256
 # Two chunks of a prompt, and the token behind them: 256 tokens are read over a stored past.
 TOKENS = 2 * CHUNK + 1
@@ -17,11 +23,22 @@ OPTIONS = {"dtype": "float32", "max_model_len": 1024, "max_num_batched_tokens": 
 
 
 @pytest.fixture(scope="module")
-def expected():
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder
+
+
+def in_folder(folder, spec):
+    return str(folder / spec) if spec and spec.endswith(".toml") else spec
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
     """What `kvpact eval` gives: the text, and by spec each token's gain in log-probability."""
     model, tokenizer = load_model(SMOLLM2.name)
     ids = first_tokens(tokenizer, book_path().read_text("utf-8"), TOKENS)
-    result = evaluate(model, ids, list(SPECS), chunk=CHUNK)
+    result = evaluate(model, ids, [in_folder(folder, spec) for spec in SPECS], chunk=CHUNK)
     scores = dict(zip(("none", *SPECS), result.scores, strict=True))
     return ids.tolist(), {spec: scores[spec].ref_nll - scores[spec].nll for spec in SPECS}
 
@@ -54,8 +71,8 @@ def test_with_none_a_real_model_gives_the_tokens_of_vllm(run_vllm, expected, own
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_log_probabilities_change_by_what_eval_gives(run_vllm, expected, own, spec):
-    mine = run(run_vllm, expected, spec)
+def test_log_probabilities_change_by_what_eval_gives(run_vllm, expected, own, folder, spec):
+    mine = run(run_vllm, expected, in_folder(folder, spec))
     change = torch.tensor(mine["forced"][0], dtype=torch.float64) - torch.tensor(own["forced"][0])
     change, right = change[-CHUNK:], expected[1][spec]
     assert len(change) == len(right) == CHUNK

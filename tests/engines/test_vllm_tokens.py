@@ -1,24 +1,7 @@
 """The answers of vLLM with kvpact's pages: its own where nothing is lost."""
 
 import pytest
-import torch
-
-# So small a pool that sequences are preempted, and so few tokens a step that prompts are chunked.
-SMALL = {
-    "dtype": "float32",
-    "max_model_len": 512,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 64,
-    "kv_cache_memory_bytes": 40 * 32 * 2048,
-}
-
-
-def prompts_of_unlike_length():
-    generator = torch.Generator().manual_seed(1)
-    shared = torch.randint(3, 512, (96,), generator=generator).tolist()
-    lengths = torch.randint(1, 200, (32,), generator=generator).tolist()
-    own = [torch.randint(3, 512, (n,), generator=generator).tolist() for n in lengths]
-    return [shared + one if i % 3 == 0 else one for i, one in enumerate(own)]
+from vllm_prompts import SMALL, check_that_the_pool_was_small, prompts_of_unlike_length
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +13,6 @@ def batches():
 @pytest.fixture(scope="module")
 def own(run_vllm, toy, batches):
     return run_vllm(model=toy, greedy=batches, **SMALL)
-
-
-def check_that_the_pool_was_small(answer):
-    assert answer["metrics"]["vllm:num_preemptions"] > 0
-    assert answer["metrics"]["vllm:prefix_cache_hits"] > 0
-    assert answer["all_free"]
 
 
 def test_with_none_the_tokens_are_those_of_vllm(run_vllm, toy, batches, own):

@@ -1,17 +1,17 @@
 """vLLM: a plug-in whose pages hold kvpact's packed slots.
 
 vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its
-processes. It does nothing unless the environment variable ``KVPACT_VLLM_SPEC`` names a spec.
-Nothing of vLLM is imported before that, and nothing of it is replaced but the attention backend
-that vLLM's own registry lets a plug-in replace.
+processes. It does nothing unless the environment variable ``KVPACT_VLLM_SPEC`` names a spec or a
+recipe. Nothing of vLLM is imported before that, and nothing of it is replaced but the attention
+backend that vLLM's own registry lets a plug-in replace.
 """
 
 from __future__ import annotations
 
 from kvpact.errors import BackendUnavailable
-from kvpact.integrations.vllm.setting import SETTING, served_spec
+from kvpact.integrations.vllm.setting import SETTING, is_recipe, served, served_specs
 
-__all__ = ["SETTING", "register", "served_spec"]
+__all__ = ["SETTING", "register", "served_specs"]
 
 
 _ON_CUDA = (
@@ -32,12 +32,16 @@ def register() -> None:
     Raises
     ------
     SpecError
-        The variable is no spec, or one whose slots can't lie in vLLM's pages.
+        The variable is no spec, or one whose slots can't lie in vLLM's pages. A recipe is read when
+        the model is loaded, since it names layers.
     BackendUnavailable
         vLLM runs on neither a CPU nor a CUDA device.
     """
-    if served_spec() is None:
+    text = served()
+    if text is None:
         return
+    if not is_recipe(text):
+        served_specs(1)
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -6,9 +6,9 @@ capacity that it reports and schedules by is that of packed slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -25,18 +25,24 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    SlidingWindowSpec,
+)
 
 from kvpact.contract import AttendConfig
 from kvpact.formats import TILE
+from kvpact.integrations.vllm.by_layer import give_backends
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.order import waves
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.refused import refuse
-from kvpact.integrations.vllm.setting import codecs, native_plan, served_spec
-from kvpact.integrations.vllm.window import SLACK, Row, WindowPool
-from kvpact.kernels.plan import Plan
+from kvpact.integrations.vllm.setting import codecs, native_plan, served_specs
+from kvpact.integrations.vllm.start_log import log_start
+from kvpact.integrations.vllm.window import Row, WindowPool
 from kvpact.spec import Spec
 
 # vLLM configures loggers below "vllm" alone.
@@ -44,15 +50,16 @@ logger = init_logger(f"vllm.{__name__}")
 CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
 
 
-def _spec() -> Spec:
-    spec = served_spec()
-    assert spec is not None, "registered without a spec"
-    return spec
-
-
 class KVPactBackend(AttentionBackend):
-    """Takes the place of vLLM's CPU attention."""
+    """Takes the place of vLLM's CPU attention.
 
+    Attributes
+    ----------
+    stored : Spec or None
+        What the pages of its layers hold; None until the model is loaded (`give_backends`).
+    """
+
+    stored: ClassVar[Spec | None] = None
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
@@ -63,9 +70,9 @@ class KVPactBackend(AttentionBackend):
         return "CPU_ATTN"
 
     @staticmethod
-    def get_impl_cls() -> type[KVPactImpl]:
-        """Return what computes."""
-        return KVPactImpl
+    def get_impl_cls() -> Callable[..., AttentionImpl[Any]]:
+        """Return what makes what computes."""
+        return _impl
 
     @staticmethod
     def get_builder_cls() -> type[KVPactBuilder]:
@@ -87,11 +94,24 @@ class KVPactBackend(AttentionBackend):
         """Return a layer's page format: the same tokens in as many bytes as their slots have."""
         if spec.state_content_bytes is not None:
             return spec
-        if type(spec) is not FullAttentionSpec:
-            refuse(f"layers of {type(spec).__name__}")
-        pair = codecs(_spec(), spec.head_size, spec.head_size_v, spec.dtype)
+        if isinstance(spec, SlidingWindowSpec):
+            refuse("models whose layers all have a sliding window: nothing of them is compressed")
+        if type(spec) is not FullAttentionSpec or cls.stored is None:
+            refuse(f"layers of {type(spec).__name__} with {cls.__name__}")
+        pair = codecs(cls.stored, spec.head_size, spec.head_size_v, spec.dtype)
         form = PageForm(*pair, spec.block_size)
         return replace(spec, state_content_bytes=form.content, dtype=torch.uint8)
+
+
+@cache
+def _stored_backend(plain: type[KVPactBackend], spec: Spec) -> type[KVPactBackend]:
+    return type(f"{plain.__name__} {spec}", (plain,), {"stored": spec})
+
+
+def _sliding_backend(full: int) -> type[AttentionBackend]:
+    from kvpact.integrations.vllm.sliding import sliding_backend  # of vLLM's CPU worker
+
+    return sliding_backend(full)
 
 
 @dataclass
@@ -123,7 +143,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         self._scratch = None
         if device.type == "cpu":
             self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
-        _log(kv_cache_spec, len(layer_names), vllm_config, device)
+        log_start(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self,
@@ -154,6 +174,24 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         return lengths, batch.block_table_tensor
 
 
+def _impl(
+    num_heads: int,
+    head_size: int,
+    scale: float,
+    num_kv_heads: int | None = None,
+    alibi_slopes: list[float] | None = None,
+    sliding_window: int | None = None,
+    *others: Any,
+    **named: Any,
+) -> AttentionImpl[Any]:
+    """Return what computes a layer on a CPU: vLLM's own where it has a sliding window."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    kind = KVPactImpl if sliding_window is None else CPUAttentionBackendImpl
+    heads = (num_kv_heads, alibi_slopes, sliding_window)
+    return kind(num_heads, head_size, scale, *heads, *others, **named)
+
+
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
     """Attention of one layer; parameters as of vLLM's `AttentionImpl`."""
 
@@ -173,7 +211,7 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
     ) -> None:
         for given, what in (
             (alibi_slopes, "ALiBi"),
-            (sliding_window, "layers with a sliding window"),
+            (sliding_window, "sliding windows"),
             (kv_sharing_target_layer_name, "layers that share another layer's cache"),
             (sinks, "attention sinks with logits of their own"),
         ):
@@ -193,7 +231,13 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         self._sequences: int = config.scheduler_config.max_num_seqs
         self._cache_config = config.cache_config
         self._windows: WindowPool | None = None
+        self._model, self._layers = config.model_config, _layers(config)
         self._layer: PagedLayer | None = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give all layers of the model, which are there now, the backend of their kind."""
+        specs = served_specs(self._model.get_total_num_hidden_layers())
+        give_backends(self._layers, KVPactBackend, specs, _stored_backend, _sliding_backend)
 
     def forward(
         self,
@@ -210,11 +254,13 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         """Attend and store; parameters as of vLLM's `AttentionImpl.forward`."""
         if output_scale is not None or output_block_scale is not None:
             refuse("outputs that attention quantises")
+        stored: Spec = layer.attn_backend.stored
         if attn_metadata is None:  # vLLM warms up, and counts what memory a GPU has left
-            self._pool(key, value, self._cache_config.block_size)
+            self._pool(stored, key, value, self._cache_config.block_size)
             return output.zero_()
         if self._layer is None or self._layer.pages is not kv_cache:
-            self._layer = _layer(key, value, kv_cache, self._pool(key, value, kv_cache.shape[2]))
+            windows = self._pool(stored, key, value, kv_cache.shape[2])
+            self._layer = _layer(stored, key, value, kv_cache, windows)
         for rows, prompts in attn_metadata.parts:
             self._layer.step(rows, query, key, value, output, self._config, prompts)
         return output
@@ -224,10 +270,10 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         if self._layer is not None:  # a layer made later knows of no page yet
             self._layer.loaded(pages)
 
-    def _pool(self, key: Tensor, value: Tensor, page_tokens: int) -> WindowPool:
+    def _pool(self, stored: Spec, key: Tensor, value: Tensor, page_tokens: int) -> WindowPool:
         if self._windows is None or self._windows.page_tokens != page_tokens:
             shapes = ((key.shape[1], key.shape[2]), (value.shape[1], value.shape[2]))
-            width, count = _spec().key.window, self._sequences
+            width, count = stored.key.window, self._sequences
             self._windows = WindowPool(width, count, page_tokens, shapes, key.dtype, key.device)
         return self._windows
 
@@ -249,16 +295,23 @@ def flag(kind: str) -> Tensor | None:
     return None if kind == "cpu" else torch.ones((), dtype=torch.bool, device=kind)
 
 
-def _layer(key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool) -> PagedLayer:
+def _layers(config: Any) -> dict[str, Any]:
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    return layers
+
+
+def _layer(
+    spec: Spec, key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool
+) -> PagedLayer:
     dtype, device = key.dtype, key.device
-    k, v = codecs(_spec(), key.shape[2], value.shape[2], dtype)
+    k, v = codecs(spec, key.shape[2], value.shape[2], dtype)
     plan = native_plan(k, v, dtype, device)
     return PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, flag(device.type))
 
 
 def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | None:
     """Return what prompts are attended over by vLLM's own kernel; None where it is not used."""
-    from kvpact.integrations.vllm.own_kernel import OwnKernel, why_not  # of vLLM's CPU worker
+    from kvpact.integrations.vllm.own_kernel import why_not  # of vLLM's CPU worker
 
     model, dtype = config.model_config, config.model_config.dtype
     if reason := why_not(spec.head_size, spec.head_size_v, dtype):
@@ -266,9 +319,8 @@ def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | N
         return None
     q_heads = get_num_attention_heads_from_layers(config, layers)
     q_heads = q_heads or model.get_num_attention_heads(config.parallel_config)
-    kernel = OwnKernel(q_heads, spec.num_kv_heads, spec.head_size, dtype)
     longest = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
-    scratch = Scratch(kernel, spec.num_kv_heads, spec.head_size, dtype, longest)
+    scratch = _shared_scratch(q_heads, spec.num_kv_heads, spec.head_size, dtype, longest)
     logger.info(
         "kvpact attends prompts by vLLM's own kernel (AMX), and at most %d new tokens of a "
         "sequence by its own; exact copies of the prompts that are attended take at most %.0f MB, "
@@ -277,6 +329,16 @@ def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | N
         scratch.nbytes / 1e6,
     )
     return scratch
+
+
+@lru_cache(maxsize=1)
+def _shared_scratch(
+    q_heads: int, heads: int, dim: int, dtype: torch.dtype, longest: int
+) -> Scratch:
+    """Return one for all layers alike, whatever their specs."""
+    from kvpact.integrations.vllm.own_kernel import OwnKernel
+
+    return Scratch(OwnKernel(q_heads, heads, dim, dtype), heads, dim, dtype, longest)
 
 
 def _check(config: Any) -> None:
@@ -300,34 +362,3 @@ def _foreign_connector(transfer: Any) -> bool:
     module, _, name = CONNECTOR.rpartition(".")
     given: tuple[str, str] = (transfer.kv_connector_module_path, transfer.kv_connector)
     return given != (module, name)
-
-
-def _log(spec: AttentionSpec, layers: int, config: Any, device: torch.device) -> None:
-    dtype, sequences = config.model_config.dtype, config.scheduler_config.max_num_seqs
-    stored = _spec()
-    pair = codecs(stored, spec.head_size, spec.head_size_v, dtype)
-    plan: Plan = native_plan(*pair, dtype, device)
-    plain = (spec.head_size + spec.head_size_v) * dtype.itemsize
-    content = spec.state_content_size_bytes
-    logger.info(
-        "kvpact stores K and V of %d layers as %s: %d bytes per token and KV head instead of %d "
-        "(%s), %.2f times as many tokens: pages for %s tokens. %r",
-        layers,
-        stored,
-        content,
-        plain,
-        dtype,
-        plain / content,
-        f"{config.cache_config.num_gpu_blocks * spec.block_size:,}",
-        plan,
-    )
-    if width := stored.key.window:
-        each = layers * spec.num_kv_heads * plain * (width + SLACK)
-        logger.info(
-            "kvpact keeps the last %d tokens of each sequence exactly, beside the pages: %.2f MB "
-            "for each, at most %.0f MB for --max-num-seqs %d",
-            width,
-            each / 1e6,
-            sequences * each / 1e6,
-            sequences,
-        )

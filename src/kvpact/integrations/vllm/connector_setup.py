@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,8 +12,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from kvpact.errors import BackendUnavailable, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.fingerprint import files_fingerprint
+from kvpact.integrations.vllm.by_layer import specs_of
 from kvpact.integrations.vllm.connector_form import Form, in_order
-from kvpact.integrations.vllm.setting import SETTING, check_serves, served_spec
+from kvpact.integrations.vllm.setting import SETTING, check_serves, served, served_specs
 from kvpact.spec import Spec, parse_spec
 
 
@@ -54,6 +56,8 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> Form:
             _refuse(what)
     pages, layers = groups[0].kv_cache_spec, in_order(groups[0].layer_names)
     if isinstance(pages, UniformTypeKVCacheSpecs):  # as many tokens, of unlike bytes
+        if any(each.sliding_window is not None for each in pages.kv_cache_specs.values()):
+            _refuse("models with several kinds of layers")
         pages = pages.kv_cache_specs[layers[0]]
     if type(pages) is not FullAttentionSpec:
         _refuse(f"layers of {type(pages).__name__}")
@@ -65,23 +69,23 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> Form:
         config.model_config.dtype,
     )
     ranks = parallel.tensor_parallel_size
-    specs = _specs(storage, len(layers))
+    specs = _specs(storage, layers, config.model_config.get_total_num_hidden_layers())
     return Form(layers, specs, geometry, pages.block_size, parallel.rank % ranks, ranks)
 
 
-def _specs(storage: str | None, layers: int) -> tuple[Spec, ...]:
+def _specs(storage: str | None, layers: Sequence[str], total: int) -> tuple[Spec, ...]:
     """Return what each layer's tokens are stored by."""
-    served = served_spec()
-    if storage is None and served is not None:
-        return (served,) * layers
-    if storage is None or served is not None:
+    given = served() is not None
+    if storage is None and given:
+        return specs_of(layers, served_specs(total))
+    if storage is None or given:
         raise SpecError(
             f"chunks have the slots of kvpact's pages ({SETTING}), or vLLM's own tokens as "
             "kv_connector_extra_config's storage says: set one of the two"
         )
     spec = parse_spec(storage)
     check_serves(spec, "storage")
-    return (spec,) * layers
+    return (spec,) * len(layers)
 
 
 def model_fingerprint(config: Any) -> str:

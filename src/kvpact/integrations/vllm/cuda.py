@@ -13,7 +13,7 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from kvpact.errors import NonFiniteError
-from kvpact.integrations.vllm.backend import KVPactBackend, KVPactBuilder, flag
+from kvpact.integrations.vllm.backend import KVPactBackend, KVPactBuilder, KVPactImpl, flag
 from kvpact.integrations.vllm.refused import refuse
 
 
@@ -24,6 +24,11 @@ class CudaBackend(KVPactBackend):
     def get_name() -> str:
         """Return the name that vLLM has for others' backends: no other's peculiarities."""
         return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[KVPactImpl]:
+        """Return what computes; it refuses sliding windows."""
+        return KVPactImpl
 
     @staticmethod
     def get_builder_cls() -> type[CudaBuilder]:

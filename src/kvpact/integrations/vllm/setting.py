@@ -1,4 +1,4 @@
-"""The one setting of the plug-in: the spec, in an environment variable.
+"""The one setting of the plug-in: a spec or the path of a recipe, in an environment variable.
 
 vLLM asks a backend for its page format outside of any engine's configuration
 (`AttentionBackend.customize_spec`, called by the model runner), and keeps one backend class per
@@ -15,28 +15,39 @@ import torch
 from kvpact.errors import SpecError
 from kvpact.kernels import Compute, Plan, choose
 from kvpact.methods import Codec
-from kvpact.spec import Spec, parse_spec
+from kvpact.recipe import layer_specs
+from kvpact.spec import Spec
 
 SETTING = "KVPACT_VLLM_SPEC"
 _CPU = torch.device("cpu")
 
 
-def served_spec() -> Spec | None:
-    """Return the spec that vLLM's pages are to hold; None where none is set.
+def served() -> str | None:
+    """Return what the variable holds, a spec or the path of a recipe; None where it is not set."""
+    return os.environ.get(SETTING, "").strip() or None
+
+
+def is_recipe(text: str) -> bool:
+    """Return whether a setting names a recipe by layer, a ``.toml`` or ``.json`` file."""
+    return text.endswith((".toml", ".json"))
+
+
+def served_specs(num_layers: int) -> list[Spec]:
+    """Return the spec that the pages of each layer of the model are to hold.
 
     Raises
     ------
     SpecError
-        No spec, or one that pages can't hold: `check_serves` has the reasons.
+        None is set, it can't be read, or a spec is one that pages can't hold: `check_serves` has
+        the reasons.
     """
-    text = os.environ.get(SETTING, "").strip()
-    if not text:
-        return None
-    if text.endswith((".toml", ".json")):
-        raise SpecError(f"{SETTING}={text!r}: a recipe by layer is not covered, name one spec")
-    spec = parse_spec(text)
-    check_serves(spec)
-    return spec
+    text = served()
+    if text is None:
+        raise SpecError(f"{SETTING} is not set: name a spec or a recipe")
+    specs = layer_specs(text, num_layers)
+    for spec in dict.fromkeys(specs):
+        check_serves(spec)
+    return specs
 
 
 def check_serves(spec: Spec, setting: str = SETTING) -> None:

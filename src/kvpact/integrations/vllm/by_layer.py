@@ -1,0 +1,114 @@
+"""Which of a model's attention layers have kvpact's pages, and which spec each of them stores by.
+
+vLLM asks an attention layer for its backend class, and the class for everything else. So each spec
+of a recipe has a class of its own, and layers with a sliding window have vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvpact.errors import SpecError
+from kvpact.formats import TILE
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.setting import SETTING, codecs
+from kvpact.spec import Spec
+
+
+def give_backends(
+    layers: Mapping[str, Any],
+    plain: type,
+    specs: Sequence[Spec],
+    stored: Callable[[type, Spec], type],
+    sliding: Callable[[int], type],
+) -> None:
+    """Give each attention layer of a model the backend class of its kind.
+
+    Parameters
+    ----------
+    layers : mapping of str to layer
+        The model's layers by name; those whose ``attn_backend`` is `plain`, or a kind of it, and
+        stores by no spec yet are given another.
+    plain : type
+        The backend class that vLLM gives all layers of attention.
+    specs : sequence of Spec
+        Of the model's layers, by number.
+    stored : callable
+        Returns the class of layers with full attention that store by a spec, from the one that
+        they have.
+    sliding : callable
+        Returns the class of layers with a sliding window, from the bytes that a token has in the
+        largest of the layers with full attention.
+
+    Raises
+    ------
+    SpecError
+        Specs differ, and a layer's name does not tell its number.
+    """
+    plains = {
+        name: layer
+        for name, layer in layers.items()
+        if issubclass(getattr(layer, "attn_backend", object), plain)
+        and layer.attn_backend.stored is None
+    }
+    full = {name: layer for name, layer in plains.items() if layer.sliding_window is None}
+    most = 0
+    for layer, spec in zip(full.values(), specs_of(tuple(full), specs), strict=True):
+        layer.attn_backend = stored(layer.attn_backend, spec)
+        pair = codecs(spec, layer.head_size, layer.head_size_v, layer.kv_cache_torch_dtype)
+        most = max(most, layer.num_kv_heads * PageForm(*pair, TILE).content)
+    for name in plains.keys() - full.keys():
+        layers[name].attn_backend = sliding(most)
+
+
+def specs_of(names: Sequence[str], specs: Sequence[Spec]) -> tuple[Spec, ...]:
+    """Return the specs of some layers, by their names; `specs` are those of the whole model.
+
+    Raises
+    ------
+    SpecError
+        Specs differ, and a layer's name does not tell its number.
+    """
+    if len(set(specs)) == 1:
+        return (specs[0],) * len(names)
+    return tuple(specs[layer_number(name, len(specs))] for name in names)
+
+
+def layer_number(name: str, count: int) -> int:
+    """Return the number of a layer, from a name such as ``model.layers.3.self_attn.attn``.
+
+    Raises
+    ------
+    SpecError
+        The name has no number below `count`, or several.
+    """
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1 or numbers[0] >= count:
+        raise SpecError(
+            f"{SETTING} names a recipe by layer, and {name!r} is not the name of one of {count} "
+            "layers; name one spec for all layers"
+        )
+    return numbers[0]
+
+
+def sliding_block(tokens: int, own: int, full: int) -> int:
+    """Return how many tokens a page of a layer with a sliding window should have.
+
+    vLLM makes the pages of all layers as large as the largest of them, and fills up the others.
+
+    Parameters
+    ----------
+    tokens : int
+        Of the pages of layers with full attention.
+    own, full : int
+        Bytes of a token in a layer with a sliding window, and in the largest with full attention.
+
+    Returns
+    -------
+    int
+        The largest part of `tokens` in whole tiles whose page is not larger than theirs; one tile
+        where there is none.
+    """
+    parts = (n for n in range(TILE, tokens + 1, TILE) if tokens % n == 0)
+    return max((n for n in parts if n * own <= tokens * full), default=TILE)
