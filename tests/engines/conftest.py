@@ -38,7 +38,9 @@ def make_toy(tmp_path_factory):
             "eos_token_id": 2,
             "pad_token_id": 0,
         }
-        config = getattr(transformers, f"{kind}Config")(**{**sizes, **options})
+        names = (f"{kind}TextConfig", f"{kind}Config")
+        name = next(name for name in names if hasattr(transformers, name))
+        config = getattr(transformers, name)(**{**sizes, **options})
         folder = tmp_path_factory.mktemp("toy")
         getattr(transformers, f"{kind}ForCausalLM")(config).eval().save_pretrained(folder)
         return str(folder)

@@ -5,8 +5,13 @@ from vllm_prompts import SMALL, check_that_the_pool_was_small, prompts_of_unlike
 
 FOUR = "turboquant:bits=4,sinks=0"
 KINDS = (["sliding_attention"] * 2 + ["full_attention"]) * 2
-# The pages of two groups with four layers, and of one with two.
-GEMMA = {"num_hidden_layers": 6, "sliding_window": 40, "layer_types": KINDS}
+# Two groups of two layers with a window, and one with full attention.
+GEMMA = {
+    "num_hidden_layers": 6,
+    "sliding_window": 40,
+    "layer_types": KINDS,
+    "max_position_embeddings": 4096,
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +39,18 @@ def test_beside_layers_with_a_sliding_window_none_gives_the_tokens_of_vllm(run_v
 
 
 def test_pages_of_layers_with_a_sliding_window_shrink_with_those_of_others(run_vllm, gemma):
-    options = {"dtype": "bfloat16", "max_model_len": 1024, "block_size": 128, "model": gemma}
+    options = {
+        "model": gemma,
+        "dtype": "bfloat16",
+        "block_size": 128,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 128,
+    }
     own = run_vllm(**options)
     mine = run_vllm(FOUR, greedy=[[prompts_of_unlike_length()[:4], 8]], **options)
-    # A sequence of 1,024 tokens: 8 pages of 128 tokens, and 2 x 12 of 32 instead of 2 x 10 of 128;
-    # a page has 8,704 bytes instead of 32,768. Windows are reserved with room for a step.
-    assert mine["capacity"] >= 2 * own["capacity"]
+    # A sequence of 4,096 tokens takes 32 pages of 128 tokens, and in each of two groups the window
+    # and a step: some 3 pages of 128 tokens, or 7 of 32. A page has 8,704 bytes instead of 32,768.
+    assert mine["capacity"] >= 2.7 * own["capacity"]
     assert mine["all_free"]
     assert "are empty" not in mine["log"]
 

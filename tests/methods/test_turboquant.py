@@ -6,6 +6,7 @@ import faiss
 import pytest
 import torch
 
+from kvpact.errors import NonFiniteError
 from kvpact.methods.turboquant import TurboQuant
 from kvpact.transforms import RandomHadamard
 
@@ -151,3 +152,12 @@ def test_zero_vectors_stay_zero():
     x = torch.zeros(64, 80)
     for options in ({}, {"scale": "unbiased"}, {"mode": "prod"}, {"center": 64}):
         assert not stored(x, bits=2, **options).any()
+
+
+@pytest.mark.parametrize("key", [True, False])
+@pytest.mark.parametrize("number", [1e6, 1e19, 3e19, 1e30, 3e38])
+def test_no_magnitude_is_stored_as_zero(number, key):
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(9))
+    x[2, 3] = number
+    with pytest.raises(NonFiniteError, match="of a token"):
+        stored(x, key=key, bits=4)

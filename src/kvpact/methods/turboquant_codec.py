@@ -14,7 +14,7 @@ from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import codebooks
-from kvpact.quantizers.numbers import HALF_MAX, half
+from kvpact.quantizers.numbers import HALF_MAX, cast, half
 from kvpact.transforms import RandomHadamard
 
 
@@ -88,7 +88,7 @@ class TurboQuantCodec(Codec):
     def _rounded(self, y: Tensor) -> dict[str, Tensor]:
         """Round rotated vectors to levels and choose their scale."""
         energy = tree_sum(y.square())
-        norm = square_root(energy)
+        norm = cast(square_root(energy), torch.float32, "norm of a token")
         safe = torch.where(norm == 0, torch.ones_like(norm), norm)
         codes = codebooks.assign(y * (math.sqrt(self._dim) / safe), self._bits)
         points = codebooks.lookup(codes, self._bits)

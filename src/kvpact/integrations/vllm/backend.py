@@ -7,7 +7,7 @@ capacity that it reports and schedules by is that of packed slots.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar
 
@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvpact.contract import AttendConfig
+from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.integrations.vllm.by_layer import give_backends
 from kvpact.integrations.vllm.layer import PagedLayer
@@ -123,9 +124,12 @@ class KVPactMetadata(AttentionMetadata):
     parts : list of (list of Row, list of Run)
         Its sequences, in parts of which each reads what the earlier ones store; beside them those
         prompts that vLLM's own kernel attends with.
+    cut : set of int
+        The starts of those that one of the layers has cut.
     """
 
     parts: list[tuple[list[Row], list[Run]]]
+    cut: set[int] = field(default_factory=set)
 
 
 class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
@@ -193,7 +197,15 @@ def _impl(
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
-    """Attention of one layer; parameters as of vLLM's `AttentionImpl`."""
+    """Attention of one layer; parameters as of vLLM's `AttentionImpl`.
+
+    Attributes
+    ----------
+    cut : int
+        Requests of this process with a token that could not be stored.
+    """
+
+    cut: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -261,14 +273,30 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         if self._layer is None or self._layer.pages is not kv_cache:
             windows = self._pool(stored, key, value, kv_cache.shape[2])
             self._layer = _layer(stored, key, value, kv_cache, windows)
+        cut: dict[int, NonFiniteError] = {}
         for rows, prompts in attn_metadata.parts:
-            self._layer.step(rows, query, key, value, output, self._config, prompts)
+            cut |= self._layer.step(rows, query, key, value, output, self._config, prompts)
+        if cut.keys() - attn_metadata.cut:
+            KVPactImpl.cut += len(cut.keys() - attn_metadata.cut)
+            attn_metadata.cut |= cut.keys()
+            logger.error(
+                "kvpact could not store a token in %s: %s. Its request gets NaN from there on, as "
+                "from vLLM's own cache, and so does who shares the page; others are not touched. "
+                "Requests cut so far: %d",
+                layer.layer_name,
+                next(iter(cut.values())),
+                KVPactImpl.cut,
+            )
         return output
 
     def loaded(self, pages: Sequence[int]) -> None:
         """Take note that the connector filled these pages."""
         if self._layer is not None:  # a layer made later knows of no page yet
             self._layer.loaded(pages)
+
+    def damaged(self, pages: Sequence[int]) -> bool:
+        """Tell whether one of these pages holds tokens that could not be stored."""
+        return self._layer is not None and self._layer.damage.among(pages)
 
     def _pool(self, stored: Spec, key: Tensor, value: Tensor, page_tokens: int) -> WindowPool:
         if self._windows is None or self._windows.page_tokens != page_tokens:

@@ -146,7 +146,12 @@ class KVPactConnector(KVConnectorBase_V1):
                 for name in pages:
                     layers[name].impl.loaded(places)
 
-        self._worker.register(pages, loaded)
+        def damaged(places: Sequence[int]) -> bool:
+            # vLLM's own pages hold whatever was computed; encoding them tells.
+            ours = self._options.storage is None
+            return ours and any(layers[name].impl.damaged(places) for name in pages)
+
+        self._worker.register(pages, loaded, damaged)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take what the scheduler planned for a step."""

@@ -76,9 +76,15 @@ class PrefixWorker:
         self._unreadable: set[str] = set()
         """Entries that the store affirms and gave nothing usable for: they are replaced."""
 
-    def register(self, pages: Mapping[str, Pages], loaded: Callable[[Sequence[int]], None]) -> None:
-        """Take the pages of each layer, and whom to tell of pages that were loaded."""
+    def register(
+        self,
+        pages: Mapping[str, Pages],
+        loaded: Callable[[Sequence[int]], None],
+        damaged: Callable[[Sequence[int]], bool],
+    ) -> None:
+        """Take the pages of each layer, whom to tell of loaded ones, and who knows damaged ones."""
         self._pages, self._tell = {name: pages[name] for name in self._form.layers}, loaded
+        self._damaged = damaged
         self._page_bytes = sum(x.page_bytes for x in self._pages.values())
 
     def begin(self, plan: StepPlan) -> None:
@@ -104,6 +110,10 @@ class PrefixWorker:
         """Hand what was copied to the thread that saves it."""
         staged, self._staged = self._staged, []
         for save, layers in staged:
+            if self._damaged(save.pages):  # tokens that could not be stored: nobody may load them
+                self._counts.say("failures", "chunks hold tokens that can't be stored")
+                self._unqueue(save)
+                continue
             for name in self._pages:
                 if name not in layers:  # vLLM did not say when it was written
                     layers[name] = self._pages[name].copy(save.pages)
@@ -236,9 +246,12 @@ class PrefixWorker:
         except KVPactError as error:  # numbers that the spec of the store can't hold
             self._counts.say("failures", f"chunks were not saved ({error})", len(save.pieces))
         finally:
-            with self._lock:
-                for piece in save.pieces:
-                    self._queued.pop(self._entry(piece), None)
+            self._unqueue(save)
+
+    def _unqueue(self, save: Save) -> None:
+        with self._lock:
+            for piece in save.pieces:
+                self._queued.pop(self._entry(piece), None)
 
     def _put_one(self, kind: ChunkKind, piece: Piece, chunk: Chunk) -> None:
         name = self._entry(piece)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvpact.cache.pages import PageSource
 from kvpact.cache.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
+from kvpact.integrations.vllm.damage import Damage, storable
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.prompt import Run
 from kvpact.integrations.vllm.window import Row, Window, WindowPool
@@ -50,6 +52,11 @@ class PagedLayer:
         Given where the plan defers its checks: 0-d bool on the device, which becomes False where a
         token can't be held. Nothing is raised then: whoever reads the flag does.
 
+    Attributes
+    ----------
+    damage : Damage
+        The pages that hold tokens which could not be stored.
+
     Raises
     ------
     GeometryError
@@ -73,6 +80,7 @@ class PagedLayer:
         # Tokens written to each page since it was cleared. vLLM gives pages to other sequences as
         # they are, and slots are written by OR. -1: not known.
         self._filled = np.full(len(pages), -1, dtype=np.int64)
+        self.damage = Damage(form.tokens)
 
     def step(
         self,
@@ -83,11 +91,12 @@ class PagedLayer:
         out: Tensor,
         config: AttendConfig,
         prompts: Sequence[Run] = (),
-    ) -> None:
+    ) -> dict[int, NonFiniteError]:
         """Attend, then store the new tokens.
 
         A new token is attended as it was given, by itself and the tokens of the same call; so are
-        those in the window. Others are attended as they are stored.
+        those in the window. Others are attended as they are stored. From a token on that the method
+        can't hold, nothing of its sequence is stored, and its outputs are NaN (`damage.py`).
 
         Parameters
         ----------
@@ -105,11 +114,13 @@ class PagedLayer:
         prompts : sequence of Run
             Those of the rows that another kernel attends with (see `Scratch.plan`).
 
-        Raises
-        ------
-        NonFiniteError
-            A token that the method can't hold; it is not stored.
+        Returns
+        -------
+        dict of int to NonFiniteError
+            Sequences that were cut in this call, by the start of their rows, and why.
         """
+        cut: dict[int, NonFiniteError] = {}
+        rows = self.damage.whole(list(rows), out)
         self._sources = {
             row.pages: self._sources.get(row.pages) or self._make_sources(row.pages) for row in rows
         }
@@ -119,9 +130,11 @@ class PagedLayer:
             single = [one for one in both if self._is_step(*one)]
             if single and self._decode(single, q, k, v, out, config):
                 both = [one for one in both if not self._is_step(*one)]
-            ready = self._prepare(both, (k, v))
+            both, ready = self._prepare(both, (q, k, v), out, cut)
             by_start = {row.start: (row, window) for row, window in both}
             for run in prompts:
+                if any(by_start.get(row.start, (None,))[0] != row for row in run.rows):
+                    continue  # One was cut: the others are attended below.
                 taken = [by_start.pop(row.start) for row in run.rows]
                 views = [self._view(*one) if one[0].held else None for one in taken]
                 run.attend(views, self._plan, (q, k, v), out, config)
@@ -129,6 +142,7 @@ class PagedLayer:
             self._store(both, ready, (k, v))
         finally:
             self._windows.keep(rows, windows)
+        return cut
 
     def _is_step(self, row: Row, window: Window) -> bool:
         single = row.held > 0 and row.end - row.start == 1
@@ -138,6 +152,7 @@ class PagedLayer:
         """Take note that somebody else filled these pages: full, and without windows."""
         self._filled[list(pages)] = self._tokens
         self._windows.forget(pages)
+        self.damage.mend(pages)
 
     def _decode(
         self,
@@ -220,16 +235,53 @@ class PagedLayer:
         return k, v
 
     def _prepare(
-        self, rows: list[tuple[Row, Window]], tokens: tuple[Tensor, Tensor]
-    ) -> list[list[tuple[Encoder, Any]]]:
-        """Do all that can refuse tokens, before anything is attended or written."""
-        return [
-            [
-                _prepared(side, _sequence(x, row.start, row.end), self._good)
-                for (side, _), x in zip(self._sides, tokens, strict=True)
-            ]
-            for row, _ in rows
-        ]
+        self,
+        rows: list[tuple[Row, Window]],
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        cut: dict[int, NonFiniteError],
+    ) -> tuple[list[tuple[Row, Window]], list[list[tuple[Encoder, Any]]]]:
+        """Do all that can refuse tokens, before anything is attended or written.
+
+        Returns
+        -------
+        rows : list of (Row, Window)
+            What of the rows can be stored.
+        ready : list
+            What writes each, and what it writes.
+        """
+        kept, ready = [], []
+        for row, window in rows:
+            try:
+                ready.append(self._prepare_row(row, qkv))
+            except NonFiniteError as error:
+                cut[row.start] = error
+                whole, row = row, self._storable(row, qkv)
+                self.damage.cut(whole, row.end - row.start, out)
+                if row.end == row.start:
+                    continue
+                ready.append(self._prepare_row(row, qkv))
+            kept.append((row, window))
+        return kept, ready
+
+    def _storable(self, row: Row, qkv: tuple[Tensor, Tensor, Tensor]) -> Row:
+        """Return what of a row can be stored, when not all of it can: its first tokens."""
+        parts = [row._replace(end=end) for end in range(row.start, row.end)]
+        row = parts[storable(lambda n: self._prepare_row(parts[n], qkv), len(parts))]
+        held = row.held + row.end - row.start
+        row = row._replace(pages=row.pages[: -(-held // self._tokens)])
+        self._sources[row.pages] = self._make_sources(row.pages)
+        return row
+
+    def _prepare_row(
+        self, row: Row, qkv: tuple[Tensor, Tensor, Tensor]
+    ) -> list[tuple[Encoder, Any]]:
+        q, *tokens = (_sequence(x, row.start, row.end) for x in qkv)
+        # A sum is many times faster than a look at each number; it may overflow, they are finite.
+        if self._good is None and not isfinite(q.sum(dtype=torch.float32).item()):
+            require_finite(q, lambda: NonFiniteError("queries hold NaN or infinity"))
+        sides = zip(self._sides, tokens, strict=True)
+        return [_prepared(side, x, self._good) for (side, _), x in sides]
 
     def _store(
         self,
@@ -252,7 +304,7 @@ class PagedLayer:
         while start < end:
             index, inside = divmod(start, self._tokens)
             page, after = row.pages[index], min((index + 1) * self._tokens, end)
-            if inside == 0 and self._filled[page]:
+            if inside == 0:
                 self.pages[page].zero_()
             elif self._filled[page] != inside:
                 for side, fields in self._sides:

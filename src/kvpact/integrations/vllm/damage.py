@@ -1,0 +1,81 @@
+"""Pages whose tokens could not be stored: who reads them gets NaN, as from a cache that holds it.
+
+vLLM's own cache stores NaN and infinity, and what was computed from them is NaN for all who read
+them, of the prefix cache too. kvpact's methods can't hold them (nor numbers beyond fp16), and vLLM
+has no way to fail one request from its attention. So a sequence is cut at the first such token:
+its outputs are NaN from there on, and so are those of every sequence that shares the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nan
+
+from kvpact.errors import NonFiniteError
+from kvpact.integrations.vllm.window import Row
+
+
+class Damage:
+    """The damaged pages of one layer.
+
+    Parameters
+    ----------
+    page_tokens : int
+        Tokens of a page.
+    """
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self._pages: set[int] = set()
+
+    def among(self, pages: Iterable[int]) -> bool:
+        """Return whether one of these pages is damaged."""
+        return bool(self._pages) and not self._pages.isdisjoint(pages)
+
+    def whole(self, rows: list[Row], out: Tensor) -> list[Row]:
+        """Return the rows that read no damaged page; the others get NaN, and damage their pages.
+
+        Pages that the former begin to write to are whole from here on.
+        """
+        if not self._pages:
+            return rows
+        whole = []
+        for row in rows:
+            held = -(-row.held // self._page_tokens)
+            if self.among(row.pages[:held]):
+                self.cut(row, 0, out)
+            else:
+                self.mend(row.pages[held:])
+                whole.append(row)
+        return whole
+
+    def cut(self, row: Row, count: int, out: Tensor) -> None:
+        """Cut a row behind `count` new tokens: the others' outputs are NaN, their pages damaged."""
+        out[row.start + count : row.end] = nan
+        self._pages.update(row.pages[(row.held + count) // self._page_tokens :])
+
+    def mend(self, pages: Iterable[int]) -> None:
+        """Know these pages to be whole, because they are written to from their beginnings."""
+        self._pages.difference_update(pages)
+
+
+def storable(prepare: Callable[[int], object], count: int) -> int:
+    """Return how many of the first tokens of a call can be stored.
+
+    Parameters
+    ----------
+    prepare : callable
+        Raises `NonFiniteError` where one of the first n tokens can't.
+    count : int
+        Tokens; not all of them can.
+    """
+    good, bad = 0, count
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        try:
+            prepare(middle)
+            good = middle
+        except NonFiniteError:
+            bad = middle
+    return good
