@@ -69,7 +69,10 @@ class Engine:
         )
         self.worker = PrefixWorker(form, options, store, self.counts)
         pages = {name: PackedPages(page, self.memory[name]) for name in LAYERS}
-        self.worker.register(pages, self.told.extend)
+        self.damaged = set()
+        self.worker.register(
+            pages, self.told.extend, lambda pages: not self.damaged.isdisjoint(pages)
+        )
 
     def matched(self, one, computed=0):
         """Ask until the scheduler's side knows."""

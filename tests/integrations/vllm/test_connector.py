@@ -70,6 +70,18 @@ def test_a_text_that_goes_on_saves_its_new_chunks_alone():
     assert engine.counts.total()["saved_chunks"] == 2 and len(store) == 3
 
 
+def test_pages_with_tokens_that_could_not_be_stored_are_not_saved():
+    store = MemoryStore()
+    engine = Engine(store)
+    engine.damaged = {PAGES[1]}
+    engine.serve(request("first", IDS), PAGES)
+    assert engine.counts.total()["failures"] == 1 and len(store) == 0
+    # Once they are whole, nothing is in the way of the same chunks.
+    engine.damaged = set()
+    engine.serve(request("second", IDS), PAGES)
+    assert engine.counts.total()["failures"] == 1 and len(store) == 3
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -1,0 +1,58 @@
+"""Requests whose tokens can't be stored: the engine goes on, and the others notice nothing."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from vllm_prompts import prompts_of_unlike_length
+
+BAD = 7
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def spoiled(toy, tmp_path_factory):
+    """A model that computes NaN of one token."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("spoiled") / "model"
+    shutil.copytree(toy, folder)
+    weights = load_file(Path(toy) / "model.safetensors")
+    weights["model.embed_tokens.weight"][BAD] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """Those without the token, and one with it behind a page and a half."""
+    clean = [[8 if t == BAD else t for t in one] for one in prompts_of_unlike_length()[:12]]
+    return clean, clean[0][:48] + [BAD] + clean[0][48:]
+
+
+def test_answers_are_those_of_vllm_with_and_without_nan(run_vllm, spoiled, prompts):
+    clean, bad = prompts
+    # The second batch finds the pages of the first in vLLM's prefix cache, the damaged ones too.
+    batches = [[[*clean, bad], 16], [[bad + clean[1], *clean], 16]]
+    own, mine = (run_vllm(s, model=spoiled, greedy=batches, **OPTIONS) for s in (None, "none"))
+    assert mine["greedy"] == own["greedy"]
+    assert mine["metrics"]["vllm:prefix_cache_hits"] > 0
+    assert mine["all_free"]
+    assert "Requests cut so far: 1" in mine["log"]
+
+
+def test_a_request_that_is_cut_changes_no_other_answer(run_vllm, spoiled, prompts):
+    clean, bad = prompts
+    mine = run_vllm(
+        "turboquant:bits=4,sinks=0",
+        model=spoiled,
+        greedy=[[clean, 16], [[bad, *clean, bad], 16], [clean, 16]],
+        enable_prefix_caching=False,
+        **OPTIONS,
+    )
+    before, among, after = mine["greedy"]
+    assert among[1:-1] == before == after
+    assert "kvpact could not store a token in model.layers.0.self_attn.attn" in mine["log"]
+    assert "Requests cut so far: 2" in mine["log"]
+    assert mine["all_free"]
