@@ -28,7 +28,7 @@ def spoiled(toy, tmp_path_factory):
 def prompts():
     """Those without the token, and one with it behind a page and a half."""
     clean = [[8 if t == BAD else t for t in one] for one in prompts_of_unlike_length()[:12]]
-    return clean, clean[0][:48] + [BAD] + clean[0][48:]
+    return clean, [*clean[0][:48], BAD, *clean[0][48:]]
 
 
 def test_answers_are_those_of_vllm_with_and_without_nan(run_vllm, spoiled, prompts):
