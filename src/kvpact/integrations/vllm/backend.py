@@ -144,6 +144,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check(vllm_config)
+        self._rows: list[Row] = []
         self._scratch = None
         if device.type == "cpu":
             self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
@@ -162,12 +163,16 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         size: int = self.kv_cache_spec.block_size
         starts: list[int] = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
         lengths, tables = self._read(batch, size)
-        rows = []
+        # All layers compare the pages of a sequence with those of the last step: equal ones are
+        # one object.
+        known, rows = {row.pages: row.pages for row in self._rows}, []
         for i, length in enumerate(lengths):
             start, end = starts[i], starts[i + 1]
             if start < end:
-                pages = tables[i, : -(-length // size)].tolist()
-                rows.append(Row(start, end, length - (end - start), tuple(pages)))
+                pages = tuple(tables[i, : -(-length // size)].tolist())
+                pages = known.get(pages, pages)
+                rows.append(Row(start, end, length - (end - start), pages))
+        self._rows = rows
         scratch = self._scratch
         parts = [(part, scratch.plan(part) if scratch else []) for part in waves(rows, size)]
         return KVPactMetadata(parts)

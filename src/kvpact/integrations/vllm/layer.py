@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,10 +75,13 @@ class PagedLayer:
         self._sides = tuple(zip((plan.k, plan.v), form.fields(pages), strict=True))
         # Of the sequences of the last batch, by their pages.
         self._sources: dict[tuple[int, ...], tuple[PageSource, PageSource]] = {}
-        self._runners: dict[tuple[int, ...], StepRunner] = {}
+        self._batch: list[tuple[int, ...]] = []
+        # Of the last batch of single tokens; they take the same calls.
+        self._steps: list[tuple[int, ...]] = []
+        self._runners: list[StepRunner] = []
         # Tokens written to each page since it was cleared. vLLM gives pages to other sequences as
         # they are, and slots are written by OR. -1: not known.
-        self._filled = np.full(len(pages), -1, dtype=np.int64)
+        self._filled = [-1] * len(pages)
         self.damage = Damage(form.tokens)
 
     def step(
@@ -121,9 +123,10 @@ class PagedLayer:
         """
         cut: dict[int, NonFiniteError] = {}
         rows = self.damage.whole(list(rows), out)
-        self._sources = {
-            row.pages: self._sources.get(row.pages) or self._make_sources(row.pages) for row in rows
-        }
+        batch = [row.pages for row in rows]
+        if batch != self._batch:
+            known, self._batch = self._sources, batch
+            self._sources = {p: known.get(p) or self._make_sources(p) for p in batch}
         windows = self._windows.claim(rows)
         try:
             both = list(zip(rows, windows, strict=True))
@@ -150,7 +153,8 @@ class PagedLayer:
 
     def loaded(self, pages: Sequence[int]) -> None:
         """Take note that somebody else filled these pages: full, and without windows."""
-        self._filled[list(pages)] = self._tokens
+        for page in pages:
+            self._filled[page] = self._tokens
         self._windows.forget(pages)
         self.damage.mend(pages)
 
@@ -173,22 +177,15 @@ class PagedLayer:
         """
         tokens = _places([row.start for row, _ in rows], q.device)
         q, k, v = (x[tokens].unsqueeze(2) for x in (q, k, v))
-        made, before = [], self._runners
-        self._runners = {}
-        for i, (row, window) in enumerate(rows):
-            runner = before.get(row.pages)
-            if runner is None or not runner.fits_rows(k, v, q, config, len(rows)):
-                k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
-                call = AttendCall(self._view(row, window), k1, v1, q1, config)
-                runner = self._plan.step(call, self._good)
-            if runner is None:
-                return False
-            self._runners[row.pages] = runner
+        runners = self._runners_for(rows, q, k, v, config)
+        if runners is None:
+            return False
+        made, keep = [], self._windows.width > 0
+        for (row, window), runner in zip(rows, runners, strict=True):
             self._windows.make_room(window)
-            exact, keep = self._windows.exact_from(window), self._windows.width > 0
-            k_new, v_new = (
-                StepTokens(exact, memory, keep, row.held, 1, False) for memory in window.memories
-            )
+            exact, (k_memory, v_memory) = self._windows.exact_from(window), window.memories
+            k_new = StepTokens(exact, k_memory, keep, row.held, 1, False)
+            v_new = StepTokens(exact, v_memory, keep, row.held, 1, False)
             made.append(StepRow(runner, row.held, k_new, v_new))
             self._clear(row)
         output = made[0].runner.run(made, k, v, q)
@@ -198,6 +195,32 @@ class PagedLayer:
             window.end += 1
         out[tokens] = output.squeeze(2)
         return True
+
+    def _runners_for(
+        self,
+        rows: list[tuple[Row, Window]],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        config: AttendConfig,
+    ) -> list[StepRunner] | None:
+        """Return what carries out a step of each row, most often what did in the last batch."""
+        steps, count = [row.pages for row, _ in rows], len(rows)
+        if steps == self._steps and self._runners[0].fits_rows(k, v, q, config, count):
+            return self._runners
+        before = dict(zip(self._steps, self._runners, strict=True))
+        self._steps, self._runners, runners = [], [], []
+        for i, (row, window) in enumerate(rows):
+            runner = before.get(row.pages)
+            if runner is None or not runner.fits_rows(k, v, q, config, count):
+                k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
+                call = AttendCall(self._view(row, window), k1, v1, q1, config)
+                runner = self._plan.step(call, self._good)
+            if runner is None:
+                return None
+            runners.append(runner)
+        self._steps, self._runners = steps, runners
+        return runners
 
     def _view(self, row: Row, window: Window) -> LayerView:
         exact, sources = self._windows.exact_from(window), self._sources[row.pages]
