@@ -1,6 +1,7 @@
 """What vLLM itself reports as its capacity, and what it refuses when it starts."""
 
 import pytest
+import torch
 
 SPEC = "turboquant:bits=4,sinks=0"
 
@@ -8,11 +9,21 @@ SPEC = "turboquant:bits=4,sinks=0"
 @pytest.mark.parametrize(("dim", "times"), [(64, 3.4), (128, 3.6)])
 def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, make_toy, dim, times):
     options = {"model": make_toy(dim), "dtype": "bfloat16", "max_model_len": 512}
-    own, mine = run_vllm(**options), run_vllm(SPEC, **options)
+    prompt = torch.randint(3, 512, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    own, mine = (run_vllm(spec, forced=[prompt], **options) for spec in (None, SPEC))
     assert mine["capacity"] >= times * own["capacity"]
     assert f"pages for {mine['capacity']:,} tokens" in mine["log"]
     assert f"as {SPEC}: " in mine["log"]
     assert "keeps the last 64 tokens of each sequence exactly, beside the pages" in mine["log"]
+    # A prompt that fits into one step reads nothing that is stored.
+    by_vllm = "attends prompts by vLLM's own kernel (AMX)" in mine["log"]
+    assert by_vllm == ("attends prompts by its own kernels" not in mine["log"])
+    torch.testing.assert_close(
+        torch.tensor(mine["forced"]),
+        torch.tensor(own["forced"]),
+        atol=0 if by_vllm else 0.1,
+        rtol=0,
+    )
 
 
 @pytest.mark.parametrize(
