@@ -259,6 +259,34 @@ def test_a_full_store_and_a_full_queue_drop_what_comes():
     assert engine.counts.total()["dropped"] == 1 and len(store) == 2
 
 
+def test_where_there_is_no_memory_for_copies_nothing_is_saved(monkeypatch):
+    store = MemoryStore()
+    engine = Engine(store)
+
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(engine.worker._pages["layers.1"], "copy", fails)
+    engine.serve(request("first", IDS), PAGES)
+    assert engine.counts.total()["dropped"] == 3
+    assert not len(store) and not engine.worker.waiting
+
+
+def test_a_load_that_can_not_be_written_is_computed(monkeypatch):
+    store = MemoryStore()
+    saved(store)
+    engine = Engine(store)
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.worker._pages["layers.1"], "paste", fails)
+    assert engine.load(request("second", IDS), OTHERS) == (3 * CHUNK, set(OTHERS[:6]))
+    count = engine.counts.total()
+    assert (count["failures"], count["loaded_tokens"], count["loaded_chunks"]) == (1, 0, 0)
+    assert engine.told == OTHERS[:6]
+
+
 def test_requests_that_end_early_leave_nothing_behind():
     store = MemoryStore()
     saved(store)

@@ -64,7 +64,7 @@ class KVPactConnector(KVConnectorBase_V1):
             )
             logger.info(
                 "kvpact's connector shares prefixes in chunks of %d tokens as %s over %s; "
-                "rank 1 of %d; a lookup or a load takes at most %g s",
+                "%d tensor-parallel ranks; a lookup or a load takes at most %g s",
                 self._scheduler.chunk,
                 ", ".join(dict.fromkeys(map(str, self._form.specs))),
                 store,

@@ -97,11 +97,13 @@ def model_fingerprint(config: Any) -> str:
         Its files are not on this machine.
     """
     model = config.model_config
-    shown = {
+    shown: dict[str, Any] = {
         "config": model.hf_config.to_dict(),
         "quantization": model.quantization,
         "dtype": str(model.dtype),
     }
+    if any(kind in json.dumps(shown, default=str) for kind in ("longrope", "dynamic")):
+        shown["longest"] = model.max_model_len  # such RoPE may depend on it
     return files_fingerprint(_folder(model.model, model.revision), shown)
 
 

@@ -103,8 +103,7 @@ class PrefixWorker:
 
     def save_layer(self, name: str) -> None:
         """Copy the pages of a layer that a step wrote."""
-        for save, layers in self._staged:
-            layers[name] = self._pages[name].copy(save.pages)
+        self._staged = [one for one in self._staged if self._copied(*one, name)]
 
     def end(self) -> None:
         """Hand what was copied to the thread that saves it."""
@@ -114,10 +113,10 @@ class PrefixWorker:
                 self._counts.say("failures", "chunks hold tokens that can't be stored")
                 self._unqueue(save)
                 continue
-            for name in self._pages:
-                if name not in layers:  # vLLM did not say when it was written
-                    layers[name] = self._pages[name].copy(save.pages)
-            self._saves_lane.submit(partial(self._put, save, layers))
+            # Those that are missing: vLLM did not say when it wrote them.
+            missing = [name for name in self._pages if name not in layers]
+            if all(self._copied(save, layers, name) for name in missing):
+                self._saves_lane.submit(partial(self._put, save, layers))
 
     def loaded(self, plan: StepPlan) -> set[str]:
         """Return the requests whose loads have ended; what failed is in `failed_pages`."""
@@ -152,6 +151,16 @@ class PrefixWorker:
             with self._lock:
                 self._counts.add("dropped", len(self._queued))
 
+    def _copied(self, save: Save, layers: dict[str, Copied], name: str) -> bool:
+        """Copy a layer's pages; tell whether that worked, and drop the save if not."""
+        try:
+            layers[name] = self._pages[name].copy(save.pages)
+        except (RuntimeError, MemoryError) as error:  # there is no memory for copies
+            self._counts.say("dropped", f"chunks were not copied ({error})", len(save.pieces))
+            self._unqueue(save)
+            return False
+        return True
+
     def _ready(self) -> list[str]:
         now = time.monotonic()
         return [
@@ -171,9 +180,14 @@ class PrefixWorker:
         count = min(max(loaded.chunks * self._each - load.skip, 0), len(load.pages))
         pages = load.pages[:count]
         if pages:
-            for layer, copied in zip(self._pages.values(), loaded.layers, strict=True):
-                layer.paste(pages, copied, load.skip)
-            self._tell(pages)
+            try:
+                for layer, copied in zip(self._pages.values(), loaded.layers, strict=True):
+                    layer.paste(pages, copied, load.skip)
+            except (RuntimeError, MemoryError) as error:
+                self._counts.say("failures", f"a load was not written ({error})")
+                count = 0
+            self._tell(pages)  # whatever is in them now, it is not what was
+        if count:
             self._counts.add("loaded_chunks", loaded.chunks)
             self._counts.add("loaded_bytes", loaded.bytes)
         return count
