@@ -30,6 +30,8 @@ from kvpact.kernels import (
     StreamPlan,
     StreamView,
 )
+from kvpact.kernels.cpu.encode import magnitude
+from kvpact.kernels.cpu.library import library
 from kvpact.kernels.triton.forms import sent
 from kvpact.quantizers.checks import collected, deferred, require_finite
 
@@ -300,9 +302,8 @@ class PagedLayer:
         self, row: Row, qkv: tuple[Tensor, Tensor, Tensor]
     ) -> list[tuple[Encoder, Any]]:
         q, *tokens = (_sequence(x, row.start, row.end) for x in qkv)
-        # A sum is many times faster than a look at each number; it may overflow, they are finite.
-        if self._good is None and not isfinite(q.sum(dtype=torch.float32).item()):
-            require_finite(q, lambda: NonFiniteError("queries hold NaN or infinity"))
+        if self._good is None and not isfinite(magnitude(library(), q)):
+            raise NonFiniteError("queries hold NaN or infinity")
         sides = zip(self._sides, tokens, strict=True)
         return [_prepared(side, x, self._good) for (side, _), x in sides]
 
