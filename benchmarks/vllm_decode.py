@@ -67,20 +67,20 @@ def child(options):
     engine, numbers = llm.llm_engine, count()
 
     def generate(prompts, tokens):
-        """Seconds to the first token of all, and of each later step."""
+        """Seconds to the first token of all, and of each later step; tokens that were cached."""
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         for prompt in prompts:
             engine.add_request(str(next(numbers)), {"prompt_token_ids": prompt}, params)
-        ends, started = [begin], set()
+        ends, started = [begin], {}
         while engine.has_unfinished_requests():
             outputs = engine.step()
             ends.append(time.perf_counter())
             if len(started) < len(prompts):
-                started |= {one.request_id for one in outputs}
+                started |= {one.request_id: one.num_cached_tokens for one in outputs}
                 ends = [begin, ends[-1]]
         first, *steps = (after - before for before, after in pairwise(ends))
-        return {"first": first, "steps": steps}
+        return {"first": first, "steps": steps, "cached": sum(started.values())}
 
     for line in sys.stdin:
         what = json.loads(line)
