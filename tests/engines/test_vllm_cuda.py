@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from kvpact.errors import BackendUnavailable, NonFiniteError
+from kvpact.errors import BackendUnavailable
 from kvpact.integrations.vllm import register
 
 SPEC = "turboquant:bits=4,sinks=0"
@@ -166,13 +166,19 @@ def test_a_batch_is_read_from_what_vllm_keeps_on_the_host(builder):
     ]
 
 
-def test_tokens_that_could_not_be_held_end_the_engine_at_the_next_batch(builder, monkeypatch):
+def test_tokens_that_could_not_be_held_are_told_at_the_next_batch(builder, monkeypatch):
     from kvpact.integrations.vllm import cuda
+    from kvpact.integrations.vllm.watch import Watch
 
-    good = torch.ones((), dtype=torch.bool)
-    monkeypatch.setattr(cuda, "flag", lambda kind: good)
-    batch = Batch([40], [1], [[3, 5]])
+    watch = Watch("cpu")
+    good = watch.flags(8)
+    monkeypatch.setattr(cuda, "watch_of", lambda kind: watch)
+    errors = []
+    monkeypatch.setattr(cuda.logger, "error", lambda *told: errors.append(told))
+    batch = Batch([40, 3], [1, 3], [[3, 5], [2, 0]])
     builder.build(0, batch)
-    good.fill_(False)
-    with pytest.raises(NonFiniteError, match="an earlier step"):
-        builder.build(0, batch)
+    good[2] = False
+    builder.build(0, batch)
+    builder.build(0, batch)
+    assert [count for _, count in errors] == [1]
+    assert bool(good.all())

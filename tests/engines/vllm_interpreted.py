@@ -9,11 +9,10 @@ import sys
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-import torch
 from vllm_process import main
 
 import kvpact.integrations.vllm as plugin
-from kvpact.integrations.vllm import setting
+from kvpact.integrations.vllm import setting, watch
 from kvpact.kernels import choose
 from kvpact.kernels.triton.backend import TritonBackend
 
@@ -27,10 +26,6 @@ def register(register=plugin.register):
     register()
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from kvpact.integrations.vllm import backend
-
-    good = torch.ones((), dtype=torch.bool)
-    backend.flag = lambda kind: good
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvpact.integrations.vllm.cuda.CudaBackend")
 
 
@@ -38,5 +33,7 @@ if __name__ == "__main__":
     for name in ("choose", "plan"):
         sys.modules[f"kvpact.kernels.{name}"].BACKENDS = (TritonBackend(on_cpu=True),)
     setting.native_plan = interpreted_plan
+    interpreted = watch.Watch("cpu")
+    watch.watch_of = lambda kind: interpreted
     plugin.register = register
     main()

@@ -16,6 +16,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.integrations.vllm.watch import Watch
 from kvpact.integrations.vllm.window import Row, WindowPool
 from kvpact.kernels import choose
 from kvpact.spec import parse_spec
@@ -41,7 +42,7 @@ def close(found, right, most=5e-4):
 
 @pytest.fixture
 def make(triton_backend):
-    """Return a function that makes a layer over dirty pages, and the flag of its checks."""
+    """Return a function that makes a layer over dirty pages, and the flags of its checks."""
 
     def make(text, pages=8, sequences=4):
         spec = parse_spec(text)
@@ -50,7 +51,7 @@ def make(triton_backend):
         memory = torch.full((pages, HEADS, PAGE, form.content), 0xA5, dtype=torch.uint8)
         shapes = ((HEADS, DIM), (HEADS, DIM))
         windows = WindowPool(spec.key.window, sequences, PAGE, shapes, DTYPE, DEVICE)
-        good = torch.ones((), dtype=torch.bool, device=DEVICE)
+        good = torch.ones(pages, dtype=torch.bool, device=DEVICE)
         compute = choose("triton", check="deferred")
         plan = compute.plan(*(compute.stream(codec, DEVICE, DTYPE) for codec in (k, v)))
         return PagedLayer(form, plan, memory.to(DEVICE), windows, good), good
@@ -123,7 +124,7 @@ def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text, make):
     for which, counts in BATCHES:
         out, right = run(layer, [both[i] for i in which], counts)
         assert close(out, right)
-    assert bool(good)
+    assert bool(good.all())
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -168,13 +169,33 @@ def test_a_row_whose_window_is_gone_is_attended_as_stored(make):
     assert close(out, right)
 
 
-def test_tokens_that_can_not_be_held_are_told_of_by_the_flag(make):
-    for counts in ((3,), (3, 1)):
-        layer, good = make(STORED)
-        sequence = Sequence(STORED, [5], 4, seed=1)
-        for count in counts:
-            assert bool(good)
-            given = prepared([sequence], [count])
-            given[2][-1, 0, 3] = torch.nan if len(counts) == 1 or count == 1 else 0.0
-            layer.step(*given, SCALE)
-        assert not bool(good)
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
+@pytest.mark.parametrize("counts", [(3,), (3, 1)], ids=["prompt", "step"])
+def test_the_flag_of_the_last_page_tells_of_tokens_that_can_not_be_held(make, counts):
+    layer, good = make(STORED)
+    both = [Sequence(STORED, [5], 4, seed=1), Sequence(STORED, [3], 4, seed=2)]
+    for count in counts:
+        assert bool(good.all())
+        given = prepared(both, [count, count])
+        if count == counts[-1]:
+            given[2][count - 1, 0, 3] = torch.inf
+        layer.step(*given, SCALE)
+    assert torch.nonzero(~good).flatten().tolist() == [5]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_sequence_is_cut_at_the_batch_after_its_tokens_could_not_be_held(make):
+    layer, good = make(STORED)
+    watch = Watch(DEVICE.type)
+    watch.add(layer)
+    watch._good = good
+    bad, other = Sequence(STORED, [5], 4, seed=1), Sequence(STORED, [3], 4, seed=2)
+    given = prepared([bad, other], [3, 2])
+    given[2][1, 0, 3] = torch.inf
+    watch.rows = given[0]
+    layer.step(*given, SCALE)
+    assert watch.read() == [given[0][0]]
+    assert watch.read() == []
+    out, right = run(layer, [bad, other], [1, 1])
+    assert out[0].isnan().all()
+    assert close(out[1], right[1])

@@ -43,6 +43,7 @@ from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.refused import refuse
 from kvpact.integrations.vllm.setting import codecs, native_plan, served_specs
 from kvpact.integrations.vllm.start_log import log_start
+from kvpact.integrations.vllm.watch import watch_of
 from kvpact.integrations.vllm.window import Row, WindowPool
 from kvpact.spec import Spec
 
@@ -311,23 +312,6 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         return self._windows
 
 
-@cache
-def flag(kind: str) -> Tensor | None:
-    """Return what tells of tokens that could not be held, of all layers of this process.
-
-    Parameters
-    ----------
-    kind : str
-        Of the worker's device. On a CPU checks are not deferred: there is none.
-
-    Returns
-    -------
-    Tensor or None
-        0-d bool, True as long as all could.
-    """
-    return None if kind == "cpu" else torch.ones((), dtype=torch.bool, device=kind)
-
-
 def _layers(config: Any) -> dict[str, Any]:
     layers: dict[str, Any] = config.compilation_config.static_forward_context
     return layers
@@ -339,7 +323,12 @@ def _layer(
     dtype, device = key.dtype, key.device
     k, v = codecs(spec, key.shape[2], value.shape[2], dtype)
     plan = native_plan(k, v, dtype, device)
-    return PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, flag(device.type))
+    watch = watch_of(device.type)
+    good = None if watch is None else watch.flags(len(pages))
+    layer = PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, good)
+    if watch is not None:
+        watch.add(layer)
+    return layer
 
 
 def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | None:

@@ -12,9 +12,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from kvpact.errors import NonFiniteError
-from kvpact.integrations.vllm.backend import KVPactBackend, KVPactBuilder, KVPactImpl, flag
+from kvpact.integrations.vllm.backend import (
+    KVPactBackend,
+    KVPactBuilder,
+    KVPactImpl,
+    KVPactMetadata,
+    logger,
+)
 from kvpact.integrations.vllm.refused import refuse
+from kvpact.integrations.vllm.watch import watch_of
 
 
 class CudaBackend(KVPactBackend):
@@ -60,24 +66,33 @@ class CudaBuilder(KVPactBuilder):
     # Single tokens come first in a batch, side by side: they are taken without a copy.
     reorder_batch_threshold: int | None = 1
 
-    def _read(self, batch: CommonAttentionMetadata, size: int) -> tuple[list[int], Tensor]:
-        """Return the tokens of each sequence, and the pages of all, where the host can read.
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> KVPactMetadata:
+        """Return the rows of a batch; tell of tokens of the last one that could not be stored."""
+        watch = watch_of(self.device.type)
+        made: KVPactMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if watch is None:
+            return made
+        if cut := watch.read():
+            KVPactImpl.cut += len(cut)
+            logger.error(
+                "kvpact could not store tokens of the last step: K or V hold NaN, infinity or "
+                "numbers beyond the range of the method. Their requests get NaN from here on, and "
+                "so does who shares their pages; others are not touched. Requests cut so far: %d",
+                KVPactImpl.cut,
+            )
+        watch.rows = [row for part, _ in made.parts for row in part]
+        return made
 
-        Raises
-        ------
-        NonFiniteError
-            An earlier batch had tokens that the method can't hold.
-        """
+    def _read(self, batch: CommonAttentionMetadata, size: int) -> tuple[list[int], Tensor]:
+        """Return the tokens of each sequence, and the pages of all, where the host can read."""
         # Exact as long as nobody speculates, which is refused.
         on_host = batch.seq_lens_cpu_upper_bound
         read = batch.seq_lens if on_host is None else on_host
         lengths: list[int] = read[: batch.num_reqs].tolist()
         most = -(-max(lengths, default=0) // size)
-        tables: Tensor = batch.block_table_tensor[: batch.num_reqs, :most].cpu()
-        good = flag(self.device.type)
-        if good is not None and not bool(good):
-            raise NonFiniteError(
-                "K or V of an earlier step hold NaN, infinity or numbers beyond the range of the "
-                "method; answers since then are wrong"
-            )
-        return lengths, tables
+        return lengths, batch.block_table_tensor[: batch.num_reqs, :most].cpu()

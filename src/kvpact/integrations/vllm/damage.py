@@ -53,6 +53,10 @@ class Damage:
     def cut(self, row: Row, count: int, out: Tensor) -> None:
         """Cut a row behind `count` new tokens: the others' outputs are NaN, their pages damaged."""
         out[row.start + count : row.end] = nan
+        self.mark(row, count)
+
+    def mark(self, row: Row, count: int = 0) -> None:
+        """Know the pages to be damaged that a row wrote to behind `count` new tokens."""
         self._pages.update(row.pages[(row.held + count) // self._page_tokens :])
 
     def mend(self, pages: Iterable[int]) -> None:

@@ -50,8 +50,9 @@ class PagedLayer:
     windows : WindowPool
         The exact tokens of this layer.
     good : Tensor, optional
-        Given where the plan defers its checks: 0-d bool on the device, which becomes False where a
-        token can't be held. Nothing is raised then: whoever reads the flag does.
+        Given where the plan defers its checks: `[P]` bool on the device. That of the page in which
+        a row's last token lies becomes False where one of its tokens can't be stored; nothing is
+        cut then, until whoever reads the flags marks `damage`.
 
     Attributes
     ----------
@@ -217,7 +218,7 @@ class PagedLayer:
             if runner is None or not runner.fits_rows(k, v, q, config, count):
                 k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
                 call = AttendCall(self._view(row, window), k1, v1, q1, config)
-                runner = self._plan.step(call, self._good)
+                runner = self._plan.step(call, self._flag(row))
             if runner is None:
                 return None
             runners.append(runner)
@@ -304,8 +305,11 @@ class PagedLayer:
         q, *tokens = (_sequence(x, row.start, row.end) for x in qkv)
         if self._good is None and not isfinite(magnitude(library(), q)):
             raise NonFiniteError("queries hold NaN or infinity")
-        sides = zip(self._sides, tokens, strict=True)
-        return [_prepared(side, x, self._good) for (side, _), x in sides]
+        sides, good = zip(self._sides, tokens, strict=True), self._flag(row)
+        return [_prepared(side, x, good) for (side, _), x in sides]
+
+    def _flag(self, row: Row) -> Tensor | None:
+        return None if self._good is None else self._good[row.pages[-1]]
 
     def _store(
         self,
