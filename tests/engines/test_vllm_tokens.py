@@ -38,3 +38,12 @@ def test_compressed_pages_are_all_given_back(run_vllm, toy, batches, spec):
     answer = run_vllm(spec, model=toy, greedy=batches, **small)
     check_that_the_pool_was_small(answer)
     assert [len(tokens) for tokens in answer["greedy"][0]] == [48] * 32
+
+
+def test_two_ranks_give_the_tokens_of_one(run_vllm, toy, batches, own):
+    small = {**SMALL, "kv_cache_memory_bytes": SMALL["kv_cache_memory_bytes"] // 2}
+    mine = run_vllm("none", model=toy, greedy=batches, tensor_parallel_size=2, **small)
+    # Each rank has pages for half of the heads: half of the bytes hold as many tokens.
+    assert mine["capacity"] == own["capacity"]
+    check_that_the_pool_was_small(mine)
+    assert mine["greedy"] == own["greedy"]

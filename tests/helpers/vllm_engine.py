@@ -66,10 +66,11 @@ class Engine:
         return json.loads(answer)
 
     def close(self):
-        """Wait until the process has ended; return its exit status."""
+        """Wait until the process has ended, once or more often; return its exit status."""
         self.process.stdin.close()
-        with self.process.stdout:
-            return self.process.wait(500)
+        status = self.process.wait(500)
+        self.process.stdout.close()
+        return status
 
     def __enter__(self):
         return self
