@@ -17,7 +17,7 @@ from kvpact.errors import (
     SpecError,
 )
 from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
-from kvpact.integrations.lmcache.layout import ChunkLayout
+from kvpact.integrations.lmcache.layout import ChunkLayout, CPUPages
 from kvpact.stores.records import seal, unseal
 from kvpact.testing.held import same_bytes
 
@@ -74,6 +74,53 @@ def test_a_chunk_comes_back_as_each_layer_alone_is_compressed(spec, sizes, width
     for read, wanted in zip(form.layout.split(again), zip(*pairs, strict=True), strict=True):
         assert same_bytes(read.contiguous(), torch.stack(wanted))
     assert spec != "none" or same_bytes(again, x)
+
+
+PAGE, DIM = 32, 48
+
+
+def orders(dtype):
+    """Some order for each side, another one for each dtype: vLLM's depends on the processor."""
+    generator = torch.Generator().manual_seed(dtype.itemsize)
+    k, v = (torch.randperm(PAGE * DIM, generator=generator) for _ in range(2))
+    return k, v
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("spec", ["turboquant:bits=4", "int:bits=8/none"])
+def test_the_pages_of_vllms_cpu_worker_are_read_by_tokens(spec, dtype):
+    layers, heads, count = 2, 3, 4
+    _, k, v = chunk((layers, heads, count * PAGE), (DIM, DIM), "apart", dtype)
+
+    def paged(k, v):
+        """What LMCache gathers of pages `[P, H, N, 2 D]` whose halves have these orders."""
+        pages = torch.zeros(layers, count, heads, 2, PAGE * DIM, dtype=dtype)
+        for layer in range(layers):
+            for page in range(count):
+                for side, (x, order) in enumerate(zip((k, v), orders(dtype), strict=True)):
+                    part = x[layer, :, page * PAGE : (page + 1) * PAGE].flatten(1)
+                    pages[layer, page, :, side][:, order] = part
+        rows = pages.view(layers, count, heads, PAGE, 2 * DIM).transpose(2, 3)
+        return rows.reshape(layers, count * PAGE, -1)
+
+    form = ChunkFormat(spec, ChunkLayout(DIM, DIM, CPUPages(PAGE, orders)))
+    x, again = paged(k, v), torch.zeros(layers, count * PAGE, heads * 2 * DIM, dtype=dtype)
+    form.unpack(packed(form, x), NAME, [again])
+    compressor = KVCacheCompressor(spec)
+    wanted = paged(*compressor.decompress_kv(compressor.compress_kv(k, v)))
+    assert same_bytes(again, wanted)
+    for read, given in zip(form.layout.split(x), (k, v), strict=True):
+        assert same_bytes(read, given)
+
+
+def test_pages_that_do_not_fit_are_refused():
+    form = ChunkFormat("int:bits=8", ChunkLayout(64, 64, CPUPages(48, orders)))
+    with pytest.raises(GeometryError, match="no whole number of pages of 48"):
+        form.nbytes([((2, 64, 128), torch.float16)])
+    with pytest.raises(GeometryError, match="set the widths of the model's heads"):
+        form.nbytes([((2, 2, 96, 64), torch.float16)])
+    with pytest.raises(GeometryError, match="one width in vLLM's CPU worker"):
+        ChunkLayout(64, 32, CPUPages(32, orders))
 
 
 def test_the_groups_of_a_chunk_follow_each_other():

@@ -135,6 +135,29 @@ def test_a_chunk_of_a_later_version_is_left_alone(serde, removed, x):
     assert not removed
 
 
+def test_a_server_with_wrong_widths_removes_nothing(serde, removed, x):
+    other = KVPactSerde(ChunkFormat("int:bits=8", ChunkLayout(36, 36)), removed.append)
+    assert other.estimate_serialized_size(described(x)) == 1
+    first = Buffer(stored(serde, x).tensors[0][:1])  # as many bytes as it asks for
+    with pytest.raises(GeometryError):
+        other.deserialize(first, Buffer(x.clone()), KEY)
+    assert (other.stats()["mismatched"], other.stats()["damaged"]) == (1, 0)
+    assert not removed
+
+
+def test_a_method_that_is_not_there_is_left_alone(serde, removed, x, monkeypatch):
+    data = stored(serde, x)
+
+    def gone(_):
+        raise SpecError("unknown method 'turboquant'")
+
+    monkeypatch.setattr("kvpact.spec.Spec.from_json", gone)
+    with pytest.raises(SpecError):
+        serde.deserialize(data, Buffer(x.clone()), KEY)
+    assert serde.stats()["mismatched"] == 1
+    assert not removed
+
+
 def test_what_can_not_be_packed_is_refused_when_it_is_stored_and_said_once(serde, caplog):
     x = torch.zeros(2, 64, 100, dtype=torch.float16)
     for _ in range(2):
@@ -154,6 +177,7 @@ def test_what_can_not_be_packed_is_refused_when_it_is_stored_and_said_once(serde
         ({**OPTIONS, "spec": 4}, SpecError, "a spec is text"),
         ({**OPTIONS, "spec": "vq"}, SpecError, "learns from its tokens"),
         ({**OPTIONS, "head_dim": "64"}, GeometryError, "should be the width of a head"),
+        ({**OPTIONS, "cpu_block_size": "32"}, GeometryError, "should be vLLM's --block-size"),
     ],
 )
 def test_wrong_options_are_refused(options, error, message):
@@ -201,17 +225,20 @@ def test_importing_kvpact_imports_nothing_of_lmcache():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_missing_lmcache_is_named(monkeypatch):
+def test_missing_engines_are_named(monkeypatch):
     found = builtins.__import__
 
     def missing(name, *rest):
-        if name.partition(".")[0] == "lmcache":
-            raise ImportError("no lmcache")
+        if name.partition(".")[0] in ("lmcache", "vllm"):
+            raise ImportError(f"no {name}")
         return found(name, *rest)
 
+    monkeypatch.delitem(sys.modules, "kvpact.integrations.vllm.connector_order", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(BackendUnavailable, match=r"pip install 'kvpact\[lmcache\]'"):
         register()
+    with pytest.raises(BackendUnavailable, match="vLLM can't be imported here"):
+        Served().make({**OPTIONS, "cpu_block_size": 32})
 
 
 @pytest.fixture
@@ -223,6 +250,7 @@ def lmcache(monkeypatch):
         seen.argv = argv
 
     parts = {
+        "lmcache": {"torch_device_type": "cuda"},
         "lmcache.v1.distributed.serde": {
             "get_registered_serde_types": lambda: list(seen.factories),
             "register_serde_factory": seen.factories.__setitem__,
@@ -260,3 +288,12 @@ def test_the_factory_makes_one_object_for_both_ways(lmcache):
     assert workers == 3
     with pytest.raises(SpecError, match="max_workers='3' should be a number of threads"):
         lmcache.factories["kvpact"]({**OPTIONS, "max_workers": "3"})
+
+
+def test_without_accelerator_what_lies_in_chunks_has_to_be_said(lmcache, monkeypatch):
+    monkeypatch.setattr(sys.modules["lmcache"], "torch_device_type", "cpu")
+    register()
+    with pytest.raises(SpecError, match="on a machine without accelerator"):
+        lmcache.factories["kvpact"](dict(OPTIONS))
+    serde, *_ = lmcache.factories["kvpact"]({**OPTIONS, "cpu_block_size": 0})
+    assert serde.chunks.layout.pages is None

@@ -73,7 +73,9 @@ class ChunkFormat:
         self._groups = self._checked_groups(str(named))
 
     def __str__(self) -> str:
-        return f"{self.spec}, heads of width {self.layout.head_dim} and {self.layout.value_dim}"
+        pages = "" if self.layout.pages is None else f", pages of {self.layout.pages.tokens} tokens"
+        widths = f"{self.layout.head_dim} and {self.layout.value_dim}"
+        return f"{self.spec}, heads of width {widths}{pages}"
 
     def _checked_groups(self, text: str) -> list[tuple[str, int]]:
         """Return the tokens that K and V pack together."""
@@ -176,20 +178,19 @@ class ChunkFormat:
             The bytes were changed, cut, or are another chunk's.
         FormatError
             They are whole, and of a version that this one can't read.
-        MismatchError
-            They are whole, and of another spec, dtype or shape.
+        MismatchError, SpecError
+            They are whole, and of another spec, dtype or shape; of a method that is not there.
         GeometryError, DtypeError
             As of `nbytes`.
         """
-        blob = memoryview(unseal(name, data).blob)
-        held = [self._read(part, x) for part, x in zip(self._files(blob, out), out, strict=True)]
-        for one, x in zip(held, out, strict=True):
-            read = self._compressor.decompress_kv(one)
-            for side, given in zip(self.layout.split(x), read, strict=True):
-                side.copy_(given)
-
-    def _files(self, blob: memoryview, out: Sequence[Tensor]) -> Iterator[memoryview]:
+        # What can't be packed is no reason to call the bytes damaged.
         sizes = [self._file_bytes(tuple(x.shape), x.dtype) for x in out]
+        files = self._files(memoryview(unseal(name, data).blob), sizes)
+        held = [self._read(part, x) for part, x in zip(files, out, strict=True)]
+        for one, x in zip(held, out, strict=True):
+            self.layout.join(*self._compressor.decompress_kv(one), x)
+
+    def _files(self, blob: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
         if sum(sizes) != len(blob):
             raise MismatchError(
                 f"{len(blob):,} bytes of K and V where {str(self.spec)!r} has {sum(sizes):,}: they "

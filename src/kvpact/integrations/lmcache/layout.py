@@ -5,11 +5,14 @@ LMCache says of a chunk's tensor its shape and nothing of heads, so their widths
 - `[L, T, H * (D + D_v)]`: each head's K and V side by side, as vLLM has them since 0.26; and
   latents, which are one head with `D` of `c_kv` and `D_v` of `k_rope`. A 1 may stand in front.
 - `[2, L, T, H * D]`: all of K, then all of V.
+
+vLLM's CPU worker has the first shape, and other numbers in it: of a page and head K of all tokens,
+then V of all tokens, each in an order that its instructions like. So its pages are told, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +21,23 @@ from torch import Tensor
 from kvpact.errors import GeometryError
 
 Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CPUPages:
+    """The pages of vLLM's CPU worker.
+
+    Parameters
+    ----------
+    tokens : int
+        Of a page: vLLM's ``--block-size``.
+    orders : callable
+        From a dtype to the places of K's and of V's numbers in a page; see
+        `kvpact.integrations.vllm.connector_order.page_orders`.
+    """
+
+    tokens: int
+    orders: Callable[[torch.dtype], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,8 @@ class ChunkLayout:
         Width of K.
     value_dim : int
         Width of V.
+    pages : CPUPages, optional
+        Where the engine is vLLM's CPU worker.
 
     Raises
     ------
@@ -39,12 +61,18 @@ class ChunkLayout:
 
     head_dim: int
     value_dim: int
+    pages: CPUPages | None = None
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "value_dim"):
             width = getattr(self, name)
             if type(width) is not int or width < 1:
                 raise GeometryError(f"{name}={width!r} should be the width of a head, as 128")
+        if self.pages is not None and self.head_dim != self.value_dim:
+            raise GeometryError(
+                f"head_dim={self.head_dim} and value_dim={self.value_dim}: K and V have one width "
+                "in vLLM's CPU worker"
+            )
 
     def shapes(self, shape: Sequence[int]) -> tuple[Shape, Shape]:
         """Return the shapes of K and V, `[L, H, T, D]`, in a tensor of LMCache's.
@@ -52,7 +80,7 @@ class ChunkLayout:
         Raises
         ------
         GeometryError
-            The tensor is none of those above, or the widths don't fit.
+            The tensor is none of those above, or the widths or pages don't fit.
         """
         apart = len(shape) == 4 and shape[0] == 2
         inner = tuple(shape[1:] if len(shape) == 4 and shape[0] in (1, 2) else shape)
@@ -61,7 +89,7 @@ class ChunkLayout:
             len(inner) != 3
             or min(inner) < 1
             or inner[2] % width
-            or (apart and self.head_dim != self.value_dim)
+            or (apart and (self.head_dim != self.value_dim or self.pages is not None))
         ):
             raise GeometryError(
                 f"LMCache's chunks have the shape {tuple(shape)}; with head_dim={self.head_dim} "
@@ -70,14 +98,54 @@ class ChunkLayout:
                 "set the widths of the model's heads"
             )
         layers, tokens, total = inner
+        if self.pages is not None and tokens % self.pages.tokens:
+            raise GeometryError(
+                f"a chunk has {tokens} tokens, which are no whole number of pages of "
+                f"{self.pages.tokens}: set cpu_block_size to vLLM's --block-size"
+            )
         heads = total // width
         return (layers, heads, tokens, self.head_dim), (layers, heads, tokens, self.value_dim)
 
     def split(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K and V as views, `[L, H, T, D]`. Errors as of `shapes`."""
-        k_shape, _ = self.shapes(chunk.shape)
-        heads = torch.unflatten(chunk, -1, (k_shape[1], -1)).transpose(-2, -3)
+        """Return K and V, `[L, H, T, D]`. Errors as of `shapes`."""
+        (layers, heads, tokens, dim), _ = self.shapes(chunk.shape)
+        if self.pages is None:
+            return self._sides(chunk, heads)
+        halves = self._halves(chunk, heads)
+        k, v = (
+            halves[:, :, :, side, order].view(layers, -1, heads, self.pages.tokens, dim)
+            for side, order in enumerate(self.pages.orders(chunk.dtype))
+        )
+        shape = (layers, heads, tokens, dim)
+        return k.transpose(1, 2).reshape(shape), v.transpose(1, 2).reshape(shape)
+
+    def join(self, k: Tensor, v: Tensor, chunk: Tensor) -> None:
+        """Write K and V, `[L, H, T, D]`, into a chunk."""
+        (layers, heads, _, _), _ = self.shapes(chunk.shape)
+        if self.pages is None:
+            for place, given in zip(self._sides(chunk, heads), (k, v), strict=True):
+                place.copy_(given)
+            return
+        halves = self._halves(chunk, heads)
+        for side, (given, order) in enumerate(
+            zip((k, v), self.pages.orders(chunk.dtype), strict=True)
+        ):
+            pages = torch.unflatten(given, 2, (-1, self.pages.tokens)).transpose(1, 2)
+            halves[:, :, :, side, order] = pages.flatten(3)
+        rows = halves.view(layers, halves.shape[1], heads, self.pages.tokens, -1)
+        chunk.copy_(rows.transpose(2, 3).reshape(chunk.shape))
+
+    def _sides(self, chunk: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """Return K and V as views."""
+        rows = torch.unflatten(chunk, -1, (heads, -1)).transpose(-2, -3)
         if chunk.dim() == 4 and chunk.shape[0] == 2:
-            return heads[0], heads[1]
-        heads = heads[0] if chunk.dim() == 4 else heads
-        return heads[..., : self.head_dim], heads[..., self.head_dim :]
+            return rows[0], rows[1]
+        rows = rows[0] if chunk.dim() == 4 else rows
+        return rows[..., : self.head_dim], rows[..., self.head_dim :]
+
+    def _halves(self, chunk: Tensor, heads: int) -> Tensor:
+        """Return a copy by pages: `[L, pages, H, 2, numbers of K or V]`."""
+        assert self.pages is not None
+        shape = (*chunk.shape[-3:-2], -1, self.pages.tokens, heads, 2 * self.head_dim)
+        pages = chunk.reshape(shape).transpose(2, 3)
+        return pages.reshape(*pages.shape[:3], 2, -1).clone()

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvpact.errors import FormatError, IntegrityError, KVPactError, MismatchError
+from kvpact.errors import IntegrityError, KVPactError, MismatchError
 from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class KVPactSerde:
         ``stored`` and ``loaded`` are chunks, with their bytes as they lie in the store
         (``stored_bytes``) and before (``given_bytes``). ``not_stored`` chunks were refused;
         ``damaged`` ones had changed bytes; ``mismatched`` ones are whole and of another spec, shape
-        or version.
+        or version, or the engine's tensors are none that can be read into.
         """
         names = ("stored", "stored_bytes", "given_bytes", "not_stored")
         with self._lock:
@@ -89,16 +89,16 @@ class KVPactSerde:
         return len(data)
 
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
-        """Read a chunk; what can't be served is counted, told and removed.
+        """Read a chunk; what can't be served is counted and told, and removed.
 
         Raises
         ------
-        IntegrityError, MismatchError, FormatError
+        KVPactError
             See `ChunkFormat.unpack`; the chunk is as before.
         """
         try:
             self.chunks.unpack(bytes(src.byte_array), key_hash(key), _tensors(dst))
-        except (IntegrityError, MismatchError, FormatError) as error:
+        except KVPactError as error:
             self._count(**{"damaged" if isinstance(error, IntegrityError) else "mismatched": 1})
             logger.warning(
                 "kvpact: chunk %s of %s is computed anew: %s",
@@ -106,8 +106,8 @@ class KVPactSerde:
                 key.model_name,
                 error,
             )
-            # An entry of a later version is another process's to remove.
-            if not isinstance(error, FormatError):
+            # What this process does not know, a later version or a method, may be good for others.
+            if isinstance(error, IntegrityError | MismatchError):
                 self._remove(key)
             raise
         self._count(loaded=1)

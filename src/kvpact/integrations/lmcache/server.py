@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvpact.errors import SpecError
 from kvpact.integrations.lmcache.chunk import ChunkFormat
+from kvpact.integrations.lmcache.cpu_pages import cpu_pages
 from kvpact.integrations.lmcache.layout import ChunkLayout
 from kvpact.integrations.lmcache.serde import KVPactSerde
 
@@ -34,17 +36,22 @@ class Served:
         Parameters
         ----------
         options : dict
-            ``spec`` and ``head_dim``, and ``value_dim`` if it differs.
+            ``spec`` and ``head_dim``; ``value_dim`` if it differs; ``cpu_block_size`` for vLLM's
+            CPU worker, or 0.
 
         Raises
         ------
         SpecError, GeometryError
             An option is missing, unknown or wrong.
+        BackendUnavailable
+            See `cpu_pages`.
         """
         given = {name: value for name, value in options.items() if name != "max_workers"}
         _check_names(given)
         width = given["head_dim"]
         layout = ChunkLayout(width, given.get("value_dim", width))
+        if given.get("cpu_block_size", 0) != 0:
+            layout = replace(layout, pages=cpu_pages(given["cpu_block_size"], width))
         serde = KVPactSerde(
             ChunkFormat(given["spec"], layout), lambda key: self._remove(key, options)
         )
@@ -100,9 +107,18 @@ def create_serde(options: dict[str, Any]) -> Any:
     ------
     SpecError, GeometryError
         An option is missing, unknown or wrong.
+    BackendUnavailable
+        See `cpu_pages`.
     """
+    from lmcache import torch_device_type
     from lmcache.v1.distributed.serde import AsyncSerdeProcessor
 
+    if torch_device_type == "cpu" and "cpu_block_size" not in options:
+        raise SpecError(
+            "LMCache's serde 'kvpact': on a machine without accelerator, say what lies in chunks: "
+            "with vLLM's CPU worker \"cpu_block_size\" is vLLM's --block-size, with any other "
+            "engine it is 0"
+        )
     workers = options.get("max_workers", 1)
     if type(workers) is not int or workers < 1:
         raise SpecError(f"max_workers={workers!r} should be a number of threads, as 2")
@@ -119,7 +135,10 @@ def build_server_modules(build: Any) -> StatusModule:
 
 def _check_names(options: Mapping[str, Any]) -> None:
     wanted = {"spec", "head_dim"}
-    unknown, missing = options.keys() - wanted - {"value_dim"}, wanted - options.keys()
+    unknown, missing = (
+        options.keys() - wanted - {"value_dim", "cpu_block_size"},
+        wanted - options.keys(),
+    )
     if unknown or missing:
         what = f"{sorted(missing)} missing" if missing else f"{sorted(unknown)} unknown"
         raise SpecError(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
 from kvpact.errors import BackendUnavailable
 
@@ -16,10 +16,7 @@ _DIGIT = 256
 
 
 def orders_of(layer: Any, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return where the numbers of K and of V lie in their half of a head's part of a page.
-
-    Known numbers are written by vLLM's kernel and read as they lie. Its order differs by
-    instruction set, and may by version.
+    """Return the orders of a layer's pages.
 
     Parameters
     ----------
@@ -33,7 +30,7 @@ def orders_of(layer: Any, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Te
     Returns
     -------
     tuple of Tensor
-        `[tokens * dim]` int64 each: the place of the number ``token * dim + channel``.
+        As of `page_orders`.
 
     Raises
     ------
@@ -46,18 +43,49 @@ def orders_of(layer: Any, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Te
             "kvpact's connector encodes the pages of vLLM's CPU attention alone, not of "
             f"{type(layer.impl).__name__}"
         )
+    return page_orders(layer.isa, tokens, dim, dtype)
+
+
+def page_orders(
+    isa: str | None, tokens: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return where the numbers of K and of V lie in their half of a head's part of a page.
+
+    Known numbers are written by vLLM's kernel and read as they lie. Its order differs by
+    instruction set, and may by version.
+
+    Parameters
+    ----------
+    isa : str, optional
+        vLLM's name of an instruction set; if omitted, the one that it takes here.
+    tokens, dim : int
+        Of a page, and of a head.
+    dtype : torch.dtype
+        Of the pages.
+
+    Returns
+    -------
+    tuple of Tensor
+        `[tokens * dim]` int64 each: the place of the number ``token * dim + channel``.
+
+    Raises
+    ------
+    BackendUnavailable
+        A page is no permutation of its tokens.
+    """
+    isa = isa or _get_attn_isa(dtype, tokens, dim)
     numbers = torch.arange(tokens * dim)
     seen, scale = torch.zeros(2, tokens * dim, dtype=torch.int64), 1
     while scale < len(numbers):
         digit = (numbers // scale % _DIGIT).view(tokens, 1, dim).to(dtype)
         page = torch.zeros(1, 1, 2 * tokens, dim, dtype=dtype)
         k, v = page.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(digit, digit, k, v, torch.arange(tokens), layer.isa)
+        ops.cpu_attn_reshape_and_cache(digit, digit, k, v, torch.arange(tokens), isa)
         seen += scale * page.view(2, -1).to(torch.int64)
         scale *= _DIGIT
     order = seen.argsort(dim=1)
     if not torch.equal(seen.gather(1, order), numbers.expand(2, -1)):
         raise BackendUnavailable(
-            f"vLLM's pages of {dtype} ({layer.isa}) are no permutation of their tokens"
+            f"vLLM's pages of {dtype} ({isa}) are no permutation of their tokens"
         )
     return order[0], order[1]
