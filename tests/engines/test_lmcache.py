@@ -1,0 +1,188 @@
+"""vLLM with LMCache's server and connector, and kvpact's serde between memory and files."""
+
+import shutil
+from functools import cache
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lmcache_server import CHUNK, LMCacheServer
+
+from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
+from kvpact.integrations.lmcache.cpu_pages import cpu_pages
+from kvpact.integrations.lmcache.layout import ChunkLayout
+
+pytestmark = pytest.mark.skipif(find_spec("lmcache") is None, reason="LMCache is not installed")
+
+# vLLM's pages in these engines have 32 tokens.
+SERDE = {"spec": "turboquant:bits=4", "head_dim": 64, "cpu_block_size": 32}
+LAYERS, HEADS, NEW = 2, 2, 16
+SHAPE = (LAYERS, CHUNK, HEADS * 2 * 64)
+# transformers computes in fp32 what vLLM does, so tokens can be compared.
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "processes": True}
+
+
+def ids(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 512, (count,), generator=generator).tolist()
+
+
+PROMPTS = {"whole": ids(200, 1), "flipped": ids(210, 2), "swapped": ids(150, 3), "cut": ids(140, 4)}
+CHUNKS = {name: len(prompt) // CHUNK for name, prompt in PROMPTS.items()}
+
+
+@cache
+def form():
+    return ChunkFormat(SERDE["spec"], ChunkLayout(64, 64, cpu_pages(32, 64)))
+
+
+def read(path):
+    """Return a file's K and V, `[L, H, T, D]`."""
+    from lmcache.v1.distributed.api import ObjectKey
+
+    model, rank, group, digest = path.stem.split("@")
+    key = ObjectKey(bytes.fromhex(digest), model.replace("-SEP-", "/"), int(rank, 16), int(group))
+    chunk = torch.zeros(SHAPE)
+    form().unpack(path.read_bytes(), key_hash(key), [chunk])
+    return form().layout.split(chunk)
+
+
+class Model:
+    """transformers' own implementation of the toy."""
+
+    def __init__(self, folder):
+        from transformers import LlamaForCausalLM
+
+        self._model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def chunks(self, prompt):
+        """Return K and V of a prompt's chunks, `[L, H, T, D]` each."""
+        held = self._model(torch.tensor([prompt]), use_cache=True).past_key_values
+        k, v = (torch.stack(x) for x in zip(*[(one[0][0], one[1][0]) for one in held], strict=True))
+        whole = len(prompt) // CHUNK * CHUNK
+        sides = (x[:, :, :whole].split(CHUNK, dim=2) for x in (k, v))
+        return list(zip(*sides, strict=True))
+
+    @torch.no_grad()
+    def tokens(self, prompt, chunks=()):
+        """Return the greedy answer to a prompt whose first chunks have K and V as given."""
+        from transformers import DynamicCache
+
+        held = DynamicCache()
+        for k, v in chunks:
+            for layer in range(LAYERS):
+                held.update(k[layer][None], v[layer][None], layer)
+        new, answer = prompt[CHUNK * len(chunks) :], []
+        for _ in range(NEW):
+            logits = self._model(torch.tensor([new]), past_key_values=held, use_cache=True).logits
+            new = [int(logits[0, -1].argmax())]
+            answer += new
+        return answer
+
+
+@pytest.fixture(scope="module")
+def model(toy):
+    return Model(toy)
+
+
+def ask(engine, name):
+    (answer,) = engine.ask("greedy", prompts=[PROMPTS[name]], tokens=NEW)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def stored(start_vllm, toy, tmp_path_factory):
+    """What a first engine answered, and what a first server stored and said.
+
+    Beside the folder of chunks is one whose serde was told a width that does not fit.
+    """
+    path, other = tmp_path_factory.mktemp("chunks"), tmp_path_factory.mktemp("other")
+    with LMCacheServer((path, SERDE), (other, {**SERDE, "head_dim": 96})) as server:
+        with start_vllm(model=toy, kv_transfer_config=server.for_vllm, **OPTIONS) as engine:
+            answers = {name: ask(engine, name) for name in PROMPTS}
+        counts = server.written(lambda serdes: serdes[0]["stored"] == sum(CHUNKS.values()))
+    return SimpleNamespace(answers=answers, counts=counts, path=path, other=other, log=server.log)
+
+
+@pytest.fixture(scope="module")
+def files(stored, model):
+    """The file of each prompt's chunks, found by what is in it."""
+    given = {
+        (name, index): torch.cat(pair, -1)
+        for name, prompt in PROMPTS.items()
+        for index, pair in enumerate(model.chunks(prompt))
+    }
+    found = {}
+    for path in stored.path.iterdir():
+        held = torch.cat(read(path), -1)
+        errors = {which: float((held - x).norm() / x.norm()) for which, x in given.items()}
+        which = min(errors, key=errors.get)
+        # Of normal tokens this spec loses .094 (`TurboQuant.examples` allows .1).
+        assert errors[which] < 0.11
+        found[which] = path
+    assert found.keys() == given.keys()
+    return found
+
+
+def test_files_have_the_bytes_that_were_said_before(stored, files):
+    size = form().nbytes([(SHAPE, torch.float32)])
+    assert {path.stat().st_size for path in files.values()} == {size}
+    mine, other = stored.counts
+    assert mine["stored"] == len(files) == sum(CHUNKS.values())
+    assert mine["stored_bytes"] == size * len(files)
+    assert mine["given_bytes"] == 4 * torch.Size(SHAPE).numel() * len(files)
+    # LMCache gives up a request's chunks at the first that fails.
+    assert (other["stored"], other["not_stored"]) == (0, len(PROMPTS))
+    assert list(stored.other.iterdir()) == []
+    assert stored.log.count("kvpact stores nothing of this engine") == 1
+    assert f"kvpact: {mine}" in stored.log
+
+
+def test_a_second_engine_loads_chunks_and_computes_damaged_ones(
+    start_vllm, toy, model, stored, files, tmp_path
+):
+    path = tmp_path / "chunks"
+    shutil.copytree(stored.path, path)
+    here = {which: path / file.name for which, file in files.items()}
+    flipped, swapped, cut = here["flipped", 1], here["swapped", 0], here["cut", 0]
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 1
+    flipped.write_bytes(data)
+    swapped.write_bytes(here["whole", 0].read_bytes())
+    cut.write_bytes(cut.read_bytes()[:-1])
+
+    def loaded(name):
+        pairs = [read(files[name, index]) for index in range(CHUNKS[name])]
+        return model.tokens(PROMPTS[name], pairs)
+
+    with (
+        LMCacheServer((path, SERDE)) as server,
+        start_vllm(model=toy, kv_transfer_config=server.for_vllm, **OPTIONS) as engine,
+    ):
+        answers = {name: ask(engine, name) for name in PROMPTS}
+        metrics = engine.ask("metrics")
+        (counts,) = server.written(lambda _: flipped.exists() and swapped.exists())
+        assert answers == {**stored.answers, "whole": loaded("whole")}
+        assert answers["whole"] != stored.answers["whole"]
+        assert metrics["vllm:external_prefix_cache_hits"] == CHUNK * CHUNKS["whole"]
+        assert (counts["damaged"], counts["mismatched"]) == (2, 0)
+        assert server.log.count("is computed anew") == 2
+
+        # What was removed has been stored anew; what LMCache calls a miss itself stays as it is.
+        for which in (("flipped", 1), ("swapped", 0)):
+            for new, old in zip(read(here[which]), read(files[which]), strict=True):
+                torch.testing.assert_close(new, old)
+        server.forget()
+        assert engine.ask("forget")
+        again = {name: ask(engine, name) for name in PROMPTS}
+        assert again == {**{name: loaded(name) for name in PROMPTS}, "cut": stored.answers["cut"]}
+        assert server.counts()[0]["damaged"] == 2
+        assert engine.ask("forget")
+
+
+def test_a_method_whose_bytes_are_not_known_before_is_refused_at_start(tmp_path):
+    server = LMCacheServer((tmp_path, {**SERDE, "spec": "vq", "cpu_block_size": 0}))
+    assert not server.answered
+    assert "the method of K learns from its tokens" in server.log
