@@ -89,6 +89,31 @@ def test_what_is_not_covered_is_refused_and_not_given_to_others(on_cuda, asked, 
         choose(**{"kv_cache_dtype": "auto", **asked})
 
 
+def test_connectors_are_refused(on_cuda):
+    from vllm.config import KVTransferConfig, get_current_vllm_config
+
+    register()
+    config = get_current_vllm_config()
+    config.kv_transfer_config = KVTransferConfig(kv_connector="KVPactConnector", kv_role="kv_both")
+    with pytest.raises(BackendUnavailable, match="KV connector not supported"):
+        choose(kv_cache_dtype="auto")
+
+
+def test_layers_that_store_by_a_spec_are_still_those_of_a_device(on_cuda):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvpact.integrations.vllm.backend import _stored_backend
+    from kvpact.spec import parse_spec
+
+    register()
+    plain = choose(kv_cache_dtype="auto")
+    stored = _stored_backend(plain, parse_spec(SPEC))
+    assert stored.get_builder_cls() is plain.get_builder_cls()
+    assert stored.get_impl_cls() is plain.get_impl_cls()
+    pages = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    assert stored.customize_spec(pages).state_content_bytes == 68
+
+
 def test_without_a_spec_vllm_chooses_its_own(on_cuda, monkeypatch):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -145,14 +170,18 @@ class Batch:
 
 
 @pytest.fixture
-def builder(on_cuda):
-    """A builder without the start's checks and log, for which an engine is needed."""
+def builder(on_cuda, monkeypatch):
+    """A builder without the start's checks and log, for which a model is needed."""
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from kvpact.integrations.vllm import backend
     from kvpact.integrations.vllm.cuda import CudaBuilder
 
-    made = object.__new__(CudaBuilder)
-    made.kv_cache_spec = type("Pages", (), {"block_size": 32})
-    made.device, made._scratch = torch.device("cpu"), None
-    return made
+    for name in ("_check", "_scratch", "log_start"):
+        monkeypatch.setattr(backend, name, lambda *_: None)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    return CudaBuilder(spec, [], get_current_vllm_config(), torch.device("cpu"))
 
 
 def test_a_batch_is_read_from_what_vllm_keeps_on_the_host(builder):

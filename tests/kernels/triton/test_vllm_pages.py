@@ -155,6 +155,18 @@ def test_steps_of_several_rows_are_a_few_launches_and_read_nothing(make):
     assert launched[2] == [*kernels, "copy_"]
 
 
+def test_long_pasts_are_read_by_the_fast_kernel(make):
+    """What it asks of addresses holds in vLLM's pages: it reads them 16 bytes at a time."""
+    layer, _ = make(STORED, pages=10)
+    sequence = Sequence(STORED, [5, 2, 9, 0, 7, 1, 8, 3, 6], 262, seed=1)
+    run(layer, [sequence], [260])
+    given = prepared([sequence], [1])
+    with Launches() as launches:
+        layer.step(*given, SCALE)
+    assert "attend_digits" in launches.names
+    assert close(given[-1].cpu(), sequence.right)
+
+
 def test_a_row_whose_window_is_gone_is_attended_as_stored(make):
     """What a cached prefix is: pages that others wrote, and no exact tokens."""
     layer, _ = make(WINDOWED)

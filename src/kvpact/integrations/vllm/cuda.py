@@ -85,7 +85,7 @@ class CudaBuilder(KVPactBuilder):
                 "so does who shares their pages; others are not touched. Requests cut so far: %d",
                 KVPactImpl.cut,
             )
-        watch.rows = [row for part, _ in made.parts for row in part]
+        watch.rows = self._rows
         return made
 
     def _read(self, batch: CommonAttentionMetadata, size: int) -> tuple[list[int], Tensor]:
