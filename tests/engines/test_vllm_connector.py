@@ -39,6 +39,18 @@ def test_a_second_engine_loads_what_the_first_computed(run_vllm, toy, tmp_path, 
     assert saving["all_free"] and loading["all_free"]
 
 
+def test_pages_of_a_recipe_by_layer_are_shared(run_vllm, toy, tmp_path, prompts):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('default = "turboquant:bits=4,sinks=0"\n[layers]\n0 = "int:bits=8,sinks=0"\n')
+    first, others = one_by_one(prompts[:1]), one_by_one(prompts[1:])
+    without = run_vllm(str(recipe), model=toy, greedy=first + others, **OPTIONS)
+    stored = {**OPTIONS, **sharing(tmp_path / "store")}
+    saving = run_vllm(str(recipe), model=toy, greedy=first, **stored)
+    loading = run_vllm(str(recipe), model=toy, greedy=others, **stored)
+    assert saving["greedy"] + loading["greedy"] == without["greedy"]
+    assert loading["metrics"]["vllm:kvpact_loaded_tokens"] == SHARED
+
+
 def test_what_another_model_saved_is_not_loaded(run_vllm, toy, make_toy, tmp_path, prompts):
     batches, other = one_by_one(prompts[:1]), make_toy(initializer_range=0.1)
     run_vllm("none", model=other, greedy=batches, **OPTIONS, **sharing(tmp_path / "store"))

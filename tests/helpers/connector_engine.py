@@ -84,22 +84,29 @@ class Engine:
             self.step([])
         raise AssertionError("the lookup never ends")
 
-    def step(self, new, loads=True):
-        """One step, `new` of (request, pages, computed, scheduled): finished loads, bad pages."""
+    def step(self, new, cached=(), resumed=()):
+        """One step, of (request, pages, computed, scheduled) each: finished loads, bad pages.
+
+        The pages of `cached` requests are those that are new; of `resumed` ones of them, all.
+        """
+        scheduled = [*new, *cached]
         output = SimpleNamespace(
             scheduled_new_reqs=[
                 SimpleNamespace(req_id=one.request_id, block_ids=(pages,), num_computed_tokens=at)
                 for one, pages, at, _ in new
             ],
             scheduled_cached_reqs=SimpleNamespace(
-                req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set()
+                req_ids=[one.request_id for one, *_ in cached],
+                new_block_ids=[(pages,) if pages else None for _, pages, _, _ in cached],
+                num_computed_tokens=[computed for _, _, computed, _ in cached],
+                resumed_req_ids=set(resumed),
             ),
-            num_scheduled_tokens={one.request_id: count for one, _, _, count in new},
-            total_num_scheduled_tokens=sum(count for *_, count in new),
+            num_scheduled_tokens={one.request_id: count for one, _, _, count in scheduled},
+            total_num_scheduled_tokens=sum(count for *_, count in scheduled),
         )
         plan = self.scheduler.plan(output)
         self.worker.begin(plan)
-        for name in LAYERS if new else ():
+        for name in LAYERS if scheduled else ():
             self.worker.save_layer(name)
         self.worker.start_loads(plan)
         self.worker.end()

@@ -82,6 +82,59 @@ def test_pages_with_tokens_that_could_not_be_stored_are_not_saved():
     assert engine.counts.total()["failures"] == 1 and len(store) == 3
 
 
+def all_saved(engine):
+    assert engine.worker._saves_lane.submit(lambda job: None).wait(30)
+    return engine.counts.total()["saved_chunks"]
+
+
+def test_chunks_are_saved_as_steps_complete_them_and_tokens_are_known():
+    store = MemoryStore()
+    engine, one = Engine(store), request("first", IDS[:100])
+    assert engine.load(one, PAGES[:4]) == (0, set())
+    engine.step([(one, PAGES[:2], 0, 50)])
+    assert all_saved(engine) == 0
+    engine.step([], [(one, PAGES[2:4], 50, 50)])
+    assert all_saved(engine) == 1
+    # 28 answered tokens complete the second chunk; the last one is not known in time.
+    one.all_token_ids += IDS[100:127]
+    engine.step([], [(one, [], 100, 28)])
+    assert all_saved(engine) == 1
+    one.all_token_ids += IDS[127:129]
+    engine.step([], [(one, PAGES[4:5], 128, 1)])
+    assert all_saved(engine) == 2
+    second = Engine(store, seed=1)
+    assert second.load(request("second", IDS), OTHERS) == (2 * CHUNK, set())
+    assert same(second.rows(OTHERS[:4]), engine.rows(PAGES[:4]))
+
+
+def test_a_request_that_comes_back_saves_from_its_new_pages():
+    store = MemoryStore()
+    engine, one = Engine(store), request("first", IDS)
+    assert engine.load(one, PAGES) == (0, set())
+    engine.step([(one, PAGES[:3], 0, CHUNK + 5)])
+    assert all_saved(engine) == 1
+    # Preempted: it loads what it saved, and computes the rest elsewhere.
+    assert engine.load(one, OTHERS) == (CHUNK, set())
+    assert same(engine.rows(OTHERS[:2]), engine.rows(PAGES[:2]))
+    engine.step([], [(one, OTHERS, CHUNK, len(IDS) - CHUNK)], resumed=["first"])
+    assert all_saved(engine) == 3
+    second = Engine(store, seed=1)
+    assert second.load(request("second", IDS), PAGES) == (3 * CHUNK, set())
+    assert same(second.rows(PAGES[:6]), engine.rows(OTHERS[:6]))
+
+
+def test_a_request_without_a_key_is_computed_and_counted():
+    engine = Engine(MemoryStore())
+
+    def fails(request):
+        raise OSError("no such adapter")
+
+    engine.scheduler._adapter = fails
+    engine.serve(request("first", IDS), PAGES)
+    assert engine.counts.total()["failures"] == 1
+    assert engine.counts.total()["saved_chunks"] == 0
+
+
 @pytest.mark.parametrize(
     "other",
     [
