@@ -93,3 +93,32 @@ def test_a_window_moves_with_its_sequence(counts):
         parts.append(new)
         held += count
     assert torch.equal(out, contiguous(EXACT, *parts))
+
+
+def test_windows_that_step_together_move_in_the_same_steps():
+    layer, given = make(EXACT, 2), (tokens(100, 12), tokens(100, 13))
+    pages = (tuple(range(4)), tuple(range(4, 8)))
+
+    def row(i, start, held, count):
+        return Row(start, start + count, held, pages[i][: -(-(held + count) // PAGE)])
+
+    held = [40, 40]
+    for i in range(2):
+        step(layer, [row(i, 0, 0, 40)], given[i][:, :40])
+    for _ in range(5):
+        step(layer, [row(0, 0, held[0], 1)], given[0][:, held[0] : held[0] + 1])
+        held[0] += 1
+    moved = []
+    for number in range(2 * SLACK):
+        before = [window.memories for window in layer._windows._at.values()]
+        new = torch.cat([given[i][:, n : n + 1] for i, n in enumerate(held)], 1)
+        out = step(layer, [row(i, i, n, 1) for i, n in enumerate(held)], new)
+        held = [n + 1 for n in held]
+        now = {id(window.memories) for window in layer._windows._at.values()}
+        stayed = now & {id(memories) for memories in before}
+        assert len(stayed) in (0, 2)
+        moved += [] if stayed else [number]
+    assert moved == [SLACK - 5, 2 * SLACK - 5]
+    for i, n in enumerate(held):
+        steps = [given[i][:, t : t + 1] for t in range(40, n)]
+        assert torch.equal(out[i : i + 1], contiguous(EXACT, given[i][:, :40], *steps))

@@ -183,9 +183,9 @@ class PagedLayer:
         runners = self._runners_for(rows, q, k, v, config)
         if runners is None:
             return False
+        self._windows.make_room([window for _, window in rows])
         made, keep = [], self._windows.width > 0
         for (row, window), runner in zip(rows, runners, strict=True):
-            self._windows.make_room(window)
             exact, (k_memory, v_memory) = self._windows.exact_from(window), window.memories
             k_new = StepTokens(exact, k_memory, keep, row.held, 1, False)
             v_new = StepTokens(exact, v_memory, keep, row.held, 1, False)

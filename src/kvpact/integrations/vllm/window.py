@@ -133,11 +133,15 @@ class WindowPool:
         """Return the first token that a window's sequence attends exactly."""
         return max(window.first, window.end - self.width)
 
-    def make_room(self, window: Window) -> None:
-        """See that one more token fits behind a window."""
-        memory = window.memories[0]
-        if self.width and window.end - memory.start == memory.tensor.shape[2]:
-            self._move(window, self.width)
+    def make_room(self, windows: Sequence[Window]) -> None:
+        """See that one more token fits behind each window.
+
+        All are moved when one has to be: from then on they are moved in the same steps, and in the
+        steps between these what kernels were told of addresses stays.
+        """
+        if self.width and any(map(_is_full, windows)):
+            for window in windows:
+                self._move(window, self.width)
 
     def append(self, window: Window, tokens: tuple[Tensor, Tensor]) -> None:
         """Copy new tokens, `[1, H, T, D]`, as far as they are in the window."""
@@ -179,3 +183,8 @@ class WindowPool:
             count = window.end - start
             memory.tensor[:, :, :count] = memory.tokens(start, window.end).clone()
         window.first, window.memories = start, self._memories(window.slot, start)
+
+
+def _is_full(window: Window) -> bool:
+    memory = window.memories[0]
+    return window.end - memory.start == memory.tensor.shape[2]
