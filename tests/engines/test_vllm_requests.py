@@ -66,10 +66,16 @@ def test_with_shared_prefixes_all_answers_are_the_same_and_all_pages_free(
     assert mine == answers
 
 
+@pytest.mark.parametrize(
+    ("spec", "extra"),
+    [("none", {}), (None, {"storage": "none:sinks=0"})],
+    ids=["kvpact's pages", "vLLM's own pages"],
+)
 def test_with_a_store_all_answers_are_the_same_and_all_pages_free(
-    start_vllm, toy, requests, answers, tmp_path
+    start_vllm, toy, requests, answers, tmp_path, spec, extra
 ):
-    mine, metrics = run(start_vllm, toy, requests, **sharing(tmp_path / "store"))
+    shared = sharing(tmp_path / "store", **extra)
+    mine, metrics = run(start_vllm, toy, requests, spec, **shared)
     # Of prefixes that the small pool has no room for any more.
     assert metrics["vllm:external_prefix_cache_hits"] > 0
     assert metrics["vllm:kvpact_loaded_tokens"] > 0
