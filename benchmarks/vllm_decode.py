@@ -29,7 +29,7 @@ SHORT = 2048
 """Tokens of the prompts of a round, at least."""
 
 
-def engine(spec, options, threads, clock):
+def engine(spec, options, threads, clock="wall"):
     """Start an engine in a process of its own, which answers a line with a line."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVPACT_VLLM"))}
     env |= {
