@@ -7,8 +7,7 @@ import pytest
 import torch
 from tests.helpers.connector_engine import PAGE, Engine, request
 
-from kvpact.errors import GeometryError, StoreError, StoreFull
-from kvpact.integrations.vllm.connector_options import options_of
+from kvpact.errors import GeometryError, StoreFull
 from kvpact.stores import MemoryStore
 
 CHUNK = 64
@@ -354,21 +353,6 @@ def test_requests_that_end_early_leave_nothing_behind():
     assert done == {"second"}
     assert not engine.scheduler._tracked and not engine.scheduler._loading
     assert not engine.worker._running
-
-
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        ({}, "it needs a store"),
-        ({"store": "memory://", "time": 3}, "there is no 'time'"),
-        ({"store": "memory://", "timeout": 0}, "timeout can't be 0"),
-        ({"store": "memory://", "chunk": "64"}, "chunk can't be '64'"),
-        ({"store": 5}, "store can't be 5"),
-    ],
-)
-def test_options_are_checked(extra, reason):
-    with pytest.raises(StoreError, match=reason):
-        options_of(extra)
 
 
 def test_chunks_are_whole_pages():

@@ -49,7 +49,7 @@ class KVPactConnector(KVConnectorBase_V1):
         self._counts = Counts()
         self._scheduler: PrefixScheduler | None = None
         self._worker: PrefixWorker | None = None
-        store = share_store(self._options.store)
+        store = share_store(self._options)
         self._open = True
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = PrefixScheduler(
@@ -225,7 +225,7 @@ class KVPactConnector(KVConnectorBase_V1):
             if side is not None:
                 side.close()
         logger.info("kvpact's connector (%s): %s", self.role.name.lower(), line(self.counts))
-        release_store(self._options.store)
+        release_store(self._options)
 
     def _plan(self) -> StepPlan:
         plan: StepPlan = self._get_connector_metadata()

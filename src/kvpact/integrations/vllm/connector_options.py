@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvpact.errors import StoreError
+from kvpact.errors import FormatError, StoreError
+from kvpact.files import read_regular
 from kvpact.stores import Store, open_store
 
 
@@ -31,6 +32,9 @@ class Options:
     storage : str, optional
         Spec by which tokens are stored while vLLM's pages hold them as they are. Kvpact's pages are
         stored as they lie.
+    secret_file : str, optional
+        Path of a file of 32 random bytes: entries are encrypted and can't be forged, see
+        `kvpact.stores.EncryptedStore`.
     queue_bytes : int
         Bytes that may wait to be saved; what comes on top is dropped.
 
@@ -46,6 +50,7 @@ class Options:
     tenant: str = ""
     model: str | None = None
     storage: str | None = None
+    secret_file: str | None = None
     queue_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
@@ -56,6 +61,7 @@ class Options:
             ("tenant", str, True),
             ("model", str | None, self.model != ""),
             ("storage", str | None, self.storage != ""),
+            ("secret_file", str | None, self.secret_file != ""),
             ("queue_bytes", int, _above_zero(self.queue_bytes)),
         ):
             value = getattr(self, name)
@@ -77,26 +83,44 @@ def _above_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
-_shared: dict[str, tuple[Store, int]] = {}
+_shared: dict[tuple[str, str | None], tuple[Store, int]] = {}
 _lock = threading.Lock()
 
 
-def share_store(url: str) -> Store:
-    """Open a store, or return that which this process has open; give it back by `release_store`.
+def share_store(options: Options) -> Store:
+    """Open the store, or return that which this process has open; give it back by `release_store`.
 
     vLLM makes a connector for its scheduler and one for its worker, mostly in one process.
+
+    Raises
+    ------
+    StoreError
+        It can't be opened, or the secret is not 32 bytes.
     """
+    which = options.store, options.secret_file
     with _lock:
-        store, users = _shared.get(url) or (open_store(url), 0)
-        _shared[url] = store, users + 1
+        if which in _shared:
+            store, users = _shared[which]
+        else:
+            secret = None if options.secret_file is None else _secret(options.secret_file)
+            store, users = open_store(options.store, secret=secret), 0
+        _shared[which] = store, users + 1
         return store
 
 
-def release_store(url: str) -> None:
+def release_store(options: Options) -> None:
     """Close a store that nobody else uses."""
+    which = options.store, options.secret_file
     with _lock:
-        store, users = _shared.pop(url)
+        store, users = _shared.pop(which)
         if users > 1:
-            _shared[url] = store, users - 1
+            _shared[which] = store, users - 1
             return
     store.close()
+
+
+def _secret(path: str) -> bytes:
+    try:
+        return read_regular(path)
+    except (OSError, FormatError) as error:
+        raise StoreError(f"kv_connector_extra_config: no secret_file {path!r} ({error})") from error
