@@ -51,6 +51,16 @@ def test_pages_of_a_recipe_by_layer_are_shared(run_vllm, toy, tmp_path, prompts)
     assert loading["metrics"]["vllm:kvpact_loaded_tokens"] == SHARED
 
 
+def test_tensor_parallel_ranks_share_their_own_heads(run_vllm, toy, tmp_path, prompts):
+    options = {"model": toy, "tensor_parallel_size": 2, "processes": True, **OPTIONS}
+    options |= {"greedy": one_by_one(prompts[:1]), **sharing(tmp_path / "store")}
+    saving, loading = run_vllm("none", **options), run_vllm("none", **options)
+    assert saving["greedy"] == loading["greedy"]
+    assert loading["metrics"]["vllm:kvpact_loaded_tokens"] == 2 * SHARED
+    with open_store(tmp_path / "store") as store:
+        assert len(store) == 2 * (SHARED // 64)
+
+
 def test_what_another_model_saved_is_not_loaded(run_vllm, toy, make_toy, tmp_path, prompts):
     batches, other = one_by_one(prompts[:1]), make_toy(initializer_range=0.1)
     run_vllm("none", model=other, greedy=batches, **OPTIONS, **sharing(tmp_path / "store"))
