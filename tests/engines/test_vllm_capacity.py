@@ -44,18 +44,3 @@ def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, make_toy,
 def test_what_is_not_covered_is_refused_by_name(run_vllm, toy, spec, options, reason):
     options = {"model": toy, "dtype": "bfloat16", "max_model_len": 512, **options}
     assert reason in run_vllm(spec, fails=True, **options)["log"]
-
-
-def test_latent_attention_is_refused_by_name(run_vllm, make_toy):
-    model = make_toy(
-        kind="DeepseekV2",
-        num_key_value_heads=4,
-        kv_lora_rank=64,
-        q_lora_rank=None,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
-        v_head_dim=32,
-        first_k_dense_replace=2,
-    )
-    log = run_vllm(SPEC, fails=True, model=model, dtype="bfloat16", max_model_len=512)["log"]
-    assert "does not cover multi-head latent attention (MLA)" in log

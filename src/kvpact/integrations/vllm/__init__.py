@@ -46,9 +46,9 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if current_platform.is_cpu():
-        taken, ours = ["CPU_ATTN"], "backend.KVPactBackend"
+        taken = {"CPU_ATTN": "backend.KVPactBackend", "AMX_MLA": "latents.LatentBackend"}
     elif current_platform.is_cuda():
-        taken, ours = list(_ON_CUDA), "cuda.CudaBackend"
+        taken = dict.fromkeys(_ON_CUDA, "cuda.CudaBackend")
     else:
         raise BackendUnavailable(
             f"vLLM runs on {current_platform.device_name or 'an unknown device'}, kvpact's plug-in "
@@ -56,6 +56,6 @@ def register() -> None:
         )
     for name, member in AttentionBackendEnum.__members__.items():
         if name in taken:
-            register_backend(member, f"{__name__}.{ours}")
+            register_backend(member, f"{__name__}.{taken[name]}")
         elif "MLA" in name:
-            register_backend(member, f"{__name__}.refused.LatentBackend")
+            register_backend(member, f"{__name__}.refused.OtherLatentBackend")

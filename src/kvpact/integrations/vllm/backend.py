@@ -59,9 +59,15 @@ class KVPactBackend(AttentionBackend):
     ----------
     stored : Spec or None
         What the pages of its layers hold; None until the model is loaded (`give_backends`).
+    page_format : type of AttentionSpec
+        vLLM's page format of its layers.
+    latent : bool
+        K and V are MLA latents and rotated keys.
     """
 
     stored: ClassVar[Spec | None] = None
+    page_format: ClassVar[type[AttentionSpec]] = FullAttentionSpec
+    latent: ClassVar[bool] = False
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
@@ -98,11 +104,16 @@ class KVPactBackend(AttentionBackend):
             return spec
         if isinstance(spec, SlidingWindowSpec):
             refuse("models whose layers all have a sliding window: nothing of them is compressed")
-        if type(spec) is not FullAttentionSpec or cls.stored is None:
+        if type(spec) is not cls.page_format or cls.stored is None:
             refuse(f"layers of {type(spec).__name__} with {cls.__name__}")
-        pair = codecs(cls.stored, spec.head_size, spec.head_size_v, spec.dtype)
+        pair = codecs(cls.stored, *cls.widths(spec), spec.dtype)
         form = PageForm(*pair, spec.block_size)
         return replace(spec, state_content_bytes=form.content, dtype=torch.uint8)
+
+    @classmethod
+    def widths(cls, spec: AttentionSpec) -> tuple[int, int]:
+        """Return the widths of K and V."""
+        return spec.head_size, spec.head_size_v
 
 
 @cache
@@ -136,6 +147,9 @@ class KVPactMetadata(AttentionMetadata):
 class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
     """Tells attention which sequences a batch is made of."""
 
+    # Whether vLLM's CPU kernel may attend prompts.
+    prompts_by_own_kernel: ClassVar[bool] = True
+
     def __init__(
         self,
         kv_cache_spec: AttentionSpec,
@@ -147,7 +161,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         _check(vllm_config)
         self._rows: list[Row] = []
         self._scratch = None
-        if device.type == "cpu":
+        if device.type == "cpu" and self.prompts_by_own_kernel:
             self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
         log_start(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -278,7 +292,7 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
             return output.zero_()
         if self._layer is None or self._layer.pages is not kv_cache:
             windows = self._pool(stored, key, value, kv_cache.shape[2])
-            self._layer = _layer(stored, key, value, kv_cache, windows)
+            self._layer = _layer(stored, key, value, kv_cache, windows, layer.attn_backend.latent)
         cut: dict[int, NonFiniteError] = {}
         for rows, prompts in attn_metadata.parts:
             cut |= self._layer.step(rows, query, key, value, output, self._config, prompts)
@@ -318,14 +332,14 @@ def _layers(config: Any) -> dict[str, Any]:
 
 
 def _layer(
-    spec: Spec, key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool
+    spec: Spec, key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool, latent: bool
 ) -> PagedLayer:
     dtype, device = key.dtype, key.device
     k, v = codecs(spec, key.shape[2], value.shape[2], dtype)
-    plan = native_plan(k, v, dtype, device)
+    plan = native_plan(k, v, dtype, device, latent)
     watch = watch_of(device.type)
     good = None if watch is None else watch.flags(len(pages))
-    layer = PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, good)
+    layer = PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, good, latent)
     if watch is not None:
         watch.add(layer)
     return layer

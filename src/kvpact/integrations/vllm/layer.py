@@ -53,6 +53,8 @@ class PagedLayer:
         Given where the plan defers its checks: `[P]` bool on the device. That of the page in which
         a row's last token lies becomes False where one of its tokens can't be stored; nothing is
         cut then, until whoever reads the flags marks `damage`.
+    latent : bool
+        K and V are MLA latents and rotated keys, of one head; queries are absorbed.
 
     Attributes
     ----------
@@ -72,9 +74,10 @@ class PagedLayer:
         pages: Tensor,
         windows: WindowPool,
         good: Tensor | None = None,
+        latent: bool = False,
     ) -> None:
         self.pages, self._plan, self._tokens, self._windows = pages, plan, form.tokens, windows
-        self._good = good
+        self._good, self._latent = good, latent
         self._sides = tuple(zip((plan.k, plan.v), form.fields(pages), strict=True))
         # Of the sequences of the last batch, by their pages.
         self._sources: dict[tuple[int, ...], tuple[PageSource, PageSource]] = {}
@@ -217,13 +220,18 @@ class PagedLayer:
             runner = before.get(row.pages)
             if runner is None or not runner.fits_rows(k, v, q, config, count):
                 k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
-                call = AttendCall(self._view(row, window), k1, v1, q1, config)
+                call = self._call(self._view(row, window), k1, v1, q1, config)
                 runner = self._plan.step(call, self._flag(row))
             if runner is None:
                 return None
             runners.append(runner)
         self._steps, self._runners = steps, runners
         return runners
+
+    def _call(
+        self, view: LayerView | None, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    ) -> AttendCall:
+        return AttendCall(view, k, v, q, config, latent=self._latent)
 
     def _view(self, row: Row, window: Window) -> LayerView:
         exact, sources = self._windows.exact_from(window), self._sources[row.pages]
@@ -249,7 +257,7 @@ class PagedLayer:
         for row, window in rows:
             k1, v1, q1 = (_sequence(x, row.start, row.end) for x in (k, v, q))
             view = self._view(row, window) if row.held else None
-            alike[row.end - row.start].append((row, AttendCall(view, k1, v1, q1, config)))
+            alike[row.end - row.start].append((row, self._call(view, k1, v1, q1, config)))
         # Calls whose queries are equally many are one call of the kernels.
         for group in alike.values():
             output = self._plan.attend([call for _, call in group])

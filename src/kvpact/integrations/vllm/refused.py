@@ -1,4 +1,4 @@
-"""What takes the place of vLLM's attention over latents, while kvpact's pages are asked for."""
+"""What refuses a model: by name, and, in the places of vLLM's other attention over latents, all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvpact.errors import BackendUnavailable
 from kvpact.integrations.vllm.setting import SETTING
 
 
-class LatentBackend(AttentionBackend):
-    """Refuses models with multi-head latent attention when vLLM starts."""
+class OtherLatentBackend(AttentionBackend):
+    """Refuses models with multi-head latent attention but on AMX, which are those of `latents`."""
 
     @staticmethod
     def get_name() -> NoReturn:
         """Refuse."""
-        refuse("multi-head latent attention (MLA)")
+        refuse("multi-head latent attention (MLA) but in the place of AMX_MLA, on CPUs with AMX")
 
     get_impl_cls = get_builder_cls = get_name
 

@@ -87,10 +87,17 @@ def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec,
     return spec.key.key_codec(dim, dtype), spec.value.value_codec(v_dim, dtype)
 
 
-def native_plan(k: Codec, v: Codec, dtype: torch.dtype, device: torch.device = _CPU) -> Plan:
+def native_plan(
+    k: Codec,
+    v: Codec,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    latent: bool = False,
+) -> Plan:
     """Return who computes on a device: the kernels made for it, all of it.
 
-    On a GPU checks are deferred: no step makes the host wait for one.
+    With `latent` K and V are MLA latents and rotated keys. On a GPU checks are deferred: no step
+    makes the host wait for one.
 
     Raises
     ------
@@ -99,4 +106,6 @@ def native_plan(k: Codec, v: Codec, dtype: torch.dtype, device: torch.device = _
     """
     on_cpu = device.type == "cpu"
     compute: Compute = choose("cpu") if on_cpu else choose("triton", check="deferred")
-    return compute.plan(compute.stream(k, device, dtype), compute.stream(v, device, dtype))
+    return compute.plan(
+        compute.stream(k, device, dtype), compute.stream(v, device, dtype), latent=latent
+    )

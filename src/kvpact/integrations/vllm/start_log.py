@@ -33,18 +33,21 @@ def log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch.
     """
     dtype = config.model_config.dtype
     layers = config.compilation_config.static_forward_context
-    stored: Spec = layers[names[0]].attn_backend.stored
-    pair = codecs(stored, spec.head_size, spec.head_size_v, dtype)
-    plan: Plan = native_plan(*pair, dtype, device)
-    plain = (spec.head_size + spec.head_size_v) * dtype.itemsize
+    backend = layers[names[0]].attn_backend
+    stored: Spec = backend.stored
+    widths: tuple[int, int] = backend.widths(spec)
+    pair = codecs(stored, *widths, dtype)
+    plan: Plan = native_plan(*pair, dtype, device, backend.latent)
+    plain = sum(widths) * dtype.itemsize
     content = spec.state_content_size_bytes
     # Layers with a sliding window know the bytes of a token beside them (`SlidingBackend.full`).
     backends = [layer.attn_backend for layer in layers.values() if hasattr(layer, "attn_backend")]
-    beside = [backend.full for backend in backends if hasattr(backend, "full")]
+    beside = [other.full for other in backends if hasattr(other, "full")]
     sliding = len(beside)
     logger.info(
-        "kvpact stores K and V of %d layers as %s: %d bytes per token and KV head instead of %d "
+        "kvpact stores %s of %d layers as %s: %d bytes per token and KV head instead of %d "
         "(%s), %.2f times as many tokens: %s. %r",
+        "latents and rotated keys" if backend.latent else "K and V",
         len(names),
         stored,
         content,

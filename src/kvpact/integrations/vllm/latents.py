@@ -1,0 +1,209 @@
+"""vLLM's side of multi-head latent attention (MLA), on its CPU worker: pages of packed latents.
+
+A page holds latents in K's place and rotated keys in V's, as in `kvpact.MLACache`. All of a batch,
+prompts as well as single tokens, is attended over latents: queries take W_UK in, and outputs W_UV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
+
+from kvpact.cache.specs import latent_spec
+from kvpact.integrations.vllm.backend import (
+    KVPactBackend,
+    KVPactBuilder,
+    KVPactImpl,
+    KVPactMetadata,
+)
+from kvpact.integrations.vllm.by_layer import specs_of
+from kvpact.integrations.vllm.refused import refuse
+from kvpact.integrations.vllm.setting import served_specs
+from kvpact.kernels import absorb_query, expand_output
+from kvpact.spec import Spec
+
+
+class LatentBackend(KVPactBackend):
+    """Takes the place of vLLM's attention over latents in AMX, whatever the dtype.
+
+    Attributes
+    ----------
+    parts : tuple of (int, int)
+        Widths of a latent and of a rotated key.
+    """
+
+    page_format: ClassVar[type[AttentionSpec]] = MLAAttentionSpec
+    latent: ClassVar[bool] = True
+    parts: ClassVar[tuple[int, int]]
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name that vLLM knows the place by."""
+        return "AMX_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
+        """Return what computes."""
+        return LatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPactBuilder]:
+        """Return what tells it of a batch."""
+        return LatentBuilder
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Tell vLLM what its layers are."""
+        return True
+
+    @classmethod
+    def widths(cls, spec: AttentionSpec) -> tuple[int, int]:
+        """Return the widths of a latent and of a rotated key; `spec` knows their sum."""
+        return cls.parts
+
+
+@cache
+def _stored_backend(spec: Spec, parts: tuple[int, int]) -> type[LatentBackend]:
+    return type(f"LatentBackend {spec}", (LatentBackend,), {"stored": spec, "parts": parts})
+
+
+@dataclass
+class LatentMetadata(KVPactMetadata):
+    """One batch; all of its tokens go to `LatentImpl.forward_mha`.
+
+    Parameters
+    ----------
+    num_actual_tokens : int
+        Its tokens.
+    num_prefills : int
+        Its sequences.
+    num_decodes, num_decode_tokens : int
+        What vLLM would absorb itself, and hand over without the new latents.
+    """
+
+    num_actual_tokens: int = 0
+    num_prefills: int = 0
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+
+
+class LatentBuilder(KVPactBuilder):
+    """Tells attention which sequences a batch is made of; parameters as of `KVPactBuilder`."""
+
+    prompts_by_own_kernel: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            refuse("tensor parallelism with multi-head latent attention (MLA)")
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> LatentMetadata:
+        """Return the rows of a batch."""
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        tokens, sequences = common_attn_metadata.num_actual_tokens, common_attn_metadata.num_reqs
+        return LatentMetadata(made.parts, made.cut, tokens, sequences)
+
+
+class LatentImpl(KVPactImpl):
+    """Attention of one layer; parameters as of vLLM's `MLAAttentionImpl`."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        *others: Any,
+        qk_nope_head_dim: int,
+        indexer: object | None = None,
+        **named: Any,
+    ) -> None:
+        if indexer is not None:
+            refuse("sparse attention over latents")
+        common = ("logits_soft_cap", "attn_type", "kv_sharing_target_layer_name")
+        given = {name: named[name] for name in common if name in named}
+        heads = (num_kv_heads, alibi_slopes, sliding_window)
+        super().__init__(num_heads, head_size, scale, *heads, kv_cache_dtype, *others, **given)
+        self._nope = qk_nope_head_dim
+        self._own: Any = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give all layers over latents, which are there now, the backend of their spec."""
+        specs = [latent_spec(s) for s in served_specs(self._model.get_total_num_hidden_layers())]
+        layers = {
+            name: layer
+            for name, layer in self._layers.items()
+            if getattr(layer, "attn_backend", None) is LatentBackend
+        }
+        for layer, spec in zip(layers.values(), specs_of(tuple(layers), specs), strict=True):
+            parts = (layer.kv_lora_rank, layer.qk_rope_head_dim)
+            layer.attn_backend = _stored_backend(spec, parts)
+
+    def do_kv_cache_update(self, *_: Any) -> None:
+        """Pass: new tokens are stored when they have been attended."""
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: LatentMetadata,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Attend and store; parameters as of vLLM's `MLAAttentionImpl.forward_mha`.
+
+        Parameters
+        ----------
+        q : Tensor
+            `[tokens, H, d_nope + d_rope]`, rotated.
+        kv_c_normed : Tensor
+            `[tokens, r]`, the new latents.
+        k_pe : Tensor
+            `[tokens, 1, d_rope]`, the new rotated keys.
+        kv_c_and_k_pe_cache : Tensor
+            `[P, N, C]` uint8, the pages.
+        attn_metadata : LatentMetadata
+            The batch.
+        k_scale : Tensor
+            Of vLLM's own fp8 caches; not used.
+        output : Tensor
+            `[tokens, H * d_v]`, overwritten.
+        output_scale : Tensor, optional
+            Refused.
+        """
+        if self._own is None:
+            # vLLM hands over no layer here, and the layer has the weights.
+            self._own = next(x for x in self._layers.values() if getattr(x, "impl", None) is self)
+        nope, rope = q.transpose(0, 1).unsqueeze(0).tensor_split([self._nope], dim=-1)
+        query = absorb_query(nope, rope, self._own.W_UK_T)[0].transpose(0, 1)
+        latents = kv_c_normed.unsqueeze(1)
+        mean = q.new_empty(*q.shape[:2], kv_c_normed.shape[1])
+        pages = kv_c_and_k_pe_cache.unsqueeze(1)
+        self.forward(
+            self._own, query, latents, k_pe, pages, attn_metadata, mean, output_scale=output_scale
+        )
+        heads = expand_output(mean.transpose(0, 1).unsqueeze(0), self._own.W_UV.mT)[0]
+        output.copy_(heads.transpose(0, 1).flatten(1))
