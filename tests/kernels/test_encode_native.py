@@ -28,7 +28,7 @@ from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder, magnitude
-from kvpact.kernels.cpu.library import _load
+from kvpact.kernels.cpu.library import NativeLibrary, _load
 from kvpact.quantizers import uniform
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
@@ -347,3 +347,24 @@ def test_what_the_limit_lets_pass_fits_every_field(spec, dim):
     signs = torch.randint(0, 2, (1, 1, 64, dim), generator=generator) * 2.0 - 1.0
     for x in (one, rotated * (limit / rotated.abs().max()), signs * limit):
         assert all(values.isfinite().all() for values in codec.encode(x).values())
+
+
+EVEN = tuple(i / 4 for i in range(-7, 8))
+
+
+@pytest.mark.parametrize("boundaries", [EVEN, tuple(x**3 for x in EVEN)], ids=["even", "crowded"])
+def test_levels_agree_on_numbers_at_boundaries_however_these_lie(boundaries):
+    codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
+    # Tokens of one channel become 1 and -1 in all channels, which are boundaries.
+    x = torch.cat([torch.eye(64), torch.randn(64, 64, generator=torch.Generator().manual_seed(3))])
+    pieces = [x.view(1, 2, 64, 64)]
+    (usual,), _ = encoded_slots(native_encoder(codec), codec, pieces, 0)
+    steps = torch.tensor(search_tree(boundaries))
+    codec_encoder(codec).args.steps = steps.data_ptr()
+    found = []
+    for level in library().levels:
+        encoder = CpuEncoder(NativeLibrary(library().path, [level]), codec)
+        (slots,), _ = encoded_slots(encoder, codec, pieces, 0)
+        found.append(slots["codes"])
+    assert not torch.equal(found[0], usual["codes"])
+    assert all(torch.equal(found[0], codes) for codes in found)

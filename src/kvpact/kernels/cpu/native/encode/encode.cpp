@@ -18,6 +18,9 @@ struct EncodeScratch {
 // The thread's, with what the kind of codes needs; NULL: there is no memory.
 EncodeScratch *scratch_of(const kvp_encode_args &a) {
     EncodeScratch *own = own_scratch<EncodeScratch>();
+#if defined(KVP_AVX512)
+    if (own && a.kind == KVP_CODEBOOK && a.bits == 4) own->side.cells.fill(a.steps);
+#endif
     if (!own || a.kind != KVP_TRELLIS) return own;
     own->trellis = own_scratch<TrellisScratch>();
     if (!own->trellis) return nullptr;
@@ -140,6 +143,9 @@ void on_grids(const kvp_encode_args &a, const float *y, const uint16_t *scales, 
     }
 }
 
+void prefetch_row(const char *row, int bytes) {
+    for (int i = 0; i < bytes; i += 64) prefetch(row + i);
+}
 void load_block(const kvp_encode_args &a, float *y, const char *const *rows) {
     load_lanes(y, rows, a.dim, a.dtype, a.signs);
     if (a.signs) rotate_lanes(y, a.signs, a.dim);
@@ -256,6 +262,7 @@ bool encode_group(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair
 void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t token, int count) {
     const int64_t position = a.start + token;
     const int begin = (int)(position % TILE), end = begin + count;
+    const int row_bytes = a.dim * (a.dtype == KVP_F32 ? 4 : 2);
     const char *rows[W];
     for (int i = begin / W * W; i < end; i += W) {
         for (int k = 0; k < W; k++) {
@@ -263,6 +270,9 @@ void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair,
             rows[k] = there ? row_of(a, pair, token + i + k - begin) : nullptr;
         }
         load_block(a, scratch.y, rows);
+        // The next ones come while these are quantized: tokens lie too far apart to be foreseen.
+        for (int k = 0; k < W; k++)
+            if (rows[k] && token + i + k - begin + W < a.tokens) prefetch_row(rows[k] + W * a.x.token, row_bytes);
         const int from = i < begin ? begin - i : 0, to = end - i < W ? end - i : W;
         const int64_t at = position - begin + i + from;
         float *y = scratch.y;

@@ -55,10 +55,53 @@ template <int WIDTH> INLINE uint64_t squeeze(uint64_t x) {
     x = (x | x >> (16 - 2 * WIDTH)) & (b * 0x0000000100000001);
     return (x | x >> (32 - 4 * WIDTH)) & ((1ull << (8 * WIDTH % 64)) - 1);
 }
+#if defined(KVP_AVX512) || defined(KVP_AVX2)
+// 4 words of as many channels.
+INLINE void put_words(uint32_t *out, __m128i words) {
+    __m128i *at = (__m128i *)out;
+    _mm_storeu_si128(at, _mm_or_si128(_mm_loadu_si128(at), words));
+}
+INLINE void put_words(uint32_t *low, uint32_t *high, __m256i words) {
+    put_words(low, _mm256_castsi256_si128(words));
+    put_words(high, _mm256_extracti128_si256(words, 1));
+}
+// The first channels, 4 at a time; returns how many.
+template <int WIDTH> INLINE int pack_channels(uint32_t *out, const uint8_t *codes, int dim, int shift) {
+    if constexpr (WIDTH == 8) return 0;
+    const __m256i mask = _mm256_set1_epi8((1 << WIDTH) - 1);
+    int c = 0;
+    for (; c + 4 <= dim; c += 4) {
+        __m256i x[4];
+        for (int i = 0; i < 4; i++) {
+            const __m256i wide = _mm256_loadu_si256((const __m256i *)(codes + (c + i) * 32));
+            x[i] = _mm256_and_si256(_mm256_srl_epi16(wide, _mm_cvtsi32_si128(shift)), mask);
+        }
+        if constexpr (WIDTH == 1) {
+            for (int i = 0; i < 4; i++) out[c + i] |= (uint32_t)_mm256_movemask_epi8(_mm256_slli_epi16(x[i], 7));
+        } else { // neighbours are joined until a byte is full
+            const __m256i pair = _mm256_set1_epi16((short)(1 | 1 << (8 + WIDTH)));
+            for (int i = 0; i < 4; i++) x[i] = _mm256_maddubs_epi16(x[i], pair);
+            if constexpr (WIDTH == 4) {
+                const __m256i a = _mm256_packus_epi16(x[0], x[1]), b = _mm256_packus_epi16(x[2], x[3]);
+                const __m256 left = _mm256_castsi256_ps(a), right = _mm256_castsi256_ps(b);
+                put_words(out + c, out + 2 * dim + c, _mm256_castps_si256(_mm256_shuffle_ps(left, right, 0x88)));
+                put_words(out + dim + c, out + 3 * dim + c, _mm256_castps_si256(_mm256_shuffle_ps(left, right, 0xdd)));
+            } else {
+                for (int i = 0; i < 4; i++) x[i] = _mm256_madd_epi16(x[i], _mm256_set1_epi32(1 | 1 << 20));
+                const __m256i a = _mm256_packs_epi32(x[0], x[1]), b = _mm256_packs_epi32(x[2], x[3]);
+                put_words(out + c, out + dim + c, _mm256_packus_epi16(a, b));
+            }
+        }
+    }
+    return c;
+}
+#else
+template <int> INLINE int pack_channels(uint32_t *, const uint8_t *, int, int) { return 0; }
+#endif
 // V: [bits][dim]; a word holds consecutive tokens of a channel.
 template <int WIDTH> INLINE void pack_plane_by_channel(uint32_t *out, const uint8_t *codes, int dim, int shift) {
     constexpr uint64_t mask = 0x0101010101010101u * ((1u << WIDTH) - 1);
-    for (int c = 0; c < dim; c++) {
+    for (int c = pack_channels<WIDTH>(out, codes, dim, shift); c < dim; c++) {
         uint64_t x[4];
         memcpy(x, codes + c * 32, 32);
         for (int i = 0; i < 4; i++) x[i] = squeeze<WIDTH>(x[i] >> shift & mask);

@@ -1,6 +1,6 @@
 // y[channel][W lanes] -> codes and side information, in the arithmetic of quantizers/*.py.
 #pragma once
-#include "simd/lanes.h"
+#include "encode/cells.h"
 
 namespace KVP_NS {
 
@@ -8,6 +8,9 @@ namespace KVP_NS {
 struct Side {
     alignas(64) float sums[2][MOST_DIM * W];
     uint16_t scale[MOST_DIM * W], zero[MOST_DIM * W];
+#if defined(KVP_AVX512)
+    Cells cells; // of a codebook of 4 bits
+#endif
 };
 
 // The number of boundaries below x, by a search tree of BITS levels.
@@ -31,8 +34,8 @@ template <int BITS> struct Search<BITS, BITS> {
 };
 
 // y is rotated (and centred).
-template <int BITS>
-void codebook(const kvp_encode_args &a, float *y, uint8_t *codes, Side *side) {
+template <int BITS, class Search>
+void codebook(const kvp_encode_args &a, float *y, uint8_t *codes, Side *side, const Search &search) {
     const int dim = a.dim, m = after_leaves(dim);
     auto &sums = side->sums;
     leaves<1>(sums, dim, [&](int c, vf *out) {
@@ -42,7 +45,6 @@ void codebook(const kvp_encode_args &a, float *y, uint8_t *codes, Side *side) {
     const vf energy = tree(sums[0], m), norm = square_root(energy), none = zero();
     const vf safe = pick_lanes((Ints)(norm == none), set1(1), norm);
     const vf factor = (set1(1) / safe) * set1((float)sqrt((double)dim));
-    const Search<BITS> search(a.steps);
     const Lookup<BITS> level(a.levels);
     leaves<2>(sums, dim, [&](int c, vf *out) {
         const vf x = load(y + c * W);
@@ -58,6 +60,15 @@ void codebook(const kvp_encode_args &a, float *y, uint8_t *codes, Side *side) {
     else if (a.choice == KVP_LEAST_SQUARES) scale = product / tree(sums[1], m);
     else scale = pick_lanes((Ints)(product == none), none, energy / product);
     store_halves(side->scale, scale);
+}
+
+template <int BITS>
+void codebook(const kvp_encode_args &a, float *y, uint8_t *codes, Side *side) {
+#if defined(KVP_AVX512)
+    if constexpr (BITS == 4)
+        if (side->cells.found) return codebook<BITS>(a, y, codes, side, CellSearch(side->cells));
+#endif
+    codebook<BITS>(a, y, codes, side, Search<BITS>(a.steps));
 }
 
 // 1 / x; 0 where there is none.

@@ -19,8 +19,14 @@ INLINE Ints truncated(vf x) { return __builtin_convertvector(x, Ints); }
 INLINE vf floats(Ints x) { return __builtin_convertvector(x, vf); }
 INLINE vf magnitude(vf x) { return (vf)((Ints)x & 0x7fffffff); }
 INLINE vf square_root(vf x) {
+#if defined(KVP_AVX512)
+    return _mm512_sqrt_ps(x);
+#elif defined(KVP_AVX2)
+    return _mm256_sqrt_ps(x);
+#else
     for (int i = 0; i < W; i++) x[i] = sqrtf(x[i]);
     return x;
+#endif
 }
 // The lesser of a and b; b where they are equal.
 INLINE vf least(vf a, vf b) {
@@ -142,11 +148,19 @@ INLINE float from_half(uint16_t h) {
 }
 // Stores W numbers as fp16 and returns what was stored.
 INLINE vf store_halves(uint16_t *p, vf x) {
+#if defined(KVP_AVX512)
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    return load_half(p);
+#elif defined(KVP_AVX2)
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    return load_half(p);
+#else
     for (int i = 0; i < W; i++) {
         p[i] = to_half(x[i]);
         x[i] = from_half(p[i]);
     }
     return x;
+#endif
 }
 
 // Of rows a and b, lanes 0, STEP apart: what a transposition by halves exchanges.
@@ -220,10 +234,27 @@ INLINE void store_lanes(char *const *rows, const float *y, int dim, int dtype, c
     }
 }
 
+// 2 * W channels of bf16, from c on: pairs of channels change places, and are widened then.
+INLINE void load_pairs(float *y, const char *const *rows, int c, const float *signs) {
+    vf r[W];
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) r[i] = rows[i] ? load((const float *)(rows[i] + (int64_t)c * 2)) : zero();
+    transpose(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++) {
+        const int at = c + 2 * i;
+        const vf even = (vf)((Ints)r[i] << 16), odd = (vf)((Ints)r[i] & (int32_t)0xffff0000);
+        store(y + at * W, signs ? even * set1(signs[at]) : even);
+        store(y + (at + 1) * W, signs ? odd * set1(signs[at + 1]) : odd);
+    }
+}
 // Vectors -> y[channel][lane], each channel times its sign. No pointer: zeros.
 INLINE void load_lanes(float *y, const char *const *rows, int dim, int dtype, const float *signs) {
     const int size = dtype == KVP_F32 ? 4 : 2;
-    for (int c = 0; c < dim; c += W) {
+    int c = 0;
+    if (dtype == KVP_BF16)
+        for (; c + 2 * W <= dim; c += 2 * W) load_pairs(y, rows, c, signs);
+    for (; c < dim; c += W) {
         vf r[W];
         const int count = dim - c < W ? dim - c : W;
 #pragma GCC unroll 16
@@ -307,6 +338,11 @@ INLINE void rotate_lanes_back(float *y, const float *signs, int dim) {
 
 // Sums in the order of tree_sum (arithmetic.py): the upper half on the lower one, again and again.
 INLINE vf tree(float *s, int size) {
+    if (size == 8) { // without a detour through memory
+        vf x[8];
+        for (int i = 0; i < 8; i++) x[i] = load(s + i * W);
+        return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+    }
     while (size > 1) {
         const int half = size / 2;
         for (int i = 0; i < half; i++) store(s + i * W, load(s + i * W) + load(s + (half + i) * W));
