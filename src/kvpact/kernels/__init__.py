@@ -14,6 +14,7 @@ from kvpact.kernels.base import (
     Where,
 )
 from kvpact.kernels.choose import check_covered, choose
+from kvpact.kernels.finite import all_finite
 from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position
 from kvpact.kernels.plan import (
     BACKENDS,
@@ -52,6 +53,7 @@ __all__ = [
     "TokenMemory",
     "Where",
     "absorb_query",
+    "all_finite",
     "attend_exact",
     "check_covered",
     "check_latent_config",

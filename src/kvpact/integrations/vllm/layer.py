@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import isfinite
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from kvpact.kernels import (
     StepTokens,
     StreamPlan,
     StreamView,
+    all_finite,
 )
-from kvpact.kernels.cpu.encode import magnitude
-from kvpact.kernels.cpu.library import library
 from kvpact.kernels.triton.forms import sent
 from kvpact.quantizers.checks import collected, deferred, require_finite
 
@@ -311,7 +309,7 @@ class PagedLayer:
         self, row: Row, qkv: tuple[Tensor, Tensor, Tensor]
     ) -> list[tuple[Encoder, Any]]:
         q, *tokens = (_sequence(x, row.start, row.end) for x in qkv)
-        if self._good is None and not isfinite(magnitude(library(), q)):
+        if self._good is None and not all_finite(q):
             raise NonFiniteError("queries hold NaN or infinity")
         sides, good = zip(self._sides, tokens, strict=True), self._flag(row)
         return [_prepared(side, x, good) for (side, _), x in sides]
