@@ -175,11 +175,11 @@ def builder(on_cuda, monkeypatch):
     from vllm.config import get_current_vllm_config
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvpact.integrations.vllm import backend
+    from kvpact.integrations.vllm import builder as module
     from kvpact.integrations.vllm.cuda import CudaBuilder
 
     for name in ("_check", "_scratch", "log_start"):
-        monkeypatch.setattr(backend, name, lambda *_: None)
+        monkeypatch.setattr(module, name, lambda *_: None)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     return CudaBuilder(spec, [], get_current_vllm_config(), torch.device("cpu"))
 

@@ -99,3 +99,31 @@ def test_a_prompt_with_a_token_that_is_refused_is_not_written_to_scratch_pages()
     assert out[33:40].isnan().all()
     assert out[:33].isfinite().all() and out[40:].isfinite().all()
     assert all(x.isnan().all() for x in scratch.pages)
+
+
+def test_a_query_that_is_no_number_is_the_kernels_own_affair():
+    layer, scratch = make_layer(SPECS[1], HEADS, DIM, torch.float32), make_scratch(torch.float32)
+    right = make_layer(SPECS[1], HEADS, DIM, torch.float32)
+    q, k, v = (x.clone() for x in random_qkv(80, 4, HEADS, DIM, 1, torch.float32))
+    rows, out = [Row(0, 40, 0, (3, 4)), Row(40, 80, 0, (5, 6))], torch.zeros_like(q)
+    want = torch.zeros_like(q)
+    right.step(rows, q, k, v, want, CONFIGS[0])
+    q[33, 1, 5] = torch.nan
+    assert layer.step(rows, q, k, v, out, CONFIGS[0], scratch.plan(rows)) == {}
+    # That head of that token is NaN, as from an exact cache; its K and V are stored.
+    assert out.isnan().any(2).nonzero().tolist() == [[33, 1]]
+    assert torch.equal(layer.pages[3:7], right.pages[3:7])
+    out[33, 1] = want[33, 1]
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-5)
+
+
+def test_beside_a_prompt_that_is_cut_a_query_that_is_no_number_cuts_its_own():
+    layer, scratch = make_layer(SPECS[1], HEADS, DIM, torch.float32), make_scratch(torch.float32)
+    q, k, v = (x.clone() for x in random_qkv(120, 4, HEADS, DIM, 1, torch.float32))
+    q[50, 0, 0], v[33, 1, 5] = torch.nan, torch.inf
+    rows = [Row(0, 40, 0, (3, 4)), Row(40, 80, 0, (5, 6)), Row(80, 120, 0, (7, 8))]
+    out = torch.zeros_like(q)
+    cut = layer.step(rows, q, k, v, out, CONFIGS[0], scratch.plan(rows))
+    assert list(cut) == [0, 40]
+    lost = out.isnan().any(2).any(1).nonzero().flatten().tolist()
+    assert lost == [*range(33, 40), *range(50, 80)]

@@ -12,13 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
-from kvpact.integrations.vllm.backend import (
-    KVPactBackend,
-    KVPactBuilder,
-    KVPactImpl,
-    KVPactMetadata,
-    logger,
-)
+from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, logger
+from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.refused import refuse
 from kvpact.integrations.vllm.watch import watch_of
 

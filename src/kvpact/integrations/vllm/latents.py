@@ -16,12 +16,8 @@ from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from kvpact.cache.specs import latent_spec
-from kvpact.integrations.vllm.backend import (
-    KVPactBackend,
-    KVPactBuilder,
-    KVPactImpl,
-    KVPactMetadata,
-)
+from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl
+from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.by_layer import specs_of
 from kvpact.integrations.vllm.refused import refuse
 from kvpact.integrations.vllm.setting import served_specs

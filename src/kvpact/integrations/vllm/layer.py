@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -137,7 +137,10 @@ class PagedLayer:
             single = [one for one in both if self._is_step(*one)]
             if single and self._decode(single, q, k, v, out, config):
                 both = [one for one in both if not self._is_step(*one)]
-            both, ready = self._prepare(both, (q, k, v), out, cut)
+            others = {row.start for run in prompts for row in run.rows}
+            both, ready = self._prepare(both, (q, k, v), out, cut, others)
+            if cut and others:  # Who shares a run with a cut row is attended below.
+                both, ready = self._prepare(both, (q, k, v), out, cut)
             by_start = {row.start: (row, window) for row, window in both}
             for run in prompts:
                 if any(by_start.get(row.start, (None,))[0] != row for row in run.rows):
@@ -272,8 +275,12 @@ class PagedLayer:
         qkv: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         cut: dict[int, NonFiniteError],
+        others: Collection[int] = (),
     ) -> tuple[list[tuple[Row, Window]], list[list[tuple[Encoder, Any]]]]:
         """Do all that can refuse tokens, before anything is attended or written.
+
+        Queries of the rows that start at `others` may be no numbers: the engine's own kernel
+        attends with them, and its outputs are NaN then.
 
         Returns
         -------
@@ -285,7 +292,7 @@ class PagedLayer:
         kept, ready = [], []
         for row, window in rows:
             try:
-                ready.append(self._prepare_row(row, qkv))
+                ready.append(self._prepare_row(row, qkv, row.start in others))
             except NonFiniteError as error:
                 cut[row.start] = error
                 whole, row = row, self._storable(row, qkv)
@@ -306,10 +313,10 @@ class PagedLayer:
         return row
 
     def _prepare_row(
-        self, row: Row, qkv: tuple[Tensor, Tensor, Tensor]
+        self, row: Row, qkv: tuple[Tensor, Tensor, Tensor], any_query: bool = False
     ) -> list[tuple[Encoder, Any]]:
         q, *tokens = (_sequence(x, row.start, row.end) for x in qkv)
-        if self._good is None and not all_finite(q):
+        if self._good is None and not any_query and not all_finite(q):
             raise NonFiniteError("queries hold NaN or infinity")
         sides, good = zip(self._sides, tokens, strict=True), self._flag(row)
         return [_prepared(side, x, good) for (side, _), x in sides]

@@ -148,9 +148,10 @@ class WindowPool:
         new = tokens[0].shape[2]
         if self.width:
             taken = min(new, self.width)
-            self._move(window, self.width - taken)
-            kept = window.end - window.first
-            if not kept:
+            kept = min(window.end - window.first, self.width - taken)
+            if kept:
+                self._move(window, kept)
+            else:
                 window.first = window.end + new - taken
                 window.memories = self._memories(window.slot, window.first)
             for memory, x in zip(window.memories, tokens, strict=True):

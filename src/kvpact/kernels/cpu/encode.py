@@ -172,8 +172,7 @@ class CpuEncoder:
         ]
         # Most appends go where the last one went.
         if stored != self._known:
-            self._prepare(encoder, segments)
-            self._known = stored
+            self._prepare(encoder, segments[0], stored)
         args = self._args
         args.x, x = _tokens(prepared)
         args.dtype = DTYPES[x.dtype]
@@ -187,17 +186,25 @@ class CpuEncoder:
                 "This is a defect of kvpact: report it, and use backend='torch' until then"
             )
 
-    def _prepare(self, encoder: CodecEncoder, segments: Sequence[dict[str, Tensor]]) -> None:
+    def _prepare(
+        self,
+        encoder: CodecEncoder,
+        segment: Segment,
+        stored: list[tuple[int, tuple[int, ...]]],
+    ) -> None:
+        """Tell the kernel of addresses: as many of each field as there are segments."""
         self._known, self._arrays = [], []
         size = ctypes.sizeof(EncodeArgs)
         ctypes.memmove(ctypes.byref(self._args), ctypes.byref(encoder.args), size)
-        for name, field in encoder.fields:
-            tensors = [segment[field.name] for segment in segments]
-            strides = tensors[0].stride()
-            for tensor in tensors:
-                if tensor.stride() != strides or not tensor[0, 0].is_contiguous():
-                    raise GeometryError(f"storage of {field.name} has gaps")
-            array = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+        count = len(stored) // len(encoder.fields)
+        array_of = ctypes.c_void_p * count
+        for i, (name, field) in enumerate(encoder.fields):
+            tensor, places = segment[field.name], stored[i * count : (i + 1) * count]
+            strides = places[0][1]
+            if any(other != strides for _, other in places) or not tensor[0, 0].is_contiguous():
+                raise GeometryError(f"storage of {field.name} has gaps")
+            array = array_of(*[address for address, _ in places])
             self._arrays.append(array)
-            row, head = (stride * tensors[0].element_size() for stride in strides[:2])
+            row, head = (stride * tensor.element_size() for stride in strides[:2])
             setattr(self._args, name, structs.Field(ctypes.addressof(array), row, head))
+        self._known = stored

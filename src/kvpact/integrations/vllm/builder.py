@@ -1,0 +1,154 @@
+"""What a batch of vLLM's is made of: its sequences, and which kernel attends their prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.v1.attention.backend import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvpact.integrations.vllm.order import waves
+from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
+from kvpact.integrations.vllm.refused import refuse
+from kvpact.integrations.vllm.start_log import log_start
+from kvpact.integrations.vllm.window import Row
+
+# vLLM configures loggers below "vllm" alone.
+logger = init_logger(f"vllm.{__name__}")
+CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
+
+
+@dataclass
+class KVPactMetadata(AttentionMetadata):
+    """One batch.
+
+    Parameters
+    ----------
+    parts : list of (list of Row, list of Run)
+        Its sequences, in parts of which each reads what the earlier ones store; beside them those
+        prompts that vLLM's own kernel attends with.
+    cut : set of int
+        The starts of those that one of the layers has cut.
+    """
+
+    parts: list[tuple[list[Row], list[Run]]]
+    cut: set[int] = field(default_factory=set)
+
+
+class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
+    """Tells attention which sequences a batch is made of."""
+
+    # Whether vLLM's CPU kernel may attend prompts.
+    prompts_by_own_kernel: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _check(vllm_config)
+        self._rows: list[Row] = []
+        self._scratch = None
+        if device.type == "cpu" and self.prompts_by_own_kernel:
+            self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
+        log_start(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> KVPactMetadata:
+        """Return the rows of a batch."""
+        batch = common_attn_metadata
+        if batch.causal is not True:
+            refuse("attention that is not causal")
+        size: int = self.kv_cache_spec.block_size
+        starts: list[int] = batch.query_start_loc_cpu[: batch.num_reqs + 1].tolist()
+        lengths, tables = self._read(batch, size)
+        # All layers compare the pages of a sequence with those of the last step: equal ones are
+        # one object.
+        known, rows = {row.pages: row.pages for row in self._rows}, []
+        for i, length in enumerate(lengths):
+            start, end = starts[i], starts[i + 1]
+            if start < end:
+                pages = tuple(tables[i, : -(-length // size)].tolist())
+                pages = known.get(pages, pages)
+                rows.append(Row(start, end, length - (end - start), pages))
+        self._rows = rows
+        scratch = self._scratch
+        parts = [(part, scratch.plan(part) if scratch else []) for part in waves(rows, size)]
+        return KVPactMetadata(parts)
+
+    def _read(self, batch: CommonAttentionMetadata, size: int) -> tuple[list[int], Tensor]:
+        """Return the tokens of each sequence, and the pages of all, where the host can read."""
+        lengths: list[int] = batch.seq_lens[: batch.num_reqs].tolist()
+        return lengths, batch.block_table_tensor
+
+
+def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | None:
+    """Return what prompts are attended over by vLLM's own kernel; None where it is not used."""
+    from kvpact.integrations.vllm.own_kernel import why_not  # of vLLM's CPU worker
+
+    model, dtype = config.model_config, config.model_config.dtype
+    if reason := why_not(spec.head_size, spec.head_size_v, dtype):
+        logger.info("kvpact attends prompts by its own kernels: no AMX for %s", reason)
+        return None
+    q_heads = get_num_attention_heads_from_layers(config, layers)
+    q_heads = q_heads or model.get_num_attention_heads(config.parallel_config)
+    longest = max(model.max_model_len, config.scheduler_config.max_num_batched_tokens)
+    scratch = _shared_scratch(q_heads, spec.num_kv_heads, spec.head_size, dtype, longest)
+    logger.info(
+        "kvpact attends prompts by vLLM's own kernel (AMX), and at most %d new tokens of a "
+        "sequence by its own; exact copies of the prompts that are attended take at most %.0f MB, "
+        "once for all layers",
+        FEW,
+        scratch.nbytes / 1e6,
+    )
+    return scratch
+
+
+@lru_cache(maxsize=1)
+def _shared_scratch(
+    q_heads: int, heads: int, dim: int, dtype: torch.dtype, longest: int
+) -> Scratch:
+    """Return one for all layers alike, whatever their specs."""
+    from kvpact.integrations.vllm.own_kernel import OwnKernel
+
+    return Scratch(OwnKernel(q_heads, heads, dim, dtype), heads, dim, dtype, longest)
+
+
+def _check(config: Any) -> None:
+    """Refuse what was never run, or could not be right."""
+    parallel = config.parallel_config
+    for there, what in (
+        (config.model_config.is_hybrid, "hybrid models"),
+        (config.speculative_config is not None, "speculative decoding"),
+        (_foreign_connector(config.kv_transfer_config), "KV connectors but KVPactConnector"),
+        (parallel.decode_context_parallel_size > 1, "context parallelism"),
+        (parallel.prefill_context_parallel_size > 1, "context parallelism"),
+    ):
+        if there:
+            refuse(what)
+
+
+def _foreign_connector(transfer: Any) -> bool:
+    """Tell whether a connector would move pages about which it knows nothing."""
+    if transfer is None:
+        return False
+    module, _, name = CONNECTOR.rpartition(".")
+    given: tuple[str, str] = (transfer.kv_connector_module_path, transfer.kv_connector)
+    return given != (module, name)
