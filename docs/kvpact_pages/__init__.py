@@ -1,0 +1,1 @@
+"""What the documentation takes from code and committed results."""

@@ -1,0 +1,187 @@
+"""What ``quality.md`` takes from committed evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpact_pages.chart import Axis, Series, decades, draw
+from kvpact_pages.results import MODELS, code, kl, kl_and_error, load, ratio, table
+
+ABLATED = "sinks=0,window=0"
+FAMILIES = (
+    "trellis", "turboquant", "int", "turboquant center=64,first=true", "kvarn", "kivi",
+    "turboquant center=64", "fp8", "int rotate=true", "polarquant", "int group=128,rotate=true",
+)  # fmt: skip
+"""Methods in the order of their colours."""
+
+
+def novel() -> str:
+    """Return the table of SmolLM2 on 3,000 tokens, with what exact tokens are worth."""
+    rows = load("quality/eval.json")
+    plain = [row for row in rows if row["spec"] != "none" and not _ablation(row)]
+    columns = ("spec", "bits, slots", "bits, all-in", "perplexity", "KL mean", "KL p99", "top-1")
+    columns += (f"KL with `{ABLATED}`", "KL packed only")
+    return table(columns, [_cells(row, rows) for row in sorted(plain, key=_kl)])
+
+
+def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    spec, mean = row["spec"], row["kl_mean"]
+    bare = spec + ("," if ":" in spec else ":") + ABLATED
+    without = next(r for r in rows if r["spec"] == bare)
+    packed = next(r for r in rows if r["spec"] == spec and r["packed_only"])
+    return [
+        code(spec),
+        f"{row['slot_bits_per_value']:.3f}",
+        f"{row['bits_per_value']:.2f}",
+        f"{row['perplexity_change']:+.2f} %",
+        kl(mean),
+        kl(row["kl_p99"]),
+        f"{row['top1']:.1f} %",
+        ratio(without["kl_mean"] / mean),
+        ratio(packed["kl_mean"] / mean),
+    ]
+
+
+def _ablation(row: dict[str, Any]) -> bool:
+    return bool(row["packed_only"]) or ABLATED in row["spec"]
+
+
+def _kl(row: dict[str, Any]) -> float:
+    return float(row["kl_mean"])
+
+
+def models() -> str:
+    """Return the table of two models."""
+    found = {name: _by_spec(f"models/{name}/eval.json") for name in ("gemma3", "smollm2")}
+    columns = ["spec"]
+    for name in found:
+        columns += ["bits, slots", MODELS[name]]
+    specs = [spec for spec in found["gemma3"] if spec != "none"]
+    specs.sort(key=lambda spec: -found["smollm2"][spec]["slot_bits_per_value"])
+    return table(columns, [[code(spec), *_of_both(spec, found)] for spec in specs])
+
+
+def _of_both(spec: str, found: dict[str, dict[str, Any]]) -> list[str]:
+    cells = []
+    for rows in found.values():
+        row = rows[spec]
+        cells += [f"{row['slot_bits_per_value']:.2f}", kl_and_error(row)]
+    return cells
+
+
+def _by_spec(name: str) -> dict[str, Any]:
+    return {row["spec"]: row for row in load(name)}
+
+
+def coverage() -> str:
+    """Return a sentence about what of Gemma is compressed."""
+    row = next(row for row in load("models/gemma3/eval.json") if row["spec"] != "none")
+    layers = row["layers_compressed"] + row["layers_native"]
+    share = 100 * row["covered_bytes"] / row["exact_bytes"]
+    return (
+        f"Only {row['layers_compressed']} of Gemma's {layers} layers have full attention and are "
+        f"compressed; at {row['tokens']:,} tokens they hold {share:.1f} % of the cache's bytes, a "
+        "share that grows with the context."
+    )
+
+
+def storage() -> str:
+    """Return the table of `pca`."""
+    found = {name: _by_spec(f"pca/{name}/eval.json") for name in MODELS}
+    specs = [spec for spec in found["smollm2"] if spec != "none"]
+    rows = [[code(s), *(kl_and_error(found[name][s]) for name in found)] for s in specs]
+    return table(["spec", *MODELS.values()], rows)
+
+
+def learnt() -> str:
+    """Return the table of methods that learn from the first tokens."""
+    rows = sorted((row for row in load("fitted/eval.json") if row["spec"] != "none"), key=_kl)
+    columns = ("spec", "bits, slots", "bits, all-in", "perplexity", "KL mean", "KL p99", "top-1")
+    cells = [
+        [
+            code(row["spec"]),
+            f"{row['slot_bits_per_value']:.3f}",
+            f"{row['bits_per_value']:.2f}",
+            f"{row['perplexity_change']:+.2f} %",
+            kl(row["kl_mean"]),
+            kl(row["kl_p99"]),
+            f"{row['top1']:.1f} %",
+        ]
+        for row in rows
+    ]
+    return table(columns, cells)
+
+
+def recommended() -> str:
+    """Return what recipes gain over a spec for all layers, at equal bytes."""
+    rows = load("recommend/recommend.json")
+    columns = ("model", "text", "of exact", "spec for all layers: predicted, measured")
+    columns += ("recipe: predicted, measured", "recipe less spec")
+    cells = []
+    for one, recipe in zip(rows[::2], rows[1::2], strict=True):
+        if one["spec"] == "trellis:bits=2":  # the recipe is the spec itself
+            continue
+        cells.append(
+            [
+                MODELS[one["model"]],
+                one["text"],
+                f"{100 * one['share']:.1f} %",
+                f"{kl(one['predicted'])}, {kl(one['measured'])}",
+                f"{kl(recipe['predicted'])}, {kl(recipe['measured'])}",
+                f"{recipe['difference']:+.5f} ± {kl(recipe['difference_se'])}",
+            ]
+        )
+    return table(columns, cells, left=2)
+
+
+def novel_chart() -> str:
+    """Draw KL over bits of the slots on SmolLM2."""
+    rows = [r for r in load("quality/eval.json") if r["spec"] != "none" and not _ablation(r)]
+    return _chart("SmolLM2-135M, 3,000 tokens of a novel", rows, "bits_per_value", "all bytes held")
+
+
+def model_chart(name: str) -> str:
+    """Draw KL over bits of the slots on one of the two models."""
+    rows = [r for r in load(f"models/{name}/eval.json") if r["spec"] not in ("none", "qjl")]
+    rows = [row for row in rows if "sinks" not in row["spec"]]
+    title = f"{MODELS[name]}, {rows[0]['tokens']:,} tokens of a novel"
+    return _chart(title, rows, "slot_bits_per_value", "packed slots")
+
+
+def _chart(title: str, rows: list[dict[str, Any]], bits: str, what: str) -> str:
+    families: dict[str, list[tuple[float, float, str]]] = {}
+    for row in rows:
+        told = f"{row['spec']}: KL {kl(row['kl_mean'])} at {row[bits]:.2f} bits"
+        families.setdefault(_family(row["spec"]), []).append((row[bits], row["kl_mean"], told))
+    names = [*FAMILIES, *(name for name in families if name not in FAMILIES)]
+    drawn = [(colour, name) for colour, name in enumerate(names) if name in families]
+    series = [Series(name, sorted(families[name]), colour) for colour, name in drawn]
+    widest = max(row[bits] for row in rows)
+    marks = [(float(b), str(b)) for b in range(2, int(widest) + 2, 1 if widest < 7 else 2)]
+    axis = Axis(2.0, marks[-1][0], marks)
+    y = decades([row["kl_mean"] for row in rows])
+    return draw(title, series, axis, y, f"bits per value, {what}", "mean KL, nats per token")
+
+
+def _family(spec: str) -> str:
+    name, _, options = spec.partition(":")
+    kept = [option for option in options.split(",") if option and not option.startswith("bits=")]
+    return name + (f" {','.join(kept)}" if kept else "")
+
+
+def pictures() -> dict[str, str]:
+    """Return the pictures of the page by file name."""
+    return {
+        "quality.svg": novel_chart(),
+        **{f"quality-{name}.svg": model_chart(name) for name in MODELS},
+    }
+
+
+BLOCKS = {
+    "quality-novel": novel,
+    "quality-models": models,
+    "quality-coverage": coverage,
+    "quality-storage": storage,
+    "quality-learnt": learnt,
+    "quality-recommend": recommended,
+}

@@ -1,0 +1,219 @@
+"""What ``speed.md`` takes from committed measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpact_pages.chart import Axis, Series, decades, draw
+from kvpact_pages.results import code, load, table
+
+CONTEXTS = (1024, 4096, 16384, 65536)
+SHORT = (32, 64, 128, 256)
+CAPPED = "times_best_torch_capped"
+SHAPES = {
+    "A": "A: 32 query heads over 8 KV heads of width 128",
+    "B": "B: 9 query heads over 3 KV heads of width 64, those of SmolLM2-135M",
+}
+DRAWN = ("fp16, fused", "8 bits", "4 bits", "4 bits, fast", "2 bits, fast")
+
+
+def machine(name: str) -> str:
+    """Return on what a file was measured, in a line."""
+    about = load(name)["about"]
+    found = [f"{key}: {value}" for key, value in about.items() if key not in ("tokens", "rounds")]
+    return "Measured on: " + ", ".join(found) + "."
+
+
+def generate() -> str:
+    """Return the table of SmolLM2 generating after 6,000 tokens."""
+    data = load("generate/generate.json")
+    rows, cells = data["rows"], []
+    base = {r["threads"]: r for r in rows if r["candidate"] == "DynamicCache, fp32"}
+    for row in rows:
+        exact = base[row["threads"]]
+        cells.append(
+            [
+                _candidate(row["candidate"]),
+                str(row["threads"]),
+                f"{row['ms']:.0f}",
+                f"{exact['ms'] / row['ms']:.2f}x",
+                f"{row['cache'] / 1e6:.0f}",
+                f"{row['cache'] / exact['cache']:.3f}",
+            ]
+        )
+    columns = ("cache", "threads", "ms a token", "against fp32", "MB", "of fp32's")
+    return table(columns, cells) + "\n\n" + machine("generate/generate.json")
+
+
+def _candidate(name: str) -> str:
+    cache, _, rest = name.partition(", ")
+    if cache == "QuantizedCache":
+        return f"`QuantizedCache` (quanto, 4 bits), {rest}"
+    return f"{code(cache)}, {rest.replace('fast', 'int8 arithmetic')}"
+
+
+def latency() -> str:
+    """Return the table of first tokens and short steps."""
+    rows, cells = load("latency/latency.json")["rows"], []
+    for what, said in (("prompt", "first token after {} tokens"), ("step", "a step after {}")):
+        for tokens in sorted({r["tokens"] for r in rows if r["what"] == what}):
+            same = [r for r in rows if (r["what"], r["tokens"]) == (what, tokens)]
+            cells.append([said.format(f"{tokens:,}"), *(f"{r['ratio']:.2f}" for r in same)])
+    threads = [f"{n} thread{'s' * (n > 1)}" for n in sorted({r["threads"] for r in rows})]
+    head = table(["time over that of `DynamicCache`", *threads], cells)
+    return head + "\n\n" + machine("latency/latency.json")
+
+
+def _attention() -> dict[tuple[str, int, int, str], dict[str, Any]]:
+    rows = load("attend/attend.json")["rows"]
+    return {(r["shape"], r["threads"], r["tokens"], r["candidate"]): r for r in rows}
+
+
+def _times(contexts: tuple[int, ...], shape: str, key: str, names: tuple[str, ...]) -> str:
+    found = _attention()
+    cells = [
+        [name, *(f"{found[shape, 1, tokens, name][key]:.2f}x" for tokens in contexts)]
+        for name in names
+    ]
+    return table(["", *(f"{tokens:,}" for tokens in contexts)], cells)
+
+
+NAMES = (
+    "8 bits", "8 bits, fast", "4 bits", "4 bits, fast", "3 bits", "2 bits", "2 bits, fast",
+    "kivi 4", "kvarn 4", "centred 4", "4 bits, paged", "fp16, fused",
+)  # fmt: skip
+
+
+def attention() -> str:
+    """Return how much faster one step of attention is than torch's fastest."""
+    parts = []
+    for shape, said in SHAPES.items():
+        parts += [f"{said}; one thread:", _times(CONTEXTS, shape, "times_best_torch", NAMES)]
+    return "\n\n".join([*parts, machine("attend/attend.json")])
+
+
+def without_bf16() -> str:
+    """Return the same against torch without bf16 instructions."""
+    return _times(CONTEXTS, "A", CAPPED, ("8 bits", "4 bits", "4 bits, fast", "2 bits, fast"))
+
+
+def short() -> str:
+    """Return the same for short contexts."""
+    names = ("4 bits", "4 bits, fast", "8 bits", "2 bits")
+    parts = []
+    for shape in SHAPES:
+        parts += [f"Shape {shape}:", _times(SHORT, shape, "times_best_torch", names)]
+    return "\n\n".join(parts)
+
+
+def linearity() -> str:
+    """Return fixed time, time per token, and how far any context is from that line."""
+    rows = [r for r in load("attend/linearity.json")["rows"] if r["threads"] == 1]
+    cells = [
+        [
+            r["shape"],
+            r["candidate"],
+            f"{r['fixed_us']:.0f}",
+            f"{r['ns_per_token']:.1f}",
+            f"{100 * r['off_line']:.1f} %",
+        ]
+        for r in rows
+    ]
+    columns = ("shape", "", "µs fixed", "ns a token", "furthest from the line")
+    return table(columns, cells, left=2)
+
+
+def prompts() -> str:
+    """Return attention over prompts and chunks against torch's."""
+    rows = [r for r in load("prompt/prompt.json")["rows"] if r["threads"] == 1]
+    cells = [
+        [
+            r["shape"],
+            f"{r['past']:,}",
+            f"{r['new']:,}",
+            f"{r['ms']['kvpact']:.0f}",
+            f"{r['ms']['sdpa']:.0f}",
+            f"{r['ratios']['sdpa']:.2f}x",
+        ]
+        for r in rows
+    ]
+    columns = ("shape", "tokens held", "new", "kvpact, ms", "torch, ms", "faster")
+    return table(columns, cells) + "\n\n" + machine("prompt/prompt.json")
+
+
+def encoding() -> str:
+    """Return how fast tokens are packed, and unpacked, at a width of 128."""
+    data = load("attend/encode.json")
+    decoded = {(r["spec"], r["side"]): r for r in data["decoded"] if r["dim"] == 128}
+    cells = []
+    for row in data["many"]:
+        if row["dim"] != 128:
+            continue
+        back = decoded.get((row["spec"], row["side"]))
+        cells.append(
+            [
+                code(row["spec"]),
+                row["side"].upper(),
+                f"{row['native']:.2f}",
+                f"{row['torch']:.3f}",
+                f"{back['native']:.2f}" if back else "by torch",
+            ]
+        )
+    columns = ("spec", "", "packed, native", "packed, torch", "unpacked, native")
+    said = "G values a second; " + data["machine"] + "."
+    return table(columns, cells, left=2) + "\n\n" + said
+
+
+def attention_chart(shape: str) -> str:
+    """Draw ms of a step of attention over the context."""
+    found = _attention()
+    contexts = sorted({key[2] for key in found})
+    series, every = [], []
+    best = [(t, found[shape, 1, t, "4 bits"]) for t in contexts]
+    lines = {
+        "torch, the fastest of 8 ways": [(t, r["ms"] * r["times_best_torch"]) for t, r in best]
+    }
+    for name in DRAWN:
+        lines[f"kvpact, {name}"] = [(t, found[shape, 1, t, name]["ms"]) for t in contexts]
+    for name, points in lines.items():
+        every += [ms for _, ms in points]
+        told = [(float(t), ms, f"{name}: {ms:.3g} ms at {t:,} tokens") for t, ms in points]
+        series.append(Series(name, told, len(series)))
+    marks = [(float(t), f"{t // 1024}k" if t >= 1024 else str(t)) for t in contexts]
+    axis = Axis(float(contexts[0]), float(contexts[-1]), marks, log=True)
+    title = f"One step of attention, shape {shape}, one thread"
+    return draw(title, series, axis, decades(every), "tokens of context", "ms, less is better")
+
+
+def generate_chart() -> str:
+    """Draw ms a token over the bytes of the cache."""
+    rows = [r for r in load("generate/generate.json")["rows"] if r["threads"] == 1]
+    series = []
+    for row in rows:
+        name = row["candidate"].replace("fast", "int8")
+        told = f"{name}: {row['ms']:.0f} ms a token, {row['cache'] / 1e6:.0f} MB"
+        series.append(Series(name, [(row["cache"] / 1e6, row["ms"], told)], len(series)))
+    x = Axis(0.0, 300.0, [(float(mb), str(mb)) for mb in range(0, 301, 50)])
+    y = Axis(0.0, 200.0, [(float(ms), str(ms)) for ms in range(0, 201, 50)])
+    title = "SmolLM2-135M after 6,000 tokens, one thread"
+    return draw(title, series, x, y, "MB of cache", "ms a token, less is better")
+
+
+def pictures() -> dict[str, str]:
+    """Return the pictures of the page by file name."""
+    return {
+        "speed-generate.svg": generate_chart(),
+        **{f"speed-attention-{shape.lower()}.svg": attention_chart(shape) for shape in SHAPES},
+    }
+
+
+BLOCKS = {
+    "speed-generate": generate,
+    "speed-latency": latency,
+    "speed-attention": attention,
+    "speed-without-bf16": without_bf16,
+    "speed-short": short,
+    "speed-linearity": linearity,
+    "speed-prompts": prompts,
+    "speed-encoding": encoding,
+}

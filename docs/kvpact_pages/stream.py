@@ -1,0 +1,226 @@
+"""Drawings of what a real cache holds: after appends, and after five rollbacks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import kvpact
+from kvpact.cache.contiguous import ContiguousCache
+from kvpact.snapshot.state import StreamState
+from kvpact.spec import parse_spec
+from kvpact_pages.svg import Drawing
+
+GROUPED = "kivi:bits=4,group=32,sinks=4,window=24"
+SINGLE = "turboquant:bits=4,sinks=4,window=24"
+HELD, DIM = 108, 64
+MOST = 112  # tokens that a drawing has room for
+CELL, LEFT, WIDTH = 3.4, 68.0, 460.0
+PACKED, TAIL, SINKS, CUT = "c0", "c2", "c1", "c3"
+LANES = (("slots", PACKED), ("tail", TAIL), ("sinks", SINKS))
+
+
+class State(NamedTuple):
+    """What a stream of keys holds.
+
+    Parameters
+    ----------
+    length, packed, tail_start, sinks : int
+        Tokens held, those that have slots, where the exact tail begins, exact first tokens.
+    exact : tuple of bool
+        Whether each token reads back as it was given.
+    group : int
+        Tokens that are packed together.
+    keep : int
+        Where the last rollback cut; `length` where there was none.
+    fresh : bool
+        Whether the keys of a cache that was given these tokens alone lie in the same bytes.
+    """
+
+    length: int
+    packed: int
+    tail_start: int
+    sinks: int
+    exact: tuple[bool, ...]
+    group: int
+    keep: int
+    fresh: bool
+
+    @property
+    def cut_group(self) -> range:
+        """Tokens of the group that the rollback cut, whose scales stayed as they were."""
+        start = self.keep - self.keep % self.group
+        return range(0) if self.fresh else range(start, start + self.group)
+
+    @property
+    def exact_from(self) -> int:
+        """The first token that is read from the tail."""
+        last = [i for i in range(self.sinks, self.length) if not self.exact[i]]
+        return last[-1] + 1 if last else min(self.sinks, self.length)
+
+
+class Story(NamedTuple):
+    """A rollback: to how many tokens, how many come after it, and what is told of it."""
+
+    keep: int
+    then: int
+    title: str
+
+
+STORIES = (
+    Story(105, 0, "1. Three tokens back: a draft was rejected"),
+    Story(90, 0, "2. Back over the end of a group, inside the window"),
+    Story(50, 0, "3. Back into an old group"),
+    Story(50, 20, "4. The same, and 20 more tokens"),
+    Story(2, 0, "5. Back to the first two tokens"),
+)
+
+
+def tokens(count: int, seed: int) -> Tensor:
+    """Return keys `[1, 1, count, DIM]`, the same ones for the same arguments."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, 1, count, DIM, generator=generator)
+
+
+def cache_of(spec: str, given: Tensor) -> ContiguousCache:
+    """Return a cache of one layer that was given tokens one by one."""
+    cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 1, DIM))
+    for token in given.split(1, dim=2):
+        cache.store(0, token, token)
+    return cache
+
+
+def rolled_back(spec: str, keep: int, then: int) -> tuple[ContiguousCache, Tensor]:
+    """Return a cache after `HELD` tokens, a rollback and `then` more, and the tokens it holds."""
+    given, later = tokens(HELD, seed=1), tokens(then, seed=2)
+    cache = cache_of(spec, given)
+    cache.truncate(keep)
+    for token in later.split(1, dim=2) if then else ():
+        cache.store(0, token, token)
+    return cache, torch.cat([given[:, :, :keep], later], 2)
+
+
+def alike(one: StreamState, other: StreamState) -> bool:
+    """Tell whether two streams hold the same slots and the same exact tokens."""
+    if (one.packed, one.start) != (other.packed, other.start):
+        return False
+    pairs = [(one.tail, other.tail), (one.sinks, other.sinks)]
+    pairs += [(one.slots[name], other.slots[name]) for name in one.slots]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def state(cache: ContiguousCache, given: Tensor, spec: str, keep: int) -> State:
+    """Return what a cache holds of the tokens it was given, `keep` of them before a rollback."""
+    stream = cache.snapshot().layer(0).streams[0]
+    more = given[:, :, :1]
+    read = cache.fork().prefill(0, more, more).k[:, :, :-1]  # as stored before that token
+    exact = (read == given).all(-1).flatten().tolist()
+    length, method = given.shape[2], parse_spec(spec).key
+    fresh = alike(stream, cache_of(spec, given).snapshot().layer(0).streams[0])
+    return State(
+        length,
+        stream.packed,
+        stream.start,
+        min(method.sinks, length),
+        tuple(exact),
+        method.key_codec(DIM, torch.float32).group,
+        keep,
+        fresh,
+    )
+
+
+def _lane(picture: Drawing, top: float, cells: dict[int, str]) -> None:
+    for token, kind in cells.items():
+        picture.rect(LEFT + CELL * token, top, CELL - 0.7, 9, kind)
+
+
+def cells(found: State) -> list[dict[int, str]]:
+    """Return how each token is drawn in each lane: faint where another copy is read."""
+
+    def kind(colour: str, is_read: bool) -> str:
+        return f"{colour} fill" + ("" if is_read else " faint")
+
+    exact_from = found.exact_from
+    slots = {
+        t: kind(CUT if t in found.cut_group else PACKED, found.sinks <= t < exact_from)
+        for t in range(found.packed)
+    }
+    tail = {
+        t: kind(TAIL, t >= max(exact_from, found.sinks))
+        for t in range(found.tail_start, found.length)
+    }
+    sinks = {t: kind(SINKS, True) for t in range(found.sinks)}
+    return [slots, tail, sinks]
+
+
+def strip(picture: Drawing, top: float, found: State, gone: int = 0) -> float:
+    """Draw the three lanes of a stream below `top`; return where they end."""
+    end = max(found.length, gone)
+    for (name, _), drawn in zip(LANES, cells(found), strict=True):
+        picture.text(LEFT - 6, top + 8.5, name, "small", "end")
+        _lane(picture, top, drawn)
+        top += 13
+    if gone > found.length:
+        left = LEFT + CELL * found.length
+        picture.rect(left, top - 40, CELL * (gone - found.length), 38, "grid")
+        if gone - found.length > 12:
+            picture.text(left + 3, top - 17, "rolled back", "small")
+    step = found.group if found.group > 1 else 32
+    for token in range(0, end + 1, step):
+        across = LEFT + CELL * token - 0.35
+        picture.line(across, top - 41, across, top + 1, "rule")
+        picture.text(across, top + 11, str(token), "small", "middle")
+    picture.text(LEFT + CELL * end, top + 11, str(end), "small", "middle")
+    return top + 16
+
+
+def whole(spec: str) -> str:
+    """Draw a stream after `HELD` tokens."""
+    given = tokens(HELD, seed=1)
+    found = state(cache_of(spec, given), given, spec, HELD)
+    picture = Drawing(WIDTH, 130, f"A stream of {HELD} tokens with {spec}")
+    picture.text(12, 17, f"{HELD} tokens, {spec}", "head")
+    foot = strip(picture, 32, found)
+    notes = (
+        (PACKED, "packed"), (TAIL, "exact, at the end"), (SINKS, "exact, at the beginning"),
+    )  # fmt: skip
+    left = 12.0
+    for colour, name in notes:
+        picture.rect(left, foot + 7, 9, 9, f"{colour} fill")
+        picture.text(left + 13, foot + 15, name, "small")
+        left += 24 + 5.2 * len(name)
+    picture.text(12, foot + 31, "pale: held, and another copy of the token is read", "small")
+    return picture.svg()
+
+
+def told(found: State) -> list[str]:
+    """Return what a rollback left, in two lines."""
+    cut = found.packed % found.group
+    first = f"{found.length} tokens held, {found.packed} of them packed"
+    first += f"; the group at {found.packed - cut} (violet) is cut" if cut else ""
+    exact = found.length - max(found.exact_from, found.sinks)
+    first += f"; {exact} read from the tail"
+    second = "The same bytes as a cache that never held the others." if found.fresh else (
+        "What was packed stays packed, so the bytes are not those of a cache that never held them."
+    )  # fmt: skip
+    return [first, second]
+
+
+def rollback(story: Story, spec: str = GROUPED) -> str:
+    """Draw a stream after a rollback."""
+    found = state(*rolled_back(spec, story.keep, story.then), spec, story.keep)
+    picture = Drawing(WIDTH, 126, f"{story.title}: {'; '.join(told(found))}")
+    picture.text(12, 17, story.title, "head")
+    foot = strip(picture, 30, found, HELD)
+    for line in told(found):
+        picture.text(12, foot + 14, line, "small")
+        foot += 14
+    return picture.svg()
+
+
+def pictures() -> dict[str, str]:
+    """Return the drawings by file name."""
+    drawn = {f"rollback-{n}.svg": rollback(story) for n, story in enumerate(STORIES, 1)}
+    return {"stream-grouped.svg": whole(GROUPED), "stream-single.svg": whole(SINGLE), **drawn}

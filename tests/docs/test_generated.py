@@ -1,0 +1,84 @@
+"""What the documentation takes from code and committed results is what they hold now."""
+
+import pytest
+from kvpact_pages import blocks, cards, quality, speed, stream, svg
+from kvpact_pages.pages import DOCS, expected
+
+from kvpact.registry import Alias, list_methods
+
+
+def test_no_page_has_drifted():
+    stale = [
+        str(path.relative_to(DOCS))
+        for path, text in expected().items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
+    assert not stale, "run `python docs/generate.py` and commit what it writes"
+
+
+def test_every_registered_method_has_a_card():
+    own = {
+        name
+        for name, method in list_methods().items()
+        if not isinstance(method, Alias) and method.__module__.startswith("kvpact.methods")
+    }
+    found = {path.stem for path in (DOCS / "methods").glob("*.md")} - {"index"}
+    assert found == own == set(cards.ADVICE)
+
+
+def test_a_card_has_the_figures_of_the_committed_results():
+    text = cards.card(cards.methods()["trellis"])
+    row = next(r for r in cards.measured("trellis") if r["spec"] == "trellis:bits=3")
+    assert f"{row['kl_mean']:.5f} ± {row['kl_se']:.5f}" in text
+    assert "`trellis:bits=3` | 3.285 / 3.125 | 3.205 / 3.062" in text
+
+
+def test_a_page_names_no_block_that_nothing_makes():
+    page = "<!-- generated: nobody -->\n<!-- end of nobody -->"
+    with pytest.raises(KeyError, match="nobody"):
+        blocks.filled(page, quality.BLOCKS)
+
+
+@pytest.mark.parametrize("made", [quality, speed, cards], ids=["quality", "speed", "methods"])
+def test_every_block_that_is_made_stands_on_a_page(made):
+    page = {quality: "quality.md", speed: "speed.md", cards: "methods/index.md"}[made]
+    assert set(blocks.names((DOCS / page).read_text("utf-8"))) == set(made.BLOCKS)
+
+
+def test_what_is_between_two_comments_is_replaced_and_nothing_else():
+    page = "a\n<!-- generated: x -->\nold\n<!-- end of x -->\nb\n"
+    text = blocks.filled(page, {"x": lambda: "\nnew\n"})
+    assert text == "a\n<!-- generated: x -->\n\nnew\n\n<!-- end of x -->\nb\n"
+    assert blocks.filled(text, {"x": lambda: "new"}) == text
+
+
+def _story(number):
+    story = stream.STORIES[number - 1]
+    return stream.state(
+        *stream.rolled_back(stream.GROUPED, story.keep, story.then), stream.GROUPED, story.keep
+    )
+
+
+def test_the_drawings_are_of_what_the_cache_holds():
+    given = stream.tokens(stream.HELD, seed=1)
+    cache = stream.cache_of(stream.GROUPED, given)
+    whole = stream.state(cache, given, stream.GROUPED, stream.HELD)
+    # Three groups of 32; the window of 24 begins at 84, its group at 64.
+    assert (whole.packed, whole.tail_start, whole.exact_from) == (96, 64, 84)
+    slots, tail, sinks = stream.cells(whole)
+    assert len(slots) == 96 and min(tail) == 64 and max(tail) == 107 and list(sinks) == [0, 1, 2, 3]
+    assert "faint" in slots[84] and "faint" not in slots[83]  # another copy is read from 84 on
+
+
+def test_the_rollbacks_are_told_as_they_are():
+    short, opened, cut, continued, first = (_story(number) for number in range(1, 6))
+    assert short.fresh and opened.fresh and opened.packed == 64
+    assert not cut.fresh and cut.packed == 50 and cut.cut_group == range(32, 64)
+    assert (continued.packed, continued.exact_from) == (64, 50)
+    assert first.length == first.sinks == 2
+
+
+def test_a_picture_says_what_it_shows_and_escapes_it():
+    picture = svg.Drawing(10, 10, "a < b")
+    picture.text(1, 1, "x & y")
+    assert "<title>a &lt; b</title>" in picture.svg() and ">x &amp; y</text>" in picture.svg()
