@@ -93,5 +93,9 @@ class SnapshotError(KVPactError, RuntimeError):
     """A cache holds something that a snapshot can't, or nothing yet."""
 
 
+class EnableError(KVPactError, RuntimeError):
+    """A model, or a call of its `generate`, can't use the cache that `enable` sets."""
+
+
 class BackendUnavailable(KVPactError, RuntimeError):
     """A backend, an optional package or a model was asked for and is not there."""

@@ -1,6 +1,7 @@
 """kvpact inside Hugging Face transformers: `CompressedCache` goes in as `past_key_values=`.
 
-`PagedBatch` does the same for sequences of a `PagedKVCache`.
+`enable` lets a model's `generate` make one by itself, and `PagedBatch` is for sequences of a
+`PagedKVCache`.
 """
 
 from kvpact.errors import BackendUnavailable
@@ -16,6 +17,7 @@ from kvpact.integrations.transformers.attention import ATTENTION, register_atten
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.calibrate import calibrate
 from kvpact.integrations.transformers.draft import CachedDraft
+from kvpact.integrations.transformers.enable import Enabled, disable, enable
 from kvpact.integrations.transformers.handles import FallbackWarning
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.paged import PagedBatch
@@ -25,9 +27,12 @@ __all__ = [
     "ATTENTION",
     "CachedDraft",
     "CompressedCache",
+    "Enabled",
     "FallbackWarning",
     "PagedBatch",
     "calibrate",
+    "disable",
+    "enable",
     "key_offsets",
     "prefix_cache",
     "register_attention",

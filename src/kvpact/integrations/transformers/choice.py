@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import weakref
 from functools import lru_cache
 from typing import Any
@@ -23,21 +24,29 @@ class Loan:
 
 
 _loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
+_before: dict[int, str | None] = {}
+# A cache may be freed in one thread while another makes one for the same config, and the garbage
+# collector frees some within these very functions.
+_lock = threading.RLock()
 
 
 def _lent(config: PreTrainedConfig) -> Loan:
     loan = _loans.get(id(config))
     if loan is None:
         loan = _loans[id(config)] = Loan()
-        before = config._attn_implementation
-        weakref.finalize(loan, _give_back, config, before).atexit = False
+        _before.setdefault(id(config), config._attn_implementation)
+        weakref.finalize(loan, _give_back, config).atexit = False
     config._attn_implementation = ATTENTION
     return loan
 
 
-def _give_back(config: PreTrainedConfig, attention: str | None) -> None:
-    if config._attn_implementation == ATTENTION:
-        config._attn_implementation = attention
+def _give_back(config: PreTrainedConfig) -> None:
+    with _lock:
+        if id(config) in _loans:  # lent again before this was called
+            return
+        before = _before.pop(id(config), None)
+        if config._attn_implementation == ATTENTION:
+            config._attn_implementation = before
 
 
 @lru_cache(maxsize=256)
@@ -79,6 +88,12 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
     if attention not in ("auto", "keep"):
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
     register_attention()
+    with _lock:
+        return _chosen(config, attention, sparse)
+
+
+def _chosen(config: PreTrainedConfig, attention: str, sparse: bool) -> Loan | None:
+    lent = id(config) in _before  # asked first: a loan may end at any moment, but none begins
     current = config._attn_implementation
     by_name = _asks_by_name(type(config).__module__.replace(".configuration_", ".modeling_"))
     if by_name and current == ATTENTION:
@@ -100,7 +115,7 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
             "this model computes attention by itself: K and V are decompressed for it in every "
             "step, which is right, but slower and with a whole layer in memory",
         )
-    elif current in ("sdpa", None) or id(config) in _loans:
+    elif lent or current in ("sdpa", None):
         return _lent(config)
     elif current != ATTENTION:
         say_once(

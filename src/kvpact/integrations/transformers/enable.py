@@ -1,0 +1,265 @@
+"""`enable` and `disable`: what a model's `generate` takes for a cache where a caller names none."""
+
+from __future__ import annotations
+
+import threading
+from copy import deepcopy
+from functools import partial
+from types import TracebackType
+from typing import Any
+from weakref import ref
+
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from kvpact.calibration import Calibration
+from kvpact.errors import EnableError
+from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.offsets import key_offsets
+from kvpact.integrations.transformers.servable import CACHE_NAMES, PREPARE, check_servable
+from kvpact.recipe import SpecLike, layer_specs
+from kvpact.spec import DEFAULT_SPEC
+
+_CACHE = "past_key_values"
+_BATCHING = "init_continuous_batching"
+_lock = threading.Lock()
+
+
+class _Hook:
+    """Stands in a model's own attributes before a method of its class, until it is removed.
+
+    A copy of the model has a copy of the hook. A pickled model does not: the method of its class
+    stands in the file, so nothing of kvpact is needed to read it.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str) -> None:
+        # Weakly, so that a model is freed when its last user lets go of it, as without the hook.
+        self._model, self.name = ref(model), name
+        self.own: Any = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that holds the hook."""
+        model = self._model()
+        assert model is not None
+        return model
+
+    @property
+    def method(self) -> Any:
+        """What the model had before."""
+        return self.own or partial(getattr(type(self.model), self.name), self.model)
+
+    def install(self) -> None:
+        self.own = vars(self.model).get(self.name)
+        setattr(self.model, self.name, self)
+
+    def remove(self) -> None:
+        delattr(self.model, self.name)
+        if self.own is not None:
+            setattr(self.model, self.name, self.own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        other = memo[id(self)] = object.__new__(type(self))
+        # The options are shared: a calibration is as large as a cache.
+        changed = {"_model": ref(deepcopy(self.model, memo)), "own": deepcopy(self.own, memo)}
+        vars(other).update(vars(self) | changed)
+        return other
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.model, self.name)
+
+
+class _NoBatching(_Hook):
+    """Refuses continuous batching, which keeps pages of its own and never asks for a cache."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise EnableError(
+            "continuous batching keeps pages of its own, which `enable` can't compress: call "
+            "generate without cache_implementation='paged', or disable(model) first"
+        )
+
+
+class _CacheMaker(_Hook):
+    """Puts a new `CompressedCache` in the place of the `DynamicCache` that a model prepares."""
+
+    def __init__(self, model: PreTrainedModel, spec: SpecLike, options: dict[str, Any]) -> None:
+        super().__init__(model, PREPARE)
+        self.spec, self.given = spec, options
+        known = options.get("calibration")
+        if known is not None and not isinstance(known, Calibration):
+            known = Calibration.load(known)
+        self.options = {"key_offsets": "auto", **options, "calibration": known}
+        if self.options["key_offsets"] == "auto":
+            self.options["key_offsets"] = key_offsets(model)
+        # One cache is made now, so that what it refuses or warns of is told now.
+        layers = len(CompressedCache(model, spec, **self.options).layers)
+        self.layers = layer_specs(spec, layers)
+
+    def makes_what(self, other: _CacheMaker) -> bool:
+        """Whether the caches are those that another one makes."""
+        mine, theirs = self.given, other.given
+        return (
+            self.layers == other.layers
+            and mine.keys() == theirs.keys()
+            and all(
+                value is theirs[name] or (isinstance(value, str | bool) and value == theirs[name])
+                for name, value in mine.items()
+            )
+        )
+
+    def __call__(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Prepare a cache as the model's class does, then replace it.
+
+        Parameters
+        ----------
+        generation_config : GenerationConfig
+            Of this call of `generate`.
+        model_kwargs : dict
+            Where a cache is written to, unless the caller's is there already.
+        *args, **kwargs
+            For the class's method.
+        """
+        mode = args[0] if args else kwargs.get("generation_mode")
+        given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
+        if given or generation_config.use_cache is False:
+            return self.method(generation_config, model_kwargs, *args, **kwargs)
+        if (kind := generation_config.cache_implementation) is not None:
+            raise EnableError(
+                f"cache_implementation={kind!r} asks for another cache than the one that `enable` "
+                "has set: leave it out, or disable(model) first"
+            )
+        if mode == GenerationMode.ASSISTED_GENERATION and self.model.config.is_encoder_decoder:
+            raise EnableError(
+                "assisted generation of an encoder-decoder model rolls back transformers' own "
+                "caches only: generate without a draft, or disable(model) first"
+            )
+        result = self.method(generation_config, model_kwargs, *args, **kwargs)
+        cache = self._compressed(model_kwargs.get(_CACHE))
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs[_CACHE] = cache
+        return result
+
+    def _compressed(self, made: Any) -> Any:
+        """Return what stands for a cache that the model's class has made."""
+        pair = isinstance(made, EncoderDecoderCache)
+        replaced = made.self_attention_cache if pair else made
+        if type(replaced) is not DynamicCache:
+            raise EnableError(
+                f"{type(self.model).__name__} makes {type(replaced).__name__} for its cache, which "
+                "`enable` can't replace: disable(model)"
+            )
+        recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers))}
+        cache = CompressedCache(self.model, recipe, **self.options)
+        return EncoderDecoderCache(cache, made.cross_attention_cache) if pair else cache
+
+
+class Enabled:
+    """What `enable` returns: the end of a ``with`` statement undoes what it did.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    changed : bool
+        Whether `enable` changed it; where it was enabled already, nothing is undone.
+    """
+
+    def __init__(self, model: PreTrainedModel, changed: bool) -> None:
+        self.model, self.changed = model, changed
+
+    def __enter__(self) -> Enabled:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.changed:
+            disable(self.model)
+
+
+def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any) -> Enabled:
+    """Let a model's `generate` use compressed caches wherever its caller passes none.
+
+    Pipelines, servers and all else that calls `model.generate` then have a new `CompressedCache`
+    for every call; a caller's own ``past_key_values`` or ``use_cache=False`` stays as it is. Greedy
+    search, sampling, beams, assisted generation and padded batches work as with a cache that is
+    passed. ``generate(…, return_dict_in_generate=True).past_key_values`` is the cache, with its
+    `stats`. A loop that calls the model itself passes a cache itself.
+
+    Two attributes of this one model are set, nothing of its class or of transformers; `disable`
+    removes them. A ``deepcopy`` of the model is enabled, too. What `save_pretrained` or pickle
+    write is the model without them.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model that generates; of a PEFT model the one inside, ``model.get_base_model()``.
+    spec : str, Spec, path or mapping
+        A spec or a recipe, as of `CompressedCache`.
+    **options
+        More of `CompressedCache`. Key offsets and a calibration are read once, now.
+
+    Returns
+    -------
+    Enabled
+        May be used in a ``with`` statement, whose end disables the model. Nothing happens at its
+        end if the model was enabled before with the same spec and options.
+
+    Raises
+    ------
+    EnableError
+        The model generates in a way that takes no such cache, its ``generation_config`` names a
+        ``cache_implementation``, it is enabled with another spec or options, or
+        ``check="deferred"`` is asked for, whose flags nobody would read. A later call of
+        `generate` raises it if it names a ``cache_implementation`` or batches continuously
+        (`generate_batch`).
+    KVPactError
+        Anything else that `CompressedCache` refuses. The model is as before after every error.
+
+    Examples
+    --------
+    >>> enable(model, "trellis:bits=4")  # doctest: +SKIP
+    >>> pipeline("text-generation", model=model, tokenizer=tokenizer)(text)  # doctest: +SKIP
+    >>> disable(model)  # doctest: +SKIP
+    """
+    check_servable(model)
+    if options.get("check") == "deferred":
+        raise EnableError(
+            "check='deferred' leaves flags that nobody reads after generate: leave it out, or pass "
+            "past_key_values=CompressedCache(model, …, check='deferred') and call its verify()"
+        )
+    maker = _CacheMaker(model, spec, options)
+    with _lock:
+        current = vars(model).get(PREPARE)
+        if isinstance(current, _CacheMaker):
+            if not current.makes_what(maker):
+                raise EnableError(
+                    f"this model is enabled already, with {current.spec!s} and "
+                    f"{current.given or 'no options'}: call disable(model) first"
+                )
+            return Enabled(model, changed=False)
+        maker.install()
+        if hasattr(type(model), _BATCHING):
+            _NoBatching(model, _BATCHING).install()
+    return Enabled(model, changed=True)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Undo `enable`: the model is what it was before. A model that is not enabled stays as it is.
+
+    Calls of `generate` that have begun keep their cache.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    """
+    with _lock:
+        for hook in [x for x in vars(model).values() if isinstance(x, _Hook)]:
+            hook.remove()

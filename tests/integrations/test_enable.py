@@ -1,0 +1,183 @@
+"""`enable`: what `generate` computes with no cache named is what it computes with ours passed."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    Gemma3TextConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    pipeline,
+)
+
+from kvpact.errors import KVPactError
+from kvpact.integrations.transformers import CompressedCache, disable, enable
+
+COARSE = "int:bits=2,sinks=0,window=0"
+"""So coarse that its greedy tokens differ from the exact ones: equal ones tell which cache ran."""
+
+
+def tokens(model, options, **inputs):
+    """Generate with a fixed seed."""
+    torch.manual_seed(5)
+    return model.generate(**inputs, **options)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"do_sample": True, "temperature": 1.5},
+        {"num_beams": 3},
+        {"num_return_sequences": 3, "do_sample": True},
+        {"prefill_chunk_size": 6},
+    ],
+    ids=["greedy", "sampling", "beams", "samples-returned", "chunked-prefill"],
+)
+def test_a_padded_batch_has_the_tokens_of_a_cache_that_is_passed(llama, prompt, greedy, extra):
+    options = {**greedy, **extra}
+    exact = tokens(llama, options, **prompt)
+    wanted = tokens(llama, {**options, "past_key_values": CompressedCache(llama, COARSE)}, **prompt)
+    assert not torch.equal(wanted, exact)
+    enable(llama, COARSE)
+    for _ in range(2):  # every call has a cache of its own
+        assert torch.equal(tokens(llama, options, **prompt), wanted)
+    disable(llama)
+    assert torch.equal(tokens(llama, options, **prompt), exact)
+
+
+def test_prompt_lookup_and_drafts(llama, make_model, prompt, greedy):
+    """With exact specs, whatever a draft proposes, the tokens are the target's own."""
+    row = {name: x[1:] for name, x in prompt.items()}
+    alone = tokens(llama, greedy, **row)
+    draft = make_model(llama.config, seed=1)
+    enable(llama, "none")
+    enable(draft, COARSE)
+    assert torch.equal(tokens(llama, {**greedy, "assistant_model": draft}, **row), alone)
+    assert torch.equal(tokens(llama, {**greedy, "prompt_lookup_num_tokens": 3}, **row), alone)
+
+
+def test_the_cache_comes_back_with_the_result(llama, prompt, greedy):
+    with enable(llama, COARSE):
+        result = llama.generate(**prompt, **greedy, return_dict_in_generate=True)
+    cache = result.past_key_values
+    assert isinstance(cache, CompressedCache)
+    assert cache.get_seq_length() == 40 + greedy["max_new_tokens"] - 1
+    assert cache.stats()["spec"] == COARSE
+
+
+def test_a_cache_of_the_caller_wins(llama, prompt, greedy):
+    mine, theirs = CompressedCache(llama, "none"), DynamicCache(config=llama.config)
+    exact = tokens(llama, greedy, **prompt)
+    with enable(llama, COARSE):
+        for cache in (mine, theirs):
+            assert torch.equal(tokens(llama, {**greedy, "past_key_values": cache}, **prompt), exact)
+            assert cache.get_seq_length() == 63
+        assert torch.equal(tokens(llama, {**greedy, "use_cache": False}, **prompt), exact)
+
+
+def test_layers_with_windows_keep_their_own_cache(make_model, sizes, prompt, greedy):
+    sizes |= {"head_dim": 32, "sliding_window": 8, "num_hidden_layers": 3}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = make_model(Gemma3TextConfig(**sizes, layer_types=kinds))
+    wanted = tokens(model, {**greedy, "past_key_values": CompressedCache(model, COARSE)}, **prompt)
+    with enable(model, COARSE):
+        result = tokens(model, {**greedy, "return_dict_in_generate": True}, **prompt)
+    assert torch.equal(result.sequences, wanted)
+    assert result.past_key_values.stats()["layers"] == {"compressed": 1, "native": 2}
+
+
+def t5(seed=0):
+    torch.manual_seed(seed)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    config = T5Config(**sizes, vocab_size=64, decoder_start_token_id=0, feed_forward_proj="relu")
+    model = T5ForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+    return model
+
+
+def test_encoder_decoder_models_have_a_pair_of_caches(greedy):
+    model = t5()
+    ids = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(1))
+    exact = tokens(model, greedy, input_ids=ids)
+    pair = EncoderDecoderCache(CompressedCache(model, COARSE), DynamicCache(config=model.config))
+    wanted = tokens(model, {**greedy, "past_key_values": pair}, input_ids=ids)
+    with enable(model, COARSE):
+        assert torch.equal(tokens(model, greedy, input_ids=ids), wanted)
+        with pytest.raises(KVPactError, match="rolls back transformers' own"):
+            model.generate(ids[:1], **greedy, prompt_lookup_num_tokens=3)
+    assert torch.equal(tokens(model, greedy, input_ids=ids), exact)
+
+
+def test_pipelines_use_it(llama):
+    words = {"pad": 0, "start": 1, "end": 2} | {f"w{i}": i for i in range(3, 128)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="pad")
+    text = " ".join(f"w{3 + 7 * i % 120}" for i in range(40))
+    options = {"max_new_tokens": 24, "do_sample": False, "return_full_text": False}
+    generator = pipeline("text-generation", model=llama, tokenizer=tokenizer)
+    exact = generator([text, text[:40]], batch_size=2, **options)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    cache = CompressedCache(llama, COARSE)
+    after = llama.generate(ids, max_new_tokens=24, do_sample=False, past_key_values=cache)[0, 40:]
+    with enable(llama, COARSE):
+        (got,) = generator(text, **options)
+        assert got["generated_text"] == tokenizer.decode(after, skip_special_tokens=True)
+        assert got["generated_text"] != exact[0][0]["generated_text"]
+    assert generator([text, text[:40]], batch_size=2, **options) == exact
+
+
+def test_threads_have_caches_of_their_own(llama, prompt, greedy):
+    """Caches come and go in all threads, and each one's attention is over its own slots."""
+    row = {name: x[1:] for name, x in prompt.items()}
+    exact = llama.generate(**row, **greedy)
+    enable(llama, COARSE)
+    wanted = llama.generate(**row, **greedy)
+    assert not torch.equal(exact, wanted)
+    found = []
+
+    def work():
+        for _ in range(4):
+            found.append(torch.equal(llama.generate(**row, **greedy), wanted))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    disable(llama)
+    gc.collect()
+    assert found == [True] * 16
+    assert llama.config._attn_implementation == "sdpa"
+    assert torch.equal(llama.generate(**row, **greedy), exact)
+
+
+def test_a_recipe_is_read_once(llama, prompt, greedy, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'default = "none"\n[layers]\n1 = "{COARSE}"\n')
+    enable(llama, recipe)
+    recipe.unlink()
+    got = llama.generate(**prompt, **greedy, return_dict_in_generate=True).past_key_values
+    assert [str(layer.spec) for layer in got.layers] == ["none", COARSE]
+
+
+def test_a_model_is_freed_with_its_last_user(make_model, llama):
+    model = make_model(llama.config)
+    enable(model, COARSE)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
