@@ -17,7 +17,8 @@ from kvpact.kernels import choose
 from kvpact.kernels.triton.backend import TritonBackend
 
 
-def interpreted_plan(k, v, dtype, device):
+def interpreted_plan(k, v, dtype, device, latent):
+    assert not latent
     compute = choose("triton", check="deferred")
     return compute.plan(compute.stream(k, device, dtype), compute.stream(v, device, dtype))
 
