@@ -133,6 +133,33 @@ def test_a_manifest_that_does_not_fit_is_refused(change, tmp_path):
         CompressedKV.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda manifest, tensors: manifest.update(slots=99), "slots of version 99"),
+        (lambda manifest, tensors: manifest.update(batch="2"), "damaged: manifest.batch"),
+        (
+            lambda manifest, tensors: manifest["v"].update(open=1),
+            "damaged: K and V of unlike length",
+        ),
+        (
+            lambda manifest, tensors: tensors.update(other=torch.zeros(1)),
+            "damaged: unknown tensors",
+        ),
+    ],
+)
+def test_an_error_begins_with_the_name_of_the_file(change, said, tmp_path):
+    path = tmp_path / "x.safetensors"
+    compressed(tokens=40).save(path)
+    rewritten(path, change)
+    with pytest.raises(FormatError) as error:
+        CompressedKV.load(path)
+    assert str(error.value).startswith(f"{path}: ") and said in str(error.value)
+    with pytest.raises(FormatError) as error:
+        CompressedKV.from_bytes(path.read_bytes())
+    assert str(error.value).startswith("the bytes: ") and said in str(error.value)
+
+
 @pytest.mark.parametrize(("kind", "version"), [("other", VERSION), (FORMAT, VERSION + 1)])
 def test_other_formats_and_versions_are_refused(kind, version, tmp_path):
     path = tmp_path / "x.safetensors"
@@ -147,8 +174,9 @@ def test_a_changed_tensor_is_found(tmp_path):
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(IntegrityError) as error:
         CompressedKV.load(path)
+    assert str(error.value).startswith(f"{path}: section ")
 
 
 def test_other_files_are_refused(tmp_path):

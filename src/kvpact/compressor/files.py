@@ -17,7 +17,7 @@ from kvpact.cache.checks import DTYPES
 from kvpact.cache.saved import check_stream, field_info
 from kvpact.compressor.compressed import CompressedKV
 from kvpact.compressor.stream import PackedStream, room
-from kvpact.errors import FormatError, KVPactError
+from kvpact.errors import FormatError, IntegrityError, KVPactError
 from kvpact.formats.base import FORMAT_VERSION
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
@@ -74,27 +74,29 @@ def container(compressed: CompressedKV) -> Container:
 
 def load(path: str | PathLike[str]) -> CompressedKV:
     """Read a file; errors as of `CompressedKV.load`."""
-    return _read(Container.open(path, FORMAT, VERSION))
+    return _read(Container.open(path, FORMAT, VERSION), str(path))
 
 
 def from_bytes(data: bytes | memoryview) -> CompressedKV:
     """Read bytes; errors as of `CompressedKV.from_bytes`."""
-    return _read(Container(data, FORMAT, VERSION))
+    return _read(Container(data, FORMAT, VERSION), "the bytes")
 
 
-def _read(file: Container) -> CompressedKV:
+def _read(file: Container, name: str) -> CompressedKV:
+    """Read what lies in `file`; errors begin with its `name`."""
     manifest = file.manifest
-    if manifest.get("slots") != FORMAT_VERSION:
-        raise FormatError(
-            f"slots of version {manifest.get('slots')!r}; this reads {FORMAT_VERSION}"
-        )
-    check(manifest, _MANIFEST, "manifest")
-    tensors: dict[str, Tensor] = {}
-    for index in range(file.num_sections):
-        tensors |= file.tensors(index)
-    need(len(tensors) == len(file.entries) - 1, "the sections are not the tensors")
     try:
+        slots = manifest.get("slots")
+        if slots != FORMAT_VERSION:
+            raise FormatError(f"slots of version {slots!r}; this reads {FORMAT_VERSION}")
+        check(manifest, _MANIFEST, "manifest")
+        tensors: dict[str, Tensor] = {}
+        for index in range(file.num_sections):
+            tensors |= file.tensors(index)
+        need(len(tensors) == len(file.entries) - 1, "the sections are not the tensors")
         return _rebuild(manifest, tensors)
+    except (FormatError, IntegrityError) as error:
+        raise type(error)(f"{name}: {error}") from error
     except KVPactError:
         raise
     except (
@@ -105,7 +107,7 @@ def _read(file: Container) -> CompressedKV:
         TypeError,
         ValueError,
     ) as error:
-        raise FormatError(f"the manifest is damaged: {error!r}") from error
+        raise FormatError(f"{name}: the manifest is damaged: {error!r}") from error
 
 
 def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> CompressedKV:

@@ -44,7 +44,9 @@ def layer(backend=Plain, window=None, heads=2):
 
 
 def give(layers, specs):
-    stored = lambda kind, spec: spec if kind is Plain else (kind, spec)  # noqa: E731
+    def stored(kind, spec):
+        return spec if kind is Plain else (kind, spec)
+
     give_backends(layers, Plain, specs, stored, lambda most: f"at most {most}")
     return {name: getattr(one, "attn_backend", None) for name, one in layers.items()}
 
