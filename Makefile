@@ -28,7 +28,7 @@ EPIP := $(EPY) -m pip --disable-pip-version-check --quiet --quiet
 # Beside what $(VENV) has, so that `make test` stays as it is where Mooncake is there, too.
 MOONCAKE := .venv-mooncake
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -129,6 +129,16 @@ callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/neon --no-warn-unused-cli -DKVPACT_DRIVER=ON -DCMAKE_TOOLCHAIN_FILE=tests/kernels/aarch64.cmake \
 		>/dev/null && cmake --build build/neon --target driver --parallel $(JOBS)
 	@$(PY) benchmarks/instructions.py build/driver/driver build/neon/driver
+
+docs: $(VENV)/.docs ## the documentation site, into build/docs: warnings are errors, links are checked
+	@$(PY) -m sphinx -q -W --keep-going -n -E -b html docs build/docs
+	@echo "build/docs/index.html: $$(find build/docs -name '*.html' | wc -l) pages; $$(wc -l < build/docs/external-links.txt) outer links, not visited, are in build/docs/external-links.txt"
+
+# kvpact itself is there already: this brings what its extra asks for.
+$(VENV)/.docs: $(READY)
+	@echo "installing what the documentation is built with …"
+	@$(PIP) install -c constraints.txt "kvpact[docs]"
+	@touch $@
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) $(ENGINES) $(MOONCAKE) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

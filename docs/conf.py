@@ -1,0 +1,41 @@
+"""The documentation site: `make docs` builds it into `build/docs`."""
+
+import sys
+from pathlib import Path
+
+import kvpact
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "kvpact"
+author = "the kvpact authors"
+version = release = kvpact.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx_design",
+    "kvpact_site.mathml",
+    "kvpact_site.repository",
+    "kvpact_site.links",
+]
+exclude_patterns = ["_static", "kvpact_pages", "kvpact_site"]
+needs_sphinx = "9.0"
+
+# Links to headings are checked, down to the fourth level.
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
+myst_heading_anchors = 4
+highlight_language = "none"
+
+html_theme = "furo"
+html_title = f"kvpact {release}"
+html_static_path = ["_static"]
+html_css_files = ["kvpact.css"]
+html_copy_source = False
+html_show_sphinx = False
+html_show_copyright = False
+html_math_renderer = "mathml"
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b57a4", "color-brand-content": "#0b57a4"},
+    "dark_css_variables": {"color-brand-primary": "#7db7f5", "color-brand-content": "#7db7f5"},
+    "navigation_with_keys": True,
+}

@@ -1,0 +1,1 @@
+"""What Sphinx needs to build this site, beside its own extensions."""
