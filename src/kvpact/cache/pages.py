@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import lcm
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from kvpact.cache.segments import clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import Segment, SegmentSource, Where
+from kvpact.kernels import PlacedSegments, Segment, SegmentSource, Where
 from kvpact.methods import Codec
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
@@ -280,6 +280,11 @@ class PageSource:
     def _index(self) -> np.ndarray[Any, Any]:
         return np.array(self.pages, dtype=np.int64)
 
+    def page(self, index: int) -> Segment:
+        """Return one of the pages, in the sequence's order, as views."""
+        page = self.pages[index]
+        return {name: tensor[page : page + 1] for name, tensor in self._fields.items()}
+
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the pages `first <= i < last`, in the sequence's order."""
         tensor = self._fields[name]
@@ -295,3 +300,37 @@ class PageSource:
             found = Where(segments, 0, tensor.stride(1) * size)
             self._where[name] = found if tensor[0, 0].is_contiguous() else None
         return self._where[name]
+
+
+class PageSegments(PlacedSegments):
+    """The pages of a sequence from the page `first` on, to be written to.
+
+    Parameters
+    ----------
+    source : PageSource
+        Knows where they lie.
+    first : int
+        Index among the pages of the sequence.
+    """
+
+    def __init__(self, source: PageSource, first: int) -> None:
+        self._source, self._first = source, first
+
+    def __len__(self) -> int:
+        return len(self._source.pages) - self._first
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
+
+    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._source.page(range(self._first, len(self._source.pages))[index])
+
+    def where(self, name: str) -> Where | None:
+        """Return where a field lies in memory; None where its pages have gaps."""
+        where = self._source.where(name)
+        return where and where._replace(segments=where.segments[self._first :])

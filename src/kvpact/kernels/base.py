@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -42,6 +43,14 @@ class Where(NamedTuple):
     def address(self) -> int:
         """Where the addresses stand, for native code."""
         return int(self.segments.ctypes.data)
+
+
+class PlacedSegments(Sequence[Segment]):
+    """Segments that know where they lie, so that nobody has to look at each of them."""
+
+    @abstractmethod
+    def where(self, name: str) -> Where | None:
+        """Return where a field lies in memory; see `SegmentSource.where`."""
 
 
 class SegmentSource(Protocol):

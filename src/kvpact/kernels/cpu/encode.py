@@ -11,13 +11,14 @@ import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError, KernelError
 from kvpact.formats import CodesField, Field
 from kvpact.formats.encoding import search_tree
-from kvpact.kernels.base import Segment
+from kvpact.kernels.base import PlacedSegments, Segment, Where
 from kvpact.kernels.cpu import structs, trellis
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
@@ -131,8 +132,8 @@ class CpuEncoder:
     def __init__(self, library: NativeLibrary, codec: Codec) -> None:
         self._library, self._codec, self._args = library, codec, EncodeArgs()
         self._torch = TorchEncoder(codec)
-        self._known: list[tuple[int, tuple[int, ...]]] = []
-        self._arrays: list[ctypes.Array[ctypes.c_void_p]] = []
+        self._known: list[list[tuple[int, tuple[int, ...]]]] = []
+        self._places: list[Where | None] = []  # kept alive: the kernel reads their arrays
 
     def prepare(self, x: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
@@ -165,14 +166,20 @@ class CpuEncoder:
             self._torch.write(prepared, segments, segment_tokens, start)
             return
         encoder = codec_encoder(self._codec)
-        stored = [
-            (tensor.data_ptr(), tensor.stride())
-            for _, field in encoder.fields
-            for tensor in [segment[field.name] for segment in segments]
-        ]
-        # Most appends go where the last one went.
-        if stored != self._known:
-            self._prepare(encoder, segments[0], stored)
+        if isinstance(segments, PlacedSegments):
+            self._known = []
+            self._place(encoder, [segments.where(field.name) for _, field in encoder.fields])
+        else:
+            stored = [
+                [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+                for _, field in encoder.fields
+                for tensors in [[segment[field.name] for segment in segments]]
+            ]
+            # Most appends go where the last one went.
+            if stored != self._known:
+                self._known = []
+                self._place(encoder, [_where(segments, f.name) for _, f in encoder.fields])
+                self._known = stored
         args = self._args
         args.x, x = _tokens(prepared)
         args.dtype = DTYPES[x.dtype]
@@ -186,25 +193,21 @@ class CpuEncoder:
                 "This is a defect of kvpact: report it, and use backend='torch' until then"
             )
 
-    def _prepare(
-        self,
-        encoder: CodecEncoder,
-        segment: Segment,
-        stored: list[tuple[int, tuple[int, ...]]],
-    ) -> None:
-        """Tell the kernel of addresses: as many of each field as there are segments."""
-        self._known, self._arrays = [], []
+    def _place(self, encoder: CodecEncoder, places: list[Where | None]) -> None:
+        """Tell the kernel where the fields lie."""
         size = ctypes.sizeof(EncodeArgs)
         ctypes.memmove(ctypes.byref(self._args), ctypes.byref(encoder.args), size)
-        count = len(stored) // len(encoder.fields)
-        array_of = ctypes.c_void_p * count
-        for i, (name, field) in enumerate(encoder.fields):
-            tensor, places = segment[field.name], stored[i * count : (i + 1) * count]
-            strides = places[0][1]
-            if any(other != strides for _, other in places) or not tensor[0, 0].is_contiguous():
+        for (name, field), where in zip(encoder.fields, places, strict=True):
+            if where is None:
                 raise GeometryError(f"storage of {field.name} has gaps")
-            array = array_of(*[address for address, _ in places])
-            self._arrays.append(array)
-            row, head = (stride * tensor.element_size() for stride in strides[:2])
-            setattr(self._args, name, structs.Field(ctypes.addressof(array), row, head))
-        self._known = stored
+            setattr(self._args, name, structs.Field(where.address, where.row, where.head))
+        self._places = places
+
+
+def _where(segments: Sequence[Segment], name: str) -> Where | None:
+    tensors = [segment[name] for segment in segments]
+    strides, size = tensors[0].stride(), tensors[0].element_size()
+    if any(tensor.stride() != strides or not tensor[0, 0].is_contiguous() for tensor in tensors):
+        return None
+    addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+    return Where(addresses, strides[0] * size, strides[1] * size)
