@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpact_pages import blocks, cards, quality, speed, stream
+from kvpact_pages import blocks, cards, quality, speed, stream, support
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES = {
     "methods/index.md": cards.BLOCKS,
     "quality.md": quality.BLOCKS,
     "speed.md": speed.BLOCKS,
+    "support.md": support.BLOCKS,
 }
 
 

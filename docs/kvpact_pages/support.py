@@ -1,0 +1,115 @@
+"""The support matrix, from `support.toml`: every answer names the test that shows it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvpact_pages.results import ROOT, code, table
+
+STATES = ("yes", "in part", "refused", "not run", "-")
+PROVEN = STATES[:3]
+_DATA = tomllib.loads((Path(__file__).parent / "support.toml").read_text("utf-8"))
+ENGINES: dict[str, str] = _DATA["engines"]
+STRUCTURES: list[dict[str, Any]] = _DATA["structure"]
+REFUSED: list[dict[str, str]] = _DATA["refused"]
+WITH = (
+    ("tests/engines/", "`make test-engines`"),
+    ("tests/kernels/triton/", "`make test`, interpreted; `make gpu` on a device"),
+    ("tests/", "`make test`"),
+)
+
+
+@cache
+def functions(file: str) -> frozenset[str]:
+    """Return the names of a file's tests; none where there is no such file."""
+    path = ROOT / file
+    if not path.is_file():
+        return frozenset()
+    nodes = ast.walk(ast.parse(path.read_text("utf-8")))
+    found = (node.name for node in nodes if isinstance(node, ast.FunctionDef))
+    return frozenset(name for name in found if name.startswith("test"))
+
+
+def exists(test: str) -> bool:
+    """Tell whether a test, ``FILE::FUNCTION`` or ``FILE::*`` for all of a file, is there."""
+    file, _, name = test.partition("::")
+    return bool(functions(file)) if name == "*" else name in functions(file)
+
+
+def tests() -> list[str]:
+    """Return all tests that the matrix names."""
+    cells = [one[engine] for one in STRUCTURES for engine in ENGINES]
+    named = [test for cell in cells for test in cell.get("tests", ())]
+    return [*named, *(one["test"] for one in REFUSED)]
+
+
+def anchor(name: str) -> str:
+    """Return the anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-")
+
+
+def linked(test: str) -> str:
+    """Return a test as a link to its file."""
+    file, _, name = test.partition("::")
+    shown = file.removeprefix("tests/") if name == "*" else name
+    return f"[`{shown}`](../{file})"
+
+
+def _shown(cell: dict[str, Any]) -> str:
+    if cell.get("untested"):
+        return "no test"
+    return ", ".join(map(linked, cell.get("tests", ())))
+
+
+def matrix() -> str:
+    """Return the matrix."""
+    rows = [
+        [
+            f"[{one['name']}](#{anchor(one['name'])})",
+            *(f"**{s}**" if (s := one[e]["state"]) == "refused" else s for e in ENGINES),
+        ]
+        for one in STRUCTURES
+    ]
+    return table(("", *ENGINES.values()), rows, left=5)
+
+
+def details() -> str:
+    """Return a section for each structure: what is known of each engine, and the tests."""
+    parts = []
+    for one in STRUCTURES:
+        cells = [(said, one[engine]) for engine, said in ENGINES.items()]
+        rows = [[said, c["state"], c.get("text", ""), _shown(c)] for said, c in cells]
+        parts += [f"### {one['name']}", one["about"], table(("", "", "", "shown by"), rows, left=4)]
+    return "\n\n".join(parts)
+
+
+def refusals() -> str:
+    """Return what is refused, with the error and the test."""
+    rows = [
+        [one["what"], f"`{one['error']}`: … {one['says']} …", linked(one["test"])]
+        for one in REFUSED
+    ]
+    return table(("what", "error", "shown by"), rows, left=3)
+
+
+def how_to_run() -> str:
+    """Return how many tests are named, and what runs them."""
+    named, lines = set(tests()), []
+    for folder, command in WITH:
+        here = {test for test in named if test.startswith(folder)}
+        named -= here
+        lines.append([code(folder), str(len(here)), command])
+    return table(("tests below", "named here", "run by"), lines, left=1)
+
+
+BLOCKS = {
+    "support-matrix": matrix,
+    "support-details": details,
+    "support-refusals": refusals,
+    "support-tests": how_to_run,
+}
