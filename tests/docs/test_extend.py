@@ -1,0 +1,81 @@
+"""What the pages on extending kvpact show is complete: it runs, and passes the contracts."""
+
+import re
+
+import pytest
+import torch
+from kvpact_pages.pages import DOCS
+
+import kvpact.testing
+from kvpact import CacheGeometry, create_cache
+from kvpact.registry import unregister_method
+from kvpact.testing import MethodContract, example_specs, random_tokens
+
+
+def shown(page: str, *names: str) -> dict:
+    """Return what the Python blocks of a page define, up to the one with the last of `names`."""
+    text = (DOCS / "extend" / page).read_text("utf-8")
+    found = {"__name__": page}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        if not set(names) <= found.keys():
+            exec(compile(block, page, "exec"), found)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sign():
+    found = shown("method.md", "Sign", "cache")
+    yield found["Sign"]
+    unregister_method("sign")
+
+
+class TestSign(MethodContract):
+    spec = "sign"
+    max_relative_error = 0.66
+
+
+def test_the_method_is_in_the_table():
+    assert example_specs()["sign"] == 0.66
+
+
+def test_attention_over_it_is_native_and_right():
+    from kvpact.kernels.cpu.backend import CPU
+
+    if reason := CPU.runs_here(torch.device("cpu")):
+        pytest.skip(reason)
+    k, v = random_tokens(1, 2, 200, 64), random_tokens(1, 2, 200, 64, seed=1)
+    one = [random_tokens(1, heads, 1, 64, seed=2 + heads) for heads in (2, 2, 4)]
+    outputs = {}
+    for backend in ("auto", "torch"):
+        cache = create_cache("sign", CacheGeometry(1, 2, 64), backend=backend)
+        cache.prefill(0, k, v)
+        outputs[backend] = cache.attend(0, *one)
+        assert set(cache.stats()["compute"]["attend"]) == {"cpu" if backend == "auto" else "torch"}
+    torch.testing.assert_close(outputs["auto"], outputs["torch"], rtol=1e-5, atol=1e-6)
+
+
+def test_the_engine_generates_what_it_does_without_a_cache():
+    found = shown("engine.md", "whole_again")
+    assert found["exact"].shape == found["close"].shape == (1, 16)
+
+
+@pytest.mark.parametrize("spec", ["int:bits=4", "turboquant:bits=4"])
+def test_the_backend_attends_as_torch_does(spec):
+    shown("backend.md", "TestThreaded")["TestThreaded"]().test_attention_over_every_method(spec)
+
+
+def test_the_backend_says_what_it_leaves_to_others():
+    backend = shown("backend.md", "ThreadedBackend")["ThreadedBackend"]()
+    assert "don't encode" in backend.covers("encode", None, torch.float32)
+    assert "not for cuda" in backend.runs_here(torch.device("cuda"))
+
+
+TestSqliteStore = shown("store.md", "TestSqliteStore")["TestSqliteStore"]
+TestSqliteStore.examples, TestSqliteStore.steps = 2, 10
+
+
+def test_the_contracts_that_are_named_are_there():
+    text = "".join(path.read_text("utf-8") for path in (DOCS / "extend").glob("*.md"))
+    named = set(re.findall(r"\b\w+Contract\b", text))
+    assert {"MethodContract", "BackendContract", "StoreContract"} <= named
+    assert named <= set(kvpact.testing.__all__)
