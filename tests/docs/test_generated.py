@@ -1,8 +1,8 @@
 """What the documentation takes from code and committed results is what they hold now."""
 
 import pytest
-from kvpact_pages import blocks, cards, quality, speed, stream, svg
-from kvpact_pages.pages import DOCS, expected
+from kvpact_pages import blocks, cards, faq, quality, stream, svg
+from kvpact_pages.pages import DOCS, PAGES, expected
 
 from kvpact.registry import Alias, list_methods
 
@@ -39,10 +39,9 @@ def test_a_page_names_no_block_that_nothing_makes():
         blocks.filled(page, quality.BLOCKS)
 
 
-@pytest.mark.parametrize("made", [quality, speed, cards], ids=["quality", "speed", "methods"])
-def test_every_block_that_is_made_stands_on_a_page(made):
-    page = {quality: "quality.md", speed: "speed.md", cards: "methods/index.md"}[made]
-    assert set(blocks.names((DOCS / page).read_text("utf-8"))) == set(made.BLOCKS)
+def test_every_block_that_is_made_stands_on_its_page():
+    for page, made in PAGES.items():
+        assert set(blocks.names((DOCS / page).read_text("utf-8"))) == set(made), page
 
 
 def test_what_is_between_two_comments_is_replaced_and_nothing_else():
@@ -50,6 +49,12 @@ def test_what_is_between_two_comments_is_replaced_and_nothing_else():
     text = blocks.filled(page, {"x": lambda: "\nnew\n"})
     assert text == "a\n<!-- generated: x -->\n\nnew\n\n<!-- end of x -->\nb\n"
     assert blocks.filled(text, {"x": lambda: "new"}) == text
+
+
+def test_a_short_context_gains_little():
+    # 64 tokens of the window and 4 sinks are held twice; segments have room for 128 tokens.
+    assert faq.share("int:bits=8", 128) == (128 * 128 + 128 * 8 + 68 * 256) / (128 * 256)
+    assert faq.share("turboquant:bits=4", 4096) < 0.28
 
 
 def _story(number):
