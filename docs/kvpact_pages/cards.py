@@ -20,7 +20,16 @@ from kvpact.methods.cautions import cautions
 from kvpact.methods.fitted import FittedCodec
 from kvpact.registry import Alias, Foreign, find_method, known_names, list_methods
 from kvpact.spec import parse_spec
-from kvpact_pages.results import MODELS, code, eval_files, kl_and_error, load, table
+from kvpact_pages.results import (
+    MODELS,
+    NARROW,
+    code,
+    eval_files,
+    kl_and_error,
+    load,
+    percent,
+    table,
+)
 
 ADVICE = tomllib.loads((Path(__file__).parent / "advice.toml").read_text("utf-8"))
 WRITTEN = "<!-- Written by docs/generate.py: change the method's docstring or advice.toml. -->"
@@ -94,7 +103,7 @@ def groups(method: Any) -> str:
 def bits_text(method: Any, dim: int) -> str:
     """Return the bits of a method's slots at a width, K and V apart where they differ."""
     key, value = slot_bits(method, dim)
-    return f"{key:.4g}" if key == value else f"{key:.4g} / {value:.4g}"
+    return f"{key:.4g}" if key == value else f"{key:.4g}{NARROW}/{NARROW}{value:.4g}"
 
 
 def facts(method: Any) -> str:
@@ -159,7 +168,7 @@ def quality(name: str) -> str:
             MODELS[row["model"]],
             f"{row['slot_bits_per_value']:.2f}",
             kl_and_error(row),
-            f"{row['top1']:.1f} %",
+            percent(row["top1"]),
             f"[{row['tokens']:,}](../../benchmarks/results/{row['file'].replace('.json', '.md')})",
         ]
         for row in measured(name)

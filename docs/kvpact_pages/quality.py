@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpact_pages.chart import Axis, Series, decades, draw
-from kvpact_pages.results import MODELS, code, kl, kl_and_error, load, ratio, table
+from kvpact_pages.results import MODELS, NARROW, code, kl, kl_and_error, load, percent, ratio, table
 
 ABLATED = "sinks=0,window=0"
 FAMILIES = (
@@ -15,31 +15,57 @@ FAMILIES = (
 """Methods in the order of their colours."""
 
 
-def novel() -> str:
-    """Return the table of SmolLM2 on 3,000 tokens, with what exact tokens are worth."""
+COLUMNS = ("spec", "bits, slots", "bits, all-in", "KL mean", "KL p99", "top-1", "perplexity")
+
+
+def summary() -> str:
+    """Return what the page shows, in a sentence."""
+    found = [_by_spec(f"models/{name}/eval.json") for name in MODELS]
+    worst = {
+        bits: max(rows[f"trellis:bits={bits}"]["kl_mean"] for rows in found) for bits in (4, 3)
+    }
+    return (
+        f"At 4 bits `trellis` costs {kl(worst[4])} nats of KL per token or less on the two models "
+        f"measured here, at 3 bits {kl(worst[3])} or less. Methods rank differently from model to "
+        "model, so measure on your own: `kvpact eval` prints the tables of this page for any model "
+        "that transformers loads, and `kvpact recommend` "
+        "[chooses a spec](#which-spec-for-which-model)."
+    )
+
+
+def _plain() -> list[dict[str, Any]]:
     rows = load("quality/eval.json")
-    plain = [row for row in rows if row["spec"] != "none" and not _ablation(row)]
-    columns = ("spec", "bits, slots", "bits, all-in", "perplexity", "KL mean", "KL p99", "top-1")
-    columns += (f"KL with `{ABLATED}`", "KL packed only")
-    return table(columns, [_cells(row, rows) for row in sorted(plain, key=_kl)])
+    return sorted((r for r in rows if r["spec"] != "none" and not _ablation(r)), key=_kl)
 
 
-def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    spec, mean = row["spec"], row["kl_mean"]
-    bare = spec + ("," if ":" in spec else ":") + ABLATED
-    without = next(r for r in rows if r["spec"] == bare)
-    packed = next(r for r in rows if r["spec"] == spec and r["packed_only"])
+def novel() -> str:
+    """Return the table of SmolLM2 on 3,000 tokens."""
+    return table(COLUMNS, [_cells(row) for row in _plain()])
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        code(spec),
+        code(row["spec"]),
         f"{row['slot_bits_per_value']:.3f}",
         f"{row['bits_per_value']:.2f}",
-        f"{row['perplexity_change']:+.2f} %",
-        kl(mean),
+        kl(row["kl_mean"]),
         kl(row["kl_p99"]),
-        f"{row['top1']:.1f} %",
-        ratio(without["kl_mean"] / mean),
-        ratio(packed["kl_mean"] / mean),
+        percent(row["top1"]),
+        "+" * (row["perplexity_change"] >= 0) + percent(row["perplexity_change"], 2),
     ]
+
+
+def exact_tokens() -> str:
+    """Return what exact first and last tokens are worth: KL without them over KL with them."""
+    rows, cells = load("quality/eval.json"), []
+    for row in _plain():
+        spec, mean = row["spec"], row["kl_mean"]
+        bare = spec + ("," if ":" in spec else ":") + ABLATED
+        without = next(r for r in rows if r["spec"] == bare)
+        packed = next(r for r in rows if r["spec"] == spec and r["packed_only"])
+        ratios = [ratio(other["kl_mean"] / mean) for other in (without, packed)]
+        cells.append([code(spec), kl(mean), *ratios])
+    return table(("spec", "KL mean", f"with `{ABLATED}`", "packed only"), cells)
 
 
 def _ablation(row: dict[str, Any]) -> bool:
@@ -96,20 +122,7 @@ def storage() -> str:
 def learnt() -> str:
     """Return the table of methods that learn from the first tokens."""
     rows = sorted((row for row in load("fitted/eval.json") if row["spec"] != "none"), key=_kl)
-    columns = ("spec", "bits, slots", "bits, all-in", "perplexity", "KL mean", "KL p99", "top-1")
-    cells = [
-        [
-            code(row["spec"]),
-            f"{row['slot_bits_per_value']:.3f}",
-            f"{row['bits_per_value']:.2f}",
-            f"{row['perplexity_change']:+.2f} %",
-            kl(row["kl_mean"]),
-            kl(row["kl_p99"]),
-            f"{row['top1']:.1f} %",
-        ]
-        for row in rows
-    ]
-    return table(columns, cells)
+    return table(COLUMNS, [_cells(row) for row in rows])
 
 
 def recommended() -> str:
@@ -125,10 +138,10 @@ def recommended() -> str:
             [
                 MODELS[one["model"]],
                 one["text"],
-                f"{100 * one['share']:.1f} %",
+                percent(100 * one["share"]),
                 f"{kl(one['predicted'])}, {kl(one['measured'])}",
                 f"{kl(recipe['predicted'])}, {kl(recipe['measured'])}",
-                f"{recipe['difference']:+.5f} ± {kl(recipe['difference_se'])}",
+                f"{recipe['difference']:+.5f}{NARROW}±{NARROW}{kl(recipe['difference_se'])}",
             ]
         )
     return table(columns, cells, left=2)
@@ -136,8 +149,9 @@ def recommended() -> str:
 
 def novel_chart() -> str:
     """Draw KL over bits of the slots on SmolLM2."""
-    rows = [r for r in load("quality/eval.json") if r["spec"] != "none" and not _ablation(r)]
-    return _chart("SmolLM2-135M, 3,000 tokens of a novel", rows, "bits_per_value", "all bytes held")
+    return _chart(
+        "SmolLM2-135M, 3,000 tokens of a novel", _plain(), "bits_per_value", "all bytes held"
+    )
 
 
 def model_chart(name: str) -> str:
@@ -178,7 +192,9 @@ def pictures() -> dict[str, str]:
 
 
 BLOCKS = {
+    "quality-summary": summary,
     "quality-novel": novel,
+    "quality-exact": exact_tokens,
     "quality-models": models,
     "quality-coverage": coverage,
     "quality-storage": storage,

@@ -12,6 +12,8 @@ from kvpact.evaluate.report import markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
+NARROW = "\u00a0"
+"""A space at which no line breaks."""
 MODELS = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 
 
@@ -33,7 +35,12 @@ def kl(value: float) -> str:
 
 def kl_and_error(row: dict[str, Any]) -> str:
     """Return a mean KL with its standard error."""
-    return f"{kl(row['kl_mean'])} ± {kl(row['kl_se'])}"
+    return f"{kl(row['kl_mean'])}{NARROW}±{NARROW}{kl(row['kl_se'])}"
+
+
+def percent(value: float, digits: int = 1) -> str:
+    """Return a number of percent."""
+    return f"{value:.{digits}f}{NARROW}%"
 
 
 def ratio(value: float) -> str:

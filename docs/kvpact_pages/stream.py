@@ -170,7 +170,8 @@ def strip(picture: Drawing, top: float, found: State, gone: int = 0) -> float:
     step = found.group if found.group > 1 else 32
     for token in range(0, end + 1, step):
         across = LEFT + CELL * token - 0.35
-        picture.line(across, top - 41, across, top + 1, "rule")
+        if token <= found.length:
+            picture.line(across, top - 41, across, top + 1, "rule")
         picture.text(across, top + 11, str(token), "small", "middle")
     picture.text(LEFT + CELL * end, top + 11, str(end), "small", "middle")
     return top + 16

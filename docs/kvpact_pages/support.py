@@ -104,7 +104,7 @@ def how_to_run() -> str:
         here = {test for test in named if test.startswith(folder)}
         named -= here
         lines.append([code(folder), str(len(here)), command])
-    return table(("tests below", "named here", "run by"), lines, left=1)
+    return table(("tests below", "named here", "run by"), lines, left=3)
 
 
 BLOCKS = {
