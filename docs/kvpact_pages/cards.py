@@ -161,22 +161,25 @@ def measured(name: str) -> list[dict[str, Any]]:
 
 
 def quality(name: str) -> str:
-    """Return the measured table of a method."""
-    rows = [
-        [
-            code(row["spec"]),
-            MODELS[row["model"]],
-            f"{row['slot_bits_per_value']:.2f}",
-            kl_and_error(row),
-            percent(row["top1"]),
-            f"[{row['tokens']:,}](../../benchmarks/results/{row['file'].replace('.json', '.md')})",
-        ]
-        for row in measured(name)
+    """Return the measured tables of a method, one for each model."""
+    parts = []
+    for model, said in MODELS.items():
+        rows = [row for row in measured(name) if row["model"] == model]
+        cells = [[code(row["spec"]), *_figures(row)] for row in rows]
+        if cells:
+            columns = ("spec", "bits, slots", "KL mean", "top-1", "tokens")
+            parts += [f"On {said}:", table(columns, cells)]
+    return "\n\n".join(parts) or "Nothing is committed; `kvpact eval` measures it."
+
+
+def _figures(row: dict[str, Any]) -> list[str]:
+    file = row["file"].replace(".json", ".md")
+    return [
+        f"{row['slot_bits_per_value']:.2f}",
+        kl_and_error(row),
+        percent(row["top1"]),
+        f"[{row['tokens']:,}](../../benchmarks/results/{file})",
     ]
-    if not rows:
-        return "Nothing is committed; `kvpact eval` measures it."
-    columns = ("spec", "model", "bits, slots", "KL mean", "top-1", "tokens")
-    return table(columns, rows, left=2)
 
 
 def warnings(method: Any) -> str:
@@ -239,7 +242,7 @@ def best() -> str:
     limits = (2.5, 3.5, 4.5, 9.0)
     rows = []
     for limit, below in zip(limits, (0.0, *limits), strict=False):
-        cells = [f"up to {limit:g}"]
+        cells = [f"{below:g} to {limit:g}" if below else f"up to {limit:g}"]
         for model in MODELS:
             found = [
                 row

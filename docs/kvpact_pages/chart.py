@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvpact_pages.svg import COLOURS, Drawing
 
-WIDTH, LEFT, TOP, PLOT = 460.0, 52.0, 34.0, 230.0
+WIDTH, LEFT, TOP, PLOT = 400.0, 44.0, 38.0, 220.0
 
 
 class Series(NamedTuple):
@@ -52,7 +52,7 @@ def draw(title: str, series: Sequence[Series], x: Axis, y: Axis, x_name: str, y_
         return LEFT + right * x.place(across), foot - PLOT * y.place(up)
 
     picture.text(12, 16, title, "head")
-    picture.text(12, TOP - 5, y_name, "small")
+    picture.text(12, TOP - 8, y_name, "small")
     for value, name in x.marks:
         across = at(value, y.low)[0]
         picture.line(across, TOP, across, foot, "grid")
@@ -70,7 +70,7 @@ def draw(title: str, series: Sequence[Series], x: Axis, y: Axis, x_name: str, y_
             picture.path([(across, up) for across, up, _ in places], f"{colour} line")
         for across, up, told in places:
             picture.dot(across, up, kind, told)
-        left = LEFT + (index % 2) * right / 2
+        left = 18 + (index % 2) * (WIDTH - 30) / 2
         up = foot + 46 + 17 * (index // 2)
         picture.dot(left, up - 3.5, kind)
         picture.text(left + 9, up, one.name, "name")

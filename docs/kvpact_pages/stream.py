@@ -17,7 +17,7 @@ GROUPED = "kivi:bits=4,group=32,sinks=4,window=24"
 SINGLE = "turboquant:bits=4,sinks=4,window=24"
 HELD, DIM = 108, 64
 MOST = 112  # tokens that a drawing has room for
-CELL, LEFT, WIDTH = 3.4, 68.0, 460.0
+CELL, LEFT, WIDTH = 3.05, 44.0, 400.0
 PACKED, TAIL, SINKS, CUT = "c0", "c2", "c1", "c3"
 LANES = (("slots", PACKED), ("tail", TAIL), ("sinks", SINKS))
 
@@ -199,13 +199,14 @@ def whole(spec: str) -> str:
 def told(found: State) -> list[str]:
     """Return what a rollback left, in two lines."""
     cut = found.packed % found.group
-    first = f"{found.length} tokens held, {found.packed} of them packed"
-    first += f"; the group at {found.packed - cut} (violet) is cut" if cut else ""
     exact = found.length - max(found.exact_from, found.sinks)
-    first += f"; {exact} read from the tail"
-    second = "The same bytes as a cache that never held the others." if found.fresh else (
-        "What was packed stays packed, so the bytes are not those of a cache that never held them."
-    )  # fmt: skip
+    first = f"{found.length} tokens, {found.packed} packed, {exact} read from the tail"
+    first += f"; the group at {found.packed - cut} (violet) is cut" if cut else ""
+    second = (
+        "The same bytes as a cache that never held the others."
+        if found.fresh
+        else "What was packed stays packed; other bytes than had they never come."
+    )
     return [first, second]
 
 

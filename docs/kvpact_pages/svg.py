@@ -13,7 +13,7 @@ def _style() -> str:
     dark = "".join(f".c{i}{{--c:{colour}}}" for i, colour in enumerate(_DARK))
     return (
         "text{font:11px system-ui,sans-serif;fill:var(--ink)}"
-        ".small{font-size:9.5px;fill:var(--muted)}.name{font-size:10px}.head{font-weight:600}"
+        ".small{font-size:10px;fill:var(--muted)}.name{font-size:10px}.head{font-weight:600}"
         ".page{fill:var(--page)}.grid{stroke:var(--grid);fill:none}"
         ".rule{stroke:var(--muted);fill:none}.faint{opacity:.28}"
         ".fill{fill:var(--c)}.line{stroke:var(--c);fill:none;stroke-width:1.6}"
