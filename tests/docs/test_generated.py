@@ -85,6 +85,11 @@ def test_the_rollbacks_are_told_as_they_are():
     assert first.length == first.sinks == 2
 
 
+def test_a_rollback_shortens_the_window_of_a_method_without_groups():
+    found = stream.state(*stream.rolled_back(stream.SINGLE, 105, 0), stream.SINGLE, 105)
+    assert (found.packed, found.exact_from) == (105, 84)  # the window of 24 would begin at 81
+
+
 def test_a_picture_says_what_it_shows_and_escapes_it():
     picture = svg.Drawing(10, 10, "a < b")
     picture.text(1, 1, "x & y")
