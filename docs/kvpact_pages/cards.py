@@ -94,7 +94,10 @@ def learns(method: Any) -> str:
 
 def groups(method: Any) -> str:
     """Return how many tokens are packed together."""
-    key, value = (codec.group for codec in codecs(method))
+    pair = codecs(method)
+    if all(codec.joint for codec in pair):
+        return "all heads of a token together"
+    key, value = (codec.group for codec in pair)
     words = {True: "each token at once", False: "{} tokens together"}
     sides = [words[size == 1].format(size) for size in (key, value)]
     return sides[0] if key == value else f"K {sides[0]}, V {sides[1]}"
@@ -122,10 +125,11 @@ def facts(method: Any) -> str:
 def options(method: Any) -> str:
     """Return the options with their meanings."""
     told = _meanings(method)
-    rows = [
-        [code(field.name), code(_text(field.default)), *_escaped(*told.get(field.name, ("", "")))]
-        for field in fields(method)
-    ]
+    rows = []
+    for field in fields(method):
+        kind, meaning = told.get(field.name, ("", ""))
+        meaning += " Of K alone." if field.name in method.key_only else ""
+        rows.append([code(field.name), code(_text(field.default)), *_escaped(kind, meaning)])
     return table(("option", "default", "type", "meaning"), rows, left=4)
 
 
@@ -215,6 +219,7 @@ def card(method: Any) -> str:
         "Mean KL in nats per token against the exact cache, with its standard error, on the "
         "shipped novel ([how it is measured](../quality.md)).",
         quality(method.name),
+        "How fast methods are: [Speed](../speed.md).",
         "## When not to use it",
         warnings(method),
         f"The same on the command line: `kvpact methods {method.name}`.",
