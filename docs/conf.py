@@ -13,9 +13,13 @@ version = release = kvpact.__version__
 
 extensions = [
     "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
     "sphinx_design",
+    "kvpact_site.commands",
     "kvpact_site.mathml",
     "kvpact_site.repository",
+    "kvpact_site.docstrings",
     "kvpact_site.links",
 ]
 exclude_patterns = ["_static", "kvpact_pages", "kvpact_site"]
@@ -25,6 +29,17 @@ needs_sphinx = "9.0"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 highlight_language = "none"
+
+# Docstrings are numpydoc. What stands between single backticks is a name of the API where one is
+# meant, and a formula or a piece of code everywhere else.
+default_role = "py:obj"
+napoleon_google_docstring = False
+autodoc_member_order = "bysource"
+autodoc_class_signature = "mixed"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 72
+# Nothing is said of names that are not on this site: torch's and transformers', and private ones.
+nitpick_ignore_regex = [(r"py:.*", r".*")]
 
 html_theme = "furo"
 html_title = f"kvpact {release}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpact_pages import blocks, cards, faq, quality, speed, stream, support
+from kvpact_pages import blocks, cards, faq, quality, specs, speed, stream, support
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES = {
     "faq.md": faq.BLOCKS,
     "methods/index.md": cards.BLOCKS,
     "quality.md": quality.BLOCKS,
+    "specs.md": specs.BLOCKS,
     "speed.md": speed.BLOCKS,
     "support.md": support.BLOCKS,
     "which-when.md": faq.WHICH,
