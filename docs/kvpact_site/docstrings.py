@@ -1,8 +1,12 @@
 """Docstrings as Sphinx reads them: two habits of kvpact's that reStructuredText has no sign for."""
 
-import re
+from __future__ import annotations
 
-from sphinx.application import Sphinx
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # Tests import this where Sphinx is not installed.
+    from sphinx.application import Sphinx
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Whole pairs are matched, so that what lies between two of them is not taken for one.
