@@ -43,7 +43,7 @@ test: lint ## lint, types, layers, then the tests
 test-slow: $(READY) ## quality on the real model, large codebooks, every SIMD level: some minutes
 	@$(PY) -m pytest -m slow
 
-test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then half an hour
+test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then a quarter of an hour
 	@$(EPY) -c "import mooncake.store" 2>/dev/null || echo "Mooncake can't run, its tests are left out (Debian: apt-get install libibverbs1 libnuma1)"
 	@command -v redis-server >/dev/null || echo "redis-server is not there, its tests are left out (Debian: apt-get install redis-server)"
 	@OMP_NUM_THREADS=1 $(EPY) -m pytest -m engine -rs tests/engines
@@ -105,7 +105,7 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
 
-gpu-aot: $(READY) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: half an hour the first time, no GPU needed
+gpu-aot: $(READY) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: some hours the first time, no GPU needed
 	@$(PY) -m kvpact.kernels.triton.aot --check tests/kernels/triton/golden/aot.json
 
 gpu: gpu-test gpu-bench ## on a machine with a GPU: both of the following
