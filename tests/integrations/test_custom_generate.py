@@ -1,0 +1,95 @@
+"""`examples/custom_generate` through transformers' own way of loading such a folder."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    EncoderDecoderCache,
+    T5Config,
+    T5ForConditionalGeneration,
+    dynamic_module_utils,
+)
+
+from kvpact.errors import SpecError
+from kvpact.integrations.transformers import CompressedCache
+
+FOLDER = Path(__file__).parents[2] / "examples" / "custom_generate"
+COARSE = "int:bits=2,sinks=0,window=0"
+"""So coarse that its greedy tokens differ from the exact ones: equal ones tell which cache ran."""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    """Let transformers copy modules to a folder of the test."""
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("transformers_modules"):
+            del sys.modules[name]
+
+
+def run(model, prompt, greedy, **more):
+    return model.generate(
+        **prompt, **greedy, custom_generate=str(FOLDER), trust_remote_code=True, **more
+    )
+
+
+def test_the_folder_gives_the_tokens_of_a_compressed_cache(llama, prompt, greedy):
+    exact = llama.generate(**prompt, **greedy)
+    wanted = llama.generate(**prompt, **greedy, past_key_values=CompressedCache(llama, COARSE))
+    assert not torch.equal(wanted, exact)
+    assert torch.equal(run(llama, prompt, greedy, spec=COARSE), wanted)
+    default = run(llama, prompt, greedy, return_dict_in_generate=True).past_key_values
+    assert default.stats()["spec"] == "trellis:bits=4"
+    own = CompressedCache(llama, "none")
+    assert torch.equal(run(llama, prompt, greedy, past_key_values=own), exact)
+    assert own.get_seq_length() == 63
+    assert torch.equal(run(llama, prompt, greedy, use_cache=False), exact)
+
+
+def test_a_model_loaded_with_the_folder_generates_with_it(llama, prompt, greedy, tmp_path):
+    wanted = llama.generate(**prompt, **greedy, past_key_values=CompressedCache(llama, COARSE))
+    llama.save_pretrained(tmp_path / "model")
+    shutil.copytree(FOLDER / "custom_generate", tmp_path / "model" / "custom_generate")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True).eval()
+    assert torch.equal(model.generate(**prompt, **greedy, spec=COARSE), wanted)
+    got = model.generate(
+        prompt["input_ids"], attention_mask=prompt["attention_mask"], **greedy, spec=COARSE
+    )
+    assert torch.equal(got, wanted)
+
+
+def test_what_is_refused(llama, prompt, greedy):
+    with pytest.raises(SpecError, match="bits"):
+        run(llama, prompt, greedy, spec="int:bits=99")
+    with pytest.raises(ValueError, match="cache_implementation"):
+        run(llama, prompt, greedy, cache_implementation="static")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        llama.generate(**prompt, **greedy, custom_generate=str(FOLDER), trust_remote_code=False)
+
+
+def test_encoder_decoder_models_have_a_pair_of_caches(greedy):
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, vocab_size=64, decoder_start_token_id=0))
+    ids = torch.randint(3, 64, (1, 20), generator=torch.Generator().manual_seed(1))
+    pair = run(model.eval(), {"input_ids": ids}, greedy, return_dict_in_generate=True)
+    assert isinstance(pair.past_key_values, EncoderDecoderCache)
+    assert pair.past_key_values.self_attention_cache.stats()["spec"] == "trellis:bits=4"
+
+
+def test_requirements_are_what_the_package_asks_for():
+    """The versions that transformers checks are those of pyproject.toml, which pip reads."""
+    import tomllib
+
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
+    asked = (FOLDER / "custom_generate" / "requirements.txt").read_text().split()
+    assert f"kvpact>={project['version']}" in asked
+    lower = next(x for x in project["optional-dependencies"]["transformers"] if "transformers" in x)
+    assert lower.partition(",")[0] in asked
