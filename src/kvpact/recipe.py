@@ -2,10 +2,14 @@
 
 ```toml
 default = "turboquant:bits=3,center=64"
+num_layers = 30  # if it is for models of so many layers only
 [layers]
 0 = "int:bits=8"
 -1 = "int:bits=8"
+[measured]  # what is known of it, for readers
 ```
+
+``recipe:NAME`` stands for a file that kvpact ships (`kvpact.data.recipe_names`).
 """
 
 from __future__ import annotations
@@ -13,14 +17,59 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from importlib.resources.abc import Traversable
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from kvpact.data import recipe_names, recipe_path
 from kvpact.errors import SpecError
-from kvpact.spec import Spec, parse_spec, whole_number
+from kvpact.spec import RECIPE_PREFIX, Spec, parse_spec, whole_number
 
 SpecLike = str | Spec | PathLike[str] | Mapping[str, Any]
+_FILES = (".toml", ".json")
+_KEYS = {"default", "layers", "num_layers", "measured"}
+
+
+def is_recipe(source: SpecLike) -> bool:
+    """Return whether a recipe is given, by name, file or mapping, and not a spec.
+
+    Parameters
+    ----------
+    source : str, Spec, path or mapping
+        Nothing is read.
+    """
+    if isinstance(source, str):
+        text = source.strip()
+        return text.startswith(RECIPE_PREFIX) or text.endswith(_FILES)
+    return isinstance(source, PathLike | Mapping)
+
+
+def load_recipe(source: SpecLike) -> Mapping[str, Any]:
+    """Return a recipe as it is written; its specs are not looked at.
+
+    Parameters
+    ----------
+    source : str, path or mapping
+        One for which `is_recipe` is true.
+
+    Raises
+    ------
+    SpecError
+        There is no such recipe, it can't be read, or something else stands in it.
+    """
+    if isinstance(source, Mapping):
+        recipe = source
+    else:
+        name = str(source).strip()
+        recipe = _read(_shipped(name) if name.startswith(RECIPE_PREFIX) else Path(name))
+    tables = all(isinstance(recipe.get(key, {}), Mapping) for key in ("layers", "measured"))
+    if set(recipe) - _KEYS or "default" not in recipe or not tables:
+        raise SpecError(
+            "a recipe has 'default' (a spec) and, if wanted, 'layers' (index -> spec), "
+            "'num_layers' and 'measured' (a table), and nothing else"
+        )
+    return recipe
 
 
 def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
@@ -29,28 +78,30 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
     Parameters
     ----------
     source : str, Spec, path or mapping
-        A spec (the same for all layers), or a recipe: a mapping, or the path of a ``.toml`` or
-        ``.json`` file that holds one. Layers count from 0, or from the end with -1, -2, ….
+        A spec (the same for all layers), or a recipe: a mapping, the path of a ``.toml`` or
+        ``.json`` file that holds one, or ``recipe:NAME``. Layers count from 0, or from the end with
+        -1, -2, ….
     num_layers : int
         Layers of the cache.
 
     Raises
     ------
     SpecError
-        The recipe can't be read, or names a layer that is not there or one layer twice.
+        The recipe can't be read, is for another number of layers, or names a layer that is not
+        there or one layer twice.
     """
-    if isinstance(source, PathLike) or (
-        isinstance(source, str) and source.endswith((".toml", ".json"))
-    ):
-        source = _read(Path(source))
-    if not isinstance(source, Mapping):
+    if not isinstance(source, PathLike | Mapping) and not is_recipe(source):
         return [parse_spec(source)] * num_layers
-    unknown = set(source) - {"default", "layers"}
-    if unknown or "default" not in source or not isinstance(source.get("layers", {}), Mapping):
-        raise SpecError("a recipe has 'default' (a spec) and, if wanted, 'layers' (index -> spec)")
-    specs = [parse_spec(source["default"])] * num_layers
+    recipe = load_recipe(source)
+    if (wanted := recipe.get("num_layers", num_layers)) != num_layers:
+        name = "the recipe" if isinstance(source, Mapping) else f"recipe {str(source)!r}"
+        raise SpecError(
+            f"{name} is for a model of {wanted} layers, and this one has {num_layers}: make "
+            "one for it with kvpact recommend"
+        )
+    specs = [parse_spec(recipe["default"])] * num_layers
     named: set[int] = set()
-    for key, text in source.get("layers", {}).items():
+    for key, text in recipe.get("layers", {}).items():
         try:
             index = whole_number(str(key))
         except ValueError:
@@ -64,10 +115,18 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
     return specs
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _shipped(name: str) -> Traversable:
+    wanted, names = name.removeprefix(RECIPE_PREFIX), recipe_names()
+    if wanted not in names:
+        there = ", ".join(RECIPE_PREFIX + x for x in names)
+        raise SpecError(f"there is no {name!r}: kvpact ships {there}; other recipes are files")
+    return recipe_path(wanted)
+
+
+def _read(path: Path | Traversable) -> Mapping[str, Any]:
     try:
         text = path.read_text("utf-8")
-        data = tomllib.loads(text) if path.suffix == ".toml" else _read_json(text)
+        data = tomllib.loads(text) if path.name.endswith(".toml") else _read_json(text)
     except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"recipe {path} can't be read: {error}") from error
     if not isinstance(data, Mapping):

@@ -23,6 +23,8 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
+RECIPE_PREFIX = "recipe:"
+"""What the name of a shipped recipe begins with, where specs stand (`kvpact.recipe`)."""
 DEFAULT_SPEC = "trellis:bits=4"
 """What users get who name no spec: the codec of least error at about 4 bits (`kvpact eval`)."""
 
@@ -110,6 +112,8 @@ def parse_spec(text: str | Spec) -> Spec:
         return text
     if not isinstance(text, str) or not text.strip():
         raise SpecError(f"a spec is text such as 'turboquant:bits=4', not {text!r}")
+    if text.strip().startswith(RECIPE_PREFIX):
+        raise SpecError(f"{text!r} is a recipe, a spec for each layer; here one spec is wanted")
     sides = text.strip().split("/")
     if len(sides) > 2:
         raise SpecError(f"{text!r}: at most one slash, between the method for K and the one for V")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvpact.cli.app import app
 from kvpact.kernels.cpu.library import _load
+from kvpact.recipe import layer_specs, load_recipe
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 native = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
@@ -292,6 +293,20 @@ def test_recommendations_of_a_small_model(run, model_folder, tmp_path):
         assert recipe["difference"] == pytest.approx(recipe["measured"] - uniform["measured"])
         assert min(uniform["predicted"], recipe["predicted"]) > 0
     assert printed == (tmp_path / "recommend.md").read_text("utf-8") + "\n"
+
+
+def test_recipes_of_a_small_model(run, model_folder, tmp_path):
+    options = "--model", model_folder, "--tokens", 330, "--out", tmp_path, "--threads", 1
+    printed = run("recipes", *options)
+    for size in ("2.5bit", "3bit", "4bit"):
+        path = tmp_path / f"{Path(model_folder).name}-{size}.toml"
+        assert path.read_text("utf-8") in printed
+        recipe = load_recipe(path)
+        assert len(layer_specs(path, 2)) == recipe["num_layers"] == 2
+        rows = recipe["measured"]["rows"]
+        assert [row["text"] for row in rows] == ["novel", "novel", "topics", "topics"]
+        assert ["kl_predicted" in row for row in rows] == [True, True, False, False]
+        assert all(row["kl"] > 0 and 0 < row["percent"] < 100 for row in rows)
 
 
 def test_the_share_of_storing(run, model_folder, tmp_path):

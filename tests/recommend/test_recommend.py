@@ -15,7 +15,7 @@ from kvpact.evaluate import EvaluationError, evaluate
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.record import Seen, SeenLayer
-from kvpact.recipe import layer_specs
+from kvpact.recipe import layer_specs, load_recipe
 from kvpact.recommend import Measured, RecommendationError, plan, survey, verify
 from kvpact.recommend.base import predicted
 from kvpact.recommend.measure import Costs, Survey, measured_of, spec_sizes
@@ -192,7 +192,7 @@ def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
         "recommend", model_folder, "--quick", "--tokens", 300, "--context", 4096, "--budget", "25%",
         "--out", tmp_path / "out", "--threads", 1,
     )  # fmt: skip
-    recipe = tmp_path / "out" / "recipe.json"
+    recipe = tmp_path / "out" / "recipe.toml"
     data = json.loads((tmp_path / "out" / "recommend.json").read_text("utf-8"))
     for words in ("predicted", "trellis:bits=3", "2 of 2 layers are compressed", data["verdict"]):
         assert words in out
@@ -200,6 +200,13 @@ def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
     cache = CompressedCache(model, recipe)
     chosen = layer_specs(data["chosen"], 2)
     assert [layer.spec for layer in cache.layers] == chosen
+    told = load_recipe(recipe)
+    assert told["num_layers"] == 2 and told["measured"]["context"] == 4096
+    rows = {row["spec"]: row for row in told["measured"]["rows"]}
+    for row in data["verified"]:
+        if row["spec"] != "none":
+            assert rows[row["spec"]]["kl"] == pytest.approx(row["kl_mean"], rel=5e-3)
+    assert min(row["kl"] for row in rows.values()) == pytest.approx(data["kl_mean"], rel=5e-3)
     assert data["bytes"] <= data["budget"] == data["exact"]["bytes"] // 4
     assert len(data["measured"]) == 12 and data["measured"][0]["spec"] == "int:bits=8"
     with Image.open(tmp_path / "out" / "recommend.png") as image:

@@ -15,6 +15,7 @@ from kvpact.cli.doctor import doctor
 from kvpact.cli.eval import evaluate_command
 from kvpact.cli.generate import generate
 from kvpact.cli.methods import methods
+from kvpact.cli.recipes import recipes
 from kvpact.cli.recommend import recommend_command
 from kvpact.cli.size import size
 from kvpact.cli.snapshot import snapshot
@@ -98,6 +99,7 @@ def _options(
 app.command("eval")(evaluate_command)
 app.command("recommend")(recommend_command)
 app.command("calibrate")(calibrate_command)
+app.command()(recipes)
 app.command()(generate)
 app.command()(size)
 app.command()(methods)

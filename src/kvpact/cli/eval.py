@@ -12,6 +12,7 @@ from kvpact.cli.eval_tables import show_files, show_ratios
 from kvpact.cli.inputs import InputError, read_text
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate
+from kvpact.recipe import load_recipe
 from kvpact.spec import parse_spec
 
 
@@ -123,8 +124,7 @@ def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> lis
         if candidate.is_recipe:
             if ablation:
                 raise InputError(f"--ablation takes specs, and {spec} is a recipe")
-            if not Path(spec).is_file():
-                raise InputError(f"{spec}: no such recipe; give a file")
+            load_recipe(spec)
         else:
             bare = parse_spec(spec).with_options(sinks=0, window=0)
             if ablation and spec != "none":

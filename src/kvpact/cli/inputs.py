@@ -17,6 +17,7 @@ from kvpact.calibration import Calibration
 from kvpact.cli.console import note
 from kvpact.errors import BackendUnavailable, KVPactError
 from kvpact.evaluate import Candidate
+from kvpact.recipe import load_recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -62,7 +63,9 @@ def prompt_text(file: Path | None, prompt: str | None, purpose: str) -> str:
 def candidate_of(spec: str) -> Candidate:
     """Return a spec or recipe; a bad spec is told now, before a model is loaded."""
     candidate = Candidate(spec)
-    if not candidate.is_recipe:
+    if candidate.is_recipe:
+        load_recipe(spec)
+    else:
         candidate.layers(1)
     return candidate
 

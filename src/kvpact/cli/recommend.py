@@ -49,7 +49,7 @@ def recommend_command(
         None, help=f"Tokens of text; {TOKENS} if omitted.", show_default=False
     ),
     out: Path | None = typer.Option(
-        None, help="Folder for recipe.json, recommend.json and a plot.", show_default=False
+        None, help="Folder for recipe.toml, recommend.json and a plot.", show_default=False
     ),
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvpact.calibration import Calibration
 from kvpact.errors import KVPactError
 from kvpact.evaluate.metrics import TokenScores
-from kvpact.recipe import SpecLike, layer_specs
+from kvpact.recipe import SpecLike, is_recipe, layer_specs
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
@@ -47,9 +47,7 @@ class Candidate:
     @property
     def is_recipe(self) -> bool:
         """Whether `source` is a recipe."""
-        if isinstance(self.source, str | Spec):
-            return str(self.source).endswith((".toml", ".json"))
-        return True
+        return is_recipe(self.source)
 
     @property
     def label(self) -> str:

@@ -11,15 +11,16 @@ from typing import Any
 
 from kvpact.evaluate.canvas import COLOURS, INK, MARKERS, log_ticks, new_figure, plain_axes
 from kvpact.recommend.base import Measured, Recommendation
+from kvpact.recommend.recipe_file import measured_row, recipe_text
 from kvpact.recommend.verdict import VERDICTS
 
-RECIPE = "recipe.json"
+RECIPE = "recipe.toml"
 
 
 def write_recommendation(
     recommendation: Recommendation, directory: str | PathLike[str]
 ) -> list[Path]:
-    """Write ``recipe.json``, ``recommend.json`` and ``recommend.png``.
+    """Write ``recipe.toml``, ``recommend.json`` and ``recommend.png``.
 
     Parameters
     ----------
@@ -31,7 +32,8 @@ def write_recommendation(
     Returns
     -------
     list of Path
-        The files. ``recipe.json`` is what was chosen, for `CompressedCache`.
+        The files. ``recipe.toml`` is what was chosen, for `CompressedCache`, with what was
+        measured.
 
     Raises
     ------
@@ -42,13 +44,30 @@ def write_recommendation(
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = recommendation.chosen
-    recipe = {"default": chosen, "layers": {}} if isinstance(chosen, str) else chosen
     paths = [folder / name for name in (RECIPE, "recommend.json", "recommend.png")]
-    for path, data in zip(paths, (recipe, _data(recommendation)), strict=False):
-        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    paths[0].write_text(_recipe(recommendation), encoding="utf-8")
+    data = json.dumps(_data(recommendation), indent=2) + "\n"
+    paths[1].write_text(data, encoding="utf-8")
     save_cost_plot(recommendation.plan.measured, paths[2])
     return paths
+
+
+def _recipe(recommendation: Recommendation) -> str:
+    plan, protocol = recommendation.plan, recommendation.evaluation.protocol
+    rows = [
+        measured_row(plan, row, protocol.text, plan.recipe if row.spec == "recipe" else row.spec)
+        for row in recommendation.evaluation.rows
+        if row.spec != "none"
+    ]
+    about = {"model": protocol.model, "tokens": protocol.tokens, "context": plan.sizes.context}
+    percent = 100 * recommendation.bytes / plan.sizes.exact
+    head = f"{percent:.1f} % of the 16-bit cache at {plan.sizes.context:,} tokens."
+    return recipe_text(
+        recommendation.chosen,
+        plan.num_layers,
+        (head, "Made and measured by kvpact recommend."),
+        {**about, "rows": rows},
+    )
 
 
 def _data(recommendation: Recommendation) -> dict[str, Any]:

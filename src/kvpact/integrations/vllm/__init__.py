@@ -9,7 +9,8 @@ backend that vLLM's own registry lets a plug-in replace.
 from __future__ import annotations
 
 from kvpact.errors import BackendUnavailable
-from kvpact.integrations.vllm.setting import SETTING, is_recipe, served, served_specs
+from kvpact.integrations.vllm.setting import SETTING, served, served_specs
+from kvpact.recipe import is_recipe
 
 __all__ = ["SETTING", "register", "served_specs"]
 

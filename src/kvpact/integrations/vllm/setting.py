@@ -27,11 +27,6 @@ def served() -> str | None:
     return os.environ.get(SETTING, "").strip() or None
 
 
-def is_recipe(text: str) -> bool:
-    """Return whether a setting names a recipe by layer, a ``.toml`` or ``.json`` file."""
-    return text.endswith((".toml", ".json"))
-
-
 def served_specs(num_layers: int) -> list[Spec]:
     """Return the spec that the pages of each layer of the model are to hold.
 

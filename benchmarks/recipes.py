@@ -1,0 +1,86 @@
+"""The recipes that kvpact ships: made on one text, measured on that and on another.
+
+N bits are the bytes of ``trellis:bits=N`` in all layers, 2.5 bits halfway between. Recipes are
+those of ``kvpact recommend MODEL --budget trellis:bits=N``, made on the novel; ``topics`` is
+Python's language reference, of which they know nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvpact.evaluate import evaluate
+from kvpact.evaluate.feed import first_tokens
+from kvpact.integrations.models import load_model
+from kvpact.recommend import Plan, plan, survey
+from kvpact.recommend.recipe_file import measured_row, recipe_text
+from recommend import text_of
+
+FOLDER = Path(__file__).parents[1] / "src" / "kvpact" / "data" / "recipes"
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M (4-bit weights)"}
+TEXTS = ("novel", "topics")
+
+
+def plans_of(network: Any, ids: torch.Tensor) -> dict[str, Plan]:
+    """Return a plan for each size, from one survey."""
+    found = survey(network, ids)
+    two, three, four = (plan(found, budget=f"trellis:bits={bits}") for bits in (2, 3, 4))
+    middle = plan(found, budget=str((two.budget + three.budget) // 2))
+    return {"2.5bit": middle, "3bit": three, "4bit": four}
+
+
+def rows_of(plans: dict[str, Plan], results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the measured table of each recipe."""
+    tables: dict[str, list[dict[str, Any]]] = {name: [] for name in plans}
+    for text, result in results.items():
+        rows = iter(result.rows[1:])
+        for name, one in plans.items():
+            for source in (one.recipe, one.uniform):
+                made = text == TEXTS[0]
+                row = measured_row(one, next(rows), text, source, made_of_it=made)
+                tables[name].append(row)
+    return tables
+
+
+def write(model: str, tokens: int, folder: Path) -> None:
+    """Make and write the recipes of a model."""
+    network, tokenizer = load_model(model)
+    ids = {text: first_tokens(tokenizer, text_of(text), tokens) for text in TEXTS}
+    plans = plans_of(network, ids[TEXTS[0]])
+    sources = [source for one in plans.values() for source in (one.recipe, one.uniform)]
+    results = {text: evaluate(network, ids[text], sources) for text in TEXTS}
+    tables = rows_of(plans, results)
+    for name, one in plans.items():
+        percent, context = 100 * one.recipe_bytes / one.sizes.exact, one.sizes.context
+        full_name = MODELS.get(model, model)
+        head = (
+            f"{full_name}: {percent:.1f} % of the 16-bit cache at {context:,} tokens.",
+            f"Made and measured by: python benchmarks/recipes.py --model {model}",
+        )
+        about = {"model": model, "tokens": tokens, "context": context}
+        text = recipe_text(one.recipe, one.num_layers, head, {**about, "rows": tables[name]})
+        (folder / f"{Path(model).name}-{name}.toml").write_text(text, "utf-8")
+        print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", action="append", help="both if omitted")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for model in options.model or MODELS:
+        write(model, options.tokens, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The recipes in the package: they load by name, and their tables say what caches of them hold."""
+
+import pytest
+import torch
+
+import kvpact
+from kvpact.cache import planned_bytes
+from kvpact.data import recipe_names
+from kvpact.errors import SpecError
+from kvpact.recipe import is_recipe, layer_specs, load_recipe
+
+LAYERS = {"smollm2": 30}
+CONTEXT = 32_768
+
+
+def test_there_are_three_for_each_model():
+    bits = ("2.5bit", "3bit", "4bit")
+    assert recipe_names() == [f"{model}-{size}" for model in sorted(LAYERS) for size in bits]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_each_loads_by_name_and_tells_what_was_measured(name):
+    model = name.partition("-")[0]
+    recipe = load_recipe(f"recipe:{name}")
+    specs = layer_specs(f" recipe:{name} ", LAYERS[model])
+    assert len(specs) == recipe["num_layers"] == LAYERS[model]
+    assert {int(layer) for layer in recipe["layers"]} <= set(range(LAYERS[model]))
+    measured = recipe["measured"]
+    assert measured["model"] == model and measured["context"] == CONTEXT
+    rows = measured["rows"]
+    assert [row["text"] for row in rows] == ["novel", "novel", "topics", "topics"]
+    for own, other in zip(rows[::2], rows[1::2], strict=True):
+        assert own["spec"] == "recipe" and kvpact.parse_spec(other["spec"])
+        assert 0 < own["kl"] < other["kl"] and own["percent"] >= other["percent"]
+    with pytest.raises(SpecError, match=rf"recipe 'recipe:{name}' is for a model of .* has 7"):
+        layer_specs(f"recipe:{name}", 7)
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("smollm2")])
+def test_the_share_is_that_of_the_cache(name):
+    specs = layer_specs(f"recipe:{name}", 30)
+    geometry = kvpact.CacheGeometry(1, 3, 64)
+    held, exact = (
+        sum(planned_bytes(spec, geometry, CONTEXT)["total"] for spec in kinds)
+        for kinds in (specs, [kvpact.parse_spec("none")] * 30)
+    )
+    row = load_recipe(f"recipe:{name}")["measured"]["rows"][0]
+    assert row["percent"] == pytest.approx(100 * held / exact, abs=0.06)
+
+
+def test_caches_take_their_names():
+    geometry = kvpact.CacheGeometry(30, 3, 64, dtype=torch.float16)
+    cache = kvpact.create_cache("recipe:smollm2-3bit", geometry)
+    assert list(cache.specs) == layer_specs("recipe:smollm2-3bit", 30)
+    assert len(set(cache.specs)) > 3
+    with pytest.raises(SpecError, match="for a model of 30 layers, and this one has 29"):
+        kvpact.create_cache("recipe:smollm2-3bit", kvpact.CacheGeometry(29, 3, 64))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "../README", "smollm2-3bit.toml", ""])
+def test_unknown_names_list_the_others(name):
+    assert is_recipe(f"recipe:{name}")
+    with pytest.raises(SpecError, match=r"kvpact ships .*recipe:smollm2-3bit, "):
+        layer_specs(f"recipe:{name}", 30)
+
+
+def test_where_one_spec_is_wanted_a_recipe_is_named():
+    with pytest.raises(SpecError, match="is a recipe, a spec for each layer; here one spec"):
+        kvpact.parse_spec("recipe:smollm2-3bit")
