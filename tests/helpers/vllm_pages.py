@@ -54,3 +54,23 @@ def both_ways(text, scratch, shape, dtype, config, batches):
         assert torch.equal(fast.pages, defining.pages)
         results.append((out, right))
     return results
+
+
+class SequenceBeside:
+    """A sequence of a batch, and beside it the contiguous cache that says what is right.
+
+    `qkv` are all of its tokens, `[count, heads, D]` each.
+    """
+
+    def __init__(self, qkv, cache, config, pages):
+        self.qkv, self.cache, self.config, self.pages, self.held = qkv, cache, config, pages, 0
+
+    def take(self, count):
+        self.new = [x[self.held : self.held + count] for x in self.qkv]
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.new)
+        self.right = self.cache.attend(0, k, v, q, self.config)[0].transpose(0, 1)
+
+    def row(self, start):
+        end, held = start + len(self.new[0]), self.held
+        self.held += len(self.new[0])
+        return Row(start, end, held, tuple(self.pages[: -(-self.held // TOKENS)]))

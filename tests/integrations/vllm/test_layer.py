@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from vllm_pages import TOKENS, SequenceBeside
 
 from kvpact import create_cache
 from kvpact.contract import AttendConfig
@@ -26,18 +27,18 @@ SPECS = (
     "turboquant:bits=4,sinks=0",
     "int:bits=4,sinks=0,window=5",
 )
-PAGE, HEADS, GROUPS, DIM = 32, 2, 2, 64
+HEADS, GROUPS, DIM = 2, 2, 64
 SCALE = AttendConfig(softmax_scale=0.125)
 
 
 def make(text, dtype=torch.bfloat16, pages=16, dirty=False, sequences=8):
     spec = parse_spec(text)
     k, v = codecs(spec, DIM, DIM, dtype)
-    form = PageForm(k, v, PAGE)
-    memory = torch.zeros(pages, HEADS, PAGE, form.content, dtype=torch.uint8)
+    form = PageForm(k, v, TOKENS)
+    memory = torch.zeros(pages, HEADS, TOKENS, form.content, dtype=torch.uint8)
     if dirty:
         memory.fill_(0xA5)
-    windows = WindowPool(spec.key.window, sequences, PAGE, ((HEADS, DIM), (HEADS, DIM)), dtype)
+    windows = WindowPool(spec.key.window, sequences, TOKENS, ((HEADS, DIM), (HEADS, DIM)), dtype)
     return PagedLayer(form, native_plan(k, v, dtype), memory, windows)
 
 
@@ -47,23 +48,10 @@ def tokens(count, seed, dtype=torch.bfloat16):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-class Sequence:
-    """A sequence of a batch, and beside it the contiguous cache that says what is right."""
-
-    def __init__(self, text, pages, count, seed):
-        self.qkv, self.pages, self.held = tokens(count, seed), pages, 0
-        geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-        self.cache = create_cache(text, geometry, backend="cpu")
-
-    def take(self, count):
-        self.new = [x[self.held : self.held + count] for x in self.qkv]
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.new)
-        self.right = self.cache.attend(0, k, v, q, SCALE)[0].transpose(0, 1)
-
-    def row(self, start):
-        end, held = start + len(self.new[0]), self.held
-        self.held += len(self.new[0])
-        return Row(start, end, held, tuple(self.pages[: -(-self.held // PAGE)]))
+def make_sequence(text, pages, count, seed):
+    geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
+    cache = create_cache(text, geometry, backend="cpu")
+    return SequenceBeside(tokens(count, seed), cache, SCALE, pages)
 
 
 def run(layer, sequences, counts):
@@ -82,9 +70,9 @@ def run(layer, sequences, counts):
 @pytest.mark.parametrize("text", SPECS)
 def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text):
     layer = make(text, dirty=True)
-    first = Sequence(text, [9, 2, 14, 5], 100, seed=1)
-    second = Sequence(text, [0, 15, 7], 90, seed=2)
-    third = Sequence(text, [3, 11], 40, seed=3)
+    first = make_sequence(text, [9, 2, 14, 5], 100, seed=1)
+    second = make_sequence(text, [0, 15, 7], 90, seed=2)
+    third = make_sequence(text, [3, 11], 40, seed=3)
     for sequences, counts in (
         ([first], [70]),
         ([first, second], [1, 33]),
@@ -99,10 +87,10 @@ def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text):
 @pytest.mark.parametrize("text", SPECS)
 def test_pages_that_another_sequence_held_are_cleared(text):
     layer = make(text, pages=2)
-    run(layer, [Sequence(text, [1, 0], 64, seed=4)], [64])
+    run(layer, [make_sequence(text, [1, 0], 64, seed=4)], [64])
     fresh = make(text, pages=2)
     for one in (layer, fresh):
-        again = Sequence(text, [0, 1], 50, seed=5)
+        again = make_sequence(text, [0, 1], 50, seed=5)
         for count in (20, 1, 12, 17):
             run(one, [again], [count])
     assert torch.equal(layer.pages, fresh.pages)
@@ -116,7 +104,7 @@ def test_tokens_written_again_replace_those_behind_them(text):
 
     def step(one, qkv, start, end, held):
         q, k, v = (x[start:end] for x in qkv)
-        pages = table[: -(-(held + end - start) // PAGE)]
+        pages = table[: -(-(held + end - start) // TOKENS)]
         one.step([Row(0, end - start, held, pages)], q, k, v, torch.empty_like(q), SCALE)
 
     step(layer, kept, 0, 20, 0)
@@ -158,17 +146,17 @@ def test_four_bits_are_a_quarter_of_bfloat16_and_a_scale(dim, content):
 @pytest.mark.parametrize(
     "wrong",
     [
-        torch.zeros(4, HEADS, PAGE, 67, dtype=torch.uint8),
-        torch.zeros(4, HEADS, 2 * PAGE, 68, dtype=torch.uint8),
-        torch.zeros(4, HEADS, PAGE, 34, dtype=torch.bfloat16),
-        torch.zeros(4, PAGE, HEADS, 68, dtype=torch.uint8).transpose(1, 2),
-        torch.zeros(4, HEADS, PAGE * 68, dtype=torch.uint8),
+        torch.zeros(4, HEADS, TOKENS, 67, dtype=torch.uint8),
+        torch.zeros(4, HEADS, 2 * TOKENS, 68, dtype=torch.uint8),
+        torch.zeros(4, HEADS, TOKENS, 34, dtype=torch.bfloat16),
+        torch.zeros(4, TOKENS, HEADS, 68, dtype=torch.uint8).transpose(1, 2),
+        torch.zeros(4, HEADS, TOKENS * 68, dtype=torch.uint8),
     ],
     ids=["bytes", "tokens", "dtype", "tokens outermost", "rank"],
 )
 def test_pages_of_another_layout_are_refused(wrong):
     k, v = codecs(parse_spec("turboquant:bits=4,sinks=0,window=0"), DIM, DIM, torch.bfloat16)
-    form = PageForm(k, v, PAGE)
+    form = PageForm(k, v, TOKENS)
     with pytest.raises(GeometryError, match="vLLM hands over pages"):
         form.fields(wrong)
 
@@ -190,7 +178,7 @@ def test_random_sequences_share_abort_and_take_each_others_pages(text):
             gone = running.pop(generator.randrange(len(running)))  # done, aborted or preempted
             free += gone.pages
         generator.shuffle(free)
-        running.append(Sequence(text, [free.pop(), free.pop()], 64, seed=number))
+        running.append(make_sequence(text, [free.pop(), free.pop()], 64, seed=number))
         rows = [one for one in running if one.held < 64 and generator.random() < 0.8]
         counts = [min(generator.choice((1, 1, 1, 5, 31)), 64 - one.held) for one in rows]
         if rows:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from host_reads import HostReads
 from launches import Launches
+from vllm_pages import TOKENS, SequenceBeside
 
 pytest.importorskip("triton")
 
@@ -17,12 +18,12 @@ from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
 from kvpact.integrations.vllm.watch import Watch
-from kvpact.integrations.vllm.window import Row, WindowPool
+from kvpact.integrations.vllm.window import WindowPool
 from kvpact.kernels import choose
 from kvpact.spec import parse_spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-PAGE, HEADS, GROUPS, DIM = 32, 1, 2, 32
+HEADS, GROUPS, DIM = 1, 2, 32
 SCALE = AttendConfig(softmax_scale=0.2)
 DTYPE = torch.float32
 STORED = "turboquant:bits=4,sinks=0,window=0"
@@ -47,10 +48,10 @@ def make(triton_backend):
     def make(text, pages=8, sequences=4):
         spec = parse_spec(text)
         k, v = codecs(spec, DIM, DIM, DTYPE)
-        form = PageForm(k, v, PAGE)
-        memory = torch.full((pages, HEADS, PAGE, form.content), 0xA5, dtype=torch.uint8)
+        form = PageForm(k, v, TOKENS)
+        memory = torch.full((pages, HEADS, TOKENS, form.content), 0xA5, dtype=torch.uint8)
         shapes = ((HEADS, DIM), (HEADS, DIM))
-        windows = WindowPool(spec.key.window, sequences, PAGE, shapes, DTYPE, DEVICE)
+        windows = WindowPool(spec.key.window, sequences, TOKENS, shapes, DTYPE, DEVICE)
         good = torch.ones(pages, dtype=torch.bool, device=DEVICE)
         compute = choose("triton", check="deferred")
         plan = compute.plan(*(compute.stream(codec, DEVICE, DTYPE) for codec in (k, v)))
@@ -62,31 +63,18 @@ def make(triton_backend):
 def make_native(text, pages):
     spec = parse_spec(text)
     k, v = codecs(spec, DIM, DIM, DTYPE)
-    form = PageForm(k, v, PAGE)
-    windows = WindowPool(spec.key.window, 4, PAGE, ((HEADS, DIM), (HEADS, DIM)), DTYPE)
-    memory = torch.zeros(pages, HEADS, PAGE, form.content, dtype=torch.uint8)
+    form = PageForm(k, v, TOKENS)
+    windows = WindowPool(spec.key.window, 4, TOKENS, ((HEADS, DIM), (HEADS, DIM)), DTYPE)
+    memory = torch.zeros(pages, HEADS, TOKENS, form.content, dtype=torch.uint8)
     return PagedLayer(form, native_plan(k, v, DTYPE), memory, windows)
 
 
-class Sequence:
-    """A sequence of a batch, and beside it the contiguous cache that says what is right."""
-
-    def __init__(self, text, pages, count, seed):
-        generator = torch.Generator().manual_seed(seed)
-        shapes = [(count, heads, DIM) for heads in (HEADS * GROUPS, HEADS, HEADS)]
-        self.qkv = [torch.randn(shape, generator=generator) for shape in shapes]
-        self.pages, self.held = pages, 0
-        self.cache = create_cache(text, CacheGeometry(1, HEADS, DIM), backend="torch")
-
-    def take(self, count):
-        self.new = [x[self.held : self.held + count] for x in self.qkv]
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.new)
-        self.right = self.cache.attend(0, k, v, q, SCALE)[0].transpose(0, 1)
-
-    def row(self, start):
-        end, held = start + len(self.new[0]), self.held
-        self.held += len(self.new[0])
-        return Row(start, end, held, tuple(self.pages[: -(-self.held // PAGE)]))
+def make_sequence(text, pages, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(count, heads, DIM) for heads in (HEADS * GROUPS, HEADS, HEADS)]
+    qkv = [torch.randn(shape, generator=generator) for shape in shapes]
+    cache = create_cache(text, CacheGeometry(1, HEADS, DIM), backend="torch")
+    return SequenceBeside(qkv, cache, SCALE, pages)
 
 
 def prepared(sequences, counts, device=DEVICE):
@@ -120,7 +108,7 @@ BATCHES = (
 @pytest.mark.parametrize("text", SPECS)
 def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text, make):
     layer, good = make(text)
-    both = Sequence(text, [5, 2], 40, seed=1), Sequence(text, [0, 7], 40, seed=2)
+    both = make_sequence(text, [5, 2], 40, seed=1), make_sequence(text, [0, 7], 40, seed=2)
     for which, counts in BATCHES:
         out, right = run(layer, [both[i] for i in which], counts)
         assert close(out, right)
@@ -133,7 +121,7 @@ def test_pages_hold_the_bytes_of_the_native_kernels(text, make):
     (layer, _), native = make(text, pages=2), make_native(text, pages=2)
     for one in (layer, native):
         for seed, pages, counts in ((3, [1, 0], (40,)), (4, [0, 1], (30, 1, 1, 4))):
-            sequence = Sequence(text, pages, 40, seed)
+            sequence = make_sequence(text, pages, 40, seed)
             for count in counts:
                 run(one, [sequence], [count])
     assert torch.equal(layer.pages.cpu(), native.pages)
@@ -141,7 +129,10 @@ def test_pages_hold_the_bytes_of_the_native_kernels(text, make):
 
 def test_steps_of_several_rows_are_a_few_launches_and_read_nothing(make):
     layer, _ = make(WINDOWED)
-    both = [Sequence(WINDOWED, [5, 2], 40, seed=1), Sequence(WINDOWED, [0, 7], 40, seed=2)]
+    both = [
+        make_sequence(WINDOWED, [5, 2], 40, seed=1),
+        make_sequence(WINDOWED, [0, 7], 40, seed=2),
+    ]
     run(layer, both, [20, 9])
     launched = []
     for _ in range(3):
@@ -158,7 +149,7 @@ def test_steps_of_several_rows_are_a_few_launches_and_read_nothing(make):
 def test_long_pasts_are_read_by_the_fast_kernel(make):
     """What it asks of addresses holds in vLLM's pages: it reads them 16 bytes at a time."""
     layer, _ = make(STORED, pages=10)
-    sequence = Sequence(STORED, [5, 2, 9, 0, 7, 1, 8, 3, 6], 262, seed=1)
+    sequence = make_sequence(STORED, [5, 2, 9, 0, 7, 1, 8, 3, 6], 262, seed=1)
     run(layer, [sequence], [260])
     given = prepared([sequence], [1])
     with Launches() as launches:
@@ -170,10 +161,10 @@ def test_long_pasts_are_read_by_the_fast_kernel(make):
 def test_a_row_whose_window_is_gone_is_attended_as_stored(make):
     """What a cached prefix is: pages that others wrote, and no exact tokens."""
     layer, _ = make(WINDOWED)
-    shared = Sequence(WINDOWED, [5, 2], 40, seed=1)
+    shared = make_sequence(WINDOWED, [5, 2], 40, seed=1)
     run(layer, [shared], [32])
     stored = WINDOWED.replace("window=5", "window=0")
-    other = Sequence(stored, [5, 1], 40, seed=1)
+    other = make_sequence(stored, [5, 1], 40, seed=1)
     other.take(32)
     other.held = 32
     layer._windows._at.clear()
@@ -185,7 +176,7 @@ def test_a_row_whose_window_is_gone_is_attended_as_stored(make):
 @pytest.mark.parametrize("counts", [(3,), (3, 1)], ids=["prompt", "step"])
 def test_the_flag_of_the_last_page_tells_of_tokens_that_can_not_be_held(make, counts):
     layer, good = make(STORED)
-    both = [Sequence(STORED, [5], 4, seed=1), Sequence(STORED, [3], 4, seed=2)]
+    both = [make_sequence(STORED, [5], 4, seed=1), make_sequence(STORED, [3], 4, seed=2)]
     for count in counts:
         assert bool(good.all())
         given = prepared(both, [count, count])
@@ -201,7 +192,7 @@ def test_a_sequence_is_cut_at_the_batch_after_its_tokens_could_not_be_held(make)
     watch = Watch(DEVICE.type)
     watch.add(layer)
     watch._good = good
-    bad, other = Sequence(STORED, [5], 4, seed=1), Sequence(STORED, [3], 4, seed=2)
+    bad, other = make_sequence(STORED, [5], 4, seed=1), make_sequence(STORED, [3], 4, seed=2)
     given = prepared([bad, other], [3, 2])
     given[2][1, 0, 3] = torch.inf
     watch.rows = given[0]
