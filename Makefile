@@ -28,7 +28,7 @@ EPIP := $(EPY) -m pip --disable-pip-version-check --quiet --quiet
 # Beside what $(VENV) has, so that `make test` stays as it is where Mooncake is there, too.
 MOONCAKE := .venv-mooncake
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -133,6 +133,9 @@ callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 docs: $(VENV)/.docs ## the documentation site, into build/docs: warnings are errors, links are checked
 	@$(PY) -m sphinx -q -W --keep-going -n -E -b html docs build/docs
 	@echo "build/docs/index.html: $$(find build/docs -name '*.html' | wc -l) pages; $$(wc -l < build/docs/external-links.txt) outer links, not visited, are in build/docs/external-links.txt"
+
+notebooks: $(READY) ## examples/notebooks, executed anew: writes what they print and draw, then git diff shows it
+	@$(PY) examples/notebooks/execute.py
 
 # kvpact itself is there already: this brings what its extra asks for.
 $(VENV)/.docs: $(READY)

@@ -1,15 +1,22 @@
 """Files of the repository in the site: whole ones as pages, others as files to download.
 
 A page that holds nothing but ``{repository} ARCHITECTURE.md`` in braces, as `docs/architecture.md`,
-shows that file. Links of any page to such a file lead to its page, and links to other files outside
-of `docs/` are downloads, so the same text can be read in the repository and on the site.
+shows that file, a notebook with what is committed under its cells. Links of any page to such a file
+lead to its page, and links to other files outside of `docs/` are downloads, so the same text can be
+read in the repository and on the site.
 """
+
+from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from sphinx.application import Sphinx
+from kvpact_site.notebooks import markdown
+
+if TYPE_CHECKING:  # Tests import this where Sphinx is not installed.
+    from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -18,6 +25,10 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
+    "SECURITY.md": "security.md",
+    "examples/notebooks/1_try_it_on_your_model.ipynb": "notebooks/try-it-on-your-model.md",
+    "examples/notebooks/2_add_a_method.ipynb": "notebooks/add-a-method.md",
+    "examples/notebooks/3_where_the_bytes_go.ipynb": "notebooks/where-the-bytes-go.md",
 }
 _WHOLE = re.compile(r"\{repository\} (\S+)\s*")
 _LINK = re.compile(r"\]\((?!https?://|#|<)([^)#\s]+)(#[^)\s]*)?\)")
@@ -31,7 +42,8 @@ def read(app: Sphinx, docname: str, source: list[str]) -> None:
     if whole := _WHOLE.fullmatch(source[0]):
         path = ROOT / whole[1]
         app.env.note_dependency(str(path))
-        source[0], here = path.read_text(), path.parent
+        source[0] = markdown(path) if path.suffix == ".ipynb" else path.read_text()
+        here = path.parent
     pieces = _CODE.split(source[0])
     for index in range(0, len(pieces), 2):
         pieces[index] = _LINK.sub(lambda link: _target(link, here, folder), pieces[index])
