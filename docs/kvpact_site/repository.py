@@ -31,7 +31,7 @@ PAGES = {
     "examples/notebooks/3_where_the_bytes_go.ipynb": "notebooks/where-the-bytes-go.md",
 }
 _WHOLE = re.compile(r"\{repository\} (\S+)\s*")
-_LINK = re.compile(r"\]\((?!https?://|#|<)([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\]\((?!https?://|data:|#|<)([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
