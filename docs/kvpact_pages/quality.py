@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpact.data import recipe_names
+from kvpact.recipe import load_recipe
 from kvpact_pages.chart import Axis, Series, decades, draw
 from kvpact_pages.results import MODELS, NARROW, code, kl, kl_and_error, load, percent, ratio, table
 
@@ -148,6 +150,19 @@ def recommended() -> str:
     return table(columns, cells, left=2)
 
 
+def shipped() -> str:
+    """Return what was measured of the recipes in the package, on both texts."""
+    columns = ("name", "of exact", "KL, novel", "KL, topics")
+    columns += ("spec for all layers", "of exact", "KL, novel", "KL, topics")
+    cells = []
+    for name in recipe_names():
+        own, one, own_held_out, one_held_out = load_recipe(f"recipe:{name}")["measured"]["rows"]
+        pairs = ((own, own_held_out), (one, one_held_out))
+        recipe, spec = ([percent(x["percent"]), kl(x["kl"]), kl(y["kl"])] for x, y in pairs)
+        cells.append([f"`recipe:{name}`", *recipe, code(one["spec"]), *spec])
+    return table(columns, cells)
+
+
 def novel_chart() -> str:
     """Draw KL over bits of the slots on SmolLM2."""
     return _chart(
@@ -201,4 +216,5 @@ BLOCKS = {
     "quality-storage": storage,
     "quality-learnt": learnt,
     "quality-recommend": recommended,
+    "quality-recipes": shipped,
 }
