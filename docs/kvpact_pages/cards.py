@@ -63,7 +63,8 @@ def codecs(method: Any, dim: int = 128) -> tuple[Codec, Codec]:
 def computes(method: Any, backend: str) -> str:
     """Return what a backend computes of a method's slots, and why not the rest."""
     kernel = next(one for one in BACKENDS if one.name == backend)
-    done, missing = [], {}
+    done: list[str] = []
+    missing: dict[str, list[str]] = {}
     for operation in OPERATIONS:
         reasons = [kernel.covers(operation, codec, torch.float16) for codec in codecs(method)]
         for side, reason in zip("KV", reasons, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import kvpact
+from kvpact.cache.contiguous import ContiguousCache
 from kvpact_pages.quality import coverage
 from kvpact_pages.results import code, load, table
 
@@ -15,6 +16,7 @@ SPECS = ("int:bits=8", "turboquant:bits=4", "trellis:bits=4", "trellis:bits=3")
 def share(spec: str, count: int) -> float:
     """Return the bytes that a cache holds for so many bf16 tokens, over theirs."""
     cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 1, 128))
+    assert isinstance(cache, ContiguousCache)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, count, 128, generator=generator).to(torch.bfloat16)
     cache.store(0, x, x)

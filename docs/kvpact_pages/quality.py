@@ -131,8 +131,8 @@ def learnt() -> str:
 def recommended() -> str:
     """Return what recipes gain over a spec for all layers, at equal bytes."""
     rows = load("recommend/recommend.json")
-    columns = ("model", "text", "of exact", "spec for all layers: predicted, measured")
-    columns += ("recipe: predicted, measured", "recipe less spec")
+    columns = ["model", "text", "of exact", "spec for all layers: predicted, measured"]
+    columns += ["recipe: predicted, measured", "recipe less spec"]
     cells = []
     for one, recipe in zip(rows[::2], rows[1::2], strict=True):
         if one["spec"] == "trellis:bits=2":  # the recipe is the spec itself

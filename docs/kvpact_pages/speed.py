@@ -182,15 +182,15 @@ def encoding() -> str:
             ]
         )
     columns = ("spec", "", "packed, native", "packed, torch", "unpacked, native")
-    said = "G values a second; " + data["machine"] + "."
-    return table(columns, cells, left=2) + "\n\n" + said
+    return f"{table(columns, cells, left=2)}\n\nG values a second; {data['machine']}."
 
 
 def attention_chart(shape: str) -> str:
     """Draw ms of a step of attention over the context."""
     found = _attention()
     contexts = sorted({key[2] for key in found})
-    series, every = [], []
+    series: list[Series] = []
+    every: list[float] = []
     best = [(t, found[shape, 1, t, "4 bits"]) for t in contexts]
     lines = {
         "torch, the fastest of 8 ways": [(t, r["ms"] * r["times_best_torch"]) for t, r in best]
@@ -210,7 +210,7 @@ def attention_chart(shape: str) -> str:
 def generate_chart() -> str:
     """Draw ms a token over the bytes of the cache."""
     rows = [r for r in load("generate/generate.json")["rows"] if r["threads"] == 1]
-    series = []
+    series: list[Series] = []
     for row in rows:
         name = row["candidate"].replace("fast", "int8")
         told = f"{name}: {row['ms']:.0f} ms a token, {row['cache'] / 1e6:.0f} MB"

@@ -87,9 +87,16 @@ def tokens(count: int, seed: int) -> Tensor:
 def cache_of(spec: str, given: Tensor) -> ContiguousCache:
     """Return a cache of one layer that was given tokens one by one."""
     cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 1, DIM))
-    for token in given.split(1, dim=2):
-        cache.store(0, token, token)
+    assert isinstance(cache, ContiguousCache)
+    store(cache, given)
     return cache
+
+
+def store(cache: ContiguousCache, given: Tensor) -> None:
+    """Give a cache tokens one by one."""
+    for index in range(given.shape[2]):
+        token = given[:, :, index : index + 1]
+        cache.store(0, token, token)
 
 
 def rolled_back(spec: str, keep: int, then: int) -> tuple[ContiguousCache, Tensor]:
@@ -97,15 +104,22 @@ def rolled_back(spec: str, keep: int, then: int) -> tuple[ContiguousCache, Tenso
     given, later = tokens(HELD, seed=1), tokens(then, seed=2)
     cache = cache_of(spec, given)
     cache.truncate(keep)
-    for token in later.split(1, dim=2) if then else ():
-        cache.store(0, token, token)
+    store(cache, later)
     return cache, torch.cat([given[:, :, :keep], later], 2)
+
+
+def keys(cache: ContiguousCache) -> StreamState:
+    """Return what a cache holds of its keys."""
+    streams = cache.snapshot().layer(0).streams
+    assert streams is not None
+    return streams[0]
 
 
 def alike(one: StreamState, other: StreamState) -> bool:
     """Tell whether two streams hold the same slots and the same exact tokens."""
     if (one.packed, one.start) != (other.packed, other.start):
         return False
+    assert one.sinks is not None and other.sinks is not None
     pairs = [(one.tail, other.tail), (one.sinks, other.sinks)]
     pairs += [(one.slots[name], other.slots[name]) for name in one.slots]
     return all(torch.equal(a, b) for a, b in pairs)
@@ -113,12 +127,12 @@ def alike(one: StreamState, other: StreamState) -> bool:
 
 def state(cache: ContiguousCache, given: Tensor, spec: str, keep: int) -> State:
     """Return what a cache holds of the tokens it was given, `keep` of them before a rollback."""
-    stream = cache.snapshot().layer(0).streams[0]
+    stream = keys(cache)
     more = given[:, :, :1]
     read = cache.fork().prefill(0, more, more).k[:, :, :-1]  # as stored before that token
     exact = (read == given).all(-1).flatten().tolist()
     length, method = given.shape[2], parse_spec(spec).key
-    fresh = alike(stream, cache_of(spec, given).snapshot().layer(0).streams[0])
+    fresh = alike(stream, keys(cache_of(spec, given)))
     return State(
         length,
         stream.packed,
