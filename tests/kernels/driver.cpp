@@ -7,14 +7,18 @@
 // and a JSON line is printed per level. `once`: nothing is compared, for profilers. `steps`: a line
 // per case with its instructions, counted by stepping through them.
 #include <math.h>
-#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(_WIN32)
+#include <malloc.h>
+#elif defined(__linux__)
+#include <signal.h>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
 #include <unistd.h>
+#endif
 
 #include <string>
 #include <vector>
@@ -37,6 +41,17 @@ constexpr Name LEVELS[] = {{"none", 1}, {"neon", 8}, {"avx2", 2}, {"avx512", 4},
     fprintf(stderr, "driver: %s\n", why.c_str());
     exit(2);
 }
+
+#if defined(_WIN32)
+char *aligned(size_t bytes) { return (char *)_aligned_malloc(bytes, 64); }
+void release(char *memory) { _aligned_free(memory); }
+#else
+char *aligned(size_t bytes) {
+    void *made = nullptr;
+    return posix_memalign(&made, 64, bytes) ? nullptr : (char *)made;
+}
+void release(char *memory) { free(memory); }
+#endif
 
 struct Reader {
     FILE *file;
@@ -77,9 +92,8 @@ struct Block {
         }
         before = shift + (check != INPUT ? GUARD : 0);
         after = check != INPUT ? GUARD : 0;
-        void *made = nullptr;
-        if (posix_memalign(&made, 64, before + size + after + (size == 0))) fail("no memory");
-        memory = (char *)made;
+        memory = aligned(before + size + after + (size == 0));
+        if (!memory) fail("no memory");
         data = memory + before;
     }
     Block(Block &&other)
@@ -87,7 +101,7 @@ struct Block {
           before(other.before), after(other.after), memory(other.memory), data(other.data) {
         other.memory = nullptr;
     }
-    ~Block() { free(memory); }
+    ~Block() { release(memory); }
     void fill() {
         memset(memory, FILL, before + contents.size() + after);
         if (!contents.empty()) memcpy(data, contents.data(), contents.size());
@@ -186,6 +200,7 @@ int compare(std::vector<Case> &cases, const Name &level) {
 
 // Instructions of one call in a process of its own, and of little else: the call stands between two
 // signals. For instruction sets that profilers don't know.
+#if defined(__linux__)
 long steps(Case &one, const Name &level) {
     one.fill();
     const pid_t child = fork();
@@ -209,6 +224,9 @@ long steps(Case &one, const Name &level) {
     waitpid(child, &status, 0);
     return count;
 }
+#else
+long steps(Case &, const Name &) { fail("instructions are counted on Linux"); }
+#endif
 
 } // namespace
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from ctypes import POINTER, c_float, c_int, c_int64, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,10 @@ LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4, "avx512vbmi": 16}
 """Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand. The one named and
 those before it may be chosen, of those that the processor has."""
 
-FILE = "libkvpact_cpu.so"
+
+def file_name(platform: str = sys.platform) -> str:
+    """Return what the shared library is called on a platform, by its `sys.platform`."""
+    return "libkvpact_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(platform, ".so")
 
 
 class NativeLibrary:
@@ -83,7 +87,7 @@ def _find() -> Path | None:
 
     # An editable install has two folders: the sources, and what was built from them.
     for folder in cpu.__path__:
-        path = Path(folder) / FILE
+        path = Path(folder) / file_name()
         if path.is_file():
             return path
     return None

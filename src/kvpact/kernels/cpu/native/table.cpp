@@ -1,5 +1,9 @@
 #include "table.h"
 
+#if defined(KVP_X86)
+#include "processor.h"
+#endif
+
 namespace {
 
 enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8, VBMI = 16 };
@@ -8,14 +12,10 @@ enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8, VBMI = 16 };
 int supported() {
     int found = BASE;
 #if defined(KVP_X86)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-        found |= AVX2;
-        if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-            __builtin_cpu_supports("avx512vnni"))
-            found |= __builtin_cpu_supports("avx512vbmi") ? AVX512 | VBMI : AVX512;
-    }
+    const Processor processor;
+    if (processor.avx2) found |= AVX2;
+    if (processor.avx512) found |= AVX512;
+    if (processor.vbmi) found |= VBMI;
 #elif defined(KVP_ARM)
     found |= NEON; // part of every AArch64
 #endif

@@ -49,7 +49,7 @@ INLINE void block_numbers(float *y, const uint32_t *wide, const TrellisBlock &b,
 }
 
 // Undoes K's treatment: numbers[channel][W] from part[place][W] of tokens t to t + W.
-static void plain_keys(TrellisScratch &own, const kvp_trellis &from, const KeySlots &slots, int dim, int t) {
+static inline void plain_keys(TrellisScratch &own, const kvp_trellis &from, const KeySlots &slots, int dim, int t) {
     const int64_t head = slots.head;
     float *part = own.part;
     for (int i = 0, first = 0; i < from.blocks; first += from.block[i++].dim) {

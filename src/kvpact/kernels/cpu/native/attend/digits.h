@@ -9,10 +9,10 @@ namespace KVP_NS {
 
 // The greatest whole number of some digits; less than there is room for, since the numbers are rounded.
 template <int DIGITS, bool SIGNED> constexpr float GREATEST = 0;
-template <> constexpr float GREATEST<1, true> = 127;
-template <> constexpr float GREATEST<3, true> = 0x7f7f00;
-template <> constexpr float GREATEST<2, false> = 0xffff;
-template <> constexpr float GREATEST<3, false> = 0xffff00;
+template <> inline constexpr float GREATEST<1, true> = 127;
+template <> inline constexpr float GREATEST<3, true> = 0x7f7f00;
+template <> inline constexpr float GREATEST<2, false> = 0xffff;
+template <> inline constexpr float GREATEST<3, false> = 0xffff00;
 
 // What makes numbers whole: the greatest magnitude, or NaN where there is one, and its inverse. What is
 // nothing beside the other numbers of attention counts as zero.

@@ -19,7 +19,7 @@ typedef void (*VFunction)(const VRun &);
 // Query rows are taken 1, 2, 3, 4 or 8 at a time in the formats of wide use, else 1 or 4.
 constexpr bool MANY_ROWS = W > 4 || REGISTERS == 32;
 template <class Level, int BITS> constexpr bool WIDE = MANY_ROWS && (BITS == 2 || BITS == 3 || BITS == 4);
-template <> constexpr bool WIDE<Linear<8>, 8> = MANY_ROWS;
+template <> inline constexpr bool WIDE<Linear<8>, 8> = MANY_ROWS;
 
 // SCRATCH: words stand in scratch memory, see trellis.h.
 template <class Level, int BITS, bool SCRATCH = false> struct Functions {

@@ -68,7 +68,7 @@ INLINE void put_words(uint32_t *low, uint32_t *high, __m256i words) {
 // The first channels, 4 at a time; returns how many.
 template <int WIDTH> INLINE int pack_channels(uint32_t *out, const uint8_t *codes, int dim, int shift) {
     if constexpr (WIDTH == 8) return 0;
-    const __m256i mask = _mm256_set1_epi8((1 << WIDTH) - 1);
+    const __m256i mask = _mm256_set1_epi8((char)((1 << WIDTH) - 1));
     int c = 0;
     for (; c + 4 <= dim; c += 4) {
         __m256i x[4];
