@@ -42,6 +42,7 @@ python_maximum_signature_line_length = 72
 nitpick_ignore_regex = [(r"py:.*", r".*")]
 
 html_theme = "furo"
+pygments_dark_style = "one-dark"
 html_title = f"kvpact {release}"
 html_static_path = ["_static"]
 html_css_files = ["kvpact.css"]
