@@ -136,9 +136,11 @@ def test_another_spec_needs_a_disable_in_between(llama, prompt, greedy):
 def test_disable_leaves_nothing(llama, make_model, prompt, greedy):
     before, exact = dict(vars(llama)), llama.generate(**prompt, **greedy)
     disable(llama)  # nothing to do
-    with pytest.raises(RuntimeError, match="inside"), enable(llama, COARSE):
+    with pytest.raises(RuntimeError, match="inside"), enable(llama, COARSE) as enabled:
         assert vars(llama) != before
+        assert repr(enabled) == f"<Enabled: LlamaForCausalLM, with {COARSE}>"
         raise RuntimeError("inside")
+    assert repr(enabled) == "<Enabled: LlamaForCausalLM, no longer enabled>"
     assert vars(llama) == before
     assert torch.equal(llama.generate(**prompt, **greedy), exact)
     assert all(not name.startswith("_prepare_cache") for name in vars(type(llama)))

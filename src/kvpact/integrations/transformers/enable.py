@@ -170,6 +170,11 @@ class Enabled:
     def __init__(self, model: PreTrainedModel, changed: bool) -> None:
         self.model, self.changed = model, changed
 
+    def __repr__(self) -> str:
+        hook = vars(self.model).get(PREPARE)
+        state = f"with {hook.spec}" if isinstance(hook, _CacheMaker) else "no longer enabled"
+        return f"<{type(self).__name__}: {type(self.model).__name__}, {state}>"
+
     def __enter__(self) -> Enabled:
         return self
 
