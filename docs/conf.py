@@ -20,6 +20,7 @@ extensions = [
     "kvpact_site.mathml",
     "kvpact_site.repository",
     "kvpact_site.docstrings",
+    "kvpact_site.breaks",
     "kvpact_site.links",
 ]
 exclude_patterns = ["_static", "kvpact_pages", "kvpact_site"]
@@ -29,6 +30,8 @@ needs_sphinx = "9.0"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 highlight_language = "none"
+# "--option" and {"a", "b"} stand in sentences and tables as they are typed.
+smartquotes = False
 
 # Docstrings are numpydoc. What stands between single backticks is a name of the API where one is
 # meant, and a formula or a piece of code everywhere else.

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvpact.cli.methods import _meanings, _text, slot_bits
 from kvpact.spec import option_types, parse_spec
-from kvpact_pages.cards import _escaped, methods
+from kvpact_pages.cards import methods, summary
 from kvpact_pages.results import code, table
 
 _COMMON = ("sinks", "window")
@@ -15,18 +15,20 @@ _COMMON = ("sinks", "window")
 
 def options() -> str:
     """Return all options of all methods but those that every method has."""
-    rows = []
-    for name, method in methods().items():
-        told, kinds = _meanings(method), option_types(method)
-        for field in fields(method):
-            if field.name in _COMMON:
-                continue
+    return "\n\n".join(_method(name, method) for name, method in methods().items())
+
+
+def _method(name: str, method: Any) -> str:
+    told, kinds = _meanings(method), option_types(method)
+    lines = [f"### {code(name)}", "", f"{summary(method)} [Card](methods/{name}.md)", ""]
+    for field in fields(method):
+        if field.name not in _COMMON:
             kind, meaning = told.get(field.name, (kinds[field.name].__name__, ""))
-            if field.name in method.key_only:
-                meaning += " K only."
-            value = code(f"{field.name}={_text(field.default)}")
-            rows.append([f"[`{name}`](methods/{name}.md)", value, *_escaped(kind, meaning)])
-    return table(("method", "option and default", "type", "meaning"), rows, left=4)
+            only = " K only." if field.name in method.key_only and "K only" not in meaning else ""
+            lines.append(
+                f"- {code(f'{field.name}={_text(field.default)}')}, {kind}: {meaning}{only}"
+            )
+    return "\n".join(lines)
 
 
 def bits() -> str:

@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 from doc_snippets import ROOT
+from kvpact_site.breaks import breakable
 from kvpact_site.docstrings import translated
 
 DOCS = ROOT / "docs"
@@ -67,4 +68,11 @@ def test_docstrings_keep_their_plurals_and_fences():
     )
     assert translated("Like this:\n\n```python\nx = 1\n\ny = 2\n```\nEnd.") == (
         "Like this:\n\n.. code-block:: python\n\n   x = 1\n\n   y = 2\n\nEnd."
+    )
+
+
+def test_specs_may_be_broken_behind_commas_and_slashes_alone():
+    html = '<p>a,b <span class="pre">int:bits=8/kivi:bits=2,sinks=0</span></p>'
+    assert breakable(html) == (
+        '<p>a,b <span class="pre">int:bits=8/<wbr>kivi:bits=2,<wbr>sinks=0</span></p>'
     )
