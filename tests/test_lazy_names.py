@@ -1,0 +1,39 @@
+"""``import kvpact`` is quick: names are imported when they are first used."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import kvpact
+
+
+def test_all_names_are_there_and_known_to_type_checkers():
+    source = ast.parse(Path(kvpact.__file__).read_text("utf-8"))
+    (block,) = (
+        n for n in source.body if isinstance(n, ast.If) and not isinstance(n.test, ast.UnaryOp)
+    )
+    told = {name.name: part.module for part in block.body for name in part.names}
+    assert told == kvpact._HOMES and {*told, "errors"} == {*kvpact.__all__}
+    for name, module in told.items():
+        assert getattr(kvpact, name) is getattr(import_module(module), name)
+    assert {*kvpact.__all__} <= {*dir(kvpact)}
+
+
+def test_importing_kvpact_imports_no_torch():
+    code = (
+        "import sys, kvpact; assert 'torch' not in sys.modules\n"
+        "assert kvpact.methods.Method and kvpact.errors.SpecError\n"
+        "assert kvpact.create_cache is kvpact.create_cache and 'torch' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_is_not_there_is_told():
+    with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'create_cahce'"):
+        kvpact.create_cahce  # noqa: B018
+    assert not hasattr(kvpact, "_nothing") and not hasattr(kvpact, "__wrapped__")
