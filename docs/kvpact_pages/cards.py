@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvpact.cli.methods import _meanings, _text, slot_bits
+from kvpact.cli.methods_data import meanings, option_text, slot_bits
 from kvpact.kernels.base import OPERATIONS
 from kvpact.kernels.plan import BACKENDS
 from kvpact.methods import Codec
@@ -106,7 +106,7 @@ def groups(method: Any) -> str:
 
 def bits_text(method: Any, dim: int) -> str:
     """Return the bits of a method's slots at a width, K and V apart where they differ."""
-    key, value = slot_bits(method, dim)
+    key, value = slot_bits(method, method, dim)
     return f"{key:.4g}" if key == value else f"{key:.4g}{NARROW}/{NARROW}{value:.4g}"
 
 
@@ -125,12 +125,12 @@ def facts(method: Any) -> str:
 
 def options(method: Any) -> str:
     """Return the options with their meanings."""
-    told = _meanings(method)
+    told = meanings(method)
     rows = []
     for field in fields(method):
         kind, meaning = told.get(field.name, ("", ""))
         meaning += " Of K alone." if field.name in method.key_only else ""
-        rows.append([code(field.name), code(_text(field.default)), *_escaped(kind, meaning)])
+        rows.append([code(field.name), code(option_text(field.default)), *_escaped(kind, meaning)])
     return table(("option", "default", "type", "meaning"), rows, left=4)
 
 

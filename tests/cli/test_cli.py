@@ -11,9 +11,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import kvpact
 from kvpact import registry
 from kvpact.cli import entry
-from kvpact.cli.demo import SPECS, first_difference
+from kvpact.cli.demo import first_difference
 from kvpact.cli.generate import Stream
-from kvpact.cli.size import planned
+from kvpact.cli.options import SPECS
 from kvpact.data import book_path
 
 # --- generate --------------------------------------------------------------------------------
@@ -69,79 +69,7 @@ def test_streamed_characters_are_never_split(capsys):
     assert capsys.readouterr().out == "\n"
 
 
-# --- size, methods, doctor -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", ["none", "int:bits=4", "turboquant:bits=3,center=64/fp8"])
-@pytest.mark.parametrize("tokens", [3, 200])
-def test_size_is_what_a_cache_holds(spec, tokens):
-    geometry = kvpact.CacheGeometry(2, 3, 64, 32, torch.float16)
-    cache = kvpact.create_cache(spec, geometry)
-    for layer in range(2):
-        k, v = (torch.zeros(2, 3, tokens, dim, dtype=torch.float16) for dim in (64, 32))
-        cache.prefill(layer, k, v, None)
-    held = planned(spec, geometry, tokens, 2)
-    assert held["total"] == cache.memory_usage()
-    assert held["slots"] + held["sinks"] + held["window"] + held["unused"] == held["total"]
-
-
-def test_size_of_a_geometry_and_of_a_config(tmp_path):
-    out = good(
-        "size", "none", "q8_0", "--layers", 30, "--kv-heads", 3, "--head-dim", 64,
-        "--tokens", 8192,
-    )  # fmt: skip
-    assert "188.74 MB" in out and "100.0 %" in out
-    assert "8.500" in out and "53.1 %" in out
-    config = {
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "hidden_size": 512,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    }
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config), encoding="utf-8")
-    assert "2 layers, 2 KV heads, widths 64 and 64, 1 x 10 tokens" in good(
-        "size", "none", "--config", path, "--tokens", 10
-    )
-
-
-def test_size_of_a_recipe(tmp_path):
-    recipe = tmp_path / "plan.toml"
-    recipe.write_text('default = "q4_0"\n[layers]\n0 = "none"\n', encoding="utf-8")
-    geometry = kvpact.CacheGeometry(2, 1, 32, dtype=torch.float16)
-    mixed = planned(str(recipe), geometry, 128, 1)["slots"]
-    assert mixed == 128 * 2 * (32 * 2 + 32 * 4.5 / 8)
-    args = ("--layers", 2, "--kv-heads", 1, "--head-dim", 32, "--tokens", 128)
-    assert "plan.toml" in good("size", recipe, *args)
-
-
-@pytest.mark.parametrize("spec", ["lowrank:rank=8", "lowrank:rank=8,per_head=false", "lowrank",
-                                  "vq:codebook_size=16,stages=2", "hybrid:rank=8",
-                                  "hybrid"])  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_size_counts_what_codecs_learn(spec, dtype):
-    geometry = kvpact.CacheGeometry(2, 3, 16, 32, dtype)
-    plan = planned(spec, geometry, 200, 2)
-    cache = kvpact.create_cache(spec, geometry)
-    generator = torch.Generator().manual_seed(0)
-    for layer in range(2):
-        k = torch.randn(2, 3, 200, 16, generator=generator).to(dtype)
-        v = torch.randn(2, 3, 200, 32, generator=generator).to(dtype)
-        cache.prefill(layer, k, v)
-    codecs = [stream.codec for layer in cache._layers for stream in (layer.k, layer.v)]
-    held = sum(tensor.nbytes for codec in codecs for tensor in codec.state().values())
-    assert plan["factors"] == held > 0
-    if not spec.startswith("hybrid"):
-        assert plan["total"] == cache.memory_usage()
-
-
-def test_size_says_what_it_cannot_know():
-    args = ("--layers", 1, "--kv-heads", 1, "--head-dim", 32, "--tokens", 128)
-    out = good("size", "lowrank:energy=0.9", *args)
-    assert "Not known beforehand: lowrank: the tokens decide" in out
-    assert "Not known beforehand: hybrid: exact" in good("size", "hybrid", *args)
-    assert "Not known" not in good("size", "lowrank", "vq", "kivi", *args)
+# --- methods, doctor -------------------------------------------------------------------
 
 
 class _Broken:
@@ -220,8 +148,6 @@ def test_the_book_is_shipped():
 
 # --- bad input -------------------------------------------------------------------------------
 
-SHAPE = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--tokens", "8")
-
 
 @pytest.mark.parametrize(
     ("args", "words"),
@@ -254,12 +180,6 @@ SHAPE = ("--layers", "1", "--kv-heads", "1", "--head-dim", "8", "--tokens", "8")
         (("generate", "x", "--temperature", "-1"), "--temperature"),
         (("generate", "x", "--model", "{model}", "--max-new-tokens", "2000"), "1024"),
         (("generate", "x", "--model", "{model}", "--chat"), "--chat"),
-        (("size", "none", "--tokens", "8"), "--kv-heads"),
-        (("size", "bogus", *SHAPE), "bogus"),
-        (("size", "none", *SHAPE, "--head-dim", "0"), "head_dim"),
-        (("size", "none", *SHAPE, "--batch", "0"), "--batch"),
-        (("size", "none", "--tokens", "8", "--config", "{tmp}/text.txt"), "config.json"),
-        (("size", "none", "--tokens", "8", "--config", "{tmp}/mla.json"), "--head-dim 512"),
         (("methods", "bogus"), "bogus"),
         (("demo", "--chunk", "0", "--out", "{tmp}/d"), "chunk 0"),
         (("bogus",), "bogus"),
@@ -269,8 +189,6 @@ def test_bad_input_gets_one_line_and_exit_code_2(args, words, tmp_path, model_fo
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00 no text")
     (tmp_path / "blank.txt").write_text(" \n\n", encoding="utf-8")
     (tmp_path / "text.txt").write_text("some text", encoding="utf-8")
-    mla = {"num_attention_heads": 16, "num_hidden_layers": 2, "kv_lora_rank": 512}
-    (tmp_path / "mla.json").write_text(json.dumps(mla), encoding="utf-8")
     result = invoke(*(arg.format(tmp=tmp_path, model=model_folder) for arg in args))
     assert result.exit_code == 2
     assert result.exception is None or isinstance(result.exception, SystemExit)

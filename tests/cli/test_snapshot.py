@@ -17,7 +17,7 @@ def saved(model_folder, tmp_path_factory):
     path = tmp_path_factory.mktemp("snapshots") / "a.safetensors"
     options = ("--spec", "turboquant:bits=4", "--model", model_folder, "--chunk", 20)
     result = passed("snapshot", "save", path, TEXT, *options, "--tenant", "alice")
-    assert f" {len(TEXT)} " in result.stdout and "prefill" in result.stderr
+    assert f" {len(TEXT)} " in result.stdout
     return path
 
 
@@ -40,7 +40,7 @@ def test_save_and_show(saved, monkeypatch):
 
 def test_verify(saved, tmp_path):
     result = passed("snapshot", "verify", saved, saved)
-    assert result.stdout.count("good") == 2 and "checking" in result.stderr
+    assert result.stdout.count("good") == 2 and result.stderr == ""
     data = bytearray(saved.read_bytes())
     data[-1] ^= 1
     broken = tmp_path / "broken"
@@ -102,7 +102,7 @@ def test_what_a_snapshot_says_does_not_steer_the_terminal(name, shown, model_fol
         assert cells == [row, shown]
     assert r"named [b] {0}\x1b.kv" in result.stdout
     checked = passed("snapshot", "verify", path)
-    assert r"{0}\x1b.kv: good" in checked.stdout and r"{0}\x1b.kv" in checked.stderr
+    assert r"{0}\x1b.kv: good" in checked.stdout
     refused = bad("snapshot", "restore", path, "--model", model_folder)
     assert "snapshot's model is" in refused and shown in refused.replace("\\\\", "\\")
     missing = bad("snapshot", "show", tmp_path / "\x1b[31mno")

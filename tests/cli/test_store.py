@@ -44,7 +44,7 @@ def test_gc_removes_and_says_so(folder):
     result = invoke("gc", folder, "--verify")
     assert result.exit_code == 0
     assert (row(result.stdout, "damaged"), row(result.stdout, "leftovers")) == ("1", "1")
-    assert "reading: 12/12" in result.stderr
+    assert result.stderr == ""
     result = invoke("gc", folder, "--max-bytes", 5000)
     assert row(result.stdout, "evicted") == "7" and "7.44 kB freed" in result.stdout
     assert len(invoke("ls", folder).stdout.split()) == 4

@@ -3,29 +3,72 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from kvpact.cli.calibrate import calibrate_command
-from kvpact.cli.console import error_console, printable
-from kvpact.cli.demo import demo
-from kvpact.cli.doctor import doctor
-from kvpact.cli.eval import evaluate_command
-from kvpact.cli.generate import generate
-from kvpact.cli.methods import methods
-from kvpact.cli.recipes import recipes
-from kvpact.cli.recommend import recommend_command
-from kvpact.cli.size import size
-from kvpact.cli.snapshot import snapshot
-from kvpact.cli.store import store
+import kvpact
+from kvpact.cli.commands import COMMANDS, Entry
 from kvpact.errors import KVPactError
-from kvpact.evaluate.runner import installed
 
 
-class OneLineErrors(TyperGroup):
-    """Turns every expected error into one line on stderr and exit code 2."""
+class Deferred(TyperCommand):
+    """A command whose module is imported when it is called, or asked for its help.
+
+    Parameters
+    ----------
+    name : str
+        Its last word.
+    entry : Entry
+        What is known of it before.
+    """
+
+    def __init__(self, name: str, entry: Entry) -> None:
+        super().__init__(name, short_help=entry.summary, help=entry.summary)
+        self._entry = entry
+
+    def load(self) -> Any:
+        """Return the command itself."""
+        module, _, function = self._entry.target.partition(":")
+        lines = "".join(f"\n  {line}" for line in self._entry.examples)
+        title = "Example" if len(self._entry.examples) == 1 else "Examples"
+        one = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        one.command(self.name, short_help=self.short_help, epilog=f"\b\n{title}:{lines}")(
+            getattr(import_module(f"kvpact.cli.{module}"), function)
+        )
+        return typer.main.get_command(one)
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Parse the arguments of the command; see `make_context` of click's commands."""
+        return self.load().make_context(*args, **extra)
+
+
+def _group(name: str) -> TyperGroup:
+    """Return a group with its commands."""
+    words = [words for words in COMMANDS if words.startswith(f"{name} ")]
+    return TyperGroup(
+        name=name,
+        help=COMMANDS[name].summary,
+        commands={
+            text: Deferred(text, COMMANDS[f"{name} {text}"]) for _, text in map(str.split, words)
+        },
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
+
+
+class Commands(TyperGroup):
+    """All commands; every expected error is one line on stderr and exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, entry in COMMANDS.items():
+            if " " not in name:
+                self.add_command(Deferred(name, entry) if entry.target else _group(name), name)
 
     def main(self, args: Any = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run a command; see `typer.core.TyperGroup.main`."""
@@ -63,6 +106,8 @@ def _usage(error: Any) -> str:
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
+    from kvpact.cli.console import error_console, printable
+
     console = error_console()
     console.print("[bold red]error:[/bold red] ", end="")
     line = printable(" ".join(message.split()))
@@ -72,18 +117,18 @@ def _fail(message: str, code: int = 2) -> NoReturn:
 
 app = typer.Typer(
     name="kvpact",
-    cls=OneLineErrors,
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Compress KV caches, and measure what that costs in quality and saves in memory.",
+    epilog="\b\nTo begin with:\n  kvpact size smollm2\n  kvpact COMMAND --help",
 )
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvpact {installed('kvpact') or '(not installed as a distribution)'}")
+        typer.echo(f"kvpact {kvpact.__version__}")
         raise typer.Exit
 
 
@@ -94,16 +139,3 @@ def _options(
     ),
 ) -> None:
     pass
-
-
-app.command("eval")(evaluate_command)
-app.command("recommend")(recommend_command)
-app.command("calibrate")(calibrate_command)
-app.command()(recipes)
-app.command()(generate)
-app.command()(size)
-app.command()(methods)
-app.command()(doctor)
-app.command()(demo)
-app.add_typer(snapshot, name="snapshot")
-app.add_typer(store, name="store")

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 
-from kvpact.calibration import Calibration
 from kvpact.cli import options
+from kvpact.cli.complete import complete_spec
 from kvpact.cli.console import literal, note, output_console, progress, size_text, table
-from kvpact.cli.eval import texts_of
-from kvpact.cli.inputs import InputError, check_models, open_model
-from kvpact.evaluate.feed import first_tokens
+from kvpact.cli.document import print_document
+from kvpact.cli.inputs import InputError, texts_of
 from kvpact.spec import DEFAULT_SPEC, parse_spec
+
+if TYPE_CHECKING:
+    import torch
 
 SPECS = ["pca", DEFAULT_SPEC]
 ROW = 2048
 
 
 def calibrate_command(
-    model: str = typer.Argument(
-        ..., metavar="MODEL", help="smollm2, gemma3, a hub id, or the folder of a model."
-    ),
+    model: str = options.MODEL_ARGUMENT,
     out: Path = typer.Option(
         Path("calibration.safetensors"),
         dir_okay=False,
@@ -35,16 +34,21 @@ def calibrate_command(
         show_default=False,
     ),
     spec: list[str] = typer.Option(
-        SPECS, help="Spec to calibrate; what is learnt of `pca` and `trellis` serves all bits."
+        SPECS,
+        help="Spec to calibrate; what is learnt of `pca` and `trellis` serves all bits.",
+        autocompletion=complete_spec,
     ),
     tokens: int = typer.Option(4096, min=256, help="Tokens of all texts together."),
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
+    as_json: bool = options.JSON,
 ) -> None:
     """Calibrate methods to a model, for prefixes, pages and pca.
 
     Take texts of the kinds that the model is going to read; some 4,000 tokens are enough.
     """
+    from kvpact.cli.network import check_models, open_model
+
     specs = [parse_spec(one) for one in dict.fromkeys(spec)]
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out.absolute().parent} is no folder; make it first")
@@ -60,11 +64,35 @@ def calibrate_command(
     with progress("calibrating") as report:
         found = calibrate(network, rows, specs, progress=report)
     found.save(out)
-    _show(found, out)
+    layer = next(iter(found.layers.values()))
+    if as_json:
+        print_document(
+            "calibrate",
+            file=str(out),
+            bytes=out.stat().st_size,
+            layers=len(found.layers),
+            tokens=found.tokens,
+            k=list(layer.k),
+            v=list(layer.v),
+        )
+        return
+    grid = table(("calibration", literal(out)))
+    for name, value in (
+        ("layers", len(found.layers)),
+        ("tokens", found.tokens),
+        ("learnt of K", ", ".join(layer.k) or "-"),
+        ("learnt of V", ", ".join(layer.v) or "-"),
+        ("bytes", size_text(out.stat().st_size)),
+    ):
+        grid.add_row(name, literal(value))
+    output_console().print(grid)
 
 
 def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:
     """Return equal pieces of texts, as much of each: at most `tokens` tokens in all."""
+    import torch
+
+    from kvpact.evaluate.feed import first_tokens
     from kvpact.integrations.transformers.calibrate import LEAST_TOKENS
 
     share = tokens // len(texts)
@@ -77,17 +105,3 @@ def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[t
         )
     length = min(len(one) // -(-len(one) // ROW) for one in ids)
     return [part for one in ids for part in torch.split(one, length) if len(part) == length]
-
-
-def _show(found: Calibration, out: Path) -> None:
-    layer = next(iter(found.layers.values()))
-    grid = table(("calibration", literal(out)))
-    for name, value in (
-        ("layers", len(found.layers)),
-        ("tokens", found.tokens),
-        ("learnt of K", ", ".join(layer.k) or "-"),
-        ("learnt of V", ", ".join(layer.v) or "-"),
-        ("bytes", size_text(out.stat().st_size)),
-    ):
-        grid.add_row(name, literal(value))
-    output_console().print(grid)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -71,6 +73,16 @@ def table(columns: Iterable[str | Text], *, title: str = "", left: int = 1) -> T
     return result
 
 
+def print_table(console: Console, grid: Table) -> None:
+    """Print a table; where there is no terminal, a line for each row, however long."""
+    if console.is_terminal:
+        console.print(grid)
+        return
+    wide = console.options.update(max_width=sys.maxsize)
+    width = Measurement.get(console, wide, grid).maximum
+    console.print(grid, width=max(width, console.width), crop=False, no_wrap=True)
+
+
 def size_text(count: float) -> str:
     """Return bytes in the unit that reads best, powers of 1,000 as in the reports."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -81,18 +93,10 @@ def size_text(count: float) -> str:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Yield ``report(done, total, what)``: a bar on a terminal, now and then a line elsewhere."""
+    """Yield ``report(done, total, what)``: a bar that goes away again; only on a terminal."""
     console = error_console()
     if not console.is_terminal:
-        printed = 0
-
-        def line(done: int, total: int, what: str) -> None:
-            nonlocal printed
-            if done * 10 // total > printed or done == total:
-                printed = done * 10 // total
-                note(f"{title}: {done}/{total}")
-
-        yield line
+        yield lambda done, total, what: None
         return
     columns = (
         TextColumn(printable(title).replace("{", "{{").replace("}", "}}"), markup=False),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import typer
@@ -14,23 +14,15 @@ from rich.text import Text
 
 from kvpact.cli import options
 from kvpact.cli.console import output_console, progress, size_text
+from kvpact.cli.document import print_document
 from kvpact.cli.eval_run import Plan, run
 from kvpact.cli.eval_tables import show_files
-from kvpact.cli.inputs import continued
+from kvpact.cli.network import continued
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
+from kvpact.evaluate.files import report_data
 from kvpact.spec import DEFAULT_SPEC
 
-SPECS = (
-    "none",
-    "fp8",
-    "int:bits=8",
-    "int:bits=4",
-    "turboquant:bits=4",
-    DEFAULT_SPEC,
-    "trellis:bits=2",
-    "kivi:bits=2",
-)
 CONTINUED = (DEFAULT_SPEC, "trellis:bits=2")
 PROMPT_START, PROMPT_TOKENS, NEW_TOKENS = "CHAPTER 1\n", 300, 48
 HOW_TO_READ = (
@@ -46,29 +38,50 @@ def demo(
     model: str = options.MODEL,
     new_tokens: int = typer.Option(NEW_TOKENS, min=1, help="Tokens to continue the prompt by."),
     threads: int | None = options.THREADS,
+    as_json: bool = options.JSON,
 ) -> None:
     """Evaluate eight caches on a book, then let three of them continue it side by side."""
     book = book_path().read_text("utf-8")
-    candidates = [Candidate(spec) for spec in SPECS]
-    plan = Plan(candidates, [("Northanger Abbey", book)], tokens, chunk, out=out)
+    candidates = [Candidate(spec) for spec in options.SPECS]
+    plan = Plan(
+        candidates, [("Northanger Abbey", book)], tokens, chunk, out=out, tables=not as_json
+    )
     outcome = run(plan, [model], "float32", threads)
     tokenizer = outcome.tokenizer
-    console = output_console()
-    console.print(HOW_TO_READ, style="bold", highlight=False)
     start = max(book.find(PROMPT_START), 0)
     ids = tokenizer(book[start:], truncation=True, max_length=PROMPT_TOKENS, return_tensors="pt")
+    prompt = ids["input_ids"]
+    texts = continuations(outcome.model, prompt, new_tokens)
+    if as_json:
+        told = [
+            {"cache": x.name, "text": tokenizer.decode(x.tokens), "bytes": x.bytes} for x in texts
+        ]
+        data = report_data(outcome.results)
+        files = [str(path) for path in outcome.files]
+        print_document("demo", **data, files=files, continuations=told)
+        return
+    console = output_console()
+    console.print(HOW_TO_READ, style="bold", highlight=False)
     console.print()
-    console.print(side_by_side(outcome.model, tokenizer, ids["input_ids"], new_tokens))
+    console.print(side_by_side(tokenizer, prompt, texts))
     show_files(outcome.files)
 
 
-def side_by_side(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> Group:
+class Continuation(NamedTuple):
+    """A cache's name, the tokens with which it continued a prompt, and the bytes that it held."""
+
+    name: str
+    tokens: list[int]
+    bytes: int
+
+
+def continuations(model: Any, ids: torch.Tensor, new_tokens: int) -> list[Continuation]:
     """Return the greedy continuations of one prompt by the exact and two compressed caches.
 
     Parameters
     ----------
-    model, tokenizer
-        As `open_model` gives them.
+    model
+        As `open_model` gives it.
     ids : Tensor
         The prompt, int64 ``[1, T]``.
     new_tokens : int
@@ -76,19 +89,23 @@ def side_by_side(model: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int)
     """
     from transformers import DynamicCache
 
-    texts: list[list[int]] = []
-    panels = []
+    made = []
     with progress("continuing the book") as report:
         for index, spec in enumerate(("", *CONTINUED)):
             if spec:
                 cache = compressed_cache(model, Candidate(spec))
             else:
                 cache = DynamicCache(config=model.config)
-            tokens = continued(model, ids, cache, new_tokens)
-            texts.append(tokens[0, ids.shape[1] :].tolist())
+            tokens = continued(model, ids, cache, new_tokens)[0, ids.shape[1] :].tolist()
             held = cache.memory_usage() if spec else _exact_bytes(cache)
-            panels.append(_panel(tokenizer, spec or "exact cache", held, texts[0], texts[-1]))
+            made.append(Continuation(spec or "exact cache", tokens, held))
             report(index + 1, 1 + len(CONTINUED), spec)
+    return made
+
+
+def side_by_side(tokenizer: Any, ids: torch.Tensor, texts: list[Continuation]) -> Group:
+    """Return continuations of a prompt, the exact cache's first, in panels beside each other."""
+    panels = [_panel(tokenizer, x.name, x.bytes, texts[0].tokens, x.tokens) for x in texts]
     tail = _one_line(tokenizer.decode(ids[0, -40:]))
     title = Text(
         f"The book continued greedily after {ids.shape[1]} tokens; red from the first token on "

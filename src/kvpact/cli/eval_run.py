@@ -9,7 +9,8 @@ from typing import Any
 
 from kvpact.cli.console import note, progress
 from kvpact.cli.eval_tables import show, show_summary
-from kvpact.cli.inputs import check_models, load_calibration, open_model, require, results_folder
+from kvpact.cli.inputs import InputError, require, results_folder
+from kvpact.cli.network import check_models, load_calibration, open_model
 from kvpact.evaluate import (
     Candidate,
     EvalResult,
@@ -26,6 +27,8 @@ from kvpact.evaluate import (
 from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
 from kvpact.methods.cautions import KEY_NORM, cautions
+from kvpact.recipe import load_recipe
+from kvpact.spec import parse_spec
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Plan:
     """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to.
 
     No step means no free running, and no task sample means no tasks. `told` are specs and recipes
-    of which it is told what is known to do badly about them.
+    of which it is told what is known to do badly about them. Without `tables` nothing is printed.
     """
 
     candidates: list[Candidate]
@@ -47,6 +50,7 @@ class Plan:
     seed: int = 0
     told: tuple[str, ...] = ()
     calibration: Path | None = None
+    tables: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,36 @@ def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outco
             for (text_name, text), own in zip(plan.texts, cases, strict=True):
                 names = {"model_name": name, "text_name": text_name}
                 results.append(_run_one(plan, network, tokenizer, text, own, names))
-                show(results[-1], plan.against, heading=len(models) * len(plan.texts) > 1)
-        if len(results) > 1:
+                if plan.tables:
+                    show(results[-1], plan.against, heading=len(models) * len(plan.texts) > 1)
+        if plan.tables and len(results) > 1:
             show_summary(summarize(results, plan.against))
         files = [] if plan.out is None else write_report(results, plan.out, against=plan.against)
     return Outcome(results, files, network, tokenizer)
+
+
+def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> list[Candidate]:
+    """Return the candidates of the command line, checked before anything is loaded.
+
+    Raises
+    ------
+    SpecError, InputError
+        A spec or recipe is not what it should be.
+    """
+    candidates = []
+    for spec in dict.fromkeys(specs):
+        candidate = Candidate(spec, packed_only)
+        if candidate.is_recipe:
+            if ablation:
+                raise InputError(f"--ablation takes specs, and {spec} is a recipe")
+            load_recipe(spec)
+        else:
+            bare = parse_spec(spec).with_options(sinks=0, window=0)
+            if ablation and spec != "none":
+                candidates += [Candidate(spec), Candidate(bare), Candidate(spec, True)]
+                continue
+        candidates.append(candidate)
+    return candidates
 
 
 def known_cautions(specs: Sequence[str], network: Any) -> list[str]:

@@ -6,25 +6,19 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 
 from kvpact.cli import options
 from kvpact.cli.console import output_console, size_text, table
-from kvpact.cli.inputs import (
-    InputError,
-    candidate_of,
-    check_positions,
-    continued,
-    load_calibration,
-    open_model,
-    prompt_text,
-)
-from kvpact.cli.prefix import Prefix, prefix_of
-from kvpact.cli.store import PASSWORD
-from kvpact.evaluate import compressed_cache
+from kvpact.cli.document import print_document
+from kvpact.cli.inputs import InputError, prompt_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvpact.cli.prefix import Prefix
 
 
 @dataclass
@@ -35,15 +29,18 @@ class Stream:
     ----------
     tokenizer : PreTrainedTokenizerBase
         Turns tokens into text.
+    quiet : bool
+        Whether nothing is printed.
     """
 
     tokenizer: Any
+    quiet: bool = False
     started: float = 0.0
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     _printed: int = 0
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         """Take the prompt (the first call), then one token a call."""
         now = time.perf_counter()
         if not self.started:
@@ -51,12 +48,19 @@ class Stream:
             return
         self.times.append(now)
         self.tokens += value.flatten().tolist()
-        self._print(self.tokenizer.decode(self.tokens, skip_special_tokens=True), final=False)
+        if not self.quiet:
+            self._print(self.text(), final=False)
 
     def end(self) -> None:
         """Print what is left."""
-        self._print(self.tokenizer.decode(self.tokens, skip_special_tokens=True), final=True)
-        sys.stdout.write("\n")
+        if not self.quiet:
+            self._print(self.text(), final=True)
+            sys.stdout.write("\n")
+
+    def text(self) -> str:
+        """Return the text so far."""
+        text: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        return text
 
     def _print(self, text: str, *, final: bool) -> None:
         # A character can span tokens: until its last byte is there it decodes to U+FFFD.
@@ -85,17 +89,26 @@ def generate(
         help="Load the longest known prefix from this store (directory or URL); save new ones.",
         show_default=False,
     ),
-    storage: str | None = typer.Option(
-        None,
-        metavar="SPEC",
-        help="Store prefixes by this spec, such as pca:bits=1.5 (with --calibration).",
-        show_default=False,
-    ),
+    storage: str | None = options.STORAGE_SPEC,
     tenant: str | None = typer.Option(None, help="Tenants share no prefixes.", show_default=False),
-    password: str | None = PASSWORD,
+    password: str | None = options.PASSWORD,
     threads: int | None = options.THREADS,
+    as_json: bool = options.JSON,
 ) -> None:
     """Generate text on a compressed cache; prints memory and speed."""
+    import torch
+
+    from kvpact.cli.network import (
+        candidate_of,
+        check_positions,
+        continued,
+        encode,
+        load_calibration,
+        open_model,
+    )
+    from kvpact.cli.prefix import prefix_of
+    from kvpact.evaluate import compressed_cache
+
     if storage is not None and prefix_store is None:
         raise InputError("--storage goes with --prefix-store")
     candidate, text = candidate_of(spec), prompt_text(file, prompt, "continue")
@@ -109,71 +122,81 @@ def generate(
     if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
-    stream, started = Stream(tokenizer), time.perf_counter()
+    stream, started = Stream(tokenizer, as_json), time.perf_counter()
     with prefix_of(prefix_store, network, cache, tenant, password, storage, known) as prefix:
         prefix.load(ids)
         sampling |= {"prefill_chunk_size": chunk, "streamer": stream}
         prefix.save(continued(network, ids, cache, max_new_tokens, **sampling))
-    show(spec, cache, stream, ids.shape[1], network.dtype, prefix, started)
-
-
-def encode(tokenizer: Any, text: str, *, chat: bool = False) -> torch.Tensor:
-    """Return the token ids ``[1, T]`` of a text.
-
-    Raises
-    ------
-    InputError
-        The chat template was asked for and the tokenizer has none.
-    """
-    if chat and not tokenizer.chat_template:
-        raise InputError("this model's tokenizer has no chat template; leave --chat out")
-    if chat:
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+    figures = figures_of(cache, stream, ids.shape[1], network.dtype, prefix, started)
+    if as_json:
+        print_document("generate", spec=spec, text=stream.text(), **figures)
     else:
-        inputs = tokenizer(text, return_tensors="pt")
-    ids: torch.Tensor = inputs["input_ids"]
-    return ids
+        show(spec, figures, prefix)
 
 
-def show(
-    spec: str,
-    cache: Any,
-    stream: Stream,
-    length: int,
-    dtype: torch.dtype,
-    prefix: Prefix,
-    started: float,
-) -> None:
-    """Print what the cache holds and how fast it went."""
-    stats, held = cache.stats(), cache.memory_usage()
-    new = len(stream.tokens)
-    prefill = stream.times[0] - stream.started
-    decode = stream.times[-1] - stream.times[0]
+def figures_of(
+    cache: Any, stream: Stream, length: int, dtype: Any, prefix: Prefix, started: float
+) -> dict[str, Any]:
+    """Return what the cache holds and how fast it went.
+
+    Parameters
+    ----------
+    cache : CompressedCache
+        After the generation.
+    stream : Stream
+        Of the generation.
+    length : int
+        Tokens of the prompt.
+    dtype : torch.dtype
+        The model's.
+    prefix : Prefix
+        What came out of a store.
+    started : float
+        When it began, by `time.perf_counter`.
+    """
+    stats = cache.stats()
+    exact = {"float16": 2, str(dtype).removeprefix("torch."): dtype.itemsize}
+    return {
+        "prompt_tokens": length,
+        "new_tokens": len(stream.tokens),
+        "bytes": {**stats["bytes"], "total": cache.memory_usage()},
+        "exact_bytes": {name: stats["values"] * width for name, width in exact.items()},
+        "bits_per_value": stats["bits_per_value"],
+        "slot_bits_per_value": stats["slot_bits_per_value"],
+        "layers": stats["layers"],
+        "seconds": {
+            "first_token": stream.times[0] - started,
+            "prefill": stream.times[0] - stream.started,
+            "decode": stream.times[-1] - stream.times[0],
+        },
+        "prefix": prefix.figures,
+    }
+
+
+def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
+    """Print the figures of a generation."""
+    new, parts, seconds = figures["new_tokens"], figures["bytes"], figures["seconds"]
     grid = table(("cache", spec))
-    grid.add_row("prompt tokens", str(length))
+    grid.add_row("prompt tokens", str(figures["prompt_tokens"]))
     grid.add_row("new tokens", str(new))
-    parts = stats["bytes"]
+    held = parts["total"]
     grid.add_row("bytes held", size_text(held))
     grid.add_row("  packed slots", size_text(parts["codes"] + parts["side"]))
     grid.add_row("  exact sinks and window", size_text(parts["sinks"] + parts["window"]))
     grid.add_row("  allocated, not yet used", size_text(parts["unused"]))
-    exact = {torch.float16: "fp16", dtype: str(dtype).removeprefix("torch.")}
-    for kind, name in exact.items():
-        exact_bytes = stats["values"] * kind.itemsize
-        times = f" ({exact_bytes / held:.2f} x)" if held else ""
-        grid.add_row(f"bytes of an exact cache, {name}", size_text(exact_bytes) + times)
-    grid.add_row("bits per value", f"{stats['bits_per_value']:.2f}")
-    grid.add_row("bits per value, packed slots", f"{stats['slot_bits_per_value']:.2f}")
-    grid.add_row("layers compressed / native", "{compressed} / {native}".format(**stats["layers"]))
-    grid.add_row("prefill, tokens/s", f"{(length - prefix.loaded) / prefill:.1f}")
-    grid.add_row("decode, tokens/s", f"{(new - 1) / decode:.1f}" if new > 1 else "-")
-    seconds = stream.times[0] - started
-    grid.add_row("first token, seconds with the model loaded", f"{seconds:.2f}")
+    for name, exact in figures["exact_bytes"].items():
+        times = f" ({exact / held:.2f} x)" if held else ""
+        short = "fp16" if name == "float16" else name
+        grid.add_row(f"bytes of an exact cache, {short}", size_text(exact) + times)
+    grid.add_row("bits per value", f"{figures['bits_per_value']:.2f}")
+    grid.add_row("bits per value, packed slots", f"{figures['slot_bits_per_value']:.2f}")
+    counts = "{compressed} / {native}".format(**figures["layers"])
+    grid.add_row("layers compressed / native", counts)
+    computed = figures["prompt_tokens"] - prefix.loaded
+    grid.add_row("prefill, tokens/s", f"{computed / seconds['prefill']:.1f}")
+    grid.add_row("decode, tokens/s", f"{(new - 1) / seconds['decode']:.1f}" if new > 1 else "-")
+    first = f"{seconds['first_token']:.2f}"
+    grid.add_row("first token, seconds with the model loaded", first)
     for name, value in prefix.rows:
         grid.add_row(name, value)
     output_console().print(grid)

@@ -2,52 +2,46 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import sys
 from typing import Any
 
-import torch
 import typer
 
+from kvpact.cli import options
+from kvpact.cli.complete import complete_spec
 from kvpact.cli.console import output_console, table
-from kvpact.methods import bytes_per_slot
-from kvpact.methods.cautions import cautions
-from kvpact.registry import Alias, Foreign, find_method, known_names
-from kvpact.spec import option_types, parse_spec
+from kvpact.cli.document import print_document
 
 
 def methods(
-    name: str | None = typer.Argument(None, help="A method, an alias or a whole spec."),
+    name: str | None = typer.Argument(
+        None, help="A method, an alias or a whole spec.", autocompletion=complete_spec
+    ),
+    as_json: bool = options.JSON,
 ) -> None:
     """List the methods, or explain one."""
-    if name is None:
-        _overview()
+    from kvpact.cli.methods_data import all_methods, one_method
+
+    found = all_methods() if name is None else one_method(name)
+    if as_json:
+        print_document("methods", **found)
+    elif name is None:
+        _show_all(found)
     else:
-        _details(name)
+        _show_one(name, found)
 
 
-def slot_bits(method: Any, dim: int) -> tuple[float, float]:
-    """Return the bits of packed codes and side information per value of K and of V (fp16 input)."""
-    codecs = (method.key_codec(dim, torch.float16), method.value_codec(dim, torch.float16))
-    key, value = (8 * bytes_per_slot(codec) / dim for codec in codecs)
-    return key, value
+def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
+    from kvpact.cli.methods_data import option_text
 
-
-def _overview() -> None:
     columns = ("method", "what it is", "options and defaults", "paper", "bits, D=128", "D=64")
     grid = table(columns, left=4)
+    for one in found["methods"]:
+        choices = " ".join(f"{name}={option_text(value)}" for name, value in one["options"].items())
+        bits = [_bits_text(x["k"], x["v"]) for x in reversed(one["slot_bits"])]
+        grid.add_row(one["name"], one["summary"], choices, one["paper"] or "-", *bits)
     aliases = table(("alias", "stands for"), left=2)
-    broken = table(("can't be used", "why"), left=2)
-    for name in known_names():
-        try:
-            entry = find_method(name)
-            if isinstance(entry, Alias):
-                aliases.add_row(name, entry.spec)
-            elif not isinstance(entry, Foreign):
-                grid.add_row(name, *_row(entry))
-        except Exception as error:  # a plug-in may fail in any way; the others are there still
-            broken.add_row(name, f"{type(error).__name__}: {error}")
+    for one in found["aliases"]:
+        aliases.add_row(one["name"], one["spec"])
     console = output_console()
     console.print(grid)
     console.print(
@@ -58,77 +52,34 @@ def _overview() -> None:
         highlight=False,
     )
     console.print(aliases)
-    if broken.row_count:
+    if found["broken"]:
+        broken = table(("can't be used", "why"), left=2)
+        for one in found["broken"]:
+            broken.add_row(one["name"], one["error"])
         console.print(broken)
 
 
-def _row(cls: Any) -> list[str]:
-    bits = [_bits_text(*slot_bits(cls(), dim)) for dim in (128, 64)]
-    return [_summary(cls), _options(cls), getattr(cls, "paper", "") or "-", *bits]
+def _show_one(name: str, found: dict[str, Any]) -> None:
+    from kvpact.cli.methods_data import option_text
 
-
-def _details(name: str) -> None:
-    spec = parse_spec(name)
     console = output_console()
-    entry = find_method(name) if name in known_names() else None
-    if isinstance(entry, Alias):
-        console.print(f"{name} stands for {entry.spec}", highlight=False)
-    for side, method in (("K", spec.key), ("V", spec.value)):
-        if side == "V" and spec.key == spec.value:
-            break
-        cls = type(method)
-        prefix = "" if spec.key == spec.value else f"{side}: "
-        console.rule(f"{prefix}{cls.name}", align="left")
-        module = sys.modules[cls.__module__].__doc__ or cls.__doc__ or ""
-        console.print(inspect.cleandoc(module), markup=False, highlight=False)
+    if found["alias_of"] is not None:
+        console.print(f"{name} stands for {found['alias_of']}", highlight=False)
+    for one in found["methods"]:
+        prefix = "" if one["side"] == "both" else f"{one['side'].upper()}: "
+        console.rule(f"{prefix}{one['name']}", align="left")
+        console.print(one["text"], markup=False, highlight=False)
         grid = table(("option", "type", "default", "in this spec", "meaning"), left=5)
-        meanings = _meanings(cls)
-        types = option_types(cls)
-        for option in dataclasses.fields(method):
-            value = _text(getattr(method, option.name))
-            default = _text(option.default)
-            kind, meaning = meanings.get(option.name, (types[option.name].__name__, ""))
-            grid.add_row(option.name, kind, default, value if value != default else "", meaning)
+        for x in one["options"]:
+            value = "" if x["value"] == x["default"] else option_text(x["value"])
+            grid.add_row(x["name"], x["type"], option_text(x["default"]), value, x["meaning"])
         console.print(grid)
-    for line in cautions(spec):
+    for line in found["cautions"]:
         console.print(f"caution: {line}", highlight=False, markup=False)
     console.print("packed slots, bits per value:", highlight=False)
-    for dim in (64, 128):
-        key_bits, value_bits = slot_bits(spec.key, dim)[0], slot_bits(spec.value, dim)[1]
-        console.print(f"  D={dim}: K {key_bits:.4g}, V {value_bits:.4g}", highlight=False)
-
-
-def _summary(cls: type) -> str:
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-
-
-def _options(cls: type) -> str:
-    return " ".join(f"{field.name}={_text(field.default)}" for field in dataclasses.fields(cls))
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    for x in found["slot_bits"]:
+        console.print(f"  D={x['width']}: K {x['k']:.4g}, V {x['v']:.4g}", highlight=False)
 
 
 def _bits_text(key: float, value: float) -> str:
     return f"{key:.4g}" if key == value else f"{key:.4g}/{value:.4g}"
-
-
-def _meanings(cls: type) -> dict[str, tuple[str, str]]:
-    """Return type and meaning of each option out of the numpydoc of a class and its bases."""
-    found: dict[str, tuple[str, str]] = {}
-    for base in cls.__mro__:
-        body = inspect.cleandoc(base.__doc__ or "").partition("Parameters\n----------\n")[2]
-        name = ""
-        for line in body.splitlines():
-            head, colon, kind = line.partition(" : ")
-            if colon and not line.startswith(" "):
-                name = head if head not in found else ""
-                if name:
-                    found[name] = (kind, "")
-            elif line.startswith("    ") and name:
-                kind, meaning = found[name]
-                found[name] = (kind, f"{meaning} {line.strip()}".strip())
-            elif line.strip():
-                break
-    return found

@@ -28,6 +28,14 @@ class Prefix:
 
     def __init__(self, prefixes: Any, *rows: tuple[str, str]) -> None:
         self._prefixes, self.rows, self.loaded = prefixes, list(rows), 0
+        self._saved = 0
+
+    @property
+    def figures(self) -> dict[str, int] | None:
+        """Tokens that came out of the store and went into it; None without a store."""
+        if self._prefixes is None:
+            return None
+        return {"loaded_tokens": self.loaded, "saved_tokens": self._saved}
 
     def load(self, ids: torch.Tensor) -> None:
         """Put the prefix of a prompt `[1, T]` into the cache, all but the last token at most."""
@@ -45,7 +53,8 @@ class Prefix:
                 written = self._prefixes.save(ids)
             except StoreError as error:  # the text is there; only the next run is slower
                 note(f"the prefix was not saved: {error}")
-            self.rows.append(("tokens saved to the store", str(written * self._prefixes.chunk)))
+            self._saved = written * self._prefixes.chunk
+            self.rows.append(("tokens saved to the store", str(self._saved)))
 
 
 @contextmanager

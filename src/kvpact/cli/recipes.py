@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
-from kvpact.cli.console import output_console, table
+from kvpact.cli import options
+from kvpact.cli.complete import complete_recipe
+from kvpact.cli.console import output_console, print_table, table
+from kvpact.cli.document import print_document
 from kvpact.data import recipe_names, recipe_path
-from kvpact.evaluate.report import kl_text
 from kvpact.recipe import load_recipe
 from kvpact.spec import RECIPE_PREFIX
 
 
 def recipes(
-    name: str | None = typer.Argument(None, help="A recipe of the list, with or without recipe:."),
+    name: str | None = typer.Argument(
+        None,
+        help="A recipe of the list, with or without recipe:.",
+        autocompletion=complete_recipe,
+    ),
+    as_json: bool = options.JSON,
 ) -> None:
     """List the recipes that kvpact ships, or print one.
 
     Their names stand wherever a spec does: kvpact generate "Hello" --spec recipe:smollm2-3bit
     """
-    if name is None:
-        _overview()
-        return
-    short = name.removeprefix(RECIPE_PREFIX)
-    load_recipe(RECIPE_PREFIX + short)
-    typer.echo(recipe_path(short).read_text("utf-8"), nl=False)
+    names = recipe_names() if name is None else [name.removeprefix(RECIPE_PREFIX)]
+    held = {short: dict(load_recipe(RECIPE_PREFIX + short)) for short in names}
+    if as_json:
+        found = [{"name": RECIPE_PREFIX + short, **recipe} for short, recipe in held.items()]
+        print_document("recipes", recipes=found)
+    elif name is not None:
+        typer.echo(recipe_path(names[0]).read_text("utf-8"), nl=False)
+    else:
+        _overview(held)
 
 
-def _overview() -> None:
-    console = output_console()
+def _overview(held: dict[str, dict[str, Any]]) -> None:
+    from kvpact.evaluate.report import kl_text
+
     columns = "recipe|layers|of exact\n%|text|KL|KL of one\nspec|which"
     grid = table(columns.split("|"), left=1)
-    for name in recipe_names():
-        recipe = load_recipe(RECIPE_PREFIX + name)
+    for name, recipe in held.items():
         rows = recipe["measured"]["rows"]
         for own, other in zip(rows[::2], rows[1::2], strict=True):
             grid.add_row(
@@ -43,8 +55,8 @@ def _overview() -> None:
                 kl_text(other["kl"]),
                 other["spec"],
             )
-    console.print(grid)
-    console.print(
+    print_table(grid)
+    output_console().print(
         "KL: mean over tokens, in nats, against the exact cache; the last two columns are the best "
         "spec for all layers in no more bytes. Recipes were made on the first text. "
         "More: kvpact recipes NAME",

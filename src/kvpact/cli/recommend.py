@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import literal, note, output_console, progress, size_text, table
-from kvpact.cli.eval import texts_of
-from kvpact.cli.eval_tables import show_files
-from kvpact.cli.inputs import InputError, check_models, open_model, require, results_folder
-from kvpact.evaluate.feed import check_sizes, first_tokens, positions
-from kvpact.evaluate.report import kl_text
-from kvpact.recommend import (
-    Plan,
-    Recommendation,
-    budget_bytes,
-    plan,
-    survey,
-    verify,
-    write_recommendation,
-)
-from kvpact.recommend.budget import is_spec
-from kvpact.recommend.files import RECIPE
-from kvpact.recommend.verdict import VERDICTS
+from kvpact.cli.complete import complete_spec
+from kvpact.cli.console import note, progress
+from kvpact.cli.document import print_document
+from kvpact.cli.inputs import InputError, require, results_folder, texts_of
 
 CHUNK = 256
 TOKENS, QUICK_TOKENS = 2048, 768
 
 
 def recommend_command(
-    model: str = typer.Argument(
-        ..., metavar="MODEL", help="smollm2, gemma3, a hub id, or the folder of a model."
-    ),
+    model: str = options.MODEL_ARGUMENT,
     text: Path | None = typer.Option(
         None, help="UTF-8 text file; the shipped excerpt of a book if omitted.", show_default=False
     ),
@@ -43,6 +26,7 @@ def recommend_command(
         "30%",
         help="What the cache may take: a share of the 16-bit cache, bytes such as 4GB, or what a "
         "spec takes.",
+        autocompletion=complete_spec,
     ),
     quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
     tokens: int | None = typer.Option(
@@ -53,11 +37,20 @@ def recommend_command(
     ),
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
+    as_json: bool = options.JSON,
 ) -> None:
     """Recommend a spec, or a recipe by layer: gradients predict KL, one evaluation verifies.
 
     Bytes are those of one sequence at --context.
     """
+    from kvpact.cli.eval_tables import show_files
+    from kvpact.cli.network import check_models, open_model
+    from kvpact.cli.recommend_tables import show
+    from kvpact.evaluate.feed import check_sizes, first_tokens, positions
+    from kvpact.recommend import budget_bytes, plan, survey, verify, write_recommendation
+    from kvpact.recommend.budget import is_spec
+    from kvpact.recommend.files import recommendation_data
+
     ((text_name, content),) = texts_of([] if text is None else [text])
     if tokens is None:
         tokens = QUICK_TOKENS if quick else TOKENS
@@ -90,94 +83,9 @@ def recommend_command(
                 text_name=text_name,
             )
         files = [] if out is None else write_recommendation(verified, out)
-    _show(verified, out)
+    if as_json:
+        data = recommendation_data(verified)
+        print_document("recommend", **data, files=[str(path) for path in files])
+        return
+    show(verified, out)
     show_files(files)
-
-
-def _show(found: Recommendation, out: Path | None) -> None:
-    planned, console = found.plan, output_console()
-    columns = (
-        "spec|slot\nbits|bytes|of exact\n%|K\npredicted|V\npredicted|KL\npredicted|KL\ncalibrated|"
-        "KL\nmeasured"
-    )
-    grid = table(columns.split("|"))
-    kl = {row.spec: kl_text(row.kl_mean) for row in found.evaluation.rows}
-    exact = planned.sizes.exact
-    for one in planned.measured:
-        held = planned.bytes_of(one.spec)
-        grid.add_row(
-            one.spec,
-            f"{one.slot_bits:.2f}",
-            size_text(held),
-            f"{100 * held / exact:.1f}",
-            kl_text(sum(one.key.values())),
-            kl_text(sum(one.value.values())),
-            kl_text(one.predicted),
-            kl_text(found.calibrated(one.spec)),
-            kl.get(one.spec, "-"),
-        )
-    if "recipe" in kl:
-        held = planned.recipe_bytes
-        grid.add_row(
-            "recipe",
-            "-",
-            size_text(held),
-            f"{100 * held / exact:.1f}",
-            "-",
-            "-",
-            kl_text(planned.recipe_predicted),
-            kl_text(found.calibrated("recipe")),
-            kl["recipe"],
-        )
-    console.print(grid)
-    console.print(_about(planned), style="dim", highlight=False)
-    for name in planned.left_out:
-        note(f"left out: {name}")
-    for line in planned.notes:
-        console.print(literal(line), highlight=False)
-    size = f"{size_text(found.bytes)} of {size_text(exact)} at {planned.sizes.context} tokens"
-    limits = ", ".join(f"{name} up to {most:g}" for name, most in VERDICTS)
-    console.print(
-        literal(f"{found.verdict}: KL {kl_text(found.row.kl_mean)}, {size} ({limits})"),
-        highlight=False,
-    )
-    if (pair := found.against_uniform) is not None:
-        expected = planned.recipe_predicted - planned.of(pair.against).predicted
-        measured = f"{pair.kl_difference:+.5f} ± {pair.kl_difference_se:.5f}"
-        line = f"recipe less {pair.against}: {measured} measured, {expected:+.5f} predicted"
-        console.print(literal(line), highlight=False)
-    if found.row.spec == "recipe":
-        console.print(literal(f"recipe: {_summary(planned)}"), soft_wrap=True, highlight=False)
-    console.print(literal(paste_line(found.chosen, out)), soft_wrap=True, highlight=False)
-
-
-def paste_line(chosen: str | dict[str, Any], out: Path | None) -> str:
-    """Return the line of Python that makes the cache."""
-    if isinstance(chosen, dict) and out is not None:
-        chosen = str(out / RECIPE)
-    source = f'"{chosen}"' if isinstance(chosen, str) else repr(chosen)
-    return f"CompressedCache(model, {source})"
-
-
-def _about(planned: Plan) -> str:
-    sizes = planned.sizes
-    stay = (
-        f"; layers with a bounded window stay exact, {size_text(sizes.native)}"
-        if sizes.native
-        else ""
-    )
-    return (
-        f"{len(planned.layers)} of {planned.num_layers} layers are compressed, which hold "
-        f"{size_text(sizes.covered)} of the exact cache's {size_text(sizes.exact)} at "
-        f"{sizes.context} tokens (16 bits a number){stay}. KL: mean over "
-        f"{planned.tokens} tokens, in nats; K and V: parts of the predicted one; calibrated: by "
-        "what was measured of others. "
-        f"Budget: {size_text(planned.budget)}."
-    )
-
-
-def _summary(planned: Plan) -> str:
-    by_spec: dict[str, list[str]] = {}
-    for layer, spec in planned.layers.items():
-        by_spec.setdefault(spec, []).append(str(layer))
-    return "; ".join(f"{spec} in layers {' '.join(layers)}" for spec, layers in by_spec.items())

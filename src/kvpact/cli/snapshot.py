@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 
-from kvpact.cache import recode
-from kvpact.calibration import Calibration
 from kvpact.cli import options
+from kvpact.cli.complete import complete_spec
 from kvpact.cli.console import (
     literal,
     note,
@@ -22,51 +19,49 @@ from kvpact.cli.console import (
     size_text,
     table,
 )
-from kvpact.cli.generate import Stream, encode
-from kvpact.cli.inputs import (
-    InputError,
-    candidate_of,
-    check_positions,
-    continued,
-    load_calibration,
-    open_model,
-    prompt_text,
-)
+from kvpact.cli.document import print_document
+from kvpact.cli.inputs import InputError, prompt_text
 from kvpact.errors import SnapshotError
-from kvpact.evaluate import Candidate, compressed_cache
-from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 
-snapshot = typer.Typer(
-    help="Save caches as files; show, verify and restore them.", no_args_is_help=True
-)
+if TYPE_CHECKING:
+    from kvpact.calibration import Calibration
+    from kvpact.snapshot import Identity, Snapshot
+
 _PATH = typer.Argument(..., metavar="FILE", help="A snapshot.", dir_okay=False)
 _ADAPTER = typer.Option(None, help="Name of the model's adapter.", show_default=False)
 _TENANT = typer.Option(None, help="Tenant that the snapshot belongs to.", show_default=False)
 CHUNK = 256
 
 
-@snapshot.command()
 def save(
     out: Path = typer.Argument(..., metavar="FILE", help="File to write.", dir_okay=False),
     prompt: str | None = typer.Argument(None, help="Text to run through the model."),
     file: Path | None = options.FILE,
     spec: str = options.SPEC,
     model: str = options.MODEL,
-    storage: str | None = typer.Option(
-        None,
-        metavar="SPEC",
-        help="Save it by this spec, such as pca:bits=1.5 (with --calibration).",
-        show_default=False,
-    ),
+    storage: str | None = options.STORAGE_SPEC,
     calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
     chunk: int = typer.Option(CHUNK, min=1, help="Tokens per prefill chunk."),
     adapter: str | None = _ADAPTER,
     tenant: str | None = _TENANT,
     threads: int | None = options.THREADS,
+    as_json: bool = options.JSON,
 ) -> None:
     """Run a text through a model and save the cache."""
+    import torch
+
+    from kvpact.cache import recode
+    from kvpact.cli.network import (
+        candidate_of,
+        check_positions,
+        encode,
+        load_calibration,
+        open_model,
+    )
+    from kvpact.evaluate import compressed_cache
+
     candidate = candidate_of(spec)
     if not out.absolute().parent.is_dir():
         raise InputError(f"{out.absolute().parent} is no folder; make it first")
@@ -87,6 +82,10 @@ def save(
         held = recode(held, storage, calibration=known, device=network.device)
     held.save(out)
     exact = cache.stats()["values"] * 2
+    if as_json:
+        sizes = {"tokens": held.tokens, "bytes": held.nbytes, "exact_bytes_fp16": exact}
+        print_document("snapshot save", file=str(out), **sizes)
+        return
     grid = table(("snapshot", literal(out)))
     grid.add_row("tokens", str(held.tokens))
     grid.add_row("bytes", size_text(held.nbytes))
@@ -94,15 +93,14 @@ def save(
     output_console().print(grid)
 
 
-@snapshot.command()
-def show(
-    path: Path = _PATH, as_json: bool = typer.Option(False, "--json", help="The manifest as JSON.")
-) -> None:
+def show(path: Path = _PATH, as_json: bool = options.JSON) -> None:
     """Print what a snapshot holds; only its header is read."""
+    from kvpact.snapshot import Snapshot
+
     held = Snapshot.open(path)
     m = held.manifest
     if as_json:
-        typer.echo(json.dumps(held.to_json(), indent=2))
+        print_document("snapshot show", **held.to_json())
         return
     specs = list(dict.fromkeys(str(Spec.from_json(layer.spec)) for layer in m.layers))
     sizes = held.sizes()
@@ -129,22 +127,33 @@ def show(
     output_console().print(grid)
 
 
-@snapshot.command()
-def verify(paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snapshots.")) -> None:
+def verify(
+    paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snapshots."),
+    as_json: bool = options.JSON,
+) -> None:
     """Verify every checksum; exit with code 2 at the first damaged file."""
+    from kvpact.snapshot import Snapshot
+
+    good = []
     for path in paths:
         held = Snapshot.open(path)
         with progress(f"checking {path}") as report:
             held.verify(lambda done, total: report(done, total, ""))
-        typer.echo(f"{printable(path)}: good, {held.tokens} tokens, {size_text(held.nbytes)}")
+        good.append({"file": str(path), "tokens": held.tokens, "bytes": held.nbytes})
+        if not as_json:
+            typer.echo(f"{printable(path)}: good, {held.tokens} tokens, {size_text(held.nbytes)}")
+    if as_json:
+        print_document("snapshot verify", good=good)
 
 
-@snapshot.command()
 def restore(
     path: Path = _PATH,
     prompt: str | None = typer.Argument(None, help="Text that follows the snapshot's."),
     spec: str | None = typer.Option(
-        None, help="Spec to continue with; the file's own if omitted.", show_default=False
+        None,
+        help="Spec to continue with; the file's own if omitted.",
+        show_default=False,
+        autocompletion=complete_spec,
     ),
     calibration: Path | None = options.CALIBRATION,
     model: str = options.MODEL,
@@ -152,8 +161,16 @@ def restore(
     adapter: str | None = _ADAPTER,
     tenant: str | None = _TENANT,
     threads: int | None = options.THREADS,
+    as_json: bool = options.JSON,
 ) -> None:
     """Continue a snapshot by greedy decoding, with the model that it was made with."""
+    import torch
+
+    from kvpact.cli.generate import Stream
+    from kvpact.cli.network import check_positions, continued, load_calibration, open_model
+    from kvpact.evaluate import Candidate, compressed_cache
+    from kvpact.snapshot import Snapshot
+
     held = Snapshot.load(path)
     ids = held.token_ids
     if ids is None or ids.shape[0] != 1:
@@ -176,11 +193,16 @@ def restore(
         cache.crop(-1)  # the last token is computed again: a snapshot holds no logits
     check_positions(network, ids.shape[1], max_new_tokens)
     note(f"{held.tokens} tokens restored")
-    continued(network, ids, cache, max_new_tokens, streamer=Stream(tokenizer))
+    stream = Stream(tokenizer, as_json)
+    continued(network, ids, cache, max_new_tokens, streamer=stream)
+    if as_json:
+        counts = {"restored_tokens": held.tokens, "new_tokens": len(stream.tokens)}
+        print_document("snapshot restore", file=str(path), text=stream.text(), **counts)
 
 
 def recoded(held: Snapshot, spec: str, known: Calibration | None, network: Any) -> Snapshot:
     """Return a snapshot for a cache of a model, by another spec."""
+    from kvpact.cache import recode
     from kvpact.integrations.transformers import key_offsets
 
     offsets = key_offsets(network)
@@ -189,6 +211,7 @@ def recoded(held: Snapshot, spec: str, known: Calibration | None, network: Any) 
 
 def _identity(model: Any, adapter: str | None, tenant: str | None) -> Identity:
     from kvpact.integrations.fingerprint import model_fingerprint
+    from kvpact.snapshot import Identity
 
     return Identity(model=model_fingerprint(model, adapter=adapter), adapter=adapter, tenant=tenant)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from kvpact.cli import options
 from kvpact.cli.console import (
     literal,
     note,
@@ -18,23 +19,21 @@ from kvpact.cli.console import (
     size_text,
     table,
 )
+from kvpact.cli.document import print_document
 from kvpact.errors import StoreUnavailable
 from kvpact.stores import Store, StoreWarning, open_store
 
-store = typer.Typer(help="List, measure and clean stores of cache entries.", no_args_is_help=True)
 _URL = typer.Argument(
     ...,
     metavar="STORE",
     help="A directory, redis://…, rediss://…, mooncake://… or a URL of fsspec.",
 )
-PASSWORD = typer.Option(
-    None, envvar="KVPACT_STORE_PASSWORD", help="Password of a redis server.", show_default=False
-)
+_REMOVED = ("expired", "evicted", "damaged", "leftovers")
 
 
 @contextmanager
 def opened(
-    url: str, password: str | None, *, create: bool = False, **options: Any
+    url: str, password: str | None, *, create: bool = False, **given: Any
 ) -> Iterator[Store]:
     """Open a store; warnings become notes on stderr.
 
@@ -43,15 +42,15 @@ def opened(
     StoreError
         There is none, and it is not to be created.
     """
-    options = {name: value for name, value in options.items() if value is not None}
+    chosen = {name: value for name, value in given.items() if value is not None}
     if not create and ("://" not in url or url.startswith("file://")):
-        options["create"] = False
+        chosen["create"] = False
     if password is not None and url.startswith(("redis://", "rediss://", "unix://")):
-        options["password"] = password
+        chosen["password"] = password
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", StoreWarning)
         try:
-            with open_store(url, **options) as held:
+            with open_store(url, **chosen) as held:
                 yield held
         except StoreUnavailable:
             caught.clear()  # the error names what the warnings were of
@@ -61,32 +60,40 @@ def opened(
                 note(text)
 
 
-@store.command("ls")
-def list_keys(url: str = _URL, password: str | None = PASSWORD) -> None:
+def list_keys(
+    url: str = _URL, password: str | None = options.PASSWORD, as_json: bool = options.JSON
+) -> None:
     """Print every key, one per line."""
     with opened(url, password) as held:
-        for key in sorted(held.keys()):
-            typer.echo(printable(key))
+        keys = sorted(held.keys())
+    if as_json:
+        print_document("store ls", store=repr(held), keys=keys)
+        return
+    for key in keys:
+        typer.echo(printable(key))
 
 
-@store.command()
-def stats(url: str = _URL, password: str | None = PASSWORD) -> None:
+def stats(
+    url: str = _URL, password: str | None = options.PASSWORD, as_json: bool = options.JSON
+) -> None:
     """Print the number of entries and their bytes."""
     with opened(url, password) as held:
         found = held.stats()
         if found.entries is None or found.bytes is None:
             list(held.keys())  # raises with the reason
             raise StoreUnavailable(f"{held!r} can't be reached")
+    if as_json:
+        print_document("store stats", store=repr(held), entries=found.entries, bytes=found.bytes)
+        return
     grid = table(("store", "entries", "bytes", "mean"))
     mean = size_text(found.bytes / found.entries) if found.entries else "-"
     grid.add_row(literal(repr(held)), str(found.entries), size_text(found.bytes), mean)
     output_console().print(grid)
 
 
-@store.command()
 def gc(
     url: str = _URL,
-    password: str | None = PASSWORD,
+    password: str | None = options.PASSWORD,
     verify: bool = typer.Option(False, help="Read all entries and remove damaged ones."),
     max_bytes: int | None = typer.Option(
         None, help="Drop the least recently used entries above this.", show_default=False
@@ -94,13 +101,19 @@ def gc(
     ttl: float | None = typer.Option(
         None, help="Drop entries older than this many seconds.", show_default=False
     ),
+    as_json: bool = options.JSON,
 ) -> None:
     """Remove expired, surplus and damaged entries, and what killed processes left."""
     with opened(url, password, max_bytes=max_bytes, ttl=ttl) as held, progress("reading") as show:
         report = held.gc(verify=verify, progress=show)
+    removed = {name: getattr(report, name) for name in _REMOVED}
+    if as_json:
+        document = {"removed": removed, "freed_bytes": report.freed}
+        print_document("store gc", store=repr(held), **document)
+        return
     grid = table(("removed", "entries"))
-    for name in ("expired", "evicted", "damaged", "leftovers"):
-        grid.add_row(name, str(getattr(report, name)))
+    for name, count in removed.items():
+        grid.add_row(name, str(count))
     console = output_console()
     console.print(grid)
     console.print(f"{size_text(report.freed)} freed", highlight=False)

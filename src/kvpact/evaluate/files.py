@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -36,6 +35,7 @@ from kvpact.evaluate.task_report import (
     task_table,
     task_text,
 )
+from kvpact.files import json_ready
 
 PAIRED = (
     "Paired over tokens; ± is the standard error of the mean difference. better, worse: runs whose "
@@ -80,13 +80,13 @@ def write_report(
     """
     runs = [results] if isinstance(results, EvalResult) else list(results)
     summary = summarize(runs, against) if len(runs) > 1 else []
-    rows = [row for run in runs for row in _rows(run, against)]
+    data = report_data(runs, against)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    written = [write_json(folder / "eval.json", rows)]
+    written = [write_json(folder / "eval.json", data["rows"])]
     text = ["# Quality of compressed KV caches"]
     if len(runs) > 1:
-        written.append(write_json(folder / "summary.json", [asdict(row) for row in summary]))
+        written.append(write_json(folder / "summary.json", data["summary"]))
         text += [f"## {len(runs)} runs", *filter(None, (summary_table(summary), PAIRED))]
     for run in runs:
         text += _sections(run, against, heading=len(runs) > 1)
@@ -99,22 +99,39 @@ def write_report(
     if summary:
         written.append(folder / "summary.png")
         save_summary_plot(runs, written[-1])
-    free = [free_running_data(run, run.free_running) for run in runs if run.free_running]
-    if free:
-        written.append(write_json(folder / "free_running.json", free))
+    if data["free_running"]:
+        written.append(write_json(folder / "free_running.json", data["free_running"]))
         written.append(folder / "free_running.png")
         save_free_running_plot(runs, written[-1])
-    tasks = [task_data(run, run.tasks) for run in runs if run.tasks]
-    if tasks:
-        written.append(write_json(folder / "tasks.json", tasks))
+    if data["tasks"]:
+        written.append(write_json(folder / "tasks.json", data["tasks"]))
         written.append(folder / "tasks.png")
         save_task_plot(runs, written[-1])
     return written
 
 
+def report_data(runs: Sequence[EvalResult], against: str | None = None) -> dict[str, list[Any]]:
+    """Return what a report's JSON files hold: ``rows``, ``summary``, ``free_running``, ``tasks``.
+
+    Parameters
+    ----------
+    runs : sequence of EvalResult
+        One for each model and text, of the same candidates.
+    against : str, optional
+        The spec that the others are compared with (see `differences`).
+    """
+    summary = summarize(runs, against) if len(runs) > 1 else []
+    return {
+        "rows": [row for run in runs for row in _rows(run, against)],
+        "summary": [asdict(row) for row in summary],
+        "free_running": [free_running_data(r, r.free_running) for r in runs if r.free_running],
+        "tasks": [task_data(run, run.tasks) for run in runs if run.tasks],
+    }
+
+
 def write_json(path: Path, data: Any) -> Path:
     """Write data as JSON; NaN and infinity, which JSON does not have, become null."""
-    path.write_text(json.dumps(_json(data), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(json_ready(data), indent=2) + "\n", encoding="utf-8")
     return path
 
 
@@ -155,13 +172,3 @@ def _plot_names(runs: Sequence[EvalResult]) -> list[str]:
 
 def _plot_title(protocol: EvalProtocol) -> str:
     return f"{run_name(protocol)}: {protocol.tokens} tokens in chunks of {protocol.chunk}"
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _json(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(entry) for entry in value]
-    return value

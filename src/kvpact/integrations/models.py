@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,9 +21,9 @@ from kvpact.integrations.packaged import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PACKAGED", "check_model", "load_model", "model_cache_dir"]
+__all__ = ["PACKAGED", "check_model", "load_config", "load_model", "model_cache_dir"]
 
 
 def load_model(
@@ -53,16 +53,65 @@ def load_model(
     KVPactError
         There is no such model, it can't be read, or the cache folder can't be written.
     """
-    check_model(name_or_path)
-    if (packaged := PACKAGED.get(str(name_or_path))) is not None:
-        folder = packaged_folder(packaged)
-        remedy = f"delete the folder {folder}, it is made anew by the next call"
-        return _load(str(folder), dtype, local=True, remedy=remedy)
-    path = Path(name_or_path).expanduser()
-    local = path.is_dir()
-    names = ", ".join(f'"{name}"' for name in PACKAGED)
-    remedy = f"give {names}, the folder of a saved model, or an id that the hub knows"
-    return _load(str(path) if local else str(name_or_path), dtype, local=local, remedy=remedy)
+    return _load(_Place.of(name_or_path), dtype)
+
+
+def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
+    """Load the config of a causal language model; no weights are read.
+
+    Parameters
+    ----------
+    name_or_path : str or path
+        As of `load_model`, or the path of a ``config.json``. A packaged model is converted first
+        where it has not been yet.
+
+    Raises
+    ------
+    BackendUnavailable
+        transformers or the package of a packaged model is not installed.
+    KVPactError
+        There is no such model, or its config can't be read.
+    """
+    require("transformers")
+    from transformers import AutoConfig
+
+    file = Path(name_or_path).expanduser()
+    if file.is_file():
+        place = _Place(str(file), True, "give the config.json of a model, or its folder")
+    else:
+        place = _Place.of(name_or_path)
+    try:
+        with quiet_transformers():
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                place.name, local_files_only=place.local
+            )
+    except LOAD_ERRORS as error:
+        raise KVPactError(
+            f"can't load the config of {place.name!r} ({first_line(error)}): {place.remedy}"
+        ) from error
+    return config
+
+
+class _Place(NamedTuple):
+    """Where a model is: what `from_pretrained` is given, whether it is a path, what may help."""
+
+    name: str
+    local: bool
+    remedy: str
+
+    @classmethod
+    def of(cls, name_or_path: str | os.PathLike[str]) -> _Place:
+        check_model(name_or_path)
+        if (packaged := PACKAGED.get(str(name_or_path))) is not None:
+            folder = str(packaged_folder(packaged))
+            return cls(
+                folder, True, f"delete the folder {folder}, it is made anew by the next call"
+            )
+        path = Path(name_or_path).expanduser()
+        local = path.is_dir()
+        names = ", ".join(f'"{name}"' for name in PACKAGED)
+        remedy = f"give {names}, the folder of a saved model, or an id that the hub knows"
+        return cls(str(path) if local else str(name_or_path), local, remedy)
 
 
 def check_model(name_or_path: str | os.PathLike[str]) -> None:
@@ -88,26 +137,24 @@ def check_model(name_or_path: str | os.PathLike[str]) -> None:
         )
 
 
-def _load(
-    name: str, dtype: torch.dtype, *, local: bool, remedy: str
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load(place: _Place, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
         with quiet_transformers():
             # The small things first: what is no model is told apart before gigabytes are read.
-            config = AutoConfig.from_pretrained(name, local_files_only=local)
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
+            config = AutoConfig.from_pretrained(place.name, local_files_only=place.local)
+            tokenizer = AutoTokenizer.from_pretrained(place.name, local_files_only=place.local)
             model = AutoModelForCausalLM.from_pretrained(
-                name,
+                place.name,
                 config=config,
                 dtype=dtype,
                 attn_implementation="sdpa",
                 use_safetensors=True,
-                local_files_only=local,
+                local_files_only=place.local,
             )
     except LOAD_ERRORS as error:
         raise KVPactError(
-            f"can't load the model {name!r} ({first_line(error)}): {remedy}"
+            f"can't load the model {place.name!r} ({first_line(error)}): {place.remedy}"
         ) from error
     return model, tokenizer

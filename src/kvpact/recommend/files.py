@@ -46,7 +46,7 @@ def write_recommendation(
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in (RECIPE, "recommend.json", "recommend.png")]
     paths[0].write_text(_recipe(recommendation), encoding="utf-8")
-    data = json.dumps(_data(recommendation), indent=2) + "\n"
+    data = json.dumps(recommendation_data(recommendation), indent=2) + "\n"
     paths[1].write_text(data, encoding="utf-8")
     save_cost_plot(recommendation.plan.measured, paths[2])
     return paths
@@ -70,7 +70,8 @@ def _recipe(recommendation: Recommendation) -> str:
     )
 
 
-def _data(recommendation: Recommendation) -> dict[str, Any]:
+def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
+    """Return what ``recommend.json`` holds."""
     plan = recommendation.plan
     rows = [asdict(row) for row in recommendation.evaluation.rows]
     difference = recommendation.against_uniform

@@ -21,7 +21,7 @@ from kvpact.cache.stats import cache_stats
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.engine_cache import EngineCache
-from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
+from kvpact.integrations.transformers.layer import COMPRESSED
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
@@ -31,7 +31,6 @@ from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import DEFAULT_SPEC, Spec
 
 _SPARSE = "indexed_attention"
-_LAYERS = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
 
 
 def _offsets(
@@ -48,7 +47,7 @@ def _offsets(
         check_layer(layer, len(types))
         if not isinstance(offset, KeyOffset):
             raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
-    compressed = [layer for layer, kind in enumerate(types) if kind in _LAYERS]
+    compressed = [layer for layer, kind in enumerate(types) if kind in COMPRESSED]
     return {i: given[x] for i, x in enumerate(compressed) if given and x in given}
 
 
@@ -62,7 +61,7 @@ def _calibration(
     if given is None:
         return None
     known = given if isinstance(given, Calibration) else Calibration.load(given)
-    layers = [i for i, kind in enumerate(types) if kind in _LAYERS]
+    layers = [i for i, kind in enumerate(types) if kind in COMPRESSED]
     return known.select(layers).needed(specs).to(device)
 
 
@@ -137,7 +136,7 @@ class CompressedCache(EngineCache):
         decoder = config.get_text_config(decoder=True)
         types, options = get_layer_types_and_kwargs(decoder)
         specs = layer_specs(spec, len(types))
-        kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in _LAYERS]
+        kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in COMPRESSED]
         offsets = _offsets(model, types, key_offsets)
         known = _calibration(calibration, types, kept, getattr(model, "device", "cpu"))
         compute = choose(backend, precision, check)
@@ -145,8 +144,8 @@ class CompressedCache(EngineCache):
         indices = count()
         layers: list[Any] = []
         for kind, more in zip(types, options, strict=True):
-            if kind in _LAYERS:
-                layers.append(_LAYERS[kind](shared, next(indices), **more))
+            if kind in COMPRESSED:
+                layers.append(COMPRESSED[kind](shared, next(indices), **more))
             elif kind in DYNAMIC_LAYER_TYPE_MAPPING:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
             else:

@@ -153,3 +153,7 @@ class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ign
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
         for states in (self.conv_states, self.recurrent_states):
             states.update({i: change(x) for i, x in states.items() if x is not None})
+
+
+COMPRESSED = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
+"""Types of layers whose K and V are compressed."""

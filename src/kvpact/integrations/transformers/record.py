@@ -16,9 +16,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.attention import attention_forward, needs_own
+from kvpact.integrations.transformers.layer import COMPRESSED
 
 RECORDING = "kvpact_recording"
-_COMPRESSED = ("full_attention", "hybrid")
 
 ReadTokens = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Called as ``read(layer, k, v)``; returns the K and V that the layer attends to instead."""
@@ -159,7 +159,7 @@ def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
             "specs with kvpact eval instead"
         )
     types, _ = get_layer_types_and_kwargs(config)
-    found = frozenset(i for i, kind in enumerate(types) if kind in _COMPRESSED)
+    found = frozenset(i for i, kind in enumerate(types) if kind in COMPRESSED)
     if not found:
         raise KVPactError("no layer of this model has full attention; nothing can be compressed")
     return found

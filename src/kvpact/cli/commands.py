@@ -1,0 +1,118 @@
+"""Every command: where it is, what it does in one line, and examples that ``--help`` shows.
+
+A command's own module is imported when the command is used, so ``kvpact --help`` and the shell's
+completion need not wait for torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One command, or a group of them.
+
+    Parameters
+    ----------
+    summary : str
+        What it does, as the list of commands says it; the first line of the function's docstring.
+    target : str
+        ``module:function`` below ``kvpact.cli``; empty for a group.
+    examples : tuple of str
+        Whole command lines.
+    """
+
+    summary: str
+    target: str = ""
+    examples: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "size": Entry(
+        "Print the bytes that caches of a model take; no weights are loaded.",
+        "size:size",
+        (
+            "kvpact size smollm2",
+            "kvpact size path/to/model turboquant:bits=4 --tokens 64k --batch 8",
+            "kvpact size none q8_0 --layers 32 --kv-heads 8 --head-dim 128",
+        ),
+    ),
+    "recommend": Entry(
+        "Recommend a spec, or a recipe by layer: gradients predict KL, one evaluation verifies.",
+        "recommend:recommend_command",
+        ("kvpact recommend smollm2 --budget 30% --context 32768 --out smollm2-recipe",),
+    ),
+    "recipes": Entry(
+        "List the recipes that kvpact ships, or print one.",
+        "recipes:recipes",
+        ("kvpact recipes", "kvpact recipes smollm2-3bit"),
+    ),
+    "eval": Entry(
+        "Measure perplexity, KL and top-1 agreement against the exact cache.",
+        "eval:evaluate_command",
+        (
+            "kvpact eval trellis:bits=4 int:bits=8 --model smollm2 --tokens 2048",
+            "kvpact eval kivi:bits=2 --text notes.txt --out results",
+        ),
+    ),
+    "generate": Entry(
+        "Generate text on a compressed cache; prints memory and speed.",
+        "generate:generate",
+        ('kvpact generate "Once upon a time" --spec trellis:bits=4 --max-new-tokens 64',),
+    ),
+    "demo": Entry(
+        "Evaluate eight caches on a book, then let three of them continue it side by side.",
+        "demo:demo",
+        ("kvpact demo --tokens 1024 --out kvpact-demo",),
+    ),
+    "methods": Entry(
+        "List the methods, or explain one.",
+        "methods:methods",
+        ("kvpact methods", "kvpact methods turboquant:bits=3"),
+    ),
+    "doctor": Entry(
+        "Print versions, processor, backends and optional packages; always exits with 0.",
+        "doctor:doctor",
+        ("kvpact doctor --json",),
+    ),
+    "calibrate": Entry(
+        "Calibrate methods to a model, for prefixes, pages and pca.",
+        "calibrate:calibrate_command",
+        ("kvpact calibrate smollm2 --text notes.txt --out smollm2.calibration",),
+    ),
+    "snapshot": Entry("Save caches as files; show, verify and restore them."),
+    "snapshot save": Entry(
+        "Run a text through a model and save the cache.",
+        "snapshot:save",
+        ("kvpact snapshot save notes.kv --file notes.txt --spec trellis:bits=4",),
+    ),
+    "snapshot show": Entry(
+        "Print what a snapshot holds; only its header is read.",
+        "snapshot:show",
+        ("kvpact snapshot show notes.kv",),
+    ),
+    "snapshot verify": Entry(
+        "Verify every checksum; exit with code 2 at the first damaged file.",
+        "snapshot:verify",
+        ("kvpact snapshot verify notes.kv more.kv",),
+    ),
+    "snapshot restore": Entry(
+        "Continue a snapshot by greedy decoding, with the model that it was made with.",
+        "snapshot:restore",
+        ('kvpact snapshot restore notes.kv "In short:" --max-new-tokens 64',),
+    ),
+    "store": Entry("List, measure and clean stores of cache entries."),
+    "store ls": Entry("Print every key, one per line.", "store:list_keys", ("kvpact store ls kv",)),
+    "store stats": Entry(
+        "Print the number of entries and their bytes.",
+        "store:stats",
+        ("kvpact store stats redis://localhost:6379",),
+    ),
+    "store gc": Entry(
+        "Remove expired, surplus and damaged entries, and what killed processes left.",
+        "store:gc",
+        ("kvpact store gc kv --verify --max-bytes 1000000000",),
+    ),
+}
+"""By the words that call them; a group stands before its commands."""

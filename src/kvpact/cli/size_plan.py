@@ -1,0 +1,173 @@
+"""What caches would hold, counted from formats and shapes; nothing is allocated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from kvpact.cache import cache_specs, planned_bytes, unplanned
+from kvpact.cli.inputs import require
+from kvpact.cli.network import dtype_of
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.layer_shape import LayerShape
+from kvpact.recipe import SpecLike, layer_specs
+from kvpact.spec import Spec
+
+PARTS = ("slots", "factors", "sinks", "window", "unused")
+"""Of compressed layers: packed slots, what codecs learn, exact tokens, allocated and not used."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model's cache.
+
+    Parameters
+    ----------
+    shapes : sequence of LayerShape
+        One per layer.
+    dtype : torch.dtype
+        Of sinks, window and all that is not compressed.
+    positions : int, optional
+        Tokens that the model is made for.
+    """
+
+    shapes: Sequence[LayerShape]
+    dtype: torch.dtype
+    positions: int | None = None
+
+    @property
+    def compressed(self) -> list[LayerShape]:
+        """The layers that a spec compresses."""
+        return [shape for shape in self.shapes if shape.compressed]
+
+    def counted(self) -> list[dict[str, Any]]:
+        """Return each shape once, with the number of layers that have it as ``count``."""
+        return [{"count": n, **shape._asdict()} for shape, n in Counter(self.shapes).items()]
+
+    def values(self, tokens: int, batch: int) -> int:
+        """Return how many numbers of K and V the compressed layers hold."""
+        width = sum(x.heads * (x.key_dim + x.value_dim) for x in self.compressed)
+        return batch * tokens * width
+
+    def own_bytes(self, tokens: int, batch: int) -> int:
+        """Return the bytes that no spec compresses: of windows and of states."""
+        return sum(x.own_bytes(tokens, batch, self.dtype.itemsize) for x in self.shapes)
+
+
+def layers_of_model(name: str, dtype: str | None) -> Layers:
+    """Return the layers of a model, of which the config alone is loaded.
+
+    Parameters
+    ----------
+    name : str
+        A config.json, or as of `load_model`.
+    dtype : str or None
+        The model's if omitted.
+
+    Raises
+    ------
+    KVPactError
+        There is no such model, or it caches something that is not known.
+    """
+    chosen = dtype_of(dtype) if dtype is not None else None
+    require("transformers", extra="transformers")
+    from kvpact.integrations.models import load_config
+    from kvpact.integrations.transformers.shapes import layer_shapes
+
+    config = load_config(name)
+    chosen = chosen or _dtype(config)
+    decoder = config.get_text_config(decoder=True)
+    positions = getattr(decoder, "max_position_embeddings", None)
+    return Layers(layer_shapes(config, chosen), chosen, positions)
+
+
+def layers_of_numbers(numbers: Mapping[str, Any], v_head_dim: int | None, dtype: str) -> Layers:
+    """Return equal layers with full attention.
+
+    Parameters
+    ----------
+    numbers : mapping
+        ``layers``, ``kv_heads``, ``head_dim``.
+    v_head_dim : int or None
+        Width of a value, if it differs.
+    dtype : str
+        Of what is not compressed.
+
+    Raises
+    ------
+    GeometryError
+        A number is not positive, or too large.
+    """
+    layers, heads, width = (numbers[name] for name in ("layers", "kv_heads", "head_dim"))
+    geometry = CacheGeometry(layers, heads, width, v_head_dim, dtype_of(dtype))
+    shape = LayerShape("full_attention", True, heads, width, geometry.value_dim)
+    return Layers([shape] * layers, dtype_of(dtype))
+
+
+def _dtype(config: Any) -> torch.dtype:
+    """Return the dtype that a model is saved in; float16 where nobody says."""
+    named = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
+    return named if isinstance(named, torch.dtype) else torch.float16
+
+
+def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str, Any]:
+    """Return the bytes of a cache.
+
+    Parameters
+    ----------
+    spec : str, Spec, path or mapping
+        A spec, or a recipe with a spec per layer of the model.
+    layers : Layers
+        Of the model.
+    tokens, batch : int
+        Tokens of each sequence, and sequences.
+
+    Returns
+    -------
+    dict
+        `PARTS`; ``compressed``, their sum, which is what `memory_usage` of such a cache counts;
+        ``own``, what transformers holds of other layers; ``total`` of both; ``exact``, the total
+        with K and V in 16 bits; ``bits_per_value`` of the compressed layers (None without values).
+    """
+    found = Counter(dict.fromkeys(PARTS, 0))
+    for each, shape in _pairs(spec, layers):
+        found.update(_layer_bytes(each, shape.geometry(layers.dtype), tokens, batch))
+    compressed, own = sum(found.values()), layers.own_bytes(tokens, batch)
+    values = layers.values(tokens, batch)
+    return {
+        **found,
+        "compressed": compressed,
+        "own": own,
+        "total": compressed + own,
+        "exact": 2 * values + own,
+        "bits_per_value": 8 * compressed / values if values else None,
+    }
+
+
+def not_planned(spec: SpecLike, layers: Layers) -> list[str]:
+    """Return what only the tokens decide, in words."""
+    pairs = dict.fromkeys(_pairs(spec, layers))
+    return sorted(
+        {x for each, shape in pairs for x in unplanned(each, shape.geometry(layers.dtype))}
+    )
+
+
+def _pairs(spec: SpecLike, layers: Layers) -> list[tuple[Spec, LayerShape]]:
+    """Return the spec and the shape of each compressed layer."""
+    specs = layer_specs(spec, len(layers.shapes))
+    return [
+        (cache_specs(each, shape.geometry(layers.dtype))[0], shape)
+        for each, shape in zip(specs, layers.shapes, strict=True)
+        if shape.compressed
+    ]
+
+
+@lru_cache(maxsize=256)
+def _layer_bytes(spec: Spec, geometry: CacheGeometry, tokens: int, batch: int) -> dict[str, int]:
+    found = planned_bytes(spec, geometry, tokens, batch)
+    return {name: found[name] for name in PARTS}

@@ -1,0 +1,147 @@
+"""What ``kvpact size`` prints: a table, and a bar chart of the longest context."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from kvpact.cli.console import output_console, print_table, printable, size_text, table
+
+_BAR = 48  # cells of the longest bar at most
+_LABEL = 34  # of a spec at most
+_SIZE = len("999.99 MB")
+_STYLES = {"packed": ("█", "#", "green"), "exact": ("▓", "=", "magenta"), "own": ("░", ".", "")}
+
+
+def show(told: dict[str, Any]) -> None:
+    """Print what ``kvpact size`` found: the document that ``--json`` prints."""
+    console = output_console()
+    rows = told["rows"]
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    if len(lengths) == 1:
+        _show_parts(console, rows)
+    else:
+        _show_growth(console, rows, lengths)
+    if max(lengths) > 0:
+        _show_bars(console, [row for row in rows if row["tokens"] == max(lengths)], told["batch"])
+    for line in _about(told, max(lengths)):
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def name_of(spec: str) -> str:
+    """Return a spec, or the file name of a recipe."""
+    return printable(Path(spec).name if spec.endswith((".toml", ".json")) else spec)
+
+
+def tokens_text(tokens: int) -> str:
+    """Return a number of tokens as people say it."""
+    whole = tokens >= 1024 and tokens % 1024 == 0
+    return f"{tokens // 1024}k" if whole else f"{tokens:,}"
+
+
+def _show_parts(console: Console, rows: list[dict[str, Any]]) -> None:
+    columns = "spec|slots|factors|sinks+window|unused|other layers|total|bits/value|of 16 bits"
+    grid = table(columns.split("|"))
+    for row in rows:
+        grid.add_row(
+            name_of(row["spec"]),
+            size_text(row["slots"]),
+            size_text(row["factors"]),
+            size_text(row["sinks"] + row["window"]),
+            size_text(row["unused"]),
+            size_text(row["own"]),
+            size_text(row["total"]),
+            *_shares(row),
+        )
+    print_table(console, grid)
+
+
+def _show_growth(console: Console, rows: list[dict[str, Any]], lengths: list[int]) -> None:
+    longest = max(lengths)
+    columns = [
+        "spec",
+        *(f"{tokens_text(n)}\ntokens" for n in lengths),
+        "bits/\nvalue",
+        "of 16\nbits",
+    ]
+    grid = table(columns)
+    for spec in dict.fromkeys(row["spec"] for row in rows):
+        of = {row["tokens"]: row for row in rows if row["spec"] == spec}
+        grid.add_row(
+            name_of(spec), *(size_text(of[n]["total"]) for n in lengths), *_shares(of[longest])
+        )
+    print_table(console, grid)
+
+
+def _shares(row: dict[str, Any]) -> tuple[str, str]:
+    if row["bits_per_value"] is None:
+        return "-", "-"
+    return f"{row['bits_per_value']:.3f}", f"{100 * row['total'] / row['exact']:.1f} %"
+
+
+def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None:
+    label = min(max(len(name_of(row["spec"])) for row in rows), _LABEL)
+    width = max(min(_BAR, console.width - label - _SIZE - 4), 8)
+    most = max(row["total"] for row in rows)
+    plain = not console.encoding.lower().startswith("utf")
+    seen = {}
+    for row in rows:
+        exact, own = row["sinks"] + row["window"], row["own"]
+        parts = {"packed": row["total"] - exact - own, "exact": exact, "own": own}
+        line = Text(f" {name_of(row['spec'])[:label]:<{label}} ")
+        end = cells = 0
+        for name, count in parts.items():
+            end += count
+            drawn = round(width * end / most) - cells
+            cells += drawn
+            block, ascii_block, style = _STYLES[name]
+            line.append((ascii_block if plain else block) * drawn, style)
+            if drawn:
+                seen[name] = ascii_block if plain else block
+        line.append(f" {size_text(row['total'])}")
+        console.print(line, no_wrap=True, crop=False, overflow="ignore")
+    names = {"packed": "packed", "exact": "exact tokens", "own": "layers that stay as they are"}
+    legend = ", ".join(f"{block} {names[name]}" for name, block in seen.items())
+    legend = f": {legend}" if len(seen) > 1 else ""
+    tokens = tokens_text(rows[0]["tokens"])
+    sequences = f"{batch} sequences of " if batch > 1 else ""
+    title = f" {sequences}{tokens} tokens{legend}"
+    console.print(title, style="dim", highlight=False, markup=False)
+    console.print()
+
+
+def _about(told: dict[str, Any], longest: int) -> list[str]:
+    """Return what was counted, in words."""
+    lines = []
+    for layer in told["layers"]:
+        lines.append(f"{layer['count']} x {_layer_text(layer)}")
+    exact = next(row["exact"] for row in told["rows"] if row["tokens"] == longest)
+    sequences = f"{told['batch']} x {longest:,} tokens"
+    lines.append(
+        f"{sequences} with K and V in 16 bits: {size_text(exact)}; exact parts in {told['dtype']}."
+    )
+    if told["positions"] is not None and longest > told["positions"]:
+        lines.append(f"The model is made for {told['positions']:,} tokens.")
+    lines += [f"Not known beforehand: {printable(text)}." for text in told["unplanned"]]
+    return lines
+
+
+def _layer_text(layer: dict[str, Any]) -> str:
+    kind = layer["kind"].replace("_", " ")
+    parts = []
+    if layer["latent"]:
+        parts.append(f"latents of {layer['key_dim']} and {layer['value_dim']}")
+    elif layer["heads"]:
+        widths = f"{layer['key_dim']} and {layer['value_dim']}"
+        parts.append(f"{layer['heads']} KV heads, widths {widths}")
+    if layer["limit"] is not None:
+        parts.append(f"{layer['limit']:,} tokens at most")
+    if layer["index_width"]:
+        parts.append(f"{layer['index_width']} more numbers a token")
+    if layer["state_bytes"]:
+        parts.append(f"states of {size_text(layer['state_bytes'])}")
+    held = ", ".join(parts) or "holds nothing"
+    return f"{kind}: {held}{'' if layer['compressed'] else '; not compressed'}"

@@ -1,0 +1,52 @@
+"""What the cache of one layer of a model holds, whoever tells."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvpact.geometry import CacheGeometry
+
+
+class LayerShape(NamedTuple):
+    """What the cache of one layer holds.
+
+    Parameters
+    ----------
+    kind : str
+        The layer's type, as transformers names it.
+    compressed : bool
+        Whether a compressed cache compresses its K and V.
+    heads, key_dim, value_dim : int
+        Of K and V; 0 where there are none.
+    latent : bool
+        Whether K is a latent and V the rotated part of the key (MLA).
+    limit : int or None
+        Tokens that are kept at most.
+    state_bytes : int
+        Of one sequence, however long: states of linear attention and convolutions.
+    index_width : int
+        Numbers per token beside K and V (indexers of sparse attention).
+    """
+
+    kind: str
+    compressed: bool
+    heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    latent: bool = False
+    limit: int | None = None
+    state_bytes: int = 0
+    index_width: int = 0
+
+    def geometry(self, dtype: torch.dtype) -> CacheGeometry:
+        """Return the geometry of a cache of this layer alone."""
+        return CacheGeometry(1, self.heads, self.key_dim, self.value_dim, dtype, self.latent)
+
+    def own_bytes(self, tokens: int, batch: int, itemsize: int) -> int:
+        """Return the bytes that transformers holds of the layer, and no spec compresses."""
+        kept = tokens if self.limit is None else min(tokens, self.limit)
+        width = 0 if self.compressed else self.heads * (self.key_dim + self.value_dim)
+        numbers = kept * (width + self.index_width)
+        return batch * (numbers * itemsize + (self.state_bytes if tokens else 0))

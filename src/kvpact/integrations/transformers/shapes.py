@@ -1,0 +1,93 @@
+"""What a model's cache holds in each layer, found without the model's weights.
+
+The model is built without memory (on torch's ``meta`` device) and called once, so the shapes are
+those that its own code gives the cache: of latents, of layers that share K and V or have other
+heads, of linear attention.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from kvpact.errors import KVPactError
+from kvpact.integrations.layer_shape import LayerShape
+from kvpact.integrations.packaged import first_line, quiet_transformers
+from kvpact.integrations.transformers.layer import COMPRESSED
+
+_TOKENS = 7  # of the one call; no other axis of a cache is that long
+_DTYPE = torch.bfloat16  # some kernels of experts know no other one
+
+
+def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShape]:
+    """Return what the cache of each layer of a model holds.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        The model's; it stays as it is.
+    dtype : torch.dtype
+        The model's, in which states are kept.
+
+    Raises
+    ------
+    KVPactError
+        The model can't be built or called without weights, or has a cache of its own.
+    """
+    config = deepcopy(config)
+    decoder = config.get_text_config(decoder=True)
+    build: Any = AutoModelForCausalLM.from_config
+    ids = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+    try:
+        with quiet_transformers(), torch.no_grad():
+            with torch.device("meta"):
+                model = build(config, dtype=_DTYPE).eval()
+            types, options = get_layer_types_and_kwargs(decoder)
+            cache = DynamicCache(config=config)
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:  # whatever the code of a model raises
+        raise KVPactError(
+            f"what {type(config).__name__} caches can't be found without weights "
+            f"({first_line(error)}); give --layers, --kv-heads and --head-dim in its place"
+        ) from error
+    latent = getattr(decoder, "kv_lora_rank", None)
+    return [
+        _shape(kind, layer, more, latent, dtype)
+        for kind, layer, more in zip(types, cache.layers, options, strict=True)
+    ]
+
+
+def _shape(
+    kind: str, layer: Any, options: dict[str, Any], latent: int | None, dtype: torch.dtype
+) -> LayerShape:
+    held = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor)}
+    keys, values = held.pop("keys", None), held.pop("values", None)
+    states = [
+        x
+        for name in ("conv_states", "recurrent_states")
+        for x in getattr(layer, name, {}).values()
+        if isinstance(x, Tensor)
+    ]
+    window = options.get("sliding_window")
+    shape = LayerShape(
+        kind,
+        kind in COMPRESSED,
+        limit=None if window is None else window - 1,
+        state_bytes=sum(x.numel() * _itemsize(x, dtype) for x in states),
+        index_width=sum(x.numel() // _TOKENS for x in held.values() if _TOKENS in x.shape),
+    )
+    if keys is None or values is None:
+        return shape
+    heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
+    mla = heads == 1 and key_dim == latent
+    return shape._replace(heads=heads, key_dim=key_dim, value_dim=value_dim, latent=mla)
+
+
+def _itemsize(state: Tensor, dtype: torch.dtype) -> int:
+    """Return the bytes of a state's numbers: some are wider than the model's, whatever that is."""
+    return dtype.itemsize if state.dtype == _DTYPE else state.dtype.itemsize

@@ -1,0 +1,134 @@
+"""What a person meets first: help with examples, the version, completion, and no wait for torch."""
+
+import ast
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from commands import good, invoke
+from typer.testing import CliRunner
+
+import kvpact.cli
+from kvpact.cli.app import Deferred, app
+from kvpact.cli.commands import COMMANDS
+from kvpact.cli.complete import complete_dtype, complete_model, complete_size, complete_spec
+from kvpact.registry import known_names
+
+GROUPS = [name for name, entry in COMMANDS.items() if not entry.target]
+SINGLE = [name for name, entry in COMMANDS.items() if entry.target]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_every_command_shows_examples_that_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    examples = COMMANDS[name].examples
+    shown = good(*name.split(), "--help")
+    assert examples and all(f"\n    {line}\n" in shown for line in examples)
+    for line in examples:
+        program, *words = shlex.split(line)
+        assert program == "kvpact" and len(line) <= 76, "is cut at 80 columns"
+        command, parent = typer.main.get_command(app), None
+        while hasattr(command, "commands"):
+            context = command.make_context(words[0], words[:1], resilient_parsing=True)
+            parent, command, words = context, command.commands[words[0]], words[1:]
+        for word in words:
+            if word.endswith((".txt", ".kv")):
+                Path(word).touch()
+        command.make_context(name, list(words), parent=parent)  # raises where it does not parse
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_the_list_says_what_the_docstring_says(name):
+    """Read without importing: the list is there before a command's module is."""
+    module, _, function = COMMANDS[name].target.partition(":")
+    source = Path(kvpact.cli.__file__).with_name(f"{module}.py").read_text("utf-8")
+    (found,) = (
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == function
+    )
+    assert ast.get_docstring(found).partition("\n")[0] == COMMANDS[name].summary
+
+
+def test_no_arguments_show_the_help():
+    for group in ("", *GROUPS):
+        words = group.split()
+        result = invoke(*words)
+        assert result.exit_code == 0 and result.stdout == good(*words, "--help")
+        for name in COMMANDS:
+            if name.rpartition(" ")[0] == group:
+                assert f"\n  {name.split()[-1]} " in result.stdout
+
+
+def test_the_version_is_the_packages():
+    assert good("--version") == f"kvpact {kvpact.__version__}\n"
+
+
+def test_help_does_not_wait_for_torch():
+    """Neither the list of commands nor, but for two, a command's own help."""
+    lines = [["--help"], ["--version"], *([*x.split(), "--help"] for x in SINGLE)]
+    code = (
+        "import sys; from kvpact.cli import main\n"
+        f"for line in {[x for x in lines if x[0] not in ('doctor', 'demo')]!r}:\n"
+        "    sys.argv = ['kvpact', *line]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert end.code == 0, line\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), line\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_is_imported_when_it_is_called(monkeypatch):
+    monkeypatch.setattr(Deferred, "load", lambda self: pytest.fail("loaded"))
+    good("--help")
+    with pytest.raises(pytest.fail.Exception):
+        invoke("size", "--help")
+
+
+# --- completion ------------------------------------------------------------------------------
+
+
+def completed(line):
+    """What bash is told to offer behind a line."""
+    words = line.split(" ")
+    env = {
+        "_KVPACT_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(words) - 1),
+    }
+    return CliRunner().invoke(app, [], prog_name="kvpact", env=env).stdout.split()
+
+
+def test_commands_complete_without_being_imported(monkeypatch):
+    monkeypatch.setattr(Deferred, "load", lambda self: pytest.fail("loaded"))
+    assert completed("kvpact s") == ["size", "snapshot", "store"]
+    assert completed("kvpact snapshot re") == ["restore"]
+
+
+def test_specs_models_and_dtypes_complete_by_name():
+    assert completed("kvpact eval turboquant_") == complete_spec("turboquant_") != []
+    assert completed("kvpact methods tre") == ["trellis"]
+    assert completed("kvpact generate --spec kv") == ["kvarn"]
+    assert completed("kvpact size sm") == ["smollm2"]
+    assert completed("kvpact size smollm2 --dtype b") == ["bfloat16"]
+    assert completed("kvpact demo --model g") == ["gemma3"]
+    assert "--json" in completed("kvpact doctor --")
+
+
+def test_what_completes():
+    assert complete_spec("") == known_names()
+    assert complete_spec("int:bits=8/ki") == ["int:bits=8/kivi"]
+    assert complete_model("x") == [] and complete_model("") == ["smollm2", "gemma3"]
+    assert complete_size("g") == ["gemma3"] and "int" in complete_size("i")
+    assert complete_dtype("float") == ["float32", "float16"]
+
+
+def test_the_script_of_a_shell_is_shown(monkeypatch):
+    # The shell is an argument then, and not the one that runs the tests.
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    result = CliRunner().invoke(app, ["--show-completion", "bash"], prog_name="kvpact")
+    assert result.exit_code == 0 and "_KVPACT_COMPLETE=complete_bash" in result.stdout

@@ -1,0 +1,220 @@
+"""``kvpact size``: the bytes that it tells are those that caches hold."""
+
+import json
+
+import pytest
+import torch
+from commands import bad, good
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    FalconH1Config,
+    Gemma3nTextConfig,
+    Gemma3TextConfig,
+    Lfm2Config,
+    LlamaConfig,
+    Qwen3NextConfig,
+)
+
+import kvpact
+from kvpact.cli.options import SPECS
+from kvpact.cli.size_plan import PARTS, layers_of_numbers, planned
+from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.transformers.shapes import layer_shapes
+
+# --- a geometry ------------------------------------------------------------------------------
+
+
+def of(layers, heads, k_dim, v_dim=None, dtype="float16"):
+    numbers = {"layers": layers, "kv_heads": heads, "head_dim": k_dim}
+    return layers_of_numbers(numbers, v_dim, dtype)
+
+
+@pytest.mark.parametrize("spec", ["none", "int:bits=4", "turboquant:bits=3,center=64/fp8"])
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_size_is_what_a_cache_holds(spec, tokens):
+    geometry = kvpact.CacheGeometry(2, 3, 64, 32, torch.float16)
+    cache = kvpact.create_cache(spec, geometry)
+    for layer in range(2):
+        k, v = (torch.zeros(2, 3, tokens, dim, dtype=torch.float16) for dim in (64, 32))
+        cache.prefill(layer, k, v, None)
+    held = planned(spec, of(2, 3, 64, 32), tokens, 2)
+    assert held["total"] == held["compressed"] == cache.memory_usage()
+    assert sum(held[part] for part in PARTS) == held["total"] and held["own"] == 0
+    assert held["exact"] == 2 * 2 * 2 * 3 * tokens * (64 + 32)
+
+
+@pytest.mark.parametrize("spec", ["lowrank:rank=8", "lowrank:rank=8,per_head=false", "lowrank",
+                                  "vq:codebook_size=16,stages=2", "hybrid:rank=8",
+                                  "hybrid"])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_size_counts_what_codecs_learn(spec, dtype):
+    geometry = kvpact.CacheGeometry(2, 3, 16, 32, dtype)
+    plan = planned(spec, of(2, 3, 16, 32, str(dtype)[6:]), 200, 2)
+    cache = kvpact.create_cache(spec, geometry)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        k = torch.randn(2, 3, 200, 16, generator=generator).to(dtype)
+        v = torch.randn(2, 3, 200, 32, generator=generator).to(dtype)
+        cache.prefill(layer, k, v)
+    codecs = [stream.codec for layer in cache._layers for stream in (layer.k, layer.v)]
+    held = sum(tensor.nbytes for codec in codecs for tensor in codec.state().values())
+    assert plan["factors"] == held > 0
+    if not spec.startswith("hybrid"):
+        assert plan["total"] == cache.memory_usage()
+
+
+def test_size_of_a_geometry_tells_the_parts():
+    shape = ("--layers", 30, "--kv-heads", 3, "--head-dim", 64)
+    out = good("size", "none", "q8_0", *shape, "--tokens", "8k")
+    assert "188.74 MB" in out and "100.0 %" in out
+    assert "8.500" in out and "53.1 %" in out
+    assert "30 x full attention: 3 KV heads, widths 64 and 64" in out
+    assert good("size", "none", "q8_0", *shape, "--tokens", 8192) == out
+
+
+def test_size_of_a_recipe(tmp_path):
+    recipe = tmp_path / "plan.toml"
+    recipe.write_text('default = "q4_0"\n[layers]\n0 = "none"\n', encoding="utf-8")
+    mixed = planned(str(recipe), of(2, 1, 32), 128, 1)["slots"]
+    assert mixed == 128 * 2 * (32 * 2 + 32 * 4.5 / 8)
+    args = ("--layers", 2, "--kv-heads", 1, "--head-dim", 32, "--tokens", 128)
+    assert "plan.toml" in good("size", recipe, *args)
+
+
+def test_size_says_what_it_cannot_know():
+    args = ("--layers", 1, "--kv-heads", 1, "--head-dim", 32, "--tokens", 128)
+    out = good("size", "lowrank:energy=0.9", *args)
+    assert "Not known beforehand: lowrank: the tokens decide" in out
+    assert "Not known beforehand: hybrid: exact" in good("size", "hybrid", *args)
+    assert "Not known" not in good("size", "lowrank", "vq", "kivi", *args)
+
+
+# --- a model ---------------------------------------------------------------------------------
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+SLIDING = ["sliding_attention", "sliding_attention", "full_attention"]
+MODELS = {
+    "llama": lambda: LlamaConfig(**SMALL, head_dim=24),
+    "sliding": lambda: Gemma3TextConfig(
+        **SMALL, head_dim=16, sliding_window=16, layer_types=SLIDING
+    ),
+    "shared": lambda: Gemma3nTextConfig(
+        **{**SMALL, "num_hidden_layers": 4}, head_dim=16, sliding_window=16, num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2, laurel_rank=4,
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=64,
+        activation_sparsity_pattern=[0.0] * 4,
+    ),
+    "latent": lambda: DeepseekV3Config(
+        **{**SMALL, "num_key_value_heads": 4}, kv_lora_rank=32, q_lora_rank=16, v_head_dim=16,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, first_k_dense_replace=3,
+    ),
+    "convolutions": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"]),
+    "linear": lambda: Qwen3NextConfig(
+        **SMALL, head_dim=16, linear_num_value_heads=2, linear_num_key_heads=2, num_experts=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+    "hybrid": lambda: FalconH1Config(
+        **SMALL, head_dim=16, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8,
+        mamba_chunk_size=8,
+    ),
+}  # fmt: skip
+
+
+def held_by(layer):
+    """Bytes of the tensors that a cache layer of transformers holds."""
+    native = not hasattr(layer, "entry")
+    kept = [getattr(layer, name, None) for name in ("keys", "values") if native]
+    for name in ("conv_states", "recurrent_states"):
+        kept += getattr(layer, name, {}).values()
+    return sum(x.numel() * x.element_size() for x in kept if isinstance(x, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_size_of_a_model_is_what_its_cache_holds(name, tmp_path):
+    torch.manual_seed(0)
+    config = MODELS[name]()
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    specs, rows, tokens = ("int:bits=4", "turboquant:bits=3"), 2, 70
+    args = ("--tokens", tokens, "--batch", rows, "--dtype", "float32", "--json")
+    document = json.loads(good("size", tmp_path, *specs, *args))
+    assert [row["spec"] for row in document["rows"]] == list(specs)
+    for row in document["rows"]:
+        cache = CompressedCache(model, row["spec"])
+        with torch.no_grad():
+            model(torch.zeros(rows, tokens, dtype=torch.long), past_key_values=cache)
+        assert row["compressed"] == cache.memory_usage() > 0
+        assert row["own"] == sum(held_by(layer) for layer in cache.layers)
+        assert row["total"] == row["compressed"] + row["own"]
+    assert sum(layer["count"] for layer in document["layers"]) == config.num_hidden_layers
+
+
+def test_a_config_file_is_a_model(tmp_path):
+    MODELS["sliding"]().save_pretrained(tmp_path)
+    whole = good("size", tmp_path, "--json")
+    by_file = json.loads(good("size", tmp_path / "config.json", "--json"))
+    assert {**by_file, "model": str(tmp_path)} == json.loads(whole)
+    assert [row["spec"] for row in by_file["rows"][::3]] == list(SPECS)
+    assert [row["tokens"] for row in by_file["rows"][:3]] == [4096, 32768, 131072]
+    out = good("size", tmp_path)
+    for words in ("128k", "trellis:bits=4", "2 x sliding attention: 2 KV heads, widths 16 and 16",
+                  "15 tokens at most; not compressed", "made for 512 tokens"):  # fmt: skip
+        assert words in out
+
+
+def test_bars_are_as_long_as_caches_are_large():
+    shape = ("--layers", 2, "--kv-heads", 3, "--head-dim", 32)
+    out = good("size", "none", "q8_0", "q4_0", *shape, "--tokens", "4k")
+    bars = [line.count("█") for line in out.splitlines() if "█" in line]
+    assert bars == [48, 48 * 8.5 // 16 + 1, 48 * 4.5 // 16 + 1]  # 25.5 and 13.5, rounded
+    out = good("size", "int:bits=4,sinks=0,window=1024", *shape, "--tokens", 2048)
+    (bar,) = (line for line in out.splitlines() if "█" in line and "exact" not in line)
+    assert bar.count("█") + bar.count("▓") == 48 and bar.count("▓") > bar.count("█")
+    assert "█ packed, ▓ exact tokens" in out
+
+
+def test_a_shape_leaves_the_config_alone():
+    config = MODELS["latent"]()
+    before = config.to_dict()
+    first = layer_shapes(config, torch.float16)[0]
+    assert config.to_dict() == before
+    assert (first.latent, first.heads, first.key_dim, first.value_dim) == (True, 1, 32, 16)
+
+
+SHAPE = ("--layers", 1, "--kv-heads", 1, "--head-dim", 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "no model is named"),
+        (("none",), "'none' is a spec and no model; give a MODEL first, or --layers"),
+        (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
+        (("bogus", *SHAPE), "bogus"),
+        (("none", *SHAPE, "--head-dim", 0), "head_dim"),
+        (("none", *SHAPE, "--batch", 0), "--batch"),
+        (("none", *SHAPE, "--tokens", "-4"), "--tokens -4 is no number"),
+        (("none", *SHAPE, "--tokens", "4M"), "--tokens 4M is no number"),
+        (("{tmp}/none", "none"), "no model folder"),
+        (("{tmp}/text.txt", "none"), "can't load the config"),
+        (("{tmp}/t5", "none"), "can't be found without weights"),
+    ],
+)
+def test_what_has_no_size_is_told(args, words, tmp_path):
+    (tmp_path / "text.txt").write_text("some text", encoding="utf-8")
+    (tmp_path / "t5").mkdir()
+    (tmp_path / "t5" / "config.json").write_text('{"model_type": "t5"}', encoding="utf-8")
+    assert words in bad("size", *(str(arg).format(tmp=tmp_path) for arg in args))
+
+
+def test_a_hub_that_is_away_is_told(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "can't load the config of 'nobody/nothing'" in bad("size", "nobody/nothing")
