@@ -73,6 +73,7 @@ bench: $(READY) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/rows.py --rounds 3 --queries 1 8 16 32 128 --out $(BENCH)
 	@$(PY) benchmarks/prompt.py --rounds 3 --tokens 512 2048 --past 4096 16384 --chunks 256 --out $(BENCH)
 	@$(PY) benchmarks/encode.py --out $(BENCH)
+	@$(PY) benchmarks/import_time.py
 	@$(PY) benchmarks/bench.py
 	@$(PY) benchmarks/paged.py
 	@$(PY) benchmarks/store.py

@@ -51,6 +51,23 @@ def test_pages_against_the_contiguous_cache(run):
     assert all(float(number) > 0 for row in rows for number in row[2:])
 
 
+def test_import_times(run, module, monkeypatch):
+    """On imports that are quick, under the names of those that are not."""
+    quick = {
+        name: f"import {x}"
+        for name, x in zip(module("import_time").IMPORTS, ("json", "csv", "ast"), strict=True)
+    }
+    monkeypatch.setattr(module("import_time"), "IMPORTS", quick)
+    monkeypatch.setattr(module("import_time"), "COMMANDS", {"a": [sys.executable, "-c", "pass"]})
+    printed = run("import_time", "--rounds", 1)
+    rows = re.findall(r"^(\S.*?)  +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.M)
+    found = {name: [float(x) for x in numbers] for name, *numbers in rows}
+    assert [*found] == [*quick, "a"] and all(a == b == c for a, b, c in found.values())
+    said = float(re.search(r"beyond torch's own import: (-?[\d.]+) s", printed)[1])
+    all_names, torch_own = found["from kvpact import *"][0], found["import torch"][0]
+    assert said == pytest.approx(all_names - torch_own, abs=0.0016)
+
+
 def test_steps_of_every_method(run):
     printed = run("bench", "--tokens", 40, "--repeats", 2)
     names = re.findall(r"^(\S.*?)  +[\d.]+ +[\d.]+-[\d.]+ +[\d.]+$", printed, re.M)

@@ -9,7 +9,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.complete import complete_spec
-from kvpact.cli.console import literal, note, output_console, progress, size_text, table
+from kvpact.cli.console import literal, note, print_table, progress, size_text, table
 from kvpact.cli.document import print_document
 from kvpact.cli.inputs import InputError, texts_of
 from kvpact.spec import DEFAULT_SPEC, parse_spec
@@ -85,7 +85,7 @@ def calibrate_command(
         ("bytes", size_text(out.stat().st_size)),
     ):
         grid.add_row(name, literal(value))
-    output_console().print(grid)
+    print_table(grid)
 
 
 def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:

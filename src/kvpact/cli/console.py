@@ -73,14 +73,13 @@ def table(columns: Iterable[str | Text], *, title: str = "", left: int = 1) -> T
     return result
 
 
-def print_table(console: Console, grid: Table) -> None:
-    """Print a table; where there is no terminal, a line for each row, however long."""
-    if console.is_terminal:
-        console.print(grid)
-        return
-    wide = console.options.update(max_width=sys.maxsize)
-    width = Measurement.get(console, wide, grid).maximum
-    console.print(grid, width=max(width, console.width), crop=False, no_wrap=True)
+def print_table(grid: Table) -> None:
+    """Print a table on stdout; where there is no terminal, a line for each row, however long."""
+    console = output_console()
+    if not console.is_terminal:
+        wide = console.options.update(max_width=sys.maxsize)
+        console.width = max(Measurement.get(console, wide, grid).maximum, console.width)
+    console.print(grid, markup=False)
 
 
 def size_text(count: float) -> str:

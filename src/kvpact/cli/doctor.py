@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 from kvpact.cli import options
-from kvpact.cli.console import output_console, table
+from kvpact.cli.console import output_console, print_table, table
 from kvpact.cli.document import print_document
 from kvpact.evaluate.runner import installed
 from kvpact.kernels import OPERATIONS, coverage, devices, report
@@ -51,19 +51,19 @@ def doctor(as_json: bool = options.JSON) -> None:
     system = table(("system", ""), left=2)
     for name, value in found["system"].items():
         system.add_row(name, value)
-    console.print(system)
+    print_table(system)
     for device in found["devices"]:
         backends = table(("operation", "backend", f"runs on {device['name']}", "reason"), left=4)
         for line in device["backends"]:
             runs = "yes" if line["available"] else "no"
             backends.add_row(line["operation"], line["backend"], runs, line["reason"])
-        console.print(backends)
-        console.print(methods_table(device["methods"]))
+        print_table(backends)
+        print_table(methods_table(device["methods"]))
     extras = table(("extra", "package", "version", "to install"), left=4)
     for x in found["packages"]:
         missing = f"pip install {x['install']}" if x["version"] is None else ""
         extras.add_row(x["extra"], x["package"], x["version"] or "missing", missing)
-    console.print(extras, markup=False)
+    print_table(extras)
     console.print(model_line(found["models"]), highlight=False, soft_wrap=True)
 
 

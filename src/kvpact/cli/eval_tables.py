@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpact.cli.console import output_console, table
+from kvpact.cli.console import output_console, print_table, table
 from kvpact.evaluate import (
     EvalResult,
     EvalRow,
@@ -59,7 +59,7 @@ def show(result: EvalResult, against: str | None = None, *, heading: bool = Fals
             f"{row.seconds:.1f}",
         )
     console = output_console()
-    console.print(grid)
+    print_table(grid)
     found = differences(result, against)
     if found:
         paired = table(
@@ -68,7 +68,7 @@ def show(result: EvalResult, against: str | None = None, *, heading: bool = Fals
         for x in found:
             ratio = f"{x.kl_ratio:.3f}"
             paired.add_row(x.spec, signed(x.kl_difference), kl_text(x.kl_difference_se), ratio)
-        console.print(paired)
+        print_table(paired)
     console.print(protocol_text(result.protocol, result.rows), style="dim", highlight=False)
     if result.free_running is not None:
         show_free_running(result.free_running)
@@ -82,7 +82,7 @@ def show_tasks(result: TaskResult) -> None:
     for line in task_lines(result):
         grid.add_row(*line)
     console = output_console()
-    console.print(grid)
+    print_table(grid)
     console.print(task_text(result), style="dim", highlight=False)
 
 
@@ -92,7 +92,7 @@ def show_free_running(result: FreeRunningResult) -> None:
     for row in result.rows:
         grid.add_row(row_name(row), *free_running_cells(row, result.steps))
     console = output_console()
-    console.print(grid)
+    print_table(grid)
     console.print(free_running_text(result), style="dim", highlight=False)
 
 
@@ -105,7 +105,7 @@ def show_summary(rows: list[SummaryRow]) -> None:
     for row in rows:
         grid.add_row(row.spec, *summary_cells(row))
     console = output_console()
-    console.print(grid)
+    print_table(grid)
     console.print(PAIRED, style="dim", highlight=False)
 
 
@@ -116,7 +116,7 @@ def show_ratios(result: EvalResult) -> None:
     for start in range(0, len(rows) - 2, 3):
         full, bare, packed = rows[start : start + 3]
         grid.add_row(full.spec, kl_text(full.kl_mean), _ratio(bare, full), _ratio(packed, full))
-    output_console().print(grid)
+    print_table(grid)
 
 
 def _ratio(row: EvalRow, base: EvalRow) -> str:

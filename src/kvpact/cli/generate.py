@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import output_console, size_text, table
+from kvpact.cli.console import print_table, size_text, table
 from kvpact.cli.document import print_document
 from kvpact.cli.inputs import InputError, prompt_text
 
@@ -199,4 +199,4 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
     grid.add_row("first token, seconds with the model loaded", first)
     for name, value in prefix.rows:
         grid.add_row(name, value)
-    output_console().print(grid)
+    print_table(grid)

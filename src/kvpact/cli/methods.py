@@ -8,7 +8,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.complete import complete_spec
-from kvpact.cli.console import output_console, table
+from kvpact.cli.console import output_console, print_table, table
 from kvpact.cli.document import print_document
 
 
@@ -43,7 +43,7 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
     for one in found["aliases"]:
         aliases.add_row(one["name"], one["spec"])
     console = output_console()
-    console.print(grid)
+    print_table(grid)
     console.print(
         "Bits per value of the packed slots at the defaults, K and V apart by a slash where they "
         "differ; exact sinks and window come on top. K and V by unlike methods: int:bits=8/kivi. "
@@ -51,12 +51,12 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
         style="dim",
         highlight=False,
     )
-    console.print(aliases)
+    print_table(aliases)
     if found["broken"]:
         broken = table(("can't be used", "why"), left=2)
         for one in found["broken"]:
             broken.add_row(one["name"], one["error"])
-        console.print(broken)
+        print_table(broken)
 
 
 def _show_one(name: str, found: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def _show_one(name: str, found: dict[str, Any]) -> None:
         for x in one["options"]:
             value = "" if x["value"] == x["default"] else option_text(x["value"])
             grid.add_row(x["name"], x["type"], option_text(x["default"]), value, x["meaning"])
-        console.print(grid)
+        print_table(grid)
     for line in found["cautions"]:
         console.print(f"caution: {line}", highlight=False, markup=False)
     console.print("packed slots, bits per value:", highlight=False)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvpact.cli.console import literal, note, output_console, size_text, table
+from kvpact.cli.console import (
+    literal,
+    note,
+    output_console,
+    print_table,
+    size_text,
+    table,
+)
 from kvpact.evaluate.report import kl_text
 from kvpact.recommend import Plan, Recommendation
 from kvpact.recommend.files import RECIPE
@@ -48,7 +55,7 @@ def show(found: Recommendation, out: Path | None) -> None:
             kl_text(found.calibrated("recipe")),
             kl["recipe"],
         )
-    console.print(grid)
+    print_table(grid)
     console.print(_about(planned), style="dim", highlight=False)
     for name in planned.left_out:
         note(f"left out: {name}")

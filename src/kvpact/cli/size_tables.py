@@ -22,9 +22,9 @@ def show(told: dict[str, Any]) -> None:
     rows = told["rows"]
     lengths = list(dict.fromkeys(row["tokens"] for row in rows))
     if len(lengths) == 1:
-        _show_parts(console, rows)
+        _show_parts(rows)
     else:
-        _show_growth(console, rows, lengths)
+        _show_growth(rows, lengths)
     if max(lengths) > 0:
         _show_bars(console, [row for row in rows if row["tokens"] == max(lengths)], told["batch"])
     for line in _about(told, max(lengths)):
@@ -42,24 +42,24 @@ def tokens_text(tokens: int) -> str:
     return f"{tokens // 1024}k" if whole else f"{tokens:,}"
 
 
-def _show_parts(console: Console, rows: list[dict[str, Any]]) -> None:
-    columns = "spec|slots|factors|sinks+window|unused|other layers|total|bits/value|of 16 bits"
-    grid = table(columns.split("|"))
+def _show_parts(rows: list[dict[str, Any]]) -> None:
+    """Print a row for each spec, without the parts that are empty in all of them."""
+    parts = {
+        "slots": lambda row: row["slots"],
+        "learnt": lambda row: row["factors"],
+        "sinks,\nwindow": lambda row: row["sinks"] + row["window"],
+        "unused": lambda row: row["unused"],
+        "other\nlayers": lambda row: row["own"],
+    }
+    held = {name: part for name, part in parts.items() if any(part(row) for row in rows)}
+    grid = table(("spec", *held, "total", "bits/\nvalue", "of 16\nbits"))
     for row in rows:
-        grid.add_row(
-            name_of(row["spec"]),
-            size_text(row["slots"]),
-            size_text(row["factors"]),
-            size_text(row["sinks"] + row["window"]),
-            size_text(row["unused"]),
-            size_text(row["own"]),
-            size_text(row["total"]),
-            *_shares(row),
-        )
-    print_table(console, grid)
+        sizes = (size_text(part(row)) for part in held.values())
+        grid.add_row(name_of(row["spec"]), *sizes, size_text(row["total"]), *_shares(row))
+    print_table(grid)
 
 
-def _show_growth(console: Console, rows: list[dict[str, Any]], lengths: list[int]) -> None:
+def _show_growth(rows: list[dict[str, Any]], lengths: list[int]) -> None:
     longest = max(lengths)
     columns = [
         "spec",
@@ -73,7 +73,7 @@ def _show_growth(console: Console, rows: list[dict[str, Any]], lengths: list[int
         grid.add_row(
             name_of(spec), *(size_text(of[n]["total"]) for n in lengths), *_shares(of[longest])
         )
-    print_table(console, grid)
+    print_table(grid)
 
 
 def _shares(row: dict[str, Any]) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from kvpact.cli.complete import complete_spec
 from kvpact.cli.console import (
     literal,
     note,
-    output_console,
+    print_table,
     printable,
     progress,
     size_text,
@@ -90,7 +90,7 @@ def save(
     grid.add_row("tokens", str(held.tokens))
     grid.add_row("bytes", size_text(held.nbytes))
     grid.add_row("of an exact cache in fp16", f"{held.nbytes / exact:.3f}")
-    output_console().print(grid)
+    print_table(grid)
 
 
 def show(path: Path = _PATH, as_json: bool = options.JSON) -> None:
@@ -124,7 +124,7 @@ def show(path: Path = _PATH, as_json: bool = options.JSON) -> None:
         ("bytes in all", size_text(held.nbytes)),
     ):
         grid.add_row(name, literal(value))
-    output_console().print(grid)
+    print_table(grid)
 
 
 def verify(

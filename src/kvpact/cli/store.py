@@ -14,6 +14,7 @@ from kvpact.cli.console import (
     literal,
     note,
     output_console,
+    print_table,
     printable,
     progress,
     size_text,
@@ -88,7 +89,7 @@ def stats(
     grid = table(("store", "entries", "bytes", "mean"))
     mean = size_text(found.bytes / found.entries) if found.entries else "-"
     grid.add_row(literal(repr(held)), str(found.entries), size_text(found.bytes), mean)
-    output_console().print(grid)
+    print_table(grid)
 
 
 def gc(
@@ -115,5 +116,5 @@ def gc(
     for name, count in removed.items():
         grid.add_row(name, str(count))
     console = output_console()
-    console.print(grid)
+    print_table(grid)
     console.print(f"{size_text(report.freed)} freed", highlight=False)

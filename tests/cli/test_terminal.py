@@ -1,0 +1,120 @@
+"""On a terminal and in a pipe: colours, progress and widths."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+
+import pytest
+from commands import good, invoke
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|4[0-7]|9[0-7]|38;[0-9;]+)m")
+
+
+def on_terminal(code, *args, columns=80, **env):
+    """Return what a program writes on a terminal of its own."""
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *args],
+        stdin=side, stdout=side, stderr=side, env={**kept, "TERM": "xterm-256color", **env},
+    ):  # fmt: skip
+        os.close(side)
+        seen = b""
+        while True:
+            try:
+                part = os.read(main, 65536)
+            except OSError:  # how a terminal says that nobody is left
+                break
+            if not part:
+                break
+            seen += part
+    os.close(main)
+    return seen.decode()
+
+
+CONSOLE = """
+import sys
+from kvpact.cli.console import error_console, output_console, print_table, progress, table
+from kvpact.cli.size_tables import _show_bars
+row = {"spec": "int:bits=4", "tokens": 64, "sinks": 100, "window": 100, "own": 100, "total": 400}
+_show_bars(output_console(), [row], 1)
+error_console().print("[bold red]error:[/bold red] a")
+with progress("counting") as report:
+    report(1, 2, "first")
+    report(2, 2, "second")
+grid = table(("spec", *(f"number {i}" for i in range(12))))
+grid.add_row("a" * 150, *(str(10**9 + i) for i in range(12)))
+print_table(grid)
+"""
+
+
+def test_a_terminal_sees_colours_and_progress():
+    seen = on_terminal(CONSOLE)
+    assert COLOUR.search(seen) and "\x1b[1;31merror:" in seen
+    assert "counting" in seen and "2/2" in seen
+    # The bar is wiped when it is done: the cursor goes up, and the line is cleared.
+    assert "\x1b[2K" in seen[seen.rindex("2/2") :]
+
+
+def test_no_color_leaves_them_out():
+    seen = on_terminal(CONSOLE, NO_COLOR="1")
+    assert "error:" in seen and not COLOUR.search(seen)
+
+
+FITS = """
+from kvpact.cli.app import app
+from kvpact.cli.size_tables import show
+for words in (["--help"], ["size", "--help"], ["store", "gc", "--help"]):
+    try: app(words, prog_name="kvpact")
+    except SystemExit: pass
+layer = {"count": 30, "kind": "full_attention", "compressed": True, "heads": 3, "key_dim": 64,
+         "value_dim": 64, "latent": False, "limit": None, "index_width": 0, "state_bytes": 0}
+row = {"spec": "turboquant:bits=3,center=64", "tokens": 4096, "slots": 123456789, "factors": 0,
+       "sinks": 123456, "window": 987654, "unused": 123456, "compressed": 124, "own": 222333444,
+       "total": 346913687, "exact": 999888777, "bits_per_value": 3.1234}
+told = {"model": "a", "positions": 512, "dtype": "float16", "batch": 1, "layers": [layer],
+        "unplanned": []}
+show({**told, "rows": [row]})
+show({**told, "rows": [{**row, "tokens": tokens} for tokens in (4096, 32768, 131072)]})
+"""
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_and_tables_fit_a_terminal(columns):
+    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal(FITS, columns=columns))
+    lines = seen.replace("\r", "").split("\n")
+    assert max(map(len, lines)) <= columns and "…" not in seen[seen.index(" spec ") :]
+    assert seen.count("346.91 MB") == 2 + 4 and seen.count("34.7 %") == 2
+
+
+def test_a_pipe_gets_whole_lines_without_colours_or_progress():
+    done = subprocess.run([sys.executable, "-c", CONSOLE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    assert done.stderr == "error: a\n"
+    (row,) = (line for line in done.stdout.splitlines() if "a" * 150 in line)
+    assert row.split() == ["a" * 150, *(str(10**9 + i) for i in range(12))]
+    assert len(row) > 250
+
+
+def test_every_table_in_a_pipe_has_a_line_a_row():
+    from kvpact import list_methods
+
+    lines = good("methods").splitlines()
+    for name in list_methods():
+        (line,) = (x for x in lines if x.split()[:1] == [name])
+        assert len(line.split()) > 1
+    assert not any("…" in line for line in lines)
+    assert all(line.startswith(" ") or not line for line in good("doctor").splitlines()[:4])
+
+
+def test_progress_is_not_told_to_a_pipe(model_folder, tmp_path):
+    result = invoke("snapshot", "save", tmp_path / "a", "Once", "--model", model_folder)
+    assert result.exit_code == 0
+    assert result.stderr == f"loading model {model_folder}\n"
