@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from kvpact.cli.methods import _meanings, _text, slot_bits
+from kvpact.cli.methods_data import meanings, option_text, slot_bits
 from kvpact.spec import option_types, parse_spec
 from kvpact_pages.cards import methods, summary
 from kvpact_pages.results import code, table
@@ -19,14 +19,14 @@ def options() -> str:
 
 
 def _method(name: str, method: Any) -> str:
-    told, kinds = _meanings(method), option_types(method)
+    told, kinds = meanings(method), option_types(method)
     lines = [f"### {code(name)}", "", f"{summary(method)} [Card](methods/{name}.md)", ""]
     for field in fields(method):
         if field.name not in _COMMON:
             kind, meaning = told.get(field.name, (kinds[field.name].__name__, ""))
             only = " K only." if field.name in method.key_only and "K only" not in meaning else ""
             lines.append(
-                f"- {code(f'{field.name}={_text(field.default)}')}, {kind}: {meaning}{only}"
+                f"- {code(f'{field.name}={option_text(field.default)}')}, {kind}: {meaning}{only}"
             )
     return "\n".join(lines)
 
@@ -42,7 +42,7 @@ def bits() -> str:
 
 
 def _sides(spec: Any, dim: int) -> str:
-    key, value = slot_bits(spec.key, dim)[0], slot_bits(spec.value, dim)[1]
+    key, value = slot_bits(spec.key, spec.value, dim)
     return f"{key:.4g}" if key == value else f"{key:.4g} / {value:.4g}"
 
 

@@ -11,12 +11,19 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from kvpact.cli.app import Deferred, app
+from kvpact.cli.commands import COMMANDS
+
 
 def lines(command: Any, path: str, depth: int = 3) -> Iterator[str]:
     """Yield the Markdown of a command and of those below it."""
+    if isinstance(command, Deferred):
+        command = command.load()
     below = getattr(command, "commands", {})
     if not below:
         yield from (f"{'#' * depth} `{path}`", "", inspect.cleandoc(command.help or ""), "")
+        examples = COMMANDS[path.removeprefix("kvpact ")].examples
+        yield from ("```console", *(f"$ {example}" for example in examples), "```", "")
         for parameter in command.params:
             if parameter.name != "help":
                 yield from (_name(parameter), f": {_meaning(parameter)}", "")
@@ -49,13 +56,11 @@ class Commands(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a section for every command."""
-        from kvpact.cli.app import app
-
         text = "\n".join(lines(typer.main.get_command(app), "kvpact"))
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 
-def setup(app: Sphinx) -> dict[str, bool]:
+def setup(site: Sphinx) -> dict[str, bool]:
     """Register the directive."""
-    app.add_directive("commands", Commands)
+    site.add_directive("commands", Commands)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -36,7 +36,8 @@ def size(
     v_head_dim: int | None = typer.Option(None, help="Width of a value, if it differs."),
     dtype: str | None = typer.Option(
         None,
-        help="Dtype of sinks, window and uncompressed caches; the model's, or float16.",
+        help="Dtype of sinks, window and uncompressed caches; the model's if omitted, or float16 "
+        "where that is wider.",
         show_default=False,
         autocompletion=complete_dtype,
     ),

@@ -67,7 +67,7 @@ def layers_of_model(name: str, dtype: str | None) -> Layers:
     name : str
         A config.json, or as of `load_model`.
     dtype : str or None
-        The model's if omitted.
+        The model's if omitted, or float16 where that is wider.
 
     Raises
     ------
@@ -110,9 +110,12 @@ def layers_of_numbers(numbers: Mapping[str, Any], v_head_dim: int | None, dtype:
 
 
 def _dtype(config: Any) -> torch.dtype:
-    """Return the dtype that a model is saved in; float16 where nobody says."""
+    """Return the dtype that a model is saved in, float16 where that is wider or not told.
+
+    A model that is saved in 32 bits is commonly served in 16.
+    """
     named = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
-    return named if isinstance(named, torch.dtype) else torch.float16
+    return named if isinstance(named, torch.dtype) and named.itemsize <= 2 else torch.float16
 
 
 def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str, Any]:

@@ -123,6 +123,8 @@ def _about(told: dict[str, Any], longest: int) -> list[str]:
     lines.append(
         f"{sequences} with K and V in 16 bits: {size_text(exact)}; exact parts in {told['dtype']}."
     )
+    if len({row["tokens"] for row in told["rows"]}) > 1:
+        lines.append("The last two columns are of the longest sequences.")
     if told["positions"] is not None and longest > told["positions"]:
         lines.append(f"The model is made for {told['positions']:,} tokens.")
     lines += [f"Not known beforehand: {printable(text)}." for text in told["unplanned"]]
