@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def tokens_text(tokens: int) -> str:
 
 def _show_parts(rows: list[dict[str, Any]]) -> None:
     """Print a row for each spec, without the parts that are empty in all of them."""
-    parts = {
+    parts: dict[str, Callable[[dict[str, Any]], int]] = {
         "slots": lambda row: row["slots"],
         "learnt": lambda row: row["factors"],
         "sinks,\nwindow": lambda row: row["sinks"] + row["window"],
