@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 import kvpact.cli
 from kvpact.cli.app import Deferred, app
 from kvpact.cli.commands import COMMANDS
-from kvpact.cli.complete import complete_dtype, complete_model, complete_size, complete_spec
+from kvpact.cli.complete import (
+    complete_dtype,
+    complete_model,
+    complete_recipe,
+    complete_size,
+    complete_spec,
+)
+from kvpact.data import recipe_names
 from kvpact.registry import known_names
 
 GROUPS = [name for name, entry in COMMANDS.items() if not entry.target]
@@ -120,7 +127,9 @@ def test_specs_models_and_dtypes_complete_by_name():
 
 
 def test_what_completes():
-    assert complete_spec("") == known_names()
+    shipped = [f"recipe:{name}" for name in recipe_names()]
+    assert complete_spec("") == [*known_names(), *shipped] and complete_spec("rec") == shipped
+    assert complete_recipe("") == recipe_names()
     assert complete_spec("int:bits=8/ki") == ["int:bits=8/kivi"]
     assert complete_model("x") == [] and complete_model("") == ["smollm2", "gemma3"]
     assert complete_size("g") == ["gemma3"] and "int" in complete_size("i")

@@ -43,6 +43,10 @@ DOCUMENTS = {
         "measured": [{"spec": str, "bytes": int, "predicted": float, "...": ANY}],
         "verified": [ANY], "files": [str], "...": ANY,
     },
+    "recipes": {
+        "recipes": [{"name": str, "default": str, "layers": {"*": str}, "measured": dict,
+                     "...": ANY}],
+    },
     "calibrate": {
         "file": str, "bytes": int, "layers": int, "tokens": int, "k": [str], "v": [str],
     },
@@ -157,6 +161,8 @@ def test_methods_and_doctor():
     assert found["alias_of"].startswith("int:bits=8") and found["methods"][0]["side"] == "both"
     found = document("methods NAME", "int:bits=8/fp8")
     assert [x["side"] for x in found["methods"]] == ["k", "v"]
+    names = [x["name"] for x in document("recipes")["recipes"]]
+    assert document("recipes", names[0])["recipes"][0]["name"] == names[0]
     found = document("doctor")
     assert found["system"]["python"] and found["devices"][0]["name"] == "cpu"
 
