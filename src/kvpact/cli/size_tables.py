@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +42,20 @@ def tokens_text(tokens: int) -> str:
     return f"{tokens // 1024}k" if whole else f"{tokens:,}"
 
 
+def _parts(row: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of packed slots and all that they need, of exact tokens, and the rest."""
+    exact, own = row["sinks"] + row["window"], row["own"]
+    return {"packed": row["total"] - exact - own, "exact": exact, "own": own}
+
+
 def _show_parts(rows: list[dict[str, Any]]) -> None:
     """Print a row for each spec, without the parts that are empty in all of them."""
-    parts: dict[str, Callable[[dict[str, Any]], int]] = {
-        "slots": lambda row: row["slots"],
-        "learnt": lambda row: row["factors"],
-        "sinks,\nwindow": lambda row: row["sinks"] + row["window"],
-        "unused": lambda row: row["unused"],
-        "other\nlayers": lambda row: row["own"],
-    }
-    held = {name: part for name, part in parts.items() if any(part(row) for row in rows)}
-    grid = table(("spec", *held, "total", "bits/\nvalue", "of 16\nbits"))
+    titles = {"packed": "packed", "exact": "sinks,\nwindow", "own": "other\nlayers"}
+    held = [name for name in titles if any(_parts(row)[name] for row in rows)]
+    columns = (*(titles[name] for name in held), "total", "bits/\nvalue", "of 16\nbits")
+    grid = table(("spec", *columns))
     for row in rows:
-        sizes = (size_text(part(row)) for part in held.values())
+        sizes = (size_text(_parts(row)[name]) for name in held)
         grid.add_row(name_of(row["spec"]), *sizes, size_text(row["total"]), *_shares(row))
     print_table(grid)
 
@@ -90,11 +90,9 @@ def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None
     plain = not console.encoding.lower().startswith("utf")
     seen = {}
     for row in rows:
-        exact, own = row["sinks"] + row["window"], row["own"]
-        parts = {"packed": row["total"] - exact - own, "exact": exact, "own": own}
         line = Text(f" {name_of(row['spec'])[:label]:<{label}} ")
         end = cells = 0
-        for name, count in parts.items():
+        for name, count in _parts(row).items():
             end += count
             drawn = round(width * end / most) - cells
             cells += drawn
