@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpact.registry import unregister_method
+from kvpact.testing import MethodContract
+
 FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
@@ -95,3 +98,19 @@ def test_a_notebook_computes_what_is_committed(path):
             assert printed(new.outputs)
         else:
             assert unlike(printed(old["outputs"]), printed(new.outputs)) == ""
+
+
+@pytest.fixture(scope="module")
+def quartet():
+    code = cells(NOTEBOOKS[1], "code")
+    names = {"__name__": "quartet"}
+    for cell in (code[0], code[-1]):  # the method; its packed format
+        exec(compile(source(cell), "notebook", "exec"), names)
+    yield
+    unregister_method("quartet")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quartet")
+class TestTheMethodOfTheNotebook(MethodContract):
+    spec = "quartet:rotate=true"
