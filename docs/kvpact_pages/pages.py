@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpact_pages import blocks, cards, faq, quality, specs, speed, stream, support
+from kvpact_pages import blocks, cards, faq, quality, readme, specs, speed, stream, support
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES = {
+    "../README.md": readme.BLOCKS,
     "faq.md": faq.BLOCKS,
     "methods/index.md": cards.BLOCKS,
     "quality.md": quality.BLOCKS,
