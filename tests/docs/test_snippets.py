@@ -45,7 +45,7 @@ def test_only_few_blocks_are_left_out_and_say_why():
     assert {needs for _, needs in left} <= set(NEEDS)
     total = sum(map(len, RUN.values()))
     print(f"{total - len(left)} of {total} Python blocks are run; left out: {left}")
-    assert total >= 50 and len(left) <= 5
+    assert total >= 40 and len(left) <= 5
 
 
 def _command_lines(text: str) -> list[list[str]]:
