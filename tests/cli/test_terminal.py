@@ -93,6 +93,22 @@ def test_help_and_tables_fit_a_terminal(columns):
     assert seen.count("346.91 MB") == 2 + 4 and seen.count("34.7 %") == 2
 
 
+NARROW = """
+from kvpact.cli.console import narrow, print_table, table
+grid = table(("spec", *(f"number {i}" for i in range(9))))
+grid.add_row("turboquant:bits=3", *(str(10**8 + i) for i in range(9)))
+print_table(grid)
+print(narrow(81), narrow(80))
+"""
+
+
+def test_no_column_is_lost_on_a_narrow_terminal():
+    """Text gives way to the numbers, but not wholly; what has no room goes on below."""
+    seen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", on_terminal(NARROW))
+    assert all(str(10**8 + i) in seen for i in range(9)) and "turboquant:b" in seen
+    assert "…" not in seen and "True False" in seen
+
+
 def test_a_pipe_gets_whole_lines_without_colours_or_progress():
     done = subprocess.run([sys.executable, "-c", CONSOLE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -20,6 +21,7 @@ from rich.progress import (
 from rich.table import Column, Table
 from rich.text import Text
 
+_TEXT = 12  # columns that text has at least
 PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squeezed into 80
 
 
@@ -67,18 +69,34 @@ def table(columns: Iterable[str | Text], *, title: str = "", left: int = 1) -> T
     for index, column in enumerate(columns):
         if index < left:
             # Numbers are never cut: on a narrow terminal the text gives way, but not wholly.
-            result.add_column(column, overflow="fold", min_width=0 if index else 12)
+            result.add_column(column, overflow="fold", min_width=0 if index else _TEXT)
         else:
             result.add_column(column, justify="right", no_wrap=True)
     return result
 
 
-def print_table(grid: Table) -> None:
-    """Print a table on stdout; where there is no terminal, a line for each row, however long."""
+def narrow(columns: int) -> bool:
+    """Return whether stdout is a terminal of fewer columns; a pipe is as wide as its lines."""
     console = output_console()
-    if not console.is_terminal:
-        wide = console.options.update(max_width=sys.maxsize)
-        console.width = max(Measurement.get(console, wide, grid).maximum, console.width)
+    return console.is_terminal and console.width < columns
+
+
+def print_table(grid: Table) -> None:
+    """Print a table on stdout; where there is no terminal, a line for each row, however long.
+
+    On a terminal that is too narrow for the numbers alone, lines go on at the next one's begin:
+    no column is left out.
+    """
+    console = output_console()
+    wide = console.options.update(max_width=sys.maxsize)
+    if console.is_terminal:
+        numbers = copy(grid)
+        numbers.columns = [column for column in grid.columns if column.no_wrap]
+        text = len(grid.columns) - len(numbers.columns)
+        least = Measurement.get(console, wide, numbers).maximum + text * (_TEXT + 2)
+    else:
+        least = Measurement.get(console, wide, grid).maximum
+    console.width = max(least, console.width)
     console.print(grid, markup=False)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from kvpact.cli.console import output_console, print_table, table
+from kvpact.cli.console import narrow, output_console, print_table, table
 from kvpact.evaluate import (
     EvalResult,
     EvalRow,
@@ -31,6 +32,8 @@ from kvpact.evaluate.report import (
 )
 from kvpact.evaluate.task_report import task_columns, task_lines, task_text
 
+_MORE = ("MB", "KL\np99", "time\ns")  # for which a narrow terminal has no room
+
 
 def show_files(files: list[Path]) -> None:
     """Print which files were written, if any."""
@@ -42,22 +45,22 @@ def show_files(files: list[Path]) -> None:
 
 def show(result: EvalResult, against: str | None = None, *, heading: bool = False) -> None:
     """Print the tables of an evaluation, and how it was measured."""
-    columns = "spec|bits/\nvalue|MB|of all\n%|perplex-\nity|change\n%|KL\nmean|±|KL\np99|top-1\n%"
-    grid = table(f"{columns}|time\ns".split("|"), title=run_name(result.protocol) * heading)
+    columns: dict[str, Callable[[EvalRow], str]] = {
+        "bits/\nvalue": lambda row: f"{row.bits_per_value:.2f}",
+        "MB": lambda row: f"{row.bytes / 1e6:.2f}",
+        "of all\n%": whole_share,
+        "perplex-\nity": lambda row: f"{row.perplexity:.3f}",
+        "change\n%": lambda row: f"{row.perplexity_change:+.2f}",
+        "KL\nmean": lambda row: kl_text(row.kl_mean),
+        "±": lambda row: kl_text(row.kl_se),
+        "KL\np99": lambda row: kl_text(row.kl_p99),
+        "top-1\n%": lambda row: f"{row.top1:.1f}",
+        "time\ns": lambda row: f"{row.seconds:.1f}",
+    }
+    shown = {name: text for name, text in columns.items() if not (narrow(100) and name in _MORE)}
+    grid = table(("spec", *shown), title=run_name(result.protocol) * heading)
     for row in result.rows:
-        grid.add_row(
-            row_name(row),
-            f"{row.bits_per_value:.2f}",
-            f"{row.bytes / 1e6:.2f}",
-            whole_share(row),
-            f"{row.perplexity:.3f}",
-            f"{row.perplexity_change:+.2f}",
-            kl_text(row.kl_mean),
-            kl_text(row.kl_se),
-            kl_text(row.kl_p99),
-            f"{row.top1:.1f}",
-            f"{row.seconds:.1f}",
-        )
+        grid.add_row(row_name(row), *(text(row) for text in shown.values()))
     console = output_console()
     print_table(grid)
     found = differences(result, against)

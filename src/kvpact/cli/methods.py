@@ -8,7 +8,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.complete import complete_spec
-from kvpact.cli.console import output_console, print_table, table
+from kvpact.cli.console import narrow, output_console, print_table, table
 from kvpact.cli.document import print_document
 
 
@@ -33,16 +33,19 @@ def methods(
 def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
     from kvpact.cli.methods_data import option_text
 
+    console = output_console()
+    # A narrow terminal has room for what can't be left out; the rest is in `kvpact methods NAME`.
+    short = narrow(110)
     columns = ("method", "what it is", "options and defaults", "paper", "bits, D=128", "D=64")
-    grid = table(columns, left=4)
+    grid = table((*columns[:3], "bits,\nD=128") if short else columns, left=3 if short else 4)
     for one in found["methods"]:
         choices = " ".join(f"{name}={option_text(value)}" for name, value in one["options"].items())
         bits = [_bits_text(x["k"], x["v"]) for x in reversed(one["slot_bits"])]
-        grid.add_row(one["name"], one["summary"], choices, one["paper"] or "-", *bits)
+        more = bits[:1] if short else [one["paper"] or "-", *bits]
+        grid.add_row(one["name"], one["summary"], choices, *more)
     aliases = table(("alias", "stands for"), left=2)
     for one in found["aliases"]:
         aliases.add_row(one["name"], one["spec"])
-    console = output_console()
     print_table(grid)
     console.print(
         "Bits per value of the packed slots at the defaults, K and V apart by a slash where they "
