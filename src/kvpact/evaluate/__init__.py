@@ -2,9 +2,11 @@
 
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalResult, EvalRow, EvaluationError
 from kvpact.evaluate.compare import Difference, SummaryRow, differences, summarize
+from kvpact.evaluate.contender import Contender
 from kvpact.evaluate.feed import compressed_cache
 from kvpact.evaluate.files import write_report
 from kvpact.evaluate.free_running import FreeRunningResult, FreeRunningRow, free_running
+from kvpact.evaluate.held import held_bytes
 from kvpact.evaluate.metrics import MetricAccumulator, Metrics, TokenScores, score_tokens
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import markdown_table
@@ -14,6 +16,7 @@ from kvpact.evaluate.tasks import Question, TaskCase, make_cases
 
 __all__ = [
     "Candidate",
+    "Contender",
     "Difference",
     "EvalProtocol",
     "EvalResult",
@@ -35,6 +38,7 @@ __all__ = [
     "evaluate",
     "evaluate_text",
     "free_running",
+    "held_bytes",
     "make_cases",
     "markdown_table",
     "save_plot",

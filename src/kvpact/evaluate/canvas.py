@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from kvpact.errors import BackendUnavailable
@@ -9,6 +11,8 @@ from kvpact.errors import BackendUnavailable
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e4e4e4"
 MARKERS = "osD^vP*X"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d00", "#56b4e9", "#5d3a9b", "#7f7f7f")
+
+RISES = (0, 14, -14, 28, -28, 44, -44, 60, -60, 80, -80, 100, -100, 125, -125)  # points up or down
 
 
 def new_figure(size: tuple[float, float]) -> Any:
@@ -46,3 +50,73 @@ def log_ticks(axis: Any) -> None:
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(NullFormatter())
+
+
+def place_labels(
+    figure: Any,
+    axes: Any,
+    points: Sequence[tuple[float, float, str]],
+    *,
+    size: float = 9.5,
+    inks: Sequence[str] | None = None,
+    lines: str = MUTED,
+    sides: Sequence[int] = (1, -1),
+    inside_axes: bool = False,
+) -> None:
+    """Name points, each at the nearest place where its label covers no point and no other label.
+
+    Parameters
+    ----------
+    figure, axes
+        As they will be saved: scales, limits and layout don't change afterwards.
+    points : sequence of (x, y, text)
+        Highest ones are named first.
+    size : float
+        Of the text, in points.
+    inks : sequence of str, optional
+        A colour a label; `INK` without.
+    lines : str
+        The colour of the lines that lead to labels that stand apart from their points.
+    sides : sequence of int
+        Where labels may stand: 1 right of their points, -1 left.
+    inside_axes : bool
+        Whether labels have to end where the axes do, not only where the figure does.
+    """
+    from matplotlib.text import Text
+    from matplotlib.transforms import Bbox
+
+    renderer = figure.canvas.get_renderer()
+    places = [axes.transData.transform((x, y)) for x, y, _ in points]
+    taken = [Bbox.from_extents(x - 10, y - 10, x + 10, y + 10) for x, y in places]
+    frame = axes.get_window_extent()
+    right = frame.x1 if inside_axes else figure.bbox.x1
+    allowed = list(product(RISES, sides))
+    colours = inks or [INK] * len(points)
+    order = sorted(zip(points, colours, strict=True), key=lambda pair: -pair[0][1])
+    for (x, y, text), ink in order:
+        for place, (rise, side) in enumerate(allowed):
+            label = axes.annotate(
+                text,
+                (x, y),
+                xytext=(side * (16 if rise else 10), rise),
+                textcoords="offset points",
+                ha="left" if side > 0 else "right",
+                va="center",
+                fontsize=size,
+                color=ink,
+                arrowprops=_leader(side, lines) if rise else None,
+            )
+            label.update_positions(renderer)
+            box = Text.get_window_extent(label, renderer)  # without the line that leads to it
+            inside = frame.x0 <= box.x0 and box.x1 <= right
+            inside = inside and frame.y0 <= box.y0 and box.y1 <= frame.y1
+            if (inside and not box.count_overlaps(taken)) or place == len(allowed) - 1:
+                break
+            label.remove()
+        taken.append(box)
+
+
+def _leader(side: int, colour: str) -> dict[str, Any]:
+    """Return the line from a point to the near edge of its label."""
+    line = {"arrowstyle": "-", "color": colour, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
+    return {**line, "relpos": (0 if side > 0 else 1, 0.5)}

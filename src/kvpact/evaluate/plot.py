@@ -8,11 +8,16 @@ from os import PathLike
 from typing import Any
 
 from kvpact.evaluate.base import EvalRow, row_name
-from kvpact.evaluate.canvas import COLOURS, INK, MUTED, new_figure, plain_axes
+from kvpact.evaluate.canvas import (
+    COLOURS,
+    INK,
+    MUTED,
+    new_figure,
+    place_labels,
+    plain_axes,
+)
 
 FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
-RISES = (0, 14, -14, 28, -28, 44, -44, 60, -60, 80, -80, 100, -100, 125, -125)
-PLACES = [(side, rise) for rise in RISES for side in (1, -1)]  # points right/left, up/down
 
 
 def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str = "") -> None:
@@ -51,7 +56,8 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.canvas.draw()
     if drawn:
-        _labels(figure, axes, drawn)
+        named = [(row.bits_per_value, row.kl_mean, row_name(row)) for row in drawn]
+        place_labels(figure, axes, named)
     figure.savefig(path)
 
 
@@ -91,41 +97,3 @@ def _points(axes: Any, rows: Sequence[EvalRow]) -> None:
         axes.plot(
             row.bits_per_value, row.kl_mean, "o", ms=8, mew=1.8, mec=colour, mfc=face, zorder=3
         )
-
-
-def _leader(side: int) -> dict[str, Any]:
-    """Return the line from a point to the near edge of its label."""
-    line = {"arrowstyle": "-", "color": MUTED, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
-    return {**line, "relpos": (0 if side > 0 else 1, 0.5)}
-
-
-def _labels(figure: Any, axes: Any, rows: Sequence[EvalRow]) -> None:
-    """Put each label at the nearest place where it covers no point and no other label."""
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
-
-    renderer = figure.canvas.get_renderer()
-    points = [axes.transData.transform((row.bits_per_value, row.kl_mean)) for row in rows]
-    taken = [Bbox.from_extents(x - 10, y - 10, x + 10, y + 10) for x, y in points]
-    frame = axes.get_window_extent()
-    for row in sorted(rows, key=lambda row: -row.kl_mean):
-        for place, (side, rise) in enumerate(PLACES):
-            label = axes.annotate(
-                row_name(row),
-                (row.bits_per_value, row.kl_mean),
-                xytext=(side * (16 if rise else 10), rise),
-                textcoords="offset points",
-                ha="left" if side > 0 else "right",
-                va="center",
-                fontsize=9.5,
-                color=INK,
-                arrowprops=_leader(side) if rise else None,
-            )
-            label.update_positions(renderer)
-            box = Text.get_window_extent(label, renderer)  # without the line that leads to it
-            inside = frame.x0 <= box.x0 and box.x1 <= figure.bbox.x1
-            inside = inside and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            if (inside and not box.count_overlaps(taken)) or place == len(PLACES) - 1:
-                break
-            label.remove()
-        taken.append(box)

@@ -1,0 +1,71 @@
+"""Who stands in the leaderboard: the packages of `leaderboard_peers`, and those of entry points."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+
+from kvpact.errors import RegistrationError
+from kvpact.evaluate import Contender
+from kvpact.evaluate.contender import LEADERBOARD_GROUP
+
+PEERS = Path(__file__).parent / "leaderboard_peers"
+INSTALLED = Path(__file__).parents[1] / "build" / "peers"
+NOT_CODE = ("__init__", "full_attention")
+
+# What can't stand in the table, and why.
+LEFT_OUT = {
+    "tri-tier": "no cache of transformers: it takes the place of Llama's attention, of batch 1",
+    "spectralquant": "compresses a prompt once, after it was computed, and holds dense K and V",
+    "aither-kvcache": "a codec and a plug-in of vLLM; it has no cache of transformers",
+    "turboquantcpu": "keeps a compressed copy that no attention reads",
+    "turboquant-vllm": "needs vLLM on a GPU, and Python 3.12",
+    "kvpress": "drops tokens; what it keeps is exact, or QuantizedCache's, which is in the table",
+}
+
+
+def points() -> dict[str, EntryPoint]:
+    """Return all contenders by name; nothing is imported."""
+    names = sorted(path.stem for path in PEERS.glob("*.py") if path.stem not in NOT_CODE)
+    found = {
+        name: EntryPoint(name, f"leaderboard_peers.{name}:CONTENDER", LEADERBOARD_GROUP)
+        for name in names
+    }
+    for point in entry_points(group=LEADERBOARD_GROUP):
+        if point.name in found:
+            raise RegistrationError(
+                f"contender {point.name!r} of {point.value} is there already; choose another name"
+            )
+        found[point.name] = point
+    return found
+
+
+def contender(name: str) -> Contender:
+    """Return a contender by name.
+
+    Raises `RegistrationError` where nothing has that name, or what has it is no `Contender`.
+    """
+    known = points()
+    if name not in known:
+        raise RegistrationError(f"no contender {name!r}; there are {', '.join(known)}")
+    found = known[name].load()
+    if not isinstance(found, Contender):
+        raise RegistrationError(f"{known[name].value} is no kvpact.evaluate.Contender: {found!r}")
+    return found
+
+
+def installed(name: str, requires: tuple[str, ...]) -> Path | None:
+    """Install what a contender requires into a folder of its own; return the folder."""
+    if not requires:
+        return None
+    folder = INSTALLED / name
+    mark, wanted = folder / "requires.txt", "\n".join(requires) + "\n"
+    if not mark.is_file() or mark.read_text("utf-8") != wanted:
+        print(f"installing {', '.join(requires)} …", flush=True)
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+        where = ["--target", str(folder), "--upgrade", "--no-deps"]
+        subprocess.run([*pip, *where, *requires], check=True)
+        mark.write_text(wanted, "utf-8")
+    return folder

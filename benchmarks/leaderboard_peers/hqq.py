@@ -1,0 +1,18 @@
+"""transformers' QuantizedCache over hqq."""
+
+from kvpact.evaluate import Contender
+from leaderboard_peers.full_attention import CHANGED, quantized
+
+
+def make(model):
+    """Return an empty cache."""
+    return quantized("hqq", "HQQQuantizedLayer", model, nbits=4)
+
+
+CONTENDER = Contender(
+    package="hqq",
+    requires=("hqq==0.2.8", "termcolor==3.1.0", "einops==0.8.1"),
+    caches={"QuantizedCache, hqq, 4 bits": make},
+    changed=CHANGED,
+    note="All tokens are quantised anew whenever 128 exact ones have come together.",
+)

@@ -1,0 +1,77 @@
+"""Bytes that an object holds in tensors, found by walking it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+# What is the model's or the program's, and not the cache's.
+_FOREIGN = (torch.nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType, type)
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
+
+
+def held_bytes(holder: Any) -> int:
+    """Count the bytes of all tensors and arrays that can be reached from an object.
+
+    A package's own report of its bytes may leave out scales, windows or dense copies; this one
+    counts memory: whole storages (a view keeps all of its storage alive), each one once.
+
+    Parameters
+    ----------
+    holder : object
+        Such as a cache. Attributes, slots, lists, tuples, sets and mappings are followed, models,
+        classes, modules and functions are not.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
+    sizes: dict[Any, int] = {}
+    seen: set[int] = set()
+    kept: list[Any] = []  # an id is a name only while what it names exists
+    todo = [holder]
+    while todo:
+        found = todo.pop()
+        if isinstance(found, _PLAIN + _FOREIGN) or id(found) in seen:
+            continue
+        seen.add(id(found))
+        kept.append(found)
+        if isinstance(found, numpy.ndarray):
+            base = found if found.base is None else found.base
+            sizes["numpy", id(base)] = getattr(base, "nbytes", found.nbytes)
+        elif isinstance(found, Tensor) and _flatten(found) is None:
+            storage = found.untyped_storage()
+            sizes[str(found.device), storage.data_ptr()] = storage.nbytes()
+        else:
+            todo.extend(_parts(found))
+    return sum(sizes.values())
+
+
+def _flatten(found: Tensor) -> Any:
+    """Return what names the tensors that a tensor is made of, such as a quantised one; or None."""
+    return getattr(found, "__tensor_flatten__", None)
+
+
+def _parts(found: Any) -> Iterator[Any]:
+    """Yield what an object refers to."""
+    flatten = _flatten(found) if isinstance(found, Tensor) else None
+    if flatten is not None:
+        names, _ = flatten()
+        yield from (getattr(found, name) for name in names)
+        return
+    if isinstance(found, Mapping):
+        yield from found.values()
+    elif isinstance(found, list | tuple | set | frozenset):
+        yield from found
+    yield from getattr(found, "__dict__", {}).values()
+    for kind in type(found).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                yield getattr(found, name, None)

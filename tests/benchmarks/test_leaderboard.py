@@ -1,0 +1,207 @@
+"""The leaderboard: page, sentences and picture are the committed figures; others can join."""
+
+import html
+import importlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from kvpact.errors import RegistrationError
+from kvpact.evaluate import Contender
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "leaderboard"
+PICTURES = sorted((ROOT / "docs" / "_static").glob("overview*.svg"))
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Import a module of the benchmarks."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
+
+
+@pytest.fixture
+def found(module):
+    """Return what is committed."""
+    return module("leaderboard_table").load(RESULTS)
+
+
+class Cells(HTMLParser):
+    """Of each row of the tables that sort: its name, then the values that it sorts by."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.inside, self.named = [], False, False
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        if tag == "table":
+            self.inside = given.get("class") == "sorts"
+        elif self.inside and given.get("scope") == "row":
+            self.rows.append([])
+            self.named = True
+        elif self.inside and tag == "td":
+            self.rows[-1].append(float(given["data-value"]))
+
+    def handle_data(self, data):
+        if self.named:
+            self.rows[-1].append(data)
+            self.named = False
+
+
+def test_the_page_has_the_committed_figures(module, found):
+    table, text = module("leaderboard_table"), module("leaderboard_page").page(found)
+    parser = Cells()
+    parser.feed(text)
+    wanted = []
+    for one in found:
+        for row in one["rows"]:
+            steps = {step["tokens"]: step for step in row["steps"]}
+            middle = sorted(steps)[len(steps) // 2]
+            bits = 32 * steps[middle]["bytes"] / steps[middle]["exact_bytes"]
+            times = [steps[count]["ratio"][1] for count in sorted(steps)] + [row["prompt"][1]]
+            kl = [row["kl_mean"], row["kl_p99"], row["top1"]]
+            wanted.append([row["cache"], *kl, bits, *times])
+            assert table.figure(row["kl_mean"]) in text and f">{bits:.2f}<" in text
+    assert sorted(parser.rows) == sorted(wanted) != []
+    for model in {row["model"] for one in found for row in one["rows"]}:
+        rows = [row for row in table.rows_of(found) if row.model == model]
+        assert all(html.escape(sentence) in text for sentence in table.verdicts(rows))
+    for one in found:
+        failed = [row["reason"] for row in one["failed"]]
+        told = [one["version"], one["changed"], one["note"], *failed]
+        assert all(html.escape(what) in text for what in told)
+
+
+def test_the_page_needs_nothing_else(module, found):
+    text = module("leaderboard_page").page(found)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#)|url\(|@import""", text)
+
+
+def test_what_is_committed_is_whole(module, found):
+    """Five packages of others at least were measured in one run on both models."""
+    names = set(module("leaderboard_contenders").points())
+    assert {path.stem for path in RESULTS.glob("*.json")} <= names
+    runs: dict[str, list[str]] = {}
+    for one in found:
+        assert re.fullmatch(r"\d+\.\d+\S*", one["version"]) and one["package"], one["package"]
+        assert isinstance(one["changed"], str) and isinstance(one["note"], str)
+        assert {"processor", "torch", "transformers", "load before", "run"} <= set(one["about"])
+        assert one["about"]["threads"] == 1 and one["about"]["chunk"] == 256
+        for row in one["rows"]:
+            assert all(math.isfinite(row[name]) for name in ("kl_mean", "kl_se", "kl_p99"))
+            spreads = [row["prompt"], *(step["ratio"] for step in row["steps"])]
+            assert all(0 < low <= middle <= high for low, middle, high in spreads)
+            assert [step["tokens"] for step in row["steps"]] == one["about"]["contexts"]
+        if {"smollm2", "gemma3"} == {row["model"] for row in one["rows"]}:
+            runs.setdefault(one["about"]["run"], []).append(one["package"])
+    assert any(len(set(run) - {"kvpact"}) >= 5 for run in runs.values())
+
+
+def test_every_adapter_has_exact_versions(module):
+    contenders = module("leaderboard_contenders")
+    for name in contenders.points():
+        one = contenders.contender(name)
+        assert one.package == "kvpact" or one.package == "transformers" or one.requires, name
+
+
+def test_the_pictures_show_the_committed_figures(module, found):
+    picture = module("picture")
+    rows = [row for row in module("leaderboard_table").rows_of(found) if row.model == "smollm2"]
+    shown = picture.figures(rows)
+    assert len(PICTURES) == 4
+    for path in PICTURES:
+        said = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
+        assert json.loads(said.text) == json.loads(json.dumps(shown)), path.name
+
+
+def row(module, package, cache, kl, bits, time):
+    """Return a row that has nothing but what ranks are made of."""
+    spread = {1024: (time, time, time)}
+    make = module("leaderboard_table").Row
+    return make("m", package, "1", cache, kl, 0.0, kl, 99.0, {1024: bits}, spread[1024], spread)
+
+
+def test_what_kvpact_loses_is_said(module):
+    table = module("leaderboard_table")
+    rows = [
+        row(module, "kvpact", "a", 0.001, 5.0, 1.2),
+        row(module, "kvpact", "b", 0.004, 6.0, 0.9),
+        row(module, "other", "c", 0.002, 4.5, 0.8),
+        row(module, "other", "d", 0.009, 9.0, 1.5),
+    ]
+    kl, _, bits, decode, _ = table.measures(rows)
+    assert [table.ranked(rows, measure)[2] for measure in (kl, bits, decode)] == [1, 2, 2]
+    said = table.verdicts(rows)
+    assert "less KL than 1 of 2 of other packages. Not so: other: c (4.50 bits, KL" in said[0]
+    assert "less KL than 1 of 2 of kvpact's. Than these: kvpact: b (6.00 bits, KL" in said[1]
+    assert said[2].startswith("Decode after 1,024 tokens: 1 of kvpact's 2 are slower")
+    assert "(the slowest is a, 1.20 times" in said[2]
+    assert said[2].endswith("1 of 2 others are faster.")
+
+
+BLOCKS = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "extend" / "leaderboard.md").read_text("utf-8"), re.S
+)
+CODE = {
+    "my_cache_row": next(block for block in BLOCKS if "Contender" in block),
+    "my_cache": """
+from transformers import DynamicCache
+
+def MyCache(config, bits):
+    return DynamicCache(config=config)
+""",
+    "my_broken": """
+from kvpact.evaluate import Contender
+
+def make(model):
+    raise OSError("no such device\\nat all")
+
+CONTENDER = Contender(package="my-cache", caches={"broken": make})
+""",
+}
+
+
+@pytest.fixture
+def third_party(tmp_path, monkeypatch):
+    """A package whose row is the file in docs/extend/leaderboard.md, as an installer leaves it."""
+    for name, code in CODE.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    info = tmp_path / "my_cache-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-cache\nVersion: 1.2\n")
+    points = ("my-cache = my_cache_row:CONTENDER", "broken = my_broken:CONTENDER")
+    entries = "\n".join(("[kvpact.leaderboard]", *points, "wrong = json:dumps", ""))
+    (info / "entry_points.txt").write_text(entries)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_third_party_joins(module, third_party, model_folder, tmp_path):
+    contenders, process = module("leaderboard_contenders"), module("leaderboard_process")
+    one = contenders.contender("my-cache")
+    assert isinstance(one, Contender) and contenders.installed("my-cache", one.requires) is None
+    with pytest.raises(RegistrationError, match=r"no kvpact\.evaluate\.Contender"):
+        contenders.contender("wrong")
+    with pytest.raises(RegistrationError, match="no contender 'nobody'; there are"):
+        contenders.contender("nobody")
+    order = {"names": ["my-cache", "broken"], "models": [model_folder], "tokens": 320, "chunk": 128}
+    order |= {"contexts": [256], "rounds": 2}
+    threads = torch.get_num_threads()
+    with torch.no_grad():
+        (got,) = process.carried_out(order)
+    torch.set_num_threads(threads)
+    (found,), (failed,) = got["my-cache"]["rows"], got["broken"]["failed"]
+    assert got["my-cache"]["version"] == "1.2"
+    assert got["my-cache"]["failed"] == got["broken"]["rows"] == []
+    assert failed["cache"] == "broken" and failed["reason"] == "OSError: no such device"
+    assert found["cache"] == "MyCache, 4 bits" and found["model"] == model_folder
+    assert 0 <= found["kl_mean"] < 1e-9 and found["top1"] == 100
+    (step,) = found["steps"]
+    assert step["bytes"] == step["exact_bytes"] > 0 and step["tokens"] == 256

@@ -1,0 +1,69 @@
+"""Bytes are found by walking, whatever an object says of itself."""
+
+import numpy
+import pytest
+import torch
+
+from kvpact.errors import RegistrationError
+from kvpact.evaluate import Contender, held_bytes
+
+
+class Holder:
+    def __init__(self, **parts):
+        self.__dict__.update(parts)
+
+
+class Slotted:
+    __slots__ = ("codes",)
+
+
+def test_every_kind_of_part_is_counted_once():
+    codes = torch.zeros(100, dtype=torch.uint8)
+    holder = Holder(layers=[{"codes": codes}, (codes, codes[:10])], scale=torch.zeros(3))
+    holder.itself = holder
+    assert held_bytes(holder) == 100 + 12
+    slotted = Slotted()
+    slotted.codes = torch.zeros(7, dtype=torch.float64)
+    assert held_bytes([slotted, slotted]) == 56
+
+
+def test_a_view_keeps_its_storage():
+    assert held_bytes(Holder(window=torch.zeros(1000)[-10:])) == 4000
+    assert held_bytes(numpy.zeros(50)[:5]) == 400
+
+
+def test_models_and_classes_are_not_the_caches():
+    holder = Holder(model=torch.nn.Linear(8, 8), kind=Holder, module=torch, keys=torch.zeros(2))
+    assert held_bytes(holder) == 8
+
+
+def test_a_compressed_cache_holds_what_it_says(make_cache):
+    cache = make_cache()
+    # A rotation's signs and the like belong to the codec and not to the cache: at most a few kB.
+    assert 0 <= held_bytes(cache) - cache.memory_usage() < 4096
+
+
+@pytest.fixture
+def make_cache():
+    from kvpact import CacheGeometry, create_cache
+    from kvpact.testing import random_tokens
+
+    def make():
+        cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend="torch")
+        cache.prefill(0, random_tokens(1, 2, 300, 64), random_tokens(1, 2, 300, 64, seed=1))
+        return cache
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"caches": {}}, "caches should map names"),
+        ({"caches": {"a": 3}}, "caches should map names"),
+        ({"caches": {"a": print}, "requires": ("numpy", "x==1")}, "exact versions .* not numpy"),
+    ],
+)
+def test_what_is_no_contender_is_refused(fields, message):
+    with pytest.raises(RegistrationError, match=message):
+        Contender(package="mine", **fields)
