@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from leaderboard_contenders import LEFT_OUT
+from leaderboard_contenders import LEFT_OUT, contender, points
 from leaderboard_style import SCRIPT, STYLE
 from leaderboard_table import (
     MODELS,
@@ -111,7 +111,9 @@ def absent(found: list[dict[str, Any]]) -> str:
         for one in found
         for row in one["failed"]
     ]
-    said += [f"<b>{escape(name)}</b>: {escape(why)}" for name, why in LEFT_OUT.items()]
+    waiting = {contender(name).package for name in points()} - {one["package"] for one in found}
+    reasons = dict.fromkeys(sorted(waiting), "has an adapter, and was not measured") | LEFT_OUT
+    said += [f"<b>{escape(name)}</b>: {escape(why)}" for name, why in reasons.items()]
     return "<ul>" + "".join(f"<li>{sentence}</li>" for sentence in said) + "</ul>"
 
 

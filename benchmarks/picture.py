@@ -3,7 +3,7 @@
     python benchmarks/picture.py [--model smollm2] [--out docs/_static]
 
 Drawn from benchmarks/results/leaderboard, which `leaderboard.py` writes, as overview-light.svg and
-overview-dark.svg. Each file has the figures that it shows as its description.
+overview-dark.svg, and as overview-narrow-*.svg for phones. Each file has the figures that it shows as its description.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def decoding(axes: Any, rows: list[Row], shown: dict[str, Any], mode: str) -> li
     """Draw the time of a decode step over the context; return the ends of lines to name."""
     own = {label(row): row.own for row in rows}
     axes.set_xscale("log")
-    title = "time of a decode step, times DynamicCache's"
+    title = "time of a decode step over DynamicCache's"
     titled(axes, title, "tokens of context", mode)
     axes.axhline(1, color=INKS[mode]["ink"], lw=1.2, ls=(0, (4, 3)))
     ends, contexts, most = [], [], 1.0
