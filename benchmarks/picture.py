@@ -3,7 +3,8 @@
     python benchmarks/picture.py [--model smollm2] [--out docs/_static]
 
 Drawn from benchmarks/results/leaderboard, which `leaderboard.py` writes, as overview-light.svg and
-overview-dark.svg, and as overview-narrow-*.svg for phones. Each file has the figures that it shows as its description.
+overview-dark.svg, and for phones as overview-narrow-light.svg and -dark.svg. Each file has the
+figures that it shows as its description.
 """
 
 from __future__ import annotations

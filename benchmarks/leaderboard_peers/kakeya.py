@@ -20,6 +20,7 @@ CONTENDER = Contender(
     package="kakeyalattice",
     requires=("kakeyalattice==1.5.0",),
     caches={"KakeyaLatticeCache, E8, range 38": make},
-    note="Dense K and V are held: nothing is saved. New tokens are coded before they are attended. On Gemma 3 "
-    "layers with sliding windows keep all tokens, coded: it holds more, and codes more of the model.",
+    note="Dense K and V are held: nothing is saved. New tokens are coded before they are attended. "
+    "On Gemma 3 "
+    "layers with sliding windows keep all tokens, coded, and not exact ones of the window.",
 )

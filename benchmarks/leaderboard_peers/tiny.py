@@ -15,5 +15,5 @@ CONTENDER = Contender(
     requires=("tiny-turboquant==0.18.0",),
     caches={"TinyKVCache, safe (4 bits)": make},
     note="128 to 255 tokens are exact, most of what short contexts hold. On Gemma 3 "
-    "layers with sliding windows keep all tokens, coded: it holds more, and codes more of the model.",
+    "layers with sliding windows keep all tokens, coded, and not exact ones of the window.",
 )

@@ -16,5 +16,5 @@ CONTENDER = Contender(
     caches={"TurboQuantCache, 4 bits": make},
     note="Layer 0 is exact, and all tokens of the others are quantised anew whenever 128 exact "
     "ones have come together. On Gemma 3 "
-    "layers with sliding windows keep all tokens, coded: it holds more, and codes more of the model.",
+    "layers with sliding windows keep all tokens, coded, and not exact ones of the window.",
 )
