@@ -42,7 +42,8 @@ CONSOLE = """
 import sys
 from kvpact.cli.console import error_console, output_console, print_table, progress, table
 from kvpact.cli.size_tables import _show_bars
-row = {"spec": "int:bits=4", "tokens": 64, "sinks": 100, "window": 100, "own": 100, "total": 400}
+row = {"spec": "int:bits=4", "tokens": 64, "sinks": 100, "window": 100, "own": 100, "total": 400,
+       "exact": 500}
 _show_bars(output_console(), [row], 1)
 error_console().print("[bold red]error:[/bold red] a")
 with progress("counting") as report:

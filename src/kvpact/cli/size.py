@@ -20,7 +20,7 @@ TOKENS = ["4k", "32k", "128k"]
 def size(
     words: list[str] = typer.Argument(
         [],
-        metavar="[MODEL] [SPEC]...",
+        metavar="MODEL SPEC",
         help="A config.json, the folder of a model, smollm2, gemma3 or a hub id; then specs or "
         "recipes, a usual choice if omitted. With --layers there is no MODEL.",
         show_default=False,

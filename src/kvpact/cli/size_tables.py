@@ -1,4 +1,7 @@
-"""What ``kvpact size`` prints: a table, and a bar chart of the longest context."""
+"""What ``kvpact size`` prints: a table, and a bar chart of the longest context.
+
+A whole bar is the cache with K and V in 16 bits, or the largest one where that is larger.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,7 @@ def _shares(row: dict[str, Any]) -> tuple[str, str]:
 def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None:
     label = min(max(len(name_of(row["spec"])) for row in rows), _LABEL)
     width = max(min(_BAR, console.width - label - _SIZE - 4), 8)
-    most = max(row["total"] for row in rows)
+    most = max(max(row["total"], row["exact"]) for row in rows)
     plain = not console.encoding.lower().startswith("utf")
     seen = {}
     for row in rows:
@@ -107,7 +110,7 @@ def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None
     legend = f": {legend}" if len(seen) > 1 else ""
     tokens = tokens_text(rows[0]["tokens"])
     sequences = f"{batch} sequences of " if batch > 1 else ""
-    title = f" {sequences}{tokens} tokens{legend}"
+    title = f" {sequences}{tokens} tokens, a whole bar is {size_text(most)}{legend}"
     console.print(title, style="dim", highlight=False, markup=False)
     console.print()
 
