@@ -18,6 +18,10 @@ FOLDER = "kvpact/kernels/cpu"
 BINARIES = (".so", ".dylib", ".dll", ".pyd", ".a", ".lib", ".o")
 HEADER = Path(__file__).parents[1] / "src" / FOLDER / "native" / "abi.h"
 
+MACOS_EXPORTS = re.compile(r"_Z[nd][awl](m|Pv)\w*|__dso_handle|_mh_dylib_header")
+"""What Zig's linker exports of every library of macOS, whatever it is told: marks of the file, and
+weak ``operator new`` and ``delete``, in whose place macOS takes those of its own C++ library."""
+
 
 def problems(wheel: Path, platform: Platform) -> list[str]:
     """Return what is wrong with a platform's wheel, in whole sentences."""
@@ -59,7 +63,8 @@ def library_problems(path: Path, platform: Platform) -> list[str]:
     if alien := [n for n in needed if not any(fnmatch.fnmatch(n, one) for one in platform.needs)]:
         found.append(f"The library needs {', '.join(sorted(alien))}.")
     offered = {function.name.removeprefix("_") for function in binary.exported_functions}
-    offered &= {name for name in offered if not name.startswith(("_init", "_fini"))}
+    if platform.system == "darwin":
+        offered = {name for name in offered if not MACOS_EXPORTS.fullmatch(name)}
     if offered != interface():
         differing = ", ".join(sorted(offered ^ interface()))
         found.append(f"It exports other functions than abi.h names: {differing}.")

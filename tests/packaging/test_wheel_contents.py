@@ -76,6 +76,20 @@ def test_a_library_of_another_system(platform):
 
 
 @pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("_Znwm", True),
+        ("_ZdaPvSt11align_val_t", True),
+        ("__dso_handle", True),
+        ("kvp_attend", False),
+        ("_ZNSt3__16threadD1Ev", False),
+    ],
+)
+def test_what_zig_exports_on_macos(name, known):
+    assert bool(wheel_contents.MACOS_EXPORTS.fullmatch(name)) is known
+
+
+@pytest.mark.parametrize(
     ("told", "right"),
     [
         ("manylinux_2_17_x86_64", True),
