@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpact_pages.chart import Axis, Series, decades, draw
-from kvpact_pages.results import code, load, percent, table
+from kvpact_pages.results import MODELS, code, load, percent, table
 
 CONTEXTS = (1024, 4096, 16384, 65536)
 SHORT = (32, 64, 128, 256)
@@ -84,6 +84,17 @@ def latency() -> str:
     threads = [f"{n} thread{'s' * (n > 1)}" for n in sorted({r["threads"] for r in rows})]
     head = table(["time over that of `DynamicCache`", *threads], cells)
     return head + "\n\n" + machine("latency/latency.json")
+
+
+def prompts_of_leaderboard() -> str:
+    """Return how much longer prompts took with kvpact's caches on the leaderboard."""
+    rows = load("leaderboard/own.json")["rows"]
+    least, most = (pick(rows, key=lambda row: row["prompt"][1]) for pick in (min, max))
+    return (
+        f"In the run of the leaderboard (`make leaderboard`) prompts took {least['prompt'][1]:.2f} "
+        f"to {most['prompt'][1]:.2f} times as long as with `DynamicCache`, over both models and "
+        f"all specs; `{most['cache']}` on {MODELS[most['model']]} longest."
+    )
 
 
 def _attention() -> dict[tuple[str, int, int, str], dict[str, Any]]:
@@ -233,6 +244,7 @@ BLOCKS = {
     "speed-summary": summary,
     "speed-generate": generate,
     "speed-latency": latency,
+    "speed-leaderboard": prompts_of_leaderboard,
     "speed-attention": attention,
     "speed-without-bf16": without_bf16,
     "speed-short": short,
