@@ -1,7 +1,7 @@
 """Caches of kvpact and of other packages on the same work: KL, bytes held, time.
 
     python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 768]
-        [--contexts 1024 4096 8000] [--rounds 5] [--together] [--out benchmarks/results/leaderboard]
+        [--prompt 1024] [--contexts 1024 4096 8000] [--rounds 5] [--together] [--out benchmarks/results/leaderboard]
 
 Each contender (`leaderboard_peers`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
@@ -12,7 +12,8 @@ a third of the time: for packages that have no modules of the same name.
 KL is that of `kvpact eval`: a book's first tokens in chunks of 256, the first one not scored. Time
 and bytes are those of a decode step after as many random tokens as a context has, less the last 64.
 Bytes are those of all tensors that the cache object holds, found by walking it. Times are ratios of
-the process' seconds on the CPU: cache and DynamicCache take turns, chunk by chunk and step by step.
+the process' seconds on the CPU: cache and DynamicCache take turns, prompt by prompt and step by
+step. A prompt of --prompt tokens is one call on an empty cache.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=sorted(points()), metavar="NAME")
     parser.add_argument("--models", nargs="+", default=["smollm2", "gemma3"])
     parser.add_argument("--tokens", type=int, default=768)
+    parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 8000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--together", action="store_true")
@@ -77,7 +79,7 @@ def in_process(
 def run(options: argparse.Namespace, folder: Path) -> list[str]:
     """Measure every contender on every model, and write a file for each; return who has none."""
     now = datetime.now(UTC).isoformat(timespec="minutes")
-    names = ("tokens", "contexts", "rounds")
+    names = ("tokens", "prompt", "contexts", "rounds")
     sizes = {name: getattr(options, name) for name in names} | {"chunk": CHUNK, "threads": 1}
     versions = {"kvpact": kvpact.__version__, "transformers": transformers.__version__}
     chosen = options.only or list(points())

@@ -62,7 +62,7 @@ def table(rows: list[Row]) -> str:
     contexts = contexts_of(rows)
     titles = ["KL, mean", "KL, 99th percentile", "same top token, %"]
     titles += [f"bits held a value, {middle(rows):,} tokens"]
-    titles += [f"decode, {count:,} tokens" for count in contexts] + ["prompt"]
+    titles += [f"decode, {count:,} tokens" for count in contexts] + ["prompt, one call"]
     buttons = "".join(f"<th><button>{title}</button></th>" for title in ("cache", *titles))
     body = "\n".join(line(row, contexts) for row in sorted(rows, key=lambda row: row.kl))
     return (
@@ -131,8 +131,9 @@ def method(found: list[dict[str, Any]]) -> str:
         f"nats per token. Bits: all tensors that the cache object holds, found by walking it, "
         f"over those of DynamicCache with the same tokens, times 32 (the models are in fp32, so "
         f"exact tokens and scales of many packages count 32 bits). Times: seconds on the CPU over "
-        f"DynamicCache's, the two taking turns in one process; medians of {a['rounds']} steps and "
-        f"of the prompt's chunks, quartiles below. Contexts: {contexts} "
+        f"DynamicCache's, the two taking turns in one process; medians of {a['rounds']} steps, "
+        f"and of {a['rounds']} prompts of {a['prompt']:,} tokens, each one call on an empty cache; "
+        f"quartiles below. Contexts: {contexts} "
         f"tokens, random but for the last 64. "
         f"No measured step is one in which a package quantises its exact tokens. "
         f"{a['threads']} thread, "

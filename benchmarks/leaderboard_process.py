@@ -60,6 +60,7 @@ class Work:
     exact: PreTrainedModel
     ids: torch.Tensor
     tokens: int
+    prompt: int
     chunk: int
     contexts: list[int]
     rounds: int
@@ -108,21 +109,17 @@ def warm(lanes: list[Lane], work: Work) -> None:
 
 
 def quality(lanes: list[Lane], work: Work) -> None:
-    """Score KL as `kvpact eval` does, and time each chunk over the exact cache's."""
+    """Score KL as `kvpact eval` does."""
     exact = begin(lanes, work)
     scores = {id(lane): MetricAccumulator() for lane in lanes}
-    ratios: dict[int, list[float]] = {id(lane): [] for lane in lanes}
     for start, part, targets in chunks(work.ids[: work.tokens], work.chunk):
         keep = 0 if start else 1  # the first chunk had no stored past to attend to
-        spent, reference = timed(work.exact, part, exact, keep)
+        _, reference = timed(work.exact, part, exact, keep)
         for lane in running(lanes):
             found = lane.attempt(
                 lambda lane=lane, part=part, keep=keep: timed(work.model, part, lane.cache, keep)
             )
-            if found is None:
-                continue
-            ratios[id(lane)].append(found[0] / spent)
-            if start and len(targets):
+            if found is not None and start and len(targets):
                 count = len(targets)
                 new = score_tokens(reference[:count], found[1][:count], targets)
                 scores[id(lane)].add(new)
@@ -130,9 +127,23 @@ def quality(lanes: list[Lane], work: Work) -> None:
         summary = scores[id(lane)].summary()
         names = ("kl_mean", "kl_se", "kl_p99", "top1", "perplexity_change")
         lane.row |= {name: getattr(summary, name) for name in names}
-        lane.row["prompt"] = list(quartiles(ratios[id(lane)]))
-        if not all(map(math.isfinite, lane.row["prompt"] + [lane.row["kl_mean"]])):
+        if not math.isfinite(lane.row["kl_mean"]):
             lane.failed = "its logits are not finite"
+
+
+def prompts(lanes: list[Lane], work: Work) -> None:
+    """Time a whole prompt in one call, as `generate` gives it, each round on empty caches."""
+    ids = work.ids[: work.prompt]
+    ratios: dict[int, list[float]] = {id(lane): [] for lane in lanes}
+    for _ in range(work.rounds):
+        exact = begin(lanes, work)
+        spent, _ = timed(work.exact, ids, exact)
+        for lane in running(lanes):
+            found = lane.attempt(lambda lane=lane: timed(work.model, ids, lane.cache))
+            if found is not None:
+                ratios[id(lane)].append(found[0] / spent)
+    for lane in running(lanes):
+        lane.row["prompt"] = list(quartiles(ratios[id(lane)]))
 
 
 def fill(cache: Any, model: PreTrainedModel, tokens: int) -> None:
@@ -181,6 +192,7 @@ def measured(lanes: list[Lane], work: Work) -> None:
     with torch.no_grad():
         warm(lanes, work)
         quality(lanes, work)
+        prompts(lanes, work)
         for context in work.contexts:
             steps(lanes, work, context)
 
@@ -189,14 +201,15 @@ def carried_out(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Measure what an order names; yield version, rows and failures of each after each model."""
     torch.set_num_threads(1)
     contenders = {name: contender(name) for name in order["names"]}
-    sizes = {name: order[name] for name in ("tokens", "chunk", "contexts", "rounds")}
+    sizes = {name: order[name] for name in ("tokens", "prompt", "chunk", "contexts", "rounds")}
     found: dict[str, Any] = {
         name: {"version": version(one.package), "rows": [], "failed": []}
         for name, one in contenders.items()
     }
     for name in order["models"]:
         model, tokenizer = load_model(name)
-        ids = first_tokens(tokenizer, book_path().read_text("utf-8"), order["tokens"])
+        most = max(order["tokens"], order["prompt"])
+        ids = first_tokens(tokenizer, book_path().read_text("utf-8"), most)
         lanes = [
             Lane(who, cache, make)
             for who, one in contenders.items()

@@ -194,7 +194,7 @@ def test_a_third_party_joins(module, third_party, model_folder, tmp_path):
     with pytest.raises(RegistrationError, match="no contender 'nobody'; there are"):
         contenders.contender("nobody")
     order = {"names": ["my-cache", "broken"], "models": [model_folder], "tokens": 320, "chunk": 128}
-    order |= {"contexts": [256], "rounds": 2}
+    order |= {"prompt": 200, "contexts": [256], "rounds": 2}
     threads = torch.get_num_threads()
     with torch.no_grad():
         (got,) = process.carried_out(order)
@@ -207,3 +207,23 @@ def test_a_third_party_joins(module, third_party, model_folder, tmp_path):
     assert 0 <= found["kl_mean"] < 1e-9 and found["top1"] == 100
     (step,) = found["steps"]
     assert step["bytes"] == step["exact_bytes"] > 0 and step["tokens"] == 256
+
+
+def test_a_prompt_is_one_call_on_an_empty_cache(module, model_folder, monkeypatch):
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    process = module("leaderboard_process")
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    seen = []
+
+    def timed(model, ids, cache, keep=1):
+        seen.append((len(ids), cache.get_seq_length()))
+        cache.update(*torch.zeros(2, 1, 1, len(ids), 4), 0)
+        return float(len(seen)), None
+
+    monkeypatch.setattr(process, "timed", timed)
+    lane = process.Lane("one", "cache", lambda model: DynamicCache())
+    work = process.Work(model, model, torch.arange(9), 9, 7, 4, [8], rounds=3)
+    process.prompts([lane], work)
+    assert seen == [(7, 0)] * 6  # the exact cache and the other one, three times
+    assert lane.row["prompt"] == pytest.approx([19 / 15, 4 / 3, 5 / 3])
