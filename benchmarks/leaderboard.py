@@ -1,11 +1,11 @@
 """Caches of kvpact and of other packages on the same work: KL, bytes held, time.
 
     python benchmarks/leaderboard.py [--only NAME …] [--models smollm2 gemma3] [--tokens 768]
-        [--prompt 1024] [--contexts 1024 4096 8000] [--rounds 5] [--together] [--out benchmarks/results/leaderboard]
+        [--prompt 1024] [--contexts 1024 4096 8000] [--rounds 5] [--together] [--out DIR]
 
 Each contender (`leaderboard_peers`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
-transformers' `DynamicCache`; what was found is written to OUT/NAME.json, and `make leaderboard`
+transformers' `DynamicCache`; what was found is written to DIR/NAME.json, and `make leaderboard`
 makes a page of all these files. `--together` measures in one process, all taking turns, which takes
 a third of the time: for packages that have no modules of the same name.
 

@@ -34,7 +34,12 @@ from kvpact_pages.results import (
 ADVICE = tomllib.loads((Path(__file__).parent / "advice.toml").read_text("utf-8"))
 WRITTEN = "<!-- Written by docs/generate.py: change the method's docstring or advice.toml. -->"
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{5})")
+_CALIBRATION = "../quality.md#fewer-bits-for-what-is-stored"
+CALIBRATED = "pca/"
+"""Folder of the evaluations whose caches had a calibration."""
 _DOES = {"attend": "attends to", "encode": "packs", "decode": "unpacks"}
+ALL = "all: attend, pack and unpack"
+"""What is said of a backend that computes everything."""
 
 
 def methods() -> dict[str, Any]:
@@ -73,9 +78,9 @@ def computes(method: Any, backend: str) -> str:
         if not any(reasons):
             done.append(_DOES[operation])
     if not missing:
-        return "all of it"
+        return ALL
     if len(missing) == 2 and not done:
-        return "none of it: torch computes"
+        return "none: torch computes"
     of_torch = {
         side: "computes" if len(does) == len(OPERATIONS) else " and ".join(does)
         for side, does in missing.items()
@@ -99,9 +104,9 @@ def groups(method: Any) -> str:
     if all(codec.joint for codec in pair):
         return "all heads of a token together"
     key, value = (codec.group for codec in pair)
-    words = {True: "each token at once", False: "{} tokens together"}
+    words = {True: "each token by itself", False: "{} tokens together"}
     sides = [words[size == 1].format(size) for size in (key, value)]
-    return sides[0] if key == value else f"K {sides[0]}, V {sides[1]}"
+    return sides[0] if key == value else f"K: {sides[0]}; V: {sides[1]}"
 
 
 def bits_text(method: Any, dim: int) -> str:
@@ -113,14 +118,14 @@ def bits_text(method: Any, dim: int) -> str:
 def facts(method: Any) -> str:
     """Return the table at the head of a card."""
     rows = [
-        ["paper", linked(getattr(method, "paper", "")) or "none of its own"],
-        ["bits a value of the slots", f"{bits_text(method(), 128)} at the defaults and width 128"],
-        ["packs", groups(method)],
-        ["learns", learns(method)],
+        ["paper", linked(getattr(method, "paper", "")) or "none"],
+        ["bits per value of the slots", f"{bits_text(method(), 128)} at width 128"],
+        ["packing", groups(method)],
+        ["learnt", learns(method)],
         ["native kernels on CPUs", computes(method, "cpu")],
         ["Triton kernels on GPUs", computes(method, "triton")],
     ]
-    return table(("", ""), rows, left=2)
+    return table(("at the defaults", ""), rows, left=2)
 
 
 def options(method: Any) -> str:
@@ -129,7 +134,7 @@ def options(method: Any) -> str:
     rows = []
     for field in fields(method):
         kind, meaning = told.get(field.name, ("", ""))
-        meaning += " Of K alone." if field.name in method.key_only else ""
+        meaning += " K only." if field.name in method.key_only and "K only" not in meaning else ""
         rows.append([code(field.name), code(option_text(field.default)), *_escaped(kind, meaning)])
     return table(("option", "default", "type", "meaning"), rows, left=4)
 
@@ -149,7 +154,16 @@ def bits(method: Any) -> str:
     plain = [s for s in specs(method) if "sinks" not in s and "window" not in s and "/" not in s]
     made = {spec: parse_spec(spec).key for spec in plain}
     rows = [[code(s), bits_text(m, 64), bits_text(m, 128)] for s, m in made.items()]
-    return table(("spec", "D = 64", "D = 128"), rows)
+    notes = dict.fromkeys(note for m in made.values() for note in unplanned(m))
+    return "\n\n".join([table(("spec", "D = 64", "D = 128"), rows), *notes])
+
+
+def unplanned(method: Any) -> list[str]:
+    """Return what of the bytes of a method's slots only the tokens decide."""
+    codec = method.key_codec(64, torch.float16)
+    told = codec.unplanned if not codec.joint else ""  # joint codecs tell of their state alone
+    text = told.partition(": ")[2]
+    return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
 def measured(name: str) -> list[dict[str, Any]]:
@@ -174,6 +188,8 @@ def quality(name: str) -> str:
         if cells:
             columns = ("spec", "bits, slots", "KL mean", "top-1", "tokens")
             parts += [f"On {said}:", table(columns, cells)]
+    if any(row["file"].startswith(CALIBRATED) for row in measured(name)):
+        parts.append(f"These caches had a [calibration]({_CALIBRATION}).")
     return "\n\n".join(parts) or "Nothing is committed; `kvpact eval` measures it."
 
 
@@ -213,17 +229,19 @@ def card(method: Any) -> str:
         "## Options",
         options(method),
         "## Bits",
-        "Bits a value of packed codes and side information, K and V apart by a slash where they "
-        "differ; exact sinks and window, and what is learnt, come on top.",
+        "Bits per value of packed codes and side information, for K and V given in 16 bits, with a "
+        "slash between K and V where they differ. Exact sinks and window, and what is learnt, come "
+        "on top.",
         bits(method),
         "## Measured",
         "Mean KL in nats per token against the exact cache, with its standard error, on the "
-        "shipped novel ([how it is measured](../quality.md)).",
+        "shipped novel ([how it is measured](../quality.md)); the models run in fp32. *Bits, "
+        "slots* are the mean of K and V, and include what was learnt, spread over the tokens.",
         quality(method.name),
-        "How fast methods are: [Speed](../speed.md).",
+        "[Speed](../speed.md) tells how fast methods are.",
         "## When not to use it",
         warnings(method),
-        f"The same on the command line: `kvpact methods {method.name}`.",
+        f"`kvpact methods {method.name}` prints text, options and bits on the command line.",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -236,7 +254,7 @@ def overview() -> str:
             summary(method),
             linked(getattr(method, "paper", "")),
             bits_text(method(), 128),
-            "yes" if computes(method, "cpu") == "all of it" else "no",
+            "yes" if computes(method, "cpu") == ALL else "no",
         ]
         for name, method in methods().items()
     ]
@@ -244,22 +262,28 @@ def overview() -> str:
 
 
 def best() -> str:
-    """Return the spec with the least KL on each model, of all that were measured at most bits."""
+    """Return the spec with the least KL on each model, of all that were measured, by bits."""
     limits = (2.5, 3.5, 4.5, 9.0)
+    every = {model: _of_model(model) for model in MODELS}
     rows = []
     for limit, below in zip(limits, (0.0, *limits), strict=False):
         cells = [f"{below:g} to {limit:g}" if below else f"up to {limit:g}"]
         for model in MODELS:
-            found = [
-                row
-                for row in load(f"models/{model}/eval.json")
-                + (load("quality/eval.json") if model == "smollm2" else [])
-                if below < row["slot_bits_per_value"] <= limit and not row["packed_only"]
-            ]
+            found = [row for row in every[model] if below < row["slot_bits_per_value"] <= limit]
             least = min(found, key=lambda row: row["kl_mean"], default=None)
             cells.append(f"`{least['spec']}`, {kl_and_error(least)}" if least else "not measured")
         rows.append(cells)
-    return table(("bits of the slots", *MODELS.values()), rows, left=3)
+    return table(("bits per value of the slots", *MODELS.values()), rows, left=3)
+
+
+def _of_model(model: str) -> list[dict[str, Any]]:
+    """Return what was measured on a model without a calibration, each spec once."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(eval_files(), key=lambda file: (not file.startswith("models/"), file)):
+        for row in [] if file.startswith(CALIBRATED) else load(file):
+            if row["model"] == model and not row["packed_only"]:
+                found.setdefault(row["spec"], row)
+    return list(found.values())
 
 
 def aliases() -> str:

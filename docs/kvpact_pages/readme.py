@@ -5,16 +5,16 @@ from __future__ import annotations
 from kvpact_pages.results import code, kl, load, table
 
 RECOMMENDED = {
-    "int:bits=8": "no loss that can be measured",
+    "int:bits=8": "next to no loss, in about half of fp16's bytes",
     "trellis:bits=4": "the default",
     "trellis:bits=3": "a fifth of fp16's bytes",
-    "trellis:bits=2": "a seventh of them",
-    "turboquant:bits=4": "the quickest to write, if your model bears it",
+    "trellis:bits=2": "a seventh of fp16's bytes",
+    "turboquant:bits=4": "quicker to write than `trellis`; not for models with QK-norm",
 }
 
 
 def figures() -> str:
-    """Return three figures, each with the command that prints it."""
+    """Return three figures, each with the commands that print it."""
     smollm2, gemma3 = (
         next(r["kl_mean"] for r in _rows(model) if r["spec"] == "trellis:bits=4")
         for model in ("smollm2", "gemma3")
@@ -26,19 +26,20 @@ def figures() -> str:
         [
             [
                 "quality at 4 bits",
-                f"KL {kl(smollm2)} (SmolLM2-135M), {kl(gemma3)} (Gemma 3 270M)",
-                "`kvpact eval trellis:bits=4 --model smollm2 --tokens 2048`",
+                f"KL of {kl(smollm2)} (SmolLM2-135M) and {kl(gemma3)} (Gemma 3 270M)",
+                "`kvpact eval trellis:bits=4 --model smollm2 --tokens 2048`, "
+                "`kvpact eval trellis:bits=4 --model gemma3 --tokens 1536`",
             ],
             [
-                "a decode step after 6,000 tokens",
-                f"{exact['ms'] / ours['ms']:.2f} times as fast as `DynamicCache` (AVX2), in "
-                f"{ours['cache'] / exact['cache']:.3f} of its bytes",
+                "a decode step of SmolLM2-135M after 6,000 tokens, `turboquant:bits=4`",
+                f"{exact['ms'] / ours['ms']:.2f} times as fast as transformers' `DynamicCache` in "
+                f"fp32, in {ours['cache'] / exact['cache']:.3f} of its bytes (one thread, AVX2)",
                 "`make bench-quanto`",
             ],
             [
-                "a prompt of 2,000 tokens that another process computed, in vLLM",
-                "first token 7.4 times as soon from a folder, .266 of fp16's bytes",
-                "`benchmarks/vllm_shared_prefix.py`",
+                "the first token of a 2,000-token prompt that another vLLM process has computed",
+                "7.4 times as soon, loaded from a folder in 0.266 of fp16's bytes (SmolLM2-135M)",
+                "`.venv-vllm/bin/python benchmarks/vllm_shared_prefix.py`",
             ],
         ],
         left=3,
@@ -53,7 +54,7 @@ def specs() -> str:
         bits = sorted({f"{each[spec]['slot_bits_per_value']:.1f}" for each in found})
         kls = [kl(each[spec]["kl_mean"]) for each in found]
         rows.append([code(spec), when, " to ".join(bits), *kls])
-    columns = ("spec", "take it for", "bits a value", "KL, SmolLM2-135M", "KL, Gemma 3 270M")
+    columns = ("spec", "what it is for", "bits per value", "KL, SmolLM2-135M", "KL, Gemma 3 270M")
     return table(columns, rows, left=2)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import torch
+
+from kvpact.spec import parse_spec
 from kvpact_pages.chart import Axis, Series, decades, draw
-from kvpact_pages.results import MODELS, code, load, percent, table
+from kvpact_pages.results import MODELS, ROOT, code, load, percent, table
 
 CONTEXTS = (1024, 4096, 16384, 65536)
 SHORT = (32, 64, 128, 256)
@@ -13,6 +17,17 @@ CAPPED = "times_best_torch_capped"
 SHAPES = {
     "A": "A: 32 query heads over 8 KV heads of width 128",
     "B": "B: 9 query heads over 3 KV heads of width 64, those of SmolLM2-135M",
+}
+BITS = (8, 4, 3, 2)
+PLAIN = "trellis:bits={},first=false,weights=false,blocks=false,center=0"
+COMPILED = {
+    "turboquant:bits={}": "`turboquant`",
+    "int:bits={}": "`int`",
+    "fp8": "`fp8`",
+    "kivi:bits={}": "`kivi`",
+    "kvarn:bits={}": "`kvarn`",
+    "trellis:bits={}": "`trellis`",
+    PLAIN: "`trellis:first=false,weights=false,blocks=false,center=0`",
 }
 DRAWN = ("fp16, fused", "8 bits", "4 bits", "4 bits, fast", "2 bits, fast")
 
@@ -39,10 +54,11 @@ def summary() -> str:
         "After 6,000 tokens of context SmolLM2-135M generates "
         f"{ms['DynamicCache, fp32'] / own:.2f} times as fast on `turboquant:bits=4` as on "
         "transformers' `DynamicCache` in fp32, on one thread of a server's CPU, and "
-        f"{ms['QuantizedCache, fp32'] / own:.1f} times as fast as on its `QuantizedCache`. One "
-        f"step of attention over 16,384 tokens is {min(times):.1f} to {max(times):.1f} times as "
-        "fast as the fastest that torch does. Below a few hundred tokens there is little to gain. "
-        "**Every figure here is from a CPU**; the kernels for GPUs have not been timed on one."
+        f"{ms['QuantizedCache, fp32'] / own:.1f} times as fast as on its `QuantizedCache` of 4 "
+        "bits (quanto). With AVX-512 one step of attention over 16,384 tokens is "
+        f"{min(times):.1f} to {max(times):.1f} times as fast as the fastest way that torch has, "
+        "depending on bits, arithmetic and shape. Below a few hundred tokens there is little to "
+        "gain. **Every figure here is from a CPU**; the kernels for GPUs have not been timed."
     )
 
 
@@ -187,13 +203,39 @@ def encoding() -> str:
             [
                 code(row["spec"]),
                 row["side"].upper(),
-                f"{row['native']:.2f}",
+                f"{row['native']:.2f}" if _native(row) else "by torch",
                 f"{row['torch']:.3f}",
                 f"{back['native']:.2f}" if back else "by torch",
             ]
         )
-    columns = ("spec", "", "packed, native", "packed, torch", "unpacked, native")
-    return f"{table(columns, cells, left=2)}\n\nG values a second; {data['machine']}."
+    columns = ("spec", "side", "packed, native", "packed, torch", "unpacked, native")
+    return f"{table(columns, cells, left=2)}\n\nBillions of values per second; {data['machine']}."
+
+
+def _native(row: dict[str, Any]) -> bool:
+    """Tell whether native kernels pack what a row measured."""
+    spec = parse_spec(row["spec"])
+    codec = spec.key.key_codec if row["side"] == "k" else spec.value.value_codec
+    return codec(row["dim"], torch.float32).encoding() is not None
+
+
+def instructions() -> str:
+    """Return the instructions of decode steps that the golden table of Triton's kernels holds."""
+    golden = json.loads((ROOT / "tests/kernels/triton/golden/aot.json").read_text("utf-8"))
+    found = {
+        key.partition(" D=128 4x1: attend_")[0]: kernel["instructions"]
+        for key, kernel in golden["sm_90"].items()
+        if " D=128 4x1: attend_" in key and "instructions" in kernel
+    }
+    cells = [
+        [said, *(f"{found[s]:.1f}" if (s := _of(spec, bits)) in found else "" for bits in BITS)]
+        for spec, said in COMPILED.items()
+    ]
+    return table(("spec", *(f"{bits} bits" for bits in BITS)), cells)
+
+
+def _of(spec: str, bits: int) -> str:
+    return ("fp8" if bits == 8 else "") if spec == "fp8" else spec.format(bits)
 
 
 def attention_chart(shape: str) -> str:
@@ -251,4 +293,5 @@ BLOCKS = {
     "speed-linearity": linearity,
     "speed-prompts": prompts,
     "speed-encoding": encoding,
+    "speed-instructions": instructions,
 }

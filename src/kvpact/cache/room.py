@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.stream import Stream
@@ -26,6 +28,33 @@ def rewind(layer: CacheLayer, held: Held) -> None:
         layer._clean = False
         layer._held = held
         layer.settle()
+
+
+class Moment(NamedTuple):
+    """What a layer held at one moment: it can hold that again, to the byte, after appends.
+
+    Parameters
+    ----------
+    layer : CacheLayer
+        The layer.
+    held : Held
+        What it held.
+    """
+
+    layer: CacheLayer
+    held: Held
+
+    @classmethod
+    def of(cls, layer: CacheLayer) -> Moment:
+        """Return the present one."""
+        return cls(layer, layer._held)
+
+    def restore(self) -> None:
+        """Let the layer hold that again, unless it was rolled back, reordered or reset since."""
+        version = self.layer._held.version
+        if version == self.held.version:
+            # What carries out steps has counted those that came since.
+            rewind(self.layer, self.held._replace(version=version + 1, runner=None))
 
 
 def _reserved(stream: Stream, tokens: int) -> Stream:

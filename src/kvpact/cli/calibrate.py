@@ -26,7 +26,7 @@ def calibrate_command(
     out: Path = typer.Option(
         Path("calibration.safetensors"),
         dir_okay=False,
-        help="File to write; one that is there is replaced.",
+        help="File to write; an existing file is replaced.",
     ),
     text: list[Path] = typer.Option(
         [],
@@ -35,7 +35,8 @@ def calibrate_command(
     ),
     spec: list[str] = typer.Option(
         SPECS,
-        help="Spec to calibrate; what is learnt of `pca` and `trellis` serves all bits.",
+        help="Spec to calibrate; `pca` and `trellis` learn the same at all bits. Several may be "
+        "given.",
         autocompletion=complete_spec,
     ),
     tokens: int = typer.Option(4096, min=256, help="Tokens of all texts together."),
@@ -45,7 +46,7 @@ def calibrate_command(
 ) -> None:
     """Calibrate methods to a model, for prefixes, pages and pca.
 
-    Take texts of the kinds that the model is going to read; some 4,000 tokens are enough.
+    Use texts of the kinds that the model will read; about 4,000 tokens are enough.
     """
     from kvpact.cli.network import check_models, open_model
 

@@ -110,7 +110,7 @@ COMMANDS = {
         ("kvpact store stats redis://localhost:6379",),
     ),
     "store gc": Entry(
-        "Remove expired, surplus and damaged entries, and what killed processes left.",
+        "Remove expired and surplus entries, leftovers and, with --verify, damaged entries.",
         "store:gc",
         ("kvpact store gc kv --verify --max-bytes 1000000000",),
     ),

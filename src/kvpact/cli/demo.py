@@ -32,11 +32,11 @@ HOW_TO_READ = (
 
 
 def demo(
-    out: Path = typer.Option(Path("kvpact-demo"), help="Folder for the files."),
+    out: Path = typer.Option(Path("kvpact-demo"), help="Folder for the output."),
     tokens: int = typer.Option(2048, help="Tokens of the book to evaluate on."),
     chunk: int = typer.Option(256, help="Tokens fed at a time."),
     model: str = options.MODEL,
-    new_tokens: int = typer.Option(NEW_TOKENS, min=1, help="Tokens to continue the prompt by."),
+    new_tokens: int = typer.Option(NEW_TOKENS, min=1, help="Tokens of each continuation."),
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,
 ) -> None:

@@ -16,7 +16,7 @@ def evaluate_command(
     specs: list[str] = typer.Argument(
         ...,
         metavar="SPEC...",
-        help="Specs such as turboquant:bits=4, or recipes (.toml, .json).",
+        help="Specs such as turboquant:bits=4, or recipes (.toml, .json, recipe:NAME).",
         autocompletion=complete_spec,
     ),
     text: list[Path] = typer.Option(
@@ -32,25 +32,25 @@ def evaluate_command(
     ),
     against: str | None = typer.Option(
         None,
-        help="Spec that the others are compared with, token by token; the first if omitted.",
+        help="Spec (or none) to compare the others with, token by token; the first if omitted.",
         show_default=False,
     ),
     free_running_steps: int = typer.Option(
         0,
         "--free-running",
         metavar="STEPS",
-        help="Also continue each text by so many single steps along the exact cache's greedy text.",
+        help="Also read this many tokens of the exact cache's greedy continuation, one by one.",
         show_default=False,
     ),
     tasks: bool = typer.Option(
-        False, "--tasks", help="Also score retrieval tasks made out of each text."
+        False, "--tasks", help="Also score retrieval tasks made from each text."
     ),
-    task_samples: int = typer.Option(2, min=1, help="Contexts of each task."),
-    seed: int = typer.Option(0, help="Seed of the tasks."),
+    task_samples: int = typer.Option(2, min=1, help="Contexts per task, with --tasks."),
+    seed: int = typer.Option(0, help="Seed of the tasks, with --tasks."),
     packed_only: bool = typer.Option(
         False,
         "--packed-only",
-        help="Leave out sinks and window, and read new tokens as stored (harsher).",
+        help="Evaluate without sinks and window, and read new tokens as stored (harsher).",
     ),
     ablation: bool = typer.Option(
         False,
@@ -64,7 +64,7 @@ def evaluate_command(
 ) -> None:
     """Measure perplexity, KL and top-1 agreement against the exact cache.
 
-    With several models or texts each model reads each text, and a summary follows.
+    With several models or texts, each model reads each text, and a summary follows.
     """
     from kvpact.cli.eval_run import Plan, candidates_of, run
     from kvpact.cli.eval_tables import show_files, show_ratios

@@ -29,14 +29,14 @@ MODEL_ARGUMENT = typer.Argument(
     ..., metavar="MODEL", help=WHICH_MODEL, autocompletion=complete_model
 )
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.", autocompletion=complete_dtype)
-THREADS = typer.Option(None, help="CPU threads.", show_default=False)
+THREADS = typer.Option(None, help="CPU threads; torch's default if omitted.", show_default=False)
 SPEC = typer.Option(
     "turboquant:bits=4", help="Spec or recipe of the cache.", autocompletion=complete_spec
 )
 STORAGE_SPEC = typer.Option(
     None,
     metavar="SPEC",
-    help="Store it by this spec, such as pca:bits=1.5 (with --calibration).",
+    help="Store by this spec instead, such as pca:bits=1.5 (with --calibration).",
     show_default=False,
     autocompletion=complete_spec,
 )
@@ -44,14 +44,14 @@ CALIBRATION = typer.Option(
     None,
     exists=True,
     dir_okay=False,
-    help="File of `kvpact calibrate`, for methods that learn.",
+    help="File written by `kvpact calibrate`, for methods that learn.",
     show_default=False,
 )
 FILE = typer.Option(
     None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
 )
-NEW_TOKENS = typer.Option(128, min=1, help="Tokens to generate at most.")
+NEW_TOKENS = typer.Option(128, min=1, help="Maximum number of tokens to generate.")
 PASSWORD = typer.Option(
-    None, envvar="KVPACT_STORE_PASSWORD", help="Password of a redis server.", show_default=False
+    None, envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.", show_default=False
 )
 JSON = typer.Option(False, "--json", help="Print the result as one JSON document instead.")

@@ -18,14 +18,14 @@ from kvpact.spec import RECIPE_PREFIX
 def recipes(
     name: str | None = typer.Argument(
         None,
-        help="A recipe of the list, with or without recipe:.",
+        help="A recipe of the list, with or without recipe: in front.",
         autocompletion=complete_recipe,
     ),
     as_json: bool = options.JSON,
 ) -> None:
     """List the recipes that kvpact ships, or print one.
 
-    Their names stand wherever a spec does: kvpact generate "Hello" --spec recipe:smollm2-3bit
+    Their names can be used in place of a spec: kvpact generate "Hello" --spec recipe:smollm2-3bit
     """
     names = recipe_names() if name is None else [name.removeprefix(RECIPE_PREFIX)]
     held = {short: dict(load_recipe(RECIPE_PREFIX + short)) for short in names}

@@ -21,16 +21,16 @@ def recommend_command(
     text: Path | None = typer.Option(
         None, help="UTF-8 text file; the shipped excerpt of a book if omitted.", show_default=False
     ),
-    context: int = typer.Option(32_768, help="Tokens at which bytes are told."),
+    context: int = typer.Option(32_768, help="Context length for which bytes are counted."),
     budget: str = typer.Option(
         "30%",
-        help="What the cache may take: a share of the 16-bit cache, bytes such as 4GB, or what a "
-        "spec takes.",
+        help="Bytes that the cache may take: a share of the 16-bit cache (30%), a size (4GB), or a "
+        "spec, for as many bytes as it takes.",
         autocompletion=complete_spec,
     ),
     quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
     tokens: int | None = typer.Option(
-        None, help=f"Tokens of text; {TOKENS} if omitted.", show_default=False
+        None, help=f"Tokens of text to use; {TOKENS} if omitted.", show_default=False
     ),
     out: Path | None = typer.Option(
         None, help="Folder for recipe.toml, recommend.json and a plot.", show_default=False
@@ -41,7 +41,7 @@ def recommend_command(
 ) -> None:
     """Recommend a spec, or a recipe by layer: gradients predict KL, one evaluation verifies.
 
-    Bytes are those of one sequence at --context.
+    Bytes are counted for one sequence of --context tokens.
     """
     from kvpact.cli.eval_tables import show_files
     from kvpact.cli.network import check_models, open_model

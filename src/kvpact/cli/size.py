@@ -22,12 +22,12 @@ def size(
         [],
         metavar="MODEL SPEC",
         help="A config.json, the folder of a model, smollm2, gemma3 or a hub id; then specs or "
-        "recipes, a usual choice if omitted. With --layers there is no MODEL.",
+        "recipes, a common selection if omitted. With --layers give no MODEL.",
         show_default=False,
         autocompletion=complete_size,
     ),
     tokens: list[str] = typer.Option(
-        TOKENS, help="Tokens per sequence; 32k are 32,768. Several may be given."
+        TOKENS, help="Tokens per sequence; 32k means 32,768. Several may be given."
     ),
     batch: int = typer.Option(1, help="Number of sequences."),
     layers: int | None = typer.Option(None, help="Layers with full attention."),
@@ -45,8 +45,8 @@ def size(
 ) -> None:
     """Print the bytes that caches of a model take; no weights are loaded.
 
-    One --tokens tells where the bytes go, several tell how they grow. What is counted is what
-    memory_usage() of such a cache counts, and what the model's other layers hold.
+    One --tokens shows where the bytes go, several show how they grow. The bytes are those that
+    memory_usage() of such a cache reports, and those of the model's other layers.
     """
     lengths = [length_of(text) for text in dict.fromkeys(tokens)]
     if batch < 1:

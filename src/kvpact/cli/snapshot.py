@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from kvpact.calibration import Calibration
     from kvpact.snapshot import Identity, Snapshot
 
-_PATH = typer.Argument(..., metavar="FILE", help="A snapshot.", dir_okay=False)
+_PATH = typer.Argument(..., metavar="FILE", help="Snapshot file.", dir_okay=False)
 _ADAPTER = typer.Option(None, help="Name of the model's adapter.", show_default=False)
-_TENANT = typer.Option(None, help="Tenant that the snapshot belongs to.", show_default=False)
+_TENANT = typer.Option(
+    None, help="Name of the tenant that the snapshot belongs to.", show_default=False
+)
 CHUNK = 256
 
 
@@ -128,7 +130,7 @@ def show(path: Path = _PATH, as_json: bool = options.JSON) -> None:
 
 
 def verify(
-    paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snapshots."),
+    paths: list[Path] = typer.Argument(..., metavar="FILE…", help="Snapshot files."),
     as_json: bool = options.JSON,
 ) -> None:
     """Verify every checksum; exit with code 2 at the first damaged file."""
@@ -148,7 +150,7 @@ def verify(
 
 def restore(
     path: Path = _PATH,
-    prompt: str | None = typer.Argument(None, help="Text that follows the snapshot's."),
+    prompt: str | None = typer.Argument(None, help="Text to append to that of the snapshot."),
     spec: str | None = typer.Option(
         None,
         help="Spec to continue with; the file's own if omitted.",

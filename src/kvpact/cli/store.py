@@ -95,16 +95,16 @@ def stats(
 def gc(
     url: str = _URL,
     password: str | None = options.PASSWORD,
-    verify: bool = typer.Option(False, help="Read all entries and remove damaged ones."),
+    verify: bool = typer.Option(False, help="Read all entries, and remove damaged ones."),
     max_bytes: int | None = typer.Option(
-        None, help="Drop the least recently used entries above this.", show_default=False
+        None, help="Drop the least recently used entries, down to this size.", show_default=False
     ),
     ttl: float | None = typer.Option(
         None, help="Drop entries older than this many seconds.", show_default=False
     ),
     as_json: bool = options.JSON,
 ) -> None:
-    """Remove expired, surplus and damaged entries, and what killed processes left."""
+    """Remove expired and surplus entries, leftovers and, with --verify, damaged entries."""
     with opened(url, password, max_bytes=max_bytes, ttl=ttl) as held, progress("reading") as show:
         report = held.gc(verify=verify, progress=show)
     removed = {name: getattr(report, name) for name in _REMOVED}

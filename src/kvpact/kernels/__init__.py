@@ -5,14 +5,10 @@ from kvpact.kernels.base import (
     AttendCall,
     Backend,
     Encoder,
-    PlacedSegments,
-    Segment,
-    SegmentSource,
     StepRow,
     StepRunner,
     StepTokens,
     TokenMemory,
-    Where,
 )
 from kvpact.kernels.choose import check_covered, choose
 from kvpact.kernels.finite import all_finite
@@ -26,6 +22,7 @@ from kvpact.kernels.plan import (
     devices,
     report,
 )
+from kvpact.kernels.sources import PlacedSegments, Segment, SegmentSource, Where
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output
 from kvpact.kernels.torch.queries import check_latent_config, check_queries, query_groups

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.kernels.base import AttendCall, SegmentSource
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.sources import SegmentSource
 
 _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape (that of a row where rows are many), strides and dtype of a tensor."""

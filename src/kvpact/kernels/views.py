@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import SegmentSource
 from kvpact.kernels.offset import KnownByPosition, RowOffset
+from kvpact.kernels.sources import SegmentSource
 from kvpact.methods import Codec
 
 CHUNK = 256

@@ -1,9 +1,9 @@
 """8-bit floating point (Micikevicius et al., FP8 formats for deep learning, arXiv:2209.05433).
 
-`x = scale * fp8(x / scale)`. With ``scale=token`` the largest magnitude of a token becomes the
-format's largest number (e4m3: 448, e5m2: 57344); with ``scale=none`` the values are rounded as they
-are, as serving engines do by default, and a value beyond the range is refused. Bits per value: 8,
-plus 16/D with a scale.
+`x ~ scale * fp8(x / scale)`. With ``scale=token`` the largest magnitude of a token becomes the
+format's largest number (e4m3: 448, e5m2: 57,344). With ``scale=none`` the numbers are rounded as
+they are, as serving engines do by default, and a number beyond the range is refused. Bits per
+value: 8, and 16/D for the scale if there is one.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """Low rank, then integers: coefficients on the principal directions, quantised per token.
 
-`x ~ Q (sigma * c)`: Q has the leading singular vectors (see `lowrank`), sigma the root mean square
-of each coefficient over the tokens fitted to (and one of equal coefficients), c is rounded to
-integers of 4 or 8 bits in groups of coefficients with one fp16 scale each. Without sigma the
-strongest direction would set the scale of its whole group. Where the rank is the width no Q is
-stored: the channels themselves are the coefficients, in order of their energy, so outlier channels
-cost nothing but their sigma.
+`x ~ Q (sigma * c)`: Q holds the leading singular vectors (see `lowrank`); sigma is the root mean
+square of each coefficient over the tokens that it was fitted to, and one more of equal
+coefficients; c is rounded to integers of 4 or 8 bits, in groups of coefficients with one fp16 scale
+each. Without sigma the strongest direction would set the scale of its whole group. Where the rank
+is the width no Q is stored: the channels themselves are the coefficients, in the order of their
+energy, so an outlier channel costs nothing but its sigma.
 
-The strongest coefficients are held in fp16 where they pay for their bytes: one more bit for all
-takes 3/4 of the error away, so an exact coefficient, which costs 16 - b bits, has to take away more
-than the same bits spent on all would; and all of them together cost at most a quarter bit per
+The strongest coefficients are held in fp16 where this pays. One more bit for all coefficients takes
+off 3/4 of the error, so an exact coefficient, which costs 16 - b bits, has to take off more than
+the same bits spent on all would; and all exact ones together cost at most a quarter of a bit per
 coefficient.
 
-Bits per value: (b + 16/group) r / D and the exact ones, and the factors.
+Bits per value: (b + 16/group) r / D, with a group of at most r coefficients. The exact
+coefficients, Q and sigma come on top.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class Hybrid(FittedMethod):
     quant_bits : {4, 8}
         Bits of a coefficient.
     group : int
-        Coefficients that share a scale.
+        Coefficients that share a scale, at most all of them.
     per_head : bool
         A basis for each head, or one for all heads of a layer.
     """

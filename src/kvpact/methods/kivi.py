@@ -1,9 +1,10 @@
 """KIVI: keys per channel, values per token (Liu et al., ICML 2024, arXiv:2402.02750).
 
-K: `group` tokens of one channel share scale and zero, `scale = (max - min) / (2**bits - 1)`,
-`zero = min`, both fp16. V: `group` channels of one token share them. Codes are taken on the grid
-as stored. The paper's residual of 128 exact tokens is ``window=128``. Bits per value: bits +
-32/group. Presets of the paper: ``kivi:bits=2,group=32``, ``kivi:bits=4,group=32``.
+`x ~ zero + scale * code` with `zero = min` and `scale = (max - min) / (2**bits - 1)`, both fp16.
+For K, `group` tokens of one channel share scale and zero; for V, `group` channels of one token do.
+Codes are computed from scale and zero as rounded to fp16. Bits per value: bits + 32/group; a group
+of channels is at most as wide as the vectors. The paper's settings are ``kivi:bits=2,group=32`` and
+``kivi:bits=4,group=32``; its residual of 128 exact tokens is ``window=128``.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class KIVI(Method):
     bits : int
         2 to 8; the paper has 2 and 4.
     group : {32, 64, 128}
-        Tokens (K) or channels (V) that share scale and zero.
+        Tokens (K) or channels (V) that share a scale and a zero.
     """
 
     name: ClassVar[str] = "kivi"

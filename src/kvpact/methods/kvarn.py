@@ -1,16 +1,19 @@
 """KVarN: variance balancing on both axes of a tile, then round to nearest (arXiv:2606.03458).
 
-A tile of `group` tokens is rotated (signs, Hadamard), then divided by a scale per row and a scale
-per column until all rows and columns have about the same standard deviation (Sinkhorn's way;
-SWEEPS rounds, the most even one is kept). Rows are the channels for K and the tokens for V. Each
-row is rounded on a grid between its minimum and maximum:
-`x = (zero[row] + scale[row] * code) * balance[column]`, all three fp16, the row's own balance
-folded into scale and zero. The tile's overall deviation is taken out first, so that the limits on
-the scales mean the same for data of any magnitude. In tiles of K below 1 the balance holds the
-magnitude and the grid is of order 1: a rollback may cut such a tile, and then tokens of any size
-are coded on its grid. Bits per value: bits + 32/group + 16/D for K,
-bits + 32/D + 16/group for V. Presets of the paper: ``kvarn:bits=2`` to ``kvarn:bits=4``, group 64
-or 128, and 4 bits for K with 2 for V.
+A tile of `group` tokens is rotated (random signs, Hadamard), then divided by a scale per row and a
+scale per column until all rows and all columns have about the same standard deviation. This takes
+SWEEPS rounds of Sinkhorn's alternation, of which the most even one is kept. Rows are the channels
+for K and the tokens for V. Each row is rounded on a grid between its minimum and maximum:
+`x ~ (zero[row] + scale[row] * code) * balance[column]`, all three fp16, where scale and zero
+include the row's own balance.
+
+The tile's overall deviation is divided out first, so that the limits on the scales mean the same
+for data of any magnitude. In tiles of K with numbers below 1 the balance holds the magnitude and
+the grid is of order 1: a rollback may cut such a tile, and then tokens of any size are coded on its
+grid.
+
+Bits per value: bits + 32/group + 16/D for K, bits + 32/D + 16/group for V. The paper's settings are
+``kvarn:bits=2`` to ``kvarn:bits=4`` with groups of 64 or 128, and 4 bits for K with 2 for V.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Low rank: vectors as coefficients on the principal directions of the first tokens.
 
-The truncated SVD `X ~ (X Q) Q^T` has the least error of all matrices of rank r; Q, `[D, r]`, has
-the r leading right singular vectors of X. With ``per_head=true`` each head has its own Q, so that
-whatever has rank r head by head comes back exactly (also a matrix `[T, H * D]` of rank r); else one
-Q is shared by all heads of the layer, fitted to `[T * H, D]`: H times fewer bytes of factors.
+The truncated SVD `X ~ (X Q) Q^T` has the least error of all matrices of rank r; the columns of Q,
+`[D, r]`, are the r leading right singular vectors of X. With ``per_head=true`` each head has its
+own Q, so data of rank r in each head come back exactly (and so does a matrix `[T, H * D]` of rank
+r). With ``per_head=false`` all heads of the layer share one Q, fitted to `[T * H, D]`, which takes
+H times fewer bytes.
 
 Coefficients keep the input's dtype; Q is fp16 for 16-bit input and fp32 otherwise. Where the rank
-is the width, Q is left out: it would be a rotation that changes nothing. Bits per value: b r / D
-with b bits per number of the input, and the factors. See ShadowKV (arXiv:2410.21465), Palu
-(arXiv:2407.21118).
+is the width, Q is left out: it would be a rotation that changes nothing. Bits per value: b r / D,
+where b is the bits of a number of the input; Q comes on top. Low rank for KV caches is also the
+idea of ShadowKV (arXiv:2410.21465) and Palu (arXiv:2407.21118).
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class LowRank(FittedMethod):
     rank : int
         Coefficients per vector, at most its width.
     energy : float
-        Above 0: the least rank that keeps this share of the energy, in place of `rank`.
+        Above 0, the smallest rank that keeps this share of the energy is taken in place of `rank`.
     per_head : bool
         A basis for each head, or one for all heads of a layer.
     """

@@ -1,6 +1,7 @@
-"""No compression: K and V as they are, or cast to a 16-bit format.
+"""No compression: K and V as they are, or cast to fp16, bf16 or fp32.
 
-The reference of all others, held in the same layouts. Bits per value: those of the dtype.
+All other methods are compared with it; it uses the same layouts. Bits per value: those of the
+dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Exact(Method):
     Parameters
     ----------
     dtype : {"auto", "fp16", "bf16", "fp32"}
-        Stored dtype; ``auto`` is the dtype of the input.
+        Stored dtype; ``auto`` keeps that of the input.
     """
 
     name: ClassVar[str] = "none"

@@ -1,37 +1,44 @@
-"""Principal components of all heads of a layer, trellis-coded: 1 to 2 bits, calibrated.
+"""Principal components of all heads of a layer, trellis-coded: few bits, with a calibration.
 
 For what is stored rather than attended to at every step: prefixes, snapshots, cold pages. After
-KVTC (arXiv:2511.01815), with a trellis in the place of scalar quantisers, weights, and two means.
+KVTC (arXiv:2511.01815), with a trellis in place of scalar quantisers, with weights, and with two
+means.
 
-Of one layer, x is the C = H_kv D numbers of a token, keys as they are before RoPE:
+In one layer, x is the C = H_kv D numbers of a token, keys as they are before RoPE:
 
     z = w (x - m)          m: one of two means, or nothing; w: weight of each channel
     y = U^T z / s          U, s: eigenvectors and deviations of z, the largest first
     y ~ n level            n: a scale of 8 bits; codes of one trellis (TCQ)
     x ~ m + U (n level s) / w
 
-m and n are those of which the least error is expected, from what lies beyond the largest level and
-between levels: a token unlike the calibration texts has few large components, which a scale of
-their root mean square would cut off. Component i has k_i bits, given one by one to the component
-where a bit takes off most error, `s_i^2 (D(k_i) - D(k_i + 1))`; those without any are zero. In the
-trellis an error counts `s_i^2`.
+For each token, m and n are chosen for the least expected error. This counts what lies beyond the
+largest level and what lies between levels: a token unlike the calibration texts has few large
+components, which a scale of their root mean square would cut off. Component i has k_i bits. Bits
+are given one by one, each to the component where it takes off most error,
+`s_i^2 (D(k_i) - D(k_i + 1))`, where D(k) is the distortion at k bits; components without bits are
+zero. The trellis weighs the error of component i by `s_i^2`.
 
-Learnt from calibration tokens (`kvpact calibrate`), where keys, values and queries are known:
+What is learnt from calibration tokens (`kvpact calibrate`), where keys, values and queries are
+known:
 
-- The means are of ordinary tokens, and of those whose value is small (norm below .45 of the
-  median): attention sinks inside the text, whose keys are alike.
-- w of K is the root of the queries' energy in each RoPE pair, of V the root of what the output
-  projection makes of each channel; each relative to its mean over the heads, .05 at least.
-- 1 % of the variance of each channel is added to the covariance, so that no component is nothing.
+- Two means: that of ordinary tokens, and that of tokens whose value is small (norm below .45 of the
+  median). The latter are attention sinks inside the text, whose keys are alike.
+- The weights w: for K the root of the queries' energy in each RoPE pair, for V the root of the
+  energy that the output projection makes of each channel. Both are relative to their root mean
+  square over all channels of all heads, and at least .05.
+- The components: 1 % of each channel's variance is added to the covariance, so that no component
+  vanishes.
 
-Without calibration a codec learns from what it encodes first: no weights, one mean, no RoPE.
+Without calibration a codec learns from what it encodes first: no weights, one mean, and keys as
+they are after RoPE.
 
-V has a quarter more bits than that, K a quarter less: at equal bits V's error is most of the
-damage (four fifths on SmolLM2 at 2 bits).
+V gets more bits than K because at equal bits its error does most of the damage: by default
+(``lean=0.25``) a quarter more than `bits`, and K a quarter less.
 
-Bits per value: `bits`, all included (8 of the scale and 2 of the flag for each token and layer), if
-`2 bits D` is whole bytes; else the next lower number of bytes. The state has C^2 numbers of 16 bits
-for each of K and V.
+Bits per value, K and V on average: `bits`, with all that is stored of a token (8 bits of scale and
+2 of flag per token and layer), rounded down to whole bytes of K and V together per head. The state
+comes on top: C^2 numbers of 16 bits and a few of each channel, once for K and once for V of a
+layer.
 """
 
 from __future__ import annotations
@@ -55,11 +62,11 @@ class PCA(FittedMethod):
     Parameters
     ----------
     bits : float
-        Bits per value, 0.5 to 6, of K and V on average; side information is counted.
+        Bits per value, 0.5 to 6, of K and V on average, side information included.
     lean : float
-        What V has more than that, and K less, as a share of it, 0 to 0.9.
+        Share of `bits` that V has more, and K less, 0 to 0.9.
     states : {8, 16}
-        Of the trellis.
+        States of the trellis.
     """
 
     name: ClassVar[str] = "pca"

@@ -1,17 +1,18 @@
 """PolarQuant (Han, Kacham, Karbasi, Mirrokni, Zandieh, arXiv:2502.02617): recursive polar angles.
 
-Rotate, `y = R x`. Level 1 turns pairs of channels into a radius and an angle in [0, 2 pi); level
-l > 1 turns pairs of radii `(r, s)` into the radius `sqrt(r^2 + s^2)` and the angle `atan(s / r)`
-in [0, pi/2]. The radii of the last level are stored in fp16. The angles of normal coordinates are
-independent: level 1 is uniform, level l has the density `~ sin^(2^(l-1) - 1)(2 angle)`. So level 1
-takes `first` bits of equal sectors, every other one the Lloyd-Max codebook of 2 bits of its
-density; no scale and no zero are needed. (A PolarQuant of the same year, arXiv:2502.00527, that
-quantises channel pairs of K over groups of tokens, is another method.)
+Rotate, `y = R x`. Level 1 turns pairs of channels into a radius and an angle in [0, 2 pi); each
+further level l turns pairs of radii `(r, s)` into the radius `sqrt(r^2 + s^2)` and the angle
+`atan(s / r)` in [0, pi/2]. The radii of the last level are stored in fp16. The angles of normal
+coordinates are independent: those of level 1 are uniform, those of level l have the density
+`~ sin^(2^(l-1) - 1)(2 angle)`. So level 1 has `first` bits, for equal sectors, and every other
+level the 2-bit Lloyd-Max codebook of its density; no scale and no zero are needed. A last channel
+or radius without a partner is stored in fp16 as it is, so any width will do.
 
-A last channel or radius without a partner is stored in fp16 as it is, so any width will do.
+Bits per value where 2^levels divides the width: first/2 + 2 (1/4 + … + 1/2^levels) + 16/2^levels.
+The paper's setting, ``first=4,levels=4``, is the default and takes 3.875.
 
-Bits per value where 2^levels divides the width: first/2, 2 (1/4 + … + 1/2^levels), 16/2^levels;
-the paper's preset, and the default, is 3.875 (``first=4,levels=4``).
+Another PolarQuant of the same year (arXiv:2502.00527), which quantises channel pairs of K over
+groups of tokens, is a different method.
 """
 
 from __future__ import annotations
@@ -175,9 +176,9 @@ class PolarQuant(Method):
     Parameters
     ----------
     levels : int
-        1 to 6; a radius is stored for 2^levels channels.
+        1 to 6; one radius is stored for 2^levels channels.
     first : int
-        1 to 8, the bits of an angle of level 1; all others take 2.
+        Bits of an angle of level 1, 1 to 8; those of other levels have 2.
     seed : int
         Chooses the rotation's signs.
     """

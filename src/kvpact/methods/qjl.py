@@ -1,21 +1,22 @@
 """QJL: signs of a projection for K (Zandieh, Daliri, Han, arXiv:2406.03482).
 
-K: the signs of `S x`, m = sketch D of them, and the norm of x. S is `sketch` orthonormal D x D
-blocks, as in section 4.2 of the paper (its Gaussian S has 2.8 times the variance), and
+K: the signs of `S x`, `sketch D` of them, and the norm of x. S consists of `sketch` orthonormal
+`D x D` blocks, as in section 4.2 of the paper (with its Gaussian S the variance is 2.8 times as
+large), and
 
     x ~ sqrt(pi / (2 D)) |x| S^T sign(S x) / sketch
 
 so that the inner product with any exact q is right on average. In softmax attention that is not
 what counts: at equal bits a codebook (`turboquant`) has far less distortion.
 
-A block is a Hadamard transform with random signs, behind another one: after a single one a key that
-lies in one channel would have coordinates of equal size, and an estimate 25 % too long. fp16 holds
-the root mean square, `|x| / sqrt(D)`, which reaches further than the norm.
+A block is a Hadamard transform with random signs behind another one: after a single one, a key that
+lies in one channel would have coordinates of equal magnitude, and an estimate 25 % too long.
+Instead of the norm fp16 holds the root mean square, `|x| / sqrt(D)`, which reaches further.
 
-V: per token, asymmetric integers in groups of channels, as the paper takes them over from KIVI. The
-paper's sketch of its own for eight outlier channels of K is not built. Bits per value: K
-sketch + 16/D, V value_bits + 32/value_group. The paper's preset, at D = 128, is the default; its
-128 exact tokens are ``window=128``.
+V: per token, asymmetric integers in groups of channels, which the paper takes over from KIVI. The
+paper's separate sketch for outlier channels of K is not built. Bits per value: sketch + 16/D for K,
+value_bits + 32/value_group for V. The defaults are the paper's settings for D = 128; its 128 exact
+tokens are ``window=128``.
 """
 
 from __future__ import annotations
@@ -100,9 +101,9 @@ class QJL(Method):
     sketch : {1, 2, 3, 4}
         Signs per channel of K.
     value_bits : int
-        2 to 8 bits of V.
+        Bits of V, 2 to 8.
     value_group : {32, 64, 128}
-        Channels of V that share scale and zero.
+        Channels of V that share a scale and a zero.
     seed : int
         Chooses the projection of K.
     """

@@ -6,23 +6,28 @@ Ungerboeck's codes of 8 or 16 states.
 V: rotate, `y = R x`; the scale n is the root mean square of y, rounded to 8 bits (5 of exponent, 3
 of mantissa); the trellis finds the codes of `y / n` (`quantizers.trellis`); `x ~ R^T (n level)`.
 
-K, by default, in steps each of which can be switched off:
+K takes further steps by default, each of which can be switched off:
 
-- ``center``: what is subtracted first, the *base*, is chosen for each token by a flag: the mean of
-  its tile, the first key of the sequence, or nothing, whichever is nearest. Attention sinks inside
-  the text resemble the first key and are far from the mean; they draw so much attention that their
-  errors are most of the damage. The mean has 8 bits for each channel and is that of the tokens
-  that are nearest to it; ``first=false`` leaves the first key out, ``center=0`` the mean.
-- ``weights``: channels are multiplied by `w = (E_q / E_k)^(1/4)`, with `E_q` and `E_k` the mean
-  squares of queries and of keys less their base, and queries divided by it: the least error of
-  inner products that a rotation behind it can have. Without queries, `w = E_k^(-1/4)`.
-- ``blocks``: channels are sorted by `E_q E_k`; the first quarter gets bits + 1, the last one
-  bits - 1. A block has a rotation, a deviation and a trellis of its own; the scale is common.
+- ``center`` and ``first``: what is subtracted first, the *base*, is chosen for each token by a
+  flag: the mean of its tile, the first key of the sequence, or nothing, whichever is nearest.
+  Attention sinks inside the text resemble the first key and are far from the mean; they draw so
+  much attention that their errors do most of the damage. The mean has 8 bits for each channel and
+  is taken over the tokens that are nearest to it. ``first=false`` leaves out the first key,
+  ``center=0`` the mean.
+- ``weights``: channels are multiplied by `w = (E_q / E_k)^(1/4)`, and queries divided by it, where
+  `E_q` and `E_k` are the mean squares of queries and of keys less their base. Of all weights before
+  a rotation these give the least error of inner products. Without queries, `w = E_k^(-1/4)`.
+- ``blocks``: channels are sorted by `E_q E_k`; the first quarter gets bits + 1, the last quarter
+  bits - 1. Each block has its own rotation, deviation and trellis; the scale is common. A quarter
+  is rounded down to a multiple of 16 channels. At 6 bits, and at widths below 64 or that are no
+  multiple of 16, there is one block.
 
 `w`, the order, the deviations and the first key are the codec's *state*, learnt from the first 64
-tokens of the cache and kept until it is reset.
+tokens of the cache (128 with ``center=128``) and kept until it is reset.
 
-Bits per value of K: bits + 8/D, the mean 8/center + 16/(center D), the flag 2/D; of V: bits + 8/D.
+Bits per value of K: bits + 8/D for the scale, 8/center + 16/(center D) for the mean and 2/D for the
+flag; of V: bits + 8/D. The state comes on top: 6 D bytes and a deviation per block for each head of
+K.
 """
 
 from __future__ import annotations
@@ -48,9 +53,9 @@ class Trellis(FittedMethod):
     Parameters
     ----------
     bits : int
-        1 to 6 bits per coordinate.
+        Bits per coordinate, 1 to 6.
     states : {8, 16}
-        Of the trellis; more states cost time in encoding alone.
+        States of the trellis; more of them cost time in encoding alone.
     center : {0, 64, 128}
         Tokens of a tile whose mean is a base of K; 0 for no mean.
     first : bool
@@ -58,7 +63,7 @@ class Trellis(FittedMethod):
     weights : bool
         Whether channels of K are weighted by the energies of queries and keys.
     blocks : bool
-        Whether channels of K are sorted into blocks of unlike bits.
+        Whether channels of K are sorted into blocks of different bits.
     seed : int
         Chooses the rotations' signs.
     """

@@ -1,13 +1,15 @@
 """Vector quantisation: sub-vectors as words of a codebook that k-means fits (product VQ).
 
 Rotate (random signs, Hadamard), normalise to a mean square of 1, cut the D coordinates into
-sub-vectors of `dims`, replace each by the nearest of `codebook_size` words. After the rotation all
-positions are alike, so one codebook serves them all. With ``stages=2`` a second codebook codes the
-residual (residual VQ). The fp16 scale of a token is the least-squares one, `<c, y> / |c|^2`.
+sub-vectors of `dims`, and replace each by the nearest of `codebook_size` words. After the rotation
+all positions are alike, so one codebook serves them all. With ``stages=2`` a second codebook codes
+the residual (residual VQ). The fp16 scale of a token is the least-squares one, `<c, y> / |c|^2`.
 
-Words are fp16. Where the calibration tokens give fewer than 64 sub-vectors per word, N(0, 1) ones
-are added: what rotated coordinates look like. Bits per value: stages log2(codebook_size) / dims +
-16/D, and the codebook. See product quantisation (Jegou, Douze, Schmid, TPAMI 2011).
+Words are fp16. A codebook is fitted to 64 sub-vectors per word, but to at least 4,096 and at most
+262,144 of them; where the tokens give fewer, samples of N(0, 1) are added, which is what rotated
+coordinates look like. Bits per value: stages log2(codebook_size) / dims + 16/D, where logarithm and
+number of sub-vectors are rounded up, and K's codes fill whole words of 32 bits. The codebook comes
+on top. See product quantisation (Jegou, Douze, Schmid, TPAMI 2011).
 """
 
 from __future__ import annotations
@@ -144,14 +146,13 @@ class VectorQuantization(FittedMethod):
     Parameters
     ----------
     codebook_size : int
-        Words, 2 to 65536. Each takes `2 dims` bytes, and fitting grows with them: 65,536 words take
-        tens of seconds and want 262,144 sub-vectors; what is missing is made up for (see above).
+        Words, 2 to 65,536. Each takes `2 dims` bytes, and large codebooks are slow to fit.
     dims : int
-        Coordinates of a sub-vector.
+        Coordinates of a sub-vector, 1 to 64.
     stages : {1, 2}
-        2 codes the residual too, with a codebook of its own.
+        With 2 the residual is coded, too, by a codebook of its own.
     seed : int
-        Of the rotation and of k-means.
+        Chooses the rotation's signs and the start of k-means.
     """
 
     name: ClassVar[str] = "vq"

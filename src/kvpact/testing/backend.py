@@ -14,15 +14,8 @@ from torch import Tensor
 from kvpact.cache import create_cache
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.base import (
-    OPERATIONS,
-    AttendCall,
-    Backend,
-    Operation,
-    Segment,
-    SegmentSource,
-    Where,
-)
+from kvpact.kernels.base import OPERATIONS, AttendCall, Backend, Operation
+from kvpact.kernels.sources import Segment, SegmentSource, Where
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec

@@ -23,6 +23,7 @@ from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError,
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.layer import COMPRESSED
 from kvpact.integrations.transformers.offsets import key_offsets
+from kvpact.integrations.transformers.pairs import UpdateOrder, may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
 from kvpact.key_offset import KeyOffset
@@ -82,8 +83,8 @@ class CompressedCache(EngineCache):
     latents with the projections absorbed, without expanding them.
 
     Encoder-decoder models want ``EncoderDecoderCache(CompressedCache(…), DynamicCache(…))``: the
-    cross-attention's K and V never grow. A cache can't be pickled (take a `snapshot`); `deepcopy`
-    shares what neither side changes.
+    cross-attention's K and V never grow. Given the `CompressedCache` alone, they are refused. A
+    cache can't be pickled (take a `snapshot`); `deepcopy` shares what neither side changes.
 
     Parameters
     ----------
@@ -155,41 +156,8 @@ class CompressedCache(EngineCache):
                 f"no layer of this model has full attention ({', '.join(sorted(set(types)))}); "
                 "there is nothing to compress"
             )
-        super().__init__(layers, shared, attention, sparse=_SPARSE in types)
-        self._pairs = config.is_encoder_decoder
-        self._latest: tuple[int, int] | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Give a layer new tokens; return what stands for K and V of all (see `CompressedLayer`).
-
-        Raises
-        ------
-        GeometryError
-            The cache was given to an encoder-decoder model without one for its cross-attention.
-        """
-        if self._pairs:
-            self._require_one_call(layer_idx, key_states.shape[2])
-        layer: Any = self.layers[layer_idx]
-        pair: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
-        return pair
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer holds; models ask for it when a call begins."""
-        self._latest = None
-        length: int = super().get_seq_length(layer_idx)
-        return length
-
-    def _require_one_call(self, layer: int, tokens: int) -> None:
-        """Raise if a layer is updated twice in one call: once by its cross-attention."""
-        latest, self._latest = self._latest, (layer, tokens)
-        if latest is not None and latest[0] == layer:
-            self.crop(-latest[1])
-            raise GeometryError(
-                "this model's cross-attention wants a cache of its own: pass past_key_values="
-                "EncoderDecoderCache(CompressedCache(model, spec), DynamicCache(config=config))"
-            )
+        order = UpdateOrder(may_cross_attend(config, decoder))
+        super().__init__(layers, shared, attention, sparse=_SPARSE in types, order=order)
 
     @property
     def max_cache_len(self) -> int:

@@ -7,13 +7,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpact.cache.paged_view import PagedView
+from kvpact.cache.room import Moment
 from kvpact.cache.rows import refuse_pickling
+from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.pairs import REMEDY, NoPair, UpdateOrder
 from kvpact.integrations.transformers.shared import SharedState
 
 
@@ -30,15 +33,22 @@ class EngineCache(Cache):
         As in `CompressedCache`.
     sparse : bool
         Whether some layers choose the tokens that they attend to (see `choose_attention`).
+    order : UpdateOrder, optional
+        Looks at who updates the layers.
     """
 
     __reduce_ex__ = refuse_pickling
 
     def __init__(
-        self, layers: list[Any], shared: SharedState, attention: str, sparse: bool = False
+        self,
+        layers: list[Any],
+        shared: SharedState,
+        attention: str,
+        sparse: bool = False,
+        order: UpdateOrder | None = None,
     ) -> None:
         super().__init__(layers=layers)
-        self._shared = shared
+        self._shared, self._order = shared, order
         self._loan = choose_attention(shared.config, attention, sparse)
         if shared.latent_dim:
             hand_on(shared.config)
@@ -52,6 +62,43 @@ class EngineCache(Cache):
         """Return the layers that hold something of their own: transformers', and hybrid ones."""
         return [layer for layer in self.layers if type(layer) is not CompressedLayer]
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Give a layer new tokens; return what stands for K and V of all (see `CompressedLayer`).
+
+        Raises
+        ------
+        GeometryError
+            The cache was given to a model with cross-attention without one for that, or such a
+            model's call before this one was interrupted. The cache is as before then.
+        """
+        layer: Any = self.layers[layer_idx]
+        if self._order is not None:
+            self._require_own_attention(self._order, layer_idx)
+        pair: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
+        return pair
+
+    def _require_own_attention(self, order: UpdateOrder, index: int) -> None:
+        """Raise if it is not the decoder's own attention that updates a layer."""
+        layer = self.layers[index]
+        if isinstance(layer, CacheLayerMixin):
+            refusal = order.refuse(index, layer)
+            if refusal is not None:
+                self._take_back(*refusal.before)
+                raise GeometryError(refusal.reason)
+            if order.over:
+                self._order = None
+
+    def _part_of_a_pair(self) -> Any:
+        """Not there: what models (T5Gemma, BERT) read of the `EncoderDecoderCache` they want."""
+        before = None if self._order is None else self._order.asked_for_pair()
+        if before is not None:
+            self._take_back(*before)
+        raise NoPair(REMEDY)
+
+    self_attention_cache = cross_attention_cache = is_updated = property(_part_of_a_pair)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row; 0 of them very often."""
         if tokens_to_remove > 0:
@@ -62,13 +109,52 @@ class EngineCache(Cache):
             layer.crop(tokens_to_remove)
         for cache in self._shared.stored() if tokens_to_remove else ():
             if isinstance(cache, PagedView):
-                for seq in cache.seqs or ():
-                    length = cache.cache.seq_len(seq)
-                    cache.cache.truncate(seq, max(length + tokens_to_remove, 0))
+                _remove(cache, -tokens_to_remove)
             else:
                 # Layers of which a call that failed had reached only some become equal again.
                 length = cache.seq_len(self._shared.held.index(cache))
                 cache.truncate(max(length + tokens_to_remove, 0))
+
+    def _take_back(self, length: int, moment: Moment | None = None) -> None:
+        """Let no layer hold more than `length` tokens: a call that is refused is as if not made.
+
+        Parameters
+        ----------
+        length : int
+            Tokens held before the call.
+        moment : Moment, optional
+            What the one layer that was reached held then.
+
+        Raises
+        ------
+        KVPactError
+            A layer of transformers has let go of tokens that it held before the call.
+        """
+        if length == 0:
+            self.reset()
+            return
+        for layer in self._own_layers():
+            more = layer.get_seq_length() - length
+            try:
+                if more > 0:
+                    layer.crop(-more)
+            except RuntimeError as error:
+                raise KVPactError(
+                    f"a call was interrupted, and {type(layer).__name__} can't be taken back to "
+                    "what it held before: reset the cache and begin again"
+                ) from error
+        shared = self._shared
+        for i, tokens in enumerate(shared.waiting):
+            if tokens is not None and tokens.total > length:
+                shared.waiting[i] = None
+        if moment is not None:
+            moment.restore()
+        for cache in shared.stored():
+            if isinstance(cache, PagedView):  # rows of unlike lengths grow by equally much
+                _remove(cache, cache.seq_len(0) - length)
+            else:
+                cache.truncate(length)
+        shared.end_call()
 
     def reset(self) -> None:
         """Forget all tokens and, in a contiguous cache, their shape."""
@@ -97,3 +183,9 @@ class EngineCache(Cache):
         kept = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
         for cache in self._shared.stored():
             cache.select(kept)
+
+
+def _remove(view: PagedView, tokens: int) -> None:
+    """Forget the last tokens of every row."""
+    for seq in view.seqs or ():
+        view.cache.truncate(seq, max(view.cache.seq_len(seq) - tokens, 0))

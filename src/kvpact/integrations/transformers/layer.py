@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.room import Moment
 from kvpact.integrations.transformers.handles import returned_pair
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.tokens import NewTokens
@@ -55,6 +56,13 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Return the layer's streams in a contiguous cache."""
         cache = self.cache
         return cache.entry(self._index) if isinstance(cache, ContiguousCache) else None
+
+    def moment(self) -> Moment | None:
+        """Return what the layer holds now; None where nothing does, or tokens wait."""
+        cache, waiting = self._shared.held[self._index], self._shared.waiting[self._index]
+        if waiting is not None or not isinstance(cache, ContiguousCache):
+            return None
+        return Moment.of(cache.entry(self._index))
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]

@@ -12,6 +12,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.pairs import UpdateOrder, may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
 
 
@@ -70,7 +71,9 @@ class PagedBatch(EngineCache):
         shared = SharedState(decoder, exact_new, [])
         shared.hold(PagedView(cache, seqs), len(types))
         layers = [CompressedLayer(shared, i) for i in range(len(types))]
-        super().__init__(layers, shared, attention)
+        # An engine makes a batch for every call: only models that may need it are looked at.
+        order = UpdateOrder(throughout=True) if may_cross_attend(config, decoder) else None
+        super().__init__(layers, shared, attention, order=order)
 
     @property
     def view(self) -> PagedView:

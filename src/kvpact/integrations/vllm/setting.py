@@ -51,16 +51,6 @@ def check_serves(spec: Spec, setting: str = SETTING) -> None:
     Sinks are exact tokens of one sequence; a group is packed when its last token comes; what a
     method learns belongs to one cache.
     """
-    if spec.key.sinks or spec.value.sinks:
-        raise SpecError(
-            f"{setting}={str(spec)!r}: vLLM's pages have no place for exact sinks; write "
-            f"{str(spec.with_options(sinks=0))!r}"
-        )
-    if spec.key.window != spec.value.window:
-        raise SpecError(
-            f"{setting}={str(spec)!r}: K and V need windows of equal width; write "
-            f"{str(spec.with_options(window=spec.key.window))!r}"
-        )
     for side, codec in zip("KV", codecs(spec, 64, 64, torch.float32), strict=True):
         reason = ""
         if codec.learns_from or not codec.ready:
@@ -73,8 +63,18 @@ def check_serves(spec: Spec, setting: str = SETTING) -> None:
             raise SpecError(
                 f"{setting}={str(spec)!r}: the method of {side} {reason}, which vLLM's pages can't "
                 "hold; take 'turboquant', 'int', 'fp8', 'none' or "
-                "'trellis:center=0,first=false,weights=false,blocks=false'"
+                "'trellis:center=0,first=false,weights=false,blocks=false', with sinks=0"
             )
+    if spec.key.sinks or spec.value.sinks:
+        raise SpecError(
+            f"{setting}={str(spec)!r}: vLLM's pages have no place for exact sinks; write "
+            f"{str(spec.with_options(sinks=0))!r}"
+        )
+    if spec.key.window != spec.value.window:
+        raise SpecError(
+            f"{setting}={str(spec)!r}: K and V need windows of equal width; write "
+            f"{str(spec.with_options(window=spec.key.window))!r}"
+        )
 
 
 def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec, Codec]:

@@ -18,11 +18,11 @@ from torch import Tensor
 from kvpact.errors import GeometryError, KernelError
 from kvpact.formats import CodesField, Field
 from kvpact.formats.encoding import search_tree
-from kvpact.kernels.base import PlacedSegments, Segment, Where
 from kvpact.kernels.cpu import structs, trellis
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
 from kvpact.kernels.cpu.structs import CHOICES, ENCODINGS, MOST_DIM, MOST_GROUP, EncodeArgs
+from kvpact.kernels.sources import PlacedSegments, Segment, Where
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard

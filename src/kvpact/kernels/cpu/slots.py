@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import CodesField
-from kvpact.kernels.base import SegmentSource
 from kvpact.kernels.cpu import structs, trellis
+from kvpact.kernels.sources import SegmentSource
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY
 from kvpact.transforms.hadamard import RandomHadamard

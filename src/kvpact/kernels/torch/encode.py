@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import Segment
+from kvpact.kernels.sources import Segment
 from kvpact.methods import Arrays, Codec
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
-from kvpact.kernels.base import Segment
+from kvpact.kernels.sources import Segment
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.triton.encode_form import (
     EncodeForm,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpact.errors import GeometryError
 from kvpact.formats import TILE
-from kvpact.kernels.base import SegmentSource, Where
+from kvpact.kernels.sources import SegmentSource, Where
 from kvpact.kernels.triton.encode_form import tables_of
 from kvpact.kernels.triton.forms import addresses_of
 from kvpact.methods import Codec

@@ -9,7 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvpact.kernels.base import AttendCall, SegmentSource
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.digits import attend_digits
 from kvpact.kernels.triton.forms import FIELDS, SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.halves import of_halves, order_of

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvpact.errors import KernelError
 from kvpact.kernels.alike import AlikeCalls
-from kvpact.kernels.base import AttendCall, SegmentSource, StepRow, StepTokens, TokenMemory
+from kvpact.kernels.base import AttendCall, StepRow, StepTokens, TokenMemory
+from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend import Prepared, attend_prepared, prepared
 from kvpact.kernels.triton.encode import encode_at, encode_reason, encoded_alone
 from kvpact.kernels.triton.encode_form import tables_of

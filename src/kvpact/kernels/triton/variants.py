@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.kernels.base import AttendCall, Where
+from kvpact.kernels.base import AttendCall
+from kvpact.kernels.sources import Where
 from kvpact.kernels.triton.attend import attend_triton
 from kvpact.kernels.triton.machine_code import Launch, recorded
 from kvpact.kernels.views import LayerView, StreamView
