@@ -82,7 +82,11 @@ def test_other_folders_are_taken_without_a_word(tmp_path, mode):
     (tmp_path / "store").chmod(mode)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        DirectoryStore(tmp_path / "store").close()
+        store = DirectoryStore(tmp_path / "store")
+        store.put("a", b"one")
+        assert store.get("a") == b"one"
+        store.close()
+    assert (tmp_path / "store").stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize("budget", [0, -1, 2.5, True, "1000"])
