@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 import pytest
 from mooncake_cluster import start_master
 from redis_server import start_server
-from tiny_llama import tiny_llama
+from tiny_llama import ascii_tokenizer, tiny_llama
 
 __all__ = ["start_master", "start_server"]  # fixtures of stores and of the command line
 
@@ -24,13 +24,9 @@ __all__ = ["start_master", "start_server"]  # fixtures of stores and of the comm
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """A tiny Llama and a tokenizer of single ASCII characters."""
-    tokenizers, transformers = (pytest.importorskip(n) for n in ("tokenizers", "transformers"))
+    for name in ("tokenizers", "transformers"):
+        pytest.importorskip(name)
     folder = tmp_path_factory.mktemp("model")
     tiny_llama(1024, bos_token_id=None, eos_token_id=None).save_pretrained(folder)
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={chr(i): i for i in range(128)}, merges=[])
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([])
-    tokenizer.decoder = tokenizers.decoders.Fuse()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    ascii_tokenizer().save_pretrained(folder)
     return str(folder)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_llama import tiny_llama
+from tiny_llama import ascii_tokenizer, tiny_llama
 
 import kvpact
 
@@ -80,6 +80,7 @@ def given(folder: Path) -> dict[str, Any]:
     ids = torch.arange(1, 101)[None] % 120
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder / "model")
+    ascii_tokenizer().save_pretrained(folder / "model")
     texts = [torch.arange(128 * 2) * 7 % 120]
     specs = [kvpact.parse_spec("pca:bits=1.5"), kvpact.parse_spec("trellis:bits=4")]
     calibrate(model, texts, specs).save(folder / "smollm2.calibration")

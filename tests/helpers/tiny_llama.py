@@ -1,4 +1,4 @@
-"""A Llama so small that it is made and run in milliseconds."""
+"""A Llama so small that it is made and run in milliseconds, and a tokenizer for it."""
 
 from typing import Any
 
@@ -31,3 +31,14 @@ def tiny_llama(positions: int, **options: Any) -> Any:
         **options,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def ascii_tokenizer() -> Any:
+    """Return a tokenizer whose tokens are single ASCII characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab={chr(i): i for i in range(128)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

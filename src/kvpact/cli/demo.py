@@ -21,13 +21,15 @@ from kvpact.cli.network import continued
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
 from kvpact.evaluate.files import report_data
+from kvpact.recommend.verdict import VERDICTS
 from kvpact.spec import DEFAULT_SPEC
 
 CONTINUED = (DEFAULT_SPEC, "trellis:bits=2")
 PROMPT_START, PROMPT_TOKENS, NEW_TOKENS = "CHAPTER 1\n", 300, 48
 HOW_TO_READ = (
     "How to read it: KL says how far the next-token distribution moves from the exact cache's "
-    "(below 0.01 hardly noticeable, above 0.1 broken); bits/value counts every byte held."
+    f"({', '.join(f'up to {most:g} {name}' for name, most in VERDICTS)}, above that broken); "
+    "bits/value counts every byte held."
 )
 
 
