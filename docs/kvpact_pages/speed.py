@@ -102,15 +102,17 @@ def latency() -> str:
     return head + "\n\n" + machine("latency/latency.json")
 
 
-def prompts_of_leaderboard() -> str:
-    """Return how much longer prompts took with kvpact's caches on the leaderboard."""
+def leaderboard() -> str:
+    """Return the times of kvpact's caches on the leaderboard, both models."""
     rows = load("leaderboard/own.json")["rows"]
-    least, most = (pick(rows, key=lambda row: row["prompt"][1]) for pick in (min, max))
-    return (
-        f"In the run of the leaderboard (`make leaderboard`) prompts took {least['prompt'][1]:.2f} "
-        f"to {most['prompt'][1]:.2f} times as long as with `DynamicCache`, over both models and "
-        f"all specs; `{most['cache']}` on {MODELS[most['model']]} longest."
-    )
+    contexts = [step["tokens"] for step in rows[0]["steps"]]
+    prompt = load("leaderboard/own.json")["about"]["prompt"]
+    cells = []
+    for row in rows:
+        times = [row["prompt"][1], *(step["ratio"][1] for step in row["steps"])]
+        cells.append([MODELS[row["model"]], code(row["cache"]), *(f"{t:.2f}" for t in times)])
+    columns = ["model", "cache", f"prompt of {prompt:,}", *(f"step after {n:,}" for n in contexts)]
+    return table(columns, cells, left=2) + "\n\n" + machine("leaderboard/own.json")
 
 
 def _attention() -> dict[tuple[str, int, int, str], dict[str, Any]]:
@@ -286,7 +288,7 @@ BLOCKS = {
     "speed-summary": summary,
     "speed-generate": generate,
     "speed-latency": latency,
-    "speed-leaderboard": prompts_of_leaderboard,
+    "speed-leaderboard": leaderboard,
     "speed-attention": attention,
     "speed-without-bf16": without_bf16,
     "speed-short": short,
