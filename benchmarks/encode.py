@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from machine import about
 
 from kvpact import CacheGeometry, create_cache, parse_spec
 from kvpact.cache.segments import SegmentList
@@ -53,11 +53,19 @@ HEADS = 8
 Row = dict[str, object]
 
 
-def rounds_of(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each call; all take turns in each round."""
+def rounds_of(
+    calls: dict[str, Callable[[], object]], rounds: int, warm: int = 0
+) -> dict[str, float]:
+    """Return the median seconds of each call; all take turns in each round.
+
+    Before each call `warm` more are made that are not timed: what ran before has emptied the
+    processor's caches, and to microseconds that is much.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for index in range(rounds + 1):
         for name, call in calls.items():
+            for _ in range(warm):
+                call()
             start = time.thread_time()
             call()
             if index:  # the first round warms up
@@ -134,7 +142,7 @@ def one_token(spec: str, held: tuple[int, ...], rounds: int) -> Row:
             part = torch.randn(2, 1, HEADS, min(4096, count - start), 128)
             cache.store(0, *part)
         calls[f"{kernel} at {count}"] = lambda cache=cache: cache.store(0, k, v)
-    times = rounds_of(calls, rounds)
+    times = rounds_of(calls, rounds, warm=2)
     found: Row = {name: seconds * 1e6 for name, seconds in times.items()}
     first, last, body = times.values()
     return {"spec": spec, **found, "ratio": body / first, "growth": last / first}
@@ -165,6 +173,7 @@ def main() -> None:
     except BackendUnavailable as error:
         raise SystemExit(f"nothing to compare: {error}") from None
     torch.set_num_threads(1)
+    where = about(level=level, threads=1)
     rows = [
         many(spec, side, dim, options.tokens, options.rounds)
         for spec in options.specs
@@ -173,10 +182,10 @@ def main() -> None:
     ]
     encoded, decoded = [row for row, _ in rows], [row for _, row in rows if "ratio" in row]
     steps = [one_token(spec, (1024, options.long), 40 * options.rounds) for spec in options.specs]
-    processor = platform.processor() or platform.machine()
-    machine = f"{processor}, {level}, 1 thread, torch {torch.__version__}"
+    head = ", ".join(f"{key}: {value}" for key, value in where.items())
     text = (
-        f"Encoding, {machine}.\n\nMany tokens, G values/s; `ratio`: over the torch body.\n\n"
+        f"# Encoding and decoding\n\n{head}\n\n"
+        "Many tokens, G values/s; `ratio`: over the torch body.\n\n"
         f"{table(encoded)}\nDecoding, G values/s.\n\n{table(decoded)}\n"
         f"One token's K and V, us; `growth`: the long cache over the short one.\n\n"
         f"{table(steps)}"
@@ -185,7 +194,7 @@ def main() -> None:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "encode.md").write_text(text)
-        found = {"machine": machine, "many": encoded, "decoded": decoded, "one": steps}
+        found = {"about": where, "many": encoded, "decoded": decoded, "one": steps}
         (options.out / "encode.json").write_text(json.dumps(found, indent=1))
 
 

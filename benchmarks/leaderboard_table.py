@@ -56,6 +56,9 @@ def load(folder: Path) -> list[dict[str, Any]]:
     if not files:
         raise SystemExit(f"nothing in {folder}; make leaderboard-run measures")
     found = [json.loads(path.read_text("utf-8")) for path in files]
+    old = [one["package"] for one in found if "prompt" not in one["about"]]
+    if old:
+        raise SystemExit(f"measured by an earlier version, measure again: {', '.join(old)}")
     return sorted(found, key=lambda one: (one["package"] != OWN, one["package"]))
 
 

@@ -30,7 +30,7 @@ INKS = {
 OWN = {"light": ("#0060a8", "#00795c", "#7a4fb5"), "dark": ("#6cb6f5", "#4fd1a5", "#c3a3f2")}
 # kvpact's methods: the points of one are joined.
 FAMILIES = ("trellis", "turboquant", "int")
-# Caches as they are named in the picture; those without a name are not in the panel on the right.
+# Caches of other packages as they are named in the picture.
 NAMES = {
     "QuantizedCache, quanto, 4 bits": "quanto 4",
     "QuantizedCache, hqq, 4 bits": "hqq 4",
@@ -38,7 +38,8 @@ NAMES = {
     "TinyKVCache, safe (4 bits)": "tiny-turboquant 4",
     "make_turboquant_cache, 4 bits": "quantcore-ai 4",
 }
-IN_TIME = ("trellis:bits=3", "turboquant:bits=4", "quanto 4", "hqq 4", "turbokv 4")
+# The lines of the panel on the right.
+IN_TIME = ("trellis:bits=4", "turboquant:bits=4", "quanto 4", "hqq 4", "turbokv 4")
 MOST_BITS = 12.0
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import torch
-
-from kvpact.spec import parse_spec
 from kvpact_pages.chart import Axis, Series, decades, draw
 from kvpact_pages.results import MODELS, ROOT, code, load, percent, table
 
@@ -194,7 +191,8 @@ def prompts() -> str:
 
 def encoding() -> str:
     """Return how fast tokens are packed, and unpacked, at a width of 128."""
-    data = load("attend/encode.json")
+    name = "attend/encode.json"
+    data = load(name)
     decoded = {(r["spec"], r["side"]): r for r in data["decoded"] if r["dim"] == 128}
     cells = []
     for row in data["many"]:
@@ -205,20 +203,13 @@ def encoding() -> str:
             [
                 code(row["spec"]),
                 row["side"].upper(),
-                f"{row['native']:.2f}" if _native(row) else "by torch",
+                f"{row['native']:.2f}" if "native" in row else "by torch",
                 f"{row['torch']:.3f}",
                 f"{back['native']:.2f}" if back else "by torch",
             ]
         )
     columns = ("spec", "side", "packed, native", "packed, torch", "unpacked, native")
-    return f"{table(columns, cells, left=2)}\n\nBillions of values per second; {data['machine']}."
-
-
-def _native(row: dict[str, Any]) -> bool:
-    """Tell whether native kernels pack what a row measured."""
-    spec = parse_spec(row["spec"])
-    codec = spec.key.key_codec if row["side"] == "k" else spec.value.value_codec
-    return codec(row["dim"], torch.float32).encoding() is not None
+    return f"{table(columns, cells, left=2)}\n\nBillions of values per second. " + machine(name)
 
 
 def instructions() -> str:

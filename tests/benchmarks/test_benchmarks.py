@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvpact.cli.app import app
-from kvpact.kernels.cpu.library import _load
+from kvpact.kernels.cpu.library import _load, library
 from kvpact.recipe import layer_specs, load_recipe
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -107,6 +107,17 @@ def test_encoding(run, tmp_path):
         line.count("|") for line in lines[lines.index("") :] if "| k |" in line or "| side" in line
     ]
     assert set(first[: 1 + 4]) == {8}  # rows of the first table have its heading's columns
+
+
+@native
+def test_libraries(run):
+    path = library().path
+    size = ("--levels", "none", "--specs", "fp8", "--tokens", 64, "--rounds", 1)
+    printed = run("libraries", path, *size)
+    assert f"KVPACT_SIMD=none, ms: installed; {path}" in printed
+    rows = re.findall(r"^fp8, (.+?) +([\d.]+) \(1\.00\) +([\d.]+) \(([\d.]+)\)$", printed, re.M)
+    assert [row[0] for row in rows] == ["packing", "step", "chunk of 64"]
+    assert all(float(x) > 0 for row in rows for x in row[1:])
 
 
 def attention(run, folder, *more):

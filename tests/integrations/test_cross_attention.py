@@ -4,113 +4,22 @@ import copy
 
 import pytest
 import torch
-from transformers import (
-    BartConfig,
-    BartForCausalLM,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertLMHeadModel,
-    DynamicCache,
-    EncoderDecoderCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MarianConfig,
-    MarianMTModel,
-    MT5Config,
-    MT5ForConditionalGeneration,
-    T5Config,
-    T5ForConditionalGeneration,
-    T5GemmaConfig,
-    T5GemmaForConditionalGeneration,
-    TrOCRConfig,
-    TrOCRForCausalLM,
-    WhisperConfig,
-    WhisperForConditionalGeneration,
+from cross_attention_models import (
+    DECODERS,
+    PAIRED,
+    WIDTH,
+    in_pair,
+    lengths,
+    made,
+    source,
+    target,
 )
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from kvpact import CacheGeometry, PagedKVCache
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, enable
 
-WIDTH = 32
-SIZES = {
-    "t5": {
-        "d_model": WIDTH,
-        "d_kv": 16,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 2,
-        "vocab_size": 64,
-        "decoder_start_token_id": 0,
-    },
-    "bart": {
-        "vocab_size": 64,
-        "d_model": WIDTH,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 3,
-        "forced_eos_token_id": None,
-    },
-    "gemma": {
-        "vocab_size": 64,
-        "hidden_size": WIDTH,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "sliding_window": 8,
-        "num_hidden_layers": 2,
-    },
-}
-
-
-def t5gemma(layers):
-    kinds = ["sliding_attention", "full_attention"][-layers:]
-    decoder = {**SIZES["gemma"], "num_hidden_layers": layers, "layer_types": kinds}
-    config = T5GemmaConfig(encoder=SIZES["gemma"], decoder=decoder, vocab_size=64)
-    return T5GemmaForConditionalGeneration(config)
-
-
-PAIRED = {
-    "t5": lambda n: T5ForConditionalGeneration(T5Config(**SIZES["t5"], num_decoder_layers=n)),
-    "mt5": lambda n: MT5ForConditionalGeneration(MT5Config(**SIZES["t5"], num_decoder_layers=n)),
-    "t5gemma": t5gemma,
-    "bart": lambda n: BartForConditionalGeneration(BartConfig(**SIZES["bart"], decoder_layers=n)),
-    "marian": lambda n: MarianMTModel(MarianConfig(**SIZES["bart"], decoder_layers=n)),
-    "whisper": lambda n: WhisperForConditionalGeneration(
-        WhisperConfig(**SIZES["bart"], decoder_layers=n, num_mel_bins=8, max_source_positions=20)
-    ),
-}
-DECODERS = {
-    "bart": lambda n: BartForCausalLM(BartConfig(**SIZES["bart"], decoder_layers=n)),
-    "trocr": lambda n: TrOCRForCausalLM(
-        TrOCRConfig(
-            vocab_size=64,
-            d_model=WIDTH,
-            cross_attention_hidden_size=WIDTH,
-            decoder_layers=n,
-            decoder_attention_heads=2,
-            decoder_ffn_dim=64,
-        )
-    ),
-    "bert": lambda n: BertLMHeadModel(
-        BertConfig(
-            vocab_size=64,
-            hidden_size=WIDTH,
-            num_attention_heads=2,
-            intermediate_size=64,
-            num_hidden_layers=n,
-            is_decoder=True,
-            add_cross_attention=True,
-        )
-    ),
-}
 both_depths = pytest.mark.parametrize("layers", [1, 2])
 every_model = pytest.mark.parametrize("name", PAIRED)
 
@@ -119,33 +28,6 @@ every_model = pytest.mark.parametrize("name", PAIRED)
 def without_gradients():
     with torch.no_grad():
         yield
-
-
-def made(model, name, layers):
-    torch.manual_seed(0)
-    model = model[name](layers).eval()
-    for parameter in model.parameters():
-        parameter.data.mul_(2)
-    return model
-
-
-def source(name):
-    generator = torch.Generator().manual_seed(1)
-    if name == "whisper":
-        return {"input_features": torch.randn(2, 8, 40, generator=generator)}
-    return {"input_ids": torch.randint(3, 64, (2, 20), generator=generator)}
-
-
-def target(tokens):
-    return torch.randint(3, 64, (2, tokens), generator=torch.Generator().manual_seed(2))
-
-
-def in_pair(cache):
-    return EncoderDecoderCache(cache, DynamicCache())
-
-
-def lengths(cache, layers):
-    return [cache.get_seq_length(layer) for layer in range(layers)]
 
 
 @both_depths
@@ -169,8 +51,11 @@ def test_a_single_cache_is_refused_and_as_before(name, layers, attention, greedy
     ids = target(4)
     cache = CompressedCache(model, "none", attention=attention)
     for _ in range(2):
-        with pytest.raises(GeometryError, match=r"EncoderDecoderCache.*enable"):
+        # What it says is what `in_pair` makes, which all tests show to be exact.
+        with pytest.raises(GeometryError, match="enable") as told:
             model(**given, decoder_input_ids=ids, past_key_values=cache)
+        pair = "EncoderDecoderCache(CompressedCache(model, spec), DynamicCache())"
+        assert f"past_key_values={pair}, or none after" in str(told.value)
         # T5Gemma's own `generate` refuses it before kvpact does.
         with pytest.raises(ValueError, match="EncoderDecoderCache"):
             model.generate(**given, **greedy, past_key_values=cache)
@@ -318,6 +203,13 @@ def test_a_decoder_by_itself_needs_a_pair_only_with_an_encoder(name, layers):
     assert lengths(single, layers) == [0] * layers
     wanted = model(ids, **encoded, use_cache=False).logits
     assert torch.allclose(logits(in_pair(single), **encoded), wanted, atol=1e-4)
+    # One that held tokens without an encoder is looked at, too, and is as before.
+    with pytest.raises(GeometryError, match="EncoderDecoderCache"):
+        logits(alone, **encoded)
+    assert lengths(alone, layers) == [12] * layers
+    more, both = target(15)[:, 12:], torch.cat([ids, target(15)[:, 12:]], 1)
+    got = model(more, past_key_values=alone, use_cache=True).logits
+    assert torch.allclose(got, model(both, use_cache=False).logits[:, 12:], atol=1e-4)
 
 
 @both_depths
@@ -339,6 +231,42 @@ def test_who_looks_for_a_pair_changes_nothing():
     assert not hasattr(cache, "is_updated") and not hasattr(cache, "cross_attention_cache")
     assert not hasattr(cache, "max_cache_len")
     assert cache.get_seq_length() == 4
+
+
+@both_depths
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_paged_batch_for_a_decoder_by_itself_needs_a_pair_only_with_an_encoder(name, layers):
+    model, ids = made(DECODERS, name, layers), target(6)
+    encoded = {"encoder_hidden_states": torch.randn(2, 9, WIDTH)}
+    count = len(CompressedCache(model, "none").layers)
+    pool = PagedKVCache("none", CacheGeometry(count, 2, 16, 16, torch.float32), num_pages=64)
+    batch = PagedBatch(model.config, pool)
+    for held in (0, 4):
+        with pytest.raises(GeometryError, match="EncoderDecoderCache"):
+            model(ids[:, held:], **encoded, past_key_values=batch, use_cache=True)
+        assert lengths(batch, layers) == [held] * layers
+        part = ids[:, held : held + 4]
+        got = model(part, past_key_values=batch, use_cache=True).logits
+    assert torch.allclose(got, model(ids, use_cache=False).logits[:, 4:], atol=1e-4)
+
+
+@both_depths
+def test_two_instances_of_a_model_may_share_a_cache(layers):
+    sizes = {"vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_hidden_layers=layers)
+    model, ids = made({"llama": lambda _: LlamaForCausalLM(config)}, "llama", layers), target(9)
+    twin, cache = copy.deepcopy(model), CompressedCache(model, "none")
+    wanted = model(ids, use_cache=False).logits
+    steps = [
+        each(x, past_key_values=cache).logits
+        for each, x in zip((model, twin, model), ids.split(3, 1), strict=True)
+    ]
+    assert torch.allclose(torch.cat(steps, 1), wanted, atol=1e-4)
+    # Nor is what came before a reset remembered.
+    if layers > 1:
+        interrupted(model, "llama", lambda: model(ids, past_key_values=cache))
+    cache.reset()
+    assert torch.allclose(twin(ids, past_key_values=cache).logits, wanted, atol=1e-4)
 
 
 @both_depths

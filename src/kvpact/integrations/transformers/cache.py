@@ -157,7 +157,7 @@ class CompressedCache(EngineCache):
                 "there is nothing to compress"
             )
         order = UpdateOrder(may_cross_attend(config, decoder))
-        super().__init__(layers, shared, attention, sparse=_SPARSE in types, order=order)
+        super().__init__(layers, shared, attention, order, sparse=_SPARSE in types)
 
     @property
     def max_cache_len(self) -> int:
@@ -206,6 +206,7 @@ class CompressedCache(EngineCache):
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
         whole = shared.new_cache(geometry)
         whole.restore(snapshot, device=device)
+        self._order.forget()
         shared.hold(whole if whole.batch_size is not None else None, layers)
 
     def held(self) -> ContiguousCache | None:

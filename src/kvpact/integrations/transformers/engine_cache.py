@@ -10,13 +10,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpact.cache.paged_view import PagedView
-from kvpact.cache.room import Moment
 from kvpact.cache.rows import refuse_pickling
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.pairs import REMEDY, NoPair, UpdateOrder
+from kvpact.integrations.transformers.pairs import REMEDY, NoPair, Refusal, UpdateOrder
 from kvpact.integrations.transformers.shared import SharedState
 
 
@@ -33,7 +32,7 @@ class EngineCache(Cache):
         As in `CompressedCache`.
     sparse : bool
         Whether some layers choose the tokens that they attend to (see `choose_attention`).
-    order : UpdateOrder, optional
+    order : UpdateOrder
         Looks at who updates the layers.
     """
 
@@ -44,8 +43,8 @@ class EngineCache(Cache):
         layers: list[Any],
         shared: SharedState,
         attention: str,
+        order: UpdateOrder,
         sparse: bool = False,
-        order: UpdateOrder | None = None,
     ) -> None:
         super().__init__(layers=layers)
         self._shared, self._order = shared, order
@@ -74,30 +73,29 @@ class EngineCache(Cache):
             model's call before this one was interrupted. The cache is as before then.
         """
         layer: Any = self.layers[layer_idx]
-        if self._order is not None:
-            self._require_own_attention(self._order, layer_idx)
+        # Compilers can't follow a look up the stack: of them only who needs a pair is slowed down.
+        if self._order.expected or not torch.compiler.is_compiling():
+            self._require_own_attention(layer_idx)
         pair: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return pair
 
-    def _require_own_attention(self, order: UpdateOrder, index: int) -> None:
+    def _require_own_attention(self, index: int) -> None:
         """Raise if it is not the decoder's own attention that updates a layer."""
         layer = self.layers[index]
         if isinstance(layer, CacheLayerMixin):
-            refusal = order.refuse(index, layer)
+            refusal = self._order.refuse(index, layer)
             if refusal is not None:
-                self._take_back(*refusal.before)
+                self._take_back(refusal)
                 raise GeometryError(refusal.reason)
-            if order.over:
-                self._order = None
 
-    def _part_of_a_pair(self) -> Any:
+    def _refuse_part_of_a_pair(self) -> Any:
         """Not there: what models (T5Gemma, BERT) read of the `EncoderDecoderCache` they want."""
-        before = None if self._order is None else self._order.asked_for_pair()
+        before = self._order.asked_for_pair()
         if before is not None:
-            self._take_back(*before)
+            self._take_back(Refusal(REMEDY, before))
         raise NoPair(REMEDY)
 
-    self_attention_cache = cross_attention_cache = is_updated = property(_part_of_a_pair)
+    self_attention_cache = cross_attention_cache = is_updated = property(_refuse_part_of_a_pair)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row; 0 of them very often."""
@@ -105,6 +103,7 @@ class EngineCache(Cache):
             raise ValueError(
                 f"crop takes a negative number of tokens to remove, not {tokens_to_remove}"
             )
+        self._order.forget()
         for layer in self._own_layers():
             layer.crop(tokens_to_remove)
         for cache in self._shared.stored() if tokens_to_remove else ():
@@ -115,21 +114,15 @@ class EngineCache(Cache):
                 length = cache.seq_len(self._shared.held.index(cache))
                 cache.truncate(max(length + tokens_to_remove, 0))
 
-    def _take_back(self, length: int, moment: Moment | None = None) -> None:
-        """Let no layer hold more than `length` tokens: a call that is refused is as if not made.
-
-        Parameters
-        ----------
-        length : int
-            Tokens held before the call.
-        moment : Moment, optional
-            What the one layer that was reached held then.
+    def _take_back(self, refusal: Refusal) -> None:
+        """Let no layer hold more than before the call that is refused: as if it was not made.
 
         Raises
         ------
         KVPactError
             A layer of transformers has let go of tokens that it held before the call.
         """
+        length, moment = refusal.before
         if length == 0:
             self.reset()
             return
@@ -140,8 +133,8 @@ class EngineCache(Cache):
                     layer.crop(-more)
             except RuntimeError as error:
                 raise KVPactError(
-                    f"a call was interrupted, and {type(layer).__name__} can't be taken back to "
-                    "what it held before: reset the cache and begin again"
+                    f"{refusal.reason}. Here {type(layer).__name__} can't be taken back to what it "
+                    "held before: reset the cache and begin again"
                 ) from error
         shared = self._shared
         for i, tokens in enumerate(shared.waiting):
@@ -158,12 +151,14 @@ class EngineCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens and, in a contiguous cache, their shape."""
+        self._order.forget()
         for layer in self._own_layers():
             layer.reset()
         self._shared.hold(None, len(self._shared.held))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rearrange the batch rows."""
+        self._order.forget()
         for layer in self._own_layers():
             layer.reorder_cache(beam_idx)
         for cache in self._shared.stored():
@@ -171,6 +166,7 @@ class EngineCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
+        self._order.forget()
         for layer in self._own_layers():
             layer.batch_repeat_interleave(repeats)
         for cache in self._shared.stored():
@@ -178,6 +174,7 @@ class EngineCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows (indices, or a boolean mask)."""
+        self._order.forget()
         for layer in self._own_layers():
             layer.batch_select_indices(indices)
         kept = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices

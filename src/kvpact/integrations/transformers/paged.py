@@ -71,9 +71,8 @@ class PagedBatch(EngineCache):
         shared = SharedState(decoder, exact_new, [])
         shared.hold(PagedView(cache, seqs), len(types))
         layers = [CompressedLayer(shared, i) for i in range(len(types))]
-        # An engine makes a batch for every call: only models that may need it are looked at.
-        order = UpdateOrder(throughout=True) if may_cross_attend(config, decoder) else None
-        super().__init__(layers, shared, attention, order=order)
+        order = UpdateOrder(may_cross_attend(config, decoder))
+        super().__init__(layers, shared, attention, order)
 
     @property
     def view(self) -> PagedView:
@@ -89,5 +88,6 @@ class PagedBatch(EngineCache):
 
     def reset(self) -> None:
         """Forget all tokens (see `PagedView.reset`)."""
+        self._order.forget()
         self._shared.hold(self.view, len(self.layers))
         self.view.reset()
