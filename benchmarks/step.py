@@ -31,7 +31,7 @@ from kvpact import CacheGeometry, CompressedKVCache, PagedKVCache, create_cache
 from kvpact.kernels.cpu import library
 
 SPECS = ("turboquant:bits=4", "int:bits=8", "turboquant:bits=4,window=32", "kivi:bits=2")
-ENTRIES = ("attend", "attend_rows", "encode", "decode", "magnitude", "step")
+ENTRIES = ("attend", "attend_rows", "encode", "learn", "decode", "magnitude", "step")
 STEPS = 48
 OTHER = 300_000_000
 Made = tuple[CompressedKVCache, Callable[[], object]]

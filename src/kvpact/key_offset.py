@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,11 +141,11 @@ class KeyOffset:
         rotated, dim = 2 * len(turning), b.shape[1]
         if rotated > dim:
             raise GeometryError(f"{len(turning)} frequencies rotate {rotated} channels of {dim}")
-        first = torch.arange(0, rotated // 2)
-        pairs = torch.stack([first, first + rotated // 2], 1)
+        every = torch.arange(dim - (dim - rotated) % 2, dtype=torch.int64, device="cpu")
+        pairs = every[:rotated].view(2, -1).T
         if layout == "interleaved":
-            pairs = torch.arange(rotated).view(-1, 2)
-        still = torch.arange(rotated, dim - (dim - rotated) % 2).view(-1, 2)
+            pairs = every[:rotated].view(-1, 2)
+        still = every[rotated:].view(-1, 2)
         channels = torch.cat([pairs, still])
         frequency = torch.cat([turning, turning.new_zeros(len(still))])
         values = b[:, channels]
@@ -152,7 +153,7 @@ class KeyOffset:
         sizes = values.double().square().sum(-1)
         # What is left once so many pairs are taken, the largest of any head first.
         share = sizes / sizes.sum(1, keepdim=True).clamp(min=torch.finfo(torch.double).tiny)
-        limit = torch.as_tensor(leave, dtype=torch.double).square().expand(len(b))
+        limit = torch.as_tensor(leave, dtype=torch.double, device="cpu").square().expand(len(b))
         order = (share / limit.clamp(min=1e-12).unsqueeze(1)).amax(0).argsort(descending=True)
         left = share[:, order].flip(1).cumsum(1).flip(1)
         too_much = (left > limit.unsqueeze(1)).any(0).nonzero().flatten()
@@ -174,7 +175,7 @@ class KeyOffset:
     @property
     def norm(self) -> float:
         """Norm of the longest head's bias, scaled."""
-        numbers = torch.tensor(self.bias, dtype=torch.double)
+        numbers = torch.tensor(self.bias, dtype=torch.double, device="cpu")
         return float(numbers.flatten(1).norm(dim=1).max()) * abs(self.scaling)
 
     @cached_property
@@ -209,7 +210,10 @@ def same_offset(one: KeyOffset | None, other: KeyOffset | None) -> bool:
 
 def _tensor(name: str, value: Any) -> Tensor:
     try:
-        return torch.as_tensor(value).detach().to("cpu")
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu")
+        # As numpy reads numbers: torch would read floats in its default dtype.
+        return torch.from_numpy(np.asarray(value))
     except (TypeError, ValueError, RuntimeError):
         raise DtypeError(f"{name} should be numbers, not {value!r}") from None
 

@@ -79,10 +79,10 @@ class KeyRotation(NamedTuple):
                 f"{list(frequencies.shape)} and {layout!r}"
             )
         pairs = len(frequencies)
-        first = torch.arange(pairs, dtype=torch.int16)
+        first = torch.arange(pairs, dtype=torch.int16, device="cpu")
         channels = torch.stack([first, first + pairs], 1)
         if layout == "interleaved":
-            channels = torch.arange(2 * pairs, dtype=torch.int16).view(pairs, 2)
+            channels = torch.arange(2 * pairs, dtype=torch.int16, device="cpu").view(pairs, 2)
         return cls(frequencies.detach().cpu().float().clone(), channels)
 
     def turn(self, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:

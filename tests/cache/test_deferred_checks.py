@@ -3,8 +3,9 @@
 import pytest
 import torch
 from host_reads import HostReads
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpact import CacheGeometry, create_cache
+from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import BackendUnavailable, NonFiniteError
 
 GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)
@@ -104,3 +105,58 @@ def test_checks_are_at_once_by_default():
     assert cache.seq_len() == 0
     with pytest.raises(BackendUnavailable, match="now, deferred"):
         make("fp8", check="later")
+
+
+def paged_rows(rows, spec="turboquant:bits=4"):
+    cache = PagedKVCache(spec, GEOMETRY, 4 * rows, check="deferred", backend="torch")
+    return cache, [cache.allocate() for _ in range(rows)]
+
+
+@pytest.mark.parametrize("call", ["attend", "append"])
+@pytest.mark.parametrize("bad", [torch.nan, 1e6])
+def test_what_one_sequence_holds_is_told_of_that_one_alone(bad, call):
+    """As it was: of every sequence of the batch, so that one bad request ended all."""
+    cache, seqs = paged_rows(3)
+    generator = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(3, 2, 40, 64, generator=generator) for _ in range(2))
+    k[1, 1, 5] = bad
+    if call == "attend":
+        q = torch.randn(3, 4, 40, 64, generator=generator)
+        cache.view(seqs).attend(0, k, v, q)
+    else:
+        cache.append(0, {seq: (k[i], v[i]) for i, seq in enumerate(seqs)})
+    for good in (seqs[0], seqs[2]):
+        cache.verify(good)
+        cache.snapshot(good)
+        cache.layer_of(good, 0).dequantize("k")
+    for look in (cache.verify, lambda: cache.verify(seqs[1]), cache.view(seqs).verify):
+        with pytest.raises(NonFiniteError, match=f"sequence {seqs[1]}, layer 0: .* deferred"):
+            look()
+    cache.free(seqs[1])
+    cache.verify()
+
+
+class Flags(TorchDispatchMode):
+    """Counts the booleans that operations give."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.bool:
+            self.count += found.numel()
+        return found
+
+
+def test_the_flags_of_a_step_are_as_many_as_its_rows():
+    """As it was: each row looked at those of all rows before it."""
+    counts = []
+    for rows in (2, 4, 8):
+        cache, seqs = paged_rows(rows, "int:bits=8")
+        x = torch.ones(rows, 2, 40, 64)
+        with Flags() as flags:
+            cache.append(0, {seq: (x[i], x[i]) for i, seq in enumerate(seqs)})
+        counts.append(flags.count)
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])

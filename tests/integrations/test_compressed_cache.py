@@ -313,10 +313,10 @@ def test_tokens_that_cannot_be_stored_leave_the_cache_as_it_was(llama, prompt):
 
 
 def test_a_model_that_chooses_its_tokens_keeps_its_attention(llama, fallbacks, monkeypatch):
-    from kvpact.integrations.transformers import cache as module
+    from kvpact.integrations.transformers import facts
 
     types = ["full_attention", "indexed_attention"]
-    monkeypatch.setattr(module, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
+    monkeypatch.setattr(facts, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
     made, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
     assert llama.config._attn_implementation == "sdpa"
     assert type(made.layers[1]).__name__ == "DynamicIndexedLayer"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.testing.cache_modes import Mode
 
 
 def both(model, options, **inputs):
@@ -34,6 +35,14 @@ def both(model, options, **inputs):
 )
 def test_left_padded_batch(llama, prompt, greedy, extra):
     wanted, got = both(llama, {**greedy, **extra}, **prompt)
+    assert torch.equal(wanted, got)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_a_default_dtype(llama, prompt, greedy, dtype):
+    """Models are often loaded under one, which then stays set."""
+    with Mode(dtype).set():
+        wanted, got = both(llama, greedy, **prompt)
     assert torch.equal(wanted, got)
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import compare
 import decode_compare
 import encode_compare
+import learn_compare
 import torch
 from torch import Tensor
 from trellis_compare import UNTREATED
@@ -37,13 +38,14 @@ from trellis_compare import UNTREATED
 from kvpact import CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import encode as encoder
-from kvpact.kernels.cpu import library, slots, structs
+from kvpact.kernels.cpu import library, slots, structs, trellis
 
 INPUT, EQUAL, NEAR = range(3)
 CHECKS = {
     "attend": {"out": NEAR},
     "attend_rows": {"out": NEAR},
     "encode": dict.fromkeys(("codes", "scale", "zero", "mean", "base", "step"), EQUAL),
+    "learn": dict.fromkeys(("first", "weight", "order", "deviation"), EQUAL),
     "decode": {"out": EQUAL},
     "step": {"out": NEAR, "spare": EQUAL},
 }
@@ -127,6 +129,7 @@ class Recorder:
         # What was made earlier has pointers that were not seen.
         slots._formats.clear()
         encoder._encoders.clear()
+        trellis.block_arguments.cache_clear()
         new_output = native.new_output
         Tensor.data_ptr, native.new_output = data_ptr, compare.guarded_output
         for name, call in real.items():
@@ -281,6 +284,14 @@ def record_encode(
         one.label = f"{spec} {side} {dim} {place}"
 
 
+def record_learn(recorder: Recorder, case: learn_compare.Case) -> None:
+    """Record the call of `learn_compare.compare`."""
+    before = len(recorder.cases)
+    assert learn_compare.compare(case) == ""
+    for one in recorder.cases[before:]:
+        one.label = str(case)[:111]
+
+
 def record_decode(recorder: Recorder, spec: str, side: str, dim: int, *place: Any) -> None:
     """Record the calls of `decode_compare.compare`."""
     before = len(recorder.cases)
@@ -342,6 +353,8 @@ def record_all(recorder: Recorder) -> None:
         record_encode(recorder, encode_compare.random_pieces, spec, side, next(widths), *place)
     for case in encode_compare.trellis_cases():
         record_encode(recorder, encode_compare.treated_pieces, *case)
+    for case in itertools.islice(learn_compare.cases(), 0, None, 11):
+        record_learn(recorder, case)
     dtypes = itertools.cycle(decode_compare.DTYPES)
     combinations = itertools.product(decode_compare.FORMATS, decode_compare.PLACES, "kv")
     for spec, place, side in itertools.islice(combinations, 0, None, 7):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -106,6 +107,21 @@ def test_masks_with_strides():
     wide = torch.rand(1, 6, 2, 604, generator=torch.Generator().manual_seed(0)) > 0.4
     same(spec="turboquant:bits=4", new=2, mask=wide[..., ::2])
     same(spec="turboquant:bits=4", new=2, mask=wide[..., 3:305])
+
+
+@pytest.mark.parametrize("many", (False, True))
+def test_weights_below_the_normal_numbers_are_nothing(many, monkeypatch):
+    """Processors take a hundred times as long over them; a large value would show them."""
+    if many:
+        monkeypatch.setattr(native, "MANY_ROWS", 1)
+    cache = create_cache("none", CacheGeometry(1, 1, 32, dtype=torch.float32), backend="cpu")
+    k, v, q = torch.zeros(1, 1, 40, 32), torch.ones(1, 1, 40, 32), torch.zeros(1, 1, 40, 32)
+    k[..., 0], q[..., 0] = -130 * math.log(2), 1.0  # 2**-130 beside the first token's 1
+    k[:, :, 0], v[:, :, 1:] = 0.0, 1e38
+    cache.prefill(0, k[:, :, :-1], v[:, :, :-1])
+    config = AttendConfig(softmax_scale=1.0)
+    output = cache.attend(0, k[:, :, -1:], v[:, :, -1:], q[:, :, -1:], config=config)
+    assert torch.equal(output, torch.ones(1, 1, 1, 32))
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))

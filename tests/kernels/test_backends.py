@@ -49,6 +49,9 @@ class Broken(TorchBackend):
 
         return Shifted()
 
+    def learn(self, codec, x, context):
+        return super().learn(codec, x, context._replace(sinks=context.sinks + 1))
+
 
 class Judged(BackendContract):
     __test__ = False
@@ -63,8 +66,9 @@ class Judged(BackendContract):
         lambda kit: kit.test_encoded_bytes("int:bits=4", "key"),
         lambda kit: kit.test_decoded_numbers("int:bits=4", "key"),
         lambda kit: kit.test_attention_over_every_method("int:bits=4"),
+        lambda kit: kit.test_what_codecs_learn("trellis", "key"),
     ],
-    ids=["encode", "decode", "attend"],
+    ids=["encode", "decode", "attend", "learn"],
 )
 def test_a_broken_backend_is_found(check):
     with pytest.raises(AssertionError):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpact import parse_spec
-from kvpact.errors import FormatError
+from kvpact.errors import FormatError, NonFiniteError
 from kvpact.kernels.cpu.encode import codec_encoder
 from kvpact.methods.context import Context
 from kvpact.methods.trellis_codec import LARGEST_TOKEN
@@ -25,7 +25,7 @@ def test_no_scale_overflows_however_uneven_the_channels_are(spec, channel):
     sizes = torch.full((DIM,), 1e-4)
     sizes[channel] = LARGEST_TOKEN / 4
     tokens = torch.randn(1, 2, 64, DIM, generator=generator) * sizes
-    energy = torch.full((1, 2, 64, DIM), 1e-6)
+    energy = torch.full((2, DIM), 1e-6)
     energy[..., channel + 1] = 1e6
     codec = learnt(spec, tokens.clamp(-LARGEST_TOKEN, LARGEST_TOKEN), energy)
     signs = torch.randint(0, 2, (1, 2, 64, DIM), generator=generator) * 2.0 - 1.0
@@ -39,6 +39,14 @@ def test_no_scale_overflows_however_uneven_the_channels_are(spec, channel):
 def test_the_native_limit_is_the_codecs():
     codec = parse_spec("trellis").key.key_codec(DIM, torch.float32)
     assert codec_encoder(codec).limit == codec.max_abs == LARGEST_TOKEN
+
+
+def test_weights_that_fp16_holds_as_zero_are_refused():
+    """Keys are divided by them when they are read."""
+    tokens = torch.linspace(0, 5e4, DIM).expand(1, 2, 64, DIM).clone()
+    tokens[:, :, 1::2] *= -1
+    with pytest.raises(NonFiniteError, match="weight of a channel: zero in fp16"):
+        learnt("trellis", tokens, torch.linspace(0, 3e-37, DIM).expand(2, DIM))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,6 @@ class BlockTables(SequencePages):
         end = sequence.length if end is None else end
         if not 0 <= start <= end <= limit:
             raise GeometryError(f"tokens {start} to {end} are not within the {limit} reserved")
-        tokens = torch.arange(start, end)
-        pages = torch.tensor(sequence.table, dtype=torch.long)
+        tokens = torch.arange(start, end, dtype=torch.int64, device="cpu")
+        pages = torch.tensor(sequence.table, dtype=torch.long, device="cpu")
         return (pages[tokens // size] * size + tokens % size).to(self.device)

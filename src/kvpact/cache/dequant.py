@@ -49,7 +49,8 @@ def dequant_result(step: Step, q: Tensor | None, config: AttendConfig) -> Dequan
             part = slice(start, start + CHUNK)
             bias = None
             if biased and q is not None:
-                bias = torch.zeros(*q.shape[:3], k[:, :, part].shape[2], device=q.device)
+                shape = (*q.shape[:3], k[:, :, part].shape[2])
+                bias = q.new_zeros(shape, dtype=torch.float32)
             end = held + min(start + CHUNK, k.shape[2])
             yield KVTile(held + start, end, k[:, :, part], v[:, :, part], bias)
 
@@ -67,7 +68,7 @@ def _view_tile(
     if start >= view.k.exact_from:
         k = view.k.exact(start, end)
         if q is not None:
-            bias = torch.zeros(*q.shape[:3], end - start, device=q.device)
+            bias = q.new_zeros(*q.shape[:3], end - start, dtype=torch.float32)
     elif q is None:
         k = _decoded(step.plan.k, view.k, start, end, step.k.dtype)
     else:

@@ -97,7 +97,7 @@ def next_padding(held: Held, config: AttendConfig, batch: int) -> Tensor | None:
     if config.padding is None:
         return held.padding
     given, known = config.padding.to("cpu", torch.long), held.padding
-    known = torch.zeros(batch, dtype=torch.long) if known is None else known
+    known = torch.zeros(batch, dtype=torch.long, device="cpu") if known is None else known
     open_rows = known >= held.length
     merged = torch.where(open_rows, torch.maximum(given, known), known)
     return merged if merged.any() else None

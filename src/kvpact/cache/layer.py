@@ -24,12 +24,12 @@ from kvpact.spec import Spec
 
 
 class CacheLayer:
-    """K and V of one layer. Every public method takes the layer's lock.
+    """K and V of one layer.
 
     What is held is one immutable value, exchanged by one assignment. So an exception, whatever it
     is and wherever it comes from, leaves the layer as it was before the call or as it is after it.
-    Slots that an append was about to fill lie behind all that the value speaks of; they are cleared
-    by the layer's next operation.
+    Slots that an append was about to fill lie behind all that the value speaks of; the next
+    operation clears them. Who calls the parts of an append, `truncated` or `settle` holds the lock.
 
     Parameters
     ----------
@@ -288,17 +288,19 @@ class CacheLayer:
             window=stream.window,
         )
 
-    def verify(self) -> None:
+    def verify(self, where: str = "") -> None:
         """Raise `NonFiniteError` if a deferred check failed; reads from the device."""
         good = self._held.good
         if good is not None and not bool(good):
             raise NonFiniteError(
-                "tokens that were stored with deferred checks hold NaN, infinity or numbers "
-                "beyond the method's range; reset this layer and see what its model computes"
+                f"{where}tokens that were stored with deferred checks hold NaN, infinity or "
+                "numbers beyond the method's range; forget them, and see what the model computes"
             )
 
     def dequantize(self, side: str) -> Tensor:
-        """Return K or V of all tokens held, decompressed."""
+        """Return K (``k``) or V (``v``) of all tokens held, decompressed."""
+        if side not in ("k", "v"):
+            raise GeometryError(f"side {side!r} is not known; there are 'k' and 'v'")
         with self.lock:
             stream = self.k if side == "k" else self.v
             if stream is None:

@@ -27,6 +27,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, SequenceError, SnapshotError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_covered, choose
+from kvpact.quantizers.checks import by_row
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
@@ -279,7 +280,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         layer: int,
         tokens: Mapping[int, tuple[Tensor, Tensor]],
         configs: Mapping[int, AttendConfig] | None = None,
-        checked: bool = False,
+        good: Sequence[Tensor | None] | None = None,
         before: Callable[[list[LayerPlan]], None] | None = None,
     ) -> list[Step]:
         """Store new tokens, `[1, H_kv, new, D]`, and return a `Step` per sequence: all or none.
@@ -290,29 +291,47 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             As in `append`.
         configs : mapping, optional
             Sequence id -> padding and `exact_new`.
-        checked : bool
-            The tokens went through `check`, be it as rows of one tensor.
+        good : sequence, optional
+            What `check` returned for each sequence, where the tokens went through it already.
         before : callable, optional
             Called with the plans before anything is stored; nothing is stored if it raises.
         """
         check_layer(layer, len(self.specs))
-        with self.compute.checking():
-            for k, v in () if checked else tokens.values():
-                self.check(layer, k, v)
-            return store_rows(self, layer, tokens, configs or {}, before)
+        if good is None:
+            good = [self.check(layer, k, v)[0] for k, v in tokens.values()]
+        return store_rows(self, layer, tokens, configs or {}, good, before)
 
-    def verify(self) -> None:
-        """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed."""
-        for layers in self._all_layers():
-            for layer in layers:
-                layer.verify()
+    def verify(self, seq: int | None = None) -> None:
+        """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed.
 
-    def check(self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> None:
-        """Raise a named error unless new tokens (`[B, H_kv, new, D]`) can be stored in a layer."""
+        Parameters
+        ----------
+        seq : int, optional
+            The sequence asked about; all if omitted. What one of them holds is told of that one
+            alone.
+        """
+        known = list(self._sequences.items()) if seq is None else [(seq, self._sequence(seq))]
+        for number, sequence in known:
+            for index, layer in enumerate(sequence.layers):
+                layer.verify(f"sequence {number}, layer {index}: ")
+
+    def check(
+        self, layer: int, k: Tensor, v: Tensor, q: Tensor | None = None
+    ) -> list[Tensor] | list[None]:
+        """Raise a named error unless new tokens (`[B, H_kv, new, D]`) can be stored in a layer.
+
+        Returns
+        -------
+        list
+            For each row a 0-d bool, whether its numbers can be, where that check is deferred; None
+            where it was made.
+        """
         check_layer(layer, len(self.specs))
         rows = k.shape[0] if isinstance(k, Tensor) and k.dim() == 4 else 0
         held = torch.empty(rows, 0, dtype=self._dtype, device=self.device)
-        check_tokens(self.geometry, k, v, q, held)
+        with self.compute.checking() as flags:
+            check_tokens(self.geometry, k, v, q, held)
+        return by_row(flags, rows)
 
     def view(self, seqs: Sequence[int] | None = None) -> PagedView:
         """Return sequences as the rows of one `CompressedKVCache` (new ones if None)."""

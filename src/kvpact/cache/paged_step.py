@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -24,9 +24,10 @@ def store_rows(
     layer: int,
     tokens: Tokens,
     configs: Mapping[int, AttendConfig],
+    good: Sequence[Tensor | None],
     before: Before | None = None,
 ) -> list[Step]:
-    """Carry out `PagedKVCache.step`; the tokens were checked.
+    """Carry out `PagedKVCache.step`; the tokens were checked, as `good` tells.
 
     The layer's lock is held from the count of the pages to the end, so two calls for one layer go
     one after the other, and nobody cuts or frees a sequence in between.
@@ -40,7 +41,7 @@ def store_rows(
         try:
             for sequence, count in zip(sequences, counts, strict=True):
                 sequence.coming[layer] = sequence.layers[layer].length + count
-            return _store(layer, sequences, tokens, configs, before)
+            return _store(layer, sequences, tokens, configs, good, before)
         except BaseException:
             give_back(cache, layer, sequences, pages)
             raise
@@ -55,14 +56,16 @@ def _store(
     sequences: list[PagedSequence],
     tokens: Tokens,
     configs: Mapping[int, AttendConfig],
+    good: Sequence[Tensor | None],
     before: Before | None,
 ) -> list[Step]:
     entries = [sequence.layers[layer] for sequence in sequences]
-    default = AttendConfig()
-    plans = [
-        entry.prepare(k, v, configs.get(seq, default))
-        for entry, (seq, (k, v)) in zip(entries, tokens.items(), strict=True)
-    ]
+    default, plans = AttendConfig(), []
+    for entry, found, (seq, (k, v)) in zip(entries, good, tokens.items(), strict=True):
+        with entry.compute.checking() as flags:
+            if flags is not None and found is not None:
+                flags.append(found)
+            plans.append(entry.prepare(k, v, configs.get(seq, default)))
     if before is not None:
         before(plans)
     for entry, plan in zip(entries, plans, strict=True):

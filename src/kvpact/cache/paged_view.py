@@ -121,14 +121,13 @@ class PagedView(BatchRows):
     def _store(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig, run: bool
     ) -> tuple[list[Step], list[AttendConfig], Tensor | None]:
-        with self.cache.compute.checking():
-            self.cache.check(layer, k, v, q)
-            if q is not None:
-                check_query(self.cache.geometry, q, config)
-            query = q if run else None
-            return self._with_rows(
-                k.shape[0], lambda seqs: self._store_rows(layer, seqs, k, v, query, config)
-            )
+        good = self.cache.check(layer, k, v, q)
+        if q is not None:
+            check_query(self.cache.geometry, q, config)
+        query = q if run else None
+        return self._with_rows(
+            k.shape[0], lambda seqs: self._store_rows(layer, seqs, k, v, query, config, good)
+        )
 
     def _store_rows(
         self,
@@ -138,6 +137,7 @@ class PagedView(BatchRows):
         v: Tensor,
         q: Tensor | None,
         config: AttendConfig,
+        good: Sequence[Tensor | None],
     ) -> tuple[list[Step], list[AttendConfig], Tensor | None]:
         configs = self._configs(layer, k.shape[2], config)
         pairs = zip(torch.split(k, 1), torch.split(v, 1), strict=True)
@@ -156,7 +156,7 @@ class PagedView(BatchRows):
 
         with self.cache.layer_locks[layer]:
             call = None if q is None else before
-            steps = self.cache.step(layer, tokens, configs, checked=True, before=call)
+            steps = self.cache.step(layer, tokens, configs, good, call)
             if q is not None and config.padding is config.mask is config.origin is None:
                 make_runners(self.cache, layer, seqs, k, v, q, config)
             if q is not None and not config.exact_new:
@@ -208,7 +208,7 @@ class PagedView(BatchRows):
                 parts = [
                     result.logit_bias
                     if result.logit_bias is not None
-                    else torch.zeros(1, *q.shape[1:3], result.total, device=q.device)
+                    else q.new_zeros(1, *q.shape[1:3], result.total, dtype=torch.float32)
                     for result in results
                 ]
                 bias = torch.cat([_right(x, total, -1) for x in parts])
@@ -221,8 +221,7 @@ class PagedView(BatchRows):
     def verify(self) -> None:
         """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed."""
         for seq in self.seqs or ():
-            for layer in range(self.cache.geometry.num_layers):
-                self.cache.layer_of(seq, layer).verify()
+            self.cache.verify(seq)
 
     def seq_len(self, layer: int = 0) -> int:
         """Tokens of the longest row in a layer."""

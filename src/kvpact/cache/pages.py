@@ -145,7 +145,7 @@ class PagePool:
             for page in pages:
                 self.references[page] = 1
             if pages:
-                index = torch.tensor(pages, device=self.tensors()[0].device)
+                index = torch.tensor(pages, dtype=torch.int64, device=self.tensors()[0].device)
                 for tensor in self.tensors():
                     tensor.index_fill_(0, index, 0)
             return pages
@@ -288,7 +288,7 @@ class PageSource:
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the pages `first <= i < last`, in the sequence's order."""
         tensor = self._fields[name]
-        pages = torch.tensor(self.pages[first:last], device=tensor.device)
+        pages = torch.tensor(self.pages[first:last], dtype=torch.int64, device=tensor.device)
         return tensor.index_select(0, pages).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def where(self, name: str) -> Where | None:

@@ -142,7 +142,7 @@ def read_payload(payload: Any, num_layers: int, kv_dim: int, dtype: torch.dtype)
     for layer in range(num_layers):
         tensors = container.tensors(layer) if tokens else {}
         for side, held in (("k", keys), ("v", values)):
-            empty = None if tokens else torch.zeros(0, kv_dim, dtype=dtype)
+            empty = None if tokens else torch.zeros(0, kv_dim, dtype=dtype, device="cpu")
             x = tensors.get(f"layer.{layer}.{side}", empty)
             if x is None or x.shape != (tokens, kv_dim) or x.dtype != dtype:
                 raise FormatError(f"{side} of layer {layer} is not what the manifest says")

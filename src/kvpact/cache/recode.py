@@ -103,4 +103,4 @@ def _config(state: LayerState) -> AttendConfig:
 
 
 def _rows(numbers: tuple[int, ...] | None) -> Tensor | None:
-    return None if numbers is None else torch.tensor(numbers)
+    return None if numbers is None else torch.tensor(numbers, dtype=torch.int64, device="cpu")

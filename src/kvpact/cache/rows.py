@@ -81,4 +81,5 @@ class BatchRows(ABC):
         if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
             raise GeometryError(f"repeat takes a number from 1 on, not {repeats!r}")
         if self.batch_size is not None:
-            self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+            rows = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
+            self.select(rows.repeat_interleave(repeats))

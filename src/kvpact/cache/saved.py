@@ -207,7 +207,8 @@ def restored_layer(
         exact = held.sinks if held.sinks is None else held.sinks.to(device)
         tail = held.tail.to(device)
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
-    padding = None if state.padding is None else torch.tensor(state.padding, dtype=torch.long)
+    told = state.padding
+    padding = None if told is None else torch.tensor(told, dtype=torch.int64, device="cpu")
     seen = _seen(streams[0].codec, state.streams[0], device)
     empty.restore(streams[0], streams[1], padding, seen)
     return empty

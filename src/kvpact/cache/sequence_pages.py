@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -93,15 +96,24 @@ class SequencePages:
             self.key_offsets.get(layer),
         )
 
-    def _alone(self, action: Callable[[], T], layer: int = 0) -> T:
+    def _alone(self, action: Callable[[], T]) -> T:
         """Run `action` while no other call is at work in any layer, under the pool's lock.
 
         Locks are taken in one order: the layers', the first layer's first, then the pool's.
         """
-        if layer == len(self.layer_locks):
-            return self._with_pages(action)
-        with self.layer_locks[layer]:
-            return self._alone(action, layer + 1)
+        taken: list[Any] = [None]
+        release: Callable[[], object]
+        # No interrupt is delivered within a call of C: a lock that is taken is in the list, and one
+        # that is released is not. Where all are, releasing them again does nothing.
+        release = partial(deque, map(methodcaller("release"), iter(taken.pop, None)), 0)
+        try:
+            try:
+                taken.extend(filter(methodcaller("acquire"), self.layer_locks))
+                return self._with_pages(action)
+            finally:
+                release()
+        finally:
+            release()
 
     def _with_pages(self, action: Callable[[], T]) -> T:
         """Run `action`, which moves pages, under the pool's lock."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=64)
 def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
-    return torch.arange(count, device=device).expand(batch, -1).contiguous()
+    return torch.arange(count, dtype=torch.int64, device=device).expand(batch, -1).contiguous()
 
 
 def sink_positions(sinks: Tensor, padding: Tensor | None) -> tuple[Tensor, int]:
@@ -26,7 +26,7 @@ def sink_positions(sinks: Tensor, padding: Tensor | None) -> tuple[Tensor, int]:
     batch, _, count, _ = sinks.shape
     if padding is None:
         return _first_tokens(batch, count, sinks.device), count
-    positions = padding.unsqueeze(1) + torch.arange(count)
+    positions = padding.unsqueeze(1) + torch.arange(count, dtype=torch.int64, device="cpu")
     return positions.to(sinks.device), int(padding.max()) + count
 
 

@@ -38,7 +38,7 @@ from kvpact.kernels import (
     TokenMemory,
 )
 from kvpact.methods import Codec
-from kvpact.methods.context import Context
+from kvpact.methods.context import Context, mean_over_tokens
 
 MOST_STEP = 8
 """Appends of so many tokens to what is held leave room behind the tail for the next ones."""
@@ -170,7 +170,8 @@ class Stream(NamedTuple):
         padding : Tensor or None
             `[B]` left-padding tokens of each row.
         query_energy : Tensor, optional
-            As in `Context`.
+            `[B, H, n, D]` fp32: of the first n queries, the mean square over the query heads of
+            each KV head.
 
         Raises
         ------
@@ -185,8 +186,8 @@ class Stream(NamedTuple):
         length = held + x.shape[2]
         positions, sink_end = self.sink_positions(padding)
         exact = 0 if self.sinks is None else self.sinks.shape[2]
-        context = Context(padding, exact, query_energy)
-        plan = self._learnt(x, coded, length, context)
+        context = Context(padding, exact)
+        plan = self._learnt(x, coded, length, context, query_energy)
         codec = plan.codec
         pieces, packed = self._encode(plan, x, coded, length, context)
         start = max(self.tail_start, self._exact_start(packed, length, self.codec.group))
@@ -242,13 +243,17 @@ class Stream(NamedTuple):
         """Return the tokens from `exact_from` on."""
         return self.memory.tokens(self.exact_from, self.length)
 
-    def _learnt(self, x: Tensor, coded: Tensor, length: int, context: Context) -> StreamPlan:
+    def _learnt(
+        self, x: Tensor, coded: Tensor, length: int, context: Context, energy: Tensor | None
+    ) -> StreamPlan:
         """Return the plan of a codec that has learnt, if this append brings what it learns from."""
         count = self.codec.learns_from
         if not count or self.codec.ready or length < count:
             return self.plan
         first = self._tokens(x, coded, self.packed, self.packed + count)
-        return self.plan.for_codec(self.codec.learn(first.to(torch.float32), context))
+        if energy is not None:
+            energy = mean_over_tokens(energy, context.counted(energy))
+        return self.plan.learnt(first, context._replace(query_energy=energy))
 
     def _encode(
         self, plan: StreamPlan, x: Tensor, coded: Tensor, length: int, context: Context

@@ -144,7 +144,7 @@ def _stream(
         wanted["open"] = ((1, rows, count, dim), dtype)
     found = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
     need(found == wanted, f"the tensors are {found}, they should be {wanted}")
-    rest = tensors.get("open", torch.zeros(1, rows, 0, dim, dtype=dtype))
+    rest = tensors.get("open", torch.zeros(1, rows, 0, dim, dtype=dtype, device="cpu"))
     fields = tuple(field_info(field) for field in codec.fields)
     held = StreamState(fields, slots, packed, packed, rest, None, codec.state())
     check_stream(codec, held)

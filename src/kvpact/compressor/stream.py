@@ -80,7 +80,7 @@ class PackedStream:
             for field in codec.fields
             if packed
         }
-        rest = torch.zeros(1, rows, tokens - packed, dim, dtype=dtype)
+        rest = torch.zeros(1, rows, tokens - packed, dim, dtype=dtype, device="cpu")
         held = StreamState(fields, slots, packed, packed, rest, None, codec.state())
         return cls(codec, held, math.nan, math.nan)
 

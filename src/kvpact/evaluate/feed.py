@@ -114,7 +114,7 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> 
     """Return the first `tokens` tokens of a text, int64 ``[N]``; fewer where it has fewer."""
     # Tokens are far shorter than 32 characters on average: a long book is not tokenised whole.
     ids = tokenizer(text[: 32 * tokens], truncation=True, max_length=tokens)["input_ids"]
-    return torch.tensor(ids)
+    return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
 def feed(model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int) -> Tensor:

@@ -130,7 +130,7 @@ class MetricAccumulator:
 
     def scores(self) -> TokenScores:
         """Return the scores of all tokens added, in their order."""
-        empty = torch.zeros(0, dtype=torch.float64)
+        empty = torch.zeros(0, dtype=torch.float64, device="cpu")
         columns = {
             name: torch.cat([getattr(part, name) for part in self._parts] or [empty])
             for name in ("ref_nll", "nll", "kl", "agree")

@@ -198,7 +198,7 @@ Asked = list[tuple[Tensor, int]]  # ids of a question with its answer, and token
 
 
 def _prepare(tokenizer: PreTrainedTokenizerBase, case: TaskCase) -> tuple[Tensor, Asked]:
-    context = torch.tensor(tokenizer(case.context)["input_ids"])
+    context = torch.tensor(tokenizer(case.context)["input_ids"], dtype=torch.int64, device="cpu")
     return context, [_ids(tokenizer, question) for question in case.questions]
 
 
@@ -207,7 +207,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[Tensor
         list(tokenizer(text, add_special_tokens=False)["input_ids"])
         for text in (question.prompt, question.answer)
     )
-    return torch.tensor(prompt + answer), len(answer)
+    return torch.tensor(prompt + answer, dtype=torch.int64, device="cpu"), len(answer)
 
 
 def _check(prepared: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) -> None:
@@ -240,8 +240,8 @@ def _answer(model: PreTrainedModel, cache: Any, ids: Tensor, length: int) -> tup
 
 def _row(scores: list[TaskScore], task: str | None, depth: float | None) -> TaskRow:
     count = len(scores)
-    mine = torch.tensor([score.logprob for score in scores], dtype=torch.float64)
-    exact = torch.tensor([score.exact_logprob for score in scores], dtype=torch.float64)
+    mine = torch.tensor([score.logprob for score in scores], dtype=torch.float64, device="cpu")
+    exact = mine.new_tensor([score.exact_logprob for score in scores])
     difference, error = mean_and_error(mine - exact)
     return TaskRow(
         spec=scores[0].spec,

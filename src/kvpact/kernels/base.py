@@ -11,12 +11,14 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.kernels.sources import Segment, SegmentSource
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 
 if TYPE_CHECKING:
     from kvpact.kernels.views import LayerView
 
-Operation = Literal["attend", "encode", "decode"]
+Operation = Literal["attend", "encode", "decode", "learn"]
 OPERATIONS: tuple[Operation, ...] = ("attend", "encode", "decode")
+"""On slots. Who encodes a stream also learns for it, or else torch does."""
 Precision = Literal["full", "int8"]
 PRECISIONS: tuple[Precision, ...] = ("full", "int8")
 
@@ -251,7 +253,7 @@ class Backend(Protocol):
 
         Parameters
         ----------
-        operation : {"attend", "encode", "decode"}
+        operation : {"attend", "encode", "decode", "learn"}
             The operation.
         codec : Codec
             Of K or of V.
@@ -326,6 +328,25 @@ class Backend(Protocol):
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder for one stream."""
+        ...
+
+    def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
+        """Return a codec that learnt from a cache's first tokens, as `Codec.learn` does.
+
+        Parameters
+        ----------
+        codec : Codec
+            That has not learnt yet.
+        x : Tensor
+            `[B, H, codec.learns_from, D]` in any dtype of exact tokens.
+        context : Context
+            What else is known of them.
+
+        Raises
+        ------
+        NonFiniteError
+            What was learnt is beyond fp16.
+        """
         ...
 
     def decode(

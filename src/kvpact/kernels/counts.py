@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from typing import get_args
 
-from kvpact.kernels.base import OPERATIONS, Operation
+from kvpact.kernels.base import Operation
 
 
 class Counts:
@@ -13,7 +14,9 @@ class Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[Operation, Counter[str]] = {name: Counter() for name in OPERATIONS}
+        self._counts: dict[Operation, Counter[str]] = {
+            name: Counter() for name in get_args(Operation)
+        }
 
     def add(self, operation: Operation, who: str, count: int = 1) -> None:
         """Count operations."""

@@ -33,9 +33,9 @@ def _numbers(offset: KeyOffset, device: torch.device) -> _Numbers:
     """Return an offset's numbers on a device, made once."""
     known = _made.setdefault(offset, {})
     if device not in known:
-        channels = torch.tensor(offset.channels, device=device)
-        bias = torch.tensor(offset.bias, device=device).unsqueeze(1)
-        frequencies = torch.tensor(offset.frequencies, device=device)
+        channels = torch.tensor(offset.channels, dtype=torch.int64, device=device)
+        bias = torch.tensor(offset.bias, dtype=torch.float32, device=device).unsqueeze(1)
+        frequencies = torch.tensor(offset.frequencies, dtype=torch.float32, device=device)
         first, second = channels.unbind(1)
         known[device] = _Numbers(frequencies, first, second, *bias.unbind(-1))
     return known[device]
@@ -45,10 +45,10 @@ def _positions(
     start: int, count: int, origin: tuple[int, ...] | None, device: torch.device
 ) -> Tensor:
     """Return the positions of consecutive tokens, `[B or 1, 1, count]`."""
-    positions = torch.arange(start, start + count, device=device).view(1, 1, -1)
+    positions = torch.arange(start, start + count, dtype=torch.int64, device=device).view(1, 1, -1)
     if origin is None:
         return positions
-    return positions - torch.tensor(origin, device=device).view(-1, 1, 1)
+    return positions - torch.tensor(origin, dtype=torch.int64, device=device).view(-1, 1, 1)
 
 
 class RowOffset(NamedTuple):

@@ -34,6 +34,7 @@ from kvpact.kernels.torch.queries import check_call
 from kvpact.kernels.triton.backend import TRITON
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays, Codec
+from kvpact.methods.context import Context
 from kvpact.quantizers.checks import deferred
 
 BACKENDS: tuple[Backend, ...] = (CPU, TRITON, TORCH)
@@ -108,8 +109,8 @@ class Compute:
         self.counts = Counts()
         self._reasons: dict[tuple[Operation, str], str] = {}
 
-    def checking(self) -> AbstractContextManager[object]:
-        """Return a context for the checks of one call: at once, or deferred."""
+    def checking(self) -> AbstractContextManager[list[Tensor] | None]:
+        """Return a context for the checks of one call: at once (None), or deferred (flags)."""
         return deferred() if self.deferred else _AT_ONCE
 
     @property
@@ -198,8 +199,9 @@ class Compute:
         Returns
         -------
         dict
-            ``name``, ``requested`` and ``precision``; ``attend``, ``encode``, ``decode``: how many
-            of them each backend carried out, with the reason where it was not the first choice;
+            ``name``, ``requested`` and ``precision``; ``attend``, ``encode``, ``decode``,
+            ``learn``: how many of them each backend carried out, with the reason where it was not
+            the first choice;
             ``reasons``: ``operation: backend`` -> why no better backend.
         """
         reasons = {f"{op}: {name}": why for (op, name), why in self._reasons.items() if why}
@@ -245,6 +247,14 @@ class StreamPlan:
     def for_codec(self, codec: Codec) -> StreamPlan:
         """Return a plan for another codec of the stream: one that has learnt."""
         return StreamPlan(self._compute, codec, self.device, self.dtype)
+
+    def learnt(self, x: Tensor, context: Context) -> StreamPlan:
+        """Return a plan for a codec that learnt from the first tokens; see `Backend.learn`."""
+        reason = self._encode.covers("learn", self.codec, self.dtype)
+        backend = TORCH if reason else self._encode
+        codec = backend.learn(self.codec, x, context)
+        self._compute.counts.add("learn", f"torch: {reason}" if reason else backend.name)
+        return self.for_codec(codec)
 
     def fork(self) -> StreamPlan:
         """Return a plan for a copy of the stream; encoders serve one stream each."""

@@ -108,7 +108,7 @@ class StreamView(NamedTuple):
             return None
         logits = self.offset.logits(rows, start, end)
         if self.sink_positions is not None and start < self.sink_end:
-            tokens = torch.arange(start, end, device=rows.device).view(1, -1, 1)
+            tokens = torch.arange(start, end, dtype=torch.int64, device=rows.device).view(1, -1, 1)
             sinks = (tokens == self.sink_positions.unsqueeze(1)).any(-1)
             logits = logits.masked_fill_(sinks[:, None, None, :], 0)
         return logits

@@ -20,8 +20,8 @@ class Context(NamedTuple):
     sinks : int
         First tokens of each row that are also held exactly.
     query_energy : Tensor or None
-        `[B, H_kv, n, D]` fp32: of the queries at the positions 0 to n - 1, the mean square over the
-        query heads of each KV head.
+        `[H_kv, D]` fp32: the mean square of queries over tokens, rows and the query heads of each
+        KV head; None where none were seen.
     """
 
     padding: Tensor | None = None
@@ -36,10 +36,11 @@ class Context(NamedTuple):
     def counted(self, x: Tensor) -> Tensor:
         """Return `[B, 1, T, 1]`: which tokens of `x` are neither padding nor attention sinks."""
         batch, _, tokens, _ = x.shape
-        first = torch.full((batch, 1), self.sinks, device=x.device)
+        first = torch.full((batch, 1), self.sinks, dtype=torch.int64, device=x.device)
         if self.padding is not None:
             first = first + self.padding.to(x.device).view(-1, 1)
-        return (torch.arange(tokens, device=x.device) >= first).view(batch, 1, tokens, 1)
+        places = torch.arange(tokens, dtype=torch.int64, device=x.device)
+        return (places >= first).view(batch, 1, tokens, 1)
 
     def first(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's first real token, `[B, H, 1, D]`, and which rows have theirs in `x`."""
@@ -70,3 +71,9 @@ class Context(NamedTuple):
         count = inside.sum(3, keepdim=True).clamp(min=1).to(torch.float32)
         mean = tree_sum(torch.where(inside, groups, torch.zeros_like(groups)), 3) / count
         return torch.where(inside, groups, mean).flatten(2, 3).to(x.dtype)
+
+
+def mean_over_tokens(x: Tensor, counted: Tensor) -> Tensor:
+    """Return the mean over rows and the tokens counted of `[B, H, T, D]`: `[H, D]`."""
+    total = tree_sum(tree_sum(x * counted, 2), 0)[0, :, 0]
+    return total / counted.sum().clamp(min=1).to(total.dtype)

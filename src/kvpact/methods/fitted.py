@@ -137,6 +137,10 @@ class FittedCodec(Codec):
             It is no state of this codec.
         """
         self._check_state(state)
+        return self.with_state(state)
+
+    def with_state(self, state: Mapping[str, Tensor]) -> Self:
+        """Return a codec with a state that one like this has just learnt: it is not checked."""
         other = copy.copy(self)
         other._set(state)
         return other

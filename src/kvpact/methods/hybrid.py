@@ -101,7 +101,7 @@ class HybridCodec(FittedCodec):
         mean = energy.mean(-1, keepdim=True) / count
         sigma = ((energy[:, : self._rank] + mean) / (count + 1)).sqrt().to(torch.float32)
         state["sigma"] = torch.where(sigma == 0, torch.ones_like(sigma), sigma)
-        state["exact"] = torch.tensor(self._paying(x, state), dtype=torch.int32)
+        state["exact"] = torch.tensor(self._paying(x, state), dtype=torch.int32, device="cpu")
         return state
 
     def _paying(self, x: Tensor, state: Mapping[str, Tensor]) -> int:
@@ -131,9 +131,10 @@ class HybridCodec(FittedCodec):
             self._check(state[table].shape == (heads, self._dim, self._rank), "shape of the basis")
             self._check(bool(torch.isfinite(state[table]).all()), "numbers of the basis")
         else:
-            channels = torch.arange(self._dim, device=state[table].device).expand(heads, -1)
-            good = state[table].shape == channels.shape
-            self._check(good and torch.equal(state[table].sort(-1)[0].long(), channels), "order")
+            order = state[table]
+            channels = torch.arange(self._dim, dtype=torch.int64, device=order.device)
+            good = order.shape == (heads, self._dim)
+            self._check(good and bool((order.sort(-1)[0] == channels).all()), "order")
 
     def _set(self, state: Mapping[str, Tensor]) -> None:
         super()._set(state)

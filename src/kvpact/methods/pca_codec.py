@@ -116,7 +116,7 @@ class PcaCodec(FittedCodec):
         weight, rotation = None, known.rotation if self._key else None
         if rotation is not None:
             rotation.check(self._dim)
-        channels = torch.zeros(0, 2) if rotation is None else rotation.channels
+        channels = x.new_zeros(0, 2) if rotation is None else rotation.channels
         if self._key:
             energy = known.query_energy[:, :, sinks:].double().mean((0, 2))
             weight = key_weights(energy, channels)
@@ -127,7 +127,7 @@ class PcaCodec(FittedCodec):
         state = principal_components(_joint(x[:, :, sinks:]), small, weight)
         if rotation is None:
             return self.restore(state)
-        positions = torch.arange(x.shape[2], device=x.device).view(1, 1, -1)
+        positions = torch.arange(x.shape[2], dtype=torch.int64, device=x.device).view(1, 1, -1)
         x = rotation.turn(x.to(torch.float32, copy=True), positions, back=True)
         turned = principal_components(_joint(x[:, :, sinks:]), small, weight)
         # Some models leave RoPE out in some layers: then turning back scatters the keys.
@@ -187,8 +187,8 @@ class PcaCodec(FittedCodec):
             torch.nn.functional.pad(basis, (0, missing)).unsqueeze(0),
             deviation,
             (deviation / deviation[0]).square(),
-            torch.tensor(largest, device=basis.device),
-            torch.tensor(between, device=basis.device),
+            basis.new_tensor(largest),
+            basis.new_tensor(between),
         )
 
     def _encode(self, x: Tensor) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ def _best_scale(y: Tensor, tables: _Tables) -> tuple[Tensor, Tensor]:
     levels; the scale is one of a few around the components' root mean square.
     """
     size = square_root(divide(tree_sum(y.square()), float(y.shape[-1])))
-    n = size.unsqueeze(-1) * torch.tensor(_FACTORS, device=y.device).view(-1, 1)
+    n = size.unsqueeze(-1) * y.new_tensor(_FACTORS).view(-1, 1)
     beyond = (y.abs().unsqueeze(-2) - n * tables.largest).clamp(min=0).square()
     found = tree_sum((beyond + n.square() * tables.distortion) * tables.importance).squeeze(-1)
     cost, which = found.min(-1, keepdim=True)

@@ -42,8 +42,8 @@ def principal_components(
         Tokens too large for fp32.
     """
     width = x.shape[1]
-    w = half(torch.ones(width) if weight is None else weight.cpu().float(), "weight of a channel")
-    w = w.to(x.device)
+    ones = x.new_ones(width, dtype=torch.float32)
+    w = half(ones if weight is None else weight.float().to(x.device), "weight of a channel")
     tokens, wide = x.double(), w.double()
     first = second = tokens.mean(0)
     if small is not None and int(small.sum()) > 1 and not bool(small.all()):

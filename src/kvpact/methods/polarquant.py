@@ -74,8 +74,8 @@ def _directions(level: int, first: int, inner: bool, device: torch.device) -> tu
     if inner:
         points = [0.0, *boundaries]
         points = points[: len(points) // 2] if level == 1 else points
-    cosines = torch.tensor([math.cos(point) for point in points], dtype=torch.float32)
-    sines = torch.tensor([math.sin(point) for point in points], dtype=torch.float32)
+    cosines = torch.tensor([math.cos(point) for point in points], dtype=torch.float32, device="cpu")
+    sines = torch.tensor([math.sin(point) for point in points], dtype=torch.float32, device="cpu")
     return cosines.to(device), sines.to(device)
 
 

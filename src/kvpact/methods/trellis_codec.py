@@ -35,12 +35,11 @@ def places(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor
     width = planes(bits)[0] if bits > 1 else interleave
     words, rest = divmod(dim * width, WORD)
     if rest:
-        return torch.arange(dim, device=device)  # no kernel reads these
+        return torch.arange(dim, dtype=torch.int64, device=device)  # no kernel reads these
     wider, items = interleave // width, WORD // interleave
-    word, inside, item = torch.meshgrid(
-        torch.arange(words), torch.arange(wider), torch.arange(items), indexing="ij"
-    )
-    return ((item * wider + inside) * words + word).flatten().to(device)
+    axes = (torch.arange(n, dtype=torch.int64, device=device) for n in (words, wider, items))
+    word, inside, item = torch.meshgrid(*axes, indexing="ij")
+    return ((item * wider + inside) * words + word).flatten()
 
 
 @lru_cache(maxsize=256)

@@ -54,7 +54,7 @@ class TreatedKeys(Codec):
     ) -> None:
         learnt = max(LEARNT_FROM, center)
         self._dim, self._state = dim, {}
-        self._center, self._first, self._weighted, self._sorted = center, first, weights, blocks
+        self._center, self._first, self.weighted, self.sorted = center, first, weights, blocks
         self.group = center or learnt
         self.learns_from = learnt if weights or blocks or first else 0
         self.blocks = quarters(dim, bits) if blocks else ((dim, bits),)
@@ -88,7 +88,7 @@ class TreatedKeys(Codec):
         """Choose bases, weigh, sort, rotate; find the codes."""
         heads = x.shape[1]
         ones = x.new_ones(heads, self._dim)
-        weight = self._state["weight"].to(torch.float32) if self._weighted else ones
+        weight = self._state["weight"].to(torch.float32) if self.weighted else ones
         base, flag, side = self._bases.choose(x, self._first_key(x), weight, frozen)
         y = (x - base) * weight.view(1, heads, 1, -1)
         return self._vectors.encode(self._rotated(y)) | side | flag
@@ -133,7 +133,7 @@ class TreatedKeys(Codec):
         y = torch.cat(parts, -1)
         if "order" in self._state:
             y = torch.empty_like(y).scatter_(-1, self._order(y), y)
-        if self._weighted:
+        if self.weighted:
             y = y / self._state["weight"].to(torch.float32).view(1, -1, 1, self._dim)
         return self._bases.add(y, arrays, self._first_key(y))
 

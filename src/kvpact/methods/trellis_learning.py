@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
+from kvpact.errors import NonFiniteError
 from kvpact.methods.base import Arrays
 from kvpact.methods.bases import first_key
-from kvpact.methods.context import Context
+from kvpact.methods.context import Context, mean_over_tokens
 from kvpact.methods.fitted import Calibrating, FittedCodec
 from kvpact.methods.trellis_keys import TreatedKeys
+from kvpact.quantizers.checks import require
 from kvpact.quantizers.numbers import half
 
 _FLOOR = 0.001  # of the mean energy: added, so that no channel counts for nothing
@@ -30,14 +32,16 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
 
     def learn(self, x: Tensor, context: Context) -> TrellisKeyCodec:
         """Return a codec that learnt from the first tokens of a cache."""
-        return self.restore(self._learn(x, context))
+        return self.with_state(self._learn(x, context))
 
     def calibrated(self, x: Tensor, known: Calibrating) -> TrellisKeyCodec:
         """Return a codec that learnt from calibration keys and their queries."""
         fitted = self.fit(x)  # checks them
         whole = x.shape[2] // self.group * self.group or x.shape[2]
-        context = Context(None, known.sinks, known.query_energy[:, :, :whole])
-        return fitted.restore(self._learn(x.to(torch.float32), context))
+        context = Context(None, known.sinks)
+        shown = known.query_energy[:, :, :whole]
+        context = context._replace(query_energy=mean_over_tokens(shown, context.counted(shown)))
+        return fitted.with_state(self._learn(x.to(torch.float32), context))
 
     def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:
         context = context or Context()
@@ -52,7 +56,7 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
             first = state["first"].to(torch.float32)
         if whole:
             x = context.ordinary(x, self.group)
-        if self._weighted or self._sorted:
+        if self.weighted or self.sorted:
             state |= self._learn_channels(x, counted, first, context.query_energy)
         return state
 
@@ -61,20 +65,18 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
     ) -> dict[str, Tensor]:
         heads, dim = x.shape[1], x.shape[3]
         ones = x.new_ones(heads, dim)
-        energy_q = ones
-        if query_energy is not None:
-            shown = counted[:, :, : query_energy.shape[2]]
-            energy_q = _floored(_mean_over_tokens(query_energy, shown))
+        energy_q = ones if query_energy is None else _floored(query_energy)
         energy_k = self._residual_energy(x, counted, first, ones)
         weight = ones
-        if self._weighted:
+        if self.weighted:
             weight = square_root(square_root(energy_q / energy_k))
             # Their common factor is the scale's.
             size = square_root(divide(tree_sum(weight.square()), float(dim)))
             weight = half(weight / size, "weight of a channel").to(torch.float32)
+            require((weight > 0).all(), _no_weight)
             energy_k = self._residual_energy(x, counted, first, weight)
-        order = torch.arange(dim, device=x.device).expand(heads, dim)
-        if self._sorted:
+        order = torch.arange(dim, dtype=torch.int64, device=x.device).expand(heads, dim)
+        if self.sorted:
             importance = energy_q * energy_k
             order = importance.sort(dim=-1, descending=True, stable=True).indices
         spread = (weight.square() * energy_k).gather(-1, order)
@@ -93,13 +95,10 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
     def _residual_energy(self, x: Tensor, counted: Tensor, first: Tensor, weight: Tensor) -> Tensor:
         """Return the mean square of keys less their bases, `[H, D]`."""
         base, _, _ = self._bases.choose(x, first, weight, None)
-        return _floored(_mean_over_tokens((x - base).square(), counted))
+        return _floored(mean_over_tokens((x - base).square(), counted))
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
-        wanted = {"first"} if self._first else set()
-        if self._weighted or self._sorted:
-            wanted |= {"weight", "order", "deviation"}
-        self._check(set(state) == wanted, ", ".join(sorted(state)))
+        self._check(set(state) == set(self.state_fields()), ", ".join(sorted(state)))
         for name in ("first", "weight"):
             if name in state:
                 good = state[name].dim() == 2 and state[name].shape[1] == self._dim
@@ -121,10 +120,16 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
 
     def state_bytes(self, heads: int) -> int:
         """Return the bytes of first key, weights, order and deviations."""
-        count = 2 * self._dim if self._first else 0
-        if self._weighted or self._sorted:
-            count += 4 * self._dim + 2 * len(self.blocks)
-        return heads * count
+        return heads * sum(width * kind.itemsize for width, kind in self.state_fields().values())
+
+    def state_fields(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return what is learnt: `[H, width]` tensors by name, their width and dtype."""
+        found = {"first": (self._dim, torch.float16)} if self._first else {}
+        if self.weighted or self.sorted:
+            found["weight"] = self._dim, torch.float16
+            found["order"] = self._dim, torch.int16
+            found["deviation"] = len(self.blocks), torch.float16
+        return found
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Encode tokens; learn from them first if nothing was learnt yet."""
@@ -144,10 +149,11 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
         return super().decode(arrays)
 
 
-def _mean_over_tokens(x: Tensor, counted: Tensor) -> Tensor:
-    """Return the mean over rows and counted tokens of `[B, H, T, D]`, `[H, D]`."""
-    total = tree_sum(tree_sum(x * counted, 2), 0)[0, :, 0]
-    return total / counted.sum().clamp(min=1).to(total.dtype)
+def _no_weight() -> NonFiniteError:
+    return NonFiniteError(
+        "weight of a channel: zero in fp16, since keys are so much larger than queries; scale the "
+        "input or keep this layer at 'none'"
+    )
 
 
 def _floored(energy: Tensor) -> Tensor:

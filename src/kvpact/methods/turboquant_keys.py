@@ -36,7 +36,7 @@ class TurboQuantKeyCodec(TurboQuantCodec, FittedCodec):
 
     def learn(self, x: Tensor, context: Context) -> TurboQuantKeyCodec:
         """Return a codec that learnt from the first tokens of a cache."""
-        return self.restore(self._learn(x, context))
+        return self.with_state(self._learn(x, context))
 
     def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:
         return {"first": first_key(self.transform.forward(x), context or Context())}

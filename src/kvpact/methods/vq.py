@@ -90,11 +90,12 @@ class VectorCodec(FittedCodec):
             raise NonFiniteError("calibration tokens are too large to be rotated")
         wanted = min(max(64 * self._size, 4096), _MOST_VECTORS)
         if len(vectors) > wanted:
-            chosen = torch.randperm(len(vectors), generator=generator)[:wanted]
-            vectors = vectors[chosen.to(vectors.device)]
-        missing = wanted - len(vectors)
-        more = torch.randn(missing, self._dims, generator=generator).to(vectors.device)
-        vectors, codebooks = torch.cat([vectors, more]), []
+            count = len(vectors)
+            order = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
+            vectors = vectors[order[:wanted].to(vectors.device)]
+        missing = (wanted - len(vectors), self._dims)
+        more = torch.randn(missing, generator=generator, dtype=torch.float32, device="cpu")
+        vectors, codebooks = torch.cat([vectors, more.to(vectors.device)]), []
         for _ in range(self._stages):
             words = kmeans(vectors, self._size, generator).to(torch.float16)
             codebooks.append(words)

@@ -126,7 +126,7 @@ class ChunkKind:
         return {
             "begin": index * self.size,
             "kind": self.salt.hex(),
-            "tokens": token_hash(torch.tensor([part], dtype=torch.int64)),
+            "tokens": token_hash(torch.tensor([part], dtype=torch.int64, device="cpu")),
         }
 
     def pack(
@@ -152,7 +152,7 @@ class ChunkKind:
         for index in range(first, last):
             begin = (index - first) * self.size
             held = [as_bytes(x[:, :, begin : begin + self.size]) for x in exact if x is not None]
-            exact_bytes = torch.cat(held) if held else torch.zeros(0, dtype=torch.uint8)
+            exact_bytes = torch.cat(held) if held else rows.new_zeros(0)
             part = ids[index * self.size : (index + 1) * self.size]
             yield self.seal(Chunk(rows[index - first], exact_bytes), index, part)
 
@@ -192,7 +192,7 @@ class ChunkKind:
         if held.num_sections != 1 or found != wanted:
             raise FormatError("the chunk's tensors are not those of its kind")
         tensors = {name: x.flatten() for name, x in held.tensors(0).items()}
-        empty = torch.zeros(0, dtype=torch.uint8)
+        empty = torch.zeros(0, dtype=torch.uint8, device="cpu")
         exact, dtype = tensors.get(SINKS, empty), self.geometry.dtype
         assert dtype is not None
         if not torch.isfinite(exact.clone().view(dtype)).all():
@@ -239,7 +239,7 @@ class ChunkKind:
             streams = []
             for side, codec in enumerate(self.codecs[index]):
                 dim = self.geometry.value_dim if side else self.geometry.head_dim
-                tail = torch.zeros(1, heads, 0, dim, dtype=self.geometry.dtype)
+                tail = torch.zeros(1, heads, 0, dim, dtype=self.geometry.dtype, device="cpu")
                 learnt = {name: x.detach().cpu() for name, x in codec.state().items()}
                 exact = sinks[2 * index + side]
                 known = None

@@ -21,9 +21,9 @@ _local = threading.local()
 
 @contextmanager
 def deferred() -> Iterator[list[Tensor]]:
-    """Collect the flags of this thread's checks (0-d bool, True where good) instead of reading."""
+    """Collect the flags of this thread's checks (bool, True where good) instead of reading them."""
     before = getattr(_local, "flags", None)
-    flags: list[Tensor] = [] if before is None else before
+    flags: list[Tensor] = []
     _local.flags = flags
     try:
         yield flags
@@ -34,7 +34,23 @@ def deferred() -> Iterator[list[Tensor]]:
 def collected() -> Tensor | None:
     """Return a 0-d bool, whether all that this thread deferred is good; None where nothing is."""
     flags: list[Tensor] | None = getattr(_local, "flags", None)
-    return torch.stack(flags).all() if flags else None
+    return torch.cat([flag.reshape(-1) for flag in flags]).all() if flags else None
+
+
+def by_row(flags: list[Tensor] | None, rows: int) -> list[Tensor] | list[None]:
+    """Return for each row whether all of its flags are good, 0-d; None where nothing is deferred.
+
+    Parameters
+    ----------
+    flags : list of Tensor or None
+        From `deferred`, `[rows]` or 0-d each.
+    rows : int
+        Rows that the checks looked at.
+    """
+    if not flags:
+        return [None] * rows
+    good = torch.stack([flag.expand(rows) for flag in flags]).all(0)
+    return list(good.unbind())
 
 
 def checks_are_deferred() -> bool:
@@ -48,7 +64,7 @@ def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
     Parameters
     ----------
     good : Tensor
-        0-d bool on any device.
+        0-d bool on any device; where checks are deferred it may be `[B]`, one for each row.
     error : callable
         Makes the error; may read from the device.
     """
@@ -64,17 +80,22 @@ def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
 def are_finite(x: Tensor) -> Tensor:
     """Return a 0-d bool: no NaN, no infinity; many times faster than `isfinite`."""
     low, high = torch.aminmax(x)  # both are NaN where one number is
-    return torch.isfinite(low) & torch.isfinite(high)
+    return (low > -math.inf) & (high < math.inf)
 
 
-def require_finite(x: Tensor, error: Callable[[], NonFiniteError]) -> None:
-    """Raise `error()` where a number of `x` is NaN or infinity; see `require`."""
+def require_finite(x: Tensor, error: Callable[[], NonFiniteError], below: float = math.inf) -> None:
+    """Raise `error()` where a number is NaN or has a magnitude of `below` or more; see `require`.
+
+    Rows of a batch may be sequences that have nothing to do with each other: where checks are
+    deferred, each has its own flag.
+    """
     if x.is_meta or not x.numel():
         return
     if checks_are_deferred():
-        require(are_finite(x), error)
+        others = tuple(range(1, x.dim()))
+        require((x.amin(others) > -below) & (x.amax(others) < below), error)
         return
     low, high = torch.aminmax(x)
-    # Python's own test: on a CPU it costs a fraction of three more tensors.
-    if not (math.isfinite(low.item()) and math.isfinite(high.item())):
+    # Python's own comparison: on a CPU it costs a fraction of three more tensors.
+    if not (-below < low.item() and high.item() < below):
         raise error()

@@ -115,7 +115,7 @@ def codebook(bits: int) -> Codebook:
 def levels(bits: int, device: torch.device) -> Tensor:
     """Return the `2**bits` levels, ascending, fp32: their numbers times the unit."""
     book = codebook(bits)
-    return (torch.tensor(book.levels, dtype=torch.float32) * book.unit).to(device)
+    return (torch.tensor(book.levels, dtype=torch.float32, device="cpu") * book.unit).to(device)
 
 
 @lru_cache(maxsize=64)

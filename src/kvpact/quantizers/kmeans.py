@@ -128,7 +128,8 @@ def _plus_plus(x: Tensor, size: int, generator: torch.Generator) -> Tensor:
     all the others at once: drawn by their distance to those, they lie as densely as many words
     should (Zador).
     """
-    x = x[torch.randperm(len(x), generator=generator)[: 16 * size].to(x.device)]
+    order = torch.randperm(len(x), generator=generator, dtype=torch.int64, device="cpu")
+    x = x[order[: 16 * size].to(x.device)]
     words = x[:1]
     distance = _distances(x, words)[0]
     while len(words) < size:

@@ -67,7 +67,7 @@ _FAR = 1e30
 @lru_cache(maxsize=64)
 def levels(bits: int, device: torch.device) -> Tensor:
     """Return the `2**(bits + 1)` levels, ascending whole numbers, fp32."""
-    positive = torch.tensor(_POSITIVE_LEVELS[bits], dtype=torch.float32)
+    positive = torch.tensor(_POSITIVE_LEVELS[bits], dtype=torch.float32, device="cpu")
     return torch.cat([-positive.flip(0), positive]).to(device)
 
 
@@ -224,9 +224,10 @@ def cells(bits: int) -> Tensor:
         `[2, 2 * CELLS + 1]` int32 on the CPU: levels, then points, of each subset a byte.
     """
     cpu = torch.device("cpu")
-    points = nearest_points(torch.arange(-CELLS, CELLS + 1).view(-1, 1) / 2, bits)[:, :, 0]
+    ends = torch.arange(-CELLS, CELLS + 1, dtype=torch.float32, device=cpu) / 2
+    points = nearest_points(ends.view(-1, 1), bits)[:, :, 0]
     nearest = levels(bits, cpu).view(-1, 4).T.gather(1, points.T.long()).T
-    shifts = torch.arange(0, 32, 8)
+    shifts = torch.arange(0, 32, 8, dtype=torch.int64, device="cpu")
     words = [(x.to(torch.int64) & 0xFF) << shifts for x in (nearest, points)]
     return torch.stack([x.sum(-1) for x in words]).to(torch.int32)
 
@@ -234,7 +235,8 @@ def cells(bits: int) -> Tensor:
 def _nearest(z: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return distances and numbers of the nearest points of the four subsets, `[D, 4, N]`."""
     points = nearest_points(z, bits)
-    which = points.to(torch.int32) * 4 + torch.arange(4, device=z.device).view(4, 1)
+    subsets = torch.arange(4, dtype=torch.int32, device=z.device).view(4, 1)
+    which = points.to(torch.int32) * 4 + subsets
     return (z.unsqueeze(1) - levels(bits, z.device)[which]).square(), points
 
 
@@ -244,11 +246,11 @@ class _Trellis:
     def __init__(self, distances: Tensor, states: int) -> None:
         device = distances.device
         self.distances, self.states, self.memory = distances, states, _MEMORY[states]
-        state = torch.arange(states, device=device)
+        state = torch.arange(states, dtype=torch.int64, device=device)
         # A state is reached from two: their windows differ in the oldest bit.
         self.low, self.high = state >> 1, (state >> 1) + states // 2
         subsets = [subset(window, states) for window in range(2 * states)]
-        self.subsets = torch.tensor(subsets, device=device)
+        self.subsets = torch.tensor(subsets, dtype=torch.int64, device=device)
         self.at_low, self.at_high = self.subsets[:states], self.subsets[states:]
 
     def run(self, order: list[int], cost: Tensor) -> tuple[Tensor, list[Tensor]]:

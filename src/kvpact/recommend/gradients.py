@@ -172,7 +172,7 @@ def _tuples(kept: dict[int, list[Tensor]]) -> dict[int, tuple[Tensor, ...]]:
 
 def _direction(weights: Tensor, random: torch.Generator) -> Tensor:
     """Return a vector a row, ``[S, V]``, of the covariance ``diag p - p p'``."""
-    drawn = torch.randn(weights.shape, generator=random, device=weights.device) * weights.sqrt()
+    drawn = torch.empty_like(weights).normal_(generator=random) * weights.sqrt()
     return drawn - weights * drawn.sum(-1, keepdim=True)
 
 

@@ -230,7 +230,7 @@ class Container:
         """Return a copy of a section, `[n]` uint8, checked after it was copied."""
         begin, end = self._bounds(index)
         base = self._data + self.entries[TABLE].end
-        copy = torch.empty(end - begin, dtype=torch.uint8)
+        copy = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
         data = copy.numpy()
         data[:] = np.frombuffer(self.buffer[base + begin : base + end], dtype=np.uint8)
         self._check_sum(index, data)

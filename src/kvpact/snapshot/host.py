@@ -41,7 +41,7 @@ def on_host(x: Tensor) -> Tensor:
     stream = _beside(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):
-        copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        copy = x.new_empty(x.shape, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     # The caller reads the copy on the CPU, and may free x.
     stream.synchronize()
     return copy

@@ -34,14 +34,15 @@ def pack_pages(streams: Sequence[StreamState], pages: int, page_size: int) -> Te
         for stream in streams
         for field in stream.fields
     ]
-    return torch.cat(parts, dim=1) if parts else torch.zeros(pages, 0, dtype=torch.uint8)
+    empty = torch.zeros(pages, 0, dtype=torch.uint8, device="cpu")
+    return torch.cat(parts, dim=1) if parts else empty
 
 
 def _paged(
     slots: Tensor | None, field: FieldInfo, pages: int, page_size: int, rows: Sequence[int]
 ) -> Tensor:
     units = page_size // field.tokens
-    storage = torch.zeros(*rows, pages * units, *field.shape, dtype=field.dtype)
+    storage = torch.zeros(*rows, pages * units, *field.shape, dtype=field.dtype, device="cpu")
     if slots is not None:
         held = on_host(slots[:, :, : pages * units])
         storage[:, :, : held.shape[2]] = held

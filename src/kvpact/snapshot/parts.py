@@ -21,7 +21,7 @@ def select_rows(state: LayerState, rows: Sequence[int]) -> LayerState:
     batch = state.streams[0].tail.shape[0]
     if not rows or any(type(row) is not int or not 0 <= row < batch for row in rows):
         raise GeometryError(f"rows should be some of 0 … {batch - 1}, not {list(rows)!r}")
-    index = torch.tensor(list(rows))
+    index = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
 
     def pick(x: Tensor) -> Tensor:
         return x.index_select(0, index.to(x.device))
@@ -97,12 +97,13 @@ def cut(state: LayerState, end: int) -> LayerState:
     if state.streams is None:
         return state
     batch = state.streams[0].tail.shape[0]
-    first = torch.tensor(state.padding or (0,) * batch)
+    first = torch.tensor(state.padding or (0,) * batch, dtype=torch.int64, device="cpu")
     streams = []
     for stream in state.streams:
         sinks = stream.sinks
         if sinks is not None:
-            behind = first.unsqueeze(1) + torch.arange(sinks.shape[2]) >= end
+            places = torch.arange(sinks.shape[2], dtype=torch.int64, device="cpu")
+            behind = first.unsqueeze(1) + places >= end
             sinks = sinks.masked_fill(behind[:, None, :, None], 0)
         # Packed tokens are those of a codec that has learnt.
         held = replace(stream, packed=end, start=end, sinks=sinks, query_energy=None)

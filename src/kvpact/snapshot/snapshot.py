@@ -253,7 +253,7 @@ class Snapshot:
         if not 0 <= first <= last <= m.pages:
             raise GeometryError(f"pages {first} to {last} are not among {m.pages}")
         exact = self._container.tensors(1 + index)
-        data = torch.empty(last - first, m.page_bytes(index), dtype=torch.uint8)
+        data = torch.empty(last - first, m.page_bytes(index), dtype=torch.uint8, device="cpu")
         for page in range(first, last):
             data[page - first] = self._container.section(1 + len(m.layers) * (page + 1) + index)
         rows = (m.batch, m.geometry.num_kv_heads)
@@ -262,7 +262,7 @@ class Snapshot:
         streams = []
         for side, stream, held, dim in zip(SIDES, entry.streams, slots, dims, strict=True):
             name = f"layer.{index}.{side}"
-            empty = torch.zeros(*rows, 0, dim, dtype=entry.dtype)
+            empty = torch.zeros(*rows, 0, dim, dtype=entry.dtype, device="cpu")
             streams.append(
                 StreamState(
                     stream.fields,

@@ -26,7 +26,7 @@ def token_rows(token_ids: Any, batch: int) -> Tensor:
     """Return token ids as `[B, T]`, int32 where they fit; `GeometryError` if they are none."""
     if not isinstance(token_ids, Tensor):
         try:
-            token_ids = torch.tensor(token_ids, dtype=torch.int64)
+            token_ids = torch.tensor(token_ids, dtype=torch.int64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise GeometryError("token ids should be whole numbers of 64 bits") from None
     if token_ids.dtype not in (torch.int32, torch.int64) or token_ids.dim() not in (1, 2):
@@ -64,9 +64,9 @@ def exact_tensors(index: int, layer: LayerState) -> dict[str, Tensor]:
 def offset_tensors(offset: KeyOffset) -> dict[str, Tensor]:
     """Return a key offset's numbers by the names of their tensors."""
     return {
-        "bias": torch.tensor(offset.bias),
-        "channels": torch.tensor(offset.channels, dtype=torch.int32),
-        "frequencies": torch.tensor(offset.frequencies),
+        "bias": torch.tensor(offset.bias, dtype=torch.float32, device="cpu"),
+        "channels": torch.tensor(offset.channels, dtype=torch.int32, device="cpu"),
+        "frequencies": torch.tensor(offset.frequencies, dtype=torch.float32, device="cpu"),
     }
 
 

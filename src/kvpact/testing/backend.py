@@ -18,9 +18,10 @@ from kvpact.kernels.base import OPERATIONS, AttendCall, Backend, Operation
 from kvpact.kernels.sources import Segment, SegmentSource, Where
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import parse_spec
-from kvpact.testing.data import random_offset, random_tokens
+from kvpact.testing.data import floats, integers, random_offset, random_tokens
 from kvpact.testing.held import same_bytes
 from kvpact.testing.specs import example_specs, variant_specs
 
@@ -30,7 +31,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (20, 33, 64, 80)
 both_sides = pytest.mark.parametrize("side", ["key", "value"])
 
-_PADDING = torch.tensor([0, 7])
+_PADDING = integers(0, 7)
 CALLS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     # Tokens held, new tokens, query heads per KV head, rules.
     "one token": (300, 1, 3, {}),
@@ -38,11 +39,11 @@ CALLS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "a chunk": (333, 40, 2, {"softmax_scale": 0.3}),
     "softcap": (129, 5, 5, {"softcap": 2.0}),
     "a sliding window": (200, 70, 1, {"sliding_window": 33}),
-    "sinks": (65, 1, 2, {"sink_logits": torch.linspace(-1, 3, 2 * HEADS)}),
+    "sinks": (65, 1, 2, {"sink_logits": floats(*(-1 + i for i in range(2 * HEADS)))}),
     "padding": (150, 3, 4, {"padding": _PADDING}),
     "not causal": (97, 9, 2, {"is_causal": False}),
-    "nothing seen": (64, 1, 2, {"mask": torch.zeros(1, 1, 1, 65, dtype=torch.bool)}),
-    "an additive mask": (90, 2, 2, {"mask": torch.linspace(-3, 1, 92).expand(1, 1, 2, 92)}),
+    "nothing seen": (64, 1, 2, {"mask": torch.zeros(1, 1, 1, 65, dtype=torch.bool, device="cpu")}),
+    "an additive mask": (90, 2, 2, {"mask": (floats(*range(92)) / 23 - 3).expand(1, 1, 2, 92)}),
 }
 
 
@@ -131,10 +132,12 @@ class BackendContract:
             pytest.skip(reason)
         return backend
 
-    def _codec(self, spec: str, side: str, dim: int, dtype: torch.dtype) -> Codec:
+    def _codec(
+        self, spec: str, side: str, dim: int, dtype: torch.dtype, fitted: bool = True
+    ) -> Codec:
         method = getattr(parse_spec(spec), side)
         codec: Codec = getattr(method, f"{side}_codec")(dim, dtype)
-        if isinstance(codec, FittedCodec):
+        if fitted and isinstance(codec, FittedCodec):
             x = random_tokens(ROWS, HEADS, 256, dim, seed=7)
             codec = codec.fit(x.to(self.device, dtype))
         return codec
@@ -151,7 +154,7 @@ class BackendContract:
         tokens = max(SEGMENT, codec.group)
         for field in codec.fields:
             like = field.allocate(ROWS, HEADS, tokens, torch.device(self.device))
-            whole = torch.full((like.numel() + 2 * GUARD,), 85, device=self.device).to(like.dtype)
+            whole = like.new_full((like.numel() + 2 * GUARD,), 85)
             segment[field.name] = whole[GUARD:-GUARD].view(like.shape).zero_()
             memory.append(whole)
         return segment, memory
@@ -171,7 +174,7 @@ class BackendContract:
             start = end
         for whole in (whole for _, memory in made for whole in memory):
             guards = torch.cat([whole[:GUARD], whole[-GUARD:]])
-            assert bool((guards == torch.tensor(85).to(whole.dtype)).all()), "guards overwritten"
+            assert bool((guards == whole.new_full((), 85)).all()), "guards overwritten"
         return segments
 
     def test_it_says_what_it_covers(self) -> None:
@@ -197,6 +200,25 @@ class BackendContract:
             expected = self._slots(TORCH, codec, x, (x.shape[2],))
             for wanted, found in zip(expected, self._slots(backend, codec, x, pieces), strict=True):
                 assert all(same_bytes(wanted[name], found[name]) for name in wanted)
+
+    @both_sides
+    def test_what_codecs_learn(self, spec: str, side: str) -> None:
+        """The state that the torch body learns, of rows with padding and without queries."""
+        for dim, dtype in zip((64, 80, 128), DTYPES, strict=True):
+            codec = self._codec(spec, side, dim, dtype, fitted=False)
+            if not codec.learns_from:
+                pytest.skip(f"{type(codec).__name__} learns from no first tokens")
+            backend = self._covered("learn", codec, dtype)
+            x = random_tokens(
+                ROWS, HEADS, codec.learns_from, dim, seed=dim, dtype=dtype, offset=1.0
+            )
+            energy = random_tokens(1, 1, HEADS, dim, seed=dim + 1)[0, 0].square().to(self.device)
+            for context in (Context(_PADDING, 4, energy), Context()):
+                expected = TORCH.learn(codec, x.to(self.device), context).state()
+                with unwritten_is_nan():
+                    found = backend.learn(codec, x.to(self.device), context).state()
+                assert list(expected) == list(found)
+                assert all(same_bytes(expected[name], found[name]) for name in expected)
 
     @both_sides
     def test_decoded_numbers(self, spec: str, side: str) -> None:

@@ -8,6 +8,7 @@ from kvpact.testing.cache_bytes import ByteChecks
 from kvpact.testing.cache_exact import ExactChecks
 from kvpact.testing.cache_fork import ForkChecks
 from kvpact.testing.cache_input import InputChecks
+from kvpact.testing.cache_modes import ModeChecks
 from kvpact.testing.cache_rollback import RollbackChecks
 from kvpact.testing.cache_rows import RowChecks
 from kvpact.testing.cache_snapshot import SnapshotChecks
@@ -23,6 +24,7 @@ class CacheContract(
     ByteChecks,
     AttentionChecks,
     InputChecks,
+    ModeChecks,
 ):
     """Inherit this in a test module; pytest does the rest.
 

@@ -11,28 +11,28 @@ from torch import Tensor
 from kvpact.contract import AttendConfig, Dequantized, Fused
 from kvpact.errors import StaleResult
 from kvpact.testing.cache_base import CacheKit, Tokens
-from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.data import Shape, floats, integers, random_tokens
 from kvpact.testing.reference import reference_attention
 
 ROWS, HEADS, NEW, HELD = 2, 2, 5, 131
 SHAPE = Shape(ROWS, HEADS, (66, 1, 64), 32, 48, torch.float32)
 _TOTAL = HELD + NEW
-_SEEN = torch.rand(ROWS, 1, NEW, _TOTAL, generator=torch.Generator().manual_seed(3)) < 0.5
-_PADDING = torch.tensor([0, 7])
+_SEEN = random_tokens(ROWS, 1, NEW, _TOTAL, seed=3) < 0
+_PADDING = integers(0, 7)
 CONFIGS = {
     "none": None,
     "scale": AttendConfig(softmax_scale=0.3, n_kv_groups=2),
     "softcap": AttendConfig(softcap=2.0),
     "sliding window": AttendConfig(sliding_window=40),
     "a narrow sliding window": AttendConfig(sliding_window=1),
-    "sink logits": AttendConfig(sink_logits=torch.tensor([0.0, 1.0, -1.0, 3.0])),
+    "sink logits": AttendConfig(sink_logits=floats(0.0, 1.0, -1.0, 3.0)),
     "boolean mask": AttendConfig(mask=_SEEN),
     "mask alone": AttendConfig(mask=_SEEN, is_causal=False),
     "mask per head": AttendConfig(mask=_SEEN.expand(-1, 2 * HEADS, -1, -1)),
-    "nothing seen": AttendConfig(mask=torch.zeros(1, 1, 1, _TOTAL, dtype=torch.bool)),
+    "nothing seen": AttendConfig(mask=torch.zeros(1, 1, 1, _TOTAL, dtype=torch.bool, device="cpu")),
     "additive mask": AttendConfig(mask=random_tokens(1, 1, NEW, _TOTAL)),
     "lowest numbers": AttendConfig(
-        mask=torch.zeros(_SEEN.shape).masked_fill(~_SEEN, torch.finfo(torch.float32).min)
+        mask=floats(0.0).expand(_SEEN.shape).masked_fill(~_SEEN, torch.finfo(torch.float32).min)
     ),
     "not causal": AttendConfig(is_causal=False),
     "padding": AttendConfig(padding=_PADDING),
@@ -40,7 +40,7 @@ CONFIGS = {
         softmax_scale=0.2,
         softcap=5.0,
         sliding_window=90,
-        sink_logits=torch.zeros(4),
+        sink_logits=floats(0.0, 0.0, 0.0, 0.0),
         mask=_SEEN,
         padding=_PADDING,
     ),
@@ -151,7 +151,7 @@ class AttentionChecks(CacheKit):
         """A row that has seen nothing but padding gets zeros, not NaN."""
         self.needs("attend")
         cache = self.make_cache(SHAPE.geometry())
-        config = AttendConfig(padding=torch.tensor([0, 9]))
+        config = AttendConfig(padding=integers(0, 9))
         output = cache.attend(0, *self.tokens(SHAPE, 6), config)
         assert torch.isfinite(output).all()
         assert not output[1].any()

@@ -11,7 +11,7 @@ from kvpact.cache import bytes_per_token, planned_bytes
 from kvpact.contract import AttendConfig
 from kvpact.spec import parse_spec
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
-from kvpact.testing.data import Shape
+from kvpact.testing.data import Shape, integers
 from kvpact.testing.held import held_bytes
 
 LONG = Shape(1, 1, (4096, 1, 127, 1), 64, 64, torch.float16)
@@ -65,7 +65,10 @@ class ByteChecks(CacheKit):
 
     def test_padding_is_counted(self) -> None:
         """What a cache keeps about padding is held too."""
-        cache = self.filled(SMALL, config=AttendConfig(padding=torch.tensor([0, 3])))
+        cache = self.filled(
+            SMALL,
+            config=AttendConfig(padding=integers(0, 3)),
+        )
         self.assert_counted(cache, SMALL)
 
     def test_stats_name_what_is_there(self) -> None:

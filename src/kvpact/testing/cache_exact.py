@@ -6,6 +6,7 @@ import torch
 
 from kvpact.contract import AttendConfig
 from kvpact.testing.cache_base import SMALL, CacheKit
+from kvpact.testing.data import integers
 from kvpact.testing.held import same_bytes
 
 
@@ -46,7 +47,7 @@ class ExactChecks(CacheKit):
 
     def test_padding_is_never_a_sink(self) -> None:
         """Sinks are each row's first tokens behind its padding, in whatever pieces they come."""
-        padding = torch.tensor([0, 5])
+        padding = integers(0, 5)
         config = AttendConfig(padding=padding)
         given = self.tokens(SMALL, 200)
         pieces = (3, 4, 1, 192)
@@ -76,7 +77,7 @@ class ExactChecks(CacheKit):
         self.needs("attend")
         caches = [self.make_cache(SMALL.geometry()) for _ in range(2)]
         for seed, count in enumerate((3, 70, 1, 130)):
-            padding = torch.tensor([0, 5]) if seed < 2 else None
+            padding = integers(0, 5) if seed < 2 else None
             for exact, cache in zip((True, False), caches, strict=True):
                 config = AttendConfig(padding=padding, exact_new=exact)
                 cache.attend(0, *self.tokens(SMALL, count, seed), config)

@@ -12,6 +12,7 @@ from kvpact import errors
 from kvpact.contract import AttendConfig
 from kvpact.spec import parse_spec
 from kvpact.testing.cache_base import SMALL, CacheKit, Tokens
+from kvpact.testing.data import floats, integers
 
 Change = Callable[[Tokens], tuple[Any, ...]]
 
@@ -69,15 +70,15 @@ WRONG_TENSORS: dict[str, tuple[Change, type[Exception]]] = {
     "another device of v": (_with(V, lambda x: x.to("meta")), errors.DeviceError),
     "another device of q": (_with(Q, lambda x: x.to("meta")), errors.DeviceError),
 }
-_MASK = torch.ones(2, 1, 3, SMALL.tokens + 3, dtype=torch.bool)
+_MASK = torch.ones(2, 1, 3, SMALL.tokens + 3, dtype=torch.bool, device="cpu")
 WRONG_CONFIGS: dict[str, tuple[AttendConfig, type[Exception]]] = {
     "groups": (AttendConfig(n_kv_groups=3), errors.GeometryError),
-    "padding": (AttendConfig(padding=torch.tensor([0, 0, 0])), errors.GeometryError),
+    "padding": (AttendConfig(padding=integers(0, 0, 0)), errors.GeometryError),
     "mask of other tokens": (AttendConfig(mask=_MASK[..., 1:]), errors.GeometryError),
     "mask of other rows": (AttendConfig(mask=_MASK.repeat(2, 1, 1, 1)), errors.GeometryError),
     "mask of rank 2": (AttendConfig(mask=_MASK[0, 0]), errors.GeometryError),
     "mask of integers": (AttendConfig(mask=_MASK.int()), errors.DtypeError),
-    "sink logits": (AttendConfig(sink_logits=torch.zeros(3)), errors.GeometryError),
+    "sink logits": (AttendConfig(sink_logits=floats(0.0, 0.0, 0.0)), errors.GeometryError),
 }
 
 

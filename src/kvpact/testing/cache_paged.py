@@ -21,7 +21,7 @@ from kvpact.errors import CacheFull
 from kvpact.geometry import CacheGeometry
 from kvpact.testing.cache import CacheContract
 from kvpact.testing.cache_base import SMALL, every_shape
-from kvpact.testing.data import Shape
+from kvpact.testing.data import Shape, integers
 from kvpact.testing.held import difference
 
 
@@ -44,7 +44,7 @@ def _layer_tensors(layer: CacheLayer, path: str, row: int) -> dict[str, Tensor]:
         if stream is None:
             continue
         here = f"{path}.{name}"
-        found[f"{here}.length"] = torch.tensor([stream.length, stream.packed])
+        found[f"{here}.length"] = integers(stream.length, stream.packed)
         found[f"{here}.tail"] = stream.tail[row : row + 1]
         if stream.sinks is not None:
             found[f"{here}.sinks"] = stream.sinks[row : row + 1]

@@ -12,7 +12,7 @@ import torch
 
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
-from kvpact.testing.data import Shape
+from kvpact.testing.data import Shape, integers
 from kvpact.testing.held import same_bytes
 
 
@@ -167,5 +167,5 @@ def rollbacks(kit: CacheKit) -> list[Callable[[Any], None]]:
     """Return changes of a cache after which slots are no longer what they were."""
     changes: list[Callable[[Any], None]] = [lambda c: c.truncate(40), lambda c: c.reset()]
     if "select" in kit.operations:
-        changes.append(lambda c: c.select(torch.tensor([1])))
+        changes.append(lambda c: c.select(integers(1)))
     return changes

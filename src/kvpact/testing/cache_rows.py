@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
 from kvpact.testing.cache_base import CacheKit
-from kvpact.testing.data import Shape
+from kvpact.testing.data import Shape, floats, integers
 from kvpact.testing.held import same_bytes
 
 ROWS = Shape(3, 2, (66, 1, 64), 32, 48, torch.float32)
@@ -22,7 +22,7 @@ class RowChecks(CacheKit):
 
     def _check(self, operation: str, argument: Any, rows: list[int]) -> None:
         self.needs("fork", operation)
-        config = AttendConfig(padding=torch.tensor([0, 3, 40]))
+        config = AttendConfig(padding=integers(0, 3, 40))
         cache = self.filled(ROWS, config=config, layers=2)
         before = [self.read(cache, ROWS, layer) for layer in range(2)]
         getattr(cache, operation)(argument)
@@ -46,15 +46,19 @@ class RowChecks(CacheKit):
 
     def test_reorder(self) -> None:
         """Beam search: rows change places and may repeat."""
-        self._check("reorder", torch.tensor([2, 0, 0]), [2, 0, 0])
+        self._check("reorder", integers(2, 0, 0), [2, 0, 0])
 
     def test_select(self) -> None:
         """Some rows stay, in the order asked for."""
-        self._check("select", torch.tensor([2, 1]), [2, 1])
+        self._check("select", integers(2, 1), [2, 1])
 
     def test_select_more(self) -> None:
         """Rows may be selected more than once."""
-        self._check("select", torch.tensor([1, 1, 0, 2, 1], dtype=torch.int32), [1, 1, 0, 2, 1])
+        self._check(
+            "select",
+            integers(1, 1, 0, 2, 1).int(),
+            [1, 1, 0, 2, 1],
+        )
 
     def test_repeat(self) -> None:
         """Every row, several times, next to each other."""
@@ -66,14 +70,14 @@ class RowChecks(CacheKit):
         cache = self.filled(ROWS, layers=2)
         before = self.state(cache)
         wrong: list[tuple[str, Any]] = [
-            ("select", torch.tensor([3])),
-            ("select", torch.tensor([-1])),
-            ("select", torch.tensor([], dtype=torch.long)),
-            ("select", torch.tensor([0.0])),
-            ("select", torch.tensor([[0]])),
+            ("select", integers(3)),
+            ("select", integers(-1)),
+            ("select", integers()),
+            ("select", floats(0.0)),
+            ("select", integers(0)[None]),
             ("select", [0]),
-            ("reorder", torch.tensor([0])),
-            ("reorder", torch.tensor([0, 1, 3])),
+            ("reorder", integers(0)),
+            ("reorder", integers(0, 1, 3)),
             ("reorder", None),
             ("repeat", 0),
             ("repeat", 1.0),
@@ -87,7 +91,7 @@ class RowChecks(CacheKit):
         """Nothing held, nothing to rearrange."""
         self.needs("select", "repeat")
         cache = self.make_cache(ROWS.geometry())
-        cache.select(torch.tensor([0]))
+        cache.select(integers(0))
         cache.repeat(3)
         assert cache.seq_len(0) == 0
 

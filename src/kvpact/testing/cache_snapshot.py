@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
 from kvpact.snapshot import Snapshot
 from kvpact.testing.cache_base import SMALL, CacheKit
+from kvpact.testing.data import integers
 
 
 class SnapshotChecks(CacheKit):
@@ -17,7 +17,7 @@ class SnapshotChecks(CacheKit):
     def test_a_snapshot_is_the_cache(self) -> None:
         """Saved, read and restored: the same bytes now, and after more tokens."""
         self.needs("snapshot")
-        config = AttendConfig(padding=torch.tensor([0, 5]))
+        config = AttendConfig(padding=integers(0, 5))
         cache = self.filled(SMALL, config=config, layers=2)
         before = self.state(cache)
         saved = cache.snapshot().to_bytes()

@@ -60,6 +60,16 @@ SHAPES = (
 )
 
 
+def integers(*numbers: int) -> Tensor:
+    """Return numbers as int64: padding, and indices of rows."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def floats(*numbers: float) -> Tensor:
+    """Return numbers as fp32."""
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
 def random_tokens(
     *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, offset: float = 0.0
 ) -> Tensor:
@@ -77,10 +87,11 @@ def random_tokens(
         Standard deviation of a constant that is added to each channel, as keys have it.
     """
     generator = torch.Generator().manual_seed(seed * 2 + 1)
-    x = torch.randn(*shape, generator=generator)
+    x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     if offset:
         # The constants depend on the width alone, so that every piece has the same.
-        x = x + offset * torch.randn(shape[-1], generator=torch.Generator().manual_seed(7))
+        constants = torch.Generator().manual_seed(7)
+        x = x + offset * x.new_empty(shape[-1]).normal_(generator=constants)
     return x.to(dtype)
 
 
@@ -97,9 +108,10 @@ def random_offset(heads: int, dim: int, *, norm: float = 10.0, seed: int = 0) ->
         Chooses the pairs and the numbers.
     """
     generator = torch.Generator().manual_seed(seed)
-    frequencies = 1e4 ** -(torch.arange(dim // 2) / (dim / 2))
-    pairs = torch.randperm(dim // 2, generator=generator)[: min(8, dim // 2)]
-    bias = torch.randn(heads, len(pairs), 2, generator=generator)
+    frequencies = 1e4 ** -(torch.arange(dim // 2, dtype=torch.float32, device="cpu") / (dim / 2))
+    order = torch.randperm(dim // 2, generator=generator, dtype=torch.int64, device="cpu")
+    pairs = order[: min(8, dim // 2)]
+    bias = frequencies.new_empty(heads, len(pairs), 2).normal_(generator=generator)
     return KeyOffset(
         tuple(frequencies[pairs].tolist()),
         tuple((int(p), int(p) + dim // 2) for p in pairs),

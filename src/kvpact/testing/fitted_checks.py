@@ -7,7 +7,7 @@ import torch
 
 from kvpact.errors import FormatError, GeometryError, KVPactError, NonFiniteError, SpecError
 from kvpact.formats import TILE
-from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.data import Shape, floats, random_tokens
 from kvpact.testing.fitted_base import FittedKit
 from kvpact.testing.held import copied_tensors, difference, held_bytes
 from kvpact.testing.method_base import both_sides, every_shape
@@ -80,8 +80,8 @@ class FitChecks(FittedKit):
     def test_wrong_states_are_refused(self, side: str) -> None:
         """Nothing, too much, other shapes and NaN are a `FormatError`; the codec is unharmed."""
         codec, state = self.unfitted(side, 64), self.fitted(side, 64).state()
-        wrong = [{}, {**state, "no_such_tensor": torch.zeros(1)}]
-        wrong += [{**state, name: torch.zeros(0, 1, 2)} for name in state]
+        wrong = [{}, {**state, "no_such_tensor": floats(0.0)}]
+        wrong += [{**state, name: floats().view(0, 1, 2)} for name in state]
         wrong += [{n: t for n, t in state.items() if n != name} for name in state]
         wrong += [
             {**state, name: torch.full_like(tensor, torch.nan)}
@@ -126,7 +126,7 @@ class FitChecks(FittedKit):
         """Whatever was learnt from, what is stored later comes back finite, or is refused."""
         codec, ordinary = self.unfitted(side, 80), random_tokens(1, 1, 128, 80)
         try:
-            fitted = codec.fit(torch.full((1, 1, 128, 80), magnitude))
+            fitted = codec.fit(floats(magnitude).expand(1, 1, 128, 80).clone())
         except KVPactError:
             assert magnitude > 1e4, "ordinary calibration was refused"
             return

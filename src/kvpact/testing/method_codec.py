@@ -7,7 +7,7 @@ import torch
 
 from kvpact.errors import KVPactError
 from kvpact.formats import TILE, CodesField
-from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.data import Shape, floats, integers, random_tokens
 from kvpact.testing.held import copied_tensors, difference, same_bytes
 from kvpact.testing.method_base import MethodKit, both_sides, every_shape, relative_error
 
@@ -105,9 +105,9 @@ class CodecChecks(MethodKit):
     ) -> None:
         """Whatever is finite comes back finite, or is refused with a named error."""
         codec = self.codec(side, 80)
-        x = torch.full((1, 1, 2 * codec.group, 80), magnitude)
+        x = floats(magnitude).expand(1, 1, 2 * codec.group, 80).clone()
         if varied:
-            x = x * (1 - torch.arange(80) / 64) * (-1) ** torch.arange(x.shape[2]).view(-1, 1)
+            x = x * (1 - floats(*range(80)) / 64) * (-1) ** integers(*range(x.shape[2])).view(-1, 1)
         try:
             arrays = codec.encode(x)
         except KVPactError:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpact.errors import KVPactError, NonFiniteError
 from kvpact.methods import Codec, bytes_per_slot
-from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.data import Shape, floats, integers, random_tokens
 from kvpact.testing.held import difference, held_bytes, same_bytes
 from kvpact.testing.method_base import (
     MethodKit,
@@ -162,7 +162,7 @@ class SlotChecks(MethodKit):
                 with pytest.raises(NonFiniteError):
                     codec.check_range(x * 1.01)
             with pytest.raises(NonFiniteError):
-                codec.check_range(torch.full((1, 1, 1, dim), 3e38))
+                codec.check_range(floats(*[3e38] * dim).view(1, 1, 1, dim))
 
     @both_sides
     def test_a_cut_group_of_tiny_tokens_takes_ordinary_ones(self, side: str) -> None:
@@ -194,14 +194,14 @@ class SlotChecks(MethodKit):
 
 def _largest(codec: Codec, dim: int) -> list[Tensor]:
     """Return groups of tokens at the limits of a codec's range: even, random, in one coordinate."""
-    signs = (-1.0) ** torch.arange(codec.group).view(-1, 1)
-    first = torch.arange(dim) == 0
+    signs = (-1.0) ** floats(*range(codec.group)).view(-1, 1)
+    first, ones = integers(*range(dim)) == 0, floats(1.0).expand(codec.group, dim)
     kinds = [
-        torch.ones(codec.group, dim),
-        torch.ones(codec.group, dim) * signs,
+        ones.clone(),
+        ones * signs,
         random_tokens(1, 1, codec.group, dim)[0, 0],
         first.expand(codec.group, dim) * signs,
-        torch.diag_embed(torch.ones(codec.group))[:, :1] * first + 1e-6 * signs,
+        (integers(*range(codec.group)).view(-1, 1) == 0) * first + 1e-6 * signs,
     ]
     # In the space of the codec one coordinate is the hardest to scale.
     kinds += [codec.transform.inverse(x) for x in kinds[3:]]

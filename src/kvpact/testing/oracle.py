@@ -20,6 +20,7 @@ from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
 from kvpact.spec import Spec
+from kvpact.testing.data import integers
 
 
 class StreamOracle:
@@ -99,7 +100,7 @@ class StreamOracle:
                 self._continue(self._coded(self.packed, end), inside)
             elif self.packed + group <= length:
                 if not self.codec.ready:
-                    known = Context(torch.tensor(list(padding)), self.sinks)
+                    known = Context(integers(*padding), self.sinks)
                     self.codec = self.codec.learn(self._coded(0, self.codec.learns_from), known)
                 self.groups.append(self.codec.encode(self._group(padding)))
                 self._show(self.groups[-1])
@@ -165,7 +166,7 @@ class StreamOracle:
         self.given, self.shown = self.given[rows], self.shown[rows]
         self.groups = [{name: array[rows] for name, array in g.items()} for g in self.groups]
         if self.offset is not None:
-            self.offset = self.offset.select(torch.tensor(rows))
+            self.offset = self.offset.select(integers(*rows))
 
     def read(self, padding: Sequence[int]) -> Tensor:
         """Return what a cache should show, `[B, H, length, D]`.

@@ -50,8 +50,9 @@ def reference_attention(
 
 def _visible(config: AttendConfig, batch: int, new: int, total: int) -> Tensor:
     """`[B, 1 or H_q, q_len, total]`: which token a query may see."""
-    tokens, queries = torch.arange(total), torch.arange(total - new, total).unsqueeze(-1)
-    visible = torch.ones(batch, 1, new, total, dtype=torch.bool)
+    tokens = torch.arange(total, dtype=torch.int64, device="cpu")
+    queries = tokens[total - new :].unsqueeze(-1)
+    visible = torch.ones(batch, 1, new, total, dtype=torch.bool, device="cpu")
     if config.is_causal:
         visible = visible & (tokens <= queries)
     if config.sliding_window is not None:

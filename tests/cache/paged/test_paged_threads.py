@@ -1,10 +1,12 @@
 """Layers of a paged cache in threads: the first makes the rows, who fails takes only its own."""
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from tests.helpers.faults import disturbed, is_free, length_of
 
 from kvpact import CacheGeometry, PagedKVCache
 from kvpact.errors import CacheFull
@@ -127,3 +129,20 @@ def test_many_threads_on_one_layer_lose_nothing():
         list(pool.map(append, range(6)))
     k = cache.layer_of(seq, 0).dequantize("k")
     assert sorted(round(x) for x in k[0, 0, :, 0].tolist()) == list(range(1, 121))
+
+
+def test_the_locks_of_any_number_of_layers_are_taken_and_given_back():
+    """As it was: a call of Python within a call for each layer, up to Python's limit."""
+    cache = PagedKVCache("int:bits=8", CacheGeometry(sys.getrecursionlimit() + 10, 1, 8), 1)
+    seq = cache.allocate()
+    cache.free(cache.fork(seq))
+    assert all(is_free(lock) for lock in (cache.layer_locks[0], cache.layer_locks[-1]))
+
+
+def test_an_interrupt_anywhere_gives_the_locks_back():
+    cache = PagedKVCache("int:bits=8", GEOMETRY, 4)
+    seq = cache.allocate()
+    for n in range(1, length_of(lambda: cache.truncate(seq, 0), "interrupt") + 1):
+        assert disturbed(lambda: cache.truncate(seq, 0), "interrupt", n)
+        assert all(is_free(lock) for lock in [*cache.layer_locks, cache.pool.lock])
+    cache.append(0, {seq: row(5)})

@@ -22,6 +22,30 @@ from kvpact.integrations.transformers.tokens import NewTokens
 from kvpact.kernels import attend_exact
 
 ATTENTION = "kvpact"
+HONOURED = frozenset({"position_bias", "position_ids", "s_aux", "sliding_window", "softcap"})
+"""Arguments by name that are taken into account, besides those of `attention_forward`."""
+HARMLESS = frozenset(
+    {
+        "cache_params",
+        "deterministic",
+        "encoder_hidden_states",
+        "input_ids",
+        "inputs_embeds",
+        "logits_to_keep",
+        "mm_token_type_ids",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "return_dict",
+        "token_type_ids",
+        "use_cache",
+    }
+)
+"""Arguments by name that models hand down and that change nothing of attention."""
+_KNOWN = HONOURED | HARMLESS
 
 
 def register_attention() -> None:
@@ -56,7 +80,7 @@ def attention_forward(
         As in transformers; dropout is for training, which is refused.
     **kwargs
         ``softcap``, ``s_aux`` (sink logits), ``sliding_window`` and ``position_bias`` are
-        honoured.
+        honoured. Any that is not known to change nothing is refused.
 
     Returns
     -------
@@ -66,8 +90,10 @@ def attention_forward(
     Raises
     ------
     KVPactError
-        Training with a compressed cache.
+        Training with a compressed cache, or an argument that is not honoured.
     """
+    if not kwargs.keys() <= _KNOWN:
+        _refuse_others(kwargs)
     tokens = fresh = None
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         tokens = key.pending
@@ -78,7 +104,10 @@ def attention_forward(
         raise KVPactError("a compressed cache is for inference; call model.eval() first")
     if fresh is not None:
         fresh.store(_own_padding(fresh, attention_mask))
-    if tokens is None and not needs_own(kwargs):
+    last = attention_mask is None and 1 < query.shape[2] < key.shape[2]
+    # Layers that share K and V may leave out queries, and `sdpa` takes those left for the first.
+    last = last and getattr(module, "is_kv_shared_layer", False)
+    if tokens is None and not last and not needs_own(kwargs):
         output: Tensor = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )[0]
@@ -101,6 +130,18 @@ def attention_forward(
     if compressed:
         output = _without_gradient(query, output)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_others(kwargs: dict[str, Any]) -> None:
+    """Raise if an argument says something about attention that would be ignored."""
+    others = kwargs.keys() - _KNOWN
+    given = [name for name in others if kwargs[name] is not None and kwargs[name] is not False]
+    if given:
+        raise KVPactError(
+            f"this model passes {', '.join(map(repr, sorted(given)))} to attention, which "
+            "'kvpact' does not honour: call model.set_attn_implementation('sdpa'), and make "
+            "caches with CompressedCache(model, spec, attention='keep')"
+        )
 
 
 def _config(

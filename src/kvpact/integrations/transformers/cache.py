@@ -11,17 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    get_layer_types_and_kwargs,
-)
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvpact.cache import ContiguousCache, check_layer
 from kvpact.cache.stats import cache_stats
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.engine_cache import EngineCache
-from kvpact.integrations.transformers.layer import COMPRESSED
+from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
+from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.pairs import UpdateOrder, may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
@@ -31,11 +29,12 @@ from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import DEFAULT_SPEC, Spec
 
-_SPARSE = "indexed_attention"
-
 
 def _offsets(
-    model: Any, types: Sequence[str], given: Mapping[int, KeyOffset] | str | None
+    model: Any,
+    layers: int,
+    compressed: Sequence[int],
+    given: Mapping[int, KeyOffset] | str | None,
 ) -> dict[int, KeyOffset] | None:
     """Return the offsets by compressed layer; None where nobody was asked for any."""
     if given == "auto" and isinstance(model, PreTrainedConfig):
@@ -45,16 +44,15 @@ def _offsets(
     if not isinstance(given, Mapping | None):
         raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
     for layer, offset in (given or {}).items():
-        check_layer(layer, len(types))
+        check_layer(layer, layers)
         if not isinstance(offset, KeyOffset):
             raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
-    compressed = [layer for layer, kind in enumerate(types) if kind in COMPRESSED]
     return {i: given[x] for i, x in enumerate(compressed) if given and x in given}
 
 
 def _calibration(
     given: Calibration | str | PathLike[str] | None,
-    types: Sequence[str],
+    layers: Sequence[int],
     specs: Sequence[Spec],
     device: Any,
 ) -> Calibration | None:
@@ -62,7 +60,6 @@ def _calibration(
     if given is None:
         return None
     known = given if isinstance(given, Calibration) else Calibration.load(given)
-    layers = [i for i, kind in enumerate(types) if kind in COMPRESSED]
     return known.select(layers).needed(specs).to(device)
 
 
@@ -135,29 +132,24 @@ class CompressedCache(EngineCache):
     ) -> None:
         config = model if isinstance(model, PreTrainedConfig) else model.config
         decoder = config.get_text_config(decoder=True)
-        types, options = get_layer_types_and_kwargs(decoder)
-        specs = layer_specs(spec, len(types))
-        kept = [spec for kind, spec in zip(types, specs, strict=True) if kind in COMPRESSED]
-        offsets = _offsets(model, types, key_offsets)
-        known = _calibration(calibration, types, kept, getattr(model, "device", "cpu"))
+        facts = layer_facts(decoder)
+        specs, compressed = layer_specs(spec, len(facts.types)), facts.compressed()
+        kept = [specs[layer] for layer in compressed]
+        offsets = _offsets(model, len(specs), compressed, key_offsets)
+        known = _calibration(calibration, compressed, kept, getattr(model, "device", "cpu"))
         compute = choose(backend, precision, check)
         shared = SharedState(decoder, exact_new, kept, compute, offsets, known)
         indices = count()
         layers: list[Any] = []
-        for kind, more in zip(types, options, strict=True):
+        for index, (kind, more) in enumerate(zip(facts.types, facts.options, strict=True)):
             if kind in COMPRESSED:
-                layers.append(COMPRESSED[kind](shared, next(indices), **more))
-            elif kind in DYNAMIC_LAYER_TYPE_MAPPING:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
+                own = CompressedHybridLayer if kind == "hybrid" else CompressedLayer
+                layers.append(own(shared, next(indices), **more))
+                layers[-1].read_again = index in facts.read_again
             else:
-                raise KVPactError(f"layer type {kind!r} is not known to this transformers")
-        if not kept:
-            raise KVPactError(
-                f"no layer of this model has full attention ({', '.join(sorted(set(types)))}); "
-                "there is nothing to compress"
-            )
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
         order = UpdateOrder(may_cross_attend(config, decoder))
-        super().__init__(layers, shared, attention, order, sparse=_SPARSE in types)
+        super().__init__(layers, shared, attention, order, facts.sparse)
 
     @property
     def max_cache_len(self) -> int:

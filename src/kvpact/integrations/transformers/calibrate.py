@@ -132,15 +132,17 @@ def output_energies(model: Any) -> dict[int, Tensor]:
     are left out.
     """
     config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     found = {}
     for _, attention in modules_named(model, "self_attn", "attention"):
         layer = getattr(attention, "layer_idx", None)
         linear = next((x for name in _OUTPUTS if (x := getattr(attention, name, None))), None)
         weight: Any = getattr(linear, "weight", None)
         plain = isinstance(weight, Tensor) and weight.is_floating_point() and weight.dim() == 2
-        columns = config.num_attention_heads * (getattr(attention, "head_dim", None) or 0)
-        if layer is None or not plain or weight.is_meta or weight.shape[1] != columns:
+        if layer is None or not plain or weight.is_meta:
+            continue
+        own = config.per_layer_config[layer]
+        heads = getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        if weight.shape[1] != own.num_attention_heads * (getattr(attention, "head_dim", None) or 0):
             continue
         energy = weight.detach().double().square().sum(0).cpu()
         found[layer] = energy.view(heads, -1, attention.head_dim).sum(1)

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.attention import ATTENTION, register_attention
+from kvpact.integrations.transformers.facts import modeling_module
 from kvpact.integrations.transformers.handles import say_once
 
 
@@ -69,8 +70,8 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
     attention : {"auto", "keep"}
         ``keep`` leaves the config alone.
     sparse : bool
-        Whether some layers choose the tokens that they attend to. They say so in a mask only under
-        ``sdpa`` and ``eager``, so the config is left alone.
+        Whether some layers may choose the tokens that they attend to. They say so in a mask only
+        under ``sdpa`` and ``eager``, so the config is left alone.
 
     Returns
     -------
@@ -83,7 +84,8 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
     SpecError
         `attention` is neither.
     KVPactError
-        The attention is ``kvpact``, but the model's code knows ``sdpa`` by name only.
+        The attention is ``kvpact``, but the model's code knows ``sdpa`` by name only, or has
+        layers that choose their tokens.
     """
     if attention not in ("auto", "keep"):
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")
@@ -95,11 +97,16 @@ def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = Fa
 def _chosen(config: PreTrainedConfig, attention: str, sparse: bool) -> Loan | None:
     lent = id(config) in _before  # asked first: a loan may end at any moment, but none begins
     current = config._attn_implementation
-    by_name = _asks_by_name(type(config).__module__.replace(".configuration_", ".modeling_"))
+    by_name = _asks_by_name(modeling_module(config))
     if by_name and current == ATTENTION:
         raise KVPactError(
             "this model computes attention by itself and knows 'sdpa' by name; with 'kvpact' "
             "it would not be causal: load it with attention 'sdpa'"
+        )
+    if sparse and current == ATTENTION:
+        raise KVPactError(
+            "layers of this model choose the tokens they attend to, which 'kvpact' does not "
+            "honour: call model.set_attn_implementation('sdpa')"
         )
     if attention == "keep":
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.rows import refuse_pickling
@@ -49,13 +50,22 @@ class EngineCache(Cache):
         super().__init__(layers=layers)
         self._shared, self._order = shared, order
         self._loan = choose_attention(shared.config, attention, sparse)
-        if shared.latent_dim:
+        if shared.latent_widths:
             hand_on(shared.config)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = memo[id(self)] = object.__new__(type(self))
         vars(other).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
         return other
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether layers have a state and no K and V; masks take their sizes from others."""
+        return [
+            isinstance(layer, LinearAttentionCacheLayerMixin)
+            and not isinstance(layer, CacheLayerMixin)
+            for layer in self.layers
+        ]
 
     def _own_layers(self) -> list[Any]:
         """Return the layers that hold something of their own: transformers', and hybrid ones."""
@@ -159,27 +169,38 @@ class EngineCache(Cache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rearrange the batch rows."""
         self._order.forget()
-        for layer in self._own_layers():
-            layer.reorder_cache(beam_idx)
         for cache in self._shared.stored():
             cache.reorder(beam_idx)
+        for layer in self._own_layers():
+            layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
         self._order.forget()
-        for layer in self._own_layers():
-            layer.batch_repeat_interleave(repeats)
         for cache in self._shared.stored():
             cache.repeat(repeats)
+        for layer in self._own_layers():
+            _change_states(layer, lambda state: state.repeat_interleave(repeats, dim=0))
+            if hasattr(layer, "batch_repeat_interleave"):
+                layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows (indices, or a boolean mask)."""
         self._order.forget()
-        for layer in self._own_layers():
-            layer.batch_select_indices(indices)
         kept = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
         for cache in self._shared.stored():
             cache.select(kept)
+        for layer in self._own_layers():
+            _change_states(layer, lambda state: state[kept.to(state.device)])
+            if hasattr(layer, "batch_select_indices"):
+                layer.batch_select_indices(kept)
+
+
+def _change_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Change what a layer with linear attention holds: transformers' layers can't themselves."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for states in (layer.conv_states, layer.recurrent_states):
+            states.update({i: change(x) for i, x in states.items() if x is not None})
 
 
 def _remove(view: PagedView, tokens: int) -> None:

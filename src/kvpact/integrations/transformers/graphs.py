@@ -72,7 +72,8 @@ class DecodeGraph:
         self._known: list[Held] = []
         self._left = 0
         self._placed: list[tuple[TritonStep, int]] = []
-        self._ids = self._positions = self._padding = self._logits = torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._ids = self._positions = self._padding = self._logits = nothing
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Run one token of each row through the model.
@@ -151,7 +152,7 @@ class DecodeGraph:
                 f"token ids on {ids.device}; call the model itself"
             )
         for index, layer in enumerate(layers):
-            if not any(runner.replayable for runner in _runners([layer])):
+            if not _runners([layer]):
                 plan = layer._held.plan
                 raise BackendUnavailable(
                     f"layer {index} ({layer.spec}) can't be stepped by the device alone: it needs "

@@ -123,7 +123,7 @@ def _new_pair(
     )
 
 
-_x = torch.empty(1, 1, 1, 1)
+_x = torch.empty(1, 1, 1, 1, dtype=torch.float32, device="cpu")
 _UNUSED = _new_pair(None, _x, _x, 1, ()).references()
 """References to the handles of a pair that nothing else refers to."""
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
+from kvpact.integrations.transformers.facts import modeling_module
 from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients
 from kvpact.integrations.transformers.tokens import NewTokens
 from kvpact.kernels import absorb_query, expand_output
@@ -71,8 +72,7 @@ def hand_on(config: Any) -> None:
     config : PreTrainedConfig
         The decoder's. Models from elsewhere are met in their first call to attention (`meet`).
     """
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    for attention in list(vars(sys.modules.get(name, None) or object).values()):
+    for attention in list(vars(sys.modules.get(modeling_module(config)) or object).values()):
         if isinstance(attention, type):
             meet(attention)
 
@@ -187,7 +187,10 @@ def _expands_plainly(module: Any, expand: Expand) -> bool:
     weight = module.kv_b_proj.weight
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 1, _PROBES, weight.shape[1]), (1, 1, _PROBES, module.qk_rope_head_dim))
-    latents, rope = (torch.randn(shape, generator=generator).to(weight) for shape in shapes)
+    latents, rope = (
+        torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(weight)
+        for shape in shapes
+    )
     with torch.no_grad():
         k, v = expand(latents, rope)
         w_uk, w_uv = _weights(module)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +33,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_compileable = False
     is_croppable = True
     supports_early_init = False
+    read_again = False
+    """Whether other layers of the model read what `update` returns, too."""
 
     def __init__(self, shared: SharedState, index: int) -> None:
         # The base class would set `keys` and `values`, which are computed here.
@@ -88,7 +89,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             before.store()
         if index == 0 or shared.held[index] is None:
             shared.attention = shared.config._attn_implementation
-        tokens = NewTokens(shared, index, key_states, value_states)
+        tokens = NewTokens(shared, index, key_states, value_states, self.read_again)
         return returned_pair(tokens, key_states, value_states)
 
     def _whole(self, side: str) -> Tensor | None:
@@ -149,19 +150,3 @@ class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ign
     def __init__(self, shared: SharedState, index: int, number_of_states: int = 1) -> None:
         CompressedLayer.__init__(self, shared, index)
         LinearAttentionLayer.__init__(self, number_of_states)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat the states' batch rows."""
-        self._change(lambda state: state.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some of the states' batch rows."""
-        self._change(lambda state: state[indices])
-
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        for states in (self.conv_states, self.recurrent_states):
-            states.update({i: change(x) for i, x in states.items() if x is not None})
-
-
-COMPRESSED = {"full_attention": CompressedLayer, "hybrid": CompressedHybridLayer}
-"""Types of layers whose K and V are compressed."""

@@ -134,13 +134,13 @@ def _projection(attention: Any) -> _Projection | None:
 def key_layout(attention: Any) -> Layout | None:
     """Return which channels the model's own code rotates together; None if that can't be told."""
     module = sys.modules[type(attention).__module__]
-    x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], dtype=torch.float32, device="cpu")
     rotate, apply = getattr(module, "rotate_half", None), getattr(module, "_apply_rotary_emb", None)
     turned = None
     if rotate is not None:
         turned = rotate(x)
     elif apply is not None:
-        turned = apply(x, torch.zeros(1, 2), torch.ones(1, 2))
+        turned = apply(x, x.new_zeros(1, 2), x.new_ones(1, 2))
     layouts: dict[tuple[float, ...], Layout]
     layouts = {(-3.0, -4.0, 1.0, 2.0): "half", (-2.0, 1.0, -4.0, 3.0): "interleaved"}
     return None if turned is None else layouts.get(tuple(turned.flatten().tolist()))
@@ -148,7 +148,7 @@ def key_layout(attention: Any) -> Layout | None:
 
 def _offset(projection: _Projection, norm: Any, rotary: Any, layout: Layout) -> KeyOffset | None:
     weight, bias, dtype = projection
-    expected = torch.full((len(bias),), float(bias.shape[1])).sqrt()
+    expected = bias.new_full((len(bias),), float(bias.shape[1])).sqrt()
     if weight is not None:
         factor, shift = getattr(norm, "weight", None), getattr(norm, "bias", None)
         if isinstance(shift, Tensor) and shift.shape == weight.shape[2:]:

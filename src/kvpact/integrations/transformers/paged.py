@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.engine_cache import EngineCache
+from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.pairs import UpdateOrder, may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
@@ -57,7 +57,7 @@ class PagedBatch(EngineCache):
         exact_new: bool = True,
     ) -> None:
         decoder = config.get_text_config(decoder=True)
-        types, _ = get_layer_types_and_kwargs(decoder)
+        types = layer_facts(decoder).types
         others = sorted(set(types) - {"full_attention"})
         if others:
             raise KVPactError(

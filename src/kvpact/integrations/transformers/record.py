@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.attention import attention_forward, needs_own
-from kvpact.integrations.transformers.layer import COMPRESSED
+from kvpact.integrations.transformers.facts import layer_facts
 
 RECORDING = "kvpact_recording"
 
@@ -129,7 +128,7 @@ def _with_gradients(
     if options.get("position_bias") is not None:
         logits = logits + options["position_bias"]
     if mask is None:
-        key = torch.arange(k.shape[2], device=k.device)
+        key = torch.arange(k.shape[2], dtype=torch.int64, device=k.device)
         query = key[k.shape[2] - q.shape[2] :, None]
         mask = (key <= query) & (key > query - (options.get("sliding_window") or len(key)))
     if mask.dtype == torch.bool:
@@ -153,16 +152,13 @@ def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
         The model caches latents (MLA), or there is no such layer.
     """
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "kv_lora_rank", None):
+    facts = layer_facts(config)
+    if facts.latent_widths:
         raise KVPactError(
             "this model caches latents (MLA), whose logits are not those of its keys; compare "
             "specs with kvpact eval instead"
         )
-    types, _ = get_layer_types_and_kwargs(config)
-    found = frozenset(i for i, kind in enumerate(types) if kind in COMPRESSED)
-    if not found:
-        raise KVPactError("no layer of this model has full attention; nothing can be compressed")
-    return found
+    return frozenset(facts.compressed())
 
 
 @contextmanager

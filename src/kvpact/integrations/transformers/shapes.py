@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.packaged import first_line, quiet_transformers
-from kvpact.integrations.transformers.layer import COMPRESSED
+from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
 _DTYPE = torch.bfloat16  # some kernels of experts know no other one
@@ -47,7 +46,7 @@ def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShap
         with quiet_transformers(), torch.no_grad():
             with torch.device("meta"):
                 model = build(config, dtype=_DTYPE).eval()
-            types, options = get_layer_types_and_kwargs(decoder)
+            facts = layer_facts(decoder)
             cache = DynamicCache(config=config)
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except Exception as error:  # whatever the code of a model raises
@@ -55,15 +54,12 @@ def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShap
             f"what {type(config).__name__} caches can't be found without weights "
             f"({first_line(error)}); give --layers, --kv-heads and --head-dim in its place"
         ) from error
-    latent = getattr(decoder, "kv_lora_rank", None)
-    return [
-        _shape(kind, layer, more, latent, dtype)
-        for kind, layer, more in zip(types, cache.layers, options, strict=True)
-    ]
+    parts = zip(facts.types, cache.layers, facts.options, decoder.per_layer_config, strict=True)
+    return [_shape(*part, dtype) for part in parts]
 
 
 def _shape(
-    kind: str, layer: Any, options: dict[str, Any], latent: int | None, dtype: torch.dtype
+    kind: str, layer: Any, options: dict[str, Any], config: Any, dtype: torch.dtype
 ) -> LayerShape:
     held = {name: x for name, x in vars(layer).items() if isinstance(x, Tensor)}
     keys, values = held.pop("keys", None), held.pop("values", None)
@@ -84,7 +80,7 @@ def _shape(
     if keys is None or values is None:
         return shape
     heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
-    mla = heads == 1 and key_dim == latent
+    mla = heads == 1 and key_dim == getattr(config, "kv_lora_rank", None)
     return shape._replace(heads=heads, key_dim=key_dim, value_dim=value_dim, latent=mla)
 
 

@@ -13,6 +13,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.kernels import Compute
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
@@ -59,8 +60,8 @@ class SharedState:
 
     Attributes
     ----------
-    latent_dim : int or None
-        Width of the latents of a model with latent attention (MLA).
+    latent_widths : frozenset of int
+        Of the latents of a model with latent attention (MLA).
     held : list
         What holds each layer's tokens; None before the first. Nearly always one cache; layers with
         K and V of another shape have one of their own.
@@ -87,7 +88,7 @@ class SharedState:
     ) -> None:
         self.key_offsets, self.calibration = key_offsets, calibration
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
-        self.latent_dim: int | None = getattr(config, "kv_lora_rank", None)
+        self.latent_widths = layer_facts(config).latent_widths
         self.held: list[BatchCache | None] = [None] * len(specs)
         self.waiting: list[NewTokens | None] = [None] * len(specs)
         self.asked: Asked | None = None
@@ -137,7 +138,7 @@ class SharedState:
         k, v : Tensor
             `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`, in the dtype that is stored.
         """
-        latent = k.shape[1] == 1 and k.shape[3] == self.latent_dim
+        latent = k.shape[1] == 1 and k.shape[3] in self.latent_widths
         shape = k.shape[1], k.shape[3], v.shape[3]
         geometry = CacheGeometry(len(self.specs), *shape, k.dtype, latent)
         alike = (x for x in self.caches() if x.geometry == geometry)

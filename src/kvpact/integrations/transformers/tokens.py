@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import DTYPES
 from kvpact.cache.paged_view import PagedView
+from kvpact.cache.room import Moment
+from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.integrations.transformers.handles import say_once
@@ -31,12 +34,29 @@ class NewTokens:
         Which of the compressed layers.
     k, v : Tensor
         `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`.
+    again : bool
+        Whether other layers attend to these tokens, too. They see the same past as the first one:
+        not yet without what these tokens push out of the window.
     """
 
     # Made in every layer of every step: with slots it takes less time.
-    __slots__ = "__weakref__", "_cache", "_dtypes", "_layer", "_parts", "k", "shared", "total", "v"
+    __slots__ = (
+        "__weakref__",
+        "_again",
+        "_cache",
+        "_dtypes",
+        "_layer",
+        "_parts",
+        "_step",
+        "k",
+        "shared",
+        "total",
+        "v",
+    )
 
-    def __init__(self, shared: SharedState, layer: int, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, shared: SharedState, layer: int, k: Tensor, v: Tensor, again: bool = False
+    ) -> None:
         self._dtypes = k_dtype, v_dtype = k.dtype, v.dtype
         if k.requires_grad or v.requires_grad:
             k, v = k.detach(), v.detach()
@@ -49,6 +69,8 @@ class NewTokens:
         self.k, self.v, self.shared, self._layer, self._cache = k, v, shared, layer, cache
         self.total = cache.seq_len(layer) + k.shape[2]
         self._parts: tuple[Tensor, Tensor] | None = None
+        self._again = again
+        self._step: Step | None = None
         shared.waiting[layer] = self
 
     @property
@@ -74,15 +96,31 @@ class NewTokens:
         if q.dtype not in DTYPES:
             return self.attend(q.float(), config).to(q.dtype)
         if not self._waits:
+            if self._step is not None:
+                return self._step.attend(q, config)
             k, v = self._all()
             latent = self._cache.geometry.latent
             return attend(AttendCall(None, k, v, q, config, config.padding, latent))
         self._use()
         try:
+            if self._again and isinstance(self._cache, ContiguousCache):
+                return self._stored_step(self._cache, q, config)
             return self._cache.attend(self._layer, self.k, self.v, q, config)
         except BaseException:
             self.shared.handles = None  # they refer to these tokens
             raise
+
+    def _stored_step(self, cache: ContiguousCache, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend, and keep what other layers attend to, too."""
+        before = Moment.of(cache.entry(self._layer))
+        step = cache.store(self._layer, self.k, self.v, config, q)
+        try:
+            output = step.attend(q, config)
+        except BaseException:
+            before.restore()
+            raise
+        self._step = step
+        return output
 
     def store(self, padding: Tensor | None = None) -> DequantResult:
         """Store the tokens; return K and V of all, decompressed when read."""
@@ -116,14 +154,17 @@ class NewTokens:
             if self._waits:
                 self._require_one_length()
                 result = self.store()
-                self._parts = result.k, result.v
-                if self._cache.geometry.latent:  # `c_kv` and `k_rope`: its K is both side by side
-                    self._parts = result.v, result.k[..., self.k.shape[-1] :]
+            elif self._step is not None:
+                result = self._step.dequantize(None, AttendConfig())
             else:
-                self._parts = self._again("k", self.k), self._again("v", self.v)
+                self._parts = self._whole("k", self.k), self._whole("v", self.v)
+                return self._parts
+            self._parts = result.k, result.v
+            if self._cache.geometry.latent:  # `c_kv` and `k_rope`: its K is both side by side
+                self._parts = result.v, result.k[..., self.k.shape[-1] :]
         return self._parts
 
-    def _again(self, side: str, new: Tensor) -> Tensor:
+    def _whole(self, side: str, new: Tensor) -> Tensor:
         """Return K or V of all tokens, which are stored: the past as it is held now."""
         cache, begin = self._cache, self.total - new.shape[2]
         if isinstance(cache, PagedView):
@@ -168,7 +209,7 @@ class NewTokens:
         lengths = self._lengths()
         held: int | Tensor = self.total - self.k.shape[2]
         if lengths:
-            held = torch.tensor(lengths, device=padding.device)
+            held = torch.tensor(lengths, dtype=torch.int64, device=padding.device)
             padding = (padding - (held.max() - held)).clamp(min=0)
         # Padding ends with a row's first real token; rows that have one are not looked at again.
         return padding if bool((padding > 0).any() and (padding >= held).any()) else None
@@ -201,9 +242,10 @@ class NewTokens:
             return None
         if position_ids is None or position_ids.dim() != 2:
             return None
-        ends = torch.tensor([n + new for n in self._lengths()] or [self.total])
+        lengths = [n + new for n in self._lengths()] or [self.total]
+        ends = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         found = (ends - 1 - position_ids[:, -1].to("cpu", torch.long)).expand(batch)
-        usual = torch.zeros(batch, dtype=torch.long) if padding is None else padding.cpu()
+        usual = torch.zeros_like(found) if padding is None else padding.cpu()
         return None if torch.equal(found, usual.long()) else found
 
     def tell_of_bias(self, attention: torch.nn.Module) -> None:

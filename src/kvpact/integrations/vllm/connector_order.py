@@ -74,13 +74,13 @@ def page_orders(
         A page is no permutation of its tokens.
     """
     isa = isa or _get_attn_isa(dtype, tokens, dim)
-    numbers = torch.arange(tokens * dim)
-    seen, scale = torch.zeros(2, tokens * dim, dtype=torch.int64), 1
+    numbers = torch.arange(tokens * dim, dtype=torch.int64, device="cpu")
+    seen, scale = torch.zeros(2, tokens * dim, dtype=torch.int64, device="cpu"), 1
     while scale < len(numbers):
         digit = (numbers // scale % _DIGIT).view(tokens, 1, dim).to(dtype)
-        page = torch.zeros(1, 1, 2 * tokens, dim, dtype=dtype)
+        page = torch.zeros(1, 1, 2 * tokens, dim, dtype=dtype, device="cpu")
         k, v = page.chunk(2, dim=2)
-        ops.cpu_attn_reshape_and_cache(digit, digit, k, v, torch.arange(tokens), isa)
+        ops.cpu_attn_reshape_and_cache(digit, digit, k, v, numbers[:tokens], isa)
         seen += scale * page.view(2, -1).to(torch.int64)
         scale *= _DIGIT
     order = seen.argsort(dim=1)

@@ -63,12 +63,12 @@ class PackedPages:
 
     def copy(self, pages: Sequence[int]) -> Copied:
         """Return copies of some pages."""
-        index = torch.tensor(pages, device=self._device)
+        index = torch.tensor(pages, dtype=torch.int64, device=self._device)
         return [field[index].cpu() for field in self._fields]
 
     def paste(self, pages: Sequence[int], copied: Copied, first: int) -> None:
         """Write copies to pages, from the `first` copied page on."""
-        index = torch.tensor(pages, device=self._device)
+        index = torch.tensor(pages, dtype=torch.int64, device=self._device)
         for field, part in zip(self._fields, copied, strict=True):
             field[index] = part[first : first + len(pages)].to(self._device)
 

@@ -65,11 +65,12 @@ class PlainPages:
 
     def copy(self, pages: Sequence[int]) -> Copied:
         """Return a copy of some pages; see `PackedPages.copy`."""
-        return [self._pages[torch.tensor(pages)]]
+        return [self._pages[torch.tensor(pages, dtype=torch.int64, device="cpu")]]
 
     def paste(self, pages: Sequence[int], copied: Copied, first: int) -> None:
         """Write copies to pages; see `PackedPages.paste`."""
-        self._pages[torch.tensor(pages)] = copied[0][first : first + len(pages)]
+        index = torch.tensor(pages, dtype=torch.int64, device="cpu")
+        self._pages[index] = copied[0][first : first + len(pages)]
 
     def pack(self, copied: Copied, each: int) -> Tensor:
         """Encode; see `PackedPages.pack`.
@@ -95,11 +96,11 @@ class PlainPages:
         packed, memory = self._packed(count)
         packed.paste(range(count), packed.unpack(chunks, each), 0)
         tokens = count * self._form.tokens
-        copied = torch.empty(count, *self._pages.shape[1:], dtype=self._pages.dtype)
+        copied = torch.empty(count, *self._pages.shape[1:], dtype=self._pages.dtype, device="cpu")
         halves = copied.view(count, self._heads, 2, -1)
         for side, (plan, fields, order) in enumerate(self._sides(memory)):
             slots = _Slots(plan.codec, PageSource(fields, tuple(range(count)), self._form.tokens))
-            x = torch.empty(1, self._heads, tokens, self._dim, dtype=copied.dtype)
+            x = torch.empty(1, self._heads, tokens, self._dim, dtype=copied.dtype, device="cpu")
             plan.decode_slots(slots, 0, tokens, x)
             by_page = x[0].view(self._heads, count, -1).transpose(0, 1)
             halves[:, :, side, order] = by_page
@@ -107,7 +108,7 @@ class PlainPages:
 
     def _packed(self, count: int) -> tuple[PackedPages, Tensor]:
         shape = (count, self._heads, self._form.tokens, self._form.content)
-        memory = torch.zeros(shape, dtype=torch.uint8)
+        memory = torch.zeros(shape, dtype=torch.uint8, device="cpu")
         return PackedPages(self._form, memory), memory
 
     def _sides(self, memory: Tensor) -> list[tuple[StreamPlan, Segment, Tensor]]:

@@ -254,7 +254,7 @@ class PrefixWorker:
     def _put(self, save: Save, layers: Mapping[str, Copied], job: Job) -> None:
         try:
             packed = [x.pack(layers[name], self._each) for name, x in self._pages.items()]
-            kind, sinks = self._kind(save.identity), torch.zeros(0, dtype=torch.uint8)
+            kind, sinks = self._kind(save.identity), torch.zeros(0, dtype=torch.uint8, device="cpu")
             for piece, slots in zip(save.pieces, torch.cat(packed, dim=1), strict=True):
                 self._put_one(kind, piece, Chunk(slots, sinks))
         except KVPactError as error:  # numbers that the spec of the store can't hold

@@ -357,7 +357,7 @@ def _places(tokens: list[int], device: torch.device) -> slice | Tensor:
     """Return an index of tokens, which makes no copy of them where they stand side by side."""
     if tokens[-1] - tokens[0] == len(tokens) - 1:
         return slice(tokens[0], tokens[-1] + 1)
-    return sent(torch.tensor(tokens), device)
+    return sent(torch.tensor(tokens, dtype=torch.int64, device="cpu"), device)
 
 
 def _prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder, Any]:

@@ -108,10 +108,10 @@ class Scratch:
     ) -> None:
         self._kernel, self._count = kernel, -(-tokens // PAGE)
         # Memory that no sequence has used yet is not taken from the system.
-        whole = torch.empty(self._count, heads, 2 * PAGE, dim, dtype=dtype)
+        whole = torch.empty(self._count, heads, 2 * PAGE, dim, dtype=dtype, device="cpu")
         self.pages: Pages = (whole[:, :, :PAGE], whole[:, :, PAGE:])
-        self._piece = torch.empty(2, _PIECE, heads, dim, dtype=dtype)
-        self._slots = torch.arange(self._count * PAGE)
+        self._piece = torch.empty(2, _PIECE, heads, dim, dtype=dtype, device="cpu")
+        self._slots = torch.arange(self._count * PAGE, dtype=torch.int64, device="cpu")
         self.nbytes = whole.nbytes + self._piece.nbytes + self._slots.nbytes
 
     def plan(self, rows: Sequence[Row]) -> list[Run]:
@@ -136,11 +136,12 @@ class Scratch:
     def _run(self, rows: list[Row]) -> Run:
         counts = [_pages_of(row) for row in rows]
         firsts = [sum(counts[:i]) for i in range(len(counts))]
-        tables = torch.tensor(firsts).unsqueeze(1) + torch.arange(max(counts))
+        tables = torch.tensor(firsts, dtype=torch.int64, device="cpu").unsqueeze(1)
+        tables = tables + self._slots[: max(counts)]
         start = rows[0].start
         sequences = Sequences(
-            torch.tensor([start, *(row.end for row in rows)], dtype=torch.int32) - start,
-            torch.tensor([_length(row) for row in rows], dtype=torch.int32),
+            torch.tensor([0, *(x.end - start for x in rows)], dtype=torch.int32, device="cpu"),
+            torch.tensor([_length(row) for row in rows], dtype=torch.int32, device="cpu"),
             tables.clamp_(max=self._count - 1).to(torch.int32),
         )
         places = [

@@ -128,7 +128,7 @@ def _mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
 
 def new_output(*shape: int) -> Tensor:
     """Return memory for fp32 results; every number of it is written."""
-    return torch.empty(shape)
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 class NativeCall(NamedTuple):

@@ -12,12 +12,14 @@ from kvpact.kernels.base import AttendCall, Encoder, Operation, Precision, SlotR
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.decode import decode
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder
+from kvpact.kernels.cpu.learn import learn, reason
 from kvpact.kernels.cpu.library import library
 from kvpact.kernels.cpu.slots import DTYPES, slot_format
 from kvpact.kernels.cpu.step import CpuStep, covers
 from kvpact.kernels.cpu.structs import MOST_DIM
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 
 
 class CpuBackend:
@@ -42,12 +44,15 @@ class CpuBackend:
     def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
         """Cover codecs that have a `packed_format` (attend, decode) or an `encoding` (encode).
 
-        Numbers that are stored as they are need no encoder: torch copies them.
+        Numbers that are stored as they are need no encoder: torch copies them. Of codecs that
+        learn, those of `trellis` are covered.
         """
         if dtype not in DTYPES:
             return f"dtype {dtype}"
         if operation == "encode":
             return "" if _copies(codec) else codec_encoder(codec).reason
+        if operation == "learn":
+            return reason(codec)
         form = slot_format(codec)
         return form.attend_reason if operation == "attend" else form.reason
 
@@ -88,6 +93,10 @@ class CpuBackend:
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder."""
         return TorchEncoder(codec) if _copies(codec) else CpuEncoder(library(), codec)
+
+    def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
+        """Return a codec that learnt."""
+        return learn(library(), codec, x, context)
 
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool

@@ -77,9 +77,9 @@ class CodecEncoder:
         if isinstance(transform, RandomHadamard):
             args.signs = self._keep(trellis.signs(transform))
         if form.levels:
-            args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32))
+            args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32, device="cpu"))
             tree = search_tree(form.boundaries)
-            args.steps = self._keep(torch.tensor(tree, dtype=torch.float32))
+            args.steps = self._keep(torch.tensor(tree, dtype=torch.float32, device="cpu"))
         if form.trellis:
             self._trellis = trellis.TrellisArguments(form.trellis, codec.state())
             args.trellis = self._trellis.address
@@ -102,7 +102,8 @@ def codec_encoder(codec: Codec) -> CodecEncoder:
     return found
 
 
-def _tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
+def exact_tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
+    """Return where tokens `[B, H, T, D]` lie, and what keeps them there: a copy if D has gaps."""
     row, head, token, channel = x.stride()
     if channel != 1 and x.shape[3] != 1:
         x = x.contiguous()
@@ -113,7 +114,7 @@ def _tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
 
 def magnitude(library: NativeLibrary, x: Tensor) -> float:
     """Return the largest magnitude in `[B, H, T, D]`; NaN or infinity where one number is."""
-    exact, x = _tokens(x)
+    exact, x = exact_tokens(x)
     found: float = library.magnitude(library.bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape)
     return found
 
@@ -181,7 +182,7 @@ class CpuEncoder:
                 self._place(encoder, [_where(segments, f.name) for _, f in encoder.fields])
                 self._known = stored
         args = self._args
-        args.x, x = _tokens(prepared)
+        args.x, x = exact_tokens(prepared)
         args.dtype = DTYPES[x.dtype]
         args.batch, args.heads, args.tokens, _ = x.shape
         args.start, args.segment_tokens = start, segment_tokens

@@ -48,6 +48,9 @@ class NativeLibrary:
         self.encode = loaded.kvp_encode
         self.encode.argtypes = [c_int, c_void_p, c_int64]
         self.encode.restype = c_int
+        self.learn = loaded.kvp_learn
+        self.learn.argtypes = [c_int, c_void_p]
+        self.learn.restype = c_int
         self.decode = loaded.kvp_decode
         self.decode.argtypes = [c_int, POINTER(DecodeArgs)]
         self.decode.restype = c_int

@@ -31,7 +31,7 @@ class _Table:
     def __init__(self, scaling: float, dtype: torch.dtype) -> None:
         self._scaling, self._dtype, self._lock = scaling, dtype, threading.Lock()
         self._rows: dict[float, int] = {}
-        self._numbers = torch.empty(0, 2, SLACK)
+        self._numbers = torch.empty(0, 2, SLACK, dtype=torch.float32, device="cpu")
 
     def rows(self, frequencies: tuple[float, ...]) -> list[int]:
         """Return the rows of frequencies, which stay theirs."""
@@ -47,8 +47,8 @@ class _Table:
             length = max(self._numbers.shape[2] - SLACK, LEAST)
             while length < positions:
                 length *= 2
-            frequencies = torch.tensor(list(self._rows), dtype=torch.float32)
-            every = torch.arange(length + SLACK)
+            frequencies = torch.tensor(list(self._rows), dtype=torch.float32, device="cpu")
+            every = torch.arange(length + SLACK, dtype=torch.int64, device="cpu")
             pair = rotations(frequencies, every, self._scaling, self._dtype)
             self._numbers = torch.stack([x.T for x in pair], 1).contiguous()
             return self._numbers
@@ -71,9 +71,11 @@ def _numbers(offset: KeyOffset) -> _Numbers:
     if found is None:
         given = offset.scaling, offset.dtype
         table = _tables.setdefault(given, _Table(*given))
-        rows = zip(offset.channels, table.rows(offset.frequencies), strict=True)
-        channels = torch.tensor([[i, j, row] for (i, j), row in rows], dtype=torch.int32)
-        bias = torch.tensor(offset.bias, dtype=torch.float32)
+        pairs = zip(offset.channels, table.rows(offset.frequencies), strict=True)
+        channels = torch.tensor(
+            [[*pair, row] for pair, row in pairs], dtype=torch.int32, device="cpu"
+        )
+        bias = torch.tensor(offset.bias, dtype=torch.float32, device="cpu")
         found = _made[offset] = _Numbers(channels, bias, table)
     return found
 
@@ -96,7 +98,7 @@ def native_offset(offset: RowOffset, tokens: int) -> NativeOffset:
     table = made.covering(tokens - min(first, 0))
     alive, origin = [channels, bias, table], 0
     if offset.origin is not None:
-        alive.append(torch.tensor(offset.origin, dtype=torch.int64))
+        alive.append(torch.tensor(offset.origin, dtype=torch.int64, device="cpu"))
         origin = alive[-1].data_ptr()
     length = table.shape[2]
     args = (len(channels), channels.data_ptr(), bias.data_ptr(), table.data_ptr(), length, origin)
@@ -105,5 +107,5 @@ def native_offset(offset: RowOffset, tokens: int) -> NativeOffset:
 
 def largest(offset: RowOffset) -> float:
     """Return the largest magnitude that an offset has in any channel."""
-    bias = torch.tensor(offset.offset.bias)
+    bias = torch.tensor(offset.offset.bias, dtype=torch.float32, device="cpu")
     return float(bias.norm(dim=-1).max()) * abs(offset.offset.scaling) * 1.01

@@ -85,7 +85,7 @@ class SlotFormat:
         if form.kind == "table":
             # At least 16: a vector register of levels is filled up with repetitions.
             levels *= max(16 // len(levels), 1)
-        stream.table = self._keep(torch.tensor(levels, dtype=torch.float32))
+        stream.table = self._keep(torch.tensor(levels, dtype=torch.float32, device="cpu"))
         if isinstance(codec.transform, RandomHadamard):
             stream.signs = self._keep(trellis.signs(codec.transform))
         for name in _FIELDS:

@@ -6,7 +6,7 @@ import struct
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from typing import Any, ClassVar
 
-ABI = 6
+ABI = 7
 MOST_DIM, MOST_GROUP = 1024, 128
 """Channels of the widest vectors, and tokens of the largest group that is encoded together."""
 
@@ -188,6 +188,30 @@ class EncodeArgs(Structure):
         ("base", Field),
         ("step", Field),
         ("trellis", c_void_p),
+        ("threads", c_int64),
+    ]
+
+
+class LearnArgs(Structure):
+    """A cache's first keys, and where goes what is learnt from them."""
+
+    _fields_: ClassVar = [
+        ("dim", c_int32),
+        ("dtype", c_int32),
+        ("x", Exact),
+        ("batch", c_int64),
+        ("heads", c_int64),
+        ("tokens", c_int64),
+        ("trellis", c_void_p),
+        ("padding", c_void_p),
+        ("sinks", c_int64),
+        ("query_energy", c_void_p),
+        ("weighted", c_int32),
+        ("sorted", c_int32),
+        ("first", c_void_p),
+        ("weight", c_void_p),
+        ("order", c_void_p),
+        ("deviation", c_void_p),
         ("threads", c_int64),
     ]
 

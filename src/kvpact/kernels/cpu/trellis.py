@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kvpact.formats.bitpack import WORD, planes
-from kvpact.formats.trellis import TrellisForm
+from kvpact.formats.trellis import TrellisBlock, TrellisForm
 from kvpact.kernels.cpu import structs
 from kvpact.quantizers import trellis
 from kvpact.transforms import RandomHadamard
@@ -44,6 +45,19 @@ def reason(form: TrellisForm, by_token: bool) -> str:
     return ""
 
 
+@lru_cache(maxsize=64)
+def block_arguments(block: TrellisBlock) -> tuple[structs.Block, list[Tensor]]:
+    """Return a `kvp_block`, which depends on no codec, and the tensors that it points to."""
+    made = structs.Block(block.dim, block.bits, block.states.bit_length() - 1)
+    tensors = [signs(RandomHadamard(block.dim, block.seed))]
+    if block.bits:
+        made.unit = trellis.UNITS[block.bits]
+        tensors += [trellis.levels(block.bits, _CPU), trellis.cells(block.bits)]
+        made.levels, made.cells = (tensor.data_ptr() for tensor in tensors[1:])
+    made.signs = tensors[0].data_ptr()
+    return made, tensors
+
+
 class TrellisArguments:
     """A `kvp_trellis`, and the memory that it points to.
 
@@ -65,13 +79,9 @@ class TrellisArguments:
         self._alive: list[Tensor] = []
         self._args = args = structs.Trellis(len(form.blocks), form.interleave, center=form.center)
         for index, block in enumerate(form.blocks):
-            made = structs.Block(block.dim, block.bits, block.states.bit_length() - 1)
-            made.signs = self._keep(signs(RandomHadamard(block.dim, block.seed)), torch.float32)
-            if block.bits:
-                made.unit = trellis.UNITS[block.bits]
-                made.levels = self._keep(trellis.levels(block.bits, _CPU), torch.float32)
-                made.cells = self._keep(trellis.cells(block.bits), torch.int32)
+            made, tensors = block_arguments(block)
             setattr(args, f"block{index}", made)
+            self._alive += tensors
         for name in ("weight", "first"):
             if name in state:
                 setattr(args, name, self._keep(state[name], torch.float32))

@@ -12,6 +12,7 @@ from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.decode import decode_slots
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 
 
 class TorchBackend:
@@ -64,6 +65,10 @@ class TorchBackend:
     def encoder(self, codec: Codec) -> TorchEncoder:
         """Return an encoder."""
         return TorchEncoder(codec)
+
+    def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
+        """Return a codec that learnt."""
+        return codec.learn(x.to(torch.float32), context)
 
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool

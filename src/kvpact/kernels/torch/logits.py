@@ -96,8 +96,9 @@ class LogitRules:
 
     def _hidden(self, start: int, count: int, device: torch.device) -> Tensor | None:
         """`[B or 1, 1, 1, q_len or 1, t]`, True where a query may not see a token; or None."""
-        tokens = torch.arange(start, start + count, device=device)
-        queries = torch.arange(self.first, self.first + self.queries, device=device).unsqueeze(-1)
+        tokens = torch.arange(start, start + count, dtype=torch.int64, device=device)
+        queries = self.first + torch.arange(self.queries, dtype=torch.int64, device=device)
+        queries = queries.unsqueeze(-1)
         hidden: Tensor | None = None
         if self.config.is_causal and start + count - 1 > self.first:
             hidden = (tokens > queries).expand(1, 1, 1, -1, -1)

@@ -31,13 +31,13 @@ class OnlineSoftmax:
         device: torch.device,
         sink_logits: Tensor | None = None,
     ) -> None:
-        self.peak = torch.full((*rows, 1), -torch.inf, device=device)
-        self.total = torch.zeros(*rows, 1, device=device)
+        self.peak = torch.full((*rows, 1), -torch.inf, dtype=torch.float32, device=device)
+        self.total = torch.zeros(*rows, 1, dtype=torch.float32, device=device)
         if sink_logits is not None:
             self.peak = sink_logits.to(device, torch.float32).expand(rows).unsqueeze(-1).clone()
             self.total = torch.ones_like(self.total)
-        self._exact = torch.zeros(*rows, dim, device=device)
-        self._transformed = torch.zeros(*rows, dim, device=device)
+        self._exact = torch.zeros(*rows, dim, dtype=torch.float32, device=device)
+        self._transformed = torch.zeros(*rows, dim, dtype=torch.float32, device=device)
 
     def add(self, logits: Tensor, values: Tensor, transformed: bool) -> None:
         """Take a tile in.

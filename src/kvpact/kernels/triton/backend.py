@@ -15,6 +15,7 @@ from kvpact.kernels.dense import DTYPES
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 from kvpact.methods.trellis_keys import TreatedKeys
 
 _CPU = torch.device("cpu")
@@ -89,6 +90,8 @@ class TritonBackend:
         """Cover codecs that have a `packed_format` (attend, decode) or an `encoding` (encode)."""
         if dtype not in DTYPES:
             return f"dtype {dtype}"
+        if operation == "learn":
+            return "no kernel learns" if codec.learns_from else ""
         if operation == "attend" and (reason := _too_wide(_width(codec), dtype)):
             return reason
         if operation == "encode":
@@ -148,6 +151,10 @@ class TritonBackend:
         from kvpact.kernels.triton.encode import TritonEncoder
 
         return TritonEncoder(codec)
+
+    def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
+        """Return a codec that learnt by the torch body."""
+        return codec.learn(x.to(torch.float32), context)
 
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool

@@ -224,11 +224,11 @@ def tables_of(codec: Codec, device: torch.device) -> EncodeTables:
     if device not in made:
         form, encoding = _form(codec)
         names = tuple(getattr(encoding, name) for name in SLOT_FIELDS)
-        transform, signs = codec.transform, torch.zeros(1, device=device)
+        transform, signs = codec.transform, torch.zeros(1, dtype=torch.float32, device=device)
         if isinstance(transform, RandomHadamard):
             signs = random_signs(form.dim + transform.block, transform.seed, device)
         boundaries, levels = (
-            torch.tensor(numbers or (0.0,), dtype=torch.float32).to(device)
+            torch.tensor(numbers or (0.0,), dtype=torch.float32, device="cpu").to(device)
             for numbers in (encoding.boundaries, encoding.levels)
         )
         made[device] = EncodeTables(form, names, signs, boundaries, levels)

@@ -201,7 +201,8 @@ def _reason(codec: Codec, form: PackedFormat | None, dim: int) -> str:
 
 def _levels(form: PackedFormat) -> Tensor:
     if form.trellis is None:
-        return torch.tensor([level * form.unit for level in form.levels] or [0.0])
+        numbers = [level * form.unit for level in form.levels] or [0.0]
+        return torch.tensor(numbers, dtype=torch.float32, device="cpu")
     held = [block.bits for block in form.trellis.blocks if block.bits]
     return torch.cat([trellis.levels(bits, torch.device("cpu")) for bits in held])
 
@@ -313,7 +314,7 @@ def addresses_of(
     count = max(len(where.segments) for held in sources for where in held if where is not None)
     # numpy sets a number in a tenth of the time that torch takes.
     table = np.zeros((len(sources[0]), batch, count), dtype=np.int64)
-    heads: list[int] = [0] * len(sources[0])
+    heads = np.zeros(len(sources[0]), dtype=np.int64)
     each = batch // len(sources)
     rows = np.arange(each, dtype=np.int64)[:, None]
     for number, held in enumerate(sources):
@@ -325,7 +326,7 @@ def addresses_of(
                 raise GeometryError("the heads of some rows lie otherwise; attend to each alone")
             part[index, :, : len(where.segments)] = where.segments + rows * where.row
             heads[index] = where.head
-    return sent(torch.from_numpy(table), device), sent(torch.tensor(heads), device)
+    return sent(torch.from_numpy(table), device), sent(torch.from_numpy(heads), device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -75,12 +75,12 @@ class _Filling:
         self.alive: list[Tensor] = []
         self.late: list[tuple[slice, int, Tensor]] = []
 
-    def column(self, part: slice, place: tl.constexpr, numbers: Tensor | None) -> None:
-        """Set a column to numbers `[rows]` of either device."""
+    def column(self, part: slice, place: tl.constexpr, numbers: Tensor | int | None) -> None:
+        """Set a column to numbers `[rows]` of either device, or to one."""
         if numbers is None:
             return
-        if numbers.device.type == "cpu":
-            self.table[part, place.value] = numbers.numpy()
+        if isinstance(numbers, int) or numbers.device.type == "cpu":
+            self.table[part, place.value] = numbers
         else:
             self.late.append((part, place.value, numbers))
 
@@ -147,7 +147,7 @@ def rows_of(
         done = part.stop
         _counts(filling, part, call, output)
         _rules(filling, part, call)
-        filling.column(part, SKIP_FROM, torch.as_tensor(skip[0]))
+        filling.column(part, SKIP_FROM, skip[0])
         filling.table[part, SKIP_TO.value] = skip[1]
         for side, place in (("k", K_SLOTS), ("v", V_SLOTS)):
             index = "kv".index(side)

@@ -103,7 +103,7 @@ class Slot(NamedTuple):
 
     def tokens(self, count: int) -> torch.Tensor:
         """Return tokens of zeros."""
-        return torch.zeros(1, HEADS, count, self.dim, dtype=self.dtype)
+        return torch.zeros(1, HEADS, count, self.dim, dtype=self.dtype, device="cpu")
 
     def encoding(self, tokens: int) -> list[Launch]:
         """Return what is launched to check tokens and to encode them."""
@@ -116,9 +116,10 @@ class Slot(NamedTuple):
 
     def behind(self, tokens: int) -> list[Launch]:
         """Return what is launched to encode tokens of a trellis where the device says."""
-        taker, x, table = self.taker(tokens), self.tokens(tokens), torch.zeros(1, COLUMNS.value)
+        taker, x = self.taker(tokens), self.tokens(tokens)
+        table = torch.zeros(1, COLUMNS.value, dtype=torch.int64, device="cpu")
         with recorded() as made:
-            encode_trellis(taker.codec, taker.taking.form, x, taker.slots, 0, table.to(torch.int64))
+            encode_trellis(taker.codec, taker.taking.form, x, taker.slots, 0, table)
         return made
 
     def taker(self, tokens: int) -> Taker:
@@ -159,7 +160,8 @@ def encoding() -> Iterator[Scene]:
 def taken(k: Slot, v: Slot, tokens: int) -> list[Launch]:
     """Return what is launched to take the tokens of a step."""
     takers = [slot.taker(tokens) for slot in (k, v)]
-    table, flag = torch.zeros(1, COLUMNS.value, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+    table = torch.zeros(1, COLUMNS.value, dtype=torch.int64, device="cpu")
+    flag = torch.ones(1, dtype=torch.bool, device="cpu")
     with recorded() as made:
         x, y = k.tokens(tokens), v.tokens(tokens)
         take(table, sent_flags([Flag(flag, True, True)]), takers, x, y, torch.cat([x] * 4, 1))
@@ -191,7 +193,7 @@ def decoding() -> Iterator[Scene]:
 def step(variant: Variant) -> list[Launch]:
     """Return what a step launches that is carried out on the device alone."""
     call = variant.call()
-    runner = TritonStep(call, torch.ones((), dtype=torch.bool))
+    runner = TritonStep(call, torch.ones((), dtype=torch.bool, device="cpu"))
     rows = []
     for x in (call.k, call.v):
         assert x is not None

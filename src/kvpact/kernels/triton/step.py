@@ -17,7 +17,7 @@ from kvpact.kernels.alike import AlikeCalls
 from kvpact.kernels.base import AttendCall, StepRow, StepTokens, TokenMemory
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend import Prepared, attend_prepared, prepared
-from kvpact.kernels.triton.encode import encode_at, encode_reason, encoded_alone
+from kvpact.kernels.triton.encode import encode_at, encode_reason
 from kvpact.kernels.triton.encode_form import tables_of
 from kvpact.kernels.triton.encode_slots import EncodeSlots
 from kvpact.kernels.triton.encode_trellis import encode_trellis
@@ -98,11 +98,6 @@ class TritonStep(AlikeCalls):
         self._slots: list[EncodeSlots] = []
         self._known: Prepared | None = None
         self._flags: tuple[list[Flag], Tensor] | None = None
-
-    @property
-    def replayable(self) -> bool:
-        """Whether a step that packs no group of tokens is the same launches each time."""
-        return all(codec.group > 1 or encoded_alone(codec) for codec in self._codecs)
 
     def alike(self, other: object) -> bool:
         """Whether two are for calls that are alike, but for their slots."""
@@ -227,7 +222,7 @@ class TritonStep(AlikeCalls):
     def _encode(self, taker: Taker, x: Tensor, rows: Sequence[StepRow], table: Tensor) -> None:
         """Encode what `take` does not: groups that are whole now, and trellises."""
         codec, slots, taking = taker
-        if encoded_alone(codec):
+        if codec.group == 1:
             if not taking.encodes:
                 encode_trellis(codec, tables_of(codec, x.device).form, x, slots, 0, table)
             return

@@ -55,11 +55,11 @@ def table_words(slots: Slots) -> Tensor:
         return levels
     if found is None:
         if form.kind == "linear" and not form.signed:
-            levels8 = torch.arange(1 << form.bits, device=levels.device).to(torch.int8)
-            levels8 = levels8.repeat(16 >> form.bits)
+            levels8 = torch.arange(1 << form.bits, dtype=torch.int64, device=levels.device)
+            levels8 = levels8.to(torch.int8).repeat(16 >> form.bits)
         elif form.signed and form.bits in (4, 8):
-            levels8 = torch.full((16,), -0x78 if form.bits == 4 else -0x80, dtype=torch.int8)
-            levels8 = levels8.to(levels.device)
+            lowest = -0x78 if form.bits == 4 else -0x80
+            levels8 = levels.new_full((16,), lowest, dtype=torch.int8)
         else:
             levels8 = (levels / form.unit).round().to(torch.int8).repeat(16 >> form.bits)
         words = levels8.view(torch.int32).unsqueeze(1)
@@ -133,9 +133,10 @@ def queries_of(
 def _places(form: SlotForm, rows: int, kw: int, device: torch.device) -> Tensor:
     """Return `[span]` int32: where the high digit of each channel goes in row 0 of `digits`."""
     width: int = key_width(form)
-    order = torch.tensor(channel_places(form, kw))
+    order = torch.tensor(channel_places(form, kw), dtype=torch.int64, device="cpu")
     place = torch.empty_like(order)
-    place[order] = torch.arange(width)
-    first: Tensor = torch.arange(groups_of(form)).unsqueeze(1) * (2 * rows * width)
+    place[order] = torch.arange(width, dtype=torch.int64, device="cpu")
+    groups = torch.arange(groups_of(form), dtype=torch.int64, device="cpu")
+    first = groups.unsqueeze(1) * (2 * rows * width)
     # The host waits: other streams may be the next to ask for it.
     return (first + place).flatten().to(torch.int32).to(device)

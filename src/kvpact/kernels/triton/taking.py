@@ -68,8 +68,8 @@ def same_flags(a: Sequence[Flag], b: Sequence[Flag]) -> bool:
 
 def sent_flags(flags: Sequence[Flag]) -> Tensor:
     """Return the addresses and what is kept, `[len(flags), 3]` int64 on the device."""
-    made = torch.tensor([(flag.good.data_ptr(), *flag[1:]) for flag in flags], dtype=torch.int64)
-    return sent(made, flags[0].good.device)
+    made = [(flag.good.data_ptr(), *flag[1:]) for flag in flags]
+    return sent(torch.tensor(made, dtype=torch.int64, device="cpu"), flags[0].good.device)
 
 
 def take(

@@ -62,7 +62,7 @@ def trellis_reason(form: SlotForm, order: str) -> str:
 
 def _levels(block: Steps) -> Tensor:
     """Return the level of each index, in the order of bits that `levels8` looks up."""
-    index, bits = torch.arange(2 << block.bits), block.bits
+    index, bits = torch.arange(2 << block.bits, dtype=torch.int64, device="cpu"), block.bits
     if bits <= 3:
         second, point = index >> min(bits, 2) & 1, (index >> 1 & 1) | index >> 3 << 1
     else:
@@ -77,9 +77,9 @@ def _levels(block: Steps) -> Tensor:
 def level_table(form: SlotForm, device: torch.device) -> Tensor:
     """Return constants and each block's levels, `[rows, 4]` int32: a copy for each thread."""
     words = torch.cat([_levels(block) for block in form.steps]).view(torch.int32)
-    rows = [torch.tensor(CONSTANTS, dtype=torch.int32), words.unsqueeze(1).expand(-1, 4)]
+    constants = torch.tensor(CONSTANTS, dtype=torch.int32, device="cpu")
     # The host waits, here and below: other streams may be the next to ask for it.
-    return torch.cat(rows).contiguous().to(device)
+    return torch.cat([constants, words.unsqueeze(1).expand(-1, 4)]).contiguous().to(device)
 
 
 @cache  # a graph may hold the address
@@ -88,11 +88,13 @@ def _channels(form: SlotForm, kw: int, device: torch.device) -> tuple[Tensor, Te
 
     Behind the channels come the places that stay zero.
     """
-    order = torch.tensor([x for i in range(len(form.steps)) for x in key_places(form, i, kw)])
-    empty = torch.arange(len(order))[order < 0]
-    place, unit = torch.empty(len(order), dtype=torch.int32), torch.zeros(form.dim)
-    place[order[order >= 0]] = torch.arange(len(order), dtype=torch.int32)[order >= 0]
-    place[len(order) - len(empty) :] = empty.to(torch.int32)
+    places = [x for i in range(len(form.steps)) for x in key_places(form, i, kw)]
+    order = torch.tensor(places, dtype=torch.int64, device="cpu")
+    every = torch.arange(len(order), dtype=torch.int32, device="cpu")
+    empty, place = every[order < 0], torch.empty_like(every)
+    unit = torch.zeros(form.dim, dtype=torch.float32, device="cpu")
+    place[order[order >= 0]] = every[order >= 0]
+    place[len(order) - len(empty) :] = empty
     for block in form.steps:
         unit[block.begin : block.begin + block.dim] = block.unit
     return place.to(device), unit.to(device)

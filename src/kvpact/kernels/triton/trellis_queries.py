@@ -41,7 +41,7 @@ _known: WeakKeyDictionary[TreatedKeys, dict[tuple[int, torch.device], Treatment]
 def _treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment:
     state = {name: x.to(device) for name, x in codec.state().items()}
     dim = sum(block.dim for block in codec.form.blocks)
-    x = torch.eye(dim, device=device).expand(heads, dim, dim)
+    x = torch.eye(dim, dtype=torch.float32, device=device).expand(heads, dim, dim)
     if "weight" in state:
         x = x / state["weight"].to(torch.float32).view(heads, 1, dim)
     if "order" in state:

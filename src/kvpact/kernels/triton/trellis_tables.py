@@ -46,10 +46,10 @@ def _tables(form: TrellisForm, state: dict[str, Tensor], heads: int) -> KeyTable
     rotations = [RandomHadamard(block.dim, block.seed) for block in form.blocks]
     signs = [random_signs(each.dim + each.block, each.seed, cpu) for each in rotations]
     plain = {
-        "order": torch.arange(dim).expand(heads, dim),
-        "weight": torch.ones(heads, dim),
-        "first": torch.zeros(heads, dim),
-        "deviation": torch.ones(heads, count),
+        "order": torch.arange(dim, dtype=torch.int64, device="cpu").expand(heads, dim),
+        "weight": torch.ones(heads, dim, dtype=torch.float32, device="cpu"),
+        "first": torch.zeros(heads, dim, dtype=torch.float32, device="cpu"),
+        "deviation": torch.ones(heads, count, dtype=torch.float32, device="cpu"),
     }
     learnt = {name: x.to("cpu", torch.float32) for name, x in state.items()}
     held = {name: x.contiguous() for name, x in {**plain, **learnt}.items()}

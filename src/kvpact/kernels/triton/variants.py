@@ -113,17 +113,17 @@ class Variant(NamedTuple):
         """Return a call with a long past."""
         heads, total = 1 if self.rope else HEADS, 576 + self.queries
         tails = [
-            torch.zeros(1, heads, 64, width, dtype=self.dtype)
+            torch.zeros(1, heads, 64, width, dtype=self.dtype, device="cpu")
             for width in (self.dim, self.rope or self.dim)
         ]
         new_k, new_v = (tail[:, :, : self.queries] for tail in tails)
         shape = (1, heads * self.groups, self.queries)
         q = tails[0].new_zeros(*shape, self.dim + self.rope)
-        mask = None if self.mask is None else torch.zeros(*shape, total, dtype=self.mask)
+        mask = None if self.mask is None else q.new_zeros(*shape, total, dtype=self.mask)
         config = AttendConfig(softcap=self.softcap, mask=mask)
         if not self.spec:
             return AttendCall(None, new_k, new_v, q, config)
-        at = torch.arange(4).unsqueeze(0)
+        at = torch.arange(4, dtype=torch.int64, device="cpu").unsqueeze(0)
         k, v = (
             StreamView(
                 codec := side(self.spec, value, tail.shape[3]),
@@ -246,6 +246,7 @@ def side(spec: str, value: bool, dim: int) -> Codec:
     codec: Codec = make(dim, torch.bfloat16)
     if codec.learns_from and not codec.ready:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(1, HEADS, codec.learns_from, dim, generator=generator)
+        shape = (1, HEADS, codec.learns_from, dim)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         codec = codec.learn(x, Context())
     return codec

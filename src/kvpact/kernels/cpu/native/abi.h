@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 6
+#define KVP_ABI 7
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -157,6 +157,23 @@ typedef struct {
     int64_t threads;
 } kvp_encode_args;
 
+// What keys of a trellis learn from a cache's first tokens (methods/trellis_learning.py).
+typedef struct {
+    int32_t dim, dtype;          // of x
+    kvp_exact x;                 // [B, H, T, D], T a power of two from 32 to 128, and a multiple of the center
+    int64_t batch, heads, tokens;
+    const kvp_trellis *trellis;  // its blocks and center; nothing was learnt
+    const int64_t *padding;      // [B] or NULL
+    int64_t sinks;
+    const float *query_energy;   // [H, D] or NULL
+    int32_t weighted, sorted;    // whether weights other than 1 are learnt, and another order
+    uint16_t *first;             // [H, D] fp16, or NULL: it is no base
+    uint16_t *weight;            // [H, D] fp16; NULL: the first key alone is learnt
+    int16_t *order;              // [H, D]
+    uint16_t *deviation;         // [H, blocks] fp16
+    int64_t threads;
+} kvp_learn_args;
+
 // Packed tokens of one stream, and where their numbers go.
 typedef struct {
     kvp_stream slots;      // exact tokens don't count; without signs, vectors stay as they are
@@ -221,6 +238,8 @@ KVP_EXPORT int kvp_attend_rows(int level, const kvp_attend_args *args, int laten
 KVP_EXPORT uint64_t kvp_read(int level, int64_t threads, int64_t count, const char *const *data, int64_t bytes);
 // Encodes `count` streams. Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
 KVP_EXPORT int kvp_encode(int level, const kvp_encode_args *args, int64_t count);
+// Level as in kvp_attend. Returns 0, or 4 where what was learnt is no number in fp16, or a weight is zero.
+KVP_EXPORT int kvp_learn(int level, const kvp_learn_args *args);
 // The largest magnitude in x ([B, H, T, D]); NaN or infinity where one number is.
 KVP_EXPORT float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int64_t batch, int64_t heads,
                                int64_t tokens, int64_t dim);

@@ -28,6 +28,7 @@ int supported() {
         name::fill_attend(table);   \
         name::fill_rows(table);     \
         name::fill_encode(table);   \
+        name::fill_learn(table);    \
         name::fill_decode(table);   \
         return table;               \
     }()

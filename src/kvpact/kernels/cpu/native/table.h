@@ -20,6 +20,8 @@ struct Table {
     bool (*encode_few)(const kvp_encode_args &args, int64_t first, int64_t last);
     // The largest magnitude of `count` numbers, as its bits.
     uint32_t (*largest)(const void *numbers, int64_t count, int32_t dtype);
+    // encode/learn.cpp: what keys of one head learn.
+    bool (*learn_head)(const kvp_learn_args &args, int64_t head);
     // decode/decode.cpp: positions of one head.
     bool (*decode_span)(const kvp_decode_args &args, Span span);
 };
@@ -32,6 +34,7 @@ const Table *table_of(int level);
     void fill_attend(Table &table);     \
     void fill_rows(Table &table);       \
     void fill_encode(Table &table);     \
+    void fill_learn(Table &table);      \
     void fill_decode(Table &table);     \
     }
 KVP_LEVEL(kvp_base)

@@ -120,6 +120,7 @@ void digit_k_tile(const KeyTile *tile, const uint32_t *const *words, const Trell
                     for (int k = 0; k < TV; k++) add_products(acc[k][r][d], x[k], factor);
                 }
         }
+#pragma GCC unroll 4 // or the sums of a single row lie in memory
         for (int k = 0; k < TV; k++) {
             const KeyTile &a = tile[(t + k * W) / TILE];
             const int inside = (t + k * W) % TILE;

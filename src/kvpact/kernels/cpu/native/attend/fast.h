@@ -201,13 +201,13 @@ struct BlockScales {
 
 // exp(x - top) of 16 scores, to 8e-5, which is far less than 8 bits lose.
 INLINE vf weights_of(const float *score, vf minus_top) {
-    const vf x = max(fma(load(score), set1(LOG2E), minus_top), set1(-150.0f));
+    const vf x = max(fma(load(score), set1(LOG2E), minus_top), set1(LEAST_POWER));
     const vf whole = _mm512_roundscale_ps(x, 8), f = sub(x, whole);
     vf y = set1(5.5171665e-02f);
     y = fma(y, f, set1(2.4261112e-01f));
     y = fma(y, f, set1(6.9326099e-01f));
     y = fma(y, f, set1(9.9992807e-01f));
-    return _mm512_scalef_ps(y, whole);
+    return times_exp2(y, whole, x);
 }
 
 // The digits of a row from its scores, of which `top` is the highest; weights are exp(score - top)

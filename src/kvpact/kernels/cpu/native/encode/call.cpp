@@ -1,4 +1,4 @@
-// kvp_encode and kvp_magnitude: which calls are covered, and their tasks.
+// kvp_encode, kvp_learn and kvp_magnitude: which calls are covered, and their tasks.
 #include <math.h>
 #include <string.h>
 
@@ -64,7 +64,47 @@ bool covered(const kvp_encode_args &a) {
     return a.kind != KVP_AFFINE || a.zero.base;
 }
 
+bool covered(const kvp_learn_args &a) {
+    if (a.dim < 1 || a.dim > MOST_DIM || a.dtype < KVP_F32 || a.dtype > KVP_BF16 || !a.x.data || !a.trellis) return false;
+    if (a.batch < 1 || a.heads < 1 || a.tokens < TILE || a.tokens > MOST_GROUP || a.tokens & (a.tokens - 1)) return false;
+    const kvp_trellis &t = *a.trellis;
+    if (t.blocks < 1 || t.blocks > 3 || t.center < 0 || t.center % TILE || (t.center && a.tokens % t.center)) return false;
+    int64_t dim = 0;
+    for (int b = 0; b < t.blocks; b++) {
+        if (t.block[b].dim < 1) return false;
+        dim += t.block[b].dim;
+    }
+    return dim == a.dim && (a.weight ? a.order && a.deviation : a.first != nullptr);
+}
+struct Learning {
+    const kvp_learn_args *args;
+    const Table *table;
+};
+bool learn_task(void *context, int64_t head) {
+    const Learning *call = (const Learning *)context;
+    return call->table->learn_head(*call->args, head);
+}
+// Whether fp16 numbers are finite; and none is zero, or any.
+bool good(const uint16_t *numbers, int64_t count, bool zero) {
+    for (int64_t i = 0; i < count; i++)
+        if ((numbers[i] & 0x7c00) == 0x7c00 || (!zero && !(numbers[i] & 0x7fff))) return false;
+    return true;
+}
+
 } // namespace
+
+int kvp_learn(int level, const kvp_learn_args *args) {
+    const Table *table = table_of(level);
+    if (!table) return 1;
+    const kvp_learn_args &a = *args;
+    if (!covered(a)) return 2;
+    Learning call{args, table};
+    const int64_t threads = a.batch * a.heads * a.tokens * a.dim < SMALL_WORK ? 1 : a.threads;
+    if (!kvp_parallel(threads, a.heads, learn_task, &call)) return 3;
+    if (a.first && !good(a.first, a.heads * a.dim, true)) return 4;
+    if (!a.weight) return 0;
+    return good(a.weight, a.heads * a.dim, false) && good(a.deviation, a.heads * a.trellis->blocks, false) ? 0 : 4;
+}
 
 int kvp_encode(int level, const kvp_encode_args *args, int64_t count) {
     const Table *table = table_of(level);

@@ -201,7 +201,7 @@ void put_bases(const kvp_encode_args &a, Ints flag, int64_t pair, int64_t positi
     }
 }
 void encode_keys(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair, int64_t position) {
-    const Keys keys(a, scratch.side, pair % a.heads);
+    const Keys keys(*a.trellis, a.dim, scratch.side, pair % a.heads);
     const TileMean mean(keys, scratch.y, a.group);
     memcpy(place(a, a.mean, pair, position, a.group, a.dim), mean.whole, (size_t)a.dim);
     memcpy(place(a, a.step, pair, position, a.group, 2), &mean.step, 2);
@@ -277,7 +277,7 @@ void encode_tile(const kvp_encode_args &a, EncodeScratch &scratch, int64_t pair,
         const int64_t at = position - begin + i + from;
         float *y = scratch.y;
         if (a.kind == KVP_TRELLIS && !a.signs) {
-            const Keys keys(a, scratch.side, pair % a.heads);
+            const Keys keys(*a.trellis, a.dim, scratch.side, pair % a.heads);
             const Ints flag = keys.bases(y);
             put_bases(a, flag, pair, at, from, to - from);
             y = scratch.trellis->y;

@@ -14,7 +14,7 @@ struct Keys {
     Side &side;
     int dim;
 
-    Keys(const kvp_encode_args &a, Side &room, int64_t head) : t(*a.trellis), side(room), dim(a.dim) {
+    Keys(const kvp_trellis &trellis, int width, Side &room, int64_t head) : t(trellis), side(room), dim(width) {
         weight = t.weight ? t.weight + head * dim : nullptr;
         first = t.first ? t.first + head * dim : nullptr;
         order = t.order ? t.order + head * dim : nullptr;
@@ -42,20 +42,21 @@ struct Keys {
         const vf far = distance(x, nullptr);
         return base_of(far, distance(x, first), far);
     }
+    // A channel less the bases.
+    vf less_base(const float *x, int c, Ints flag, const float *mean) const {
+        const vf rest = load(x + c * W);
+        if (!first && !mean) return rest;
+        const vf other = pick_lanes(flag == BASE_FIRST, set1(first ? first[c] : 0), zero());
+        return rest - pick_lanes(flag == BASE_MEAN, set1(mean ? mean[c] : 0), other);
+    }
     // Less the bases and rotated: [channel][W], from x to y.
     void rotated(float *y, const float *x, Ints flag, const float *mean) const {
-        const bool based = first || mean;
-        const Ints at_mean = flag == BASE_MEAN, at_first = flag == BASE_FIRST;
         for (int b = 0, begin = 0; b < t.blocks; begin += t.block[b].dim, b++) {
             const kvp_block &block = t.block[b];
             float *part = y + begin * W;
             for (int i = 0; i < block.dim; i++) {
                 const int c = order ? order[begin + i] : begin + i;
-                vf rest = load(x + c * W);
-                if (based) {
-                    const vf other = pick_lanes(at_first, set1(first ? first[c] : 0), zero());
-                    rest = rest - pick_lanes(at_mean, set1(mean ? mean[c] : 0), other);
-                }
+                vf rest = less_base(x, c, flag, mean);
                 if (weight) rest = rest * set1(weight[c]);
                 store(part + i * W, rest * set1(block.signs[i]));
             }

@@ -81,9 +81,16 @@ INLINE vf load_e4m3(const uint8_t *p) {
     return _mm512_cvtph_ps(_mm256_or_si256(magnitude, sign));
 }
 
+// Powers of two up to this one are 0. Below the least normal number scalef takes hundreds of cycles, and so
+// does each product of a weight and a scale.
+constexpr float LEAST_POWER = -100;
+// y * 2**whole, where x is above the least power: it is that one where it was less, or NaN.
+INLINE vf times_exp2(vf y, vf whole, vf x) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set1(LEAST_POWER), _CMP_GT_OQ), y, whole);
+}
 // 2**x for x <= 0.
 INLINE vf exp2_(vf x) {
-    x = max(x, set1(-150.0f));
+    x = max(x, set1(LEAST_POWER));
     vf whole = _mm512_roundscale_ps(x, 8);
     vf f = sub(x, whole);
     vf y = set1(1.535336188e-4f);
@@ -93,7 +100,7 @@ INLINE vf exp2_(vf x) {
     y = fma(y, f, set1(2.402264791e-1f));
     y = fma(y, f, set1(6.931472028e-1f));
     y = fma(y, f, set1(1.0f));
-    return _mm512_scalef_ps(y, whole);
+    return times_exp2(y, whole, x);
 }
 
 // Levels by code; bits of the index above the code are ignored.

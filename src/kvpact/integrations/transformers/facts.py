@@ -1,0 +1,126 @@
+"""What a model's config says of its layers, read once."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import ref
+
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+
+from kvpact.errors import KVPactError
+
+COMPRESSED = frozenset({"full_attention", "hybrid"})
+"""Types of layers whose K and V are compressed."""
+_MASKED = {*COMPRESSED, "sliding_attention", "chunked_attention", "hybrid_sliding"}
+_STATES = {"linear_attention", "conv", "dummy"}
+_MEANINGS = {
+    "sliding_attention": "the last tokens alone",
+    "chunked_attention": "the tokens of a chunk",
+    "linear_attention": "a state of fixed size",
+    "conv": "a state of fixed size",
+    "hybrid_sliding": "the last tokens and a state",
+    "indexed_attention": "tokens that an index chooses",
+    "minimax_m3_sparse": "tokens that an index chooses",
+    "compressed_sparse_attention": "streams that the model compresses itself",
+    "heavily_compressed_attention": "streams that the model compresses itself",
+    "dummy": "nothing",
+}
+
+
+class LayerFacts(NamedTuple):
+    """What a config says of its layers.
+
+    Parameters
+    ----------
+    types : tuple of str
+        transformers' type of each layer.
+    options : tuple of dict
+        What its cache layer is made with.
+    latent_widths : frozenset of int
+        Of the latents that layers cache (MLA); empty for models without.
+    sparse : bool
+        Whether some layers may choose the tokens that they attend to.
+    read_again : frozenset of int
+        Layers whose K and V later layers read, too.
+    """
+
+    types: tuple[str, ...]
+    options: tuple[dict[str, Any], ...]
+    latent_widths: frozenset[int]
+    sparse: bool
+    read_again: frozenset[int]
+
+    def compressed(self) -> list[int]:
+        """Return the layers whose K and V are compressed.
+
+        Raises
+        ------
+        KVPactError
+            There is none; the message says what there is.
+        """
+        found = [layer for layer, kind in enumerate(self.types) if kind in COMPRESSED]
+        if not found:
+            kinds = Counter(self.types).items()
+            there = ", ".join(f"{n} of {x!r} ({_MEANINGS.get(x, 'unknown')})" for x, n in kinds)
+            raise KVPactError(
+                f"no layer of this model has full attention: it has {there}; there is nothing to "
+                "compress"
+            )
+        return found
+
+
+_known: dict[int, tuple[ref[Any], dict[str, Any], LayerFacts]] = {}
+
+
+def layer_facts(config: Any) -> LayerFacts:
+    """Return what a config says of its layers; read again only when the config has changed.
+
+    Parameters
+    ----------
+    config : PreTrainedConfig
+        The decoder's.
+
+    Raises
+    ------
+    KVPactError
+        A layer type is not known.
+    """
+    # Lists may be changed in place; the attention changes with every cache and says nothing here.
+    state = {name: tuple(x) if type(x) is list else x for name, x in vars(config).items()}
+    state.pop("_attn_implementation_internal", None)
+    known = _known.get(id(config))
+    if known is not None and known[0]() is config and known[1] == state:
+        return known[2]
+    types, options = get_layer_types_and_kwargs(config)
+    _require_known(config, types)
+    # Some configs have a value for each layer, and none for all.
+    widths = {getattr(layer, "kv_lora_rank", None) for layer in config.per_layer_config}
+    sparse = not set(types) <= _MASKED | _STATES
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    again = frozenset(i for i, mode in enumerate(modes) if mode == "store" and "reuse" in modes)
+    latent = frozenset(width for width in widths if width)
+    facts = LayerFacts(tuple(types), tuple(options), latent, sparse, again)
+    key = id(config)
+    _known[key] = ref(config, lambda _: _known.pop(key, None)), state, facts
+    return facts
+
+
+def _require_known(config: Any, types: Iterable[str]) -> None:
+    """Raise if transformers has no cache layer for one of the types.
+
+    Some types are known only once the file is imported that has the code of the model.
+    """
+    if not set(types) <= DYNAMIC_LAYER_TYPE_MAPPING.keys():
+        with suppress(ImportError):
+            importlib.import_module(modeling_module(config))
+    for unknown in sorted(set(types) - DYNAMIC_LAYER_TYPE_MAPPING.keys()):
+        raise KVPactError(f"layer type {unknown!r} is not known to this transformers")
+
+
+def modeling_module(config: Any) -> str:
+    """Return the name of the module that has the code of a config's model."""
+    return type(config).__module__.replace(".configuration_", ".modeling_")

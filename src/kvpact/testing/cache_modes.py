@@ -1,0 +1,105 @@
+"""Checks of a cache under what a program sets for all of torch: defaults, and inference mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvpact.testing.cache_base import CacheKit, Tokens
+from kvpact.testing.data import Shape, integers
+from kvpact.testing.held import difference
+
+T = TypeVar("T")
+_STEPS, _NEW = 6, 4
+"""Steps of so many tokens: some have room behind the exact tokens, others have to make it."""
+
+
+class Mode(NamedTuple):
+    """What a program sets for torch while it calls a cache.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        The default dtype.
+    device : str
+        The default device; None leaves it.
+    """
+
+    dtype: torch.dtype = torch.float32
+    device: str | None = None
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Set that for one call."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with nullcontext() if self.device is None else torch.device(self.device):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+
+class ModeChecks(CacheKit):
+    """A cache that is used under such modes: its bytes and its outputs are those without."""
+
+    modes: ClassVar[dict[str, Mode]] = {
+        "float64": Mode(torch.float64),
+        "float16 on meta": Mode(torch.float16, "meta"),
+        "bfloat16": Mode(torch.bfloat16),
+    }
+
+    def test_what_a_program_sets_for_torch(self) -> None:
+        """A default is for what a program makes itself; models are often loaded under one."""
+        prompt = max(self.groups()) + 8
+        expected = self._history(Mode(), prompt)
+        for name, mode in self.modes.items():
+            different = difference(expected, self._history(mode, prompt))
+            assert not different, f"{name}: not the same bytes: {different}"
+
+    def _history(self, mode: Mode, prompt: int) -> dict[str, Tensor]:
+        """Return the outputs of a small history and what is held at its end, by numbers."""
+        found, has = dict[str, Tensor](), self.operations.__contains__
+        total = prompt + _STEPS * _NEW
+        shape = Shape(1, 2, (total,), 32, 32, torch.float32)
+        given = self.tokens(shape, total)
+
+        def run(call: Callable[..., T], *args: Any) -> T:
+            with mode.set():
+                return call(*args)
+
+        def append(cache: Any, start: int, end: int) -> None:
+            part = tuple(x[:, :, start:end] for x in given)
+            output = run(cache.attend, 0, *part) if has("attend") else run(_shown, cache, part)
+            found[f"output {len(found)}"] = output
+
+        cache = run(self.make_cache, shape.geometry())
+        append(cache, 0, prompt)
+        for start in range(prompt, total, _NEW):
+            append(cache, start, start + _NEW)
+        caches = [cache]
+        if has("fork"):
+            caches.append(run(cache.fork))
+            append(caches[1], 0, _NEW)
+            if has("snapshot"):
+                run(caches[1].restore, run(cache.snapshot))
+        if has("select"):
+            run(cache.select, integers(0))
+        for one in caches:
+            append(one, 0, 1)
+            if has("truncate"):
+                run(one.truncate, prompt - 5)
+            found[f"shown {len(found)}"] = run(_shown, one, self.tokens(shape, 2, seed=1))
+            found |= {f"{len(found)} {path}": x for path, x in self.state(one).items()}
+        return found
+
+
+def _shown(cache: Any, tokens: Tokens) -> Tensor:
+    """Store tokens and return all that the result shows, as one row of numbers."""
+    result = cache.prefill(0, *tokens, None)
+    shown = [x for x in (result.k, result.v, result.logit_bias) if x is not None]
+    return torch.cat([x.flatten() for x in shown])
