@@ -48,31 +48,44 @@ class Refusal(NamedTuple):
     before: HeldBefore
 
 
-class _Update(NamedTuple):
+class _Call(NamedTuple):
+    """Where a call of a model begins: its first layer, what was held, and whose update it is."""
+
     layer: int
     before: HeldBefore
     module: ref[nn.Module] | None
 
 
+_NOTHING = sys.maxsize
+"""Stands for the latest layer where no update is known: whichever comes begins a call."""
+
+
 class UpdateOrder:
     """Follows the updates of a cache, and finds those that another attention makes.
 
-    Neither the lengths that a model asks for nor the masks that it makes tell where a call of it
-    begins: T5 asks before each attention, and a mask may be the caller's. So it is the module that
-    is looked at. Within a call the updates of a decoder's own attention climb from layer to layer;
-    where a layer is updated twice in a row, another module of the same model is the layer's
-    cross-attention, and the same one has begun another call.
+    Within a call of a model the updates of its own attention climb from layer to layer. An update
+    of a lower layer begins another call, and so may one of the same layer: of a model with one
+    layer, or after an interruption. Or else it is the first layer's cross-attention, made by
+    another module of the same model. Neither the lengths that models ask for nor the masks that
+    they make tell (T5 asks before each attention, and a mask may be the caller's), so of the
+    updates that begin a call, and of no other, the module is looked up.
 
     Parameters
     ----------
     expected : bool
         Whether the config tells of cross-attention (`may_cross_attend`). Then calls that were
         interrupted are found, too.
+
+    Attributes
+    ----------
+    latest : int
+        The layer that was updated last. Of an order that is not `expected`, an update of a higher
+        one needs no look at: it is written here, and that is all.
     """
 
     def __init__(self, expected: bool) -> None:
         self.expected = expected
-        self._latest: _Update | None = None
+        self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdateOrder:
         other = memo[id(self)] = UpdateOrder(self.expected)
@@ -80,7 +93,8 @@ class UpdateOrder:
 
     def forget(self) -> None:
         """Begin anew: the cache was reset, rolled back or rearranged."""
-        self._latest = None
+        self.latest, self._held = _NOTHING, 0
+        self._call: _Call | None = None
 
     def refuse(self, index: int, layer: CacheLayerMixin) -> Refusal | None:
         """Return why a layer may not be updated now; None where it may.
@@ -92,18 +106,22 @@ class UpdateOrder:
         layer : CacheLayerMixin
             The layer as it is before the update.
         """
-        latest, self._latest = self._latest, None
-        held, module = layer.get_seq_length(), _caller()
-        begins = latest is None or index <= latest.layer
-        if latest is not None:
-            if index == latest.layer and _differ(latest.module, module) and _related(latest.module):
-                return Refusal(REMEDY, latest.before)
+        call, latest, below, held = self._call, self.latest, self._held, layer.get_seq_length()
+        if index > latest:
             # Layers that the interrupted call had reached hold more than the others.
-            if not begins and held != latest.before.held and self.expected:
-                return Refusal(_INTERRUPTED, HeldBefore(min(held, latest.before.held)))
-        # Of later layers nothing is kept: what they let go of would stay in memory until then.
-        kept = layer.moment() if begins and isinstance(layer, CompressedLayer) else None
-        self._latest = _Update(index, HeldBefore(held, kept), module)
+            if self.expected and held != below:
+                self.forget()
+                return Refusal(_INTERRUPTED, HeldBefore(min(held, below)))
+        else:
+            self.forget()
+            module = _caller()
+            again = call is not None and index == latest == call.layer
+            if again and _differ(call.module, module) and _related(call.module):
+                return Refusal(REMEDY, call.before)
+            # Of later layers nothing is kept: what they let go of would stay in memory until then.
+            kept = layer.moment() if isinstance(layer, CompressedLayer) else None
+            self._call = _Call(index, HeldBefore(held, kept), module)
+        self.latest, self._held = index, held
         return None
 
     def asked_for_pair(self) -> HeldBefore | None:
@@ -112,13 +130,13 @@ class UpdateOrder:
         Some (BERT's) do so after the layer's own attention has updated a cache that is no pair.
         None where anybody else asks.
         """
-        latest, asking = self._latest, _caller()
-        if latest is None or asking is None or not _differ(latest.module, asking):
+        call, asking = self._call, _caller()
+        if call is None or asking is None or not _differ(call.module, asking):
             return None
-        if getattr(asking(), "layer_idx", None) != latest.layer:
+        if getattr(asking(), "layer_idx", None) != self.latest:
             return None
-        self._latest = None
-        return latest.before
+        self.forget()
+        return call.before
 
 
 def may_cross_attend(*configs: Any) -> bool:
@@ -137,14 +155,15 @@ def may_cross_attend(*configs: Any) -> bool:
 def _modules() -> Iterator[nn.Module]:
     """Yield the modules whose code is running, the innermost first.
 
-    transformers tells a cache the layer of an update and not the module, so the stack is looked up.
-    Reading a frame's variables keeps them until its function returns: K and V of one layer.
+    transformers tells a cache the layer of an update and not the module. Reading the variables of a
+    function keeps them until it returns, so those of no other functions than methods are read.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            yield module
+        if frame.f_code.co_varnames[:1] == ("self",):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                yield module
         frame = frame.f_back
 
 
