@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -27,6 +28,17 @@ class _Projection(NamedTuple):
     weight: Tensor | None
     bias: Tensor
     dtype: torch.dtype
+
+
+class _Read(NamedTuple):
+    """What was read of a model's weights, of which modules, and the marks that they had."""
+
+    places: list[tuple[ref[Any], ...]]
+    marks: list[object]
+    offsets: dict[int, KeyOffset]
+
+
+_known: WeakKeyDictionary[Any, _Read] = WeakKeyDictionary()
 
 
 def rope_by_length(config: dict[str, Any]) -> str:
@@ -62,17 +74,59 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     Notes
     -----
     Weights that change afterwards, by an adapter or by training, make the offset less useful and
-    no result wrong.
+    no result wrong. Read once for a model, and again when these weights have changed.
     """
+    known = _known.get(model)
+    if known is None or known.marks != _marks(known.places):
+        places = _places(model)
+        known = _known[model] = _Read(places, _marks(places), _found(places))
+    return dict(known.offsets)
+
+
+def _places(model: Any) -> list[tuple[ref[Any], ...]]:
+    """Return the attention modules whose keys may have an offset: with parents, and the RoPE."""
     config = model.config.get_text_config(decoder=True)
     rotary = next(
         (m for _, m in modules_named(model, "rotary_emb") if hasattr(m, "inv_freq")), None
     )
     data = config.to_dict()
     if rotary is None or rope_by_length(data) or "mrope_section" in str(data):
-        return {}
+        return []
+    named = modules_named(model, "self_attn", "attention")
+    return [(ref(parent), ref(attention), ref(rotary)) for parent, attention in named]
+
+
+def _marks(places: list[tuple[ref[Any], ...]]) -> list[object]:
+    """Return what changes when weights do: biases, and where all that is read lies.
+
+    Biases are compared number by number: what is written through `data` leaves no other mark.
+    """
+    marks: list[object] = []
+    biases = []
+    for parent, attention, _ in ([x() for x in place] for place in places):
+        linear = _key_linear(attention)
+        marks.append((id(attention), id(linear)))
+        bias = getattr(linear, "bias", None)
+        if isinstance(bias, Tensor) and not bias.is_meta:
+            biases.append(bias.detach().flatten().cpu())
+            norm = getattr(parent, "input_layernorm", None)
+            for module in (linear, norm):
+                if module is not None:
+                    marks.extend(map(_mark, module._parameters.values()))
+    if biases:
+        marks.append(torch.cat(biases).view(torch.uint8).numpy().tobytes())
+    return marks
+
+
+def _mark(x: Tensor | None) -> tuple[int, ...]:
+    if x is None or x.is_inference():
+        return (id(x),)
+    return id(x), x.data_ptr(), x._version
+
+
+def _found(places: list[tuple[ref[Any], ...]]) -> dict[int, KeyOffset]:
     found = {}
-    for parent, attention in modules_named(model, "self_attn", "attention"):
+    for parent, attention, rotary in ([x() for x in place] for place in places):
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
         norm = getattr(parent, "input_layernorm", None)
         projection = _projection(attention)
@@ -109,16 +163,21 @@ def modules_named(model: Any, *names: str) -> Iterator[tuple[Any, Any]]:
                 yield parent, module
 
 
+def _key_linear(attention: Any) -> Any:
+    """Return the layer that projects keys; GPT-NeoX has one for queries, keys and values."""
+    linear = getattr(attention, "k_proj", None)
+    if linear is None and type(attention).__name__.startswith("GPTNeoX"):
+        return getattr(attention, "query_key_value", None)
+    return linear
+
+
 def _projection(attention: Any) -> _Projection | None:
     """Return how keys are made, if they are cached as they are projected and rotated."""
     dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
-    fused = getattr(attention, "query_key_value", None)
-    linear = getattr(attention, "k_proj", None)
+    linear = _key_linear(attention)
     if dim is None or _has_key_norm(attention):
         return None
-    parts = 1
-    if linear is None and type(attention).__name__.startswith("GPTNeoX"):
-        linear, parts = fused, 3  # [head, q k v, channel]
+    parts = 1 if hasattr(attention, "k_proj") else 3  # [head, q k v, channel]
     bias = getattr(linear, "bias", None)
     weight: Any = getattr(linear, "weight", None)
     if not isinstance(bias, Tensor) or bias.is_meta or bias.numel() % (parts * dim):
