@@ -205,7 +205,7 @@ def _value_text(value: Any) -> str:
 
 
 def _replace(method: Any, options: Mapping[str, Any]) -> Any:
-    unknown = [name for name in options if name not in option_types(type(method))]
+    unknown = [name for name in options if name not in option_types(method.__class__)]
     if unknown:
         raise SpecError(f"{method.name!r} has no option {unknown[0]!r}")
     return dataclasses.replace(method, **options)

@@ -55,7 +55,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,

@@ -150,12 +150,12 @@ class _CacheMaker(_Hook):
                 f"{type(self.model).__name__} makes {type(replaced).__name__} for its cache, which "
                 "`enable` can't replace: disable(model)"
             )
+        # Fewer than all where `assistant_early_exit` lets the model's first layers draft.
         count = len(layer_facts(self.model.config.get_text_config(decoder=True)).types)
-        # Fewer where `assistant_early_exit` lets the model's first layers draft.
         recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
-        options = self.options
-        if count < len(self.layers) and isinstance(given := options.get("key_offsets"), Mapping):
-            options = {**options, "key_offsets": {x: given[x] for x in given if x < count}}
+        options = dict(self.options)
+        if isinstance(given := options.get("key_offsets"), Mapping):
+            options["key_offsets"] = {x: given[x] for x in given if x < count}
         cache = CompressedCache(self.model, recipe, **options)
         return EncoderDecoderCache(cache, made.cross_attention_cache) if pair else cache
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kvpact.integrations.transformers.handles import say_once
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
@@ -30,15 +31,9 @@ class _Projection(NamedTuple):
     dtype: torch.dtype
 
 
-class _Read(NamedTuple):
-    """What was read of a model's weights, of which modules, and the marks that they had."""
-
-    places: list[tuple[ref[Any], ...]]
-    marks: list[object]
-    offsets: dict[int, KeyOffset]
-
-
-_known: WeakKeyDictionary[Any, _Read] = WeakKeyDictionary()
+_Places = list[tuple[ref[Any], ...]]
+_known: WeakKeyDictionary[Any, tuple[_Places, list[object], dict[int, KeyOffset]]]
+_known = WeakKeyDictionary()
 
 
 def rope_by_length(config: dict[str, Any]) -> str:
@@ -76,14 +71,15 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     Weights that change afterwards, by an adapter or by training, make the offset less useful and
     no result wrong. Read once for a model, and again when these weights have changed.
     """
-    known = _known.get(model)
-    if known is None or known.marks != _marks(known.places):
+    places, marks, found = _known.get(model, (None, [], {}))
+    if places is None or marks != _marks(places):
         places = _places(model)
-        known = _known[model] = _Read(places, _marks(places), _found(places))
-    return dict(known.offsets)
+        marks, found = _marks(places), _found(places)
+        _known[model] = places, marks, found
+    return dict(found)
 
 
-def _places(model: Any) -> list[tuple[ref[Any], ...]]:
+def _places(model: Any) -> _Places:
     """Return the attention modules whose keys may have an offset: with parents, and the RoPE."""
     config = model.config.get_text_config(decoder=True)
     rotary = next(
@@ -96,35 +92,26 @@ def _places(model: Any) -> list[tuple[ref[Any], ...]]:
     return [(ref(parent), ref(attention), ref(rotary)) for parent, attention in named]
 
 
-def _marks(places: list[tuple[ref[Any], ...]]) -> list[object]:
-    """Return what changes when weights do: biases, and where all that is read lies.
-
-    Biases are compared number by number: what is written through `data` leaves no other mark.
-    """
+def _marks(places: _Places) -> list[object]:
+    """Return what changes when the weights do that are read."""
     marks: list[object] = []
     biases = []
     for parent, attention, _ in ([x() for x in place] for place in places):
         linear = _key_linear(attention)
         marks.append((id(attention), id(linear)))
-        bias = getattr(linear, "bias", None)
-        if isinstance(bias, Tensor) and not bias.is_meta:
-            biases.append(bias.detach().flatten().cpu())
-            norm = getattr(parent, "input_layernorm", None)
-            for module in (linear, norm):
-                if module is not None:
-                    marks.extend(map(_mark, module._parameters.values()))
-    if biases:
+        bias, norm = getattr(linear, "bias", None), getattr(parent, "input_layernorm", None)
+        if bias is not None:
+            for x in (linear.weight, bias, *getattr(norm, "_parameters", {}).values()):
+                place = type(x) is Parameter and x.data_ptr()  # others may lie nowhere
+                marks.append((id(x), place, x is None or x.is_inference() or x._version))
+            if type(bias) is Parameter and not bias.is_meta:
+                biases.append(bias.detach().cpu())
+    if biases:  # by all numbers: what is written through `data` leaves no other mark
         marks.append(torch.cat(biases).view(torch.uint8).numpy().tobytes())
     return marks
 
 
-def _mark(x: Tensor | None) -> tuple[int, ...]:
-    if x is None or x.is_inference():
-        return (id(x),)
-    return id(x), x.data_ptr(), x._version
-
-
-def _found(places: list[tuple[ref[Any], ...]]) -> dict[int, KeyOffset]:
+def _found(places: _Places) -> dict[int, KeyOffset]:
     found = {}
     for parent, attention, rotary in ([x() for x in place] for place in places):
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)

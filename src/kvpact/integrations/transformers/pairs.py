@@ -49,38 +49,25 @@ class Refusal(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """Where a call of a model begins: its first layer, what was held, and whose update it is."""
-
     layer: int
     before: HeldBefore
     module: ref[nn.Module] | None
 
 
-_NOTHING = sys.maxsize
-"""Stands for the latest layer where no update is known: whichever comes begins a call."""
-
-
 class UpdateOrder:
     """Follows the updates of a cache, and finds those that another attention makes.
 
-    Within a call of a model the updates of its own attention climb from layer to layer. An update
-    of a lower layer begins another call, and so may one of the same layer: of a model with one
-    layer, or after an interruption. Or else it is the first layer's cross-attention, made by
-    another module of the same model. Neither the lengths that models ask for nor the masks that
-    they make tell (T5 asks before each attention, and a mask may be the caller's), so of the
-    updates that begin a call, and of no other, the module is looked up.
+    Within a call of a model the updates of its own attention climb from layer to layer. One of the
+    same layer again begins another call, or comes from the layer's cross-attention, another module
+    of the model. Neither the lengths that models ask for nor their masks tell which (T5 asks before
+    each attention, and a mask may be the caller's). So of the update that begins a call, and of no
+    other, the module is looked up.
 
     Parameters
     ----------
     expected : bool
         Whether the config tells of cross-attention (`may_cross_attend`). Then calls that were
         interrupted are found, too.
-
-    Attributes
-    ----------
-    latest : int
-        The layer that was updated last. Of an order that is not `expected`, an update of a higher
-        one needs no look at: it is written here, and that is all.
     """
 
     def __init__(self, expected: bool) -> None:
@@ -93,7 +80,8 @@ class UpdateOrder:
 
     def forget(self) -> None:
         """Begin anew: the cache was reset, rolled back or rearranged."""
-        self.latest, self._held = _NOTHING, 0
+        # The next update begins a call, whichever layer it is of.
+        self.latest, self._held = sys.maxsize, 0
         self._call: _Call | None = None
 
     def refuse(self, index: int, layer: CacheLayerMixin) -> Refusal | None:
@@ -114,13 +102,13 @@ class UpdateOrder:
                 return Refusal(_INTERRUPTED, HeldBefore(min(held, below)))
         else:
             self.forget()
-            module = _caller()
-            again = call is not None and index == latest == call.layer
-            if again and _differ(call.module, module) and _related(call.module):
+            module = next(_modules(), None)
+            if call is not None and index == latest == call.layer and _crosses(call, module):
                 return Refusal(REMEDY, call.before)
             # Of later layers nothing is kept: what they let go of would stay in memory until then.
             kept = layer.moment() if isinstance(layer, CompressedLayer) else None
-            self._call = _Call(index, HeldBefore(held, kept), module)
+            own = None if module is None else ref(module)
+            self._call = _Call(index, HeldBefore(held, kept), own)
         self.latest, self._held = index, held
         return None
 
@@ -130,10 +118,10 @@ class UpdateOrder:
         Some (BERT's) do so after the layer's own attention has updated a cache that is no pair.
         None where anybody else asks.
         """
-        call, asking = self._call, _caller()
-        if call is None or asking is None or not _differ(call.module, asking):
+        call, asking = self._call, next(_modules(), None)
+        if call is None or getattr(asking, "layer_idx", None) != self.latest:
             return None
-        if getattr(asking(), "layer_idx", None) != self.latest:
+        if not _crosses(call, asking):
             return None
         self.forget()
         return call.before
@@ -153,13 +141,10 @@ def may_cross_attend(*configs: Any) -> bool:
 
 
 def _modules() -> Iterator[nn.Module]:
-    """Yield the modules whose code is running, the innermost first.
-
-    transformers tells a cache the layer of an update and not the module. Reading the variables of a
-    function keeps them until it returns, so those of no other functions than methods are read.
-    """
+    """Yield the modules whose code is running, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        # Reading a function's variables keeps them until it returns: no others are read.
         if frame.f_code.co_varnames[:1] == ("self",):
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module):
@@ -167,19 +152,9 @@ def _modules() -> Iterator[nn.Module]:
         frame = frame.f_back
 
 
-def _caller() -> ref[nn.Module] | None:
-    """Return the module whose code updates the cache."""
-    module = next(_modules(), None)
-    return None if module is None else ref(module)
-
-
-def _differ(one: ref[nn.Module] | None, other: ref[nn.Module] | None) -> bool:
-    """Whether two updates come from two modules; not so where one isn't known, or is gone."""
-    modules = [None if x is None else x() for x in (one, other)]
-    return None not in modules and modules[0] is not modules[1]
-
-
-def _related(one: ref[nn.Module] | None) -> bool:
-    """Whether a module is part of one that is running: not so of another instance of a model."""
-    module = None if one is None else one()
-    return any(part is module for running in _modules() for part in running.modules())
+def _crosses(call: _Call, module: nn.Module | None) -> bool:
+    """Whether a module is not the one that began a call, but one of the same model, which runs."""
+    own = None if call.module is None else call.module()
+    if own is None or module is None or module is own:
+        return False
+    return any(part is own for running in _modules() for part in running.modules())
