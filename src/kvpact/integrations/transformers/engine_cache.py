@@ -88,9 +88,7 @@ class EngineCache(Cache):
             order.latest = layer_idx
         else:
             self._require_own_attention(layer_idx)
-        pair: tuple[Tensor, Tensor]
-        pair = layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[union-attr]
-        return pair
+        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
 
     def _require_own_attention(self, index: int) -> None:
         """Raise if it is not the decoder's own attention that updates a layer."""

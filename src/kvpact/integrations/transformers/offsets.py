@@ -71,12 +71,11 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     Weights that change afterwards, by an adapter or by training, make the offset less useful and
     no result wrong. Read once for a model, and again when these weights have changed.
     """
-    places, marks, found = _known.get(model, (None, [], {}))
+    places, marks, _ = _known.get(model, (None, [], {}))
     if places is None or marks != _marks(places):
         places = _places(model)
-        marks, found = _marks(places), _found(places)
-        _known[model] = places, marks, found
-    return dict(found)
+        _known[model] = places, _marks(places), _found(places)
+    return dict(_known[model][2])
 
 
 def _places(model: Any) -> _Places:
@@ -94,8 +93,7 @@ def _places(model: Any) -> _Places:
 
 def _marks(places: _Places) -> list[object]:
     """Return what changes when the weights do that are read."""
-    marks: list[object] = []
-    biases = []
+    marks, biases = list[object](), list[Tensor]()
     for parent, attention, _ in ([x() for x in place] for place in places):
         linear = _key_linear(attention)
         marks.append((id(attention), id(linear)))

@@ -80,8 +80,7 @@ class UpdateOrder:
 
     def forget(self) -> None:
         """Begin anew: the cache was reset, rolled back or rearranged."""
-        # The next update begins a call, whichever layer it is of.
-        self.latest, self._held = sys.maxsize, 0
+        self.latest, self._held = sys.maxsize, 0  # the next update begins a call
         self._call: _Call | None = None
 
     def refuse(self, index: int, layer: CacheLayerMixin) -> Refusal | None:
