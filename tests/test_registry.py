@@ -121,6 +121,15 @@ def test_a_broken_entry_point_is_named_when_it_is_used(monkeypatch, target, mess
         kvpact.parse_spec("broken")
 
 
+def test_what_is_installed_is_looked_through_once(monkeypatch):
+    looks, real = [], registry.entry_points
+    monkeypatch.setattr(registry, "entry_points", lambda **given: looks.append(1) or real(**given))
+    registry._points.cache_clear()
+    registry._entry_points.cache_clear()
+    kvpact.list_methods()
+    assert len(looks) == 1
+
+
 def test_methods_are_imported_when_their_name_is_used():
     code = (
         "import sys, kvpact\n"

@@ -12,6 +12,7 @@ import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from kvpact.errors import SpecError
@@ -138,6 +139,7 @@ def _options(method: type) -> dict[str, Any]:
     return {field.name: field.default for field in fields}
 
 
+@cache  # for every class: reading annotations takes a millisecond
 def option_types(method: type) -> dict[str, type]:
     """Return a method's options and their types."""
     hints = typing.get_type_hints(method)
@@ -203,7 +205,7 @@ def _value_text(value: Any) -> str:
 
 
 def _replace(method: Any, options: Mapping[str, Any]) -> Any:
-    unknown = [name for name in options if name not in option_types(type(method))]
+    unknown = [name for name in options if name not in option_types(method.__class__)]
     if unknown:
         raise SpecError(f"{method.name!r} has no option {unknown[0]!r}")
     return dataclasses.replace(method, **options)

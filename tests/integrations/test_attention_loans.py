@@ -1,7 +1,11 @@
 """A model's attention is what it was, in whatever order caches come and go."""
 
+import copy
+import pickle
 import threading
 import weakref
+
+import pytest
 
 from kvpact.integrations.transformers import CompressedCache, choice
 
@@ -28,3 +32,16 @@ def test_a_choice_of_the_user_outlives_the_caches(llama):
     del cache
     assert llama.config._attn_implementation == "eager"
     assert not choice._before
+
+
+@pytest.mark.parametrize("before", ["sdpa", None])
+def test_a_copy_made_while_a_cache_lives_has_the_attention_of_before(llama, before):
+    llama.config._attn_implementation = before
+    cache = CompressedCache(llama, "none")
+    for other in (pickle.loads(pickle.dumps(llama)), copy.deepcopy(llama)):
+        assert other.config._attn_implementation == before
+        assert type(other.config._attn_implementation) is type(before)
+    assert llama.config._attn_implementation == "kvpact"
+    assert llama.config.to_json_string() == other.config.to_json_string()
+    del cache
+    assert llama.config._attn_implementation == before

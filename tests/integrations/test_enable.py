@@ -17,6 +17,7 @@ from transformers import (
     pipeline,
 )
 
+from kvpact import KeyOffset
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers import CompressedCache, disable, enable
 
@@ -62,6 +63,18 @@ def test_prompt_lookup_and_drafts(llama, make_model, prompt, greedy):
     enable(draft, COARSE)
     assert torch.equal(tokens(llama, {**greedy, "assistant_model": draft}, **row), alone)
     assert torch.equal(tokens(llama, {**greedy, "prompt_lookup_num_tokens": 3}, **row), alone)
+
+
+@pytest.mark.parametrize("layer", ["1", "-1"])
+def test_drafts_of_the_first_layers_have_the_specs_of_those(llama, prompt, greedy, layer):
+    """`assistant_early_exit`: the model drafts for itself, with fewer layers than it has."""
+    given = {"input_ids": prompt["input_ids"][1:], **greedy}
+    wanted, offset = llama.generate(**given), KeyOffset.from_bias(torch.ones(2, 16), torch.ones(8))
+    with enable(llama, {"default": "none", "layers": {layer: "none"}}, key_offsets={1: offset}):
+        assert torch.equal(llama.generate(**given, assistant_early_exit=1), wanted)
+        cache = CompressedCache(llama, "none")
+        got = llama.generate(**given, assistant_early_exit=1, past_key_values=cache)
+        assert torch.equal(got, wanted) and cache.get_seq_length()
 
 
 def test_the_cache_comes_back_with_the_result(llama, prompt, greedy):

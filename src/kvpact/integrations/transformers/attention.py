@@ -55,6 +55,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -117,17 +118,18 @@ def attention_forward(
             "output_attentions",
             "attention weights never exist with a compressed cache; None is returned for them",
         )
-    if tokens is not None:
-        tokens.origin.tell_of_bias(module)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if tokens is not None:
-        config = call_config(tokens.origin, attention_mask, scaling, is_causal, kwargs)
+        origin = tokens if isinstance(tokens, NewTokens) else tokens.origin
+        if origin.total == origin.k.shape[2]:  # the first ones
+            origin.tell_of_bias(module)
+        config = call_config(origin, attention_mask, scaling, is_causal, kwargs)
         output = tokens.attend(query, config)
     else:
         config = _config(attention_mask, scaling, is_causal, kwargs)
         output = attend_exact(key, value, query, config)
-    if compressed:
+    if query.requires_grad and compressed:
         output = _without_gradient(query, output)
     return output.transpose(1, 2).contiguous(), None
 

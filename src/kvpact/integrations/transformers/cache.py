@@ -37,10 +37,11 @@ def _offsets(
     given: Mapping[int, KeyOffset] | str | None,
 ) -> dict[int, KeyOffset] | None:
     """Return the offsets by compressed layer; None where nobody was asked for any."""
-    if given == "auto" and isinstance(model, PreTrainedConfig):
-        return None
     if given == "auto":
-        given = key_offsets(model)
+        if isinstance(model, PreTrainedConfig):
+            return None
+        found = key_offsets(model)  # of more layers than one that exits early runs
+        return {i: found[x] for i, x in enumerate(compressed) if x in found}
     if not isinstance(given, Mapping | None):
         raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
     for layer, offset in (given or {}).items():

@@ -24,6 +24,16 @@ class Loan:
         return self
 
 
+class _Lent(str):
+    """The attention's name while it is lent; copied or pickled, it is what stood there before."""
+
+    __slots__ = ("before",)
+    before: str | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ()) if self.before is None else (str, (self.before,))
+
+
 _loans: weakref.WeakValueDictionary[int, Loan] = weakref.WeakValueDictionary()
 _before: dict[int, str | None] = {}
 # A cache may be freed in one thread while another makes one for the same config, and the garbage
@@ -37,7 +47,8 @@ def _lent(config: PreTrainedConfig) -> Loan:
         loan = _loans[id(config)] = Loan()
         _before.setdefault(id(config), config._attn_implementation)
         weakref.finalize(loan, _give_back, config).atexit = False
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = name = _Lent(ATTENTION)
+    name.before = _before[id(config)]
     return loan
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
 from types import TracebackType
@@ -15,7 +16,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.offsets import key_offsets
+from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.servable import CACHE_NAMES, PREPARE, check_servable
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import DEFAULT_SPEC
@@ -88,9 +89,7 @@ class _CacheMaker(_Hook):
         known = options.get("calibration")
         if known is not None and not isinstance(known, Calibration):
             known = Calibration.load(known)
-        self.options = {"key_offsets": "auto", **options, "calibration": known}
-        if self.options["key_offsets"] == "auto":
-            self.options["key_offsets"] = key_offsets(model)
+        self.options = {**options, "calibration": known}
         # One cache is made now, so that what it refuses or warns of is told now.
         layers = len(CompressedCache(model, spec, **self.options).layers)
         self.layers = layer_specs(spec, layers)
@@ -151,8 +150,13 @@ class _CacheMaker(_Hook):
                 f"{type(self.model).__name__} makes {type(replaced).__name__} for its cache, which "
                 "`enable` can't replace: disable(model)"
             )
-        recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers))}
-        cache = CompressedCache(self.model, recipe, **self.options)
+        # Fewer than all where `assistant_early_exit` lets the model's first layers draft.
+        count = len(layer_facts(self.model.config.get_text_config(decoder=True)).types)
+        recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
+        options = dict(self.options)
+        if isinstance(given := options.get("key_offsets"), Mapping):
+            options["key_offsets"] = {x: given[x] for x in given if x < count}
+        cache = CompressedCache(self.model, recipe, **options)
         return EncoderDecoderCache(cache, made.cross_attention_cache) if pair else cache
 
 
@@ -208,7 +212,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     spec : str, Spec, path or mapping
         A spec or a recipe, as of `CompressedCache`.
     **options
-        More of `CompressedCache`. Key offsets and a calibration are read once, now.
+        More of `CompressedCache`. A calibration is read once, now.
 
     Returns
     -------

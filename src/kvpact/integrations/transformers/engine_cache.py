@@ -71,6 +71,7 @@ class EngineCache(Cache):
         """Return the layers that hold something of their own: transformers', and hybrid ones."""
         return [layer for layer in self.layers if type(layer) is not CompressedLayer]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -82,12 +83,12 @@ class EngineCache(Cache):
             The cache was given to a model with cross-attention without one for that, or such a
             model's call before this one was interrupted. The cache is as before then.
         """
-        layer: Any = self.layers[layer_idx]
-        # Compilers can't follow a look up the stack: of them only who needs a pair is slowed down.
-        if self._order.expected or not torch.compiler.is_compiling():
+        order, layer = self._order, self.layers[layer_idx]
+        if layer_idx > order.latest and not order.expected:
+            order.latest = layer_idx
+        else:
             self._require_own_attention(layer_idx)
-        pair: tuple[Tensor, Tensor] = layer.update(key_states, value_states, *args, **kwargs)
-        return pair
+        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
 
     def _require_own_attention(self, index: int) -> None:
         """Raise if it is not the decoder's own attention that updates a layer."""

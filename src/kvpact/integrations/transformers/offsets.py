@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from kvpact.integrations.transformers.handles import say_once
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
@@ -27,6 +29,11 @@ class _Projection(NamedTuple):
     weight: Tensor | None
     bias: Tensor
     dtype: torch.dtype
+
+
+_Places = list[tuple[ref[Any], ...]]
+_known: WeakKeyDictionary[Any, tuple[_Places, list[object], dict[int, KeyOffset]]]
+_known = WeakKeyDictionary()
 
 
 def rope_by_length(config: dict[str, Any]) -> str:
@@ -62,17 +69,49 @@ def key_offsets(model: Any) -> dict[int, KeyOffset]:
     Notes
     -----
     Weights that change afterwards, by an adapter or by training, make the offset less useful and
-    no result wrong.
+    no result wrong. Read once for a model, and again when these weights have changed.
     """
+    places, marks, _ = _known.get(model, (None, [], {}))
+    if places is None or marks != _marks(places):
+        places = _places(model)
+        _known[model] = places, _marks(places), _found(places)
+    return dict(_known[model][2])
+
+
+def _places(model: Any) -> _Places:
+    """Return the attention modules whose keys may have an offset: with parents, and the RoPE."""
     config = model.config.get_text_config(decoder=True)
     rotary = next(
         (m for _, m in modules_named(model, "rotary_emb") if hasattr(m, "inv_freq")), None
     )
     data = config.to_dict()
     if rotary is None or rope_by_length(data) or "mrope_section" in str(data):
-        return {}
+        return []
+    named = modules_named(model, "self_attn", "attention")
+    return [(ref(parent), ref(attention), ref(rotary)) for parent, attention in named]
+
+
+def _marks(places: _Places) -> list[object]:
+    """Return what changes when the weights do that are read."""
+    marks, biases = list[object](), list[Tensor]()
+    for parent, attention, _ in ([x() for x in place] for place in places):
+        linear = _key_linear(attention)
+        marks.append((id(attention), id(linear)))
+        bias, norm = getattr(linear, "bias", None), getattr(parent, "input_layernorm", None)
+        if bias is not None:
+            for x in (linear.weight, bias, *getattr(norm, "_parameters", {}).values()):
+                place = type(x) is Parameter and x.data_ptr()  # others may lie nowhere
+                marks.append((id(x), place, x is None or x.is_inference() or x._version))
+            if type(bias) is Parameter and not bias.is_meta:
+                biases.append(bias.detach().cpu())
+    if biases:  # by all numbers: what is written through `data` leaves no other mark
+        marks.append(torch.cat(biases).view(torch.uint8).numpy().tobytes())
+    return marks
+
+
+def _found(places: _Places) -> dict[int, KeyOffset]:
     found = {}
-    for parent, attention in modules_named(model, "self_attn", "attention"):
+    for parent, attention, rotary in ([x() for x in place] for place in places):
         layer, layout = getattr(attention, "layer_idx", None), key_layout(attention)
         norm = getattr(parent, "input_layernorm", None)
         projection = _projection(attention)
@@ -109,16 +148,21 @@ def modules_named(model: Any, *names: str) -> Iterator[tuple[Any, Any]]:
                 yield parent, module
 
 
+def _key_linear(attention: Any) -> Any:
+    """Return the layer that projects keys; GPT-NeoX has one for queries, keys and values."""
+    linear = getattr(attention, "k_proj", None)
+    if linear is None and type(attention).__name__.startswith("GPTNeoX"):
+        return getattr(attention, "query_key_value", None)
+    return linear
+
+
 def _projection(attention: Any) -> _Projection | None:
     """Return how keys are made, if they are cached as they are projected and rotated."""
     dim = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
-    fused = getattr(attention, "query_key_value", None)
-    linear = getattr(attention, "k_proj", None)
+    linear = _key_linear(attention)
     if dim is None or _has_key_norm(attention):
         return None
-    parts = 1
-    if linear is None and type(attention).__name__.startswith("GPTNeoX"):
-        linear, parts = fused, 3  # [head, q k v, channel]
+    parts = 1 if hasattr(attention, "k_proj") else 3  # [head, q k v, channel]
     bias = getattr(linear, "bias", None)
     weight: Any = getattr(linear, "weight", None)
     if not isinstance(bias, Tensor) or bias.is_meta or bias.numel() % (parts * dim):

@@ -48,7 +48,7 @@ class Refusal(NamedTuple):
     before: HeldBefore
 
 
-class _Update(NamedTuple):
+class _Call(NamedTuple):
     layer: int
     before: HeldBefore
     module: ref[nn.Module] | None
@@ -57,11 +57,11 @@ class _Update(NamedTuple):
 class UpdateOrder:
     """Follows the updates of a cache, and finds those that another attention makes.
 
-    Neither the lengths that a model asks for nor the masks that it makes tell where a call of it
-    begins: T5 asks before each attention, and a mask may be the caller's. So it is the module that
-    is looked at. Within a call the updates of a decoder's own attention climb from layer to layer;
-    where a layer is updated twice in a row, another module of the same model is the layer's
-    cross-attention, and the same one has begun another call.
+    Within a call of a model the updates of its own attention climb from layer to layer. One of the
+    same layer again begins another call, or comes from the layer's cross-attention, another module
+    of the model. Neither the lengths that models ask for nor their masks tell which (T5 asks before
+    each attention, and a mask may be the caller's). So of the update that begins a call, and of no
+    other, the module is looked up.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class UpdateOrder:
 
     def __init__(self, expected: bool) -> None:
         self.expected = expected
-        self._latest: _Update | None = None
+        self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UpdateOrder:
         other = memo[id(self)] = UpdateOrder(self.expected)
@@ -80,7 +80,8 @@ class UpdateOrder:
 
     def forget(self) -> None:
         """Begin anew: the cache was reset, rolled back or rearranged."""
-        self._latest = None
+        self.latest, self._held = sys.maxsize, 0  # the next update begins a call
+        self._call: _Call | None = None
 
     def refuse(self, index: int, layer: CacheLayerMixin) -> Refusal | None:
         """Return why a layer may not be updated now; None where it may.
@@ -92,18 +93,22 @@ class UpdateOrder:
         layer : CacheLayerMixin
             The layer as it is before the update.
         """
-        latest, self._latest = self._latest, None
-        held, module = layer.get_seq_length(), _caller()
-        begins = latest is None or index <= latest.layer
-        if latest is not None:
-            if index == latest.layer and _differ(latest.module, module) and _related(latest.module):
-                return Refusal(REMEDY, latest.before)
+        call, latest, below, held = self._call, self.latest, self._held, layer.get_seq_length()
+        if index > latest:
             # Layers that the interrupted call had reached hold more than the others.
-            if not begins and held != latest.before.held and self.expected:
-                return Refusal(_INTERRUPTED, HeldBefore(min(held, latest.before.held)))
-        # Of later layers nothing is kept: what they let go of would stay in memory until then.
-        kept = layer.moment() if begins and isinstance(layer, CompressedLayer) else None
-        self._latest = _Update(index, HeldBefore(held, kept), module)
+            if self.expected and held != below:
+                self.forget()
+                return Refusal(_INTERRUPTED, HeldBefore(min(held, below)))
+        else:
+            self.forget()
+            module = next(_modules(), None)
+            if call is not None and index == latest == call.layer and _crosses(call, module):
+                return Refusal(REMEDY, call.before)
+            # Of later layers nothing is kept: what they let go of would stay in memory until then.
+            kept = layer.moment() if isinstance(layer, CompressedLayer) else None
+            own = None if module is None else ref(module)
+            self._call = _Call(index, HeldBefore(held, kept), own)
+        self.latest, self._held = index, held
         return None
 
     def asked_for_pair(self) -> HeldBefore | None:
@@ -112,13 +117,13 @@ class UpdateOrder:
         Some (BERT's) do so after the layer's own attention has updated a cache that is no pair.
         None where anybody else asks.
         """
-        latest, asking = self._latest, _caller()
-        if latest is None or asking is None or not _differ(latest.module, asking):
+        call, asking = self._call, next(_modules(), None)
+        if call is None or getattr(asking, "layer_idx", None) != self.latest:
             return None
-        if getattr(asking(), "layer_idx", None) != latest.layer:
+        if not _crosses(call, asking):
             return None
-        self._latest = None
-        return latest.before
+        self.forget()
+        return call.before
 
 
 def may_cross_attend(*configs: Any) -> bool:
@@ -135,32 +140,20 @@ def may_cross_attend(*configs: Any) -> bool:
 
 
 def _modules() -> Iterator[nn.Module]:
-    """Yield the modules whose code is running, the innermost first.
-
-    transformers tells a cache the layer of an update and not the module, so the stack is looked up.
-    Reading a frame's variables keeps them until its function returns: K and V of one layer.
-    """
+    """Yield the modules whose code is running, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            yield module
+        # Reading a function's variables keeps them until it returns: no others are read.
+        if frame.f_code.co_varnames[:1] == ("self",):
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                yield module
         frame = frame.f_back
 
 
-def _caller() -> ref[nn.Module] | None:
-    """Return the module whose code updates the cache."""
-    module = next(_modules(), None)
-    return None if module is None else ref(module)
-
-
-def _differ(one: ref[nn.Module] | None, other: ref[nn.Module] | None) -> bool:
-    """Whether two updates come from two modules; not so where one isn't known, or is gone."""
-    modules = [None if x is None else x() for x in (one, other)]
-    return None not in modules and modules[0] is not modules[1]
-
-
-def _related(one: ref[nn.Module] | None) -> bool:
-    """Whether a module is part of one that is running: not so of another instance of a model."""
-    module = None if one is None else one()
-    return any(part is module for running in _modules() for part in running.modules())
+def _crosses(call: _Call, module: nn.Module | None) -> bool:
+    """Whether a module is not the one that began a call, but one of the same model, which runs."""
+    own = None if call.module is None else call.module()
+    if own is None or module is None or module is own:
+        return False
+    return any(part is own for running in _modules() for part in running.modules())

@@ -95,7 +95,7 @@ class NewTokens:
         """
         if q.dtype not in DTYPES:
             return self.attend(q.float(), config).to(q.dtype)
-        if not self._waits:
+        if self.shared.waiting[self._layer] is not self:
             if self._step is not None:
                 return self._step.attend(q, config)
             k, v = self._all()
@@ -249,9 +249,7 @@ class NewTokens:
         return None if torch.equal(found, usual.long()) else found
 
     def tell_of_bias(self, attention: torch.nn.Module) -> None:
-        """Warn of keys with a large bias where nobody was asked for their offset."""
-        if self.total > self.k.shape[2]:
-            return
+        """Warn, at a cache's first tokens, of keys with a large bias of which nobody was asked."""
         if isinstance(self._cache, PagedView):
             paged = self._cache.cache
             specs, known = paged.specs, bool(paged.key_offsets)

@@ -1,0 +1,142 @@
+"""Counts the Python calls in kvpact that one layer costs: what a fast computer can't make cheaper.
+
+    python benchmarks/calls.py [--spec trellis:bits=4 turboquant:bits=4] [--functions] [--out DIR]
+
+Counted by `sys.setprofile` are calls of functions whose code is in the kvpact package, in a prompt
+of 200 tokens, the first two steps after it, and a later step (the 65th), divided by the 16 layers.
+``bare`` is `attend` of a `ContiguousCache`; ``transformers`` a forward pass of a tiny random Llama
+with a `CompressedCache`. ``--functions`` prints what is called in a later step, too. At the end
+stand the milliseconds that a second cache for the same model takes to make, and the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from types import FrameType
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvpact
+from kvpact import CacheGeometry, create_cache
+from kvpact.integrations.transformers import CompressedCache
+
+SPECS = ("trellis:bits=4", "turboquant:bits=4")
+LAYERS = 16
+PROMPT = 200
+MADE = 50
+STEPS = {"step 1": 1, "step 2": 2, "later step": 65}
+"""Names of the steps that are shown, and which after the prompt they are."""
+PACKAGE = str(Path(kvpact.__file__).parent)
+Call = Callable[[int], object]
+
+
+def calls_of(call: Callable[[], object]) -> Counter[str]:
+    """Return how often each function of kvpact is called, by file and name."""
+    found: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            found[f"{Path(code.co_filename).relative_to(PACKAGE)}: {code.co_qualname}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def bare(spec: str) -> Call:
+    """Return what gives every layer of a new cache so many tokens."""
+    cache = create_cache(spec, CacheGeometry(LAYERS, 2, 64, dtype=torch.float32))
+    generator = torch.Generator().manual_seed(0)
+
+    def run(tokens: int) -> None:
+        for layer in range(LAYERS):
+            k, v = (torch.randn(1, 2, tokens, 64, generator=generator) for _ in "kv")
+            cache.attend(layer, k, v, torch.randn(1, 4, tokens, 64, generator=generator))
+
+    return run
+
+
+def tiny() -> LlamaForCausalLM:
+    """Return a random Llama."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=LAYERS)).eval()
+
+
+def in_model(spec: str) -> Call:
+    """Return what gives a tiny Llama with a new cache so many tokens."""
+    model = tiny()
+    cache = CompressedCache(model, spec)
+    return lambda tokens: model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+
+
+WAYS: dict[str, Callable[[str], Call]] = {"bare": bare, "transformers": in_model}
+
+
+def measure(way: str, spec: str) -> dict[str, Counter[str]]:
+    """Return what is called in the prompt and in the steps that are shown."""
+    with torch.no_grad():
+        WAYS[way](spec)(PROMPT)  # what is made once for a process is there
+        run = WAYS[way](spec)
+        found = {"prompt": calls_of(lambda: run(PROMPT))}
+        names = {number: name for name, number in STEPS.items()}
+        for number in range(1, max(names) + 1):
+            calls = calls_of(lambda: run(1))
+            if number in names:
+                found[names[number]] = calls
+    return found
+
+
+def making() -> tuple[float, float]:
+    """Return the milliseconds that the first cache of a process takes, and another one."""
+    model, times = tiny(), []
+    for _ in range(MADE):
+        begin = perf_counter()
+        cache = CompressedCache(model)
+        times.append((perf_counter() - begin) * 1000)
+        del cache
+    return times[0], statistics.median(times[1:])
+
+
+def main() -> None:
+    """Count, print, and write DIR/calls.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--spec", nargs="*", default=SPECS)
+    parser.add_argument("--functions", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    first, next_one = making()
+    rows = {f"{way}, {spec}": measure(way, spec) for spec in options.spec for way in WAYS}
+    columns = "".join(f"{name:>12}" for name in ("prompt", *STEPS))
+    print(f"{'Python calls in kvpact per layer':36}{columns}")
+    for name, found in rows.items():
+        print(f"{name:36}" + "".join(f"{x.total() / LAYERS:12.1f}" for x in found.values()))
+        for function, calls in found["later step"].most_common() if options.functions else ():
+            print(f"    {calls / LAYERS:8.2f}  {function}")
+    print(f"making a cache: {first:.2f} ms, then {next_one:.2f} ms")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        numbers = {
+            name: {part: calls.total() / LAYERS for part, calls in found.items()}
+            for name, found in rows.items()
+        }
+        numbers["making a cache, ms"] = {"first": first, "next": next_one}
+        (options.out / "calls.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
