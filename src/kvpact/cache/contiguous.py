@@ -17,14 +17,12 @@ from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
 from kvpact.cache.stats import cache_stats
 from kvpact.cache.step import Step
-from kvpact.contract import AttendConfig, DequantResult
+from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute, check_covered
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
-
-_DEFAULT = AttendConfig()
 
 
 class ContiguousCache(BatchRows):
@@ -130,7 +128,7 @@ class ContiguousCache(BatchRows):
         KVPactError
             Wrong input (see `kvpact.errors`); the cache is as before.
         """
-        config = config or _DEFAULT
+        config = attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
             output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
             if output is not None:
@@ -162,7 +160,7 @@ class ContiguousCache(BatchRows):
         For engines that get K and V before the query. Parameters and errors as in `attend`; of
         `config` only `padding` and `exact_new` matter here; codecs that learn may learn from `q`.
         """
-        config = config or _DEFAULT
+        config = attend_config(config)
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
@@ -181,7 +179,7 @@ class ContiguousCache(BatchRows):
 
         Parameters and errors as in `attend`; without `q` there is no `logit_bias`, K holds it all.
         """
-        config = config or _DEFAULT
+        config = attend_config(config)
         return self.store(layer, k, v, config, q).dequantize(q, config)
 
     def verify(self) -> None:

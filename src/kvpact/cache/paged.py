@@ -23,7 +23,7 @@ from kvpact.cache.sequences import PagedSequence, distinct_bytes
 from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import paged_stats
 from kvpact.cache.step import Step
-from kvpact.contract import AttendConfig
+from kvpact.contract import AttendConfig, check_dense
 from kvpact.errors import GeometryError, SequenceError, SnapshotError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_covered, choose
@@ -269,11 +269,10 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         KVPactError
             Wrong input or a full pool; no sequence changed.
         """
-        given = {
-            seq: (k[None] if isinstance(k, Tensor) else k, v[None] if isinstance(v, Tensor) else v)
-            for seq, (k, v) in tokens.items()
-        }
-        self.step(layer, given)
+        for k, v in tokens.values():
+            check_dense("k", k)
+            check_dense("v", v)
+        self.step(layer, {seq: (k[None], v[None]) for seq, (k, v) in tokens.items()})
 
     def step(
         self,
@@ -327,7 +326,8 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             where it was made.
         """
         check_layer(layer, len(self.specs))
-        rows = k.shape[0] if isinstance(k, Tensor) and k.dim() == 4 else 0
+        check_dense("k", k)
+        rows = k.shape[0] if k.dim() == 4 else 0
         held = torch.empty(rows, 0, dtype=self._dtype, device=self.device)
         with self.compute.checking() as flags:
             check_tokens(self.geometry, k, v, q, held)
