@@ -19,7 +19,7 @@ from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import check_queries
-from kvpact.snapshot import Identity, Snapshot
+from kvpact.snapshot import Identity, Snapshot, known_snapshot
 
 T = TypeVar("T")
 
@@ -266,7 +266,7 @@ class PagedView(BatchRows):
 
         A view of sequences that it was given keeps their ids and takes as many rows as it has.
         """
-        rows = list(range(snapshot.manifest.batch))
+        rows = list(range(known_snapshot(snapshot).manifest.batch))
         if self._owns:
             old, self.seqs = self.seqs, self.cache.restore_rows(snapshot, rows) or None
             for seq in old or ():

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.reserve import room_for
 from kvpact.cache.stream import Stream
 from kvpact.kernels import TokenMemory
 
 
-def reserve(layer: CacheLayer, tokens: int) -> None:
-    """Make room for so many more tokens in a layer, so that steps of a few allocate nothing."""
+def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
+    """Make room for so many more tokens in layers, so that steps of a few allocate nothing.
+
+    Raises
+    ------
+    CacheFull
+        There is no memory for them.
+    """
+    wanted = Counter[torch.device]()
+    for stream in (stream for layer in layers for stream in layer.streams()):
+        like = stream.memory.tensor
+        size = sum(field.bytes_per_token for field in stream.codec.fields)
+        wanted[like.device] += like.shape[0] * like.shape[1] * int(size * tokens)
+    with room_for(f"{tokens:,} more tokens", wanted):
+        for layer in layers:
+            _reserve(layer, tokens)
+
+
+def _reserve(layer: CacheLayer, tokens: int) -> None:
     with layer.lock:
         held = layer._held
         if held.k is None or held.v is None:

@@ -32,7 +32,7 @@ from kvpact.kernels import RowRotation
 from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
-from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState
+from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState, known_snapshot
 from kvpact.spec import Spec
 
 PAGE_TOKENS = 64
@@ -139,9 +139,9 @@ def check_fits(
     FormatError
         Slots of another `FORMAT_VERSION`, or a part of a snapshot.
     GeometryError, SpecError, DtypeError
-        Another geometry, spec or dtype.
+        No snapshot; another geometry, spec or dtype.
     """
-    m = snapshot.manifest
+    m = known_snapshot(snapshot).manifest
     if m.slots != FORMAT_VERSION:
         raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
     if m.begin:

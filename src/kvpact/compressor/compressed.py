@@ -157,7 +157,13 @@ class CompressedKV:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write one safetensors file with a manifest in its metadata; see `compressor.files`."""
+        """Write one safetensors file with a manifest in its metadata; see `compressor.files`.
+
+        Raises
+        ------
+        OSError
+            It can't be written; what was there before is there still.
+        """
         from kvpact.compressor.files import container
 
         container(self).save(path)

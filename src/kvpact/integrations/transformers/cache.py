@@ -26,7 +26,7 @@ from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import Identity, Snapshot
+from kvpact.snapshot import Identity, Snapshot, known_snapshot
 from kvpact.spec import DEFAULT_SPEC, Spec
 
 
@@ -189,7 +189,8 @@ class CompressedCache(EngineCache):
             The model has layers that transformers caches itself.
         """
         self._require_all_compressed()
-        shared, geometry, layers = self._shared, snapshot.geometry, len(self.layers)
+        geometry = known_snapshot(snapshot).geometry
+        shared, layers = self._shared, len(self.layers)
         if snapshot.num_layers != layers:
             raise GeometryError(f"{snapshot.num_layers} layers, the model has {layers}")
         for held in self._caches():
