@@ -28,15 +28,7 @@ _LOGITS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def check_dense(name: str, x: object) -> None:
-    """Raise a named error unless `x` is a tensor whose numbers lie in memory.
-
-    Raises
-    ------
-    DtypeError
-        No tensor; a sparse, nested or otherwise packed one.
-    DeviceError
-        It is on the meta device.
-    """
+    """Raise `DtypeError` or `DeviceError` unless `x` is a tensor whose numbers lie in memory."""
     if not isinstance(x, Tensor):
         raise DtypeError(f"{name} should be a torch tensor, not {type(x).__name__}")
     if x.is_nested or x.layout is not torch.strided:

@@ -51,17 +51,9 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def room_for(what: str, wanted: Mapping[torch.device, int] | None = None) -> Iterator[None]:
-    """Raise `CacheFull` where there is no memory for `what`.
-
-    Parameters
-    ----------
-    what : str
-        For the error.
-    wanted : mapping, optional
-        Bytes by device that many small allocations are going to take. They are asked for in one
-        piece first: those would go on until the memory of all other programs is full, too.
-    """
+    """Raise `CacheFull` where there is no memory for `what`, or for the bytes wanted of devices."""
     try:
+        # In one piece: many small ones would be taken until nothing is left for other programs.
         for device, count in (wanted or {}).items():
             torch.empty(min(count, 1 << 62), dtype=torch.uint8, device=device)
         yield

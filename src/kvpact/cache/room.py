@@ -16,13 +16,7 @@ from kvpact.kernels import TokenMemory
 
 
 def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
-    """Make room for so many more tokens in layers, so that steps of a few allocate nothing.
-
-    Raises
-    ------
-    CacheFull
-        There is no memory for them.
-    """
+    """Make room for so many more tokens in layers, so that steps of a few allocate nothing."""
     wanted = Counter[torch.device]()
     for stream in (stream for layer in layers for stream in layer.streams()):
         like = stream.memory.tensor

@@ -157,13 +157,7 @@ class CompressedKV:
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write one safetensors file with a manifest in its metadata; see `compressor.files`.
-
-        Raises
-        ------
-        OSError
-            It can't be written; what was there before is there still.
-        """
+        """Write one safetensors file with a manifest in its metadata; see `compressor.files`."""
         from kvpact.compressor.files import container
 
         container(self).save(path)
