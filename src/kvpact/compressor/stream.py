@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from math import lcm, prod
@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from kvpact.cache.saved import field_info, stream_state
+from kvpact.cache.saved import field_info
 from kvpact.cache.segments import ListSource, SegmentList
 from kvpact.cache.stream import Stream
 from kvpact.formats import TILE
@@ -34,6 +34,25 @@ def flat(x: Tensor) -> Tensor:
 class _Slots(NamedTuple):
     codec: Codec
     source: SegmentSource
+
+
+class _Grown(Mapping[str, Tensor]):
+    """The slots of a stream by field, joined when they are read: an append copies none of them."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __getitem__(self, name: str) -> Tensor:
+        (tokens,) = (field.tokens for field in self.stream.codec.fields if field.name == name)
+        store, packed = self.stream.store, self.stream.packed
+        whole = store.source().gather(name, 0, -(-packed // store.segment_tokens))
+        return whole[:, :, : -(-packed // tokens)].clone(memory_format=torch.contiguous_format)
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in self.stream.codec.fields if self.stream.packed)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,8 @@ class PackedStream:
         fields = tuple(field_info(field) for field in codec.fields)
         held = StreamState(fields, {}, 0, 0, x[:, :, :0].clone(), None, codec.state())
         known = 0.0 if measure else math.nan
-        return cls(codec, held, known, known, compute).append(x)
+        whole = cls(codec, held, known, known, compute).append(x)
+        return replace(whole, held=replace(whole.held, slots=dict(whole.held.slots)))
 
     @classmethod
     def blank(cls, codec: Codec, rows: int, tokens: int, dim: int, dtype: torch.dtype) -> Self:
@@ -101,7 +121,9 @@ class PackedStream:
         longer = self._extended(x, bound)
         plan = longer._stream().prepare(x, None)
         plan.write()
-        longer = replace(longer, held=owned(stream_state(plan.after)))
+        after, tail = plan.after, plan.after.tail.clone(memory_format=torch.contiguous_format)
+        held = replace(longer.held, packed=after.packed, start=after.tail_start, tail=tail)
+        longer = replace(longer, held=replace(held, slots=_Grown(after)))
         if math.isnan(self.energy):
             return longer
         known, lost = torch.cat([self.held.tail, x], 2), 0.0
@@ -114,6 +136,8 @@ class PackedStream:
     def _stream(self) -> Stream:
         """Return a cache's stream that holds the same and shares no memory with this one."""
         held, x = self.held, self.held.tail
+        if isinstance(held.slots, _Grown):
+            return held.slots.stream.fork()._replace(plan=self._plan())
         store = SegmentList(self.codec, 1, x.shape[1], x.device)
         stream = Stream.empty(self.codec, x, 0, 0, store, self._plan())
         return stream.restore(held.packed, held.packed, x, None, held.slots)
@@ -141,7 +165,11 @@ class PackedStream:
         """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype."""
         _, rows, _, dim = self.held.tail.shape
         out = self.held.tail.new_empty(1, rows, end - start, dim)
-        source = ListSource((dict(self.held.slots),), room(self.codec, self.held.packed))
+        source: SegmentSource
+        if isinstance(self.held.slots, _Grown):
+            source = self.held.slots.stream.store.source()
+        else:
+            source = ListSource((dict(self.held.slots),), room(self.codec, self.held.packed))
         self._plan().decode_slots(_Slots(self.codec, source), start, end, out)
         return out
 
