@@ -75,11 +75,11 @@ def check_tokens(
         if held.device != k.device:
             raise DeviceError(f"k is on {k.device}, the layer's cache on {held.device}; move it")
     for name, x, _, _ in given:
-        what, below = "NaN or infinity", math.inf
+        what, below = f"{name} holds NaN or infinity", math.inf
         if name == "q":
             what, below = f"{what}, or {TOO_LARGE} and more", TOO_LARGE
-        error = NonFiniteError(f"{name} holds {what}; nothing was stored")
-        require_finite(x, lambda error=error: error, below)  # type: ignore[misc]
+        # Made when it is raised: it would be kept by the frame that its traceback keeps.
+        require_finite(x, lambda what=what: NonFiniteError(f"{what}; nothing was stored"), below)  # type: ignore[misc]
 
 
 def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> None:

@@ -87,7 +87,7 @@ class CompressedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, factors and codebooks included; `append` leaves room beside them."""
+        """Bytes of all tensors, factors and codebooks included; `append` leaves room besides."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     @property

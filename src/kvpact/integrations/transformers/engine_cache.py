@@ -8,11 +8,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+)
 
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.rows import refuse_pickling
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
@@ -78,10 +83,17 @@ class EngineCache(Cache):
 
         Raises
         ------
+        LayerIndexError
+            The cache was made for a model of fewer layers.
         GeometryError
             The cache was given to a model with cross-attention without one for that, or such a
             model's call before this one was interrupted. The cache is as before then.
         """
+        if layer_idx >= len(self.layers):
+            raise LayerIndexError(
+                f"the model has a layer {layer_idx}, its cache is for {len(self.layers)} layers: "
+                "make a cache for this model, with CompressedCache(model)"
+            )
         layer: Any = self.layers[layer_idx]
         # Compilers can't follow a look up the stack: of them only who needs a pair is slowed down.
         if self._order.expected or not torch.compiler.is_compiling():
@@ -106,6 +118,17 @@ class EngineCache(Cache):
         raise NoPair(REMEDY)
 
     self_attention_cache = cross_attention_cache = is_updated = property(_refuse_part_of_a_pair)
+
+    __iter__ = DynamicCache.__iter__
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse to move a layer: its slots are where attention reads them."""
+        raise KVPactError(
+            "layers of a compressed cache can't be moved: take snapshot(), which can be saved and "
+            "restored on another device"
+        )
+
+    prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row; 0 of them very often."""
