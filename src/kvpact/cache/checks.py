@@ -12,6 +12,7 @@ from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexErro
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_latent_config, query_groups
 from kvpact.quantizers.checks import require_finite
+from kvpact.snapshot import Snapshot
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -87,6 +88,13 @@ def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> Non
     query_groups(q.shape[1], geometry.num_kv_heads, config)
     if geometry.latent:
         check_latent_config(config)
+
+
+def known_snapshot(given: object) -> Snapshot:
+    """Return a `Snapshot` as it is; raise `DtypeError` for anything else."""
+    if not isinstance(given, Snapshot):
+        raise DtypeError(f"a Snapshot is wanted, not {type(given).__name__}; see Snapshot.load")
+    return given
 
 
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:

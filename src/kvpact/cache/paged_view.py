@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_layer, check_query
+from kvpact.cache.checks import check_layer, check_query, known_snapshot
 from kvpact.cache.held import LayerPlan
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.quick_rows import make_runners, quick_rows
@@ -19,7 +19,7 @@ from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import check_queries
-from kvpact.snapshot import Identity, Snapshot, known_snapshot
+from kvpact.snapshot import Identity, Snapshot
 
 T = TypeVar("T")
 

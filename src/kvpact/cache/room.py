@@ -24,18 +24,14 @@ def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
         wanted[like.device] += like.shape[0] * like.shape[1] * int(size * tokens)
     with room_for(f"{tokens:,} more tokens", wanted):
         for layer in layers:
-            _reserve(layer, tokens)
-
-
-def _reserve(layer: CacheLayer, tokens: int) -> None:
-    with layer.lock:
-        held = layer._held
-        if held.k is None or held.v is None:
-            return
-        if not layer.clean:
-            layer.settle()
-        k, v = _reserved(held.k, tokens), _reserved(held.v, tokens)
-        layer._held = held._replace(k=k, v=v, runner=None)
+            with layer.lock:
+                held = layer._held
+                if held.k is None or held.v is None:
+                    continue
+                if not layer.clean:
+                    layer.settle()
+                k, v = _reserved(held.k, tokens), _reserved(held.v, tokens)
+                layer._held = held._replace(k=k, v=v, runner=None)
 
 
 def rewind(layer: CacheLayer, held: Held) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.stream import Stream
@@ -32,7 +33,7 @@ from kvpact.kernels import RowRotation
 from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
-from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState, known_snapshot
+from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState
 from kvpact.spec import Spec
 
 PAGE_TOKENS = 64

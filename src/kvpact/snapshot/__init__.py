@@ -2,7 +2,7 @@
 
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.manifest import Manifest
-from kvpact.snapshot.snapshot import Snapshot, known_snapshot
+from kvpact.snapshot.snapshot import Snapshot
 from kvpact.snapshot.state import FieldInfo, Identity, LayerState, StreamState
 from kvpact.snapshot.tensors import token_hash
 
@@ -14,6 +14,5 @@ __all__ = [
     "Manifest",
     "Snapshot",
     "StreamState",
-    "known_snapshot",
     "token_hash",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.errors import DtypeError, FormatError, GeometryError, MismatchError
+from kvpact.errors import FormatError, GeometryError, MismatchError
 from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Container
@@ -395,10 +395,3 @@ class Snapshot:
             raise FormatError(f"tensor {rest[0]!r} should not be there")
         if self._container.manifest["sections"] != [[1, sizes], [m.pages, page]]:
             raise FormatError("the sections are not as the manifest says")
-
-
-def known_snapshot(given: object) -> Snapshot:
-    """Return a `Snapshot` as it is; raise `DtypeError` for anything else."""
-    if not isinstance(given, Snapshot):
-        raise DtypeError(f"a Snapshot is wanted, not {type(given).__name__}; see Snapshot.load")
-    return given

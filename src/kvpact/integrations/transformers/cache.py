@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvpact.cache import ContiguousCache, check_layer
+from kvpact.cache.checks import known_snapshot
 from kvpact.cache.stats import cache_stats
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
@@ -26,7 +27,7 @@ from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import Identity, Snapshot, known_snapshot
+from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import DEFAULT_SPEC, Spec
 
 

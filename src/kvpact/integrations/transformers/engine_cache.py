@@ -8,12 +8,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.rows import refuse_pickling
@@ -123,10 +119,7 @@ class EngineCache(Cache):
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Refuse to move a layer: its slots are where attention reads them."""
-        raise KVPactError(
-            "layers of a compressed cache can't be moved: take snapshot(), which can be saved and "
-            "restored on another device"
-        )
+        raise KVPactError("compressed layers can't be moved: take snapshot(), and restore that")
 
     prefetch = offload
 
