@@ -17,11 +17,25 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvpact.errors import DtypeError, GeometryError, NonFiniteError
+from kvpact.errors import DeviceError, DtypeError, GeometryError, NonFiniteError
 
 SMALLEST, LARGEST, LARGEST_CAP = 1e-30, 1e30, 1e8
 """Bounds of `AttendConfig`'s factors: fp32 holds them and their inverses with room to spare.
 A larger softcap would cap nothing, and its tanh of tiny numbers would be lost to rounding."""
+TOO_LARGE = 1e31
+"""Queries, masks and logits of sinks stay below: of larger ones attention may make NaN."""
+_LOGITS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def check_dense(name: str, x: object) -> None:
+    """Raise `DtypeError` or `DeviceError` unless `x` is a tensor whose numbers lie in memory."""
+    if not isinstance(x, Tensor):
+        raise DtypeError(f"{name} should be a torch tensor, not {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise DtypeError(f"{name} is a {kind} tensor; make it dense, with to_dense() or padding")
+    if x.is_meta:
+        raise DeviceError(f"{name} is on the meta device and holds no numbers; move it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +73,15 @@ class AttendConfig:
     Raises
     ------
     DtypeError
-        A field of another type.
+        A field of another type; a tensor that is sparse or nested; numbers of another dtype than
+        fp16, bf16, fp32 and fp64.
+    DeviceError
+        A tensor on the meta device.
     GeometryError
         A number out of range: `softmax_scale` is 0 or of a magnitude from 1e-30 to 1e30, `softcap`
         from 1e-30 to 1e8; windows, groups and padding are whole numbers.
     NonFiniteError
-        NaN in a tensor.
+        NaN in a mask or in sinks, infinity, or 1e31 and more; minus infinity hides a token.
     """
 
     softmax_scale: float | None = None
@@ -80,8 +97,8 @@ class AttendConfig:
 
     def __post_init__(self) -> None:
         for name in ("sink_logits", "mask", "padding", "origin"):
-            if not isinstance(getattr(self, name), Tensor | None):
-                raise DtypeError(f"{name} should be a tensor, not {getattr(self, name)!r}")
+            if getattr(self, name) is not None:
+                check_dense(name, getattr(self, name))
         for name in ("is_causal", "exact_new"):
             if type(getattr(self, name)) is not bool:
                 raise DtypeError(f"{name} should be True or False, not {getattr(self, name)!r}")
@@ -112,8 +129,12 @@ class AttendConfig:
             )
         for name in ("sink_logits", "mask"):
             value = getattr(self, name)
-            if value is not None and value.is_floating_point() and value.isnan().any():
-                raise NonFiniteError(f"{name} holds NaN")
+            if value is None or (name == "mask" and not value.is_floating_point()):
+                continue
+            if value.dtype not in _LOGITS:
+                raise DtypeError(f"{name} is {value.dtype}; cast it to fp32, fp16 or bf16")
+            if value.numel() and not value.detach().amax().item() < TOO_LARGE:
+                raise NonFiniteError(f"{name} holds NaN, or {TOO_LARGE} and more")
 
     def _set_whole(self, name: str) -> None:
         """Make a field an `int` of 64 bits, 1 or more."""
@@ -138,6 +159,18 @@ class AttendConfig:
             object.__setattr__(self, name, float(value))
         except OverflowError:
             raise GeometryError(f"{name} should be a number within fp32, not {value!r}") from None
+
+
+_DEFAULT = AttendConfig()
+
+
+def attend_config(config: AttendConfig | None) -> AttendConfig:
+    """Return a call's config, the default one for None; raise `DtypeError` for anything else."""
+    if config is None:
+        return _DEFAULT
+    if not isinstance(config, AttendConfig):
+        raise DtypeError(f"config should be an AttendConfig, not {type(config).__name__}")
+    return config
 
 
 @dataclass(frozen=True)

@@ -71,20 +71,25 @@ def write_atomic(path: str | PathLike[str], data: Any) -> None:
     Raises
     ------
     OSError
-        The folder does not exist, the disk is full, …; a file that was there is unchanged.
+        The folder does not exist, the disk is full, …: its `filename` is the path, and a file that
+        was there is whole.
     """
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_folder(target.parent)
+    except OSError as error:
+        why = f"{error.strerror or error}; make room there, or write to another place"
+        raise OSError(error.errno, why, str(target)) from error
 
 
 def sync_folder(folder: Path) -> None:

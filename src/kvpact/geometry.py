@@ -12,6 +12,13 @@ MAX_SIZE = 1 << 20
 """Largest number of layers or heads, and largest width."""
 
 
+def check_count(name: str, value: object, least: int = 0) -> None:
+    """Raise `GeometryError` unless a value is a whole number from `least` on, of 64 bits."""
+    good = isinstance(value, int) and not isinstance(value, bool)
+    if not good or not least <= value < 1 << 63:  # type: ignore[operator]
+        raise GeometryError(f"{name} should be a whole number from {least} on, not {value!r}")
+
+
 @dataclass(frozen=True)
 class CacheGeometry:
     """Shape of the keys and values that one model caches.

@@ -66,6 +66,6 @@ def test_room_is_within_the_cache_and_may_be_none():
     with pytest.raises(CacheFull, match="reserve fewer"):
         cache.reserve(41)
     for wrong in (-1, 1.5, True):
-        with pytest.raises(GeometryError, match="not negative"):
+        with pytest.raises(GeometryError, match="whole number from 0 on"):
             cache.reserve(wrong)
     assert cache.seq_len() == 60

@@ -1,5 +1,6 @@
 """What the command line can't do is one line that names it, and leaves nothing behind."""
 
+import json
 import os
 import socket
 
@@ -22,6 +23,35 @@ def refused(*args) -> str:
 def test_more_layers_than_there_can_be(layers):
     shape = ("--tokens", 10, "--kv-heads", 2, "--head-dim", 16)
     assert "num_layers" in refused("size", "int:bits=4", *shape, "--layers", layers)
+
+
+SHAPE = ("--layers", 2, "--kv-heads", 2, "--head-dim", 16)
+
+
+@pytest.mark.parametrize(
+    "option", [("--tokens", "0"), ("--tokens", "0k"), ("--batch", 0), ("--batch", 10**20)]
+)
+def test_caches_that_can_not_be(option):
+    assert " ".join(map(str, option)) in refused("size", "int:bits=4", *SHAPE, *option)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_attention_heads": 0}, "can't load the config"),
+        ({"num_key_value_heads": 0}, "can't be found without weights"),
+        ({"num_hidden_layers": 0}, "tells of 0 layers"),
+        ({"num_hidden_layers": 10**9}, "tells of 1000000000 layers"),
+        ({"hidden_size": "wide"}, "can't load the config"),
+    ],
+)
+def test_configs_of_models_that_can_not_be(tmp_path, changed, told):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    llama = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, **changed}
+    path.write_text(json.dumps(llama))
+    line = refused("size", path, "int:bits=4")
+    assert told in line and (str(path) in line or "LlamaConfig" in line)
 
 
 def test_a_device_and_a_pipe_are_no_snapshots(tmp_path):

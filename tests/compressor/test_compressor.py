@@ -3,8 +3,17 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpact import Hybrid, KVCacheCompressor, LowRank, Spec, VectorQuantization, parse_spec
+from kvpact import (
+    CompressedKV,
+    Hybrid,
+    KVCacheCompressor,
+    LowRank,
+    Spec,
+    VectorQuantization,
+    parse_spec,
+)
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.testing.held import held_bytes, same_bytes
 
@@ -52,6 +61,45 @@ def test_there_and_back(method: str, dtype: torch.dtype):
     assert held_bytes(compressed) == compressed.nbytes
     rest = 141 % GROUPED.get(method, 1)
     assert same_bytes(again[0][:, :, 141 - rest :], k[:, :, 141 - rest :])
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes that operations write to memory of their own."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view:
+            self.size += result.nbytes
+        return result
+
+
+@each_method
+def test_an_append_costs_the_same_however_much_is_held(method: str):
+    compressor, x, sizes = KVCacheCompressor(method), normal(1, 2, 1, 64), []
+    for held in (1280, 10240):
+        compressed = compressor.compress_kv(normal(1, 2, held, 64), normal(1, 2, held, 64))
+        compressed = compressed.append(x, x, bound=1)
+        with Made() as made:
+            compressed.append(x, x, bound=1)
+        sizes.append(made.size)
+    assert sizes[1] <= 1.1 * sizes[0]
+
+
+@each_method
+def test_appends_to_one_and_the_same_stay_apart(method: str):
+    compressor = KVCacheCompressor(method)
+    tokens = [normal(1, 2, n, 64, seed=n) for n in (200, 30, 140, 7)]
+    first = compressor.compress_kv(tokens[0], tokens[0]).append(tokens[1], tokens[1], bound=1)
+    before = first.to_bytes()
+    longer = [first.append(x, x, bound=1) for x in tokens[2:]]
+    assert first.to_bytes() == before
+    for other, x in zip(longer, tokens[2:], strict=True):
+        alone = CompressedKV.from_bytes(before).append(x, x, bound=1)
+        k, v = other.decompress()
+        assert same_bytes(k, alone.decompress()[0]) and same_bytes(v, alone.decompress()[1])
+        assert held_bytes(other) == other.nbytes
 
 
 @each_method

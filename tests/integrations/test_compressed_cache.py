@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
-from kvpact.errors import GeometryError, KVPactError, NonFiniteError
+from kvpact.errors import GeometryError, KVPactError, LayerIndexError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.attention import attention_forward
 from kvpact.testing import held_bytes
@@ -383,3 +383,33 @@ def test_slots_are_freed_with_the_cache(llama, prompt):
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_a_model_with_more_layers_than_its_cache(make_model, sizes, prompt):
+    small = LlamaConfig(**{**sizes, "num_hidden_layers": 1})
+    large = make_model(LlamaConfig(**{**sizes, "num_hidden_layers": 2}))
+    with (
+        pytest.raises(LayerIndexError, match=r"has a layer 1, its cache is for 1 layers"),
+        torch.no_grad(),
+    ):
+        large(**prompt, past_key_values=CompressedCache(small, "none"))
+
+
+def test_iterating_gives_what_a_dynamic_cache_gives(llama, prompt):
+    exact = DynamicCache(config=llama.config)
+    with torch.no_grad():
+        llama(**prompt, past_key_values=exact)
+    cache = prefilled(llama, prompt, "none")
+    for one, other in zip(cache, exact, strict=True):
+        for x, y in zip(one[:2], other[:2], strict=True):
+            torch.testing.assert_close(x[1], y[1])  # the row without padding
+        assert one[2] is other[2] is None
+
+
+def test_layers_are_not_moved(llama, prompt):
+    cache = prefilled(llama, prompt)
+    before = cache.memory_usage()
+    for move in (cache.offload, cache.prefetch):
+        with pytest.raises(KVPactError, match=r"can't be moved: take snapshot\(\)"):
+            move(0)
+    assert cache.memory_usage() == before

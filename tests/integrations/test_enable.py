@@ -1,5 +1,6 @@
 """`enable`: what `generate` computes with no cache named is what it computes with ours passed."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -11,6 +12,7 @@ from transformers import (
     DynamicCache,
     EncoderDecoderCache,
     Gemma3TextConfig,
+    LlamaConfig,
     PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
@@ -18,8 +20,9 @@ from transformers import (
 )
 
 from kvpact import KeyOffset
-from kvpact.errors import KVPactError
+from kvpact.errors import EnableError, KVPactError
 from kvpact.integrations.transformers import CompressedCache, disable, enable
+from kvpact.integrations.transformers.servable import PREPARE
 
 COARSE = "int:bits=2,sinks=0,window=0"
 """So coarse that its greedy tokens differ from the exact ones: equal ones tell which cache ran."""
@@ -194,3 +197,23 @@ def test_a_model_is_freed_with_its_last_user(make_model, llama):
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_shallow_copy_outlives_its_original(make_model, sizes, prompt, greedy):
+    model = make_model(LlamaConfig(**sizes))
+    plain = tokens(model, greedy, **prompt)
+    enable(model, "none")
+    other = copy.copy(model)
+    assert torch.equal(tokens(other, greedy, **prompt), plain)
+    disable(other)
+    assert PREPARE in vars(model) and PREPARE not in vars(other)
+    other, gone = copy.copy(model), weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(EnableError, match=r"is gone.*enable the copy, or disable it"):
+        tokens(other, greedy, **prompt)
+    enable(other, "none")
+    assert torch.equal(tokens(other, greedy, **prompt), plain)
+    disable(other)
+    assert torch.equal(tokens(other, greedy, **prompt), plain)

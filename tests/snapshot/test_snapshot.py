@@ -18,6 +18,7 @@ from kvpact import (
     create_cache,
     errors,
 )
+from kvpact.compressor import CompressedKV
 from kvpact.snapshot import Container, Identity, token_hash
 from kvpact.testing.held import copied_tensors, difference
 
@@ -54,8 +55,9 @@ def test_files(snapshot: Snapshot, tmp_path: Path):
     assert os.listdir(tmp_path) == ["a.safetensors"]
     with pytest.raises(FileNotFoundError):
         Snapshot.load(tmp_path / "none")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError) as told:
         snapshot.save(tmp_path / "no" / "folder")
+    assert told.value.filename == str(tmp_path / "no" / "folder")
 
 
 def test_a_failed_save_leaves_what_was_there(snapshot: Snapshot, tmp_path: Path, monkeypatch):
@@ -66,10 +68,17 @@ def test_a_failed_save_leaves_what_was_there(snapshot: Snapshot, tmp_path: Path,
         raise OSError(28, "no space left on device")
 
     monkeypatch.setattr("os.fsync", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=f"no space left on device; make room there.*{path.name}"):
         snapshot.slice(0, 64).save(path)
     assert path.read_bytes() == snapshot.to_bytes()
     assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+@pytest.mark.parametrize("wrong", [5, None, "text", memoryview(bytes(8))[::2]])
+def test_what_is_not_bytes_is_refused_by_name(wrong):
+    for read in (Snapshot.from_bytes, Snapshot.from_buffer, CompressedKV.from_bytes):
+        with pytest.raises(errors.FormatError, match="is read from bytes"):
+            read(wrong)
 
 
 def test_the_safetensors_library_reads_it(snapshot: Snapshot, tmp_path: Path):

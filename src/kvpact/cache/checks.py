@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from kvpact.contract import AttendConfig
+from kvpact.contract import TOO_LARGE, AttendConfig, check_dense
 from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexError, NonFiniteError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_latent_config, query_groups
 from kvpact.quantizers.checks import require_finite
+from kvpact.snapshot import Snapshot
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -44,7 +47,7 @@ def check_tokens(
     DeviceError
         Tensors on different devices.
     NonFiniteError
-        NaN or infinity.
+        NaN or infinity; a query of a magnitude of 1e31 and more.
     """
     heads = geometry.num_kv_heads
     given: list[tuple[str, Tensor, int | None, int]]
@@ -73,12 +76,11 @@ def check_tokens(
         if held.device != k.device:
             raise DeviceError(f"k is on {k.device}, the layer's cache on {held.device}; move it")
     for name, x, _, _ in given:
-        require_finite(
-            x,
-            lambda name=name: NonFiniteError(  # type: ignore[misc]
-                f"{name} holds NaN or infinity; nothing was stored"
-            ),
-        )
+        what, below = f"{name} holds NaN or infinity", math.inf
+        if name == "q":
+            what, below = f"{what}, or {TOO_LARGE} and more", TOO_LARGE
+        # Made when it is raised: it would be kept by the frame that its traceback keeps.
+        require_finite(x, lambda what=what: NonFiniteError(f"{what}; nothing was stored"), below)  # type: ignore[misc]
 
 
 def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> None:
@@ -88,11 +90,15 @@ def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> Non
         check_latent_config(config)
 
 
+def known_snapshot(given: object) -> Snapshot:
+    """Return a `Snapshot` as it is; raise `DtypeError` for anything else."""
+    if not isinstance(given, Snapshot):
+        raise DtypeError(f"a Snapshot is wanted, not {type(given).__name__}; see Snapshot.load")
+    return given
+
+
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:
-    if not isinstance(x, Tensor):
-        raise DtypeError(f"{name} should be a torch tensor, not {type(x).__name__}")
-    if x.is_meta:
-        raise DeviceError(f"{name} is on the meta device and holds no numbers; move it")
+    check_dense(name, x)
     if x.dim() != 4:
         raise GeometryError(
             f"{name} has {x.dim()} dimensions; it should be [batch, heads, tokens, width]"

@@ -17,14 +17,12 @@ from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
 from kvpact.cache.stats import cache_stats
 from kvpact.cache.step import Step
-from kvpact.contract import AttendConfig, DequantResult
+from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
-from kvpact.geometry import CacheGeometry
+from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute, check_covered
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
-
-_DEFAULT = AttendConfig()
 
 
 class ContiguousCache(BatchRows):
@@ -130,7 +128,7 @@ class ContiguousCache(BatchRows):
         KVPactError
             Wrong input (see `kvpact.errors`); the cache is as before.
         """
-        config = config or _DEFAULT
+        config = attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
             output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
             if output is not None:
@@ -162,7 +160,7 @@ class ContiguousCache(BatchRows):
         For engines that get K and V before the query. Parameters and errors as in `attend`; of
         `config` only `padding` and `exact_new` matter here; codecs that learn may learn from `q`.
         """
-        config = config or _DEFAULT
+        config = attend_config(config)
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
@@ -181,7 +179,7 @@ class ContiguousCache(BatchRows):
 
         Parameters and errors as in `attend`; without `q` there is no `logit_bias`, K holds it all.
         """
-        config = config or _DEFAULT
+        config = attend_config(config)
         return self.store(layer, k, v, config, q).dequantize(q, config)
 
     def verify(self) -> None:
@@ -211,8 +209,7 @@ class ContiguousCache(BatchRows):
         never come. Further back, a group that is cut keeps its packed tokens and its side
         information; the window refills with new tokens.
         """
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-            raise GeometryError(f"truncate to a number of tokens from 0 on, not {length!r}")
+        check_count("length", length)
         for layer in self._layers:
             layer.truncate(length)
 
@@ -230,20 +227,18 @@ class ContiguousCache(BatchRows):
         Raises
         ------
         CacheFull
-            More than `max_tokens` would be held.
+            More than `max_tokens` would be held, or there is no memory for them.
         GeometryError
             Not such a number.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise GeometryError(f"tokens should be a number that is not negative, not {tokens!r}")
+        check_count("tokens", tokens)
         longest = max((entry.length for entry in self._layers), default=0)
         if self.max_tokens is not None and longest + tokens > self.max_tokens:
             raise CacheFull(
                 f"{tokens} more tokens do not fit: {longest} of {self.max_tokens} are held; "
                 "reserve fewer, truncate or raise max_tokens"
             )
-        for entry in self._layers:
-            room.reserve(entry, tokens)
+        room.reserve(self._layers, tokens)
 
     def reset(self, layer: int | None = None) -> None:
         """Forget all tokens, and the batch size, of one layer or (None) of all."""

@@ -9,7 +9,7 @@ from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.specs import cache_specs
 from kvpact.errors import GeometryError, SpecError
-from kvpact.geometry import CacheGeometry
+from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import choose
 from kvpact.recipe import SpecLike
 
@@ -86,8 +86,8 @@ def create_cache(
     compute = choose(backend, precision, check)
     if layout not in ("contiguous", "paged"):
         raise SpecError(f"layout {layout!r} is not known; there are 'contiguous' and 'paged'")
-    if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-        raise GeometryError(f"max_tokens should be a positive number, not {max_tokens!r}")
+    if max_tokens is not None:
+        check_count("max_tokens", max_tokens, 1)
     if layout == "paged":
         if num_pages is None or max_tokens is not None:
             raise GeometryError("layout 'paged' takes num_pages (and page_size), not max_tokens")

@@ -16,7 +16,7 @@ from kvpact.cache.codecs import Calibration
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.specs import latent_spec
-from kvpact.contract import AttendConfig
+from kvpact.contract import AttendConfig, attend_config
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import absorb_query, choose, expand_output
@@ -147,7 +147,7 @@ class MLACache(ContiguousCache):
         KVPactError
             As `attend`; the cache is as before.
         """
-        config = config or AttendConfig()
+        config = attend_config(config)
         self._check_heads(q_nope, q_rope, w_uk, w_uv)
         if config.softmax_scale is None:
             width = q_nope.shape[-1] + q_rope.shape[-1]

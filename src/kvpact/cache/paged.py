@@ -23,9 +23,9 @@ from kvpact.cache.sequences import PagedSequence, distinct_bytes
 from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import paged_stats
 from kvpact.cache.step import Step
-from kvpact.contract import AttendConfig
+from kvpact.contract import AttendConfig, check_dense
 from kvpact.errors import GeometryError, SequenceError, SnapshotError
-from kvpact.geometry import CacheGeometry
+from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import check_covered, choose
 from kvpact.quantizers.checks import by_row
 from kvpact.recipe import SpecLike
@@ -112,11 +112,14 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             published are shared: `seq_len` then says how many tokens are there already. At least
             the last token is left to be computed.
         """
-        keys = page_keys((token_ids or ())[:-1], self.pool.page_size)
+        size = self.pool.page_size
+        known = () if token_ids is None else token_ids
+        keys = page_keys(known, size)[: max(len(known) - 1, 0) // size]
         return self._with_pages(lambda: self._add([self._empty(keys)])[0])
 
     def allocate_rows(self, count: int) -> list[int]:
         """Begin sequences, all or none; return their ids."""
+        check_count("count", count)
         return self._with_pages(lambda: self._add([self._empty() for _ in range(count)]))
 
     def _empty(self, keys: Sequence[bytes] = ()) -> PagedSequence:
@@ -197,8 +200,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
 
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from `length` on; see `ContiguousCache.truncate`."""
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-            raise GeometryError(f"truncate to a number of tokens from 0 on, not {length!r}")
+        check_count("length", length)
         self._alone(lambda: self._truncate(self._sequence(seq), length))
 
     def _truncate(self, sequence: PagedSequence, length: int) -> None:
@@ -245,11 +247,11 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         SequenceError
             An unknown or freed sequence, or one named twice.
         """
-        counts = [tokens] * len(seqs) if isinstance(tokens, int) else list(tokens)
+        counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * len(seqs)
         if len(counts) != len(seqs):
             raise GeometryError(f"{len(counts)} numbers of tokens for {len(seqs)} sequences")
-        if any(count < 0 for count in counts):
-            raise GeometryError("reserve takes a number of tokens from 0 on for each sequence")
+        for count in counts:
+            check_count("tokens", count)
         if len(set(seqs)) != len(seqs):
             raise SequenceError("a sequence is named twice in one call")
         self._with_pages(lambda: self._reserve(seqs, counts, layer))
@@ -269,11 +271,10 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         KVPactError
             Wrong input or a full pool; no sequence changed.
         """
-        given = {
-            seq: (k[None] if isinstance(k, Tensor) else k, v[None] if isinstance(v, Tensor) else v)
-            for seq, (k, v) in tokens.items()
-        }
-        self.step(layer, given)
+        for k, v in tokens.values():
+            check_dense("k", k)
+            check_dense("v", v)
+        self.step(layer, {seq: (k[None], v[None]) for seq, (k, v) in tokens.items()})
 
     def step(
         self,
@@ -327,7 +328,8 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             where it was made.
         """
         check_layer(layer, len(self.specs))
-        rows = k.shape[0] if isinstance(k, Tensor) and k.dim() == 4 else 0
+        check_dense("k", k)
+        rows = k.shape[0] if k.dim() == 4 else 0
         held = torch.empty(rows, 0, dtype=self._dtype, device=self.device)
         with self.compute.checking() as flags:
             check_tokens(self.geometry, k, v, q, held)

@@ -10,19 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_layer, check_query
+from kvpact.cache.checks import check_layer, check_query, known_snapshot
 from kvpact.cache.held import LayerPlan
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.quick_rows import make_runners, quick_rows
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step, attend_steps
-from kvpact.contract import AttendConfig, DequantResult, KVTile
+from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.kernels import check_queries
 from kvpact.snapshot import Identity, Snapshot
 
 T = TypeVar("T")
-_DEFAULT = AttendConfig()
 
 
 class PagedView(BatchRows):
@@ -167,7 +166,7 @@ class PagedView(BatchRows):
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens of all rows and attend; see `ContiguousCache.attend`."""
-        config, seqs = config or _DEFAULT, self.seqs
+        config, seqs = attend_config(config), self.seqs
         if (
             seqs
             and not self._unfilled
@@ -193,7 +192,7 @@ class PagedView(BatchRows):
 
         Rows of unlike length are padded with zeros on the left.
         """
-        config = config or _DEFAULT
+        config = attend_config(config)
         steps, configs, _ = self._store(layer, k, v, q, config, run=False)
         results = [
             step.dequantize(None if q is None else q[i : i + 1], rules)
@@ -267,7 +266,7 @@ class PagedView(BatchRows):
 
         A view of sequences that it was given keeps their ids and takes as many rows as it has.
         """
-        rows = list(range(snapshot.manifest.batch))
+        rows = list(range(known_snapshot(snapshot).manifest.batch))
         if self._owns:
             old, self.seqs = self.seqs, self.cache.restore_rows(snapshot, rows) or None
             for seq in old or ():

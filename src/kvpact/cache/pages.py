@@ -21,11 +21,12 @@ from torch import Tensor
 
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.offsets import KeyOffsets
+from kvpact.cache.reserve import room_for
 from kvpact.cache.saved import check_fits, learnt_states
 from kvpact.cache.segments import clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
-from kvpact.geometry import CacheGeometry
+from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import PlacedSegments, Segment, SegmentSource, Where
 from kvpact.methods import Codec
 from kvpact.snapshot import Snapshot
@@ -64,6 +65,8 @@ class PagePool:
     ------
     GeometryError
         Not a positive number of pages, or a page size that cuts a tile or a group.
+    CacheFull
+        There is no memory for so many.
     SpecError
         A method that learns from tokens (low rank, vector quantisation) without calibration.
     """
@@ -78,8 +81,7 @@ class PagePool:
         calibration: Calibration | Snapshot | None = None,
         offsets: KeyOffsets | None = None,
     ) -> None:
-        if isinstance(num_pages, bool) or not isinstance(num_pages, int) or num_pages < 1:
-            raise GeometryError(f"num_pages should be a positive number, not {num_pages!r}")
+        check_count("num_pages", num_pages, 1)
         if isinstance(calibration, Snapshot):
             check_fits(calibration, specs, geometry, geometry.dtype or torch.float32)
             calibration = learnt_states(calibration, device)
@@ -90,22 +92,24 @@ class PagePool:
             codec.require_fitted()  # what one sequence learnt could not be shared with others
         smallest = default_page_size(codecs)
         self.page_size = smallest if page_size is None else page_size
-        if self.page_size < 1 or self.page_size % smallest:
+        check_count("page_size", self.page_size, 1)
+        if self.page_size % smallest:
             raise GeometryError(f"page_size should be a multiple of {smallest}, not {page_size!r}")
         heads = geometry.num_kv_heads
         # [P, H, units, ...]: a field allocated for P "rows" of one page each.
-        self.storage = [
-            {
-                side: {
-                    field.name: field.allocate(num_pages, heads, self.page_size, device)
-                    for field in codec.fields
+        with room_for(f"{num_pages:,} pages of {self.page_size:,} tokens"):
+            self.storage = [
+                {
+                    side: {
+                        field.name: field.allocate(num_pages, heads, self.page_size, device)
+                        for field in codec.fields
+                    }
+                    for side, codec in zip(SIDES, pair, strict=True)
                 }
-                for side, codec in zip(SIDES, pair, strict=True)
-            }
-            for pair in self.codecs
-        ]
+                for pair in self.codecs
+            ]
+            self.references = [0] * num_pages
         self.lock = threading.RLock()
-        self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         # False while references and free pages may not be what the tables of sequences say.
         self.counted = True

@@ -21,6 +21,7 @@ from kvpact.cache.plain_state import (
 )
 from kvpact.cache.reserve import reserve
 from kvpact.errors import CacheFull, GeometryError, IncompleteToken
+from kvpact.geometry import check_count
 
 
 class KVCache:
@@ -67,8 +68,7 @@ class KVCache:
     ) -> None:
         sizes = {"num_layers": num_layers, "max_seq_len": max_seq_len, "kv_dim": kv_dim}
         for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise GeometryError(f"{name} should be a number from 1 on, not {size!r}")
+            check_count(name, size, 1)
         self._shape, self._dtype = (num_layers, 2, max_seq_len, kv_dim), known_dtype(dtype)
         self._adopt(self._reserved(), 0)
         self._locks = [threading.Lock() for _ in range(num_layers)]
@@ -155,8 +155,7 @@ class KVCache:
         IncompleteToken
             A layer has not stored them; nothing is committed.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
-            raise GeometryError(f"advance by a number of tokens from 1 on, not {tokens!r}")
+        check_count("tokens", tokens, 1)
         missing = [layer for layer, flying in enumerate(self._flying) if flying < tokens]
         if missing:
             raise IncompleteToken(
@@ -192,8 +191,7 @@ class KVCache:
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on, in flight or not; never extends, touches no data."""
-        if isinstance(length, bool) or not isinstance(length, int) or length < 0:
-            raise GeometryError(f"truncate to a number of tokens from 0 on, not {length!r}")
+        check_count("length", length)
         seq_len = min(self._seq_len, length)
         self._flying = [
             max(min(self._seq_len + flying, length) - seq_len, 0) for flying in self._flying
@@ -236,8 +234,7 @@ class KVCache:
             What can't be stored. After any error the cache is as before.
         """
         tokens, layers = snapshot.seq_len, self.num_layers
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise GeometryError(f"seq_len should be a number from 0 on, not {tokens!r}")
+        check_count("seq_len", tokens)
         if (len(snapshot.keys), len(snapshot.values)) != (layers, layers):
             raise GeometryError(
                 f"the snapshot has keys of {len(snapshot.keys)} layers and values of "

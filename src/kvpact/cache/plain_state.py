@@ -131,8 +131,6 @@ def read_payload(payload: Any, num_layers: int, kv_dim: int, dtype: torch.dtype)
     GeometryError, DtypeError
         The payload of a cache with other layers, width or dtype.
     """
-    if not isinstance(payload, bytes | bytearray | memoryview):
-        raise FormatError(f"a payload is bytes, not {type(payload).__name__}")
     container = Container(payload, KIND, VERSION)
     tokens = _checked(container.manifest, num_layers, kv_dim, dtype)
     if container.num_sections != (num_layers if tokens else 0):

@@ -1,15 +1,16 @@
-"""Memory that is reserved as addresses and claimed page by page, as it is written to."""
+"""Memory: reserved as addresses and claimed page by page; and a name for its lack."""
 
 from __future__ import annotations
 
 import mmap
 import platform
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
-from kvpact.errors import CacheFull
+from kvpact.errors import CacheFull, KVPactError
 
 _NORESERVE_ON = {("Linux", "x86_64"), ("Linux", "aarch64")}
 
@@ -46,6 +47,20 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             "take fewer tokens, or a 16-bit dtype"
         ) from error
     return torch.frombuffer(region, dtype=dtype, count=count).view(shape)
+
+
+@contextmanager
+def room_for(what: str, wanted: Mapping[torch.device, int] | None = None) -> Iterator[None]:
+    """Raise `CacheFull` where there is no memory for `what`, or for the bytes wanted of devices."""
+    try:
+        # In one piece: many small ones would be taken until nothing is left for other programs.
+        for device, count in (wanted or {}).items():
+            torch.empty(min(count, 1 << 62), dtype=torch.uint8, device=device)
+        yield
+    except KVPactError:
+        raise
+    except (MemoryError, RuntimeError) as error:  # torch has no class for it on the CPU
+        raise CacheFull(f"there is no memory for {what}; take fewer") from error
 
 
 def _map(size: int) -> mmap.mmap:

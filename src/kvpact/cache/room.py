@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.reserve import room_for
 from kvpact.cache.stream import Stream
 from kvpact.kernels import TokenMemory
 
 
-def reserve(layer: CacheLayer, tokens: int) -> None:
-    """Make room for so many more tokens in a layer, so that steps of a few allocate nothing."""
-    with layer.lock:
-        held = layer._held
-        if held.k is None or held.v is None:
-            return
-        if not layer.clean:
-            layer.settle()
-        k, v = _reserved(held.k, tokens), _reserved(held.v, tokens)
-        layer._held = held._replace(k=k, v=v, runner=None)
+def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
+    """Make room for so many more tokens in layers, so that steps of a few allocate nothing."""
+    wanted = Counter[torch.device]()
+    for stream in (stream for layer in layers for stream in layer.streams()):
+        like = stream.memory.tensor
+        size = sum(field.bytes_per_token for field in stream.codec.fields)
+        wanted[like.device] += like.shape[0] * like.shape[1] * int(size * tokens)
+    with room_for(f"{tokens:,} more tokens", wanted):
+        for layer in layers:
+            with layer.lock:
+                held = layer._held
+                if held.k is None or held.v is None:
+                    continue
+                if not layer.clean:
+                    layer.settle()
+                k, v = _reserved(held.k, tokens), _reserved(held.v, tokens)
+                layer._held = held._replace(k=k, v=v, runner=None)
 
 
 def rewind(layer: CacheLayer, held: Held) -> None:

@@ -8,8 +8,10 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from kvpact.cache.reserve import room_for
 from kvpact.contract import AttendConfig, Fused
 from kvpact.errors import GeometryError, SnapshotError
+from kvpact.geometry import check_count
 
 
 def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
@@ -77,9 +79,9 @@ class BatchRows(ABC):
         self.select(indices)
 
     def repeat(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, next to each other."""
-        if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-            raise GeometryError(f"repeat takes a number from 1 on, not {repeats!r}")
+        """Repeat every row `repeats` times, next to each other; `CacheFull` without memory."""
+        check_count("repeats", repeats, 1)
         if self.batch_size is not None:
-            rows = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
-            self.select(rows.repeat_interleave(repeats))
+            with room_for(f"every row {repeats:,} times"):
+                rows = torch.arange(self.batch_size, dtype=torch.int64, device="cpu")
+                self.select(rows.repeat_interleave(repeats))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.stream import Stream
@@ -139,9 +140,9 @@ def check_fits(
     FormatError
         Slots of another `FORMAT_VERSION`, or a part of a snapshot.
     GeometryError, SpecError, DtypeError
-        Another geometry, spec or dtype.
+        No snapshot; another geometry, spec or dtype.
     """
-    m = snapshot.manifest
+    m = known_snapshot(snapshot).manifest
     if m.slots != FORMAT_VERSION:
         raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
     if m.begin:

@@ -27,8 +27,10 @@ def cache_specs(source: SpecLike | Sequence[Spec], geometry: CacheGeometry) -> l
     SpecError
         A spec or recipe can't be read.
     GeometryError
-        A sequence of specs has another length than there are layers.
+        No geometry; a sequence of specs has another length than there are layers.
     """
+    if not isinstance(geometry, CacheGeometry):
+        raise GeometryError(f"geometry should be a CacheGeometry, not {type(geometry).__name__}")
     if isinstance(source, Sequence) and not isinstance(source, str):
         if len(source) != geometry.num_layers:
             raise GeometryError(f"{len(source)} specs for {geometry.num_layers} layers")

@@ -12,6 +12,7 @@ from kvpact.cli.complete import complete_dtype, complete_size
 from kvpact.cli.document import print_document
 from kvpact.cli.inputs import InputError
 from kvpact.errors import SpecError
+from kvpact.geometry import MAX_SIZE
 from kvpact.spec import parse_spec
 
 TOKENS = ["4k", "32k", "128k"]
@@ -49,8 +50,8 @@ def size(
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
     lengths = [length_of(text) for text in dict.fromkeys(tokens)]
-    if batch < 1:
-        raise InputError(f"--batch {batch} is not possible; take 1 or more")
+    if not 1 <= batch <= MAX_SIZE:
+        raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
     numbers = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
     missing = [name for name, number in numbers.items() if number is None]
     by_number = v_head_dim is not None or len(missing) < len(numbers)
@@ -95,7 +96,7 @@ def length_of(text: str) -> int:
         It is no such number.
     """
     found = re.fullmatch(r"([0-9]{1,15})(k?)", text.strip().lower())
-    if found is None:
+    if found is None or not int(found[1]):
         raise InputError(f"--tokens {text} is no number of tokens; take one such as 4096 or 32k")
     return int(found[1]) * (1024 if found[2] else 1)
 

@@ -13,6 +13,7 @@ import torch
 from kvpact.cache import cache_specs, planned_bytes, unplanned
 from kvpact.cli.inputs import require
 from kvpact.cli.network import dtype_of
+from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.recipe import SpecLike, layer_specs
@@ -20,6 +21,8 @@ from kvpact.spec import Spec
 
 PARTS = ("slots", "factors", "sinks", "window", "unused")
 """Of compressed layers: packed slots, what codecs learn, exact tokens, allocated and not used."""
+MOST_LAYERS = 4096
+"""Of a model, which is built without weights to see what it caches."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,9 @@ def layers_of_model(name: str, dtype: str | None) -> Layers:
     config = load_config(name)
     chosen = chosen or _dtype(config)
     decoder = config.get_text_config(decoder=True)
+    layers = getattr(decoder, "num_hidden_layers", 1)
+    if not 1 <= layers <= MOST_LAYERS:
+        raise GeometryError(f"{name} tells of {layers} layers; 1 to {MOST_LAYERS} can be looked at")
     positions = getattr(decoder, "max_position_embeddings", None)
     return Layers(layer_shapes(config, chosen), chosen, positions)
 

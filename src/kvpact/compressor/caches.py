@@ -172,7 +172,7 @@ def _with_sinks(source: PackedStream, batch: int, count: int) -> StreamState:
     def rows(x: Tensor) -> Tensor:
         return x.reshape(batch, x.shape[1] // batch, *x.shape[2:])
 
-    state = source.held
+    state = source.joined()
     packed, held = min(count, state.packed), min(count, state.length)
     sinks = state.tail.new_zeros(*state.tail.shape[:2], count, state.tail.shape[3])
     if packed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpact.cache.checks import DTYPES
+from kvpact.contract import check_dense
 from kvpact.errors import DeviceError, DtypeError, GeometryError, NonFiniteError
 from kvpact.quantizers.numbers import all_finite
 
@@ -33,10 +34,7 @@ def check_pair(k: Tensor, v: Tensor, dims: int) -> None:
         NaN or infinity.
     """
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise DtypeError(f"{name} should be a torch tensor, not {type(x).__name__}")
-        if x.is_meta:
-            raise DeviceError(f"{name} is on the meta device and holds no numbers; move it")
+        check_dense(name, x)
         if x.dim() != dims:
             raise GeometryError(f"{name} has {x.dim()} dimensions; it should be {AXES[dims]}")
         if x.numel() == 0:

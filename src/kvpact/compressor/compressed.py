@@ -78,7 +78,7 @@ class CompressedKV:
         return self._shape(self.v)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor held, by name: slots, what codecs learnt, the open group."""
+        """Return what is held, by name: slots, what codecs learnt, the open group."""
         return {
             f"{side}.{name}": tensor
             for side, stream in (("k", self.k), ("v", self.v))
@@ -87,8 +87,8 @@ class CompressedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors held, factors and codebooks included."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
+        """Bytes of all tensors held, factors, codebooks and the room for appends included."""
+        return self.k.nbytes + self.v.nbytes
 
     @property
     def values(self) -> int:

@@ -53,6 +53,8 @@ class PackedStream:
         are not known, and then nothing is decompressed to measure them.
     compute : Compute
         What encodes and decodes.
+    grown : Stream, optional
+        Has the slots in place of `held` where tokens were appended, so that no append copies them.
     """
 
     codec: Codec
@@ -60,6 +62,7 @@ class PackedStream:
     energy: float = 0.0
     lost: float = 0.0
     compute: Compute = dataclass_field(default_factory=Compute)
+    grown: Stream | None = None
 
     @classmethod
     def of(cls, codec: Codec, x: Tensor, compute: Compute, measure: bool = True) -> PackedStream:
@@ -68,7 +71,8 @@ class PackedStream:
         fields = tuple(field_info(field) for field in codec.fields)
         held = StreamState(fields, {}, 0, 0, x[:, :, :0].clone(), None, codec.state())
         known = 0.0 if measure else math.nan
-        return cls(codec, held, known, known, compute).append(x)
+        whole = cls(codec, held, known, known, compute).append(x)
+        return replace(whole, held=whole.joined(), grown=None)
 
     @classmethod
     def blank(cls, codec: Codec, rows: int, tokens: int, dim: int, dtype: torch.dtype) -> Self:
@@ -90,10 +94,21 @@ class PackedStream:
         return self.lost / self.energy if self.energy else self.lost
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor held, by name."""
-        held = {f"slots.{name}": tensor for name, tensor in self.held.slots.items()}
+        """Return what is held by name, each tensor in one piece."""
+        state = self.joined()
+        held = {f"slots.{name}": tensor for name, tensor in state.slots.items()}
         held |= {f"state.{name}": tensor for name, tensor in self.codec.state().items()}
-        return {**held, "open": self.held.tail} if self.held.tail.numel() else held
+        return {**held, "open": state.tail} if state.tail.numel() else held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held, with the room that appends leave."""
+        held = self.tensors().values() if self.grown is None else self.grown.tensors()
+        return sum(tensor.nbytes for tensor in held)
+
+    def joined(self) -> StreamState:
+        """Return what is held with its slots in one piece."""
+        return self.held if self.grown is None else owned(stream_state(self.grown))
 
     def append(self, x: Tensor, bound: float | None = None) -> PackedStream:
         """Return a stream with more tokens, `[1, N, new, D]`; see `CompressedKV.append`."""
@@ -101,7 +116,9 @@ class PackedStream:
         longer = self._extended(x, bound)
         plan = longer._stream().prepare(x, None)
         plan.write()
-        longer = replace(longer, held=owned(stream_state(plan.after)))
+        after, held = plan.after, longer.held
+        held = replace(held, slots={}, packed=after.packed, start=after.tail_start, tail=after.tail)
+        longer = replace(longer, held=held, grown=after)
         if math.isnan(self.energy):
             return longer
         known, lost = torch.cat([self.held.tail, x], 2), 0.0
@@ -114,6 +131,8 @@ class PackedStream:
     def _stream(self) -> Stream:
         """Return a cache's stream that holds the same and shares no memory with this one."""
         held, x = self.held, self.held.tail
+        if self.grown is not None:
+            return self.grown.fork()._replace(plan=self._plan())
         store = SegmentList(self.codec, 1, x.shape[1], x.device)
         stream = Stream.empty(self.codec, x, 0, 0, store, self._plan())
         return stream.restore(held.packed, held.packed, x, None, held.slots)
@@ -129,19 +148,22 @@ class PackedStream:
         if codec is self.codec:
             return self
         (old,), (new,) = self.codec.fields, codec.fields
-        values = old.read(self.held.slots[old.name])
+        values = old.read(self.joined().slots[old.name])
         values = torch.nn.functional.pad(values, (0, codec.rank - self.codec.rank))
         storage = new.allocate(1, values.shape[1], values.shape[2], values.device)
         new.write(storage, 0, values)
         fields, slots = (field_info(new),), {new.name: storage}
         held = replace(self.held, fields=fields, slots=slots, learnt=codec.state())
-        return replace(self, codec=codec, held=held)
+        return replace(self, codec=codec, held=held, grown=None)
 
     def read(self, start: int, end: int) -> Tensor:
         """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype."""
         _, rows, _, dim = self.held.tail.shape
         out = self.held.tail.new_empty(1, rows, end - start, dim)
+        source: SegmentSource
         source = ListSource((dict(self.held.slots),), room(self.codec, self.held.packed))
+        if self.grown is not None:
+            source = self.grown.store.source()
         self._plan().decode_slots(_Slots(self.codec, source), start, end, out)
         return out
 

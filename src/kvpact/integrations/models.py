@@ -85,7 +85,7 @@ def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
             config: PreTrainedConfig = AutoConfig.from_pretrained(
                 place.name, local_files_only=place.local
             )
-    except LOAD_ERRORS as error:
+    except Exception as error:  # whatever the code of a config raises
         raise KVPactError(
             f"can't load the config of {place.name!r} ({first_line(error)}): {place.remedy}"
         ) from error

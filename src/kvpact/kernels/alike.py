@@ -66,7 +66,10 @@ class AlikeCalls:
         if type(x) is not Tensor or x.requires_grad or x.get_device() != self._device:
             return False
         shape = (rows, *like[0]) if rows else like[0]
-        return x.shape == shape and x.stride() == like[1] and x.dtype is like[2]
+        try:
+            return x.shape == shape and x.stride() == like[1] and x.dtype is like[2]
+        except RuntimeError:  # sparse and nested ones have none; the ordinary way names them
+            return False
 
 
 def _equal(a: AttendConfig, b: AttendConfig) -> bool:

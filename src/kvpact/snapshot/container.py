@@ -86,7 +86,10 @@ class Container:
     """
 
     def __init__(self, buffer: Any, kind: str, *versions: int) -> None:
-        self.buffer = memoryview(buffer).cast("B")
+        try:
+            self.buffer = memoryview(buffer).cast("B")
+        except TypeError as error:
+            raise FormatError(f"{kind} is read from bytes: {error}") from error
         total = len(self.buffer)
         length = header_length(bytes(self.buffer[:8]), total)
         self._data = 8 + length
@@ -272,5 +275,5 @@ class Container:
         return bytes(self.buffer)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a file, whole or not at all (see `write_atomic`)."""
+        """Write a file, whole or not at all; see `write_atomic`."""
         write_atomic(path, self.buffer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvpact.contract import AttendConfig
+from kvpact.contract import AttendConfig, attend_config
 
 
 def reference_attention(
@@ -29,7 +29,7 @@ def reference_attention(
     Tensor
         `[B, H_q, q_len, D_v]` fp64; zeros for a query that may see no token.
     """
-    config = config or AttendConfig()
+    config = attend_config(config)
     groups, total, new = q.shape[1] // k.shape[1], k.shape[2], q.shape[2]
     scale = config.softmax_scale if config.softmax_scale is not None else q.shape[-1] ** -0.5
     keys = k.double().repeat_interleave(groups, dim=1)

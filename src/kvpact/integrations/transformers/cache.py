@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvpact.cache import ContiguousCache, check_layer
+from kvpact.cache.checks import known_snapshot
 from kvpact.cache.stats import cache_stats
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
@@ -190,7 +191,8 @@ class CompressedCache(EngineCache):
             The model has layers that transformers caches itself.
         """
         self._require_all_compressed()
-        shared, geometry, layers = self._shared, snapshot.geometry, len(self.layers)
+        geometry = known_snapshot(snapshot).geometry
+        shared, layers = self._shared, len(self.layers)
         if snapshot.num_layers != layers:
             raise GeometryError(f"{snapshot.num_layers} layers, the model has {layers}")
         for held in self._caches():

@@ -42,7 +42,11 @@ class _Hook:
     def model(self) -> PreTrainedModel:
         """The model that holds the hook."""
         model = self._model()
-        assert model is not None
+        if model is None:
+            raise EnableError(
+                "the model that was enabled is gone, and this is a copy.copy of it: enable the "
+                "copy, or disable it; a copy.deepcopy of a model is enabled, too"
+            )
         return model
 
     @property
@@ -54,10 +58,10 @@ class _Hook:
         self.own = vars(self.model).get(self.name)
         setattr(self.model, self.name, self)
 
-    def remove(self) -> None:
-        delattr(self.model, self.name)
+    def remove(self, model: PreTrainedModel) -> None:
+        delattr(model, self.name)
         if self.own is not None:
-            setattr(self.model, self.name, self.own)
+            setattr(model, self.name, self.own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         other = memo[id(self)] = object.__new__(type(self))
@@ -245,6 +249,7 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
         )
     maker = _CacheMaker(model, spec, options)
     with _lock:
+        _remove_hooks(model, keep=model)  # those of a model that this one was copied from
         current = vars(model).get(PREPARE)
         if isinstance(current, _CacheMaker):
             if not current.makes_what(maker):
@@ -270,5 +275,10 @@ def disable(model: PreTrainedModel) -> None:
         The model.
     """
     with _lock:
-        for hook in [x for x in vars(model).values() if isinstance(x, _Hook)]:
-            hook.remove()
+        _remove_hooks(model)
+
+
+def _remove_hooks(model: PreTrainedModel, keep: PreTrainedModel | None = None) -> None:
+    for hook in [x for x in vars(model).values() if isinstance(x, _Hook)]:
+        if keep is None or hook._model() is not keep:
+            hook.remove(model)

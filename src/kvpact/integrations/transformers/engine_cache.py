@@ -8,11 +8,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.rows import refuse_pickling
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
@@ -79,10 +80,17 @@ class EngineCache(Cache):
 
         Raises
         ------
+        LayerIndexError
+            The cache was made for a model of fewer layers.
         GeometryError
             The cache was given to a model with cross-attention without one for that, or such a
             model's call before this one was interrupted. The cache is as before then.
         """
+        if layer_idx >= len(self.layers):
+            raise LayerIndexError(
+                f"the model has a layer {layer_idx}, its cache is for {len(self.layers)} layers: "
+                "make a cache for this model, with CompressedCache(model)"
+            )
         order, layer = self._order, self.layers[layer_idx]
         if layer_idx > order.latest and not order.expected:
             order.latest = layer_idx
@@ -107,6 +115,14 @@ class EngineCache(Cache):
         raise NoPair(REMEDY)
 
     self_attention_cache = cross_attention_cache = is_updated = property(_refuse_part_of_a_pair)
+
+    __iter__ = DynamicCache.__iter__
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Refuse to move a layer: its slots are where attention reads them."""
+        raise KVPactError("compressed layers can't be moved: take snapshot(), and restore that")
+
+    prefetch = offload
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of every row; 0 of them very often."""

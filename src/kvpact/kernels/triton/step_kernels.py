@@ -169,13 +169,13 @@ def _check_queries(
     good, Q, q_row, q_head, q_token, queries, groups, head, row,
     Q_DIM: tl.constexpr, Q_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Look for NaN and infinity in a program's share of the queries of a row and KV head."""
+    """Look for what no query holds in a program's share of those of a row and KV head."""
     d = tl.arange(0, Q_WIDTH)
     first = Q + row.to(tl.int64) * q_row + head.to(tl.int64) * groups * q_head + d
     for index in range(tl.program_id(0), groups * queries, tl.num_programs(0)):
         at = (index // queries).to(tl.int64) * q_head + (index % queries).to(tl.int64) * q_token
         x = as_fp32(tl.load(first + at, mask=d < Q_DIM, other=0.0))
-        bad = tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 0)
+        bad = tl.max((~(tl.abs(x) < 1e31)).to(tl.int32), 0)
         tl.store(good, 0, mask=bad != 0)
 
 
