@@ -11,6 +11,7 @@ from kvpact.cache import room
 from kvpact.cache.checks import check_layer, check_query, check_tokens
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.modes import detached
 from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.quick import quick_attend
 from kvpact.cache.rows import BatchRows
@@ -51,6 +52,7 @@ class ContiguousCache(BatchRows):
 
     layout = "contiguous"
 
+    @detached
     def __init__(
         self,
         specs: list[Spec],
@@ -128,6 +130,8 @@ class ContiguousCache(BatchRows):
         KVPactError
             Wrong input (see `kvpact.errors`); the cache is as before.
         """
+        if torch.is_inference_mode_enabled():
+            return self._detached_attend(layer, k, v, q, config)
         config = attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
             output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
@@ -135,7 +139,9 @@ class ContiguousCache(BatchRows):
                 return output
         return self._attend(layer, k, v, q, config)
 
-    @torch.no_grad()
+    _detached_attend = detached(attend)
+
+    @detached
     def _attend(self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
         """Take the ordinary way."""
         if not isinstance(q, Tensor):
@@ -146,7 +152,7 @@ class ContiguousCache(BatchRows):
             self._check(layer, k, v, q, config)
             return entry.attend(k, v, q, config)
 
-    @torch.no_grad()
+    @detached
     def store(
         self,
         layer: int,
@@ -187,6 +193,7 @@ class ContiguousCache(BatchRows):
         for layer in self._layers:
             layer.verify()
 
+    @detached
     def dequantize(self, layer: int, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of all tokens held, decompressed: `[B, H_kv, T, D]`."""
         check_layer(layer, len(self._layers))
@@ -202,6 +209,7 @@ class ContiguousCache(BatchRows):
         check_layer(layer, len(self._layers))
         return self._layers[layer].length
 
+    @detached
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on in all layers; never extends.
 
@@ -213,6 +221,7 @@ class ContiguousCache(BatchRows):
         for layer in self._layers:
             layer.truncate(length)
 
+    @detached
     def reserve(self, tokens: int) -> None:
         """Make room for so many more tokens in every layer that holds some.
 
@@ -247,7 +256,7 @@ class ContiguousCache(BatchRows):
         for entry in self._layers if layer is None else [self._layers[layer]]:
             entry.reset()
 
-    @torch.no_grad()
+    @detached
     def snapshot(
         self,
         *,
@@ -272,7 +281,7 @@ class ContiguousCache(BatchRows):
             states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
         )
 
-    @torch.no_grad()
+    @detached
     def restore(self, snapshot: Snapshot, *, device: torch.device | str | None = None) -> None:
         """Hold what a snapshot holds, instead of what is held now.
 
@@ -308,6 +317,7 @@ class ContiguousCache(BatchRows):
         for layer, new in zip(self._layers, built, strict=True):
             layer.restore(new.k, new.v, new.padding, new.seen)
 
+    @detached
     def fork(self) -> Self:
         """Return an independent copy; slots are shared until one side writes to them."""
         other = object.__new__(type(self))
@@ -318,6 +328,7 @@ class ContiguousCache(BatchRows):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.fork()
 
+    @detached
     def _keep_rows(self, indices: Tensor) -> None:
         for layer in self._layers:
             layer.select(indices)

@@ -14,6 +14,7 @@ from kvpact.cache.checks import check_layer, check_tokens
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.held import LayerPlan, exchange, hold_packed
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.modes import detached
 from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.paged_step import store_rows
 from kvpact.cache.pages import PagePool
@@ -70,6 +71,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
     (`truncate`, `fork`, `free`, `restore`, `snapshot`) waits for the calls of all layers.
     """
 
+    @detached
     def __init__(
         self,
         spec: SpecLike | Sequence[Spec],
@@ -102,6 +104,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         """The geometry with the dtype that tokens have to be of."""
         return replace(self.geometry, dtype=self._dtype)
 
+    @detached
     def allocate(self, token_ids: Sequence[int] | None = None) -> int:
         """Begin a sequence; return its id (ids are never used again).
 
@@ -117,6 +120,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         keys = page_keys(known, size)[: max(len(known) - 1, 0) // size]
         return self._with_pages(lambda: self._add([self._empty(keys)])[0])
 
+    @detached
     def allocate_rows(self, count: int) -> list[int]:
         """Begin sequences, all or none; return their ids."""
         check_count("count", count)
@@ -140,6 +144,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         for layer, sinks in zip(sequence.layers, pages[-1].sinks, strict=True):
             hold_packed(layer, tokens, self.geometry, like, sinks)
 
+    @detached
     def publish(self, seq: int, token_ids: Sequence[int]) -> int:
         """Let later sequences share this one's full pages; return how many are offered.
 
@@ -175,10 +180,12 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             self._prefixes.add(key, SharedPage(page, sinks))
         return len(keys)
 
+    @detached
     def fork(self, seq: int) -> int:
         """Return a new sequence with the same tokens; pages are shared until one side writes."""
         return self._alone(lambda: self._add([self._fork(seq)])[0])
 
+    @detached
     def fork_rows(self, seqs: Sequence[int], move: bool = False) -> list[int]:
         """Return a fork of each, all or none; with `move` each one itself where it comes first."""
 
@@ -198,6 +205,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             self.pool.retain(page)
         return PagedSequence(table, layers)
 
+    @detached
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from `length` on; see `ContiguousCache.truncate`."""
         check_count("length", length)
@@ -232,6 +240,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         """Tokens that a sequence holds in a layer."""
         return self.layer_of(seq, layer).length
 
+    @detached
     def reserve(
         self, seqs: Sequence[int], tokens: int | Sequence[int], layer: int | None = None
     ) -> None:
@@ -276,6 +285,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             check_dense("v", v)
         self.step(layer, {seq: (k[None], v[None]) for seq, (k, v) in tokens.items()})
 
+    @detached
     def step(
         self,
         layer: int,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpact.cache.checks import check_layer, check_query, known_snapshot
 from kvpact.cache.held import LayerPlan
+from kvpact.cache.modes import detached
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.quick_rows import make_runners, quick_rows
 from kvpact.cache.rows import BatchRows
@@ -116,7 +117,7 @@ class PagedView(BatchRows):
             configs[seq] = replace(config, mask=mask, padding=padding, origin=origin)
         return configs
 
-    @torch.no_grad()
+    @detached
     def _store(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig, run: bool
     ) -> tuple[list[Step], list[AttendConfig], Tensor | None]:
@@ -166,6 +167,8 @@ class PagedView(BatchRows):
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens of all rows and attend; see `ContiguousCache.attend`."""
+        if torch.is_inference_mode_enabled():
+            return self._detached_attend(layer, k, v, q, config)
         config, seqs = attend_config(config), self.seqs
         if (
             seqs
@@ -179,6 +182,8 @@ class PagedView(BatchRows):
         _, _, output = self._store(layer, k, v, q, config, run=True)
         assert output is not None
         return output
+
+    _detached_attend = detached(attend)
 
     def prefill(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvpact.cache.codecs import Calibration, states_of
 from kvpact.cache.contiguous import ContiguousCache
+from kvpact.cache.modes import detached
 from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.specs import cache_specs
 from kvpact.contract import AttendConfig
@@ -19,7 +20,7 @@ from kvpact.snapshot import LayerState, Snapshot
 from kvpact.spec import Spec
 
 
-@torch.no_grad()
+@detached
 def recode(
     snapshot: Snapshot,
     spec: SpecLike | Sequence[Spec],

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.modes import detached
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
 from kvpact.cache.sequence_pages import SequencePages
 from kvpact.cache.sequences import PagedSequence
@@ -35,6 +36,7 @@ def paged_states(specs: Sequence[Spec], sequences: Sequence[PagedSequence]) -> l
 class PagedSnapshots(SequencePages):
     """What a `PagedKVCache` does with snapshots."""
 
+    @detached
     def snapshot(
         self,
         seqs: int | Sequence[int],
@@ -90,6 +92,7 @@ class PagedSnapshots(SequencePages):
         """
         return self.restore_rows(snapshot, [row], None if seq is None else [seq])[0]
 
+    @detached
     def restore_rows(
         self, snapshot: Snapshot, rows: Sequence[int], seqs: Sequence[int] | None = None
     ) -> list[int]:

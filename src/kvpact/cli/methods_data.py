@@ -89,7 +89,7 @@ def _slot_bits(spec: Spec) -> list[dict[str, Any]]:
 
 def _side(method: Any) -> dict[str, Any]:
     """Return the text and the options of a method."""
-    cls = type(method)
+    cls: Any = type(method)
     types, told = option_types(cls), meanings(cls)
     options = []
     for option in dataclasses.fields(method):

@@ -27,10 +27,13 @@ class Mode(NamedTuple):
         The default dtype.
     device : str
         The default device; None leaves it.
+    inference : bool
+        Whether what is called first runs in inference mode; the rest runs outside of it.
     """
 
     dtype: torch.dtype = torch.float32
     device: str | None = None
+    inference: bool = False
 
     @contextmanager
     def set(self) -> Iterator[None]:
@@ -51,6 +54,7 @@ class ModeChecks(CacheKit):
         "float64": Mode(torch.float64),
         "float16 on meta": Mode(torch.float16, "meta"),
         "bfloat16": Mode(torch.bfloat16),
+        "inference": Mode(inference=True),
     }
 
     def test_what_a_program_sets_for_torch(self) -> None:
@@ -77,10 +81,13 @@ class ModeChecks(CacheKit):
             output = run(cache.attend, 0, *part) if has("attend") else run(_shown, cache, part)
             found[f"output {len(found)}"] = output
 
-        cache = run(self.make_cache, shape.geometry())
-        append(cache, 0, prompt)
-        for start in range(prompt, total, _NEW):
-            append(cache, start, start + _NEW)
+        with torch.inference_mode(mode.inference):
+            cache = run(self.make_cache, shape.geometry())
+            append(cache, 0, prompt)
+            append(cache, prompt, prompt + _NEW)
+        with torch.no_grad():
+            for start in range(prompt + _NEW, total, _NEW):
+                append(cache, start, start + _NEW)
         caches = [cache]
         if has("fork"):
             caches.append(run(cache.fork))

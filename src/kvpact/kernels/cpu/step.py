@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import saturated
-from kvpact.contract import TOO_LARGE
 from kvpact.errors import KernelError
 from kvpact.kernels.alike import AlikeCalls
 from kvpact.kernels.base import AttendCall, StepRow, StepTokens
@@ -24,7 +23,6 @@ from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_ma
 from kvpact.kernels.cpu.encode import codec_encoder
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import largest, native_offset
-from kvpact.kernels.cpu.slots import DTYPES
 from kvpact.kernels.offset import RowOffset
 from kvpact.kernels.views import StreamView
 
@@ -96,7 +94,6 @@ class CpuStep(AlikeCalls):
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
         self._address = ctypes.addressof(args)
         out_row = math.prod(self._out[1:]) * _F32.itemsize
-        self._queries = (*(step * call.q.itemsize for step in call.q.stride()[:3]),)
         self._apart = (*(x.stride(0) * x.itemsize for x in (call.k, call.v, call.q)), out_row)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
@@ -107,11 +104,7 @@ class CpuStep(AlikeCalls):
         """Check, attend, encode and keep new tokens: all of them, or none; see `StepRunner`."""
         out = new_output(len(rows) * self._out[0], *self._out[1:])
         k_at, v_at, q_at, out_at = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
-        threads, args, library = torch.get_num_threads(), [], self._library
-        if q.dtype is not torch.float16:  # the step lets pass all that is finite
-            exact, kind = structs.EXACT.pack(q_at, *self._queries), DTYPES[q.dtype]
-            if not library.magnitude(library.bit, exact, kind, *q.shape) < TOO_LARGE:
-                return None
+        threads, args = torch.get_num_threads(), []
         for runner, held, k_tokens, v_tokens in rows:
             assert isinstance(runner, CpuStep)
             if runner._most is not None and held + k.shape[2] > runner._most:
@@ -120,7 +113,7 @@ class CpuStep(AlikeCalls):
             args.append(structs.STEP.pack(runner._address, *stored, q_at, out_at, held, threads))
             k_row, v_row, q_row, out_row = self._apart
             k_at, v_at, q_at, out_at = k_at + k_row, v_at + v_row, q_at + q_row, out_at + out_row
-        if not run_steps(library, args):
+        if not run_steps(self._library, args):
             return None
         return out if q.dtype is _F32 else saturated(out, q.dtype)
 

@@ -299,9 +299,6 @@ _STREAM = f"{FIXED_BYTES}s{_codes(Stream, 'exact_from')}"
 CALL = struct.Struct("@" + 2 * _STREAM + _codes(AttendArgs, "batch"))
 """`AttendArgs` in one piece: of K and of V the fixed bytes, then every number behind them."""
 
-EXACT = struct.Struct("@" + _codes(Exact))
-"""`Exact` in one piece."""
-
 STEP = struct.Struct("@" + _codes(StepArgs))
 """`StepArgs` in one piece."""
 

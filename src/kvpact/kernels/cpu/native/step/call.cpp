@@ -9,6 +9,9 @@
 
 namespace {
 
+// Larger ones the ordinary way decides about: with keys as large, products may overflow.
+constexpr float LARGEST_QUERY = 9.9e30f;
+
 struct Side {
     const kvp_stream &stream; // its `fresh` are the new tokens
     const kvp_store *plan;
@@ -131,7 +134,7 @@ int kvp_step(int level, const kvp_step_args *steps, int64_t count) {
         a.threads = s.threads;
         const int64_t width = a.k.dim + (plan.kernel == KVP_STEP_LATENT ? a.v.dim : 0);
         const kvp_exact q = {a.q, a.q_row, a.q_head, a.q_token};
-        if (!within(level, q, a.q_dtype, a, a.heads * a.groups, a.queries, width, 3.4028235e38f)) return 4;
+        if (!within(level, q, a.q_dtype, a, a.heads * a.groups, a.queries, width, LARGEST_QUERY)) return 4;
     }
     int status = 0;
     if (steps[0].plan->kernel == KVP_STEP_FEW) status = kvp_attend(level, calls.data(), count);
