@@ -12,7 +12,6 @@ from kvpact.cli.complete import complete_dtype, complete_size
 from kvpact.cli.document import print_document
 from kvpact.cli.inputs import InputError
 from kvpact.errors import SpecError
-from kvpact.geometry import MAX_SIZE
 from kvpact.spec import parse_spec
 
 TOKENS = ["4k", "32k", "128k"]
@@ -49,6 +48,8 @@ def size(
     One --tokens shows where the bytes go, several show how they grow. The bytes are those that
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
+    from kvpact.geometry import MAX_SIZE  # here, so that --help does not wait for torch
+
     lengths = [length_of(text) for text in dict.fromkeys(tokens)]
     if not 1 <= batch <= MAX_SIZE:
         raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
