@@ -71,9 +71,9 @@ class Story(NamedTuple):
 
 STORIES = (
     Story(105, 0, "1. Three tokens back: a draft was rejected"),
-    Story(90, 0, "2. Back over the end of a group, inside the window"),
+    Story(90, 0, "2. Back over most of the window"),
     Story(50, 0, "3. Back into an old group"),
-    Story(50, 20, "4. The same, and 20 more tokens"),
+    Story(50, 40, "4. The same, and 40 more tokens"),
     Story(2, 0, "5. Back to the first two tokens"),
 )
 
@@ -119,8 +119,9 @@ def alike(one: StreamState, other: StreamState) -> bool:
     """Tell whether two streams hold the same slots and the same exact tokens."""
     if (one.packed, one.start) != (other.packed, other.start):
         return False
-    assert one.sinks is not None and other.sinks is not None
-    pairs = [(one.tail, other.tail), (one.sinks, other.sinks)]
+    pairs = [(one.tail, other.tail)]
+    if one.sinks is not None and other.sinks is not None:
+        pairs.append((one.sinks, other.sinks))
     pairs += [(one.slots[name], other.slots[name]) for name in one.slots]
     return all(torch.equal(a, b) for a, b in pairs)
 

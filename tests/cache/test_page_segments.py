@@ -2,36 +2,39 @@
 
 import torch
 
-from kvpact.cache.pages import PageSegments, PageSource
+from kvpact.cache.pages import PageSource
+from kvpact.kernels import PlacedSegments
 
 
-def make(first):
+def make():
     codes = torch.arange(5 * 2 * 3 * 4, dtype=torch.uint8).reshape(5, 2, 3, 4)
     scale = torch.arange(5 * 2 * 3, dtype=torch.float16).reshape(5, 2, 3)
     fields = {"codes": codes, "scale": scale}
-    return fields, PageSegments(PageSource(fields, (4, 0, 2), 3), first)
+    return fields, PageSource(fields, (4, 0, 2), 3)
 
 
-def test_they_are_the_pages_from_the_first_on_in_the_sequences_order():
-    fields, segments = make(1)
+def test_they_are_the_pages_in_the_sequences_order():
+    fields, source = make()
+    segments = PlacedSegments(source, 2)  # those that are written
     assert len(segments) == 2
-    for segment, page in zip(segments, (0, 2), strict=True):
+    for segment, page in zip(segments, (4, 0), strict=True):
         assert segment.keys() == fields.keys()
         for name, tensor in segment.items():
             assert torch.equal(tensor, fields[name][page : page + 1])
             assert tensor.data_ptr() == fields[name][page].data_ptr()
-    assert segments[-1]["codes"].data_ptr() == fields["codes"][2].data_ptr()
-    assert [part["codes"].data_ptr() for part in segments[1:]] == [fields["codes"][2].data_ptr()]
+    assert segments[-1]["codes"].data_ptr() == fields["codes"][0].data_ptr()
+    assert [part["codes"].data_ptr() for part in segments[1:]] == [fields["codes"][0].data_ptr()]
 
 
 def test_their_addresses_are_those_of_the_pages():
-    fields, segments = make(1)
+    fields, source = make()
     for name, tensor in fields.items():
-        where = segments.where(name)
-        assert where.segments.tolist() == [tensor[page].data_ptr() for page in (0, 2)]
+        where = source.where(name)
+        assert where.segments.tolist() == [tensor[page].data_ptr() for page in (4, 0, 2)]
         assert where.head == tensor.stride(1) * tensor.element_size()
+        assert where.address == where.segments.ctypes.data
 
 
 def test_fields_with_gaps_have_no_place():
     codes = torch.zeros(5, 2, 3, 8, dtype=torch.uint8)[..., ::2]
-    assert PageSegments(PageSource({"codes": codes}, (1, 3), 3), 0).where("codes") is None
+    assert PageSource({"codes": codes}, (1, 3), 3).where("codes") is None

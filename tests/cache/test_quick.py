@@ -12,6 +12,7 @@ import torch
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.cache import contiguous, paged_view
 from kvpact.errors import CacheFull, GeometryError, NonFiniteError, SequenceError
+from kvpact.kernels.cpu import attend
 from kvpact.kernels.cpu import step as native
 from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_offset
@@ -59,7 +60,7 @@ def watched(monkeypatch):
     def poisoned(*shape):
         return torch.full(shape, torch.nan)
 
-    monkeypatch.setattr(native, "new_output", poisoned)
+    monkeypatch.setattr(attend, "new_output", poisoned)
     return Watched(monkeypatch)
 
 

@@ -41,11 +41,11 @@ def test_tokens_are_those_that_were_read(spec):
 
 
 def test_back_into_the_own_spec():
-    cache = filled("int:bits=8")
-    small = recode(cache.snapshot(), "turboquant:bits=2")
+    cache = filled("int:bits=8,window=8")
+    small = recode(cache.snapshot(), "turboquant:bits=2,window=8")
     assert small.nbytes < 0.7 * cache.snapshot().nbytes
-    again = recode(small, "int:bits=8")
-    restored = create_cache("int:bits=8", GEOMETRY)
+    again = recode(small, "int:bits=8,window=8")
+    restored = create_cache("int:bits=8,window=8", GEOMETRY)
     restored.restore(again)
     assert relative_error(cache.dequantize(0, "k"), restored.dequantize(0, "k")) < 0.36
     with pytest.raises(SpecError):

@@ -132,3 +132,18 @@ def test_slots_of_pages_are_not_quantised_again():
     direct = compressor.compress_kv_3d(k, v).tensors()
     assert copied.keys() == direct.keys()
     assert all(torch.equal(copied[name], direct[name]) for name in direct)
+
+
+@pytest.mark.parametrize("spec", GROUPED)
+def test_tokens_that_others_may_share_are_packed_once(spec: str):
+    """A page that was published has slots of tokens that its sequence still reads exactly."""
+    k, v = tokens(96, 1)
+    k[:, :4] *= 10
+    cache = PagedKVCache(spec, GEOMETRY, 32)
+    seq = cache.allocate()
+    for layer in range(2):
+        cache.append(layer, {seq: (k, v)})
+    compressor = KVCacheCompressor(spec)
+    before = compressor.compress_paged_cache(cache, 1, seq)
+    cache.publish(seq, range(96))
+    assert same(before, compressor.compress_paged_cache(cache, 1, seq))

@@ -54,8 +54,9 @@ def test_what_is_between_two_comments_is_replaced_and_nothing_else():
 
 
 def test_a_short_context_gains_little():
-    # 64 tokens of the window and 4 sinks are held twice; segments have room for 128 tokens.
-    assert faq.share("int:bits=8", 128) == (128 * 128 + 128 * 8 + 68 * 256) / (128 * 256)
+    # Up to the window all tokens are exact. Of 128, 64 are packed, 4 sinks are held twice.
+    assert faq.share("int:bits=8", 64) == 1
+    assert faq.share("int:bits=8", 128) == (64 * 128 + 64 * 8 + 68 * 256) / (128 * 256)
     assert faq.share("turboquant:bits=4", 4096) < 0.28
 
 
@@ -70,24 +71,29 @@ def test_the_drawings_are_of_what_the_cache_holds():
     given = stream.tokens(stream.HELD, seed=1)
     cache = stream.cache_of(stream.GROUPED, given)
     whole = stream.state(cache, given, stream.GROUPED, stream.HELD)
-    # Three groups of 32; the window of 24 begins at 84, its group at 64.
-    assert (whole.packed, whole.tail_start, whole.exact_from) == (96, 64, 84)
+    # The window of 24 begins at 84, in the third group of 32: two groups have left it.
+    assert (whole.packed, whole.tail_start, whole.exact_from) == (64, 64, 64)
     slots, tail, sinks = stream.cells(whole)
-    assert len(slots) == 96 and min(tail) == 64 and max(tail) == 107 and list(sinks) == [0, 1, 2, 3]
-    assert "faint" in slots[84] and "faint" not in slots[83]  # another copy is read from 84 on
+    assert len(slots) == 64 and min(tail) == 64 and max(tail) == 107 and list(sinks) == [0, 1, 2, 3]
+    # Another copy of the sinks is read, and of no other token.
+    assert [t for t in slots if "faint" in slots[t]] == [0, 1, 2, 3]
+    assert not [t for t in tail if "faint" in tail[t]]
 
 
 def test_the_rollbacks_are_told_as_they_are():
     short, opened, cut, continued, first = (_story(number) for number in range(1, 6))
     assert short.fresh and opened.fresh and opened.packed == 64
     assert not cut.fresh and cut.packed == 50 and cut.cut_group == range(32, 64)
-    assert (continued.packed, continued.exact_from) == (64, 50)
+    # The cut group is packed when it leaves the window, with its old scales.
+    assert not continued.fresh and continued.cut_group == range(32, 64)
+    assert (continued.packed, continued.exact_from) == (64, 64)
     assert first.length == first.sinks == 2
 
 
 def test_a_rollback_shortens_the_window_of_a_method_without_groups():
-    found = stream.state(*stream.rolled_back(stream.SINGLE, 105, 0), stream.SINGLE, 105)
-    assert (found.packed, found.exact_from) == (105, 84)  # the window of 24 would begin at 81
+    found = stream.state(*stream.rolled_back(stream.SINGLE, 70, 0), stream.SINGLE, 70)
+    # The window of 24 would begin at 46: 32 tokens would be packed.
+    assert (found.packed, found.exact_from) == (64, 64)
 
 
 def test_a_picture_says_what_it_shows_and_escapes_it():

@@ -1,11 +1,15 @@
 """Layers over pages of vLLM's form, and batches for them: no vLLM is needed."""
 
+from dataclasses import replace
+
 import torch
 
+from kvpact import create_cache
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
 from kvpact.integrations.vllm.window import Row, WindowPool
+from kvpact.kernels import TokenMemory
 from kvpact.spec import parse_spec
 
 TOKENS = 32
@@ -54,6 +58,37 @@ def both_ways(text, scratch, shape, dtype, config, batches):
         assert torch.equal(fast.pages, defining.pages)
         results.append((out, right))
     return results
+
+
+class WindowBeside:
+    """A contiguous cache with slots of all tokens, and beside them the last ones exactly.
+
+    So vLLM's pages are read, token by token, whereas a cache of its own packs tokens in units, and
+    only when they leave the window. `text` is a spec without sinks, with one window for K and V.
+    """
+
+    def __init__(self, text, geometry, backend="cpu"):
+        spec = parse_spec(text)
+        self.width = spec.key.window
+        assert (spec.value.window, spec.key.sinks, spec.value.sinks) == (self.width, 0, 0)
+        key, value = (replace(method, window=0) for method in (spec.key, spec.value))
+        self.stored = create_cache(replace(spec, key=key, value=value), geometry, backend=backend)
+        self.exact = None
+
+    def attend(self, layer, k, v, q, config):
+        read = self.stored.fork()
+        if self.width and self.exact is not None:
+            held, entry = self.stored.seq_len(0), read.entry(0)
+            start = max(held - self.width, 0)
+            streams = [
+                stream._replace(memory=TokenMemory(x[:, :, start:], start), tail_start=start)
+                for stream, x in zip(entry.streams(), self.exact, strict=True)
+            ]
+            entry.restore(*streams, None)
+        self.stored.store(0, k, v)
+        old = self.exact or (k[:, :, :0], v[:, :, :0])
+        self.exact = [torch.cat(both, 2) for both in zip(old, (k, v), strict=True)]
+        return read.attend(0, k, v, q, config)
 
 
 class SequenceBeside:

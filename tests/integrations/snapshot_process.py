@@ -22,7 +22,7 @@ from kvpact.registry import Alias
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 GEOMETRY = CacheGeometry(2, 2, 16, dtype=torch.float32)
-PROMPT = torch.arange(2 * 90).view(2, 90) * 7 % 96
+PROMPT = torch.arange(2 * 200).view(2, 200) * 7 % 96  # the largest group leaves the window
 NEXT = torch.tensor([[5, 6, 7], [8, 9, 10]])
 
 
@@ -54,7 +54,7 @@ def contiguous(net, name: str, snapshot: Snapshot | None, folder: Path):
 
 @torch.no_grad()
 def paged(net, name: str, snapshot: Snapshot | None, folder: Path):
-    held = PagedKVCache(name, GEOMETRY, 12, calibration=snapshot or calibration())
+    held = PagedKVCache(name, GEOMETRY, 24, calibration=snapshot or calibration())
     if snapshot is None:
         seqs = [held.allocate() for _ in range(2)]
         net(PROMPT, past_key_values=PagedBatch(net.config, held, seqs))

@@ -252,9 +252,9 @@ def test_rows_decide_on_the_kernel(monkeypatch):
 
     monkeypatch.setattr("kvpact.kernels.cpu.backend.library", lambda: Library())
     monkeypatch.setattr(native, "MANY_ROWS", 12)
-    both("turboquant:bits=4", groups=11)
-    both("turboquant:bits=4", groups=3, new=4)
-    latents("turboquant:bits=4", q_heads=1)
+    both("turboquant:bits=4", groups=1, new=9)  # too many for a step
+    both("turboquant:bits=4", groups=2, new=9)
+    latents("turboquant:bits=4", q_heads=1, new=9)
     assert taken == ["few", "many", "latent"]
 
 
@@ -269,7 +269,7 @@ def test_a_refusal_of_the_kernel_is_named(monkeypatch, status):
 
     monkeypatch.setattr("kvpact.kernels.cpu.backend.library", lambda: Library())
     with pytest.raises(MemoryError if status == 3 else KVPactError):
-        both("turboquant:bits=4")
+        both("turboquant:bits=4", new=40)
 
 
 def test_long_contexts_lose_nothing_to_rounding():

@@ -174,7 +174,7 @@ def test_caches_hold_the_same_bytes_of_trellises(spec):
         encodes = cache.stats()["compute"]["encode"]
     for a, b in zip(*held, strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
-    assert encodes["cpu"] > 50
+    assert encodes["cpu"] >= 5
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_forks_write_behind_their_own_tails():
 )
 def test_what_is_not_native_is_torch_and_says_why(spec, codec):
     generator = torch.Generator().manual_seed(6)
-    k, v = torch.randn(2, 1, 2, 64, 64, generator=generator)
+    k, v = torch.randn(2, 1, 2, 128, 64, generator=generator)
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
     cache = create_cache(f"{spec}/turboquant:bits=4", geometry)
     cache.prefill(0, k, v)

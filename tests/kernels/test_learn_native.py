@@ -104,7 +104,7 @@ def test_codecs_that_are_not_native_are_torchs():
     cache = create_cache(
         "turboquant:bits=3,first=true/trellis", CacheGeometry(1, 2, 64, None, torch.float32)
     )
-    k, v = torch.randn(2, 1, 2, 64, 64, generator=torch.Generator().manual_seed(12))
+    k, v = torch.randn(2, 1, 2, 128, 64, generator=torch.Generator().manual_seed(12))
     cache.prefill(0, k, v)
     assert cache.stats()["compute"]["learn"] == {"torch": 1}
     codec = codec_of("turboquant:bits=3,first=true", "k", 64, torch.float32)

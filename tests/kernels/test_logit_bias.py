@@ -25,7 +25,7 @@ def test_bias_of_prod_is_in_units_of_the_scaled_logits(scale):
     missing = (whole_key - result.k).repeat_interleave(2, 1)
     assert result.logit_bias.shape == (1, 4, 5, 105)
     torch.testing.assert_close(result.logit_bias, used * new[2] @ missing.mT, rtol=1e-4, atol=2e-5)
-    assert result.logit_bias[..., 4:84].abs().min() > 0
+    assert result.logit_bias[..., 4:64].abs().min() > 0  # two tiles have left the window
     # Standard attention over what the result shows is what the cache computes by itself.
     bias = result.logit_bias.masked_fill(~causal(5, 105), -math.inf)
     # In fp64: torch's own fp32 is off by 2e-6 with the largest scale, by more on some processors.

@@ -156,7 +156,7 @@ def test_a_chunk_allocates_no_more_for_a_long_cache(spec, backend):
 
 def test_growing_never_copies_the_whole():
     """Appending allocates a segment now and then, whatever is held."""
-    cache = filled("turboquant:bits=4", 8192)
+    cache = filled("turboquant:bits=4", 16384)
     whole = cache.memory_usage()
     for seed in range(130):
         new = tokens(1, seed)

@@ -194,24 +194,24 @@ def test_attention_reads_rotated_keys():
 def test_positions_begin_behind_the_padding():
     """A padded row is stored as it is alone; also restored, forked, cut and selected."""
     geometry = CacheGeometry(1, 2, 32, dtype=torch.float32)
-    plain = low_rank(2, 150, 32, rank=10, seed=5)
+    plain = low_rank(2, 190, 32, rank=10, seed=5)
     alone = create_cache("pca:bits=2", geometry, calibration=calibrated())
     alone.store(0, turned(plain), plain)
     both = create_cache("pca:bits=2", geometry, calibration=calibrated())
-    k = torch.cat([torch.cat([plain[:, :, :20] * 0, turned(plain)[:, :, :130]], 2), turned(plain)])
-    v = torch.cat([torch.cat([plain[:, :, :20] * 0, plain[:, :, :130]], 2), plain])
+    k = torch.cat([torch.cat([plain[:, :, :20] * 0, turned(plain)[:, :, :170]], 2), turned(plain)])
+    v = torch.cat([torch.cat([plain[:, :, :20] * 0, plain[:, :, :170]], 2), plain])
     both.store(0, k, v, AttendConfig(padding=torch.tensor([20, 0])))
     restored = create_cache("pca:bits=2", geometry)
     restored.restore(both.snapshot())
     forked, selected = both.fork(), both.fork()
-    forked.truncate(120)
+    forked.truncate(160)
     selected.select(torch.tensor([1, 0]))
     wanted = alone.dequantize(0, "k")[0]
     for cache, row in ((both, 0), (restored, 0), (forked, 0), (selected, 1)):
         shown = cache.dequantize(0, "k")
-        # The first 66 are packed in both; other tokens are exact here or there.
-        torch.testing.assert_close(shown[row, :, 24:86], wanted[:, 4:66], atol=1e-4, rtol=0)
-        torch.testing.assert_close(shown[1 - row, :, 4:86], wanted[:, 4:86], atol=1e-4, rtol=0)
+        # The first 96 slots hold 76 tokens of the padded row; later tokens are exact.
+        torch.testing.assert_close(shown[row, :, 24:96], wanted[:, 4:76], atol=1e-4, rtol=0)
+        torch.testing.assert_close(shown[1 - row, :, 4:96], wanted[:, 4:96], atol=1e-4, rtol=0)
 
 
 def test_a_layer_without_rope_is_found_by_its_keys():

@@ -20,6 +20,7 @@ from kvpact import (
 )
 from kvpact.compressor import CompressedKV
 from kvpact.snapshot import Container, Identity, token_hash
+from kvpact.snapshot.manifest import VERSIONS
 from kvpact.testing.held import copied_tensors, difference
 
 SPEC = "kivi:bits=4,sinks=2,window=10"
@@ -122,20 +123,17 @@ def test_the_document_says_how_to_read_it(snapshot: Snapshot):
     start = end + pages[0] + sum(manifest["sections"][1][1])
     count = torch.Size(shape).numel()
     found = torch.frombuffer(bytearray(data[start : start + 4 * count]), dtype=torch.int32)
-    held = filled()._layers[0].k.store.source().gather(field["name"], 0, 1)
+    store = filled()._layers[0].k.store
+    held = store.source().gather(field["name"], 0, -(-160 // store.segment_tokens))
     assert field["dtype"] == "I32"
     assert torch.equal(found.view(shape), held[:, :, units : 2 * units])
 
 
 def test_what_show_needs_is_in_the_header(snapshot: Snapshot):
     m = snapshot.manifest
-    assert (snapshot.tokens, m.batch, m.page_size, m.pages, m.layout) == (
-        200,
-        2,
-        64,
-        4,
-        "contiguous",
-    )
+    assert (snapshot.tokens, m.batch, m.page_size, m.layout) == (200, 2, 64, "contiguous")
+    assert {s.packed for layer in m.layers for s in layer.streams} == {160}  # behind the window
+    assert m.pages == 3
     assert snapshot.geometry == GEOMETRY
     assert m.token_hash == token_hash(snapshot.token_ids)
     assert m.layers[1].spec["key"]["method"] == "kivi"
@@ -173,7 +171,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(layout, case, snapshot
 def test_a_damaged_layer_changes_nothing(snapshot: Snapshot):
     data = bytearray(snapshot.to_bytes())
     data[-1] ^= 1
-    damaged = Snapshot(Container(data, "kvpact.snapshot", 1))
+    damaged = Snapshot(Container(data, "kvpact.snapshot", *VERSIONS))
     contiguous, paged = filled(30), PagedKVCache(SPEC, GEOMETRY, 16)
     seq = paged.allocate()
     before = copied_tensors(contiguous), copied_tensors(paged.pool.storage), paged.num_free_pages

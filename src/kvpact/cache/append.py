@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpact.kernels.base import Encoder
+from kvpact.kernels.sources import PlacedSegments
 
 if TYPE_CHECKING:
     from kvpact.cache.stream import Stream
@@ -33,11 +34,12 @@ class AppendPlan(NamedTuple):
         KernelError
             The native encoder refuses; some slots may be written.
         """
-        store, size = self.after.store, self.after.store.segment_tokens
+        if not self.pieces:
+            return
+        source, size = self.after.store.source(), self.after.store.segment_tokens
+        segments = PlacedSegments(source, -(-self.after.packed // size))
         for piece in self.pieces:
-            first = piece.start // size
-            segments = [store.segment(i) for i in range(first, -(-piece.end // size))]
-            piece.encoder.write(piece.prepared, segments, size, piece.start - first * size)
+            piece.encoder.write(piece.prepared, segments, size, piece.start)
 
     def __repr__(self) -> str:
         """Tell where slots are going to be written, and what the stream will hold then."""

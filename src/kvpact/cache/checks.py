@@ -10,8 +10,8 @@ from torch import Tensor
 from kvpact.contract import TOO_LARGE, AttendConfig, check_dense
 from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexError, NonFiniteError
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels import check_latent_config, query_groups
-from kvpact.quantizers.checks import require_finite
+from kvpact.kernels import check_latent_config, largest, query_groups
+from kvpact.quantizers.checks import checks_are_deferred, require_finite
 from kvpact.snapshot import Snapshot
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -79,8 +79,10 @@ def check_tokens(
         what, below = f"{name} holds NaN or infinity", math.inf
         if name == "q":
             what, below = f"{what}, or {TOO_LARGE} and more", TOO_LARGE
-        # Made when it is raised: it would be kept by the frame that its traceback keeps.
-        require_finite(x, lambda what=what: NonFiniteError(f"{what}; nothing was stored"), below)  # type: ignore[misc]
+        if checks_are_deferred():
+            require_finite(x, lambda: NonFiniteError("not a number"), below)
+        elif not largest(x) < below:
+            raise NonFiniteError(f"{what}; nothing was stored")
 
 
 def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,9 +15,17 @@ from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import RowOffset
 from kvpact.key_offset import KeyOffset
-from kvpact.methods import Codec
+from kvpact.methods import Codec, Method
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
+
+
+@lru_cache(maxsize=256)
+def codec_of(method: Method, key: bool, dim: int, dtype: torch.dtype) -> Codec:
+    """Return the codec of a method for K or V before it learnt anything, one for all caches."""
+    codec: Codec = (method.key_codec if key else method.value_codec)(dim, dtype)
+    return codec
+
 
 Learnt = Tensor | Mapping[str, Tensor]
 """Tokens to learn from, `[B, H_kv, T, D]`, or what a codec learnt before (`Codec.state`)."""
@@ -79,8 +88,8 @@ def layer_codecs(
     pairs = []
     for layer, spec in enumerate(specs):
         dtype = geometry.dtype or _dtype(layer, given)
-        k = spec.key.key_codec(geometry.head_dim, dtype)
-        v = spec.value.value_codec(geometry.value_dim, dtype)
+        k = codec_of(spec.key, True, geometry.head_dim, dtype)
+        v = codec_of(spec.value, False, geometry.value_dim, dtype)
         if layer in given:
             k, v = (
                 _fitted(codec, learnt, geometry.num_kv_heads, offset)

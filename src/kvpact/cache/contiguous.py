@@ -25,6 +25,8 @@ from kvpact.kernels import Compute, check_covered
 from kvpact.snapshot import Identity, Snapshot
 from kvpact.spec import Spec
 
+_DEFAULT = AttendConfig()
+
 
 class ContiguousCache(BatchRows):
     """A `CompressedKVCache` for one batch; rows have equal length, shorter ones padded on the left.
@@ -132,7 +134,7 @@ class ContiguousCache(BatchRows):
         """
         if torch.is_inference_mode_enabled():
             return self._detached_attend(layer, k, v, q, config)
-        config = attend_config(config)
+        config = _DEFAULT if config is None else attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
             output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
             if output is not None:
@@ -213,7 +215,7 @@ class ContiguousCache(BatchRows):
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on in all layers; never extends.
 
-        Inside the exact tail (the window, the open group) the cache is then as if those tokens had
+        Inside the exact tail (the window and more) the cache is then as if those tokens had
         never come. Further back, a group that is cut keeps its packed tokens and its side
         information; the window refills with new tokens.
         """
@@ -315,7 +317,7 @@ class ContiguousCache(BatchRows):
             for index, layer in enumerate(self._layers)
         ]
         for layer, new in zip(self._layers, built, strict=True):
-            layer.restore(new.k, new.v, new.padding, new.seen)
+            layer.restore(new.k, new.v, new.padding, new._held.seen)
 
     @detached
     def fork(self) -> Self:
@@ -336,9 +338,11 @@ class ContiguousCache(BatchRows):
     @property
     def batch_size(self) -> int | None:
         """Rows of the batch; None while nothing is held."""
-        # Read once: another thread may reset a layer in between.
-        streams = [layer.k for layer in self._layers]
-        return max((s.tail.shape[0] for s in streams if s is not None), default=None)
+        for layer in self._layers:
+            stream = layer._held.k  # read once: another thread may reset the layer
+            if stream is not None:
+                return stream.memory.tensor.shape[0]
+        return None
 
     def tails(self) -> list[Tensor]:
         """Return each layer's exact last keys, `[B, H_kv, n, D]`: what dtype and device it has."""

@@ -13,11 +13,10 @@ from torch import Tensor
 from kvpact.arithmetic import divide, tree_sum
 from kvpact.cache.append import AppendPlan
 from kvpact.cache.step import Step
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream import E5M2, Stream
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import KnownByPosition, Plan, RowOffset, StepRunner
-from kvpact.methods import Codec
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
@@ -39,8 +38,8 @@ class Held(NamedTuple):
     good : Tensor or None
         0-d bool: whether all tokens passed the checks that were deferred; None where none were.
     seen : Tensor or None
-        `[B, H_kv, n, D]`: energies of the first queries, while a codec wants to learn from them
-        (see `Context`).
+        `[B, H_kv, n, D]` uint8 (e5m2): energies of the queries (see `Context`) from the token
+        `Stream.learning` on, while the codec of K is to learn from them.
     runner : StepRunner or None
         Carries out the next step at once, if that is like those before.
     """
@@ -74,21 +73,21 @@ class LayerPlan(NamedTuple):
     exact_new: bool
 
 
-def next_seen(held: Held, codec: Codec, k: Tensor, q: Tensor | None) -> Tensor | None:
-    """Return the energies of the queries seen so far, and of new ones `[B, H_q, new, D]`.
-
-    A call without queries ends what is seen: energies belong to the first tokens without a gap.
-    """
-    if codec.ready or not codec.learns_from:
+def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor | None:
+    """Return `Held.seen` with what new queries `[B, H_q, new, D]` add to it."""
+    if stream.codec.ready or not stream.codec.learns_from:
         return None
-    seen, length = held.seen, held.length
+    seen, length, (first, last) = held.seen, stream.length, stream.learning
     known = 0 if seen is None else seen.shape[2]
-    if q is None or known != length or known >= codec.learns_from:
+    start, end = max(first - length, 0), last - length
+    # A call without queries ends what is seen.
+    if q is None or length + q.shape[2] <= first or end <= 0 or known != max(length - first, 0):
         return seen
     batch, heads, _, dim = k.shape
-    queries = q[:, :, : codec.learns_from - known].to(torch.float32)
+    queries = q[:, :, start:end].to(torch.float32)
     grouped = queries.reshape(batch, heads, -1, queries.shape[2], dim)
     energy = divide(tree_sum(grouped.square(), 2).squeeze(2), float(grouped.shape[2]))
+    energy = energy.clamp(max=torch.finfo(E5M2).max).to(E5M2).view(torch.uint8)
     return energy if seen is None else torch.cat([seen, energy], 2)
 
 

@@ -9,14 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from kvpact.cache.codecs import codec_of
 from kvpact.cache.held import Held, LayerPlan, next_offset, next_padding, next_seen
-from kvpact.cache.quick import make_runner
+from kvpact.cache.quick import first_step
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
-from kvpact.kernels import Compute, LayerView, StreamView, check_queries, known_by_position
+from kvpact.kernels import WAITING, Compute, LayerView, StreamView, check_queries
+from kvpact.kernels.offset import known_by_position
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import collected
@@ -64,7 +66,6 @@ class CacheLayer:
         self.compute, self._offset = compute or Compute(), offset
         self._held = Held(None, None, None, 0)
         self._clean = True  # False before anything is written behind the slots held, or left there
-        self._last: Any = None  # what the last call was like, see `quick`
         self._moved = 0  # how often slots came to lie elsewhere; changed under a pool's lock
 
     @property
@@ -98,11 +99,6 @@ class CacheLayer:
         return self._offset
 
     @property
-    def seen(self) -> Tensor | None:
-        """Energies of the first queries, while the codec of K is to learn from them."""
-        return self._held.seen
-
-    @property
     def padding_bytes(self) -> int:
         """Bytes that the rows' padding takes."""
         padding = self._held.padding
@@ -128,11 +124,13 @@ class CacheLayer:
     def attend(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the tokens held and the new ones, and store these; all or nothing."""
         with self.lock:
+            output = first_step(self, k, v, q, config)
+            if output is not None:
+                return output
             plan = self.prepare(k, v, config, q)
             if config.exact_new:
                 output = plan.step.attend(q, config)
                 self.commit(plan)
-                make_runner(self, k, v, q, config)
                 return output
             check_queries(q, k.shape[1], self.length + k.shape[2], config)
             return self.commit(plan).attend(q, config)
@@ -157,7 +155,7 @@ class CacheLayer:
         if k_stream.offset is not None:
             offset = next_offset(k_stream.offset, held, config, padding)
             k_stream = k_stream._replace(offset=offset)
-        seen = next_seen(held, k_stream.codec, k, q)
+        seen = next_seen(held, k_stream, k, q)
         k_plan = k_stream.prepare(k, padding, seen)
         v_plan = v_stream.prepare(v, padding)
         plan, plans = held.plan, (k_plan.after.plan, v_plan.after.plan)
@@ -230,9 +228,7 @@ class CacheLayer:
         """Return the codec for K or V like `x` (`[B, H, T, D]`), fitted if it is shared."""
         if self._codecs is not None:
             return self._codecs[0 if key else 1]
-        method = self.spec.key if key else self.spec.value
-        codec: Codec = (method.key_codec if key else method.value_codec)(x.shape[3], x.dtype)
-        return codec
+        return codec_of(self.spec.key if key else self.spec.value, key, x.shape[3], x.dtype)
 
     def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
         """Return an empty stream for K or V like `x`, not yet the layer's own."""
@@ -274,18 +270,19 @@ class CacheLayer:
     def _stream_view(
         self, stream: Stream, padding: Tensor | None, check: Callable[[], None]
     ) -> StreamView:
-        positions, sink_end = stream.sink_positions(padding)
+        none = stream.sinks is None
+        positions, sink_end = (None, 0) if none else stream.sink_positions(padding)
         return StreamView(
             codec=stream.codec,
             source=stream.store.source(),
-            exact_from=stream.exact_from,
-            tail=stream.exact_tail(),
+            exact_from=stream.tail_start,
+            tail=stream.tail,
             sinks=stream.sinks,
             sink_positions=positions,
             sink_end=sink_end,
             check=check,
             offset=stream.offset,
-            window=stream.window,
+            window=WAITING if stream.window else 0,
         )
 
     def verify(self, where: str = "") -> None:
@@ -333,7 +330,8 @@ class CacheLayer:
         k = held.k.truncate(length, held.padding)
         v = held.v.truncate(length, held.padding)
         padding = held.padding if length else None
-        seen = None if held.seen is None else held.seen[:, :, :length].clone()
+        seen, last = held.seen, max(length - k.learning[0], 0)
+        seen = None if seen is None else seen[:, :, :last].clone()
         return Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
 
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
@@ -368,8 +366,7 @@ class CacheLayer:
             padding = None if held.padding is None else held.padding[indices.cpu()]
             self._clean = False
             seen = held.seen
-            if seen is not None:
-                seen = seen.index_select(0, indices.to(seen.device))
+            seen = None if seen is None else seen.index_select(0, indices.to(seen.device))
             self._held = Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
             self.settle()  # What forks share may not have been clean.
 
@@ -396,5 +393,8 @@ class CacheLayer:
         """Return every tensor held."""
         with self.lock:
             held = [tensor for stream in self.streams() for tensor in stream.tensors()]
-            held += self.waiting_state()
-            return held + ([] if self._held.padding is None else [self._held.padding])
+            return (
+                held
+                + self.waiting_state()
+                + ([] if self._held.padding is None else [self._held.padding])
+            )

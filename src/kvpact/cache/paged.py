@@ -19,6 +19,7 @@ from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.paged_step import store_rows
 from kvpact.cache.pages import PagePool
 from kvpact.cache.prefixes import SharedPage, page_keys
+from kvpact.cache.room import seal
 from kvpact.cache.saved_pages import PagedSnapshots
 from kvpact.cache.sequences import PagedSequence, distinct_bytes
 from kvpact.cache.specs import cache_specs
@@ -160,7 +161,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         GeometryError
             Fewer tokens are held than ids given.
         """
-        return self._with_pages(lambda: self._publish(seq, token_ids))
+        return self._alone(lambda: self._publish(seq, token_ids))
 
     def _publish(self, seq: int, token_ids: Sequence[int]) -> int:
         sequence = self._sequence(seq)
@@ -170,12 +171,12 @@ class PagedKVCache(BlockTables, PagedSnapshots):
             )
         if any(layer.padding_bytes for layer in sequence.layers):
             raise GeometryError(f"sequence {seq} has padding; sequences with padding don't share")
-        full = sequence.packed // self.pool.page_size
-        sinks = [
-            (layer.k.sinks if layer.k else None, layer.v.sinks if layer.v else None)
-            for layer in sequence.layers
-        ]
-        keys = page_keys(token_ids, self.pool.page_size)[:full]
+        size, sinks = self.pool.page_size, []
+        for layer in sequence.layers:
+            seal(layer, min(len(token_ids), layer.length) // size * size)
+            k, v = layer.k, layer.v
+            sinks.append((k and k.first_tokens(None), v and v.first_tokens(None)))
+        keys = page_keys(token_ids, size)[: sequence.packed // size]
         for key, page in zip(keys, sequence.table, strict=False):
             self._prefixes.add(key, SharedPage(page, sinks))
         return len(keys)

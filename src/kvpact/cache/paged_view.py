@@ -155,10 +155,13 @@ class PagedView(BatchRows):
                 check_queries(row, k.shape[1], plan.after.k.length, rule)
 
         with self.cache.layer_locks[layer]:
-            call = None if q is None else before
-            steps = self.cache.step(layer, tokens, configs, good, call)
             if q is not None and config.padding is config.mask is config.origin is None:
                 make_runners(self.cache, layer, seqs, k, v, q, config)
+                found = quick_rows(self.cache, layer, seqs, k, v, q, config)
+                if found is not None:
+                    return [], rules, found
+            call = None if q is None else before
+            steps = self.cache.step(layer, tokens, configs, good, call)
             if q is not None and not config.exact_new:
                 output.append(attend_steps(steps, q, rules))
         return steps, rules, output[0] if output else None

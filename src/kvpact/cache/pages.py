@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import lcm
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from kvpact.cache.segments import clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry, check_count
-from kvpact.kernels import PlacedSegments, Segment, SegmentSource, Where
+from kvpact.kernels import Segment, Where, WritableSource
 from kvpact.methods import Codec
 from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
@@ -223,26 +223,33 @@ class PageStore:
             raise CacheFull(f"{pages} pages needed, {len(self._table)} reserved; call reserve")
         return self
 
+    def made_for(self, codec: Codec) -> PageStore:
+        """Not used: codecs of pages have learnt before."""
+        raise AssertionError("pages are of codecs that have learnt")
+
+    def writable(self, tokens: int, kept: int) -> int:
+        """Write up to the first page that somebody else holds, too."""
+        size = self.segment_tokens
+        for index in range(kept // size, -(-tokens // size)):
+            if self._pool.references[self._table[index]] > 1:
+                return min(index * size, tokens)
+        return tokens
+
     def cut(self, tokens: int) -> PageStore:
         """Return itself: the cache gives pages back for all layers at once."""
         return self
 
     def clear_from(self, tokens: int) -> bool:
         """Zero the slots from `tokens` on; False if some are on pages that others hold, too."""
-        size, clean = self.segment_tokens, True
+        size, clean, source = self.segment_tokens, True, self.source()
         for index in range(tokens // size, len(self._table)):
             if self._pool.references[self._table[index]] == 1:
-                clear_segment(self._codec, self.segment(index), max(tokens - index * size, 0))
+                clear_segment(self._codec, source.segment(index), max(tokens - index * size, 0))
             else:
                 clean = clean and tokens >= (index + 1) * size
         return clean
 
-    def segment(self, index: int) -> Segment:
-        """Return a page as a segment of one row."""
-        page = self._table[index]
-        return {name: tensor[page : page + 1] for name, tensor in self._fields.items()}
-
-    def source(self) -> SegmentSource:
+    def source(self) -> WritableSource:
         """Return the pages as they are now."""
         pages = tuple(self._table)
         if self._source is None or self._source.pages != pages:
@@ -284,7 +291,7 @@ class PageSource:
     def _index(self) -> np.ndarray[Any, Any]:
         return np.array(self.pages, dtype=np.int64)
 
-    def page(self, index: int) -> Segment:
+    def segment(self, index: int) -> Segment:
         """Return one of the pages, in the sequence's order, as views."""
         page = self.pages[index]
         return {name: tensor[page : page + 1] for name, tensor in self._fields.items()}
@@ -301,40 +308,6 @@ class PageSource:
             tensor = self._fields[name]
             size = tensor.element_size()
             segments = self._index * (tensor.stride(0) * size) + tensor.data_ptr()
-            found = Where(segments, 0, tensor.stride(1) * size)
+            found = Where.of(segments, 0, tensor.stride(1) * size)
             self._where[name] = found if tensor[0, 0].is_contiguous() else None
         return self._where[name]
-
-
-class PageSegments(PlacedSegments):
-    """The pages of a sequence from the page `first` on, to be written to.
-
-    Parameters
-    ----------
-    source : PageSource
-        Knows where they lie.
-    first : int
-        Index among the pages of the sequence.
-    """
-
-    def __init__(self, source: PageSource, first: int) -> None:
-        self._source, self._first = source, first
-
-    def __len__(self) -> int:
-        return len(self._source.pages) - self._first
-
-    @overload
-    def __getitem__(self, index: int) -> Segment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
-
-    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._source.page(range(self._first, len(self._source.pages))[index])
-
-    def where(self, name: str) -> Where | None:
-        """Return where a field lies in memory; None where its pages have gaps."""
-        where = self._source.where(name)
-        return where and where._replace(segments=where.segments[self._first :])

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvpact.cache.held import Held
-from kvpact.cache.stream import MOST_STEP, Stream
+from kvpact.cache.held import Held, next_seen
+from kvpact.cache.stream import Stream
+from kvpact.cache.tail import MOST_STEP, SLACK, next_memory
+from kvpact.cache.units import out_of_window, unit_of
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.methods.context import Context
@@ -53,18 +55,35 @@ def quick_attend(
         runner = held.runner
         if runner is None or not layer._clean or not runner.fits(k, v, q, config):
             return None
-        step = quick_step(layer, k, v, q, config)
-        if step is None or (max_tokens is not None and held.length + k.shape[2] > max_tokens):
+        if max_tokens is not None and held.length + k.shape[2] > max_tokens:
             return None
-        after, row = step
-        layer._clean = False
-        output = row.runner.run((row,), k, v, q)
-        if output is not None:
-            layer._held = after
-            assert held.plan is not None
-            held.plan.count_step(1, encodes(row))
-        layer._clean = True
-        return output
+        return _run_step(layer, k, v, q, config)
+
+
+def first_step(
+    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+) -> Tensor | None:
+    """Carry out a step, which was checked, and those after it that are like it, in one call each.
+
+    The layer's lock is held. None where the ordinary way has to be taken; nothing is stored then.
+    """
+    return _run_step(layer, k, v, q, config) if make_runner(layer, k, v, q, config) else None
+
+
+def _run_step(
+    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+) -> Tensor | None:
+    step, plan = quick_step(layer, k, v, q, config), layer._held.plan
+    if step is None or plan is None:
+        return None
+    after, row = step
+    layer._clean = False
+    output = row.runner.run((row,), k, v, q)
+    if output is not None:
+        layer._held = after
+        plan.count_step(1, encodes(row))
+    layer._clean = True
+    return output
 
 
 def encodes(row: StepRow) -> int:
@@ -105,6 +124,9 @@ def quick_step(
     if k_before is None or v_before is None or runner is None:
         return None
     held, new = k_before.length, k.shape[2]
+    if not k_before.packed and held + new > k_before.learning[0]:
+        rows = slice(None) if index is None else slice(index, index + 1)
+        seen = next_seen(layer._held, k_before, k[rows], q[rows])
     k_next, v_next = (
         _next(k_before, k, new, index, padding),
         _next(v_before, v, new, index, padding),
@@ -118,7 +140,9 @@ def quick_step(
     ):
         if index is not None:
             k, v, q = (x[index : index + 1] for x in (k, v, q))
-        runner = _made(layer, Held(k_after, v_after, padding, version, plan, good), k, v, q, config)
+        runner = _made(
+            layer, Held(k_after, v_after, padding, version, plan, good, seen), k, v, q, config
+        )
         if runner is None:
             return None
     if runner.good is not None:
@@ -144,15 +168,16 @@ def counted(layer: CacheLayer, new: int) -> Held | None:
     """
     held, streams = layer._held, []
     for stream in held.streams():
-        length, group = stream.length + new, stream.codec.group
-        packed = length - length % group
+        length = stream.length + new
+        packed = max(out_of_window(stream.codec, stream.window, length), stream.packed)
+        several = stream.codec.group > 1 or stream.window
         full = stream.store.grown(packed, stream.packed) is not stream.store
         kept = stream.tail_start < stream.length
-        if full or (group > 1 and packed != stream.packed) or stream.packed % group:
+        if full or (several and packed != stream.packed) or not stream.codec.ready:
             return None
-        if (kept and stream.spare < new) or (not kept and (stream.window or packed < length)):
+        if (kept and stream.spare < new) or (not kept and packed < length):
             return None
-        start = max(stream.tail_start, stream._exact_start(packed, length, group))
+        start = stream.tail_start if kept else length
         spare = stream.spare - new if kept else stream.spare
         streams.append(stream._replace(packed=packed, tail_start=start, length=length, spare=spare))
     k, v = streams
@@ -163,37 +188,44 @@ def _next(
     stream: Stream, x: Tensor, new: int, index: int | None, padding: Tensor | None
 ) -> tuple[Stream, StepTokens] | None:
     """Return the stream after new tokens, and how it takes them."""
-    codec, window, plan, store, packed, memory, tail_start, held, spare, sinks, offset = stream
+    codec, window, plan, store, packed, memory, tail_start, held, spare, sinks, count, offset = (
+        stream
+    )
     group, length = codec.group, held + new
-    if packed % group or held - packed >= group:
-        return None  # a group that was cut
-    after = length - length % group
-    count = after - packed
-    if count:
-        if group > 1 and not _plain(stream, padding):
-            return None  # a group with sinks or padding
+    unit = unit_of(group, window)
+    out = (length - window) // unit * unit if length > window else 0
+    if out > packed and not codec.ready:
+        if out >= codec.learns_from:
+            return None  # it learns now
+        out = 0
+    after = max(packed, out)
+    fresh, start = after - packed, max(tail_start, min(after, out))
+    if start and count and sinks is None:
+        return None  # sinks are still to be copied
+    if fresh:
+        if group > 1 and (packed % group or not _plain(stream, padding)):
+            return None  # a group that was cut, or with sinks or padding
         store = store.grown(after, packed)
-    if tail_start == held and after == length and not window:  # no token is kept
-        taken = _new(StepTokens, (held, memory, False, packed, count, False))
-        fields = (codec, window, plan, store, after, memory, length, length, spare, sinks, offset)
-        return _new(Stream, fields), taken
-    # As of `Stream.exact_from`, before; and where the tail begins afterwards.
-    exact_from = max(tail_start, min(packed, max(held - window, 0)))
-    begin = max(length - window, 0)
-    start = max(tail_start, min(after, begin - begin % group))
-    inside = count > 0 and group > 1
-    keep = tail_start < held and spare >= new
-    if inside and not keep:
-        return None  # the group's tokens have to lie in one piece
+    if tail_start == held and after == length:  # no token is kept
+        taken = _new(StepTokens, (held, memory, False, packed, fresh, False))
+        known = (codec, window, plan, store, after, memory, length, length, spare)
+        return _new(Stream, (*known, sinks, count, offset)), taken
+    keep = (
+        tail_start < held
+        and spare >= new
+        and (start == tail_start or spare > SLACK or (fresh > 0 and after > held))
+    )
+    if fresh and after > held and not keep:
+        return None  # the tokens that are packed have to lie in one piece
     if not memory.dense:
         return None
-    side = StepTokens(exact_from, memory, keep, packed, count, inside)
+    side = StepTokens(tail_start, memory, keep, packed, fresh, fresh > 0)
     if keep and start < length:
         spare -= new
     else:
-        memory, spare = stream.next_memory(x if index is None else x[index : index + 1], start)
-    after_step = codec, window, plan, store, after, memory, start, length, spare, sinks, offset
-    return _new(Stream, after_step), side
+        memory, spare = next_memory(stream, x if index is None else x[index : index + 1], start)
+    known = (codec, window, plan, store, after, memory, start, length, spare)
+    return _new(Stream, (*known, sinks, count, offset)), side
 
 
 def _made(
@@ -209,22 +241,20 @@ def _made(
 
 def _plain(stream: Stream, padding: Tensor | None) -> bool:
     """Whether the groups to come have neither sinks nor padding."""
-    sinks = 0 if stream.sinks is None else stream.sinks.shape[2]
-    return stream.packed >= Context(padding, sinks).end
+    return stream.packed >= Context(padding, stream.num_sinks).end
 
 
-def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> None:
-    """Let a layer take its next steps in one call each, if it just took one a second time."""
-    this = (k.shape, k.stride(), v.stride(), q.shape, q.stride(), q.dtype)
-    again, layer._last = layer._last == this, this
-    held = layer._held
-    streams = held.streams()
-    if not again or k.shape[2] > MOST_STEP or not streams or held.plan is None:
-        return
-    if any(s.sink_positions(held.padding)[1] > s.length for s in streams):
-        return  # sink tokens are still to come
-    if not all(s.codec.ready for s in streams):
-        return  # a codec is still to see what it learns from
+def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
+    """Let a layer take steps like this one in one call each; False where it can't, or does."""
+    held, streams = layer._held, layer._held.streams()
+    if k.shape[2] > MOST_STEP or not held.length or held.plan is None or not held.plan.alike:
+        return False
+    if not layer._clean or (held.runner is not None and held.runner.fits(k, v, q, config)):
+        return False
+    sinks = (s.sink_positions(held.padding)[1] > s.length for s in streams if s.sinks is not None)
+    if any(sinks):
+        return False  # sink tokens are still to come
     runner = _made(layer, held, k, v, q, config)
     if runner is not None:
         layer._held = held._replace(runner=runner)
+    return runner is not None

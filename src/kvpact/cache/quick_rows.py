@@ -34,7 +34,7 @@ class KnownRows(NamedTuple):
     runners : list of StepRunner
         What carries out their next steps; alike. A layer that took any other step has another one.
     room : int
-        So many tokens fit the pages of every row, and nobody else holds these; -1 if some are held.
+        So many tokens fit the pages of every row, before one is written to that others hold, too.
     changes : int
         `PagePool.changes` when the room was counted.
     """
@@ -140,14 +140,16 @@ def _find(cache: PagedKVCache, layer: int, seqs: Sequence[int]) -> KnownRows | N
 
 
 def _room(pool: PagePool, rows: KnownRows) -> int:
-    """Return how many new tokens fit each row's pages; -1 where others hold some of these."""
+    """Return how many new tokens fit each row's pages, before one that others hold is written."""
     size, references, room = pool.page_size, pool.references, []
     for sequence, entry in zip(rows.sequences, rows.layers, strict=True):
-        k, v = entry.streams()
-        table, first = sequence.table, min(k.packed, v.packed) // size
-        if any(references[page] != 1 for page in table[first:]):
-            return -1
-        room.append(len(table) * size - k.length)
+        table = sequence.table
+        room.append(len(table) * size - entry.length)
+        for stream in entry.streams():
+            for index in range(stream.packed // size, len(table)):
+                if references[table[index]] != 1:
+                    room.append(stream.room_before(index * size))
+                    break
     return min(room) if pool.counted else -1
 
 
@@ -182,8 +184,8 @@ def make_runners(
     q: Tensor,
     config: AttendConfig,
 ) -> None:
-    """Let rows take their next steps at once, if they just took the same step again."""
+    """Let rows take this step, and those that are like it, at once."""
     tokens = zip(*(torch.split(x, 1) for x in (k, v, q)), strict=True)
     for seq, (k_row, v_row, q_row) in zip(seqs, tokens, strict=True):
-        entry = cache._sequences[seq].layers[layer]
+        entry = cache._sequence(seq).layers[layer]
         make_runner(entry, k_row, v_row, q_row, config)

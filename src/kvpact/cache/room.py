@@ -1,4 +1,4 @@
-"""Room for steps of a layer that allocate nothing, and steps that are taken back."""
+"""Room for steps of a layer that allocate nothing, tokens packed in advance, steps taken back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.reserve import room_for
 from kvpact.cache.stream import Stream
+from kvpact.cache.units import out_of_window
 from kvpact.kernels import TokenMemory
 
 
@@ -42,6 +43,28 @@ def rewind(layer: CacheLayer, held: Held) -> None:
         layer.settle()
 
 
+def seal(layer: CacheLayer, tokens: int) -> None:
+    """Pack up to `tokens` tokens of a layer, whole groups, also where the window still has them.
+
+    Nothing is packed by a codec that is still to learn, nor onto pages of other sequences.
+    """
+    with layer.lock:
+        if not layer.clean:
+            layer.settle()
+        held, made = layer._held, []
+        for stream in held.streams():
+            end = stream.store.writable(min(tokens, stream.length), stream.packed)
+            if stream.codec.ready and stream.packed < end:
+                append = stream.sealed(end, held.padding)
+                layer._clean = False
+                append.write()
+                stream = append.after
+            made.append(stream)
+        if made:
+            layer._held = held._replace(k=made[0], v=made[1], runner=None)
+        layer._clean = True
+
+
 class Moment(NamedTuple):
     """What a layer held at one moment: it can hold that again, to the byte, after appends.
 
@@ -70,7 +93,8 @@ class Moment(NamedTuple):
 
 
 def _reserved(stream: Stream, tokens: int) -> Stream:
-    store = stream.store.grown(stream.length + tokens, stream.packed)
+    packed = out_of_window(stream.codec, stream.window, stream.length + tokens)
+    store = stream.store.grown(max(packed, stream.packed), stream.packed)
     if stream.tail_start == stream.length or stream.spare >= tokens:
         return stream._replace(store=store)
     like, count = stream.memory.tensor, stream.length - stream.tail_start

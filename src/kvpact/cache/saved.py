@@ -17,7 +17,8 @@ from torch import Tensor
 from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream import E5M2, Stream
+from kvpact.cache.units import out_of_window
 from kvpact.errors import (
     DtypeError,
     FormatError,
@@ -83,10 +84,15 @@ def layer_state(layer: CacheLayer) -> LayerState:
         if layer.k is None or layer.v is None:
             return LayerState(spec, None, None)
         rows = None if padding is None else tuple(padding.tolist())
-        k, seen = stream_state(layer.k), layer.seen
+        # Files have sinks also while the tail has all tokens, as they always had.
+        k, v = (
+            replace(stream_state(stream), sinks=stream.first_tokens(padding))
+            for stream in (layer.k, layer.v)
+        )
+        seen = layer._held.seen
         if seen is not None and seen.shape[2]:
             k = replace(k, query_energy=seen)
-        return LayerState(spec, (k, stream_state(layer.v)), rows)
+        return LayerState(spec, (k, v), rows)
 
 
 def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) -> LayerState:
@@ -117,7 +123,8 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
         ]
         slots[field.name] = part
     fields = tuple(field_info(field) for field in stream.codec.fields)
-    sinks = None if stream.sinks is None else stream.sinks[:, :, first:last]
+    sinks = stream.first_tokens(None)
+    sinks = None if sinks is None else sinks[:, :, first:last]
     return StreamState(
         fields,
         slots,
@@ -185,7 +192,7 @@ def restored_layer(
     streams = []
     for key, held in zip((True, False), state.streams, strict=True):
         method = empty.spec.key if key else empty.spec.value
-        # First of all: an empty stream allocates its sinks.
+        # First of all: whatever has no tokens may claim any number of rows.
         sinks = 0 if held.sinks is None else held.sinks.shape[2]
         _need(sinks == method.sinks, "number of sinks")
         x = held.tail[:, :, :0].to(device)
@@ -204,29 +211,34 @@ def restored_layer(
                 "the snapshot's keys are stored without another key offset than this cache's: make "
                 "the cache with the key_offsets of the model that the snapshot is of"
             )
-        check_stream(codec, held, stream.coded(held.tail, held.start))
-        exact = held.sinks if held.sinks is None else held.sinks.to(device)
+        check_stream(codec, held, method.window, stream.coded(held.tail, held.start))
+        exact = None if held.sinks is None or not held.start else held.sinks.to(device)
         tail = held.tail.to(device)
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
     told = state.padding
     padding = None if told is None else torch.tensor(told, dtype=torch.int64, device="cpu")
-    seen = _seen(streams[0].codec, state.streams[0], device)
+    seen = _seen(streams[0], state.streams[0], device)
     empty.restore(streams[0], streams[1], padding, seen)
     return empty
 
 
-def _seen(codec: Codec, keys: StreamState, device: torch.device) -> Tensor | None:
+def _seen(stream: Stream, keys: StreamState, device: torch.device) -> Tensor | None:
     """Return the energies of queries that a codec is to learn from, None if it has learnt."""
-    energy = keys.query_energy
+    energy, codec = keys.query_energy, stream.codec
     if energy is None:
         return None
     _need(not keys.learnt, "energies of queries beside what was learnt from them")
-    _need(energy.shape[2] <= codec.learns_from, "energies of queries that nothing learns from")
-    _need(bool((energy >= 0).all() and energy.isfinite().all()), "energies of queries")
+    first, last = stream.learning
+    most = min(keys.length, last) - first if codec.learns_from else 0
+    _need(energy.shape[2] <= most, "energies of queries that nothing learns from")
+    each = energy.view(E5M2).to(torch.float32)
+    _need(bool((each >= 0).all() and each.isfinite().all()), "energies of queries")
     return None if codec.ready else energy.to(device)
 
 
-def check_stream(codec: Codec, state: StreamState, coded: Tensor | None = None) -> None:
+def check_stream(
+    codec: Codec, state: StreamState, window: int, coded: Tensor | None = None
+) -> None:
     """Raise `FormatError` unless a stream's state is one that a cache could have been in.
 
     `coded` is the tail as it is going to be encoded, where that is without an offset.
@@ -235,14 +247,17 @@ def check_stream(codec: Codec, state: StreamState, coded: Tensor | None = None) 
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in exact)
     _need(finite, "exact tokens that are not finite")
     try:
-        # Those of an open group are going to be packed.
+        # They are going to be packed.
         codec.check_range(state.tail if coded is None else coded)
     except NonFiniteError as error:
         raise FormatError(f"the snapshot can't be right: {error}") from error
-    whole = state.length - state.length % codec.group
-    # Complete groups are packed; a group that a rollback cut may be packed further.
-    _need(state.packed >= whole, "complete groups that are not packed")
-    _need(state.packed % codec.group == 0 or state.packed == state.length, "a cut group")
+    _need(state.start <= state.packed <= state.length, "tokens without slots in front of the tail")
+    left = out_of_window(codec, window, state.length)
+    # A codec that was calibrated takes tokens that wait for one that is to learn from them.
+    if codec.ready and (state.learnt or not codec.state()):
+        _need(state.packed >= left, "tokens that left the window and have no slots")
+    else:
+        _need(left < max(codec.learns_from, 1), "tokens that nothing was learnt from")
     check_slots(codec, state)
 
 
@@ -269,7 +284,9 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
             codec.check_heads(stream.tail.shape[1])
     elif stream.learnt:
         raise FormatError("the snapshot has learnt what its method does not learn")
-    if tuple(field_info(field) for field in codec.fields) != stream.fields:
+    # Which fields there are may be learnt.
+    calibrated = bool(codec.state()) and not stream.learnt
+    if not calibrated and tuple(field_info(field) for field in codec.fields) != stream.fields:
         raise FormatError("the snapshot's fields are not those of its method")
     return codec
 

@@ -10,10 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.kernels import Segment, SegmentSource, Where
+from kvpact.formats import TILE
+from kvpact.kernels import Segment, Where, WritableSource
 from kvpact.methods import Codec
 
 SEGMENT_TOKENS = 128
+FEW = 512
+"""As long as a stream has no more packed tokens, a segment is a tile: room costs bytes."""
+
+
+def segment_tokens(codec: Codec, tokens: int, device: str = "cpu") -> int:
+    """Return the tokens of a segment where so many are packed.
+
+    Kernels of a GPU want segments of K and of V of one size, which these have from the start.
+    """
+    return lcm(TILE if tokens <= FEW and device == "cpu" else SEGMENT_TOKENS, codec.group)
 
 
 class SegmentStore(Protocol):
@@ -33,6 +44,14 @@ class SegmentStore(Protocol):
         """
         ...
 
+    def made_for(self, codec: Codec) -> SegmentStore:
+        """Return an empty store for the stream's codec after it has learnt."""
+        ...
+
+    def writable(self, tokens: int, kept: int) -> int:
+        """Return up to which token slots from `kept` on can be written, `tokens` at most."""
+        ...
+
     def cut(self, tokens: int) -> SegmentStore:
         """Return a store without the segments that `tokens` tokens do not need."""
         ...
@@ -41,11 +60,7 @@ class SegmentStore(Protocol):
         """Zero the slots from `tokens` on; False if some are shared and stay as they are."""
         ...
 
-    def segment(self, index: int) -> Segment:
-        """Return a segment, to be written to where `grown` said so."""
-        ...
-
-    def source(self) -> SegmentSource:
+    def source(self) -> WritableSource:
         """Return what attention reads from; it stays as it is when segments are added."""
         ...
 
@@ -76,11 +91,11 @@ def where_segments_lie(tensors: list[Tensor]) -> Where | None:
     """Return where a field's segments `[B, H, units, …]` lie; None if they are not alike."""
     segments = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
     if not tensors:
-        return Where(segments, 0, 0)
+        return Where.of(segments, 0, 0)
     row, head, *_ = tensors[0].stride()
     size = tensors[0].element_size()
     alike = len({tensor.stride() for tensor in tensors}) == 1 and tensors[0][0, 0].is_contiguous()
-    return Where(segments, row * size, head * size) if alike else None
+    return Where.of(segments, row * size, head * size) if alike else None
 
 
 class ListSource:
@@ -98,6 +113,10 @@ class ListSource:
         self._segments, self.segment_tokens = segments, segment_tokens
         self._where: dict[str, Where | None] = {}
         self.prepared: dict[str, Any] = {}
+
+    def segment(self, index: int) -> Segment:
+        """Return a segment."""
+        return self._segments[index]
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units of the segments `first <= i < last`."""
@@ -137,7 +156,10 @@ class SegmentList(ListSource):
         segments: tuple[Segment, ...] = (),
         shared: int = 0,
     ) -> None:
-        super().__init__(segments, lcm(SEGMENT_TOKENS, codec.group))
+        size, field = segment_tokens(codec, 0, device.type), codec.fields[0]
+        if segments:
+            size = segments[0][field.name].shape[2] * field.tokens
+        super().__init__(segments, size)
         self._codec, self._shape, self._device, self._shared = codec, (batch, heads), device, shared
 
     @classmethod
@@ -149,23 +171,45 @@ class SegmentList(ListSource):
 
     def grown(self, tokens: int, kept: int) -> SegmentList:
         """Copy what is shared and will be written, allocate what is missing."""
-        first = kept // self.segment_tokens
-        missing = -(-tokens // self.segment_tokens) - len(self._segments)
-        if tokens == kept or (missing <= 0 and first >= self._shared):
+        size = max(segment_tokens(self._codec, tokens, self._device.type), self.segment_tokens)
+        first, shared, larger = kept // size, self._shared, size > self.segment_tokens
+        missing = -(-tokens // size) - len(self._segments)
+        if tokens == kept or (missing <= 0 and first >= shared and not larger):
             return self
-        segments = list(self._segments)
-        for index in range(first, self._shared):
+        segments = self._joined(size, kept) if larger else list(self._segments)
+        for index in range(first, 0 if larger else shared):
             segments[index] = {name: x.clone() for name, x in segments[index].items()}
             start = max(kept - index * self.segment_tokens, 0)
             clear_segment(self._codec, segments[index], start)
-        for _ in range(missing):
-            segments.append(
-                {
-                    field.name: field.allocate(*self._shape, self.segment_tokens, self._device)
-                    for field in self._codec.fields
-                }
-            )
-        return self._with(tuple(segments), min(first, self._shared))
+        while len(segments) * size < tokens:
+            segments.append(self._empty(size))
+        return self._with(tuple(segments), 0 if larger else min(first, shared))
+
+    def _empty(self, size: int) -> Segment:
+        """Return a new segment."""
+        fields = self._codec.fields
+        return {field.name: field.allocate(*self._shape, size, self._device) for field in fields}
+
+    def _joined(self, size: int, kept: int) -> list[Segment]:
+        """Return the tokens in front of `kept` in larger segments; that happens once."""
+        segments, ratio = [], size // self.segment_tokens
+        for index in range(-(-kept // size)):
+            whole = self._empty(size)
+            for place, part in enumerate(self._segments[index * ratio : (index + 1) * ratio]):
+                for name, held in part.items():
+                    units = held.shape[2]
+                    whole[name][:, :, place * units : (place + 1) * units] = held
+            clear_segment(self._codec, whole, min(kept - index * size, size))
+            segments.append(whole)
+        return segments
+
+    def made_for(self, codec: Codec) -> SegmentList:
+        """Return an empty list."""
+        return SegmentList(codec, *self._shape, self._device)
+
+    def writable(self, tokens: int, kept: int) -> int:
+        """Write anywhere: what is shared is copied."""
+        return tokens
 
     def cut(self, tokens: int) -> SegmentList:
         """Drop later segments."""
@@ -181,11 +225,7 @@ class SegmentList(ListSource):
             clear_segment(self._codec, self._segments[index], max(tokens - index * size, 0))
         return True
 
-    def segment(self, index: int) -> Segment:
-        """Return a segment."""
-        return self._segments[index]
-
-    def source(self) -> SegmentSource:
+    def source(self) -> WritableSource:
         """Return the segments as they are: a list reads itself."""
         return self
 

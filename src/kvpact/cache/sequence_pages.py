@@ -190,7 +190,13 @@ class SequencePages:
         shortest = min(entry.length for entry in layers)
         new = max(-(-(shortest + tokens) // size) - len(table), 0)
         first = min(packed_tokens(entry) for entry in layers) // size
-        copies = [i for i in range(first, len(table)) if self.pool.references[table[i]] > 1]
+        streams = [stream for entry in layers for stream in entry.streams()]
+        copies = [
+            index
+            for index in range(first, len(table))
+            if self.pool.references[table[index]] > 1
+            and any(stream.room_before(index * size) < tokens for stream in streams)
+        ]
         return copies if tokens else [], new
 
     def _replace(self, sequence: PagedSequence, index: int, page: int) -> None:

@@ -13,21 +13,24 @@ def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
     return torch.arange(count, dtype=torch.int64, device=device).expand(batch, -1).contiguous()
 
 
-def sink_positions(sinks: Tensor, padding: Tensor | None) -> tuple[Tensor, int]:
+def sink_positions(
+    batch: int, count: int, device: torch.device, padding: Tensor | None
+) -> tuple[Tensor, int]:
     """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last.
 
     Parameters
     ----------
-    sinks : Tensor
-        `[B, H, S, D]`.
+    batch, count : int
+        Rows, and sinks of each.
+    device : torch.device
+        Where the positions are wanted.
     padding : Tensor or None
         `[B]` left-padding tokens of each row.
     """
-    batch, _, count, _ = sinks.shape
     if padding is None:
-        return _first_tokens(batch, count, sinks.device), count
+        return _first_tokens(batch, count, device), count
     positions = padding.unsqueeze(1) + torch.arange(count, dtype=torch.int64, device="cpu")
-    return positions.to(sinks.device), int(padding.max()) + count
+    return positions.to(device), int(padding.max()) + count
 
 
 def filled_sinks(sinks: Tensor, x: Tensor, place: Tensor) -> Tensor:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import lcm, nan
+from math import nan
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.segments import SEGMENT_TOKENS
+from kvpact.cache.segments import segment_tokens
 from kvpact.cache.stream import Stream
+from kvpact.cache.units import learning, out_of_window
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
 from kvpact.methods import Codec, Method, bytes_per_slot
@@ -27,7 +28,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
         ``spec``, ``layout``, ``compute`` (see `Compute.stats`); ``tokens`` (the longest layer's),
         ``values`` (numbers of K and V cached), ``packed_values`` (those that have slots);
         ``bytes``: ``codes``, ``side`` (side information), ``sinks`` (and where each row's stand),
-        ``window`` (exact recent tokens, the open group included), ``unused`` (allocated, not yet
+        ``window`` (exact recent tokens), ``unused`` (allocated, not yet
         used), ``total``;
         ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and side
         information per packed value); both NaN when nothing is held.
@@ -154,16 +155,18 @@ def planned_bytes(
     itemsize = (geometry.dtype or torch.float16).itemsize
     sizes = dict.fromkeys(("slots", "factors", "sinks", "window", "unused"), 0)
     for method, codec, dim in _codecs(spec, geometry):
-        packed = tokens // codec.group * codec.group
-        segment = lcm(SEGMENT_TOKENS, codec.group)
+        packed = out_of_window(codec, method.window, tokens)
+        packed = packed if packed >= codec.learns_from else 0
+        segment = segment_tokens(codec, packed)
         held = -(-packed // segment) * segment
         used = round(bytes_per_slot(codec) * packed * rows)
         sizes["slots"] += used
         sizes["unused"] += round(bytes_per_slot(codec) * held * rows) - used
         factors = codec.state_bytes(geometry.num_kv_heads) if packed else 0
         sizes["factors"] += factors * geometry.num_layers
-        begin = max(tokens - method.window, 0)
-        tail = tokens - min(packed, begin - begin % codec.group)
-        sizes["window"] += tail * dim * itemsize * rows
-        sizes["sinks"] += method.sinks * dim * itemsize * rows if tokens else 0
+        if not packed and codec.learns_from:  # energies of the queries that it learns from
+            seen = max(tokens - learning(codec.learns_from, codec.group, method.window)[0], 0)
+            sizes["factors"] += seen * dim * rows
+        sizes["window"] += (tokens - packed) * dim * itemsize * rows
+        sizes["sinks"] += method.sinks * dim * itemsize * rows if packed else 0
     return {**sizes, "total": sum(sizes.values())}

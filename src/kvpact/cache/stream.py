@@ -1,19 +1,19 @@
 """One stream (K or V of a layer): packed slots in segments, exact sink tokens, exact tail.
 
-Every token is packed as soon as its group is complete, once. Beside the slots stand exact copies:
-the *sinks* (each row's first tokens) and the *tail* (the window, and the open group, which has no
-slots yet). The tail begins at or before the first token without slots:
+New tokens join the exact *tail*, and are packed once, when they leave the window: in whole groups,
+at least a tile at a time. So up to its window a cache holds what an exact cache holds, and no more.
+Of packed tokens the *sinks* (each row's first ones) are held exactly, too:
 
-    tokens:  0 ………………… exact_from ……… packed ……… length
-             [ packed slots                     ]
-                          [ tail                        ]
+    tokens:  0 ……………………… tail_start ……………………… length
+             [ packed slots ][ tail: the window, and a unit that is filling up ]
 
-A rollback inside the tail is exact. Where it cuts into a group whose tokens are no longer all in
-the tail, what was packed stays packed: the group keeps its side information, and tokens that come
-later are coded with it, at once, until the group is complete.
+A rollback inside the tail is exact. Behind it, what was packed stays packed: a group that is cut
+keeps its side information, with which its later tokens are coded when they leave the window.
+Somebody may want slots of tokens that are in the window (a page to be shared): they are *sealed*,
+packed in advance, while the tail still has them. Attention then goes on to read the tail.
 
-Segments are fixed numbers of tokens; growing never copies. A fork shares them: each side copies a
-segment before it writes to it.
+Segments are fixed numbers of tokens. A fork shares them: each side copies a segment before it
+writes to it.
 
 A stream never changes. An append is planned (checked, encoded, allocated), which gives the stream
 as it will be; then the new slots are written, behind those that anybody reads; then the layer holds
@@ -31,19 +31,14 @@ from torch import Tensor
 from kvpact.cache.append import AppendPlan, Piece
 from kvpact.cache.segments import MakeStore, SegmentStore
 from kvpact.cache.sinks import filled_sinks, sink_positions
-from kvpact.kernels import (
-    KnownByPosition,
-    Segment,
-    StreamPlan,
-    TokenMemory,
-)
+from kvpact.cache.tail import next_memory
+from kvpact.cache.units import learning, out_of_window, unit_of
+from kvpact.kernels import KnownByPosition, Segment, StreamPlan, TokenMemory, check_arrival
 from kvpact.methods import Codec
-from kvpact.methods.context import Context, mean_over_tokens
+from kvpact.methods.context import Context
 
-MOST_STEP = 8
-"""Appends of so many tokens to what is held leave room behind the tail for the next ones."""
-SLACK = 8
-"""Tokens of that room."""
+E5M2 = torch.float8_e5m2
+"""Energies of queries are held so: they have to wait for little more than what they lead to."""
 
 
 class Stream(NamedTuple):
@@ -60,7 +55,7 @@ class Stream(NamedTuple):
     store : SegmentStore
         Where the slots lie.
     packed : int
-        Tokens that have slots.
+        Tokens that have slots; the tail begins there or before.
     memory : TokenMemory
         Where the tail lies, `[B, H, n, D]`; in its dtype, on its device.
     tail_start : int
@@ -70,7 +65,9 @@ class Stream(NamedTuple):
     spare : int
         Tokens that fit behind the tail, into its memory.
     sinks : Tensor or None
-        `[B, H, S, D]`, each row's exact first tokens.
+        `[B, H, S, D]`, each row's exact first tokens; None while the tail has all tokens.
+    num_sinks : int
+        How many these are.
     offset : RowOffset, RowRotation or None
         What is taken off tokens before they are encoded; exact tokens are whole.
     """
@@ -85,6 +82,7 @@ class Stream(NamedTuple):
     length: int
     spare: int
     sinks: Tensor | None
+    num_sinks: int
     offset: KnownByPosition | None = None
 
     @classmethod
@@ -116,9 +114,8 @@ class Stream(NamedTuple):
             What is taken off tokens before they are encoded.
         """
         batch, heads, _, dim = like.shape
-        first = like.new_zeros(batch, heads, sinks, dim) if sinks else None
         memory = TokenMemory(like.new_zeros(batch, heads, 0, dim), 0)
-        return cls(codec, window, plan, store, 0, memory, 0, 0, 0, first, offset)
+        return cls(codec, window, plan, store, 0, memory, 0, 0, 0, None, sinks, offset)
 
     @property
     def tail(self) -> Tensor:
@@ -145,12 +142,13 @@ class Stream(NamedTuple):
             Field -> `[B, H, units, …]` of the packed tokens, which are copied; they are in the
             store already if omitted.
         """
-        store, size = self.store.grown(packed, 0), self.store.segment_tokens
+        store = self.store.grown(packed, 0)
+        size = store.segment_tokens
         for field in self.codec.fields if slots else ():
             held, units = (slots or {}).get(field.name), size // field.tokens
             for index in range(-(-packed // size) if held is not None else 0):
                 part = held[:, :, index * units : (index + 1) * units]  # type: ignore[index]
-                store.segment(index)[field.name][:, :, : part.shape[2]] = part
+                store.source().segment(index)[field.name][:, :, : part.shape[2]] = part
         return self._replace(store=store, packed=packed, sinks=sinks)._with_tail(tail, tail_start)
 
     def _with_tail(self, tail: Tensor, start: int) -> Stream:
@@ -158,9 +156,7 @@ class Stream(NamedTuple):
         memory, length = TokenMemory(tail, start), start + tail.shape[2]
         return self._replace(memory=memory, tail_start=start, length=length, spare=0)
 
-    def prepare(
-        self, x: Tensor, padding: Tensor | None, query_energy: Tensor | None = None
-    ) -> AppendPlan:
+    def prepare(self, x: Tensor, padding: Tensor | None, seen: Tensor | None = None) -> AppendPlan:
         """Encode tokens and allocate what they need.
 
         Parameters
@@ -169,117 +165,122 @@ class Stream(NamedTuple):
             `[B, H, new, D]`, checked.
         padding : Tensor or None
             `[B]` left-padding tokens of each row.
-        query_energy : Tensor, optional
-            `[B, H, n, D]` fp32: of the first n queries, the mean square over the query heads of
-            each KV head.
+        seen : Tensor, optional
+            `[B, H, n, D]`, what queries are like, see `Held`.
 
         Raises
         ------
         NonFiniteError
-            A token that the codec can't hold, be it now or when its group is complete.
+            A token that the codec can't hold, be it now or when it leaves the window.
         """
         coded = self.coded(x, self.length)
-        self.codec.check_range(coded)
         x = x.to(self.memory.tensor.dtype)
         coded = x if self.offset is None else coded
-        held = self.length
+        held, codec, window = self.length, self.codec, self.window
         length = held + x.shape[2]
-        positions, sink_end = self.sink_positions(padding)
-        exact = 0 if self.sinks is None else self.sinks.shape[2]
-        context = Context(padding, exact)
-        plan = self._learnt(x, coded, length, context, query_energy)
+        context = Context(padding, self.num_sinks)
+        out = out_of_window(codec, window, length)
+        plan = self._learnt(x, coded, out, context, seen)
+        if not plan.codec.ready:
+            out = 0
         codec = plan.codec
-        pieces, packed = self._encode(plan, x, coded, length, context)
-        start = max(self.tail_start, self._exact_start(packed, length, self.codec.group))
-        memory, spare = self.next_memory(x, start)
-        sinks = self.sinks
-        if sinks is not None and positions is not None and held < sink_end:
-            sinks = filled_sinks(sinks, x, positions - held)
-        store = self.store.grown(packed, self.packed)
-        window, offset = self.window, self.offset
+        check_arrival(codec, coded, max(out - held, 0))
+        pieces = self._encode(plan, x, coded, out, context)
+        packed = max(self.packed, out)
+        start = max(self.tail_start, min(packed, out))
+        memory, spare = next_memory(self, x, start)
+        sinks = self._next_sinks(x, start, padding)
+        # What a codec stores may depend on what it has learnt.
+        store = self.store if codec is self.codec else self.store.made_for(codec)
+        store, offset, count = store.grown(packed, self.packed), self.offset, self.num_sinks
         after = Stream(
-            codec, window, plan, store, packed, memory, start, length, spare, sinks, offset
+            codec, window, plan, store, packed, memory, start, length, spare, sinks, count, offset
         )
         return AppendPlan(after, pieces)
 
-    def next_memory(self, x: Tensor, start: int) -> tuple[TokenMemory, int]:
-        """Return where the tail from `start` on lies with new tokens, and the room behind them.
+    def sealed(self, tokens: int, padding: Tensor | None) -> AppendPlan:
+        """Pack tokens up to a whole group, `tokens`, although the tail has them, and keeps them."""
+        none = self.memory.tensor[:, :, :0]
+        pieces = self._encode(self.plan, none, none, tokens, Context(padding, self.num_sinks))
+        packed = max(self.packed, tokens)
+        store = self.store.grown(packed, self.packed)
+        return AppendPlan(self._replace(store=store, packed=packed), pieces)
 
-        Room is written to at once: no view reaches there.
-        """
-        new, held, memory = x.shape[2], self.length, self.memory
-        length, kept = held + new, max(held - start, 0)
-        if kept and self.spare >= new:
-            memory.tokens(held, length).copy_(x)
-            return memory, self.spare - new
-        if start > held:
-            x = x[:, :, start - held :]
-        if new > MOST_STEP or not held or start == length:
-            # A slice would keep the whole of `x` alive behind it.
-            tail = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
-            return TokenMemory(tail, start), 0
-        shape, count = x.shape, length - start
-        tail = x.new_zeros(*shape[:2], count + SLACK, shape[3])
-        if kept:
-            tail[:, :, :kept] = memory.tokens(start, held)
-        tail[:, :, kept:count] = x
-        return TokenMemory(tail, start), SLACK
+    def _next_sinks(self, x: Tensor, start: int, padding: Tensor | None) -> Tensor | None:
+        """Return the sinks once the tail begins at `start`, behind new tokens."""
+        if not start or not self.num_sinks:
+            return self.sinks
+        if self.sinks is None:
+            return self.first_tokens(padding, x)
+        positions, end = self.sink_positions(padding)
+        if self.length >= end:
+            return self.sinks
+        return filled_sinks(self.sinks, x, positions - self.length)
 
-    def _exact_start(self, packed: int, length: int, group: int = 1) -> int:
-        """Where the window begins, or the group that it begins in; never behind `packed`."""
-        begin = max(length - self.window, 0)
-        return min(packed, begin - begin % group)
-
-    @property
-    def exact_from(self) -> int:
-        """Tokens from here on are attended exactly: the window and the open group.
-
-        The tail may begin earlier, at the beginning of the window's first group: those tokens are
-        there so that a rollback inside the window can open their group again.
-        """
-        return max(self.tail_start, self._exact_start(self.packed, self.length))
-
-    def exact_tail(self) -> Tensor:
-        """Return the tokens from `exact_from` on."""
-        return self.memory.tokens(self.exact_from, self.length)
+    def first_tokens(self, padding: Tensor | None, x: Tensor | None = None) -> Tensor | None:
+        """Return the sinks, also while the tail has them, or new tokens `x` behind it."""
+        if self.sinks is not None or not self.num_sinks:
+            return self.sinks
+        positions, end = self.sink_positions(padding)
+        known = self.tail[:, :, :end]
+        if x is not None and self.length < end:
+            known = torch.cat([known, x[:, :, : end - self.length]], 2)
+        batch, heads, count, dim = known.shape
+        if count == self.num_sinks and padding is None:
+            return known.clone()
+        zeros = known.new_zeros(batch, heads, self.num_sinks, dim)
+        return filled_sinks(zeros, known, positions) if count else zeros
 
     def _learnt(
-        self, x: Tensor, coded: Tensor, length: int, context: Context, energy: Tensor | None
+        self, x: Tensor, coded: Tensor, out: int, context: Context, seen: Tensor | None
     ) -> StreamPlan:
         """Return the plan of a codec that has learnt, if this append brings what it learns from."""
-        count = self.codec.learns_from
-        if not count or self.codec.ready or length < count:
+        if self.codec.ready or not out or out < self.codec.learns_from:
             return self.plan
-        first = self._tokens(x, coded, self.packed, self.packed + count)
-        if energy is not None:
-            energy = mean_over_tokens(energy, context.counted(energy))
+        first = self._tokens(x, coded, 0, self.codec.learns_from or out)
+        energy = None
+        if seen is not None and seen.shape[2]:
+            # Sums of so few 8-bit floats are exact in fp64, in whatever order.
+            each, begin = seen.view(E5M2).to(torch.float64), self.learning[0]
+            count = torch.ones((), dtype=torch.float64, device=each.device) * each.shape[2]
+            if begin < context.end:
+                counted = context.counted(each, begin).to(torch.float64)
+                each, count = each * counted, counted.sum((0, 2)).clamp(min=1)
+            energy = (each.sum((0, 2)) / count).to(torch.float32)
         return self.plan.learnt(first, context._replace(query_energy=energy))
 
     def _encode(
-        self, plan: StreamPlan, x: Tensor, coded: Tensor, length: int, context: Context
-    ) -> tuple[list[Piece], int]:
-        pieces, packed, group = [], self.packed, self.codec.group
+        self, plan: StreamPlan, x: Tensor, coded: Tensor, end: int, context: Context
+    ) -> list[Piece]:
+        """Encode what has no slots yet of the tokens in front of `end`."""
+        pieces: list[Piece] = []
+        packed, group = self.packed, self.codec.group
         cut = packed % group
-        if cut and packed < length:
-            end = min(packed + group - cut, length)
-            rest = plan.prepare(self._tokens(x, coded, packed, end), self._group_at(packed))
-            pieces.append(Piece(packed, end, *rest))
-            packed = end
-        end = packed + (length - packed) // group * group if packed % group == 0 else packed
+        if cut and packed < end:
+            begin, packed = packed, packed + group - cut
+            rest = plan.prepare(self._tokens(x, coded, begin, packed), self._group_at(begin))
+            pieces.append(Piece(begin, packed, *rest))
         special = min(-(-context.end // group) * group, end) if group > 1 else 0
         if special > packed:  # groups with sinks or padding
             whole = self._tokens(x, coded, packed, special)
             if packed:
                 whole = torch.nn.functional.pad(whole, (0, 0, packed, 0))
             ordinary = context.ordinary(whole, group)[:, :, packed:]
-            if not plan.codec.ready:  # it learns from all that it encodes first
-                ordinary = torch.cat([ordinary, self._tokens(x, coded, special, end)], 2)
-                special = end
             pieces.append(Piece(packed, special, *plan.prepare(ordinary)))
             packed = special
         if end > packed:
             pieces.append(Piece(packed, end, *plan.prepare(self._tokens(x, coded, packed, end))))
-        return pieces, max(end, packed)
+        return pieces
+
+    @property
+    def learning(self) -> tuple[int, int]:
+        """The first token whose queries the codec learns from, and how many are held then."""
+        return learning(self.codec.learns_from, self.codec.group, self.window)
+
+    def room_before(self, token: int) -> int:
+        """Return how many new tokens there may be before slots from `token` on are written."""
+        unit, end = unit_of(self.codec.group, self.window), max(token, self.packed)
+        return (end // unit + 1) * unit - 1 + self.window - self.length
 
     def from_origin(self, origin: tuple[int, ...] | None) -> Stream:
         """Return the stream with other tokens at position 0 (see `RowOffset`)."""
@@ -299,17 +300,18 @@ class Stream(NamedTuple):
 
     def _group_at(self, token: int) -> Segment:
         """Side information of the group that a token is in, `[B, H, 1, …]` by field name."""
-        segment, inside = divmod(token, self.store.segment_tokens)
-        index = inside // self.codec.group
+        index, inside = divmod(token, self.store.segment_tokens)
+        group, segment = inside // self.codec.group, self.store.source().segment(index)
         return {
-            field.name: field.read(self.store.segment(segment)[field.name])[:, :, index : index + 1]
+            field.name: field.read(segment[field.name])[:, :, group : group + 1]
             for field in self.codec.fields
             if field.per_group
         }
 
-    def sink_positions(self, padding: Tensor | None) -> tuple[Tensor | None, int]:
+    def sink_positions(self, padding: Tensor | None) -> tuple[Tensor, int]:
         """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
-        return (None, 0) if self.sinks is None else sink_positions(self.sinks, padding)
+        tail = self.memory.tensor
+        return sink_positions(tail.shape[0], self.num_sinks, tail.device, padding)
 
     def truncate(self, length: int, padding: Tensor | None) -> Stream:
         """Return the stream without the tokens from `length` on (at most what is held).
@@ -323,17 +325,17 @@ class Stream(NamedTuple):
         padding : Tensor or None
             `[B]` left-padding tokens of each row.
         """
-        positions, _ = self.sink_positions(padding)
         start, packed, sinks = min(self.tail_start, length), self.packed, self.sinks
         tail = self.memory.tokens(start, length).clone()
         if length < packed:
             begin = length - length % self.codec.group
             # All tokens of the cut group are exact: it is open again, as if never packed.
             packed = begin if begin >= start else length
-        if sinks is not None and positions is not None:
-            row, slot = (positions >= length).nonzero(as_tuple=True)
+        if sinks is not None:
+            row, slot = (self.sink_positions(padding)[0] >= length).nonzero(as_tuple=True)
             sinks = sinks.clone()
             sinks[row, :, slot] = 0
+        sinks = sinks if start else None
         cut = self._replace(store=self.store.cut(packed), packed=packed, sinks=sinks)
         cut = cut if length else cut.from_origin(None)
         return cut._with_tail(tail, start)
@@ -386,10 +388,9 @@ class Stream(NamedTuple):
     def __repr__(self) -> str:
         """Tell how many tokens are held, and how."""
         batch, heads, _, dim = self.memory.tensor.shape
-        sinks = 0 if self.sinks is None else self.sinks.shape[2]
         return (
             f"Stream({type(self.codec).__name__}, batch={batch}, heads={heads}, dim={dim}, "
             f"length={self.length}, packed={self.packed}, "
-            f"tail={self.tail_start}:{self.length}, exact_from={self.exact_from}, "
-            f"spare={self.spare}, sinks={sinks}, window={self.window})"
+            f"tail={self.tail_start}:{self.length}, spare={self.spare}, "
+            f"sinks={self.num_sinks}, window={self.window})"
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.saved import learnt_alike, restored_layer, stream_state
+from kvpact.cache.segments import SegmentList
 from kvpact.cache.stream import Stream
 from kvpact.compressor.compressed import CompressedKV
 from kvpact.compressor.stream import PackedStream, flat, owned
@@ -94,34 +95,49 @@ def _stream(
     # What a codec learnt has one part per head; rows of a batch would each need it. Slots of keys
     # without their offset are to be understood with it alone.
     shared = source.tail.shape[0] > 1 and isinstance(source.codec, FittedCodec)
-    if shared or source.offset is not None or not same_slots(wanted, held):
+    own = source.codec.ready and not shared and source.offset is None
+    if not own or not same_slots(wanted, held):
         x = flat(entry.dequantize(side))
         make = wanted.key_codec if side == "k" else wanted.value_codec
         return PackedStream.of(make(x.shape[3], x.dtype), x, compute)
-    state = stream_state(source)
+    # Tokens of the window are packed, too, in a stream beside the cache's.
+    whole = source.length - source.length % source.codec.group
+    state = stream_state(_packed(source, whole, compute))
     # A group that a rollback cut is not whole; its tokens go on as they are read.
-    whole = state.packed - state.packed % source.codec.group
     cut = whole < max(state.start, state.packed)
     rest = entry.dequantize(side)[:, :, whole:] if cut else state.tail[:, :, whole - state.start :]
     slots = {
-        info.name: state.slots[info.name][:, :, : -(-whole // info.tokens)].flatten(0, 1)[None]
+        info.name: state.slots[info.name][:, :, : -(-whole // info.tokens)]
         for info in state.fields
         if whole
     }
-    if whole and source.codec.group > 1 and source.sinks is not None:
-        _put_sinks(source.codec, slots, flat(entry.dequantize(side)[:, :, :whole]), source.sinks)
+    if whole and source.codec.group > 1 and source.num_sinks:
+        first = flat(entry.dequantize(side)[:, :, :whole])
+        _put_sinks(source.codec, slots, first, source.num_sinks)
     packed = owned(replace(state, slots=slots, packed=whole, start=whole, tail=flat(rest)))
     # What the tokens were before they were packed is not known any more, nor is the error.
     return PackedStream(source.codec, packed, torch.nan, torch.nan, compute)
 
 
-def _put_sinks(codec: Codec, slots: dict[str, Tensor], x: Tensor, sinks: Tensor) -> None:
+def _packed(source: Stream, tokens: int, compute: Compute) -> Stream:
+    """Return a stream of one row that has slots of so many tokens at least; `source` stays."""
+    state, tail = stream_state(source), flat(source.tail)
+    store = SegmentList(source.codec, 1, tail.shape[1], tail.device)
+    plan = compute.stream(source.codec, tail.device, tail.dtype)
+    slots = {name: x.flatten(0, 1)[None] for name, x in state.slots.items()}
+    empty = Stream.empty(source.codec, tail, 0, 0, store, plan)
+    append = empty.restore(state.packed, state.start, tail, None, slots).sealed(tokens, None)
+    append.write()
+    return append.after
+
+
+def _put_sinks(codec: Codec, slots: dict[str, Tensor], x: Tensor, count: int) -> None:
     """Encode the groups with sinks anew, as they read: a cache's slots do not have their sinks.
 
     `x` are the tokens in whole groups, `[1, N, T, D]`.
     """
     unit = lcm(codec.group, TILE)
-    x = x[:, :, : -(-sinks.shape[2] // unit) * unit]
+    x = x[:, :, : -(-count // unit) * unit]
     arrays = codec.encode(x.to(torch.float32))
     for field in codec.fields:
         units = -(-x.shape[2] // field.tokens)

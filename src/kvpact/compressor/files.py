@@ -147,6 +147,6 @@ def _stream(
     rest = tensors.get("open", torch.zeros(1, rows, 0, dim, dtype=dtype, device="cpu"))
     fields = tuple(field_info(field) for field in codec.fields)
     held = StreamState(fields, slots, packed, packed, rest, None, codec.state())
-    check_stream(codec, held)
+    check_stream(codec, held, 0)
     energy, lost = (math.nan if x is None else float(x) for x in sums)
     return PackedStream(codec, held, energy, lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal
 
 import torch
@@ -62,17 +63,17 @@ class CodesField(Field):
         """These are codes."""
         return "codes"
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """32-bit words; the sign bit is a bit like any other."""
         return torch.int32
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """A unit is a tile."""
         return TILE
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Words of one tile."""
         if self.order == "token":
@@ -136,17 +137,17 @@ class TokenField(Field):
         """As given by `content`."""
         return self.content
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the numbers."""
         return self.number
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """A unit is a tile."""
         return TILE
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Tokens lie side by side."""
         return (self.count, TILE)
@@ -204,17 +205,17 @@ class GroupField(Field):
         """Side information."""
         return "side"
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """Dtype of the numbers."""
         return self.number
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """A unit is a group."""
         return self.group
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The numbers of one group."""
         return (self.count,)

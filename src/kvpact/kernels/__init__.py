@@ -11,27 +11,21 @@ from kvpact.kernels.base import (
     TokenMemory,
 )
 from kvpact.kernels.choose import check_covered, choose
-from kvpact.kernels.finite import all_finite
+from kvpact.kernels.finite import all_finite, check_arrival, largest
 from kvpact.kernels.offset import KnownByPosition, RowOffset, RowRotation, known_by_position
-from kvpact.kernels.plan import (
-    BACKENDS,
-    Compute,
-    Plan,
-    StreamPlan,
-    coverage,
-    devices,
-    report,
-)
-from kvpact.kernels.sources import PlacedSegments, Segment, SegmentSource, Where
+from kvpact.kernels.plan import BACKENDS, Compute, Plan, StreamPlan
+from kvpact.kernels.report import coverage, devices, report
+from kvpact.kernels.sources import PlacedSegments, Segment, SegmentSource, Where, WritableSource
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output
 from kvpact.kernels.torch.queries import check_latent_config, check_queries, query_groups
-from kvpact.kernels.views import CHUNK, LayerView, StreamView
+from kvpact.kernels.views import CHUNK, WAITING, LayerView, StreamView
 
 __all__ = [
     "BACKENDS",
     "CHUNK",
     "OPERATIONS",
+    "WAITING",
     "AttendCall",
     "Backend",
     "Compute",
@@ -51,9 +45,11 @@ __all__ = [
     "StreamView",
     "TokenMemory",
     "Where",
+    "WritableSource",
     "absorb_query",
     "all_finite",
     "attend_exact",
+    "check_arrival",
     "check_covered",
     "check_latent_config",
     "check_queries",
@@ -62,6 +58,7 @@ __all__ = [
     "devices",
     "expand_output",
     "known_by_position",
+    "largest",
     "query_groups",
     "report",
 ]

@@ -10,7 +10,8 @@ from kvpact.errors import BackendUnavailable
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels.base import OPERATIONS, PRECISIONS
 from kvpact.kernels.cpu.library import cap
-from kvpact.kernels.plan import BACKENDS, Compute, devices
+from kvpact.kernels.plan import BACKENDS, Compute
+from kvpact.kernels.report import devices
 from kvpact.spec import Spec
 
 NAMES = ("auto", *(backend.name for backend in BACKENDS))

@@ -7,6 +7,7 @@ layer keeps the `Plan`, whose calls go straight to the backends chosen.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -17,7 +18,6 @@ from torch import Tensor
 from kvpact.arithmetic import saturated
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import (
-    OPERATIONS,
     AttendCall,
     Backend,
     Encoder,
@@ -53,42 +53,6 @@ class Line(NamedTuple):
     reason: str
 
 
-def devices() -> list[torch.device]:
-    """Return the devices that are here, the CPU first."""
-    return [_CPU, *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-
-
-def report(device: torch.device = _CPU) -> list[Line]:
-    """Return every operation and backend, whether it runs on a device, and why (not)."""
-    lines = []
-    for operation in OPERATIONS:
-        for backend in BACKENDS:
-            reason = backend.runs_here(device)
-            lines.append(Line(operation, backend.name, not reason, reason or backend.describe()))
-    return lines
-
-
-def coverage(k: Codec, v: Codec, device: torch.device, dtype: torch.dtype) -> list[Line]:
-    """Return which backend of a device carries out what for two codecs, and why no better one.
-
-    Where a backend attends with a slower kernel than it has for others, that has a reason, too.
-    """
-    lines = []
-    for operation in OPERATIONS:
-        reasons: list[str] = []
-        for backend in BACKENDS:
-            if backend.runs_here(device):
-                continue
-            reason = next(filter(None, (backend.covers(operation, c, dtype) for c in (k, v))), "")
-            if not reason:
-                if operation == "attend" and (remark := backend.remark(k, v)):
-                    reasons.append(f"{backend.name}: {remark}")
-                lines.append(Line(operation, backend.name, True, "; ".join(reasons)))
-                break
-            reasons.append(f"{backend.name}: {reason}")
-    return lines
-
-
 class Compute:
     """What was asked to compute for one cache, and what did.
 
@@ -108,6 +72,9 @@ class Compute:
         self.requested, self.precision, self.deferred = requested, precision, deferred
         self.counts = Counts()
         self._reasons: dict[tuple[Operation, str], str] = {}
+        # Of codecs that learnt nothing, which layers and streams have in common.
+        self._streams: dict[tuple[Codec, torch.device, torch.dtype], StreamPlan] = {}
+        self._plans: dict[tuple[StreamPlan, StreamPlan, bool, bool], Plan] = {}
 
     def checking(self) -> AbstractContextManager[list[Tensor] | None]:
         """Return a context for the checks of one call: at once (None), or deferred (flags)."""
@@ -165,7 +132,12 @@ class Compute:
         BackendUnavailable
             The backend asked for by name does not cover the codec.
         """
-        return StreamPlan(self, codec, device, dtype)
+        if codec.state():
+            return StreamPlan(self, codec, device, dtype)
+        known = codec, device, dtype
+        if known not in self._streams:
+            self._streams[known] = StreamPlan(self, codec, device, dtype)
+        return self._streams[known]
 
     def plan(
         self, k: StreamPlan, v: StreamPlan, offset: bool = False, latent: bool = False
@@ -177,7 +149,15 @@ class Compute:
         BackendUnavailable
             The backend asked for by name does not cover its codecs.
         """
-        return Plan(self, k, v, offset, latent)
+        if k.before is not None:
+            return self.plan(k.before, v, offset, latent).after(k)
+        known = k, v, offset, latent
+        plan = self._plans.get(known)
+        if plan is None:
+            plan = Plan(self, k, v, offset, latent)
+            if not k.codec.state() and not v.codec.state():
+                self._plans[known] = plan
+        return plan
 
     def note(self, operation: Operation, backend: Backend, reason: str) -> None:
         """Remember why an operation is a backend's."""
@@ -230,7 +210,11 @@ class StreamPlan:
     ----------
     encoder : Encoder
         Encodes whole groups.
+    before : StreamPlan or None
+        The plan of the codec that had not learnt yet, where the same backends cover both.
     """
+
+    before: StreamPlan | None = None
 
     def __init__(
         self, compute: Compute, codec: Codec, device: torch.device, dtype: torch.dtype
@@ -245,8 +229,13 @@ class StreamPlan:
         self._rest = TorchEncoder(codec)
 
     def for_codec(self, codec: Codec) -> StreamPlan:
-        """Return a plan for another codec of the stream: one that has learnt."""
-        return StreamPlan(self._compute, codec, self.device, self.dtype)
+        """Return a plan for the stream's codec after it has learnt."""
+        if not self.codec.learns_from:  # a basis, for one, may decide who covers it
+            return StreamPlan(self._compute, codec, self.device, self.dtype)
+        other = copy.copy(self)
+        other.codec, other.encoder = codec, self._encode.encoder(codec)
+        other._rest, other.before = TorchEncoder(codec), self
+        return other
 
     def learnt(self, x: Tensor, context: Context) -> StreamPlan:
         """Return a plan for a codec that learnt from the first tokens; see `Backend.learn`."""
@@ -308,16 +297,31 @@ class Plan:
         Who encodes and decodes.
     offset, latent : bool
         As in `Compute.backend`.
+
+    Attributes
+    ----------
+    alike : bool
+        Whether one backend does it all, which may then carry out a step at once.
     """
 
     def __init__(
         self, compute: Compute, k: StreamPlan, v: StreamPlan, offset: bool, latent: bool
     ) -> None:
         self.k, self.v, self.compute = k, v, compute
-        codecs = (k.codec, v.codec)
+        self._choose(offset, latent)
+
+    def after(self, k: StreamPlan) -> Plan:
+        """Return the plan for K's codec after it has learnt; the same backends cover it."""
+        other = copy.copy(self)
+        other.k = k
+        return other
+
+    def _choose(self, offset: bool, latent: bool) -> None:
+        compute, k, codecs = self.compute, self.k, (self.k.codec, self.v.codec)
         self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset, latent)
         self._precision, less = self._attend.precision(compute.precision, *codecs)
         self._name = self._attend.name
+        self.alike = self._attend is k._encode is self.v._encode and self._attend is not TORCH
         self._new: Backend | None = None
         compute.note("attend", self._attend, "; ".join(filter(None, (why, less))))
 
@@ -356,8 +360,9 @@ class Plan:
 
         `good` is what deferred checks have found so far, None for nothing bad; steps change it.
         """
-        if not self._attend is self.k._encode is self.v._encode:
+        if not self.alike:
             return None
+        check_call(call)
         if self.compute.deferred and good is None:
             good = torch.ones((), dtype=torch.bool, device=self.k.device)
         return self._attend.step(call, self._precision, good if self.compute.deferred else None)

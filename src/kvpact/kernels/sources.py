@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
 import numpy as np
 from torch import Tensor
@@ -22,24 +21,19 @@ class Where(NamedTuple):
         `[segments]` int64: the address of each one's first row and head.
     row, head : int
         Bytes from one batch row to the next, and from one head to the next.
+    address : int
+        Where `segments` stands, for native code.
     """
 
     segments: np.ndarray[Any, Any]
     row: int
     head: int
+    address: int
 
-    @property
-    def address(self) -> int:
-        """Where the addresses stand, for native code."""
-        return int(self.segments.ctypes.data)
-
-
-class PlacedSegments(Sequence[Segment]):
-    """Segments that know where they lie, so that nobody has to look at each of them."""
-
-    @abstractmethod
-    def where(self, name: str) -> Where | None:
-        """Return where a field lies in memory; see `SegmentSource.where`."""
+    @classmethod
+    def of(cls, segments: np.ndarray[Any, Any], row: int, head: int) -> Where:
+        """Return where a field lies, with the address of the addresses."""
+        return cls(segments, row, head, segments.__array_interface__["data"][0])
 
 
 class SegmentSource(Protocol):
@@ -62,3 +56,40 @@ class SegmentSource(Protocol):
         What is returned is valid while the source lives.
         """
         ...
+
+
+class WritableSource(SegmentSource, Protocol):
+    """A source whose segments can be written to, one by one."""
+
+    def segment(self, index: int) -> Segment:
+        """Return a segment."""
+        ...
+
+
+class PlacedSegments(Sequence[Segment]):
+    """The segments of a source, to be written to; nobody has to ask each of them where it lies.
+
+    Parameters
+    ----------
+    source : WritableSource
+        Has the segments.
+    count : int
+        How many there are.
+    """
+
+    def __init__(self, source: WritableSource, count: int) -> None:
+        self.source, self._count = source, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
+
+    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        return self.source.segment(range(self._count)[index])

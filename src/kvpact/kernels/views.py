@@ -17,6 +17,10 @@ CHUNK = 256
 """Tokens that are decoded at a time."""
 
 
+WAITING = -1
+"""Instead of a number of exact tokens: they wait."""
+
+
 class StreamView(NamedTuple):
     """K or V of one layer at one moment.
 
@@ -41,7 +45,8 @@ class StreamView(NamedTuple):
     offset : RowOffset, RowRotation or None
         What was taken off the packed tokens, or the rotation that was; exact ones are whole.
     window : int
-        Exact tokens at the end that the stream keeps.
+        Exact tokens that a step leaves at the end, packing those before; `WAITING` where new tokens
+        stay exact, and whoever holds the stream says when they are packed.
     """
 
     codec: Codec

@@ -41,8 +41,8 @@ class Codec(ABC):
     exact : bool
         Whether the numbers are kept as they are, or cast: then nothing is taken off them before.
     learns_from : int
-        First tokens of a cache that `learn` wants, 0 for none, and whose queries a `Context` is to
-        tell of. They are encoded together, so what is learnt does not depend on how they came.
+        First tokens of a cache that `learn` wants; 0 for none, or, of a codec that is not `ready`,
+        for all that are encoded first.
     joint : bool
         Whether all heads of a token are encoded together, into bytes that belong to all of them.
     rotation : KeyRotation or None
@@ -81,8 +81,11 @@ class Codec(ABC):
             )
         return super().__new__(cls)
 
-    def check_range(self, x: Tensor) -> None:
-        """Raise `NonFiniteError` where a vector of `x` (`[..., D]`) is beyond the codec's range."""
+    def check_range(self, x: Tensor, size: float | None = None) -> None:
+        """Raise `NonFiniteError` where a vector of `x` (`[..., D]`) is beyond the codec's range.
+
+        `size` is the largest magnitude in `x`, where it is known.
+        """
         if self.max_abs == self.max_norm == math.inf or x.is_meta or not x.numel():
             return
         if checks_are_deferred():
@@ -90,8 +93,10 @@ class Codec(ABC):
             good = (x.abs() <= self.max_abs).all() & (norms <= self.max_norm).all()
             require(good, lambda: NonFiniteError("beyond the range of the method"))
             return
-        low, high = torch.aminmax(x)
-        size, what, limit = max(-float(low), float(high)), "a number", self.max_abs
+        if size is None:
+            low, high = torch.aminmax(x)
+            size = max(-float(low), float(high))
+        what, limit = "a number", self.max_abs
         # No vector is longer than its largest number times sqrt(D).
         if size <= limit and size * math.sqrt(x.shape[-1]) > self.max_norm:
             size = float(torch.linalg.vector_norm(x.to(torch.float32), dim=-1).max())
@@ -173,7 +178,7 @@ class Method(ABC):
     sinks : int
         First tokens of each sequence that are also held exactly.
     window : int
-        Most recent tokens that are also held exactly.
+        Most recent tokens, held exactly: tokens are packed when they leave the window.
     """
 
     name: ClassVar[str]

@@ -33,13 +33,16 @@ class Context(NamedTuple):
         """No padding and no attention sink stands at or behind this position."""
         return self.sinks + (0 if self.padding is None else int(self.padding.max()))
 
-    def counted(self, x: Tensor) -> Tensor:
-        """Return `[B, 1, T, 1]`: which tokens of `x` are neither padding nor attention sinks."""
+    def counted(self, x: Tensor, start: int = 0) -> Tensor:
+        """Return `[B, 1, T, 1]`: which tokens of `x` are neither padding nor attention sinks.
+
+        The first of them stands at the position `start`.
+        """
         batch, _, tokens, _ = x.shape
         first = torch.full((batch, 1), self.sinks, dtype=torch.int64, device=x.device)
         if self.padding is not None:
             first = first + self.padding.to(x.device).view(-1, 1)
-        places = torch.arange(tokens, dtype=torch.int64, device=x.device)
+        places = torch.arange(start, start + tokens, dtype=torch.int64, device=x.device)
         return (places >= first).view(batch, 1, tokens, 1)
 
     def first(self, x: Tensor) -> tuple[Tensor, Tensor]:

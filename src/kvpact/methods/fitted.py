@@ -19,6 +19,7 @@ from torch import Tensor
 from kvpact.errors import FormatError, GeometryError, NonFiniteError, SpecError
 from kvpact.key_rotation import KeyRotation
 from kvpact.methods.base import Arrays, Codec, Method
+from kvpact.methods.context import Context
 from kvpact.quantizers.numbers import all_finite
 
 
@@ -70,7 +71,7 @@ class FittedCodec(Codec):
     @property
     def ready(self) -> bool:
         """Whether the state is there."""
-        return self.fitted
+        return bool(self._state)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors learnt, by name; empty before."""
@@ -106,6 +107,10 @@ class FittedCodec(Codec):
         if not all_finite(x):
             raise NonFiniteError("calibration tokens hold NaN or infinity")
         return self.restore(self._learn(x.to(torch.float32)))
+
+    def learn(self, x: Tensor, context: Context) -> Self:
+        """Return a codec that learnt from the first tokens that a cache packs."""
+        return self.fit(x)
 
     def calibrated(self, x: Tensor, known: Calibrating) -> Self:
         """Return a codec that learnt from calibration tokens of which more is known.

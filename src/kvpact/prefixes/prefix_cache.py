@@ -13,6 +13,7 @@ from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
 from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.prefixes import page_keys
+from kvpact.cache.room import seal
 from kvpact.cache.saved import PAGE_TOKENS, least_page_size
 from kvpact.errors import (
     FormatError,
@@ -268,6 +269,8 @@ class PrefixCache:
         """
         ids, layers = token_ids(tokens), self._source.layers(seq)
         self._check(layers, len(ids))
+        for layer in layers:
+            seal(layer, len(ids) // self.chunk * self.chunk)
         packed = min((s.packed for layer in layers for s in layer.streams()), default=0)
         keys = self.keys(ids)[: packed // self.chunk]
         missing = [i for i, key in enumerate(keys) if self._lacks(key)]

@@ -22,9 +22,10 @@ from kvpact.snapshot.state import (
     geometry_json,
 )
 
-VERSION, WITH_OFFSETS, WITH_ENERGIES = VERSIONS = (1, 2, 3)
+VERSION, WITH_OFFSETS, WITH_ENERGIES, LATE = VERSIONS = (1, 2, 3, 4)
 """Of snapshots, of those in which keys lie without their offset, and of those of caches that are
-still to learn from their first tokens and have seen queries of these."""
+still to learn from their first tokens and have seen queries of these, of those in which tokens wait
+in the tail without slots."""
 OFFSET_TENSORS = ("offset.bias", "offset.channels", "offset.frequencies")
 _DTYPE = frozenset(DTYPES)
 _FIELD = {"dtype": _DTYPE, "name": re.compile("(?s).{1,99}"), "shape": [COUNT], "tokens": COUNT}
@@ -170,10 +171,19 @@ class Manifest:
     @property
     def version(self) -> int:
         """Version of the file: the first one whose readers know all that is in it."""
+        return self.versions[-1]
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of files in which this may stand, the one that is written last.
+
+        Before version 4 tokens without slots were an open group, and energies fp32.
+        """
         streams = [stream for entry in self.layers for stream in entry.streams or ()]
-        if any(stream.query_energy for stream in streams):
-            return WITH_ENERGIES
-        return WITH_OFFSETS if any(stream.offset for stream in streams) else VERSION
+        early = WITH_OFFSETS if any(stream.offset for stream in streams) else VERSION
+        early = WITH_ENERGIES if any(stream.query_energy for stream in streams) else early
+        late = any(s.query_energy or s.packed < s.start + s.tail for s in streams)
+        return (early, LATE) if late else (early,)
 
     @property
     def tokens(self) -> int:

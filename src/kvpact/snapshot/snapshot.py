@@ -15,7 +15,7 @@ from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.header import DTYPE_NAMES
-from kvpact.snapshot.manifest import VERSIONS, LayerEntry, Manifest, pages_of, read_manifest
+from kvpact.snapshot.manifest import LATE, VERSIONS, LayerEntry, Manifest, pages_of, read_manifest
 from kvpact.snapshot.pages import pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
 from kvpact.snapshot.state import SIDES, Identity, LayerState, StreamState
@@ -45,10 +45,9 @@ class Snapshot:
     def __init__(self, container: Container) -> None:
         self._container = container
         self.manifest: Manifest = read_manifest(container.manifest)
-        if container.version != self.manifest.version:
-            raise FormatError(
-                f"what the manifest speaks of does not fit version {container.version}"
-            )
+        if container.version not in self.manifest.versions:
+            told = f"what the manifest speaks of does not fit version {container.version}"
+            raise FormatError(told)
         self._check_tensors()
 
     @classmethod
@@ -260,6 +259,8 @@ class Snapshot:
         slots = unpack_pages(data, [stream.fields for stream in entry.streams], rows, m.page_size)
         dims = (m.geometry.head_dim, m.geometry.value_dim)
         streams = []
+        # Energies of version 3 are of the first tokens, of whose queries nothing learns any more.
+        late = self._container.version >= LATE
         for side, stream, held, dim in zip(SIDES, entry.streams, slots, dims, strict=True):
             name = f"layer.{index}.{side}"
             empty = torch.zeros(*rows, 0, dim, dtype=entry.dtype, device="cpu")
@@ -273,7 +274,7 @@ class Snapshot:
                     exact[f"{name}.sinks"] if stream.sinks else None,
                     {part: exact[f"{name}.learnt.{part}"] for part in stream.learnt},
                     *read_offset(stream.offset, exact, name),
-                    exact.get(f"{name}.query_energy"),
+                    exact.get(f"{name}.query_energy") if late else None,
                 )
             )
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
@@ -381,7 +382,9 @@ class Snapshot:
                     if not rest or rest.pop(0) != tensor:
                         raise FormatError(f"tensor {tensor!r} is not where it should be")
                     found = entries[tensor]
-                    dtype = torch.float32 if part == "query_energy" else layer.dtype
+                    late = self._container.version >= LATE
+                    energies = torch.uint8 if late else torch.float32
+                    dtype = energies if part == "query_energy" else layer.dtype
                     wanted = (*rows, count, dim), dtype
                     if count is not None and (found.shape, found.dtype) != wanted:
                         raise FormatError(f"tensor {tensor!r} has another shape or dtype")

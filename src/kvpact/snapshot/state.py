@@ -74,8 +74,8 @@ class StreamState:
     origin : tuple of int or None
         Each row's token at position 0 of the offset; None where it is the first.
     query_energy : Tensor or None
-        `[B, H, n, D]` fp32, of K whose codec is going to learn from its first tokens: energies of
-        the queries of the first n of them (see `kvpact.methods.context.Context`).
+        `[B, H, n, D]` uint8 (e5m2), of K whose codec is going to learn: energies of the queries
+        that it learns from (see `kvpact.methods.context.Context`); those of version 3 are left out.
     """
 
     fields: tuple[FieldInfo, ...]

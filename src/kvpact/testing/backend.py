@@ -76,7 +76,7 @@ class _Source:
             size = parts[0].element_size()
             row, head = (parts[0].stride(axis) * size for axis in (0, 1))
             addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
-            self._where[name] = Where(addresses, row, head)
+            self._where[name] = Where.of(addresses, row, head)
         return self._where[name]
 
 

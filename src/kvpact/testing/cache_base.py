@@ -90,6 +90,12 @@ class CacheKit:
         spec, dtype = parse_spec(self.spec), torch.float32
         return spec.key.key_codec(64, dtype).group, spec.value.value_codec(64, dtype).group
 
+    def units(self) -> tuple[int, int]:
+        """Return the tokens that leave the window together, for K and for V."""
+        (_, k_window), (_, v_window) = self.exact_tokens()
+        k, v = self.groups()
+        return max(k, 32 if k_window else 1), max(v, 32 if v_window else 1)
+
     def streams(self, cache: Any) -> list[Stream]:
         """Return the streams of kvpact's contiguous cache; none for any other cache."""
         entry = getattr(cache, "entry", None)

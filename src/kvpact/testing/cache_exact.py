@@ -34,7 +34,7 @@ class ExactChecks(CacheKit):
         """Once a token is shown as stored, it is shown the same for ever: no requantisation."""
         self.needs("fork")
         cache = self.make_cache(SMALL.geometry())
-        groups, exact = self.groups(), self.exact_tokens()
+        units, exact = self.units(), self.exact_tokens()
         held: list[torch.Tensor] = []
         for seed, count in enumerate((300, 1, 31, 64, 1, 129)):
             self.append(cache, self.tokens(SMALL, count, seed))
@@ -42,7 +42,7 @@ class ExactChecks(CacheKit):
             for before, after in zip(held, now, strict=False):
                 kept = before.shape[2]
                 assert same_bytes(after[:, :, :kept], before)
-            stored = [cache.seq_len(0) - e[1] - g + 1 for e, g in zip(exact, groups, strict=True)]
+            stored = [cache.seq_len(0) - e[1] - g + 1 for e, g in zip(exact, units, strict=True)]
             held = [x[:, :, : max(end, 0)].clone() for x, end in zip(now, stored, strict=True)]
 
     def test_padding_is_never_a_sink(self) -> None:

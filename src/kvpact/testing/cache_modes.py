@@ -59,7 +59,8 @@ class ModeChecks(CacheKit):
 
     def test_what_a_program_sets_for_torch(self) -> None:
         """A default is for what a program makes itself; models are often loaded under one."""
-        prompt = max(self.groups()) + 8
+        windows = [window for _, window in self.exact_tokens()]
+        prompt = max(windows) + max(self.units()) + 8
         expected = self._history(Mode(), prompt)
         for name, mode in self.modes.items():
             different = difference(expected, self._history(mode, prompt))

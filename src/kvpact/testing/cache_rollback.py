@@ -23,7 +23,7 @@ class RollbackChecks(CacheKit):
     def test_truncate_is_never_having_appended(self, shape: Shape) -> None:
         """A cut that leaves no group in part: all bytes become those of a new cache.
 
-        At once where the window holds the same tokens in both, else when it has refilled. Nothing
+        At once where as many tokens had left the window, else when it has refilled. Nothing
         of the tokens that went is left: not in the slots, not in the sinks.
         """
         self.needs("truncate")
@@ -42,7 +42,7 @@ class RollbackChecks(CacheKit):
                 self.append(fresh, (k[:, :, :kept], v[:, :, :kept], q[:, :, :kept]))
                 if at_once:
                     self.assert_same(cache, fresh)
-            more = self.tokens(shape, window + 2 * group + 3, seed=1)
+            more = self.tokens(shape, window + 2 * max(self.units()) + 3, seed=1)
             for one in (cache, fresh):
                 self.append(one, more)
             self.assert_same(cache, fresh)
@@ -50,16 +50,11 @@ class RollbackChecks(CacheKit):
     def _cut(self, total: int, kept: int) -> tuple[bool, bool]:
         """Return whether no group is left in part, and whether the windows are the same."""
         whole = same = True
-        for group, (_, window) in zip(self.groups(), self.exact_tokens(), strict=True):
-
-            def tail_start(length: int, group: int = group, window: int = window) -> int:
-                begin = max(length - window, 0)
-                return min(length, begin) // group * group
-
-            reached, start = total // group * group, kept // group * group
-            open_again = kept >= reached or start == kept or start >= tail_start(total)
-            whole = whole and open_again
-            same = same and min(tail_start(total), kept) == tail_start(kept)
+        sides = zip(self.groups(), self.units(), self.exact_tokens(), strict=True)
+        for group, unit, (_, window) in sides:
+            packed, then = (max(length - window, 0) // unit * unit for length in (total, kept))
+            whole = whole and (kept >= packed or kept % group == 0)
+            same = same and min(packed, kept) == then
         return whole, same
 
     @every_shape
@@ -72,7 +67,7 @@ class RollbackChecks(CacheKit):
         before = self.filled(shape)
         shown, total = self.read(before, shape), shape.tokens
         exact = self.exact_tokens()
-        stored_end = [total - w - g + 1 for (_, w), g in zip(exact, self.groups(), strict=True)]
+        stored_end = [total - w - u + 1 for (_, w), u in zip(exact, self.units(), strict=True)]
         given = self.tokens(shape, total)[:2]
         for kept in sorted({total - 1, total // 2 + 1, 1, min(33, total)} - {0}):
             cache = before.fork()
@@ -88,7 +83,7 @@ class RollbackChecks(CacheKit):
             self.append(cache, more)
             again = self.read(cache, shape)
             for x, was, is_, (_, window) in zip(more, now, again, exact, strict=False):
-                settled = max(kept - window - max(self.groups()) + 1, 0)
+                settled = max(kept - window - max(self.units()) + 1, 0)
                 assert same_bytes(is_[:, :, :settled], was[:, :, :settled])
                 assert _close(is_[:, :, kept:], x)
 

@@ -43,9 +43,6 @@ class StreamOracle:
         `[B, H, packed, D]`, the packed tokens, decoded when they were packed and never again.
     groups : list of dict
         The arrays of each packed group, of a codec with groups.
-    tail_start : int
-        The first token that the stream still knows exactly, sinks aside. It only moves forward,
-        but for rollbacks: what is no longer exact can't become so again.
     offset : RowOffset, RowRotation or None
         The offset, and which token of each row stands at position 0.
 
@@ -53,16 +50,16 @@ class StreamOracle:
     -----
     The rules are these:
 
-    1. A token is packed once, when its group is complete; groups stand at absolute positions. A
-       codec with `group = 1` packs every token at once.
-    2. The window, and the group in which it begins, are known exactly, too.
-    3. A rollback removes tokens. If it cuts a group all of whose tokens are still known exactly,
-       the group is open again, as if it had never been packed. If not, what was packed stays, and
-       the tokens that follow are coded with the group's side information until it is complete.
+    1. A token is packed once, when it leaves the window, together with the other tokens of its
+       unit: a group, or behind a window as many groups as fill a tile. Units stand at absolute
+       positions.
+    2. Tokens that are not packed are known exactly.
+    3. A rollback removes tokens. What was packed stays; the tokens that follow in a group that it
+       cut are coded with the group's side information.
     4. In a new group, the mean of the other tokens stands in the place of sinks and padding.
-    5. A codec that learns does so from the first tokens of the cache, as given, once they are all
-       there; nothing makes it learn again.
-    6. Reading gives sinks and window as they were given and the rest as it was packed.
+    5. A codec that learns does so from the first tokens of the cache, as given, once they have all
+       left the window; nothing makes it learn again, and until then nothing is packed.
+    6. Reading gives sinks, and what is not packed, as they were given and the rest as packed.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class StreamOracle:
         self.given: Tensor | None = None
         self.shown: Tensor | None = None
         self.groups: list[dict[str, Tensor]] = []
-        self.tail_start = 0
 
     @property
     def length(self) -> int:
@@ -91,23 +87,22 @@ class StreamOracle:
         length, group = self.length, self.codec.group
         if self.shown is None:
             self.shown = x[:, :, :0]
-        if group == 1:
-            self._show(self.codec.encode(self._coded(self.packed, length)))
-        while group > 1 and self.packed < length:
+        unit = group * -(-32 // group) if self.window else group
+        out = max(length - self.window, 0) // unit * unit
+        if not self.codec.ready and out < self.codec.learns_from:
+            return
+        if group == 1 and self.packed < out:
+            self._show(self.codec.encode(self._coded(self.packed, out)))
+        while group > 1 and self.packed < out:
             inside = self.packed % group
             if inside:
-                end = min(self.packed + group - inside, length)
-                self._continue(self._coded(self.packed, end), inside)
-            elif self.packed + group <= length:
-                if not self.codec.ready:
-                    known = Context(integers(*padding), self.sinks)
-                    self.codec = self.codec.learn(self._coded(0, self.codec.learns_from), known)
-                self.groups.append(self.codec.encode(self._group(padding)))
-                self._show(self.groups[-1])
-            else:
-                break
-        begin = max(length - self.window, 0)
-        self.tail_start = max(self.tail_start, min(self.packed, begin - begin % group))
+                self._continue(self._coded(self.packed, self.packed + group - inside), inside)
+                continue
+            if not self.codec.ready:
+                known = Context(integers(*padding), self.sinks)
+                self.codec = self.codec.learn(self._coded(0, self.codec.learns_from), known)
+            self.groups.append(self.codec.encode(self._group(padding)))
+            self._show(self.groups[-1])
 
     def _coded(self, start: int, end: int) -> Tensor:
         assert self.given is not None
@@ -150,13 +145,8 @@ class StreamOracle:
         if self.given is None or self.shown is None:
             return
         self.given = self.given[:, :, :length]
-        self.tail_start = min(self.tail_start, length)
-        if length < self.packed:
-            begin = length - length % self.codec.group
-            # A group all of whose tokens are still known exactly is open again.
-            kept = begin if begin >= self.tail_start else length
-            self.shown = self.shown[:, :, :kept]
-            del self.groups[-(-kept // self.codec.group) :]
+        self.shown = self.shown[:, :, :length]
+        del self.groups[-(-self.packed // self.codec.group) :]
 
     def select(self, indices: Sequence[int]) -> None:
         """Keep some rows, in this order; rows may repeat."""
@@ -178,8 +168,7 @@ class StreamOracle:
         """
         assert self.given is not None and self.shown is not None
         x = self.given.clone()
-        start = max(self.tail_start, min(self.packed, max(x.shape[2] - self.window, 0)))
-        x[:, :, :start] = self.shown[:, :, :start]
+        x[:, :, : self.packed] = self.shown
         for row, first in enumerate(padding):
             part = slice(first, first + self.sinks)
             x[row, :, part] = self.given[row, :, part]

@@ -93,7 +93,7 @@ def test_forks_share_pages_until_one_writes(spec):
     assert cache.num_free_pages == 5
     shown = cache._sequence(seq).layers[1].dequantize("k")
     fill(cache, fork, 40, seed=5)
-    assert cache.num_free_pages == 3  # a copy of the last page, and a new one
+    assert cache.num_free_pages == 3  # a copy of the page that is written, and a new one
     assert same_bytes(cache._sequence(seq).layers[1].dequantize("k"), shown)
     cache.free(seq)
     assert cache.num_free_pages == 4  # the first two are the fork's

@@ -46,7 +46,7 @@ def twin_of(spec, *pieces):
 
 
 def test_a_fork_takes_pages_when_it_writes():
-    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
+    cache = PagedKVCache("int:bits=4,window=0", GEOMETRY, 16)
     seq = cache.allocate()
     fill(cache, seq, 70)  # pages of 32: two full ones and one begun
     free = cache.num_free_pages
@@ -68,7 +68,7 @@ def test_a_fork_takes_pages_when_it_writes():
 
 
 def test_a_fork_at_the_end_of_a_page_copies_nothing():
-    cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
+    cache = PagedKVCache("int:bits=4,window=0", GEOMETRY, 16)
     seq = cache.allocate()
     fill(cache, seq, 64)
     fork = cache.fork(seq)

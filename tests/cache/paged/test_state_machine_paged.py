@@ -303,7 +303,7 @@ class Pages(RuleBasedStateMachine):
                     for stream in layer.streams():
                         inside = min(max(stream.packed - index * self.size, 0), self.size)
                         for field in stream.codec.fields:
-                            units = stream.store.segment(index)[field.name]
+                            units = stream.store.source().segment(index)[field.name]
                             clean = units.clone()
                             field.clear_from(clean, inside)
                             assert same_bytes(clean, units)

@@ -1,7 +1,9 @@
 """Write the golden snapshots: `python tests/golden/snapshots/make.py`.
 
 Never run by the tests. A snapshot of each format version stays readable for ever, and a cache goes
-on from it as it did when the file was written. Files that are there stay.
+on from it; from those of the present version as it did when the file was written. Files that are
+there stay. Those of `EARLY` were written when tokens were packed before they left the window: no
+cache writes them any more.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, KeyOffset, PagedKVCache, create_cache
 from kvpact.snapshot import Identity
-from kvpact.snapshot.manifest import VERSION, WITH_ENERGIES, WITH_OFFSETS
+from kvpact.snapshot.manifest import LATE, VERSION, WITH_ENERGIES, WITH_OFFSETS
 
 FOLDER = Path(__file__).parent
 GEOMETRY = CacheGeometry(2, 2, 16, 8, dtype=torch.float16)
-CASES = {
+EARLY = {
     "turboquant": "turboquant:bits=4,window=20",
     "cut-group": "kivi:bits=2,sinks=2,window=5/int:bits=8",
     "learnt": "vq:codebook_size=16,window=3/lowrank:rank=4,sinks=0",
@@ -25,9 +27,14 @@ CASES = {
     "offset": "turboquant:bits=3,sinks=2,window=9",
     "energies": "trellis:bits=3,sinks=2,window=5",
 }
-HELD = dict.fromkeys(CASES, 69) | {"cut-group": 50, "energies": 40}
+CASES = EARLY | {
+    "waiting": "kivi:bits=2,sinks=2,window=40/turboquant:bits=4,window=3",
+    "learning": "trellis:bits=3,sinks=2,window=5",
+}
+HELD = dict.fromkeys(CASES, 69) | {"cut-group": 50, "energies": 40, "learning": 60}
 """Tokens before; one more was appended at least, and rolled back."""
-VERSIONS = dict.fromkeys(CASES, (VERSION, VERSION)) | {
+VERSIONS = dict.fromkeys(CASES, (LATE, LATE)) | {
+    **dict.fromkeys(EARLY, (VERSION, VERSION)),
     "offset": (WITH_OFFSETS, WITH_OFFSETS),
     "energies": (WITH_ENERGIES, VERSION),
 }
@@ -67,14 +74,17 @@ def main() -> None:
     """Write the files that are not there, before and after 40 more tokens."""
     for name in CASES:
         cache = cache_for(name)
-        grow(cache, 41 if name == "energies" else 70, 1, [3, 0])
+        grow(cache, {"energies": 41, "learning": 61}.get(name, 70), 1, [3, 0])
         cache.truncate(HELD[name])
         for when, version in zip(("before", "after"), VERSIONS[name], strict=True):
             path = FOLDER / f"{name}-{when}-v{version}.safetensors"
             if not path.exists():
                 ids = torch.arange(cache.seq_len(0)).expand(2, -1)
                 who = Identity(model="m", adapter=None, tenant="t")
-                cache.snapshot(token_ids=ids, identity=who).save(path)
+                snapshot = cache.snapshot(token_ids=ids, identity=who)
+                if snapshot.manifest.version != version or name in EARLY:
+                    raise SystemExit(f"{path.name} can't be written any more: restore it")
+                snapshot.save(path)
                 path.chmod(0o644)
                 print(f"{path.name}: {path.stat().st_size:,} bytes")
             grow(cache, 40, 7)

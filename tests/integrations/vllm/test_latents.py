@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from vllm_pages import WindowBeside
 
-from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact import AttendConfig, CacheGeometry
 from kvpact.cache.specs import latent_spec
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
@@ -36,7 +37,7 @@ def test_chunks_and_steps_are_those_of_a_contiguous_cache(text, dtype):
     generator = torch.Generator().manual_seed(1)
     tables, counts = [[3, 0, 5], [7, 1, 2]], [[40, 0], [1, 33], [1, 1], [17, 1], [1, 1]]
     geometry = CacheGeometry.mla(1, RANK, ROPE, dtype)
-    caches = [create_cache(text, geometry, backend="cpu") for _ in tables]
+    caches = [WindowBeside(text, geometry) for _ in tables]
     held = [0, 0]
     for batch in counts:
         total = sum(batch)

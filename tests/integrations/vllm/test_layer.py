@@ -5,9 +5,8 @@ import random
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from vllm_pages import TOKENS, SequenceBeside
+from vllm_pages import TOKENS, SequenceBeside, WindowBeside
 
-from kvpact import create_cache
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
@@ -50,8 +49,7 @@ def tokens(count, seed, dtype=torch.bfloat16):
 
 def make_sequence(text, pages, count, seed):
     geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-    cache = create_cache(text, geometry, backend="cpu")
-    return SequenceBeside(tokens(count, seed), cache, SCALE, pages)
+    return SequenceBeside(tokens(count, seed), WindowBeside(text, geometry), SCALE, pages)
 
 
 def run(layer, sequences, counts):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from vllm_pages import WindowBeside
 
-from kvpact import create_cache
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.vllm.layer import PagedLayer
@@ -38,8 +38,8 @@ def step(layer, rows, qkv):
 
 
 def contiguous(text, *parts):
-    """What a contiguous cache answers to the last one of several calls."""
-    cache = create_cache(text, CacheGeometry(1, HEADS, DIM), backend="cpu")
+    """What a contiguous cache with a window beside it answers to the last one of several calls."""
+    cache = WindowBeside(text, CacheGeometry(1, HEADS, DIM))
     for part in parts:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)
         out = cache.attend(0, k, v, q, CONFIG)

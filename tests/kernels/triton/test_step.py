@@ -46,14 +46,14 @@ def test_steps_are_those_of_the_ordinary_way(spec, triton_backend):
     generator = torch.Generator().manual_seed(0)
     cache, plain = make(spec, "triton"), make(spec, "torch")
     taken = 0
-    for count in (59, 1, 1, 1, 2, 2, 2):
+    for count in (59, 1, 1, 1, *[2] * 19):  # until the widest window has let a tile go
         given = tokens(count, generator)
         expected = plain.attend(0, *given)
         known = runner(cache)
         found = cache.attend(0, *given)
         taken += known is not None and runner(cache) is known
         assert (found - expected).norm() <= 5e-4 * expected.norm()
-    assert taken == 2
+    assert taken >= 15
     for side in "kv":
         assert torch.equal(cache.dequantize(0, side), plain.dequantize(0, side))
     cache.verify()
@@ -95,7 +95,6 @@ def test_a_step_asks_no_codec_how_it_encodes(triton_backend, monkeypatch):
 
 
 FAST = ["prepare_queries", "attend_general", "query_digits", "attend_digits"]
-SEARCH = ["treat_tokens", "search_codes", "store_codes"]
 
 
 @pytest.mark.parametrize(
@@ -109,10 +108,10 @@ SEARCH = ["treat_tokens", "search_codes", "store_codes"]
             0,
             marks=pytest.mark.slow,
         ),
-        # Groups of K are packed in other steps; queries for them are products that torch computes.
+        # Tokens leave the window in other steps; queries for K are products that torch computes.
         pytest.param(
             "trellis:bits=4,window=2",
-            ["take_tokens", *SEARCH, *FAST[:3], "attend_trellises", "merge_parts"],
+            ["take_tokens", *FAST[:3], "attend_trellises", "merge_parts"],
             9,
             marks=pytest.mark.slow,
         ),
@@ -123,7 +122,7 @@ def test_the_launches_of_a_step(spec, kernels, others, triton_backend, monkeypat
     monkeypatch.setattr(fast, "LEAST_TOKENS", 1)
     generator = torch.Generator().manual_seed(5)
     cache = make(spec, "triton", torch.bfloat16)
-    for count in (20 if "group" not in spec and others == 0 else 66, 1, 1):
+    for count in ({"int:bits=8,window=0": 20, "trellis:bits=4,window=2": 600}.get(spec, 140), 1, 1):
         cache.attend(0, *tokens(count, generator, torch.bfloat16))
     cache.reserve(3)
     for _ in range(2):
@@ -211,15 +210,15 @@ def filled(spec, backend, lengths):
 
 
 @pytest.mark.parametrize(
-    ("spec", "lengths"),
+    ("spec", "lengths", "wanted"),
     [
-        # One row begins a page.
-        ("turboquant:bits=4,window=4", (61, 7)),
-        # One row packs a group.
-        ("kivi:bits=2,group=32/int:bits=8,window=0", (93, 30)),
+        # One row begins a page, and packs a tile.
+        ("turboquant:bits=4,window=4", (61, 7), [1, 1, 1, 1, 1]),
+        # One row packs a group with its sinks.
+        ("kivi:bits=2,group=32/int:bits=8,window=0", (93, 30), [1, 1, 0, 1, 1]),
     ],
 )
-def test_rows_on_pages_step_together(spec, lengths, triton_backend):
+def test_rows_on_pages_step_together(spec, lengths, wanted, triton_backend):
     generator = torch.Generator().manual_seed(6)
     views, taken = [filled(spec, backend, lengths) for backend in ("triton", "torch")], []
     for turn in range(5):
@@ -233,7 +232,7 @@ def test_rows_on_pages_step_together(spec, lengths, triton_backend):
             assert (some - other).norm() <= 5e-4 * other.norm()
         taken.append(launches.counts["take_tokens"])
         assert not taken[-1] or not reads.counts.keys() - {"copy between devices"}
-    assert taken == [0, 0, 1, 1, 1]
+    assert taken == wanted
     for seqs in zip(*(view.seqs for view in views), strict=True):
         pair = [view.cache.layer_of(seq, 0) for view, seq in zip(views, seqs, strict=True)]
         for side in "kv":

@@ -7,6 +7,8 @@ from kvpact.snapshot import Identity
 
 SPEC = "int:bits=4,sinks=1,window=2"
 GEOMETRY = CacheGeometry(2, 1, 4)
+TOKENS = 67
+"""Two pages of packed ones, and a tail."""
 
 
 def tokens(count: int, seed: int = 0, rows: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,7 +20,7 @@ def tokens(count: int, seed: int = 0, rows: int = 1) -> tuple[torch.Tensor, torc
 def small_snapshot() -> Snapshot:
     cache = create_cache(SPEC, GEOMETRY)
     for layer in range(2):
-        cache.prefill(layer, *tokens(35, layer))
+        cache.prefill(layer, *tokens(TOKENS, layer))
     return cache.snapshot(
-        token_ids=torch.arange(35), identity=Identity(model="m", tenant="t"), page_size=32
+        token_ids=torch.arange(TOKENS), identity=Identity(model="m", tenant="t"), page_size=32
     )

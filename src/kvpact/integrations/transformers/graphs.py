@@ -181,7 +181,7 @@ class DecodeGraph:
         def place() -> None:
             for layer, runner in zip(layers, runners, strict=True):
                 k, v = layer.streams()
-                runner.place(layer.length, (k.exact_from, k.memory), (v.exact_from, v.memory))
+                runner.place(layer.length, (k.tail_start, k.memory), (v.tail_start, v.memory))
 
         def step() -> None:
             for runner in runners:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.stream import MOST_STEP
+from kvpact.cache.tail import MOST_STEP
 from kvpact.errors import KVPactError
 
 if TYPE_CHECKING:

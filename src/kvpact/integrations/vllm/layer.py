@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.pages import PageSegments, PageSource
+from kvpact.cache.pages import PageSource
 from kvpact.cache.segments import clear_segment
 from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
@@ -21,6 +21,7 @@ from kvpact.kernels import (
     AttendCall,
     Encoder,
     LayerView,
+    PlacedSegments,
     Plan,
     Segment,
     StepRow,
@@ -332,9 +333,9 @@ class PagedLayer:
     ) -> None:
         for (row, window), prepared in zip(rows, ready, strict=True):
             self._clear(row)
-            first, inside = divmod(row.held, self._tokens)
             for (encoder, what), source in zip(prepared, self._sources[row.pages], strict=True):
-                encoder.write(what, PageSegments(source, first), self._tokens, inside)
+                segments = PlacedSegments(source, len(source.pages))
+                encoder.write(what, segments, self._tokens, row.held)
             k, v = (_sequence(x, row.start, row.end) for x in tokens)
             self._windows.append(window, (k, v))
 

@@ -22,11 +22,13 @@ from kvpact.kernels.cpu import structs, trellis
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
 from kvpact.kernels.cpu.structs import CHOICES, ENCODINGS, MOST_DIM, MOST_GROUP, EncodeArgs
-from kvpact.kernels.sources import PlacedSegments, Segment, Where
+from kvpact.kernels.sources import PlacedSegments, Segment, SegmentSource, Where
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
 
+_NAME = "cpu encode"
+_ADDRESS = ctypes.sizeof(ctypes.c_void_p)
 _FIELDS = ("codes", "scale", "zero", "mean", "balance", "base", "step")
 
 
@@ -119,8 +121,28 @@ def magnitude(library: NativeLibrary, x: Tensor) -> float:
     return found
 
 
+def _args(codec: Codec, places: Sequence[Where | None]) -> EncodeArgs:
+    """Return the arguments with where the fields lie."""
+    encoder = codec_encoder(codec)
+    args = EncodeArgs.from_buffer_copy(encoder.args)
+    for (name, field), where in zip(encoder.fields, places, strict=True):
+        if where is None:
+            raise GeometryError(f"storage of {field.name} has gaps")
+        setattr(args, name, where[3:] + where[1:3])
+    return args
+
+
+def placed(codec: Codec, source: SegmentSource) -> tuple[list[Where | None], EncodeArgs]:
+    """Return where the fields of a source lie, and the arguments that say so; found out once."""
+    known = source.prepared.get(_NAME)
+    if known is None or known[0] is not codec:
+        places = [source.where(field.name) for _, field in codec_encoder(codec).fields]
+        known = source.prepared[_NAME] = codec, places, _args(codec, places)
+    return known[1], known[2]
+
+
 class CpuEncoder:
-    """Encodes a stream's tokens natively; not for two threads at once.
+    """Encodes tokens natively.
 
     Parameters
     ----------
@@ -131,10 +153,8 @@ class CpuEncoder:
     """
 
     def __init__(self, library: NativeLibrary, codec: Codec) -> None:
-        self._library, self._codec, self._args = library, codec, EncodeArgs()
+        self._library, self._codec = library, codec
         self._torch = TorchEncoder(codec)
-        self._known: list[list[tuple[int, tuple[int, ...]]]] = []
-        self._places: list[Where | None] = []  # kept alive: the kernel reads their arrays
 
     def prepare(self, x: Tensor) -> Tensor | dict[str, Tensor]:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
@@ -162,26 +182,21 @@ class CpuEncoder:
         ------
         KernelError
             The kernel refused its arguments; the slots are as they were.
+        GeometryError
+            The slots have gaps in memory.
         """
         if isinstance(prepared, dict):
             self._torch.write(prepared, segments, segment_tokens, start)
             return
-        encoder = codec_encoder(self._codec)
+        places: list[Where | None]  # kept alive: the kernel reads their arrays
         if isinstance(segments, PlacedSegments):
-            self._known = []
-            self._place(encoder, [segments.where(field.name) for _, field in encoder.fields])
+            places, args = placed(self._codec, segments.source)
         else:
-            stored = [
-                [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
-                for _, field in encoder.fields
-                for tensors in [[segment[field.name] for segment in segments]]
-            ]
-            # Most appends go where the last one went.
-            if stored != self._known:
-                self._known = []
-                self._place(encoder, [_where(segments, f.name) for _, f in encoder.fields])
-                self._known = stored
-        args = self._args
+            places = [_where(segments, f.name) for _, f in codec_encoder(self._codec).fields]
+            args = _args(self._codec, places)
+        args = EncodeArgs.from_buffer_copy(args)
+        for name, _ in codec_encoder(self._codec).fields:  # the kernel counts from where it begins
+            getattr(args, name).base += start // segment_tokens * _ADDRESS
         args.x, x = exact_tokens(prepared)
         args.dtype = DTYPES[x.dtype]
         args.batch, args.heads, args.tokens, _ = x.shape
@@ -194,16 +209,6 @@ class CpuEncoder:
                 "This is a defect of kvpact: report it, and use backend='torch' until then"
             )
 
-    def _place(self, encoder: CodecEncoder, places: list[Where | None]) -> None:
-        """Tell the kernel where the fields lie."""
-        size = ctypes.sizeof(EncodeArgs)
-        ctypes.memmove(ctypes.byref(self._args), ctypes.byref(encoder.args), size)
-        for (name, field), where in zip(encoder.fields, places, strict=True):
-            if where is None:
-                raise GeometryError(f"storage of {field.name} has gaps")
-            setattr(self._args, name, structs.Field(where.address, where.row, where.head))
-        self._places = places
-
 
 def _where(segments: Sequence[Segment], name: str) -> Where | None:
     tensors = [segment[name] for segment in segments]
@@ -211,4 +216,4 @@ def _where(segments: Sequence[Segment], name: str) -> Where | None:
     if any(tensor.stride() != strides or not tensor[0, 0].is_contiguous() for tensor in tensors):
         return None
     addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-    return Where(addresses, strides[0] * size, strides[1] * size)
+    return Where.of(addresses, strides[0] * size, strides[1] * size)

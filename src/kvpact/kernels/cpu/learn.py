@@ -21,7 +21,7 @@ _NO_NUMBER = 4
 
 def reason(codec: Codec) -> str:
     """Return why the kernel does not learn for a codec; empty if it does."""
-    if not codec.learns_from:
+    if codec.ready:
         return ""
     if not isinstance(codec, TrellisKeyCodec):
         return f"no native learning for {type(codec).__name__}"

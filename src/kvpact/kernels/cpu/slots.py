@@ -107,7 +107,7 @@ class SlotFormat:
             found = source.where(field)
             if found is None:
                 return False
-            setattr(stream, name, (found.address, found.row, found.head))
+            setattr(stream, name, found[3:] + found[1:3])
         return True
 
 

@@ -18,9 +18,9 @@ from kvpact.arithmetic import saturated
 from kvpact.errors import KernelError
 from kvpact.kernels.alike import AlikeCalls
 from kvpact.kernels.base import AttendCall, StepRow, StepTokens
+from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
-from kvpact.kernels.cpu.attend import native_call, new_output, query_rows_for_many
-from kvpact.kernels.cpu.encode import codec_encoder
+from kvpact.kernels.cpu.encode import codec_encoder, placed
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import largest, native_offset
 from kvpact.kernels.offset import RowOffset
@@ -48,9 +48,9 @@ def covers(call: AttendCall) -> bool:
 def _storable(side: StreamView) -> bool:
     codec = side.codec
     encoder = codec_encoder(codec)
-    if encoder.reason or any(side.source.where(f.name) is None for _, f in encoder.fields):
+    if encoder.reason:
         return False
-    # The tokens of an open group were not compared with this limit when they came.
+    # Tokens that waited were not compared with this limit when they came.
     return codec.group == 1 or encoder.limit >= min(codec.max_abs, codec.max_norm)
 
 
@@ -81,16 +81,16 @@ class CpuStep(AlikeCalls):
         self._most = None
         if isinstance(offset, RowOffset):
             self._most = native_offset(offset, call.view.length).most
-        native = native_call(call, 0, int8)
+        made = native.native_call(call, 0, int8)
         # What the arguments point to: where sink tokens stand, logits of sinks, offsets.
-        memory = [x.untyped_storage() for x in native.alive]
+        memory = [x.untyped_storage() for x in made.alive]
         self._alive = (memory, call.view.k.codec, call.view.v.codec, call.padding)
         self._sinks = (call.view.k.sinks, call.view.v.sinks)
         args = self._args = structs.StepPlan()
-        ctypes.memmove(ctypes.byref(args.attend), native.args, len(native.args))
+        ctypes.memmove(ctypes.byref(args.attend), made.args, len(made.args))
         _fill(args.k, call.view.k)
         _fill(args.v, call.view.v)
-        many = native.query_rows >= query_rows_for_many(int8)
+        many = made.query_rows >= native.query_rows_for_many(int8)
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
         self._address = ctypes.addressof(args)
         out_row = math.prod(self._out[1:]) * _F32.itemsize
@@ -102,7 +102,7 @@ class CpuStep(AlikeCalls):
 
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, encode and keep new tokens: all of them, or none; see `StepRunner`."""
-        out = new_output(len(rows) * self._out[0], *self._out[1:])
+        out = native.new_output(len(rows) * self._out[0], *self._out[1:])
         k_at, v_at, q_at, out_at = k.data_ptr(), v.data_ptr(), q.data_ptr(), out.data_ptr()
         threads, args = torch.get_num_threads(), []
         for runner, held, k_tokens, v_tokens in rows:
@@ -159,11 +159,5 @@ def _fill(store: structs.Store, side: StreamView) -> None:
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
     if isinstance(side.offset, RowOffset):
         store.limit -= largest(side.offset)  # what is encoded may be that much larger
-    ctypes.memmove(
-        ctypes.byref(store.form), ctypes.byref(encoder.args), ctypes.sizeof(structs.EncodeArgs)
-    )
+    _, store.form = placed(codec, side.source)
     store.form.segment_tokens = side.source.segment_tokens
-    for name, field in encoder.fields:
-        found = side.source.where(field.name)
-        assert found is not None, "storable"
-        setattr(store.form, name, structs.Field(found.address, found.row, found.head))

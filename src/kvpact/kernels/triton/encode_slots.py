@@ -92,4 +92,4 @@ def where_lie(parts: Sequence[Tensor]) -> Where:
     if any(part.stride() != strides or not part[0, 0].is_contiguous() for part in parts):
         raise GeometryError(_GAPS)
     addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
-    return Where(addresses, strides[0] * size, strides[1] * size)
+    return Where.of(addresses, strides[0] * size, strides[1] * size)

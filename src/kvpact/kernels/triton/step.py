@@ -24,7 +24,7 @@ from kvpact.kernels.triton.encode_trellis import encode_trellis
 from kvpact.kernels.triton.forms import on_device
 from kvpact.kernels.triton.step_kernels import Counting
 from kvpact.kernels.triton.taking import Flag, Taker, same_flags, sent_flags, take, taking_of
-from kvpact.kernels.views import StreamView
+from kvpact.kernels.views import WAITING, StreamView
 
 
 def covers(call: AttendCall) -> bool:
@@ -88,8 +88,8 @@ class TritonStep(AlikeCalls):
         self._windows = (call.view.k.window, call.view.v.window)
         self._loose = (call.k.data_ptr() | call.v.data_ptr()) % 16 > 0
         self._taking = (
-            taking_of(self._codecs[0], call.k, False),
-            taking_of(self._codecs[1], call.v, True),
+            taking_of(self._codecs[0], call.k, False, self._windows[0] == WAITING),
+            taking_of(self._codecs[1], call.v, True, self._windows[1] == WAITING),
         )
         # Of the rows that this one leads.
         self._at: list[_At] = []
@@ -214,15 +214,15 @@ class TritonStep(AlikeCalls):
             held = at.held + new
             ends = []
             for window, codec, before in zip(self._windows, self._codecs, at[1:3], strict=True):
-                packed = held - held % codec.group
-                ends.append(max(before, min(packed, max(held - window, 0))))
+                packed = min(held - held % codec.group, max(held - window, 0))
+                ends.append(before if window == WAITING else max(before, packed))
             made.append(at._replace(held=held, k_exact_from=ends[0], v_exact_from=ends[1]))
         return made
 
     def _encode(self, taker: Taker, x: Tensor, rows: Sequence[StepRow], table: Tensor) -> None:
-        """Encode what `take` does not: groups that are whole now, and trellises."""
+        """Encode what `take` does not: what left the window, whole groups, and trellises."""
         codec, slots, taking = taker
-        if codec.group == 1:
+        if codec.group == 1 and self._windows[taking.second] != WAITING:
             if not taking.encodes:
                 encode_trellis(codec, tables_of(codec, x.device).form, x, slots, 0, table)
             return

@@ -231,10 +231,10 @@ def take_tokens(
 
 @triton.jit
 def _count(ROWS, row, held, window, group, EXACT_FROM: tl.constexpr, TAIL: tl.constexpr):
-    """Let a stream's tail begin where it does with so many tokens held (`Stream.exact_from`)."""
+    """Let a stream's tail begin where it does with so many tokens held, unless they wait."""
     before = of_row(ROWS, row, EXACT_FROM)
     now = tl.minimum(held - held % group, tl.maximum(held - window, 0))
-    now = tl.maximum(before, now)
+    now = tl.where(window < 0, before, tl.maximum(before, now))
     tail = of_row(ROWS, row, TAIL) + (now - before) * of_row(ROWS, row, TAIL + 2)
     tl.store(ROWS + row * COLUMNS + TAIL, tail)
     tl.store(ROWS + row * COLUMNS + EXACT_FROM, now)

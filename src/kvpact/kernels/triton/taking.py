@@ -34,13 +34,19 @@ class Taker(NamedTuple):
     taking: Taking
 
 
-def taking_of(codec: Codec, x: Tensor, second: bool) -> Taking:
-    """Return how a stream takes tokens like `x`, `[B, H, new, D]`; V if `second`."""
+def taking_of(codec: Codec, x: Tensor, second: bool, wait: bool = False) -> Taking:
+    """Return how a stream takes tokens like `x`, `[B, H, new, D]`; V if `second`.
+
+    Tokens that `wait` are encoded by others when they leave the window.
+    """
     form = tables_of(codec, x.device).form
-    encodes, new = encoded_alone(codec) and form.trellis is None, x.shape[2]
+    encodes = encoded_alone(codec) and form.trellis is None and not wait
+    new = x.shape[2]
     rows = rows_of(form, new)
     span = span_of(form, new) if encodes else rows
     most, longest = codec.max_abs, codec.max_norm
+    if wait and codec.group == 1:
+        most = min(most, form.limit)
     return Taking(form, second, encodes, most, longest, rows, span, x.element_size())
 
 

@@ -33,7 +33,7 @@ class TestDrifting(MethodContract):
 
 
 class TestDriftingInACache(CacheContract):
-    spec = "ternary_drifting"
+    spec = "ternary_drifting:window=8"
 
 
 class TestHiding(MethodContract):

@@ -1,0 +1,110 @@
+"""Bytes that caches hold at every length, beside those of an exact cache of the same dtype.
+
+    python benchmarks/held_bytes.py [--tokens 4096] [--dtype bfloat16]
+        [--out benchmarks/results/bytes]
+
+A layer of each model's shape gets one token after the other. `memory_usage` counts every tensor,
+room and what is learnt included; an exact cache holds K and V, and nothing else. Printed are the
+largest share of its bytes at any length, and the share at some lengths. With --out the shares are
+also drawn over all lengths, as a picture beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import about, head, save
+
+from kvpact import CacheGeometry, create_cache
+from kvpact.evaluate.canvas import new_figure, plain_axes
+
+MODELS = {"smollm2": (3, 64), "gemma3": (1, 256)}
+SPECS = (
+    *(f"turboquant:bits={bits}" for bits in (2, 3, 4)),
+    *(f"trellis:bits={bits}" for bits in (2, 3, 4)),
+    "int:bits=8",
+)
+SHOWN = (1, 64, 96, 128, 256, 512, 1024, 4096)
+
+Row = dict[str, Any]
+
+
+def shares(spec: str, heads: int, dim: int, tokens: int, dtype: torch.dtype) -> list[float]:
+    """Return the share of an exact cache's bytes after each token."""
+    generator = torch.Generator().manual_seed(1)
+    cache = create_cache(spec, CacheGeometry(1, heads, dim, dtype=dtype))
+    found = []
+    for count in range(1, tokens + 1):
+        k, v, q = torch.randn(3, 1, heads, 1, dim, generator=generator).to(dtype)
+        cache.attend(0, k, v, q)
+        found.append(cache.memory_usage() / (2 * count * heads * dim * dtype.itemsize))
+    return found
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Measure every spec on layers of both shapes."""
+    dtype = getattr(torch, options.dtype)
+    return [
+        {"model": model, "spec": spec, "shares": shares(spec, *shape, options.tokens, dtype)}
+        for model, shape in MODELS.items()
+        for spec in SPECS
+    ]
+
+
+def markdown(rows: list[Row], found: dict[str, object], tokens: int) -> str:
+    """Return a table."""
+    lengths = [count for count in SHOWN if count <= tokens]
+    names = " | ".join(f"{count:,}" for count in lengths)
+    lines = [head(found), "", f"| model | spec | largest share | {names} |"]
+    lines.append("|---|---|" + "--:|" * (len(lengths) + 1))
+    for row in rows:
+        held = row["shares"]
+        at = " | ".join(f"{held[count - 1]:.3f}" for count in lengths)
+        lines.append(f"| {row['model']} | `{row['spec']}` | {max(held):.3f} | {at} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draw the shares over the lengths, a panel per model."""
+    figure = new_figure((9, 3.6))
+    panels = figure.subplots(1, len(MODELS), sharey=True)
+    for axes, model in zip(panels, MODELS, strict=True):
+        plain_axes(axes)
+        for row in rows:
+            if row["model"] == model:
+                held = row["shares"]
+                axes.plot(range(1, len(held) + 1), held, label=row["spec"], linewidth=1.2)
+        axes.axhline(1, color="grey", linewidth=0.8, linestyle=":")
+        axes.set_xscale("log", base=2)
+        axes.set_title(model, fontsize=10)
+        axes.set_xlabel("tokens held")
+    panels[0].set_ylabel("share of an exact cache's bytes")
+    panels[0].set_ylim(0, 1.05)
+    panels[-1].legend(fontsize=7, frameon=False)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def main() -> None:
+    """Measure and print; write DIR/held_bytes.json, .md and .svg."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = about(dtype=options.dtype)
+    with torch.no_grad():
+        rows = measure(options)
+    report = markdown(rows, found, options.tokens)
+    print(report)
+    if options.out:
+        brief = [{**row, "shares": [round(x, 4) for x in row["shares"]]} for row in rows]
+        save(options.out, "held_bytes", found, brief, report)
+        draw(rows, options.out / "held_bytes.svg")
+
+
+if __name__ == "__main__":
+    main()
