@@ -83,6 +83,7 @@ bench: $(READY) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/prompt_share.py --out $(BENCH)
 	@$(PY) benchmarks/step.py --out $(BENCH)
 	@$(PY) benchmarks/calls.py --out $(BENCH)
+	@$(PY) benchmarks/held_bytes.py --out $(BENCH)
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@$(PY) benchmarks/attend_lines.py $(BENCH)
 

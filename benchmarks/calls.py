@@ -3,10 +3,12 @@
     python benchmarks/calls.py [--spec trellis:bits=4 turboquant:bits=4] [--functions] [--out DIR]
 
 Counted by `sys.setprofile` are calls of functions whose code is in the kvpact package, in a prompt
-of 200 tokens, the first two steps after it, and a later step (the 65th), divided by the 16 layers.
+of 200 tokens, the first two steps after it, and a later step (the median of the 49th to the 80th),
+divided by the 16 layers.
 ``bare`` is `attend` of a `ContiguousCache`; ``transformers`` a forward pass of a tiny random Llama
 with a `CompressedCache`. ``--functions`` prints what is called in a later step, too. At the end
-stand the milliseconds that a second cache for the same model takes to make, and the first.
+stand what each further row of a batch costs a layer of vLLM's in a step, and the milliseconds that
+a second cache for the same model takes to make, and the first.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from types import FrameType
@@ -25,15 +28,20 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvpact
-from kvpact import CacheGeometry, create_cache
+from kvpact import AttendConfig, CacheGeometry, create_cache, parse_spec
 from kvpact.integrations.transformers import CompressedCache
+from kvpact.integrations.vllm.layer import PagedLayer
+from kvpact.integrations.vllm.page import PageForm
+from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.integrations.vllm.window import Row, WindowPool
 
 SPECS = ("trellis:bits=4", "turboquant:bits=4")
 LAYERS = 16
 PROMPT = 200
 MADE = 50
-STEPS = {"step 1": 1, "step 2": 2, "later step": 65}
-"""Names of the steps that are shown, and which after the prompt they are."""
+ROWS = 9
+STEPS = {"step 1": (1, 1), "step 2": (2, 2), "later step": (49, 80)}
+"""Names of the steps that are shown, and which after the prompt they are: of several the median."""
 PACKAGE = str(Path(kvpact.__file__).parent)
 Call = Callable[[int], object]
 
@@ -93,12 +101,40 @@ def measure(way: str, spec: str) -> dict[str, Counter[str]]:
         WAYS[way](spec)(PROMPT)  # what is made once for a process is there
         run = WAYS[way](spec)
         found = {"prompt": calls_of(lambda: run(PROMPT))}
-        names = {number: name for name, number in STEPS.items()}
-        for number in range(1, max(names) + 1):
-            calls = calls_of(lambda: run(1))
-            if number in names:
-                found[names[number]] = calls
+        steps = [calls_of(lambda: run(1)) for _ in range(max(STEPS.values())[1])]
+    for name, (first, last) in STEPS.items():
+        found[name] = sorted(steps[first - 1 : last], key=Counter.total)[(last - first) // 2]
     return found
+
+
+def a_row_in_vllm() -> float:
+    """Return the calls that a step of a layer over vLLM's pages takes for each further row."""
+    spec = parse_spec("turboquant:bits=4,sinks=0,window=64")
+    dtype, tokens, found = torch.bfloat16, 32, []
+    k, v = codecs(spec, 64, 64, dtype)
+    form = PageForm(k, v, tokens)
+    for count in (1, ROWS):
+        pages = torch.zeros(4 * count, 2, tokens, form.content, dtype=torch.uint8)
+        windows = WindowPool(64, count, tokens, ((2, 64), (2, 64)), dtype)
+        layer, held = PagedLayer(form, native_plan(k, v, dtype), pages, windows), 0
+        for new in (70, 1, 1, 1):
+            rows = [
+                Row(
+                    i * new,
+                    (i + 1) * new,
+                    held,
+                    tuple(range(4 * i, 4 * i + (held + new + 31) // 32)),
+                )
+                for i in range(count)
+            ]
+            q, kv = torch.randn(count * new, 4, 64).to(dtype), torch.randn(count * new, 2, 64)
+            given = (q, kv.to(dtype), kv.to(dtype), torch.empty_like(q), AttendConfig())
+            calls, held = (
+                calls_of(partial(layer.step, rows, *given)),
+                held + new,
+            )
+        found.append(calls.total())
+    return (found[1] - found[0]) / (ROWS - 1)
 
 
 def making() -> tuple[float, float]:
@@ -127,6 +163,8 @@ def main() -> None:
         print(f"{name:36}" + "".join(f"{x.total() / LAYERS:12.1f}" for x in found.values()))
         for function, calls in found["later step"].most_common() if options.functions else ():
             print(f"    {calls / LAYERS:8.2f}  {function}")
+    row = a_row_in_vllm()
+    print(f"each further row of a step in vLLM: {row:.1f} calls")
     print(f"making a cache: {first:.2f} ms, then {next_one:.2f} ms")
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -134,6 +172,7 @@ def main() -> None:
             name: {part: calls.total() / LAYERS for part, calls in found.items()}
             for name, found in rows.items()
         }
+        numbers["a further row in vLLM"] = {"later step": row}
         numbers["making a cache, ms"] = {"first": first, "next": next_one}
         (options.out / "calls.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
 

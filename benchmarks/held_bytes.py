@@ -75,8 +75,9 @@ def draw(rows: list[Row], path: Path) -> None:
         plain_axes(axes)
         for row in rows:
             if row["model"] == model:
-                held = row["shares"]
-                axes.plot(range(1, len(held) + 1), held, label=row["spec"], linewidth=1.2)
+                lengths = [n for n in range(1, len(row["shares"]) + 1) if n <= 128 or n % 32 == 0]
+                held = [row["shares"][n - 1] for n in lengths]
+                axes.plot(lengths, held, label=row["spec"], linewidth=1.2)
         axes.axhline(1, color="grey", linewidth=0.8, linestyle=":")
         axes.set_xscale("log", base=2)
         axes.set_title(model, fontsize=10)
@@ -101,7 +102,15 @@ def main() -> None:
     report = markdown(rows, found, options.tokens)
     print(report)
     if options.out:
-        brief = [{**row, "shares": [round(x, 4) for x in row["shares"]]} for row in rows]
+        brief = [
+            {
+                "model": row["model"],
+                "spec": row["spec"],
+                "largest": round(max(row["shares"]), 4),
+                "shares": {n: round(row["shares"][n - 1], 4) for n in SHOWN if n <= options.tokens},
+            }
+            for row in rows
+        ]
         save(options.out, "held_bytes", found, brief, report)
         draw(rows, options.out / "held_bytes.svg")
 

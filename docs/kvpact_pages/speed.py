@@ -88,15 +88,16 @@ def _candidate(name: str) -> str:
 
 
 def latency() -> str:
-    """Return the table of first tokens and short steps."""
-    rows, cells = load("latency/latency.json")["rows"], []
-    for what, said in (("prompt", "first token after {} tokens"), ("step", "a step after {}")):
-        for tokens in sorted({r["tokens"] for r in rows if r["what"] == what}):
-            same = [r for r in rows if (r["what"], r["tokens"]) == (what, tokens)]
-            cells.append([said.format(f"{tokens:,}"), *(f"{r['ratio']:.2f}" for r in same)])
-    threads = [f"{n} thread{'s' * (n > 1)}" for n in sorted({r["threads"] for r in rows})]
-    head = table(["time over that of `DynamicCache`", *threads], cells)
-    return head + "\n\n" + machine("latency/latency.json")
+    """Return the table of first tokens and short steps on both models."""
+    names = {MODELS[name]: f"latency/{name}/latency.json" for name in ("smollm2", "gemma3")}
+    rows = [{(r["what"], r["tokens"]): r for r in load(path)["rows"]} for path in names.values()]
+    cells = []
+    for what, said in (("prompt", "first token of {} tokens"), ("step", "a step after {}")):
+        for tokens in sorted({n for kind, n in rows[0] if kind == what}):
+            same = [f"{found[what, tokens]['ratio']:.2f}" for found in rows]
+            cells.append([said.format(f"{tokens:,}"), *same])
+    head = table(["time over that of `DynamicCache`", *names], cells)
+    return "\n\n".join([head, *map(machine, names.values())])
 
 
 def leaderboard() -> str:

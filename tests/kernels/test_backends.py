@@ -41,7 +41,7 @@ class Broken(TorchBackend):
         inner = super().encoder(codec)
 
         class Shifted:
-            def prepare(self, x):
+            def prepare(self, x, size=None):
                 return inner.prepare(x * 1.01)
 
             def write(self, *arguments):

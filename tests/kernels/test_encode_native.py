@@ -27,7 +27,7 @@ from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
-from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder, magnitude
+from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder, magnitudes
 from kvpact.kernels.cpu.library import NativeLibrary, _load
 from kvpact.quantizers import uniform
 
@@ -174,7 +174,7 @@ def test_caches_hold_the_same_bytes_of_trellises(spec):
         encodes = cache.stats()["compute"]["encode"]
     for a, b in zip(*held, strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
-    assert encodes["cpu"] >= 5
+    assert encodes["cpu"] >= 4
 
 
 @pytest.mark.parametrize(
@@ -202,10 +202,10 @@ def test_magnitude(dtype):
     for count in (1, 7, 100):
         x = torch.randn(2, 3, count, 37, generator=generator).to(dtype)
         for view in (x, x[..., 1:], x.transpose(1, 2), x[:, :, :, ::3], x * 1e-39):
-            assert magnitude(library(), view) == float(view.abs().max())
+            assert magnitudes(library(), (view,))[0] == float(view.abs().max())
         for wrong in (torch.inf, -torch.inf, torch.nan):
             x[1, 2, count - 1, 36] = wrong
-            assert not magnitude(library(), x) < torch.inf
+            assert not magnitudes(library(), (x,))[0] < torch.inf
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "paged"))

@@ -25,7 +25,7 @@ def check_layer(layer: int, num_layers: int) -> None:
 
 def check_tokens(
     geometry: CacheGeometry, k: Tensor, v: Tensor, q: Tensor | None, held: Tensor | None
-) -> None:
+) -> list[float] | None:
     """Raise a named error unless new tokens fit the geometry, each other and what is held.
 
     Parameters
@@ -37,6 +37,11 @@ def check_tokens(
         `[B, 1, new, r]`, `[B, 1, new, d_rope]`, `[B, H_q, new, r + d_rope]`.
     held : Tensor or None
         A tensor that the layer holds, for its batch, dtype and device.
+
+    Returns
+    -------
+    list of float or None
+        The largest magnitudes in k, v and q; None where checks are deferred.
 
     Raises
     ------
@@ -75,14 +80,17 @@ def check_tokens(
             )
         if held.device != k.device:
             raise DeviceError(f"k is on {k.device}, the layer's cache on {held.device}; move it")
-    for name, x, _, _ in given:
-        what, below = f"{name} holds NaN or infinity", math.inf
-        if name == "q":
-            what, below = f"{what}, or {TOO_LARGE} and more", TOO_LARGE
-        if checks_are_deferred():
-            require_finite(x, lambda: NonFiniteError("not a number"), below)
-        elif not largest(x) < below:
-            raise NonFiniteError(f"{what}; nothing was stored")
+    tensors, below = [x for _, x, _, _ in given], (math.inf, math.inf, TOO_LARGE)
+    if checks_are_deferred():
+        for x, limit in zip(tensors, below, strict=False):
+            require_finite(x, lambda: NonFiniteError("not a number"), limit)
+        return None
+    sizes = largest(*tensors)
+    for (name, *_), size, limit in zip(given, sizes, below, strict=False):
+        if not size < limit:
+            more = f", or {TOO_LARGE} and more" if name == "q" else ""
+            raise NonFiniteError(f"{name} holds NaN or infinity{more}; nothing was stored")
+    return sizes
 
 
 def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> None:
@@ -100,7 +108,8 @@ def known_snapshot(given: object) -> Snapshot:
 
 
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:
-    check_dense(name, x)
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_meta or x.is_nested:
+        check_dense(name, x)
     if x.dim() != 4:
         raise GeometryError(
             f"{name} has {x.dim()} dimensions; it should be [batch, heads, tokens, width]"

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpact.cache import room
 from kvpact.cache.checks import check_layer, check_query, check_tokens
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
+from kvpact.cache.first import first_attend
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.offsets import KeyOffsets, check_offsets
@@ -84,15 +85,19 @@ class ContiguousCache(BatchRows):
 
     def _check(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
-    ) -> None:
-        """Raise a named error unless a layer, whose lock is held, can take new tokens."""
+    ) -> list[float] | None:
+        """Raise a named error unless a layer, whose lock is held, can take new tokens.
+
+        Returns what `check_tokens` does.
+        """
         entry = self._layers[layer]
-        check_tokens(self.geometry, k, v, q, entry.k.tail if entry.k is not None else None)
-        if entry.k is None and self.batch_size not in (None, k.shape[0]):
+        held = entry._held.k
+        sizes = check_tokens(self.geometry, k, v, q, held and held.memory.tensor)
+        if held is None and self.batch_size not in (None, k.shape[0]):
             raise GeometryError(f"batch {k.shape[0]}, but other layers hold {self.batch_size}")
         if q is not None:
             check_query(self.geometry, q, config)
-        total = entry.length + k.shape[2]
+        total = k.shape[2] + (0 if held is None else held.length)
         if self.max_tokens is not None and total > self.max_tokens:
             raise CacheFull(
                 f"layer {layer}: {total} tokens wanted, {self.max_tokens} allowed, "
@@ -103,6 +108,7 @@ class ContiguousCache(BatchRows):
                 raise GeometryError(
                     f"{name} has shape {tuple(rows.shape)}; it should be [{k.shape[0]}]"
                 )
+        return sizes
 
     def attend(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -136,7 +142,12 @@ class ContiguousCache(BatchRows):
             return self._detached_attend(layer, k, v, q, config)
         config = _DEFAULT if config is None else attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
-            output = quick_attend(self._layers[layer], k, v, q, config, self.max_tokens)
+            entry = self._layers[layer]
+            if entry._held.k is None and self.max_tokens is None:
+                with entry.lock:
+                    output = first_attend(entry, k, v, q, config)
+            else:
+                output = quick_attend(entry, k, v, q, config, self.max_tokens)
             if output is not None:
                 return output
         return self._attend(layer, k, v, q, config)
@@ -151,8 +162,8 @@ class ContiguousCache(BatchRows):
         check_layer(layer, len(self._layers))
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
-            self._check(layer, k, v, q, config)
-            return entry.attend(k, v, q, config)
+            sizes = self._check(layer, k, v, q, config)
+            return entry.attend(k, v, q, config, sizes)
 
     @detached
     def store(

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.arithmetic import divide, tree_sum
 from kvpact.cache.append import AppendPlan
+from kvpact.cache.energies import energies
 from kvpact.cache.step import Step
-from kvpact.cache.stream import E5M2, Stream
+from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import KnownByPosition, Plan, RowOffset, StepRunner
 
 if TYPE_CHECKING:
     from kvpact.cache.layer import CacheLayer
+
+Sizes = Sequence[float] | None
+"""The largest magnitudes of K and V (see `check_tokens`); None where they are not known."""
 
 
 class Held(NamedTuple):
@@ -83,11 +86,7 @@ def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor
     # A call without queries ends what is seen.
     if q is None or length + q.shape[2] <= first or end <= 0 or known != max(length - first, 0):
         return seen
-    batch, heads, _, dim = k.shape
-    queries = q[:, :, start:end].to(torch.float32)
-    grouped = queries.reshape(batch, heads, -1, queries.shape[2], dim)
-    energy = divide(tree_sum(grouped.square(), 2).squeeze(2), float(grouped.shape[2]))
-    energy = energy.clamp(max=torch.finfo(E5M2).max).to(E5M2).view(torch.uint8)
+    energy = energies(q[:, :, start:end], k.shape[1])
     return energy if seen is None else torch.cat([seen, energy], 2)
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from kvpact.cache.codecs import codec_of
-from kvpact.cache.held import Held, LayerPlan, next_offset, next_padding, next_seen
+from kvpact.cache.first import remember_first
+from kvpact.cache.held import Held, LayerPlan, Sizes, next_offset, next_padding, next_seen
 from kvpact.cache.quick import first_step
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
-from kvpact.kernels import WAITING, Compute, LayerView, StreamView, check_queries
+from kvpact.kernels import Compute, LayerView, check_queries
 from kvpact.kernels.offset import known_by_position
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
@@ -121,16 +121,20 @@ class CacheLayer:
         state = f"length={self.length}{padding}, version={held.version}, clean={self.clean}"
         return f"CacheLayer({str(self.spec)!r}, {state}, k={held.k!r}, v={held.v!r})"
 
-    def attend(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> Tensor:
+    def attend(
+        self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, sizes: Sizes = None
+    ) -> Tensor:
         """Attend over the tokens held and the new ones, and store these; all or nothing."""
         with self.lock:
-            output = first_step(self, k, v, q, config)
+            output = first_step(self, k, v, q, config) if self._held.plan else None
             if output is not None:
                 return output
-            plan = self.prepare(k, v, config, q)
+            plan = self.prepare(k, v, config, q, sizes)
             if config.exact_new:
                 output = plan.step.attend(q, config)
                 self.commit(plan)
+                if plan.before.k is None:
+                    remember_first(self, k, v, q, config)
                 return output
             check_queries(q, k.shape[1], self.length + k.shape[2], config)
             return self.commit(plan).attend(q, config)
@@ -141,11 +145,16 @@ class CacheLayer:
             return self.commit(self.prepare(k, v, config, q))
 
     def prepare(
-        self, k: Tensor, v: Tensor, config: AttendConfig, q: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        config: AttendConfig,
+        q: Tensor | None = None,
+        sizes: Sizes = None,
     ) -> LayerPlan:
         """Encode new tokens and allocate what they need; the layer stays as it is.
 
-        A codec that learns may learn from `q`, too.
+        A codec that learns may learn from `q`, too. `sizes` are those of `check_tokens`.
         """
         if not self._clean:
             self.settle()
@@ -156,8 +165,9 @@ class CacheLayer:
             offset = next_offset(k_stream.offset, held, config, padding)
             k_stream = k_stream._replace(offset=offset)
         seen = next_seen(held, k_stream, k, q)
-        k_plan = k_stream.prepare(k, padding, seen)
-        v_plan = v_stream.prepare(v, padding)
+        k_size, v_size = (None, None) if sizes is None else sizes[:2]
+        k_plan = k_stream.prepare(k, padding, seen, k_size)
+        v_plan = v_stream.prepare(v, padding, None, v_size)
         plan, plans = held.plan, (k_plan.after.plan, v_plan.after.plan)
         if plan is None or (plan.k, plan.v) != plans:
             plan = self.compute.plan(*plans, k_stream.offset is not None, self._latent)
@@ -165,7 +175,7 @@ class CacheLayer:
         if self.compute.deferred:
             new = collected()
             good = new if good is None or new is None else good & new
-        seen = None if k_plan.after.codec.ready else seen
+        seen = None if seen is None or k_plan.after.codec.ready else seen
         after = Held(k_plan.after, v_plan.after, padding, held.version, plan, good, seen)
         past = self._view(held, padding)
         step = Step(past, k, v, padding, self.lock, plan, self._latent)
@@ -224,21 +234,24 @@ class CacheLayer:
             self._held = Held(k, v, padding, self._held.version + 1, seen=seen)
             self._clean = True
 
-    def make_codec(self, x: Tensor, key: bool) -> Codec:
-        """Return the codec for K or V like `x` (`[B, H, T, D]`), fitted if it is shared."""
-        if self._codecs is not None:
-            return self._codecs[0 if key else 1]
-        return codec_of(self.spec.key if key else self.spec.value, key, x.shape[3], x.dtype)
-
     def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
         """Return an empty stream for K or V like `x`, not yet the layer's own."""
-        method = self.spec.key if key else self.spec.value
-        codec = codec or self.make_codec(x, key)
-        batch, heads = x.shape[:2]
-        store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
-        plan = self.compute.stream(codec, x.device, x.dtype)
-        offset = known_by_position(codec, key, self._offset)
-        return Stream.empty(codec, x, method.sinks, method.window, store, plan, offset)
+        method, (batch, heads, _, dim) = self.spec.key if key else self.spec.value, x.shape
+        if codec is None and self._codecs is not None:
+            codec = self._codecs[0 if key else 1]
+        codec, known = codec or codec_of(method, key, dim, x.dtype), self.compute.empty
+        # Layers begin alike, and a stream never changes.
+        alike = codec, method, self._make_store, batch, heads, dim, x.dtype, x.device
+        stream = known.get(alike)
+        if stream is None:
+            store = self._make_store(codec, batch, heads, x.device, "k" if key else "v")
+            plan = self.compute.stream(codec, x.device, x.dtype)
+            stream = Stream.empty(codec, x, method.sinks, method.window, store, plan)
+            if self._make_store == SegmentList.new and not codec.state():
+                known[alike] = stream
+        if self._offset is None and codec.rotation is None:
+            return stream
+        return stream._replace(offset=known_by_position(codec, key, self._offset))
 
     def empty(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
@@ -264,26 +277,8 @@ class CacheLayer:
                     "read k and v before that"
                 )
 
-        k, v = (self._stream_view(stream, padding, check) for stream in (held.k, held.v))
+        k, v = held.k.view(padding, check), held.v.view(padding, check)
         return LayerView(k, v, padding)
-
-    def _stream_view(
-        self, stream: Stream, padding: Tensor | None, check: Callable[[], None]
-    ) -> StreamView:
-        none = stream.sinks is None
-        positions, sink_end = (None, 0) if none else stream.sink_positions(padding)
-        return StreamView(
-            codec=stream.codec,
-            source=stream.store.source(),
-            exact_from=stream.tail_start,
-            tail=stream.tail,
-            sinks=stream.sinks,
-            sink_positions=positions,
-            sink_end=sink_end,
-            check=check,
-            offset=stream.offset,
-            window=WAITING if stream.window else 0,
-        )
 
     def verify(self, where: str = "") -> None:
         """Raise `NonFiniteError` if a deferred check failed; reads from the device."""
@@ -303,7 +298,7 @@ class CacheLayer:
             if stream is None:
                 raise GeometryError("the layer holds no tokens yet")
             self.verify()
-            view = self._stream_view(stream, self._held.padding, lambda: None)
+            view = stream.view(self._held.padding, lambda: None)
             batch, heads, _, dim = view.tail.shape
             whole, begin = view.tail.new_empty(batch, heads, view.length, dim), view.exact_from
             if begin:

@@ -22,6 +22,7 @@ from kvpact.cache.prefixes import SharedPage, page_keys
 from kvpact.cache.room import seal
 from kvpact.cache.saved_pages import PagedSnapshots
 from kvpact.cache.sequences import PagedSequence, distinct_bytes
+from kvpact.cache.sinks import first_tokens
 from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import paged_stats
 from kvpact.cache.step import Step
@@ -175,7 +176,7 @@ class PagedKVCache(BlockTables, PagedSnapshots):
         for layer in sequence.layers:
             seal(layer, min(len(token_ids), layer.length) // size * size)
             k, v = layer.k, layer.v
-            sinks.append((k and k.first_tokens(None), v and v.first_tokens(None)))
+            sinks.append((k and first_tokens(k, None), v and first_tokens(v, None)))
         keys = page_keys(token_ids, size)[: sequence.packed // size]
         for key, page in zip(keys, sequence.table, strict=False):
             self._prefixes.add(key, SharedPage(page, sinks))

@@ -48,26 +48,37 @@ def quick_attend(
     Tensor or None
         The output. None where the ordinary way has to be taken; nothing is stored then.
     """
-    if layer._held.runner is None:
+    if layer._held.plan is None:
         return None
     with layer.lock:
         held = layer._held
         runner = held.runner
+        if runner is None and held.plan is not None:
+            runner = held.plan.last_runner
         if runner is None or not layer._clean or not runner.fits(k, v, q, config):
             return None
         if max_tokens is not None and held.length + k.shape[2] > max_tokens:
             return None
+        if held.runner is None:  # a call like those of other layers, which has passed their checks
+            return first_step(layer, k, v, q, config, runner)
         return _run_step(layer, k, v, q, config)
 
 
 def first_step(
-    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    layer: CacheLayer,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    config: AttendConfig,
+    like: StepRunner | None = None,
 ) -> Tensor | None:
-    """Carry out a step, which was checked, and those after it that are like it, in one call each.
+    """Carry out a step, and those after it that are like it, in one call each.
 
-    The layer's lock is held. None where the ordinary way has to be taken; nothing is stored then.
+    The call was checked, or it fits the runner `like` of another layer with the same plan. The
+    layer's lock is held. None where the ordinary way has to be taken; nothing is stored then.
     """
-    return _run_step(layer, k, v, q, config) if make_runner(layer, k, v, q, config) else None
+    made = make_runner(layer, k, v, q, config, like)
+    return _run_step(layer, k, v, q, config) if made else None
 
 
 def _run_step(
@@ -128,8 +139,8 @@ def quick_step(
         rows = slice(None) if index is None else slice(index, index + 1)
         seen = next_seen(layer._held, k_before, k[rows], q[rows])
     k_next, v_next = (
-        _next(k_before, k, new, index, padding),
-        _next(v_before, v, new, index, padding),
+        next_stream(k_before, k, new, index, padding),
+        next_stream(v_before, v, new, index, padding),
     )
     if k_next is None or v_next is None or held != v_before.length:
         return None
@@ -140,9 +151,8 @@ def quick_step(
     ):
         if index is not None:
             k, v, q = (x[index : index + 1] for x in (k, v, q))
-        runner = _made(
-            layer, Held(k_after, v_after, padding, version, plan, good, seen), k, v, q, config
-        )
+        state = Held(k_after, v_after, padding, version, plan, good, seen)
+        runner = _made(layer, state, k, v, q, config, None if good is not None else runner)
         if runner is None:
             return None
     if runner.good is not None:
@@ -184,8 +194,8 @@ def counted(layer: CacheLayer, new: int) -> Held | None:
     return held._replace(k=k, v=v)
 
 
-def _next(
-    stream: Stream, x: Tensor, new: int, index: int | None, padding: Tensor | None
+def next_stream(
+    stream: Stream, x: Tensor, new: int, index: int | None = None, padding: Tensor | None = None
 ) -> tuple[Stream, StepTokens] | None:
     """Return the stream after new tokens, and how it takes them."""
     codec, window, plan, store, packed, memory, tail_start, held, spare, sinks, count, offset = (
@@ -229,11 +239,20 @@ def _next(
 
 
 def _made(
-    layer: CacheLayer, held: Held, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    layer: CacheLayer,
+    held: Held,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    config: AttendConfig,
+    like: StepRunner | None = None,
 ) -> StepRunner | None:
     """Return a runner for steps from a state on, in which the new tokens may be."""
     assert held.plan is not None
     view = layer._view(held, held.padding)
+    made = like.over(view) if like is not None and view is not None else None
+    if made is not None:
+        return made
     call = AttendCall(view, k, v, q, config, held.padding, layer._latent)
     # Steps change the flag; the state that they begin from keeps its own.
     return held.plan.step(call, None if held.good is None else held.good.clone())
@@ -244,17 +263,28 @@ def _plain(stream: Stream, padding: Tensor | None) -> bool:
     return stream.packed >= Context(padding, stream.num_sinks).end
 
 
-def make_runner(layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
+def make_runner(
+    layer: CacheLayer,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    config: AttendConfig,
+    like: StepRunner | None = None,
+) -> bool:
     """Let a layer take steps like this one in one call each; False where it can't, or does."""
-    held, streams = layer._held, layer._held.streams()
-    if k.shape[2] > MOST_STEP or not held.length or held.plan is None or not held.plan.alike:
+    held = layer._held
+    if k.shape[2] > MOST_STEP or held.k is None or held.v is None or not layer._clean:
         return False
-    if not layer._clean or (held.runner is not None and held.runner.fits(k, v, q, config)):
+    if not held.k.length or held.plan is None or not held.plan.alike:
         return False
-    sinks = (s.sink_positions(held.padding)[1] > s.length for s in streams if s.sinks is not None)
-    if any(sinks):
-        return False  # sink tokens are still to come
-    runner = _made(layer, held, k, v, q, config)
+    if held.runner is not None and held.runner.fits(k, v, q, config):
+        return False
+    for x, stream in (k, held.k), (v, held.v):
+        if x.shape[:2] != stream.memory.tensor.shape[:2]:
+            return False
+        if stream.sinks is not None and stream.length < stream.sink_end(held.padding):
+            return False  # sink tokens are still to come
+    runner = _made(layer, held, k, v, q, config, like)
     if runner is not None:
         layer._held = held._replace(runner=runner)
     return runner is not None

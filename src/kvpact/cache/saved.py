@@ -16,8 +16,10 @@ from torch import Tensor
 
 from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration
+from kvpact.cache.energies import E5M2
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import E5M2, Stream
+from kvpact.cache.sinks import first_tokens
+from kvpact.cache.stream import Stream
 from kvpact.cache.units import out_of_window
 from kvpact.errors import (
     DtypeError,
@@ -86,7 +88,7 @@ def layer_state(layer: CacheLayer) -> LayerState:
         rows = None if padding is None else tuple(padding.tolist())
         # Files have sinks also while the tail has all tokens, as they always had.
         k, v = (
-            replace(stream_state(stream), sinks=stream.first_tokens(padding))
+            replace(stream_state(stream), sinks=first_tokens(stream, padding))
             for stream in (layer.k, layer.v)
         )
         seen = layer._held.seen
@@ -123,7 +125,7 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
         ]
         slots[field.name] = part
     fields = tuple(field_info(field) for field in stream.codec.fields)
-    sinks = stream.first_tokens(None)
+    sinks = first_tokens(stream, None)
     sinks = None if sinks is None else sinks[:, :, first:last]
     return StreamState(
         fields,
@@ -196,7 +198,7 @@ def restored_layer(
         sinks = 0 if held.sinks is None else held.sinks.shape[2]
         _need(sinks == method.sinks, "number of sinks")
         x = held.tail[:, :, :0].to(device)
-        codec = empty.make_codec(x, key)
+        codec = empty.new_stream(x, key).codec
         if shared:
             same_learnt(codec, held)
         codec = fitted_codec(codec, held, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import lcm
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,13 +90,14 @@ def clear_segment(codec: Codec, segment: Segment, start: int) -> None:
 
 def where_segments_lie(tensors: list[Tensor]) -> Where | None:
     """Return where a field's segments `[B, H, units, …]` lie; None if they are not alike."""
-    segments = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-    if not tensors:
-        return Where.of(segments, 0, 0)
-    row, head, *_ = tensors[0].stride()
-    size = tensors[0].element_size()
-    alike = len({tensor.stride() for tensor in tensors}) == 1 and tensors[0][0, 0].is_contiguous()
-    return Where.of(segments, row * size, head * size) if alike else None
+    segments = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+    row, head, *_ = tensors[0].stride() if tensors else (0, 0)
+    size = tensors[0].itemsize if tensors else 0
+    alike = all(map(Tensor.is_contiguous, tensors)) or (
+        len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
+    )
+    address = segments.__array_interface__["data"][0]
+    return Where(segments, row * size, head * size, address) if alike else None
 
 
 class ListSource:
@@ -126,7 +128,7 @@ class ListSource:
     def where(self, name: str) -> Where | None:
         """Return where a field's segments lie."""
         if name not in self._where:
-            self._where[name] = where_segments_lie([s[name] for s in self._segments])
+            self._where[name] = where_segments_lie(list(map(itemgetter(name), self._segments)))
         return self._where[name]
 
 
@@ -145,6 +147,8 @@ class SegmentList(ListSource):
         What there is.
     shared : int
         The first so many segments belong to forks, too, and are never written to.
+    size : int, optional
+        Tokens of a segment, where it is known.
     """
 
     def __init__(
@@ -155,10 +159,12 @@ class SegmentList(ListSource):
         device: torch.device,
         segments: tuple[Segment, ...] = (),
         shared: int = 0,
+        size: int = 0,
     ) -> None:
-        size, field = segment_tokens(codec, 0, device.type), codec.fields[0]
-        if segments:
-            size = segments[0][field.name].shape[2] * field.tokens
+        if not size:
+            field = codec.fields[0]
+            size = segment_tokens(codec, 0, device.type)
+            size = segments[0][field.name].shape[2] * field.tokens if segments else size
         super().__init__(segments, size)
         self._codec, self._shape, self._device, self._shared = codec, (batch, heads), device, shared
 
@@ -181,20 +187,24 @@ class SegmentList(ListSource):
             segments[index] = {name: x.clone() for name, x in segments[index].items()}
             start = max(kept - index * self.segment_tokens, 0)
             clear_segment(self._codec, segments[index], start)
-        while len(segments) * size < tokens:
-            segments.append(self._empty(size))
-        return self._with(tuple(segments), 0 if larger else min(first, shared))
+        segments += self._empty(size, -(-tokens // size) - len(segments))
+        shared = 0 if larger else min(first, shared)
+        return SegmentList(self._codec, *self._shape, self._device, tuple(segments), shared, size)
 
-    def _empty(self, size: int) -> Segment:
-        """Return a new segment."""
-        fields = self._codec.fields
-        return {field.name: field.allocate(*self._shape, size, self._device) for field in fields}
+    def _empty(self, size: int, count: int) -> list[Segment]:
+        """Return new segments."""
+        segments: list[Segment] = [{} for _ in range(count)]
+        for field in self._codec.fields:
+            shape = (*self._shape, size // field.tokens, *field.shape)
+            for segment in segments:
+                segment[field.name] = torch.zeros(shape, dtype=field.dtype, device=self._device)
+        return segments
 
     def _joined(self, size: int, kept: int) -> list[Segment]:
         """Return the tokens in front of `kept` in larger segments; that happens once."""
         segments, ratio = [], size // self.segment_tokens
         for index in range(-(-kept // size)):
-            whole = self._empty(size)
+            whole = self._empty(size, 1)[0]
             for place, part in enumerate(self._segments[index * ratio : (index + 1) * ratio]):
                 for name, held in part.items():
                     units = held.shape[2]
@@ -204,7 +214,9 @@ class SegmentList(ListSource):
         return segments
 
     def made_for(self, codec: Codec) -> SegmentList:
-        """Return an empty list."""
+        """Return an empty list; the same where fields are the same."""
+        if codec.fields is self._codec.fields and not self._segments:
+            return self
         return SegmentList(codec, *self._shape, self._device)
 
     def writable(self, tokens: int, kept: int) -> int:

@@ -22,23 +22,22 @@ the new stream. So whatever goes wrong on the way, the stream that the layer hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.append import AppendPlan, Piece
-from kvpact.cache.segments import MakeStore, SegmentStore
-from kvpact.cache.sinks import filled_sinks, sink_positions
+from kvpact.cache.energies import mean_energy
+from kvpact.cache.segments import FEW, MakeStore, SegmentStore
+from kvpact.cache.sinks import next_sinks, sink_positions
 from kvpact.cache.tail import next_memory
 from kvpact.cache.units import learning, out_of_window, unit_of
-from kvpact.kernels import KnownByPosition, Segment, StreamPlan, TokenMemory, check_arrival
+from kvpact.kernels import WAITING, KnownByPosition, Segment, StreamPlan, StreamView, TokenMemory
+from kvpact.kernels.finite import check_arrival
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
-
-E5M2 = torch.float8_e5m2
-"""Energies of queries are held so: they have to wait for little more than what they lead to."""
 
 
 class Stream(NamedTuple):
@@ -156,7 +155,13 @@ class Stream(NamedTuple):
         memory, length = TokenMemory(tail, start), start + tail.shape[2]
         return self._replace(memory=memory, tail_start=start, length=length, spare=0)
 
-    def prepare(self, x: Tensor, padding: Tensor | None, seen: Tensor | None = None) -> AppendPlan:
+    def prepare(
+        self,
+        x: Tensor,
+        padding: Tensor | None,
+        seen: Tensor | None = None,
+        size: float | None = None,
+    ) -> AppendPlan:
         """Encode tokens and allocate what they need.
 
         Parameters
@@ -167,31 +172,37 @@ class Stream(NamedTuple):
             `[B]` left-padding tokens of each row.
         seen : Tensor, optional
             `[B, H, n, D]`, what queries are like, see `Held`.
+        size : float, optional
+            The largest magnitude in `x`, where it is known.
 
         Raises
         ------
         NonFiniteError
             A token that the codec can't hold, be it now or when it leaves the window.
         """
-        coded = self.coded(x, self.length)
+        coded = x if self.offset is None else self.coded(x, self.length)
         x = x.to(self.memory.tensor.dtype)
         coded = x if self.offset is None else coded
         held, codec, window = self.length, self.codec, self.window
         length = held + x.shape[2]
         context = Context(padding, self.num_sinks)
         out = out_of_window(codec, window, length)
-        plan = self._learnt(x, coded, out, context, seen)
-        if not plan.codec.ready:
+        plan, ready = self.plan, codec.ready
+        if not ready and out and out >= codec.learns_from:
+            plan = self._learnt(x, coded, out, context, seen)
+            codec, ready = plan.codec, plan.codec.ready
+        if not ready:
             out = 0
-        codec = plan.codec
-        check_arrival(codec, coded, max(out - held, 0))
-        pieces = self._encode(plan, x, coded, out, context)
+        size = size if self.offset is None else None
+        check_arrival(plan, coded, max(out - held, 0), size)
+        # What waited may be larger: only where nothing did is that the size of what is encoded.
+        pieces = self._encode(plan, x, coded, out, context, None if held else size)
         packed = max(self.packed, out)
         start = max(self.tail_start, min(packed, out))
         memory, spare = next_memory(self, x, start)
-        sinks = self._next_sinks(x, start, padding)
+        sinks = next_sinks(self, x, start, padding)
         # What a codec stores may depend on what it has learnt.
-        store = self.store if codec is self.codec else self.store.made_for(codec)
+        store = self.store if plan is self.plan else self.store.made_for(codec)
         store, offset, count = store.grown(packed, self.packed), self.offset, self.num_sinks
         after = Stream(
             codec, window, plan, store, packed, memory, start, length, spare, sinks, count, offset
@@ -206,51 +217,24 @@ class Stream(NamedTuple):
         store = self.store.grown(packed, self.packed)
         return AppendPlan(self._replace(store=store, packed=packed), pieces)
 
-    def _next_sinks(self, x: Tensor, start: int, padding: Tensor | None) -> Tensor | None:
-        """Return the sinks once the tail begins at `start`, behind new tokens."""
-        if not start or not self.num_sinks:
-            return self.sinks
-        if self.sinks is None:
-            return self.first_tokens(padding, x)
-        positions, end = self.sink_positions(padding)
-        if self.length >= end:
-            return self.sinks
-        return filled_sinks(self.sinks, x, positions - self.length)
-
-    def first_tokens(self, padding: Tensor | None, x: Tensor | None = None) -> Tensor | None:
-        """Return the sinks, also while the tail has them, or new tokens `x` behind it."""
-        if self.sinks is not None or not self.num_sinks:
-            return self.sinks
-        positions, end = self.sink_positions(padding)
-        known = self.tail[:, :, :end]
-        if x is not None and self.length < end:
-            known = torch.cat([known, x[:, :, : end - self.length]], 2)
-        batch, heads, count, dim = known.shape
-        if count == self.num_sinks and padding is None:
-            return known.clone()
-        zeros = known.new_zeros(batch, heads, self.num_sinks, dim)
-        return filled_sinks(zeros, known, positions) if count else zeros
-
     def _learnt(
         self, x: Tensor, coded: Tensor, out: int, context: Context, seen: Tensor | None
     ) -> StreamPlan:
-        """Return the plan of a codec that has learnt, if this append brings what it learns from."""
-        if self.codec.ready or not out or out < self.codec.learns_from:
-            return self.plan
+        """Return the plan of a codec that has learnt; this append brings what it learns from."""
         first = self._tokens(x, coded, 0, self.codec.learns_from or out)
-        energy = None
         if seen is not None and seen.shape[2]:
-            # Sums of so few 8-bit floats are exact in fp64, in whatever order.
-            each, begin = seen.view(E5M2).to(torch.float64), self.learning[0]
-            count = torch.ones((), dtype=torch.float64, device=each.device) * each.shape[2]
-            if begin < context.end:
-                counted = context.counted(each, begin).to(torch.float64)
-                each, count = each * counted, counted.sum((0, 2)).clamp(min=1)
-            energy = (each.sum((0, 2)) / count).to(torch.float32)
-        return self.plan.learnt(first, context._replace(query_energy=energy))
+            energy = mean_energy(seen, self.learning[0], context)
+            context = context._replace(query_energy=energy)
+        return self.plan.learnt(first, context)
 
     def _encode(
-        self, plan: StreamPlan, x: Tensor, coded: Tensor, end: int, context: Context
+        self,
+        plan: StreamPlan,
+        x: Tensor,
+        coded: Tensor,
+        end: int,
+        context: Context,
+        size: float | None = None,
     ) -> list[Piece]:
         """Encode what has no slots yet of the tokens in front of `end`."""
         pieces: list[Piece] = []
@@ -266,10 +250,14 @@ class Stream(NamedTuple):
             if packed:
                 whole = torch.nn.functional.pad(whole, (0, 0, packed, 0))
             ordinary = context.ordinary(whole, group)[:, :, packed:]
-            pieces.append(Piece(packed, special, *plan.prepare(ordinary)))
+            if special < end <= FEW:  # a copy takes less time than a call
+                ordinary = torch.cat([ordinary, self._tokens(x, coded, special, end)], 2)
+                special = end
+            pieces.append(Piece(packed, special, *plan.prepare(ordinary, size=size)))
             packed = special
         if end > packed:
-            pieces.append(Piece(packed, end, *plan.prepare(self._tokens(x, coded, packed, end))))
+            rest = plan.prepare(self._tokens(x, coded, packed, end), size=size)
+            pieces.append(Piece(packed, end, *rest))
         return pieces
 
     @property
@@ -312,6 +300,17 @@ class Stream(NamedTuple):
         """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
         tail = self.memory.tensor
         return sink_positions(tail.shape[0], self.num_sinks, tail.device, padding)
+
+    def view(self, padding: Tensor | None, check: Callable[[], None]) -> StreamView:
+        """Return what attention sees; `check` raises once the slots lie there no more."""
+        positions, end = (None, 0) if self.sinks is None else self.sink_positions(padding)
+        start, window = self.tail_start, WAITING if self.window else 0
+        exact = self.codec, self.store.source(), start, self.tail, self.sinks
+        return StreamView(*exact, positions, end, check, self.offset, window)
+
+    def sink_end(self, padding: Tensor | None) -> int:
+        """Return the position behind the last sink token."""
+        return self.num_sinks if padding is None else self.sink_positions(padding)[1]
 
     def truncate(self, length: int, padding: Tensor | None) -> Stream:
         """Return the stream without the tokens from `length` on (at most what is held).

@@ -164,7 +164,7 @@ def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
             return False
     methods = zip(_sides(compressed.spec), _sides(entry.spec), strict=True)
     return all(same_slots(a, b) for a, b in methods) and all(
-        learnt_alike(entry.make_codec(stream.held.tail, key), stream.held)
+        learnt_alike(entry.new_stream(stream.held.tail, key).codec, stream.held)
         for stream, key in zip(packed, (True, False), strict=True)
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.sources import SegmentSource
+from kvpact.kernels.views import LayerView
 
 _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape (that of a row where rows are many), strides and dtype of a tensor."""
@@ -60,6 +63,10 @@ class AlikeCalls:
         if not isinstance(other, type(self)) or self._like != other._like:
             return False
         return self.config is other.config or _equal(self.config, other.config)
+
+    def over(self, view: LayerView) -> Self | None:
+        """Return nothing: a backend that knows better says so."""
+        return None
 
     def _alike(self, x: Tensor, like: _Like, rows: int = 0) -> bool:
         """Whether a tensor is like those before; if `rows` are named, but for so many in front."""

@@ -161,6 +161,13 @@ class StepRunner(Protocol):
         """Whether both were made for calls that are alike, but for their slots."""
         ...
 
+    def over(self, view: LayerView) -> StepRunner | None:
+        """Return one for calls that are alike over the slots of another layer, of the same plan.
+
+        None where that takes as long as to make one anew.
+        """
+        ...
+
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, encode and keep new tokens: all of them, or none.
 
@@ -192,8 +199,10 @@ class StepRow(NamedTuple):
 class Encoder(Protocol):
     """Encodes the tokens of one stream into its slots; not for two threads at once."""
 
-    def prepare(self, x: Tensor) -> Any:
+    def prepare(self, x: Tensor, size: float | None = None) -> Any:
         """Do all that can refuse whole groups of tokens `[B, H, T, D]`; no slot changes.
+
+        No magnitude in `x` is larger than `size`, where that is known.
 
         Raises
         ------

@@ -9,51 +9,57 @@ from torch import Tensor
 
 from kvpact.errors import NonFiniteError
 from kvpact.kernels.cpu.backend import CPU
-from kvpact.kernels.cpu.encode import magnitude
+from kvpact.kernels.cpu.encode import magnitudes
 from kvpact.kernels.cpu.library import library
 from kvpact.kernels.dense import DTYPES
-from kvpact.methods import Codec
+from kvpact.kernels.plan import StreamPlan
 from kvpact.quantizers.checks import checks_are_deferred, require
 from kvpact.quantizers.numbers import HALF_MAX
 
 
-def largest(x: Tensor) -> float:
-    """Return the largest magnitude in `[B, H, T, D]`; NaN or infinity where one number is.
+def largest(*tensors: Tensor) -> list[float]:
+    """Return the largest magnitude in each `[B, H, T, D]`; NaN or infinity where one number is.
 
     The host waits for the answer. torch's `aminmax` defines it; the native pass is faster.
     """
-    if x.dtype in DTYPES and x.dim() == 4 and not CPU.runs_here(x.device):
-        return magnitude(library(), x)
-    low, high = torch.aminmax(x)
-    return max(-float(low), float(high))
+    x = tensors[0]
+    if x.is_cpu and x.dtype in DTYPES and x.dim() == 4 and not CPU.runs_here(x.device):
+        return magnitudes(library(), tensors)
+    ends = [torch.aminmax(x) for x in tensors]
+    return [max(-float(low), float(high)) for low, high in ends]
 
 
 def all_finite(x: Tensor) -> bool:
     """Return whether no number of `[B, H, T, D]`, on any device, is NaN or infinite."""
-    return math.isfinite(largest(x))
+    return math.isfinite(largest(x)[0])
 
 
-def check_arrival(codec: Codec, x: Tensor, start: int) -> None:
+def check_arrival(plan: StreamPlan, x: Tensor, start: int, size: float | None) -> None:
     """Refuse tokens `[B, H, T, D]` that can't be encoded when they leave the window.
 
     Those from `start` on are to wait; those before are encoded now, which refuses by itself.
+    `size` is the largest magnitude in `x`, where it is known.
 
     Raises
     ------
     NonFiniteError
         A token that the codec can't hold.
     """
+    codec, dim = plan.codec, x.shape[3]
+    if x.is_meta or (codec.exact and codec.max_abs == math.inf):
+        return
+    known = size is not None or not checks_are_deferred()
+    if size is None:
+        size = largest(x)[0] if known else 0.0
+    if not (known and size * math.sqrt(dim) <= min(codec.max_abs, codec.max_norm)):
+        codec.check_range(x, size)
+    if codec.group > 1 or start >= x.shape[2]:
+        return
+    limit = HALF_MAX / math.sqrt(dim) if plan.form is None else plan.form.limit
+    if known and size <= limit:
+        return
     waiting = x[:, :, start:]
-    if codec.exact or x.is_meta:
-        return
-    known = not checks_are_deferred()
-    size = largest(x) if known else 0.0
-    codec.check_range(x, size)
-    form = codec.encoding() if codec.group == 1 else None
-    limit = HALF_MAX / math.sqrt(x.shape[3]) if form is None else form.limit
-    if codec.group > 1 or not waiting.shape[2] or (known and size <= limit):
-        return
-    if codec.ready and (known or form is None):
+    if codec.ready and (known or plan.form is None):
         codec.encode(waiting.to(torch.float32))  # it decides, and names what it can't hold
     else:
         message = f"a number is beyond the {limit:.6g} that this method can surely hold"

@@ -7,10 +7,10 @@ layer keeps the `Plan`, whose calls go straight to the backends chosen.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -53,6 +53,14 @@ class Line(NamedTuple):
     reason: str
 
 
+class Empty(dict[Any, Any]):
+    """Streams that hold no token yet, by what they are made for."""
+
+    def held_parts(self) -> tuple[()]:
+        """Hold no memory (see `kvpact.testing.held_tensors`)."""
+        return ()
+
+
 class Compute:
     """What was asked to compute for one cache, and what did.
 
@@ -75,6 +83,7 @@ class Compute:
         # Of codecs that learnt nothing, which layers and streams have in common.
         self._streams: dict[tuple[Codec, torch.device, torch.dtype], StreamPlan] = {}
         self._plans: dict[tuple[StreamPlan, StreamPlan, bool, bool], Plan] = {}
+        self.empty = Empty()
 
     def checking(self) -> AbstractContextManager[list[Tensor] | None]:
         """Return a context for the checks of one call: at once (None), or deferred (flags)."""
@@ -210,6 +219,8 @@ class StreamPlan:
     ----------
     encoder : Encoder
         Encodes whole groups.
+    form : Encoding or None
+        How, where compiled code can.
     before : StreamPlan or None
         The plan of the codec that had not learnt yet, where the same backends cover both.
     """
@@ -226,13 +237,15 @@ class StreamPlan:
         compute.note("encode", self._encode, why_encode)
         compute.note("decode", self._decode, why_decode)
         self.encoder: Encoder = self._encode.encoder(codec)
+        self.form = codec.encoding()
         self._rest = TorchEncoder(codec)
 
     def for_codec(self, codec: Codec) -> StreamPlan:
         """Return a plan for the stream's codec after it has learnt."""
         if not self.codec.learns_from:  # a basis, for one, may decide who covers it
             return StreamPlan(self._compute, codec, self.device, self.dtype)
-        other = copy.copy(self)
+        other = object.__new__(StreamPlan)
+        other.__dict__.update(self.__dict__)
         other.codec, other.encoder = codec, self._encode.encoder(codec)
         other._rest, other.before = TorchEncoder(codec), self
         return other
@@ -249,7 +262,9 @@ class StreamPlan:
         """Return a plan for a copy of the stream; encoders serve one stream each."""
         return StreamPlan(self._compute, self.codec, self.device, self.dtype)
 
-    def prepare(self, x: Tensor, frozen: Arrays | None = None) -> tuple[Encoder, Any]:
+    def prepare(
+        self, x: Tensor, frozen: Arrays | None = None, size: float | None = None
+    ) -> tuple[Encoder, Any]:
         """Do all that can refuse tokens; return what writes them and what it writes.
 
         Parameters
@@ -259,11 +274,13 @@ class StreamPlan:
         frozen : mapping, optional
             Side information of a group that was cut (see `Codec.encode`), whose rest `x` is:
             that is the torch body's.
+        size : float, optional
+            No magnitude in `x` is larger, where that is known.
         """
         if frozen is not None:
             self._compute.counts.add("encode", "torch: the rest of a group that was cut")
-            return self._rest, self._rest.prepare(x, frozen)
-        prepared = self.encoder.prepare(x)
+            return self._rest, self._rest.prepare(x, frozen=frozen)
+        prepared = self.encoder.prepare(x, size)
         who = self._encode.name
         if who != "torch" and isinstance(prepared, dict):
             who = "torch: magnitudes that may be beyond the format"
@@ -308,11 +325,13 @@ class Plan:
         self, compute: Compute, k: StreamPlan, v: StreamPlan, offset: bool, latent: bool
     ) -> None:
         self.k, self.v, self.compute = k, v, compute
+        self._runners: dict[str, ref[StepRunner]] = {}  # in common with `after`; none is kept
         self._choose(offset, latent)
 
     def after(self, k: StreamPlan) -> Plan:
         """Return the plan for K's codec after it has learnt; the same backends cover it."""
-        other = copy.copy(self)
+        other = object.__new__(Plan)
+        other.__dict__.update(self.__dict__)
         other.k = k
         return other
 
@@ -336,7 +355,7 @@ class Plan:
         for call in calls:
             check_call(call)
         backend, name = self._attend, self._name
-        if calls[0].view is None and all(call.view is None for call in calls):
+        if calls[0].view is None and (len(calls) == 1 or all(call.view is None for call in calls)):
             backend = self._for_new(calls[0])
             name = backend.name
         output = backend.attend(calls, self._precision)
@@ -355,6 +374,12 @@ class Plan:
                     break
         return self._new
 
+    @property
+    def last_runner(self) -> StepRunner | None:
+        """What `step` returned last, for any layer of which the same is planned."""
+        last = self._runners.get("last")
+        return None if last is None else last()
+
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
         """Return what carries out steps like a call at once, where one backend does it all.
 
@@ -365,7 +390,10 @@ class Plan:
         check_call(call)
         if self.compute.deferred and good is None:
             good = torch.ones((), dtype=torch.bool, device=self.k.device)
-        return self._attend.step(call, self._precision, good if self.compute.deferred else None)
+        runner = self._attend.step(call, self._precision, good if self.compute.deferred else None)
+        if runner is not None and call.padding is None and not self.compute.deferred:
+            self._runners["last"] = ref(runner)
+        return runner
 
     def count_step(self, steps: int, encodes: int) -> None:
         """Count what was carried out by what `step` returned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,9 @@ class Context(NamedTuple):
         The first of them stands at the position `start`.
         """
         batch, _, tokens, _ = x.shape
-        first = torch.full((batch, 1), self.sinks, dtype=torch.int64, device=x.device)
-        if self.padding is not None:
-            first = first + self.padding.to(x.device).view(-1, 1)
+        if self.padding is None:
+            return _behind(self.sinks, batch, start, tokens, x.device)
+        first = self.sinks + self.padding.to(x.device).view(-1, 1)
         places = torch.arange(start, start + tokens, dtype=torch.int64, device=x.device)
         return (places >= first).view(batch, 1, tokens, 1)
 
@@ -74,6 +75,13 @@ class Context(NamedTuple):
         count = inside.sum(3, keepdim=True).clamp(min=1).to(torch.float32)
         mean = tree_sum(torch.where(inside, groups, torch.zeros_like(groups)), 3) / count
         return torch.where(inside, groups, mean).flatten(2, 3).to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _behind(first: int, batch: int, start: int, tokens: int, device: torch.device) -> Tensor:
+    """Return `[B, 1, T, 1]`: which of the tokens from `start` on stand at `first` or behind."""
+    places = torch.arange(start, start + tokens, dtype=torch.int64, device=device)
+    return (places >= first).view(1, 1, tokens, 1).expand(batch, -1, -1, -1)
 
 
 def mean_over_tokens(x: Tensor, counted: Tensor) -> Tensor:

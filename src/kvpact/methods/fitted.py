@@ -8,7 +8,6 @@ on how many came first.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple, Self
@@ -146,7 +145,8 @@ class FittedCodec(Codec):
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         """Return a codec with a state that one like this has just learnt: it is not checked."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)  # a third of copy.copy's time
         other._set(state)
         return other
 

@@ -6,6 +6,7 @@ dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,6 +28,7 @@ class ExactCodec(Codec):
     def __init__(self, dim: int, dtype: torch.dtype) -> None:
         self.fields = (TokenField("values", dim, dtype, "codes"),)
         self._dtype = dtype
+        self.max_abs = torch.finfo(dtype).max if dtype is torch.float16 else math.inf
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Cast."""

@@ -31,6 +31,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def segments_of_a_device(monkeypatch):
+    """Segments as a GPU has them: of one size for K and V, from the first token on."""
+    from kvpact.cache import segments
+
+    monkeypatch.setattr(segments, "FEW", -1)
+
+
 @pytest.fixture
 def triton_backend(monkeypatch):
     """The backend, which caches made with ``backend="triton"`` have wherever this runs."""

@@ -154,7 +154,7 @@ def test_negative_scales_and_outliers(monkeypatch):
 def test_beside_exact_tokens(monkeypatch, config):
     """The whole of attention: parts of both kernels, merged and rotated back."""
     spec = "turboquant:bits=4,sinks=3,window=5/int:bits=4,sinks=2,window=9"
-    calls = decode_calls(monkeypatch, spec, 150, (1, 2, 2, 3, 64), config)
+    calls = decode_calls(monkeypatch, spec, 170, (1, 2, 2, 3, 64), config)
     expected = TORCH.attend(calls, "full")
     monkeypatch.setattr(fast, "LEAST_TOKENS", 1)
     monkeypatch.setattr(tuning, "TOKENS_OF_A_PART", 64)

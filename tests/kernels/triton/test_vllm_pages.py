@@ -7,11 +7,10 @@ import pytest
 import torch
 from host_reads import HostReads
 from launches import Launches
-from vllm_pages import TOKENS, SequenceBeside
+from vllm_pages import TOKENS, SequenceBeside, WindowBeside
 
 pytest.importorskip("triton")
 
-from kvpact import create_cache
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.vllm.layer import PagedLayer
@@ -73,7 +72,7 @@ def make_sequence(text, pages, count, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(count, heads, DIM) for heads in (HEADS * GROUPS, HEADS, HEADS)]
     qkv = [torch.randn(shape, generator=generator) for shape in shapes]
-    cache = create_cache(text, CacheGeometry(1, HEADS, DIM), backend="torch")
+    cache = WindowBeside(text, CacheGeometry(1, HEADS, DIM), backend="torch")
     return SequenceBeside(qkv, cache, SCALE, pages)
 
 

@@ -135,9 +135,16 @@ class PagedLayer:
         windows = self._windows.claim(rows)
         try:
             both = list(zip(rows, windows, strict=True))
-            single = [one for one in both if self._is_step(*one)]
+            single: list[tuple[Row, Window]] = []
+            chunks: list[tuple[Row, Window]] = []
+            wide = self._windows.width > 0
+            for one in both:  # a step finds a token before it, as it needs where there are windows
+                row, window = one
+                step = row.held > 0 and row.end - row.start == 1
+                step = step and (not wide or window.end > window.first)
+                (single if step else chunks).append(one)
             if single and self._decode(single, q, k, v, out, config):
-                both = [one for one in both if not self._is_step(*one)]
+                both = chunks
             others = {row.start for run in prompts for row in run.rows}
             both, ready = self._prepare(both, (q, k, v), out, cut, others)
             if cut and others:  # Who shares a run with a cut row is attended below.
@@ -154,10 +161,6 @@ class PagedLayer:
         finally:
             self._windows.keep(rows, windows)
         return cut
-
-    def _is_step(self, row: Row, window: Window) -> bool:
-        single = row.held > 0 and row.end - row.start == 1
-        return single and self._windows.has_tokens(window)
 
     def loaded(self, pages: Sequence[int]) -> None:
         """Take note that somebody else filled these pages: full, and without windows."""
@@ -189,13 +192,17 @@ class PagedLayer:
         if runners is None:
             return False
         self._windows.make_room([window for _, window in rows])
-        made, keep = [], self._windows.width > 0
+        made, width, filled = [], self._windows.width, self._filled
         for (row, window), runner in zip(rows, runners, strict=True):
-            exact, (k_memory, v_memory) = self._windows.exact_from(window), window.memories
-            k_new = StepTokens(exact, k_memory, keep, row.held, 1, False)
-            v_new = StepTokens(exact, v_memory, keep, row.held, 1, False)
+            exact, (k_memory, v_memory) = max(window.first, window.end - width), window.memories
+            k_new = StepTokens(exact, k_memory, width > 0, row.held, 1, False)
+            v_new = StepTokens(exact, v_memory, width > 0, row.held, 1, False)
             made.append(StepRow(runner, row.held, k_new, v_new))
-            self._clear(row)
+            index, inside = divmod(row.held, self._tokens)
+            if inside and filled[row.pages[index]] == inside:
+                filled[row.pages[index]] = inside + 1
+            else:
+                self._clear(row)
         output = made[0].runner.run(made, k, v, q)
         if output is None:
             return False

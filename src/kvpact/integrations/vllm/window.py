@@ -104,7 +104,12 @@ class WindowPool:
         """Return the window of each row, which is nobody else's until `keep`."""
         if not self.width:
             return [Window(-1, row.held, self._none) for row in rows]
-        found = [self._found(row) for row in rows]
+        known, found = self._at, []
+        for row in rows:
+            page = row.pages[(row.held - 1) // self.page_tokens] if row.held else -1
+            window = known.get(page)
+            whole = window is not None and window.end == row.held
+            found.append(known.pop(page) if whole else None)
         return [
             self._new(row.held) if window is None else window
             for row, window in zip(rows, found, strict=True)
@@ -115,7 +120,9 @@ class WindowPool:
         if not self.width:
             return
         for row, window in zip(rows, windows, strict=True):
-            self.forget(row.pages[row.held // self.page_tokens :])
+            pages = row.pages[row.held // self.page_tokens :]
+            if len(pages) > 1 or pages[0] in self._at:
+                self.forget(pages)
             self._at[row.pages[-1]] = window
 
     def forget(self, pages: Iterable[int]) -> None:
@@ -124,10 +131,6 @@ class WindowPool:
             before = self._at.pop(page, None)
             if before is not None:
                 self._free.append(before.slot)
-
-    def has_tokens(self, window: Window) -> bool:
-        """Whether a new token finds one before it, as steps need where there are windows."""
-        return not self.width or window.end > window.first
 
     def exact_from(self, window: Window) -> int:
         """Return the first token that a window's sequence attends exactly."""
@@ -139,9 +142,16 @@ class WindowPool:
         All are moved when one has to be: from then on they are moved in the same steps, and in the
         steps between these what kernels were told of addresses stays.
         """
-        if self.width and any(map(_is_full, windows)):
-            for window in windows:
-                self._move(window, self.width)
+        if not self.width:
+            return
+        for window in windows:
+            memory = window.memories[0]
+            if window.end - memory.start == memory.tensor.shape[2]:
+                break
+        else:
+            return
+        for window in windows:
+            self._move(window, self.width)
 
     def append(self, window: Window, tokens: tuple[Tensor, Tensor]) -> None:
         """Copy new tokens, `[1, H, T, D]`, as far as they are in the window."""
@@ -157,15 +167,6 @@ class WindowPool:
             for memory, x in zip(window.memories, tokens, strict=True):
                 memory.tensor[:, :, kept : kept + taken] = x[:, :, new - taken :]
         window.end += new
-
-    def _found(self, row: Row) -> Window | None:
-        if not row.held:
-            return None
-        page = row.pages[(row.held - 1) // self.page_tokens]
-        window = self._at.get(page)
-        if window is None or window.end != row.held:
-            return None
-        return self._at.pop(page)
 
     def _new(self, held: int) -> Window:
         if not self._free:
@@ -184,8 +185,3 @@ class WindowPool:
             count = window.end - start
             memory.tensor[:, :, :count] = memory.tokens(start, window.end).clone()
         window.first, window.memories = start, self._memories(window.slot, start)
-
-
-def _is_full(window: Window) -> bool:
-    memory = window.memories[0]
-    return window.end - memory.start == memory.tensor.shape[2]

@@ -35,7 +35,7 @@ class _Fixed(NamedTuple):
     data: bytes
 
 
-def _fixed(view: StreamView) -> bytes:
+def fixed_arguments(view: StreamView) -> bytes:
     """Return a view's fixed arguments; they are kept with what they point to."""
     found: _Fixed | None = view.source.prepared.get(NAME)
     codec, dtype = view.codec, view.tail.dtype
@@ -45,18 +45,14 @@ def _fixed(view: StreamView) -> bytes:
         or found.dtype is not dtype
         or (not found.learnt and codec.ready)
     ):
-        found = view.source.prepared[NAME] = _Fixed(codec, codec.ready, dtype, _fill(view))
+        form = slot_format(codec)
+        stream = structs.Stream.from_buffer_copy(form.stream)
+        stream.segment_tokens, stream.dtype = view.source.segment_tokens, DTYPES[dtype]
+        if not form.place(stream, view.source):
+            raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+        data = bytes(stream)[: structs.FIXED_BYTES]
+        found = view.source.prepared[NAME] = _Fixed(codec, form.learnt, dtype, data)
     return found.data
-
-
-def _fill(view: StreamView) -> bytes:
-    form = slot_format(view.codec)
-    stream = structs.Stream.from_buffer_copy(form.stream)
-    stream.segment_tokens = view.source.segment_tokens
-    stream.dtype = DTYPES[view.tail.dtype]
-    if not form.place(stream, view.source):
-        raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
-    return bytes(stream)[: structs.FIXED_BYTES]
 
 
 def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
@@ -89,12 +85,9 @@ def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, .
 
 
 def _stream(
-    view: StreamView | None, fresh: Tensor | None, alive: list[Tensor]
+    view: StreamView, fresh: Tensor | None, alive: list[Tensor]
 ) -> tuple[bytes, tuple[int, ...]]:
     """Return a stream's fixed arguments, and those that may change with each token."""
-    if view is None:
-        assert fresh is not None
-        return _new_stream(fresh, alive)
     new, sinks, positions, count, offset = _NO_TOKENS, _NO_TOKENS, 0, 0, NO_OFFSET
     if isinstance(view.offset, RowOffset):  # no codec with a rotation is covered
         known = native_offset(view.offset, view.length)
@@ -111,7 +104,7 @@ def _stream(
         alive.append(placed)
         positions, count = placed.data_ptr(), placed.shape[1]
     moving = (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
-    return _fixed(view), moving + offset
+    return fixed_arguments(view), moving + offset
 
 
 def _mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
@@ -152,12 +145,17 @@ def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
     """
     view, k, v, q, config, padding, _ = call
     batch, q_heads, queries, dim = q.shape
-    heads, held, new = call.kv_heads, call.held, call.new
+    held, new = 0 if view is None else view.length, 0 if k is None else k.shape[2]
+    heads = (view.k.tail if k is None and view is not None else k).shape[1]  # type: ignore[union-attr]
     if view is not None and view.v.length != held:
         raise CorruptState(f"K holds {held} tokens and V {view.v.length}; reset this layer")
     alive: list[Tensor] = []
-    k_fixed, k_moving = _stream(view and view.k, k, alive)
-    v_fixed, v_moving = _stream(view and view.v, v, alive)
+    if view is None:
+        assert k is not None and v is not None
+        (k_fixed, k_moving), (v_fixed, v_moving) = _new_stream(k, alive), _new_stream(v, alive)
+    else:
+        k_fixed, k_moving = _stream(view.k, k, alive)
+        v_fixed, v_moving = _stream(view.v, v, alive)
     rows = starts = mask = mask_row = mask_head = mask_query = mask_float = 0
     if padding is not None:
         padding = padding.to("cpu", torch.int64).contiguous()
@@ -240,7 +238,7 @@ def attend_native(
     """
     first = calls[0]
     _, q_heads, queries, _ = first.q.shape
-    rows = sum(call.q.shape[0] for call in calls)
+    rows = first.q.shape[0] if len(calls) == 1 else sum(call.q.shape[0] for call in calls)
     out = new_output(rows, q_heads, queries, first.output_dim)
     place, size = out.data_ptr(), out.stride(0) * out.itemsize
     int8 = precision == "int8"

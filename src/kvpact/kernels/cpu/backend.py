@@ -106,7 +106,7 @@ class CpuBackend:
 
 
 def _copies(codec: Codec) -> bool:
-    form = codec.packed_format()
+    form = codec.packed_format() if codec.exact else None
     return form is not None and form.kind == "raw"
 
 

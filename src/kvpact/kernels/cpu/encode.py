@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -87,6 +87,17 @@ class CodecEncoder:
             args.trellis = self._trellis.address
         names = [(name, getattr(form, name)) for name in _FIELDS]
         self.fields = [(name, fields[field]) for name, field in names if field is not None]
+        self.names = [field.name for _, field in self.fields]
+
+    def after(self, codec: Codec) -> CodecEncoder:
+        """Return the encoder of a codec of trellises that has learnt, from the one before."""
+        other = object.__new__(CodecEncoder)
+        other.__dict__.update(self.__dict__)
+        other.args, other.learnt = EncodeArgs.from_buffer_copy(self.args), True
+        other._trellis = self._trellis.learnt(codec.state())
+        other.args.trellis = other._trellis.address
+        _encoders[codec] = other
+        return other
 
     def _keep(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
@@ -99,7 +110,7 @@ _encoders: WeakKeyDictionary[Codec, CodecEncoder] = WeakKeyDictionary()
 def codec_encoder(codec: Codec) -> CodecEncoder:
     """Return the encoder of a codec, made once, and anew when the codec has learnt."""
     found = _encoders.get(codec)
-    if found is None or (codec.ready and not found.learnt):
+    if found is None or (not found.learnt and codec.ready):
         found = _encoders[codec] = CodecEncoder(codec)
     return found
 
@@ -114,16 +125,17 @@ def exact_tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
     return structs.Exact(x.data_ptr(), row * size, head * size, token * size), x
 
 
-def magnitude(library: NativeLibrary, x: Tensor) -> float:
-    """Return the largest magnitude in `[B, H, T, D]`; NaN or infinity where one number is."""
-    exact, x = exact_tokens(x)
-    found: float = library.magnitude(library.bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape)
+def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]:
+    """Return the largest magnitude in each `[B, H, T, D]`; NaN or infinity where one number is."""
+    found, bit, call = [], library.bit, library.magnitude
+    for x in tensors:
+        exact, x = exact_tokens(x)
+        found.append(call(bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape))
     return found
 
 
-def _args(codec: Codec, places: Sequence[Where | None]) -> EncodeArgs:
+def _args(encoder: CodecEncoder, places: Sequence[Where | None]) -> EncodeArgs:
     """Return the arguments with where the fields lie."""
-    encoder = codec_encoder(codec)
     args = EncodeArgs.from_buffer_copy(encoder.args)
     for (name, field), where in zip(encoder.fields, places, strict=True):
         if where is None:
@@ -132,12 +144,14 @@ def _args(codec: Codec, places: Sequence[Where | None]) -> EncodeArgs:
     return args
 
 
-def placed(codec: Codec, source: SegmentSource) -> tuple[list[Where | None], EncodeArgs]:
+def placed(
+    codec: Codec, encoder: CodecEncoder, source: SegmentSource
+) -> tuple[list[Where | None], EncodeArgs]:
     """Return where the fields of a source lie, and the arguments that say so; found out once."""
     known = source.prepared.get(_NAME)
     if known is None or known[0] is not codec:
-        places = [source.where(field.name) for _, field in codec_encoder(codec).fields]
-        known = source.prepared[_NAME] = codec, places, _args(codec, places)
+        places = list(map(source.where, encoder.names))
+        known = source.prepared[_NAME] = codec, places, _args(encoder, places)
     return known[1], known[2]
 
 
@@ -155,19 +169,30 @@ class CpuEncoder:
     def __init__(self, library: NativeLibrary, codec: Codec) -> None:
         self._library, self._codec = library, codec
         self._torch = TorchEncoder(codec)
+        self._known = ref(codec_encoder(codec))  # the codec has it, and what it learnt
 
-    def prepare(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+    def prepare(self, x: Tensor, size: float | None = None) -> Tensor | dict[str, Tensor]:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
 
         Where a magnitude might be beyond the format, the torch body decides, and names it; it also
         encodes what a codec learns from.
         """
-        if not self._codec.ready:
+        form = self._form()
+        if not form.learnt:
             return self._torch.prepare(x)
-        limit = codec_encoder(self._codec).limit
-        if limit == math.inf or magnitude(self._library, x) <= limit:
+        limit = form.limit
+        if limit == math.inf or (size is not None and size <= limit):
+            return x
+        if magnitudes(self._library, (x,))[0] <= limit:
             return x
         return self._torch.prepare(x)
+
+    def _form(self) -> CodecEncoder:
+        found = self._known()
+        if found is None or not found.learnt:
+            found = codec_encoder(self._codec)
+            self._known = ref(found)
+        return found
 
     def write(
         self,
@@ -189,13 +214,14 @@ class CpuEncoder:
             self._torch.write(prepared, segments, segment_tokens, start)
             return
         places: list[Where | None]  # kept alive: the kernel reads their arrays
+        form = self._form()
         if isinstance(segments, PlacedSegments):
-            places, args = placed(self._codec, segments.source)
+            places, args = placed(self._codec, form, segments.source)
         else:
-            places = [_where(segments, f.name) for _, f in codec_encoder(self._codec).fields]
-            args = _args(self._codec, places)
+            places = [_where(segments, name) for name in form.names]
+            args = _args(form, places)
         args = EncodeArgs.from_buffer_copy(args)
-        for name, _ in codec_encoder(self._codec).fields:  # the kernel counts from where it begins
+        for name, _ in form.fields:  # the kernel counts from where it begins
             getattr(args, name).base += start // segment_tokens * _ADDRESS
         args.x, x = exact_tokens(prepared)
         args.dtype = DTYPES[x.dtype]

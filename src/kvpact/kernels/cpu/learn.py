@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpact.errors import KernelError
 from kvpact.kernels.cpu.encode import codec_encoder, exact_tokens
 from kvpact.kernels.cpu.library import NativeLibrary
-from kvpact.kernels.cpu.slots import DTYPES
+from kvpact.kernels.cpu.slots import DTYPES, slot_format
 from kvpact.kernels.cpu.structs import LearnArgs
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -51,7 +51,8 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
     args.x, x = exact_tokens(x)
     args.dim, args.dtype = dim, DTYPES[x.dtype]
     args.batch, args.heads, args.tokens = batch, heads, tokens
-    args.trellis = codec_encoder(codec).args.trellis
+    encoder = codec_encoder(codec)
+    args.trellis = encoder.args.trellis
     args.sinks = context.sinks
     if padding is not None:
         padding = padding.to("cpu", torch.int64).expand(batch).contiguous()
@@ -68,4 +69,6 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
         return codec.learn(x.to(torch.float32), context)
     if status:
         raise KernelError(f"the native kernel that learns refused its arguments ({status})")
-    return codec.with_state(found)
+    learnt = codec.with_state(found)
+    slot_format(codec).after(learnt, encoder.after(learnt)._trellis)
+    return learnt

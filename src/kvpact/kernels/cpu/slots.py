@@ -45,10 +45,12 @@ class SlotFormat:
         The arguments, but for where slots and tokens lie.
     by_channel : bool
         Whether a word of codes holds consecutive tokens of a channel; whether of a trellis.
+    learnt : bool
+        Whether the codec had learnt when this was made.
     """
 
     def __init__(self, codec: Codec) -> None:
-        self.reason, self.by_channel, self._learnt = "", False, codec.ready
+        self.reason, self.by_channel, self.learnt = "", False, codec.ready
         self.stream = structs.Stream()
         self._names: list[tuple[str, str]] = []
         self._alive: list[Tensor] = []
@@ -93,9 +95,13 @@ class SlotFormat:
             if field is not None:
                 self._names.append((name, field))
 
-    def outdated(self, codec: Codec) -> bool:
-        """Whether the codec has learnt since."""
-        return not self._learnt and codec.ready
+    def after(self, codec: Codec, arguments: trellis.TrellisArguments) -> None:
+        """Know the format of a codec of trellises that has learnt, from the one before."""
+        other = object.__new__(SlotFormat)
+        other.__dict__.update(self.__dict__)
+        other.stream, other.learnt = structs.Stream.from_buffer_copy(self.stream), True
+        other._trellis, other.stream.trellis = arguments, arguments.address
+        _formats[codec] = other
 
     def _keep(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
@@ -117,6 +123,6 @@ _formats: WeakKeyDictionary[Codec, SlotFormat] = WeakKeyDictionary()
 def slot_format(codec: Codec) -> SlotFormat:
     """Return the format of a codec's slots, made once, and anew when the codec has learnt."""
     found = _formats.get(codec)
-    if found is None or found.outdated(codec):
+    if found is None or (not found.learnt and codec.ready):
         found = _formats[codec] = SlotFormat(codec)
     return found

@@ -20,11 +20,11 @@ from kvpact.kernels.alike import AlikeCalls
 from kvpact.kernels.base import AttendCall, StepRow, StepTokens
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
-from kvpact.kernels.cpu.encode import codec_encoder, placed
+from kvpact.kernels.cpu.encode import codec_encoder, exact_tokens, placed
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import largest, native_offset
 from kvpact.kernels.offset import RowOffset
-from kvpact.kernels.views import StreamView
+from kvpact.kernels.views import LayerView, StreamView
 
 _F32 = torch.float32
 _FEW, _MANY, _LATENT = range(3)
@@ -84,8 +84,8 @@ class CpuStep(AlikeCalls):
         made = native.native_call(call, 0, int8)
         # What the arguments point to: where sink tokens stand, logits of sinks, offsets.
         memory = [x.untyped_storage() for x in made.alive]
-        self._alive = (memory, call.view.k.codec, call.view.v.codec, call.padding)
-        self._sinks = (call.view.k.sinks, call.view.v.sinks)
+        self._alive: Any = (memory, call.view.k.codec, call.view.v.codec, call.padding)
+        self._sinks: Any = (call.view.k.sinks, call.view.v.sinks)
         args = self._args = structs.StepPlan()
         ctypes.memmove(ctypes.byref(args.attend), made.args, len(made.args))
         _fill(args.k, call.view.k)
@@ -95,6 +95,34 @@ class CpuStep(AlikeCalls):
         self._address = ctypes.addressof(args)
         out_row = math.prod(self._out[1:]) * _F32.itemsize
         self._apart = (*(x.stride(0) * x.itemsize for x in (call.k, call.v, call.q)), out_row)
+
+    def over(self, view: LayerView) -> CpuStep | None:
+        """Return one for another layer: of the arguments, where its slots and sinks lie differs."""
+        if view.padding is not None or self._most is not None or view.k.offset is not None:
+            return None
+        other = object.__new__(CpuStep)
+        other.__dict__.update(self.__dict__)
+        other.sources = view.k.source, view.v.source
+        memory: list[Any] = []
+        other._alive = (memory, view.k.codec, view.v.codec)
+        other._sinks = (view.k.sinks, view.v.sinks)
+        args = other._args = structs.StepPlan.from_buffer_copy(self._args)
+        other._address = ctypes.addressof(args)
+        for side, stream, store in (
+            (view.k, args.attend.k, args.k),
+            (view.v, args.attend.v, args.v),
+        ):
+            fixed = native.fixed_arguments(side)
+            ctypes.memmove(ctypes.addressof(stream), fixed, len(fixed))
+            stream.sinks, stream.sink_positions, stream.n_sinks = structs.Exact(), 0, 0
+            if side.sinks is not None and side.sink_positions is not None:
+                stream.sinks, _ = exact_tokens(side.sinks)
+                stream.sink_positions = side.sink_positions.data_ptr()
+                stream.n_sinks = side.sink_positions.shape[1]
+                memory.append(side.sink_positions.untyped_storage())
+            _, store.form = placed(side.codec, codec_encoder(side.codec), side.source)
+            store.form.segment_tokens = side.source.segment_tokens
+        return other
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         """Leave nothing in a pickle."""
@@ -159,5 +187,5 @@ def _fill(store: structs.Store, side: StreamView) -> None:
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
     if isinstance(side.offset, RowOffset):
         store.limit -= largest(side.offset)  # what is encoded may be that much larger
-    _, store.form = placed(codec, side.source)
+    _, store.form = placed(codec, encoder, side.source)
     store.form.segment_tokens = side.source.segment_tokens

@@ -82,6 +82,17 @@ class TrellisArguments:
             made, tensors = block_arguments(block)
             setattr(args, f"block{index}", made)
             self._alive += tensors
+        self._set(state)
+
+    def learnt(self, state: Mapping[str, Tensor]) -> TrellisArguments:
+        """Return the arguments of a codec that has learnt, from those before."""
+        other = object.__new__(TrellisArguments)
+        other._args, other._alive = structs.Trellis.from_buffer_copy(self._args), [*self._alive]
+        other._set(state)
+        return other
+
+    def _set(self, state: Mapping[str, Tensor]) -> None:
+        args = self._args
         for name in ("weight", "first"):
             if name in state:
                 setattr(args, name, self._keep(state[name], torch.float32))

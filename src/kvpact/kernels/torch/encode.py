@@ -23,7 +23,9 @@ class TorchEncoder:
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
 
-    def prepare(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+    def prepare(
+        self, x: Tensor, size: float | None = None, frozen: Arrays | None = None
+    ) -> dict[str, Tensor]:
         """Return the encoded arrays of `[B, H, T, D]` (see `Codec.encode`)."""
         return self._codec.encode(x.to(torch.float32), frozen)
 

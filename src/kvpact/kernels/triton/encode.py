@@ -88,7 +88,7 @@ class TritonEncoder:
         self._known: list[tuple[int, tuple[int, ...]]] = []
         self._slots: EncodeSlots | None = None
 
-    def prepare(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+    def prepare(self, x: Tensor, size: float | None = None) -> Tensor | dict[str, Tensor]:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
 
         The torch body refuses tokens, and names what is wrong with them. Where checks are deferred

@@ -1,0 +1,132 @@
+"""A layer's first tokens, and its first step, by what was made for another layer."""
+
+import pytest
+import torch
+
+from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact.cache.layer import CacheLayer
+from kvpact.errors import CacheFull, DtypeError, GeometryError, NonFiniteError
+from kvpact.kernels.cpu.step import CpuStep
+
+LAYERS = 3
+SPECS = ("trellis:bits=4", "turboquant:bits=4", "int:bits=8,sinks=2,window=40", "kivi:bits=2")
+
+
+def qkv(tokens, seed, batch=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(batch, heads, tokens, 64, generator=generator).to(dtype) for heads in (2, 2, 6)
+    ]
+
+
+def cache_of(spec, layers, **options):
+    return create_cache(spec, CacheGeometry(layers, 2, 64), **options)
+
+
+def prepared(monkeypatch):
+    """Return a list that gets an entry whenever tokens take the ordinary way."""
+    found, prepare = [], CacheLayer.prepare
+
+    def seen(self, *args, **kwargs):
+        found.append(self)
+        return prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(CacheLayer, "prepare", seen)
+    return found
+
+
+@pytest.mark.parametrize("tokens", (1, 16, 71, 95, 96, 130))
+@pytest.mark.parametrize("spec", SPECS)
+def test_layers_hold_what_each_would_alone(spec, tokens):
+    together = cache_of(spec, LAYERS)
+    alone = [cache_of(spec, 1, backend="torch") for _ in range(LAYERS)]
+    for step, new in enumerate((tokens, *[1] * 70)):
+        for layer, one in enumerate(alone):
+            given = qkv(new, 100 * step + layer)
+            output, right = together.attend(layer, *given), one.attend(0, *given)
+            torch.testing.assert_close(output, right, rtol=0, atol=2e-6)
+    for layer, one in enumerate(alone):
+        for side in "kv":
+            assert torch.equal(together.dequantize(layer, side), one.dequantize(0, side))
+        held = together.entry(layer), one.entry(0)
+        assert [x.packed for x in held[0].streams()] == [x.packed for x in held[1].streams()]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+def test_one_layer_of_a_cache_takes_the_ordinary_way(monkeypatch, dtype):
+    cache, ordinary = cache_of("trellis:bits=4", LAYERS), prepared(monkeypatch)
+    for layer in range(LAYERS):
+        cache.attend(layer, *qkv(20, layer, dtype=dtype))
+    assert len(ordinary) == 1
+    assert cache.compute.stats()["attend"] == {"cpu": LAYERS}
+    made, over = [], CpuStep.over
+    monkeypatch.setattr(CpuStep, "over", lambda *args: made.append(args) or over(*args))
+    for layer in range(LAYERS):
+        cache.attend(layer, *qkv(1, layer, dtype=dtype))
+    assert len(ordinary) == 1
+    assert len(made) == LAYERS - 1
+    assert [cache.seq_len(layer) for layer in range(LAYERS)] == [21] * LAYERS
+
+
+@pytest.mark.parametrize("number", (torch.nan, torch.inf, 1e30))
+@pytest.mark.parametrize("side", (0, 1))
+def test_what_can_not_be_stored_is_refused_by_the_second_layer_too(number, side):
+    cache = cache_of("trellis:bits=4", LAYERS)
+    cache.attend(0, *qkv(20, 0))
+    bad = qkv(20, 1)
+    bad[side][1, 1, 7, 5] = number
+    with pytest.raises(NonFiniteError):
+        cache.attend(1, *bad)
+    assert cache.seq_len(1) == 0
+    right = cache_of("trellis:bits=4", 1).attend(0, *qkv(20, 1))
+    torch.testing.assert_close(cache.attend(1, *qkv(20, 1)), right, rtol=0, atol=1e-6)
+
+
+def test_queries_of_no_number_are_refused_by_the_second_layer_too():
+    cache = cache_of("trellis:bits=4", LAYERS)
+    cache.attend(0, *qkv(20, 0))
+    bad = qkv(20, 1)
+    bad[2][0, 0, 0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="q holds"):
+        cache.attend(1, *bad)
+    assert cache.seq_len(1) == 0
+
+
+def test_other_batches_and_dtypes_are_refused_by_the_second_layer_too():
+    cache = cache_of("trellis:bits=4", LAYERS)
+    cache.attend(0, *qkv(20, 0))
+    with pytest.raises(GeometryError, match="batch 3"):
+        cache.attend(1, *qkv(20, 1, batch=3))
+    k, v, q = qkv(20, 1)
+    with pytest.raises(DtypeError):
+        cache.attend(1, k, v.half(), q)
+    cache.reset()
+    cache.attend(0, *qkv(500, 0, batch=3))
+    with pytest.raises(GeometryError, match="batch 2"):
+        cache.attend(1, *qkv(20, 1))
+    assert cache.attend(1, *qkv(20, 1, batch=3)).shape == (3, 6, 20, 64)
+
+
+def test_calls_with_other_rules_are_their_own():
+    """A window, a mask or padding of the second layer is honoured."""
+    configs = (
+        AttendConfig(sliding_window=5),
+        AttendConfig(mask=torch.ones(1, 1, 20, 20).tril() > 0, is_causal=False),
+        AttendConfig(padding=torch.tensor([3, 0])),
+        AttendConfig(softmax_scale=0.3, softcap=20.0),
+        AttendConfig(exact_new=False),
+    )
+    for config in configs:
+        cache, alone = cache_of("trellis:bits=4", 2), cache_of("trellis:bits=4", 1)
+        cache.attend(0, *qkv(20, 0))
+        outputs = [cache.attend(1, *qkv(20, 1), config), alone.attend(0, *qkv(20, 1), config)]
+        torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+        assert torch.equal(cache.dequantize(1, "k"), alone.dequantize(0, "k"))
+
+
+def test_a_full_cache_stays_full():
+    cache = cache_of("trellis:bits=4", LAYERS, max_tokens=25)
+    cache.attend(0, *qkv(20, 0))
+    with pytest.raises(CacheFull):
+        cache.attend(1, *qkv(26, 1))
+    assert cache.seq_len(1) == 0
