@@ -202,7 +202,9 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         short = "fp16" if name == "float16" else name
         grid.add_row(f"bytes of an exact cache, {short}", size_text(exact) + times)
     grid.add_row("bits per value", f"{figures['bits_per_value']:.2f}")
-    grid.add_row("bits per value, packed slots", f"{figures['slot_bits_per_value']:.2f}")
+    slots = figures["slot_bits_per_value"]
+    none_yet = "no token has left the window yet"
+    grid.add_row("bits per value, packed slots", f"{slots:.2f}" if slots == slots else none_yet)
     counts = "{compressed} / {native}".format(**figures["layers"])
     grid.add_row("layers compressed / native", counts)
     computed = figures["prompt_tokens"] - prefix.loaded
