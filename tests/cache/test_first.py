@@ -130,3 +130,29 @@ def test_a_full_cache_stays_full():
     with pytest.raises(CacheFull):
         cache.attend(1, *qkv(26, 1))
     assert cache.seq_len(1) == 0
+
+
+def test_sinks_whose_channels_have_gaps_are_kept_for_the_second_layer():
+    """What the arguments of a step point to lives as long as they, copies too."""
+    together, alone = cache_of("trellis:bits=4", 2), cache_of("trellis:bits=4", 1, backend="torch")
+    for layer in range(2):
+        k, v, q = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in qkv(130, layer))
+        together.attend(layer, k, v, q)
+    alone.attend(0, k, v, q)
+    for step in range(1, 40):
+        for layer in range(2):
+            given = qkv(1, 2 * step + layer)
+            output = together.attend(layer, *given)
+        torch.testing.assert_close(output, alone.attend(0, *given), rtol=0, atol=2e-6)
+
+
+def test_sink_logits_of_another_dtype_are_kept_for_every_layer():
+    config = AttendConfig(sink_logits=torch.linspace(-1, 1, 6).bfloat16())
+    together, alone = cache_of("trellis:bits=4", 2), cache_of("trellis:bits=4", 1, backend="torch")
+    for step, new in enumerate((20, *[1] * 5)):
+        for layer in range(2):
+            given = qkv(new, 2 * step + layer)
+            output = together.attend(layer, *given, config)
+        if step == 3:
+            together.entry(0).truncate(5)
+        torch.testing.assert_close(output, alone.attend(0, *given, config), rtol=0, atol=2e-6)

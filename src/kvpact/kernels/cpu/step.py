@@ -100,6 +100,8 @@ class CpuStep(AlikeCalls):
         """Return one for another layer: of the arguments, where its slots and sinks lie differs."""
         if view.padding is not None or self._most is not None or view.k.offset is not None:
             return None
+        if self.config.sink_logits is not None:
+            return None  # they may lie in a copy, which the other one alone keeps
         other = object.__new__(CpuStep)
         other.__dict__.update(self.__dict__)
         other.sources = view.k.source, view.v.source
@@ -116,7 +118,8 @@ class CpuStep(AlikeCalls):
             ctypes.memmove(ctypes.addressof(stream), fixed, len(fixed))
             stream.sinks, stream.sink_positions, stream.n_sinks = structs.Exact(), 0, 0
             if side.sinks is not None and side.sink_positions is not None:
-                stream.sinks, _ = exact_tokens(side.sinks)
+                stream.sinks, sinks = exact_tokens(side.sinks)
+                memory.append(sinks.untyped_storage())
                 stream.sink_positions = side.sink_positions.data_ptr()
                 stream.n_sinks = side.sink_positions.shape[1]
                 memory.append(side.sink_positions.untyped_storage())
