@@ -70,7 +70,6 @@ def remember_first(
 ) -> None:
     """Let other layers begin as this one just did, if they can; the lock is held."""
     compute, plan = layer.compute, layer._held.plan
-    compute.empty.pop(First, None)  # whoever comes with another batch is looked at
     if plan is None or not plan.alike or compute.deferred or layer._held.padding is not None:
         return
     streams = layer.new_stream(k, True), layer.new_stream(v, False)

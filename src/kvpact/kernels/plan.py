@@ -28,6 +28,7 @@ from kvpact.kernels.base import (
 )
 from kvpact.kernels.counts import Counts
 from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.empty import Empty
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.torch.queries import check_call
@@ -40,7 +41,6 @@ from kvpact.quantizers.checks import deferred
 BACKENDS: tuple[Backend, ...] = (CPU, TRITON, TORCH)
 """In the order in which ``backend="auto"`` tries them. The last one covers everything."""
 
-_CPU = torch.device("cpu")
 _AT_ONCE = nullcontext()
 
 
@@ -51,14 +51,6 @@ class Line(NamedTuple):
     backend: str
     available: bool
     reason: str
-
-
-class Empty(dict[Any, Any]):
-    """Streams that hold no token yet, by what they are made for."""
-
-    def held_parts(self) -> tuple[()]:
-        """Hold no memory (see `kvpact.testing.held_tensors`)."""
-        return ()
 
 
 class Compute:
@@ -80,7 +72,7 @@ class Compute:
         self.requested, self.precision, self.deferred = requested, precision, deferred
         self.counts = Counts()
         self._reasons: dict[tuple[Operation, str], str] = {}
-        # Of codecs that learnt nothing, which layers and streams have in common.
+        # Of codecs that learnt nothing, in common to layers.
         self._streams: dict[tuple[Codec, torch.device, torch.dtype], StreamPlan] = {}
         self._plans: dict[tuple[StreamPlan, StreamPlan, bool, bool], Plan] = {}
         self.empty = Empty()
