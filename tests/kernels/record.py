@@ -88,7 +88,7 @@ class Case:
             block.expected = ctypes.string_at(block.address, len(block.contents))
 
     def expect(self, output: Tensor, bound: float) -> None:
-        (block,) = self.written()
+        (block,) = [block for block in self.blocks if block.check == NEAR]
         block.expected, self.bound = output.float().contiguous().numpy().tobytes(), bound
         assert len(block.expected) == len(block.contents), self.label
 
@@ -260,13 +260,14 @@ def _segments(part: ctypes.Structure) -> int:
 
 
 def record_attend(recorder: Recorder, **case: Any) -> None:
-    """Record one call of `compare.both`; `bound` as there, or that of ``precision="int8"``."""
+    """Record one call of `compare.both`: one step where it is one, with its `bound` or int8's."""
     before = len(recorder.cases)
     expected, _, _ = compare.both(**case)
     bound = 0.03 if case.get("precision") == "int8" else compare.BOUND
     if "dtype" in case:
         bound = torch.finfo(case["dtype"]).eps / 2  # what is expected was rounded to it
-    made = [one for one in recorder.cases[before:] if one.operation.startswith("attend")]
+    attends = ("attend", "attend_rows", "step")
+    made = [one for one in recorder.cases[before:] if one.operation in attends]
     for one, rows in zip(made, expected.chunk(len(made)), strict=True):
         one.label = " ".join(str(value) for value in case.values())[:111]
         one.expect(rows, bound)
