@@ -82,7 +82,10 @@ def measure(options: argparse.Namespace) -> list[Row]:
             prompt, times = ids[:, :count], []
             # Short prompts take more rounds: their times spread more.
             for turn in range(max(options.rounds, 4096 // count // 8) + 1):
-                found = [timed(model, prompt, make()) for model, make in makes]
+                found = [0.0, 0.0]
+                for side in (turn % 2, 1 - turn % 2):
+                    model, make = makes[side]
+                    found[side] = timed(model, prompt, make())
                 if turn:  # the first round warms up
                     times.append((found[0], found[1]))
             rows.append(row("prompt", count, threads, times))
@@ -92,10 +95,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
                 timed(model, ids[:, :count], cache)
             token, times = ids[:, count : count + 1], []
             for turn in range(options.steps + 3):
-                found = [
-                    timed(model, token, cache)
-                    for (model, _), cache in zip(makes, caches, strict=True)
-                ]
+                found = [0.0, 0.0]
+                for side in (turn % 2, 1 - turn % 2):
+                    found[side] = timed(makes[side][0], token, caches[side])
                 if turn >= 3:
                     times.append((found[0], found[1]))
             rows.append(row("step", count, threads, times))

@@ -122,15 +122,18 @@ def test_deepcopy_is_independent(llama, prompt):
 
 
 def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, fallbacks):
+    spec = "none"
     llama.set_attn_implementation("eager")
-    cache = CompressedCache(llama.config, "turboquant:bits=4", attention="keep")
+    cache = CompressedCache(llama.config, spec, attention="keep")
     slow, said = fallbacks(lambda: llama.generate(**prompt, **greedy, past_key_values=cache))
     assert llama.config._attn_implementation == "eager"
     assert len(said) == 1
     llama.set_attn_implementation("kvpact")
     fused, said = fallbacks(
         lambda: llama.generate(
-            **prompt, **greedy, past_key_values=CompressedCache(llama.config, "turboquant:bits=4")
+            **prompt,
+            **greedy,
+            past_key_values=CompressedCache(llama.config, spec),
         )
     )
     assert said == []

@@ -51,7 +51,7 @@ def test_a_layer_of_a_step_takes_few_calls_and_looks_at_no_caller(make_model, si
         looks.clear()
         steps[layers] = calls(partial(model, token, past_key_values=cache))
         assert len(looks) == 1  # for the whole call of the model
-    assert (steps[6].total() - steps[2].total()) / 4 <= 9
+    assert (steps[6].total() - steps[2].total()) / 4 <= 11
 
 
 @torch.no_grad()

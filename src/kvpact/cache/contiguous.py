@@ -10,7 +10,6 @@ from torch import Tensor
 from kvpact.cache import room
 from kvpact.cache.checks import check_layer, check_query, check_tokens
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
-from kvpact.cache.first import first_attend
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.offsets import KeyOffsets, check_offsets
@@ -143,11 +142,7 @@ class ContiguousCache(BatchRows):
         config = _DEFAULT if config is None else attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
             entry = self._layers[layer]
-            if entry._held.k is None and self.max_tokens is None:
-                with entry.lock:
-                    output = first_attend(entry, k, v, q, config)
-            else:
-                output = quick_attend(entry, k, v, q, config, self.max_tokens)
+            output = quick_attend(entry, k, v, q, config, self.max_tokens)
             if output is not None:
                 return output
         return self._attend(layer, k, v, q, config)

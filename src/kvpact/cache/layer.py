@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from kvpact.cache.codecs import codec_of
-from kvpact.cache.first import First, remember_first
 from kvpact.cache.held import Held, LayerPlan, Sizes, next_offset, next_padding, next_seen
 from kvpact.cache.quick import first_step
 from kvpact.cache.segments import MakeStore, SegmentList
@@ -133,10 +132,6 @@ class CacheLayer:
             if config.exact_new:
                 output = plan.step.attend(q, config)
                 self.commit(plan)
-                if plan.before.k is None:
-                    self.compute.empty.pop(First, None)  # another batch may come
-                    if not plan.appends[0].pieces and not plan.appends[1].pieces:
-                        remember_first(self, k, v, q, config)
                 return output
             check_queries(q, k.shape[1], self.length + k.shape[2], config)
             return self.commit(plan).attend(q, config)

@@ -15,10 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients, say_once
-from kvpact.integrations.transformers.latent import read_before_stored
+from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients, say_once, untraced
+from kvpact.integrations.transformers.latent import meet_class
 from kvpact.integrations.transformers.shared import Asked
-from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.integrations.transformers.tokens import NewTokens, read_before_stored
 from kvpact.kernels import attend_exact
 
 ATTENTION = "kvpact"
@@ -55,7 +55,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@untraced
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -99,12 +99,19 @@ def attention_forward(
     if isinstance(key, KVHandle) and isinstance(value, KVHandle):
         tokens = key.pending
     else:
-        fresh = read_before_stored(module, key)
+        meet_class(module)
+        fresh = read_before_stored(key)
     compressed = tokens is not None or fresh is not None
     if compressed and module.training:
         raise KVPactError("a compressed cache is for inference; call model.eval() first")
-    if fresh is not None:
-        fresh.store(_own_padding(fresh, attention_mask))
+    if fresh is not None and fresh.whole and fresh.total == query.shape[2]:  # the first ones
+        fresh.tell_of_bias(module)
+        if needs_own(kwargs):
+            fresh.shared.may_wait, tokens = False, fresh
+    if fresh is not None and tokens is None:
+        padding = _own_padding(fresh, attention_mask)
+        if padding is not None or not fresh.whole:
+            fresh.store(padding)
     last = attention_mask is None and 1 < query.shape[2] < key.shape[2]
     # Layers that share K and V may leave out queries, and `sdpa` takes those left for the first.
     last = last and getattr(module, "is_kv_shared_layer", False)

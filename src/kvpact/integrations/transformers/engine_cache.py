@@ -15,6 +15,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.cache.rows import refuse_pickling
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.integrations.transformers.choice import choose_attention
+from kvpact.integrations.transformers.handles import untraced
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.pairs import REMEDY, NoPair, Refusal, UpdateOrder
@@ -72,7 +73,7 @@ class EngineCache(Cache):
         """Return the layers that hold something of their own: transformers', and hybrid ones."""
         return [layer for layer in self.layers if type(layer) is not CompressedLayer]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -164,9 +165,9 @@ class EngineCache(Cache):
                     "held before: reset the cache and begin again"
                 ) from error
         shared = self._shared
-        for i, tokens in enumerate(shared.waiting):
+        for tokens in list(shared.waiting):
             if tokens is not None and tokens.total > length:
-                shared.waiting[i] = None
+                tokens.cut(length)
         if moment is not None:
             moment.restore()
         for cache in shared.stored():

@@ -7,9 +7,11 @@ K or V instead: right in every model, only slower, and said once.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,8 @@ class FallbackWarning(UserWarning):
     """Something takes the slower way; the results are right."""
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _said: set[str] = set()
 
 _make = torch.Tensor._make_wrapper_subclass
@@ -38,6 +42,17 @@ def say_once(key: str, message: str) -> None:
     if key not in _said:
         _said.add(key)
         warnings.warn(message, FallbackWarning, stacklevel=3)
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep ``torch.compile`` out of a function; elsewhere that takes next to no time."""
+    disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (disabled if torch.compiler.is_compiling() else function)(*args, **kwargs)
+
+    return call
 
 
 def refuse_gradients(x: Tensor) -> Tensor:

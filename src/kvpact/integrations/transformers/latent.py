@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -94,44 +93,18 @@ def meet(attention: type) -> None:
             return _handed_on(module, expand, latents, rope)
         k, v = expand(latents, rope)
         if fresh:
-            _read.expanded = weakref.ref(k), weakref.ref(latents.pending.origin)
+            latents.pending.origin.read_as(k)
         return k, v
 
     expand_kv.kvpact = True  # type: ignore[attr-defined]
     attention.expand_kv = expand_kv  # type: ignore[attr-defined]
 
 
-class _Read(threading.local):
-    """K that this thread last made of fresh latents, and those latents."""
-
-    expanded: tuple[weakref.ref[Tensor], weakref.ref[Any]] | None = None
-
-
-_read = _Read()
-
-
-def read_before_stored(module: Any, key: Tensor) -> NewTokens | None:
-    """Return the latents that `key` was just made of, where they are not stored yet.
-
-    The first tokens of a cache are always expanded: they are exact, and for a prompt that is the
-    faster way. But their padding is known only to attention.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The attention layer.
-    key : Tensor
-        K of the heads.
-    """
-    if not hasattr(module, "expand_kv"):
-        return None
-    for attention in type(module).__mro__:
-        meet(attention)
-    expanded, _read.expanded = _read.expanded, None
-    if expanded is None or expanded[0]() is not key:
-        return None
-    pending = expanded[1]()
-    return pending if pending is not None and pending.fresh else None
+def meet_class(module: Any) -> None:
+    """Do what `meet` does for the class of an attention layer."""
+    if hasattr(type(module), "expand_kv"):  # of a module it takes long to say no
+        for attention in type(module).__mro__:
+            meet(attention)
 
 
 def _handed_on(

@@ -85,11 +85,16 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         shared, index = self._shared, self._index
         before = shared.waiting[index]
-        if before is not None:
-            before.store()
         if index == 0 or shared.held[index] is None:
             shared.attention = shared.config._attn_implementation
+        if before is not None:
+            if before.grow(key_states, value_states):
+                return before.k, before.v
+            before.store()
         tokens = NewTokens(shared, index, key_states, value_states, self.read_again)
+        first = tokens.total == key_states.shape[2]
+        if first and tokens.wait_whole(key_states, value_states):
+            return tokens.k, tokens.v
         return returned_pair(tokens, key_states, value_states)
 
     def _whole(self, side: str) -> Tensor | None:

@@ -215,6 +215,8 @@ def _offset(projection: _Projection, norm: Any, rotary: Any, layout: Layout) -> 
 
 def tell_of_bias(attention: Any) -> None:
     """Warn, once, if a layer's keys have a large bias that nobody takes off."""
+    if getattr(_key_linear(attention), "bias", None) is None:
+        return  # as in most models, in which looking further takes long
     projection = _projection(attention)
     if projection is None:
         return

@@ -113,7 +113,7 @@ def _recording(
         key, value = seen.take(module, query, key, value, options)
     if torch.is_grad_enabled() and needs_own(options):
         return _with_gradients(query, key, value, attention_mask, options), None
-    return attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore
+    return attention_forward(module, query, key, value, attention_mask, **options)
 
 
 def _with_gradients(

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.cache.paged_view import PagedView
+from kvpact.cache.wait import Wait
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
@@ -67,6 +68,8 @@ class SharedState:
         K and V of another shape have one of their own.
     waiting : list
         Each layer's tokens that nothing has used yet.
+    may_wait : bool
+        Whether the model's attention takes exact K and V as they are, without softcap and the like.
     attention : str or None
         The implementation that reads what `update` returns, as the config named it when the first
         layer was called: reading a config is slow.
@@ -92,13 +95,16 @@ class SharedState:
         self.held: list[BatchCache | None] = [None] * len(specs)
         self.waiting: list[NewTokens | None] = [None] * len(specs)
         self.asked: Asked | None = None
+        self.latest: tuple[Any, BatchCache] | None = None
+        self.may_wait = True
+        self.wait: tuple[Spec, Any, Wait] | None = None
         self.attention: str | None = None
         self.handles: HandlePair | None = None
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
         """Let one cache hold the tokens of all layers; those that wait are dropped."""
         self.held, self.waiting = [cache] * layers, [None] * layers
-        self.asked = self.handles = None
+        self.asked = self.handles = self.wait = self.latest = None
 
     def caches(self) -> list[BatchCache]:
         """Return every cache once."""
@@ -112,6 +118,14 @@ class SharedState:
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
         memo[id(self)] = other
         return other
+
+    def wait_of(self, cache: ContiguousCache, layer: int, k: Tensor, v: Tensor) -> Wait:
+        """Return how long a layer's first tokens wait; most layers are alike."""
+        entry = cache.entry(layer)
+        alike = cache, k.shape[:2], k.dtype, k.device
+        if entry.codecs is not None or self.wait is None or self.wait[:2] != (entry.spec, alike):
+            self.wait = entry.spec, alike, Wait.of(entry, k, v)
+        return self.wait[2]
 
     def end_call(self) -> None:
         """Let go of what a call brought: its mask and tokens are kept no longer than the call."""
@@ -138,11 +152,13 @@ class SharedState:
         k, v : Tensor
             `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`, in the dtype that is stored.
         """
-        latent = k.shape[1] == 1 and k.shape[3] in self.latent_widths
-        shape = k.shape[1], k.shape[3], v.shape[3]
-        geometry = CacheGeometry(len(self.specs), *shape, k.dtype, latent)
-        alike = (x for x in self.caches() if x.geometry == geometry)
-        cache = self.held[layer] = next(alike, None) or self.new_cache(geometry)
+        shape = k.shape[1], k.shape[3], v.shape[3], k.dtype
+        if self.latest is None or self.latest[0] != shape:
+            latent = k.shape[1] == 1 and k.shape[3] in self.latent_widths
+            geometry = CacheGeometry(len(self.specs), *shape, latent)
+            alike = (x for x in self.caches() if x.geometry == geometry)
+            self.latest = shape, next(alike, None) or self.new_cache(geometry)
+        cache = self.held[layer] = self.latest[1]
         return cache
 
     def new_cache(self, geometry: CacheGeometry) -> ContiguousCache:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from weakref import ref
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from kvpact.cache.checks import DTYPES
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.room import Moment
 from kvpact.cache.step import Step
+from kvpact.cache.wait import Wait
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.integrations.transformers.handles import say_once
@@ -17,6 +21,28 @@ from kvpact.integrations.transformers.offsets import tell_of_bias
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import AttendCall
 from kvpact.kernels.torch.attend import attend
+
+DENSE = torch.contiguous_format
+
+
+class _Read(threading.local):
+    """The tokens that this thread's last `update` gave to a model as they are."""
+
+    last: ref[NewTokens] | None = None
+
+
+_read = _Read()
+
+
+def read_before_stored(k: Tensor) -> NewTokens | None:
+    """Return the tokens that `k` is of, or was just made of, where they are not stored yet."""
+    last = _read.last
+    if last is None:
+        return None
+    _read.last, tokens = None, last()
+    if tokens is None or (tokens.k if tokens.expanded is None else tokens.expanded()) is not k:
+        return None
+    return tokens if tokens.fresh else None
 
 
 class NewTokens:
@@ -43,11 +69,14 @@ class NewTokens:
     __slots__ = (
         "__weakref__",
         "_again",
+        "_as_read",
         "_cache",
         "_dtypes",
         "_layer",
         "_parts",
         "_step",
+        "_wait",
+        "expanded",
         "k",
         "shared",
         "total",
@@ -71,12 +100,77 @@ class NewTokens:
         self._parts: tuple[Tensor, Tensor] | None = None
         self._again = again
         self._step: Step | None = None
+        self._wait: Wait | None = None
+        self._as_read: ref[NewTokens] | None = None
+        self.expanded: ref[Tensor] | None = None
         shared.waiting[layer] = self
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on, which were not stored."""
+        if self._wait is None or not length:
+            self.shared.waiting[self._layer] = None
+        else:
+            self.k, self.v = self.k[:, :, :length].clone(), self.v[:, :, :length].clone()
+            self.total = length
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all tokens of an exact layer, which wait as they are."""
+        return self._wait is not None
 
     @property
     def _waits(self) -> bool:
         """Whether nothing has used these tokens yet."""
         return self.shared.waiting[self._layer] is self
+
+    def wait_whole(self, k: Tensor, v: Tensor) -> bool:
+        """Let a cache's first tokens wait, and be read, as they are; False where they can't.
+
+        As long as none is to be packed the layer is an exact cache, whose K and V any attention
+        takes; those of the next calls join them (`grow`).
+
+        Parameters
+        ----------
+        k, v : Tensor
+            These tokens as the model gave them.
+        """
+        shared, cache = self.shared, self._cache
+        if not shared.may_wait or not isinstance(cache, ContiguousCache):
+            return False
+        if self._again or cache.geometry.latent or not shared.exact_new or shared.key_offsets:
+            return False
+        wait = shared.wait_of(cache, self._layer, k, v)
+        if not wait.holds(0, k, v, self._layer + 1 == len(shared.waiting)):
+            return False
+        # Copies, since a view would keep more memory alive.
+        self.k, self.v = k.clone(memory_format=DENSE), v.clone(memory_format=DENSE)
+        self._wait, self._as_read = wait, ref(self)
+        _read.last = self._as_read
+        return True
+
+    def grow(self, k: Tensor, v: Tensor) -> bool:
+        """Take the tokens of another call to those that wait as they are; False where they can't.
+
+        Parameters
+        ----------
+        k, v : Tensor
+            As the model gives them.
+        """
+        wait, last = self._wait, self._layer + 1 == len(self.shared.waiting)
+        if wait is None or not wait.holds(self.total, k, v, last):
+            return False
+        try:
+            both = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
+        except RuntimeError:  # of other shapes: what stores them says so
+            return False
+        self.k, self.v = both
+        self.total += k.shape[2]
+        _read.last = self._as_read
+        return True
+
+    def read_as(self, k: Tensor) -> None:
+        """Note that attention is about to read `k`, which was made of these tokens."""
+        _read.last, self.expanded = ref(self), ref(k)
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and these tokens, and store them; all or nothing.
@@ -127,7 +221,12 @@ class NewTokens:
         self._use()
         self.shared.handles = None  # nothing but the model keeps what is decompressed
         config = AttendConfig(padding=padding, exact_new=self.shared.exact_new)
-        return self._cache.prefill(self._layer, self.k, self.v, None, config)
+        try:
+            return self._cache.prefill(self._layer, self.k, self.v, None, config)
+        except BaseException:
+            if self._wait is not None:  # the model has read them: they are held, if not stored
+                self.shared.waiting[self._layer] = self
+            raise
 
     def _use(self) -> None:
         # From now on only the handles, which live as long as the model's layer looks at them, keep
@@ -216,7 +315,9 @@ class NewTokens:
 
     @property
     def fresh(self) -> bool:
-        """Whether these are a cache's first latents, not yet stored: read as they are."""
+        """Whether these are a cache's first tokens, not yet stored: read as they are."""
+        if self._wait is not None:
+            return self._waits
         first, latent = self.total == self.k.shape[2], self._cache.geometry.latent
         return latent and self.shared.exact_new and first and self._waits
 

@@ -1,12 +1,10 @@
-"""A layer's first tokens, and its first step, by what was made for another layer."""
+"""Layers that are alike share what they are made with, and nothing else."""
 
 import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.cache.layer import CacheLayer
 from kvpact.errors import CacheFull, DtypeError, GeometryError, NonFiniteError
-from kvpact.kernels.cpu.step import CpuStep
 
 LAYERS = 3
 SPECS = ("trellis:bits=4", "turboquant:bits=4", "int:bits=8,sinks=2,window=40", "kivi:bits=2")
@@ -21,18 +19,6 @@ def qkv(tokens, seed, batch=2, dtype=torch.float32):
 
 def cache_of(spec, layers, **options):
     return create_cache(spec, CacheGeometry(layers, 2, 64), **options)
-
-
-def prepared(monkeypatch):
-    """Return a list that gets an entry whenever tokens take the ordinary way."""
-    found, prepare = [], CacheLayer.prepare
-
-    def seen(self, *args, **kwargs):
-        found.append(self)
-        return prepare(self, *args, **kwargs)
-
-    monkeypatch.setattr(CacheLayer, "prepare", seen)
-    return found
 
 
 @pytest.mark.parametrize("tokens", (1, 16, 71, 95, 96, 130))
@@ -50,22 +36,6 @@ def test_layers_hold_what_each_would_alone(spec, tokens):
             assert torch.equal(together.dequantize(layer, side), one.dequantize(0, side))
         held = together.entry(layer), one.entry(0)
         assert [x.packed for x in held[0].streams()] == [x.packed for x in held[1].streams()]
-
-
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
-def test_one_layer_of_a_cache_takes_the_ordinary_way(monkeypatch, dtype):
-    cache, ordinary = cache_of("trellis:bits=4", LAYERS), prepared(monkeypatch)
-    for layer in range(LAYERS):
-        cache.attend(layer, *qkv(20, layer, dtype=dtype))
-    assert len(ordinary) == 1
-    assert cache.compute.stats()["attend"] == {"cpu": LAYERS}
-    made, over = [], CpuStep.over
-    monkeypatch.setattr(CpuStep, "over", lambda *args: made.append(args) or over(*args))
-    for layer in range(LAYERS):
-        cache.attend(layer, *qkv(1, layer, dtype=dtype))
-    assert len(ordinary) == 1
-    assert len(made) == LAYERS - 1
-    assert [cache.seq_len(layer) for layer in range(LAYERS)] == [21] * LAYERS
 
 
 @pytest.mark.parametrize("number", (torch.nan, torch.inf, 1e30))

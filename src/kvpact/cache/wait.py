@@ -1,0 +1,73 @@
+"""How long an engine may keep a layer's first tokens by itself, as they are."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.stream import Stream
+from kvpact.kernels import largest
+from kvpact.quantizers.numbers import HALF_MAX
+
+if TYPE_CHECKING:
+    from kvpact.cache.layer import CacheLayer
+
+
+class Wait(NamedTuple):
+    """How many first tokens of a layer an engine may keep by itself, exact, before it stores them.
+
+    None of them is packed when they are stored, and no codec learns from their queries.
+
+    Parameters
+    ----------
+    tokens : int
+        So many.
+    dtype : torch.dtype
+        That of the tokens.
+    k_limit, v_limit : float
+        Tokens whose numbers are smaller can surely be stored.
+    deferred : bool
+        Whether storing them is soon enough to look at numbers.
+    """
+
+    tokens: int
+    dtype: torch.dtype
+    k_limit: float
+    v_limit: float
+    deferred: bool
+
+    @classmethod
+    def of(cls, layer: CacheLayer, k: Tensor, v: Tensor) -> Wait:
+        """Return it for a layer that is to hold tokens like `k` and `v` `[B, H_kv, T, D]`."""
+        streams = key, value = layer.new_stream(k, True), layer.new_stream(v, False)
+        tokens = min(
+            s.room_before(0) if s.codec.ready or not s.codec.learns_from else s.learning[0]
+            for s in streams
+        )
+        return cls(tokens, k.dtype, _limit(key), _limit(value), layer.compute.deferred)
+
+    def holds(self, held: int, k: Tensor, v: Tensor, last: bool = True) -> bool:
+        """Return whether new tokens of a call may wait beside `held` that do.
+
+        Only in the `last` layer are the numbers looked at: NaN of another one comes as far.
+        """
+        new = k.shape[2]
+        if held + new > self.tokens or v.shape[2] != new or not k.dtype is v.dtype is self.dtype:
+            return False
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            return False
+        if self.deferred or not last:
+            return True
+        k_size, v_size = largest(k, v)
+        return k_size < self.k_limit and v_size < self.v_limit
+
+
+def _limit(stream: Stream) -> float:
+    codec, form, root = stream.codec, stream.plan.form, math.sqrt(stream.memory.tensor.shape[3])
+    least = min(codec.max_abs, codec.max_norm) / root
+    if codec.group > 1:
+        return least
+    return min(least, HALF_MAX / root if form is None else form.limit)
