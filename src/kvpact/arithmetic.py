@@ -15,32 +15,12 @@ def divide(x: Tensor, number: float) -> Tensor:
     """Divide by a number, correctly rounded on every device.
 
     `x / number` is a product with the reciprocal on a GPU, which may differ in the last bit.
-
-    Parameters
-    ----------
-    x : Tensor
-        Any shape, floating point.
-    number : float
-        The divisor.
-
-    Returns
-    -------
-    Tensor
-        As `x`.
     """
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast decompressed numbers; what rounding took beyond fp16's range becomes its largest number.
-
-    Parameters
-    ----------
-    x : Tensor
-        Any shape, fp32.
-    dtype : torch.dtype
-        The dtype wanted.
-    """
+    """Cast decompressed numbers; what rounding took beyond fp16's range becomes its largest."""
     if dtype == torch.float16:
         limit = torch.finfo(dtype).max
         x = x.clamp(-limit, limit)
@@ -52,15 +32,7 @@ def square_root(x: Tensor) -> Tensor:
 
     `x.sqrt()` may come out of a vector library that is a last bit off, another one per processor.
 
-    Parameters
-    ----------
-    x : Tensor
-        Any shape, fp32, not negative.
-
-    Returns
-    -------
-    Tensor
-        As `x`.
+    `x`: any shape, fp32, not negative.
     """
     # No root of an fp32 number lies so near to the middle of two that fp64 could not tell.
     return x.double().sqrt().to(x.dtype)
@@ -95,15 +67,7 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
 def hadamard(x: Tensor) -> Tensor:
     """Apply the orthonormal Walsh-Hadamard transform to the last axis; it is its own inverse.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[..., n]` floating point, n a power of two.
-
-    Returns
-    -------
-    Tensor
-        Same shape and dtype.
+    `x`: `[..., n]` floating point, n a power of two.
     """
     n = x.shape[-1]
     if n & (n - 1):

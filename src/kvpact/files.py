@@ -20,19 +20,7 @@ def open_regular(path: str | PathLike[str], *, follow: bool = True) -> int:
 
     Opening a named pipe would wait for a writer, and a device can be endless; neither is read.
 
-    Parameters
-    ----------
-    path : path
-        The file.
-    follow : bool
-        Whether it may be a symbolic link.
-
-    Raises
-    ------
-    FormatError
-        A folder, a pipe, a device or, unless `follow`, a symbolic link.
-    OSError
-        There is no such file, or it can't be read.
+    `follow`: whether it may be a symbolic link. Raises `FormatError`, `OSError`.
     """
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     refused = FormatError(f"{path} is no regular file")
@@ -61,18 +49,9 @@ def read_regular(path: str | PathLike[str], *, follow: bool = True) -> bytes:
 def write_atomic(path: str | PathLike[str], data: Any) -> None:
     """Write a file that nobody ever sees half: beside its place, to the disk, then renamed.
 
-    Parameters
-    ----------
-    path : path
-        Replaced if it is there. Only its owner can read the file (mode 0600).
-    data : bytes-like
-        What to write.
-
-    Raises
-    ------
-    OSError
-        The folder does not exist, the disk is full, …: its `filename` is the path, and a file that
-        was there is whole.
+    `path`: replaced if it is there. Only its owner can read the file (mode 0600). An `OSError`
+    (no such folder, a full disk) has the path as its `filename`, and leaves a file that was there
+    whole.
     """
     target = Path(path)
     try:

@@ -18,19 +18,9 @@ def rotations(
     The angle is rounded to fp32. Its cosine is computed in fp64, so that no library's last bits are
     seen in fp32.
 
-    Parameters
-    ----------
-    frequencies : Tensor
-        `[P]` fp32, radians per position.
-    positions : Tensor
-        `[…]` whole numbers; those below 0 count as 0.
-    scaling, dtype
-        A factor on both, and the dtype that they are rounded to (see `KeyOffset`).
-
-    Returns
-    -------
-    tuple of Tensor
-        `[…, P]` each.
+    `frequencies`: `[P]` fp32, radians per position. `positions`: `[…]` whole numbers; those below 0
+    count as 0. `scaling`, `dtype`: a factor on both, and the dtype that they are rounded to (see
+    `KeyOffset`). Returns `[…, P]` each.
     """
     angles = (positions.clamp(min=0).to(torch.float32).unsqueeze(-1) * frequencies).double()
     cos, sin = angles.cos().float(), angles.sin().float()
@@ -46,12 +36,8 @@ class KeyRotation(NamedTuple):
 
     Channels that are in no pair do not turn.
 
-    Parameters
-    ----------
-    frequencies : Tensor
-        `[P]` fp32, radians per position.
-    channels : Tensor
-        `[P, 2]` int16: the channels of each pair.
+    `frequencies`: `[P]` fp32, radians per position; `channels`: `[P, 2]` int16: the channels of
+    each pair.
     """
 
     frequencies: Tensor
@@ -61,17 +47,8 @@ class KeyRotation(NamedTuple):
     def of(cls, frequencies: Tensor, layout: str = "half") -> KeyRotation:
         """Return the rotation of the first 2 P channels of a head.
 
-        Parameters
-        ----------
-        frequencies : Tensor
-            `[P]`, RoPE's (``inv_freq``).
-        layout : {"half", "interleaved"}
-            Whether channels p and p + P are a pair, or 2 p and 2 p + 1.
-
-        Raises
-        ------
-        GeometryError
-            Another layout, or frequencies that are no vector.
+        `frequencies`: `[P]`, RoPE's (``inv_freq``); `layout`: whether channels p and p + P are a
+        pair, or 2 p and 2 p + 1. Raises `GeometryError`.
         """
         if layout not in ("half", "interleaved") or frequencies.dim() != 1:
             raise GeometryError(
@@ -88,14 +65,8 @@ class KeyRotation(NamedTuple):
     def turn(self, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
         """Rotate keys in place, or undo it.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, T, D]` fp32.
-        positions : Tensor
-            `[B or 1, 1, T]` whole numbers; those below 0 count as 0.
-        back : bool
-            Whether to undo the rotation.
+        `x`: `[B, H, T, D]` fp32. `positions`: `[B or 1, 1, T]` whole numbers; those below 0 count
+        as 0.
         """
         first, second = self.channels.to(x.device, torch.int64).unbind(1)
         cos, sin = rotations(self.frequencies.to(x.device), positions, 1.0, torch.float32)

@@ -29,10 +29,7 @@ class AppendPlan(NamedTuple):
     def write(self) -> None:
         """Write the new slots, which are zero and lie behind all that the stream holds now.
 
-        Raises
-        ------
-        KernelError
-            The native encoder refuses; some slots may be written.
+        Raises `KernelError` where the native encoder refuses; some slots may be written.
         """
         if not self.pieces:
             return

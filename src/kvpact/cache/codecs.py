@@ -41,10 +41,7 @@ def states_of(
 ) -> Mapping[int, tuple[Learnt, Learnt]]:
     """Return what codecs are to learn from, or learnt, by layer; a model's on a device.
 
-    Raises
-    ------
-    SpecError
-        A method learns, and the model's calibration has nothing of it.
+    Raises `SpecError` where a method learns, and the model's calibration has nothing of it.
     """
     if isinstance(calibration, ModelCalibration):
         held = calibration.needed(specs)
@@ -60,27 +57,10 @@ def layer_codecs(
 ) -> list[tuple[Codec, Codec]]:
     """Return a pair of codecs per layer, for K and for V.
 
-    Parameters
-    ----------
-    specs : sequence of Spec
-        One per layer.
-    geometry : CacheGeometry
-        Its dtype is that of the tokens to come; that of the calibration tokens (or fp32) if it has
-        none.
-    calibration : mapping or Calibration, optional
-        For methods that learn from tokens; others have no use for it.
-    offsets : mapping, optional
-        Layer -> `KeyOffset`, which is taken off calibration keys: the first stands at position 0.
-
-    Raises
-    ------
-    DtypeError, GeometryError, NonFiniteError
-        Calibration that is no pair of floating-point tensors or states, of another shape than the
-        cache's, empty, or not finite.
-    FormatError
-        A state that is none of the codec.
-    LayerIndexError
-        A layer that is not there.
+    `geometry`: its dtype is that of the tokens to come; that of the calibration tokens (or fp32) if
+    it has none. `calibration`: for methods that learn from tokens; others have no use for it.
+    `offsets`: layer -> `KeyOffset`, which is taken off calibration keys: the first stands at
+    position 0.
     """
     given = states_of(calibration, specs, geometry)
     for layer in given:

@@ -23,15 +23,9 @@ def dequant_result(step: Step, q: Tensor | None, config: AttendConfig) -> Dequan
     Over latents the result is what absorbed attention sees: K is `[c_kv, k_rope]`, V is `c_kv`, and
     there is no `logit_bias`.
 
-    Parameters
-    ----------
-    step : Step
-        The tokens held before, and the new ones. Its lock is held while a tile of the past is read.
-    q : Tensor or None
-        `[B, H_q, new, D]`. With a method that has a bias (TurboQuant prod), K comes without it and
-        the result has a `logit_bias` in units of the scaled logits; without q the bias is in K.
-    config : AttendConfig
-        The softmax' scale is what the bias needs.
+    `step`: the tokens held before, and the new ones. Its lock is held while a tile of the past is
+    read. `q`: `[B, H_q, new, D]`. With a method that has a bias (TurboQuant prod), K comes without
+    it and the result has a `logit_bias` in units of the scaled logits; without q the bias is in K.
     """
     view, k, v = step.view, step.k, step.v
     # A latent is key and value at once: as a value it has to be whole.

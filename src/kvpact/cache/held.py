@@ -28,23 +28,15 @@ Sizes = Sequence[float] | None
 class Held(NamedTuple):
     """What a layer holds at one moment.
 
-    Parameters
-    ----------
-    k, v : Stream or None
-        The streams; None while nothing is held.
-    padding : Tensor or None
-        `[B]` left-padding tokens.
-    version : int
-        Counts the changes that make views stale.
-    plan : Plan or None
-        Who computes; None before the first tokens.
-    good : Tensor or None
-        0-d bool: whether all tokens passed the checks that were deferred; None where none were.
-    seen : Tensor or None
-        `[B, H_kv, n, D]` uint8 (e5m2): energies of the queries (see `Context`) from the token
-        `Stream.learning` on, while the codec of K is to learn from them.
-    runner : StepRunner or None
-        Carries out the next step at once, if that is like those before.
+    - `k`, `v`: the streams; None while nothing is held.
+    - `padding`: `[B]` left-padding tokens.
+    - `version`: counts the changes that make views stale.
+    - `plan`: who computes; None before the first tokens.
+    - `good`: 0-d bool: whether all tokens passed the checks that were deferred; None where none
+      were.
+    - `seen`: `[B, H_kv, n, D]` uint8 (e5m2): energies of the queries (see `Context`) from the token
+      `Stream.learning` on, while the codec of K is to learn from them.
+    - `runner`: carries out the next step at once, if that is like those before.
     """
 
     k: Stream | None

@@ -32,22 +32,13 @@ class CacheLayer:
     Slots that an append was about to fill lie behind all that the value speaks of; the next
     operation clears them. Who calls the parts of an append, `truncated` or `settle` holds the lock.
 
-    Parameters
-    ----------
-    spec : Spec
-        Methods for K and V.
-    make_store : callable
-        Makes the storage of a stream: ``(codec, batch, heads, device, side)``, side ``k`` or ``v``.
-    codecs : tuple of Codec, optional
-        The codecs for K and V; made from the spec when the first tokens come if omitted.
-    latent : bool
-        K and V are MLA latents and rotated keys.
-    compute : Compute, optional
-        What was asked to compute; the best that is there if omitted.
-    lock : lock, optional
-        The layer's, where several sequences have a layer each; one of its own if omitted.
-    offset : KeyOffset, optional
-        What is taken off keys before they are encoded; nothing is if the codec is exact.
+    - `make_store`: makes the storage of a stream: ``(codec, batch, heads, device, side)``, side
+      ``k`` or ``v``.
+    - `codecs`: the codecs for K and V; made from the spec when the first tokens come if omitted.
+    - `latent`: K and V are MLA latents and rotated keys.
+    - `compute`: what was asked to compute; the best that is there if omitted.
+    - `lock`: the layer's, where several sequences have a layer each; one of its own if omitted.
+    - `offset`: what is taken off keys before they are encoded; nothing is if the codec is exact.
     """
 
     def __init__(
@@ -181,12 +172,7 @@ class CacheLayer:
     def commit(self, plan: LayerPlan) -> Step:
         """Carry out a plan; the caller has held the lock since `prepare`.
 
-        Raises
-        ------
-        StaleResult
-            The layer changed since the plan was made.
-        KernelError
-            The native encoder refuses; the layer is as before.
+        Raises `KernelError` where the native encoder refuses; the layer is as before.
         """
         self.write(plan)
         self._held = plan.after

@@ -14,17 +14,7 @@ KeyOffsets = Mapping[int, KeyOffset]
 
 
 def check_offsets(offsets: KeyOffsets | None, geometry: CacheGeometry) -> dict[int, KeyOffset]:
-    """Return the offsets by layer.
-
-    Raises
-    ------
-    DtypeError
-        What is no mapping of `KeyOffset`s.
-    GeometryError
-        Other heads or channels than the cache's; the keys are MLA latents.
-    LayerIndexError
-        A layer that is not there.
-    """
+    """Return the offsets by layer. Raises `DtypeError`, `GeometryError`, `LayerIndexError`."""
     if not isinstance(offsets, Mapping | None):
         raise DtypeError(f"key_offsets should be layer -> KeyOffset, not {offsets!r}")
     for layer, offset in (offsets or {}).items():

@@ -25,13 +25,7 @@ _caches: WeakValueDictionary[int, EngineCache] = WeakValueDictionary()
 
 
 def operator_number(cache: EngineCache) -> int:
-    """Return the number by which operators know a cache; it lives no longer for that.
-
-    Parameters
-    ----------
-    cache : EngineCache
-        Any cache whose layers attend.
-    """
+    """Return the number by which operators know a cache; it lives no longer for that."""
     for number, known in list(_caches.items()):
         if known is cache:
             return number
@@ -56,24 +50,9 @@ def attend(
 ) -> Tensor:
     """Store new tokens of a layer and attend; `EngineCache.attend` as ``torch.ops.kvpact.attend``.
 
-    Parameters
-    ----------
-    cache : int
-        From `operator_number`.
-    layer, k, v, q
-        As in `EngineCache.attend`.
-    softmax_scale, softcap, sliding_window, is_causal, mask, sink_logits
-        As in `AttendConfig`.
-
-    Returns
-    -------
-    Tensor
-        `[B, H_q, new, D_v]` in q's dtype.
-
-    Raises
-    ------
-    KVPactError
-        The cache is gone.
+    `layer`, `k`, `v`, `q`: as in `EngineCache.attend`; `softmax_scale`, `softcap`,
+    `sliding_window`, `is_causal`, `mask`, `sink_logits`: as in `AttendConfig`. Returns
+    `[B, H_q, new, D_v]` in q's dtype. Raises `KVPactError`.
     """
     known = _caches.get(cache)
     if known is None:

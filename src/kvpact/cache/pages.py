@@ -43,32 +43,9 @@ def default_page_size(codecs: Sequence[Codec]) -> int:
 class PagePool:
     """Storage of all pages, their reference counts, and the free ones.
 
-    Parameters
-    ----------
-    specs : list of Spec
-        One per layer.
-    geometry : CacheGeometry
-        With its dtype.
-    num_pages : int
-        Pages to allocate, at once.
-    page_size : int, optional
-        Tokens per page, a multiple of the tile (32) and of the methods' groups; the least common
-        multiple of them if omitted.
-    device : torch.device
-        Where the pool lives.
-    calibration : mapping, optional
-        For methods that learn from tokens, see `kvpact.cache.codecs`.
-    offsets : mapping, optional
-        Layer -> `KeyOffset`.
-
-    Raises
-    ------
-    GeometryError
-        Not a positive number of pages, or a page size that cuts a tile or a group.
-    CacheFull
-        There is no memory for so many.
-    SpecError
-        A method that learns from tokens (low rank, vector quantisation) without calibration.
+    `page_size`: tokens per page, a multiple of the tile (32) and of the methods' groups; the least
+    common multiple of them if omitted. `calibration`: for methods that learn from tokens, see
+    `kvpact.cache.codecs`. Raises `GeometryError`, `CacheFull`, `SpecError`.
     """
 
     def __init__(
@@ -132,10 +109,7 @@ class PagePool:
     def take(self, count: int, why: str) -> list[int]:
         """Return pages, zeroed, with one reference each.
 
-        Raises
-        ------
-        CacheFull
-            There are fewer free ones; none is taken.
+        Raises `CacheFull` where there are fewer free ones; none is taken.
         """
         with self.lock:
             if count > len(self._free):
@@ -199,16 +173,8 @@ class PagePool:
 class PageStore:
     """A `SegmentStore` of one sequence's pages in one stream.
 
-    Parameters
-    ----------
-    pool : PagePool
-        Holds the pages.
-    codec : Codec
-        The stream's.
-    fields : dict
-        The pool's storage of this layer and side.
-    table : list of int
-        The sequence's pages, in order; shared by all of its streams, changed by its cache alone.
+    `fields`: the pool's storage of this layer and side. `table`: the sequence's pages, in order;
+    shared by all of its streams, changed by its cache alone.
     """
 
     def __init__(self, pool: PagePool, codec: Codec, fields: Segment, table: list[int]) -> None:
@@ -272,14 +238,8 @@ class PageStore:
 class PageSource:
     """Reads one sequence's pages; native kernels read them where they lie.
 
-    Parameters
-    ----------
-    fields : dict
-        Field -> `[P, H, units, …]`, all pages; a head's units of a page have no gaps.
-    pages : tuple of int
-        The sequence's, in order.
-    page_size : int
-        Tokens per page.
+    `fields`: field -> `[P, H, units, …]`, all pages; a head's units of a page have no gaps.
+    `pages`: the sequence's, in order.
     """
 
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:

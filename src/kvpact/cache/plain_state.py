@@ -39,13 +39,7 @@ class KVSnapshot:
 
 
 def known_dtype(dtype: Any) -> torch.dtype:
-    """Return fp32, fp16 or bf16, given as torch's or numpy's dtype or by name.
-
-    Raises
-    ------
-    DtypeError
-        Another one.
-    """
+    """Return fp32, fp16 or bf16, given as torch's or numpy's dtype or by name."""
     if isinstance(dtype, str | type | np.dtype):
         with suppress(TypeError):  # no dtype of numpy's
             dtype = _NAMES.get(dtype if isinstance(dtype, str) else np.dtype(dtype).name, dtype)
@@ -58,22 +52,8 @@ def known_dtype(dtype: Any) -> torch.dtype:
 def as_rows(name: str, given: Any, kv_dim: int, dtype: torch.dtype) -> Tensor:
     """Return `[n, kv_dim]` numbers in a cache's dtype.
 
-    Parameters
-    ----------
-    name : str
-        For errors.
-    given : Tensor or ndarray
-        `[kv_dim]` or `[n, kv_dim]`; fp32, fp16 or bf16, rounded to `dtype` where it is another.
-    kv_dim : int
-        Width of a token.
-    dtype : torch.dtype
-        The cache's.
-
-    Raises
-    ------
-    DtypeError, DeviceError, GeometryError, NonFiniteError
-        No such array, one that is not on the CPU, another shape; NaN, infinity, or a number that
-        rounds to infinity.
+    `given`: `[kv_dim]` or `[n, kv_dim]`; fp32, fp16 or bf16, rounded to `dtype` where it is
+    another. Raises `DtypeError`, `DeviceError`, `GeometryError`, `NonFiniteError`.
     """
     if isinstance(given, np.ndarray):
         if given.dtype not in (np.dtype(np.float32), np.dtype(np.float16)):
@@ -120,17 +100,7 @@ def write_payload(snapshot: KVSnapshot, kv_dim: int, dtype: torch.dtype) -> byte
 
 
 def read_payload(payload: Any, num_layers: int, kv_dim: int, dtype: torch.dtype) -> KVSnapshot:
-    """Read what `write_payload` gave, for a cache of this shape and dtype.
-
-    Raises
-    ------
-    FormatError
-        No such payload.
-    IntegrityError
-        A byte was changed.
-    GeometryError, DtypeError
-        The payload of a cache with other layers, width or dtype.
-    """
+    """Read what `write_payload` gave, for a cache of this shape and dtype."""
     container = Container(payload, KIND, VERSION)
     tokens = _checked(container.manifest, num_layers, kv_dim, dtype)
     if container.num_sections != (num_layers if tokens else 0):

@@ -26,19 +26,8 @@ class SharedPage:
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
     """Return a key for each full page: a hash chain, so a key stands for all tokens up to it.
 
-    Parameters
-    ----------
-    token_ids : sequence of int
-        From the sequence's first token on.
-    page_size : int
-        Tokens per page.
-    salt : bytes
-        What the chain begins with: other salts, other keys.
-
-    Raises
-    ------
-    GeometryError
-        An id is no whole number of at most 64 bits.
+    `token_ids`: from the sequence's first token on; `salt`: what the chain begins with: other
+    salts, other keys. Raises `GeometryError`.
     """
     try:
         ids = [operator.index(token) for token in token_ids]

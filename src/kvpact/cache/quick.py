@@ -34,19 +34,8 @@ def quick_attend(
 ) -> Tensor | None:
     """Carry out `CacheLayer.attend` in one call of a backend.
 
-    Parameters
-    ----------
-    layer : CacheLayer
-        The layer.
-    k, v, q, config
-        As of `CacheLayer.attend`, not yet checked.
-    max_tokens : int, optional
-        The layer may not hold more than so many.
-
-    Returns
-    -------
-    Tensor or None
-        The output. None where the ordinary way has to be taken; nothing is stored then.
+    `k`, `v`, `q`, `config`: as of `CacheLayer.attend`, not yet checked; `max_tokens`: the layer may
+    not hold more than so many. None where the ordinary way has to be taken; nothing is stored then.
     """
     if layer._held.plan is None:
         return None
@@ -115,21 +104,8 @@ def quick_step(
 
     Memory behind the tail, that nobody reads, may be written to.
 
-    Parameters
-    ----------
-    layer : CacheLayer
-        Has a runner, which fits.
-    k, v, q, config
-        The call's.
-    index : int, optional
-        Which row of the tensors is the layer's, where it is one of many.
-    stay : bool
-        The slots are known to lie where they lay.
-
-    Returns
-    -------
-    tuple or None
-        None where the step has to be made the ordinary way.
+    `index`: which row of the tensors is the layer's, where it is one of many; `stay`: the slots are
+    known to lie where they lay. None where the step has to be made the ordinary way.
     """
     k_before, v_before, padding, version, plan, good, seen, runner = layer._held
     if k_before is None or v_before is None or runner is None:
@@ -164,17 +140,8 @@ def quick_step(
 def counted(layer: CacheLayer, new: int) -> Held | None:
     """Return what a layer holds after a step that a device carried out by itself.
 
-    Parameters
-    ----------
-    layer : CacheLayer
-        Has a runner.
-    new : int
-        New tokens, for which there was room.
-
-    Returns
-    -------
-    Held or None
-        None for a step that packs a group of tokens, or has no room.
+    `new`: new tokens, for which there was room. None for a step that packs a group of tokens, or
+    has no room.
     """
     held, streams = layer._held, []
     for stream in held.streams():

@@ -25,18 +25,12 @@ if TYPE_CHECKING:
 class KnownRows(NamedTuple):
     """Rows that took a step of a layer together, and what was found out about their pages.
 
-    Parameters
-    ----------
-    seqs : list of int
-        Their ids.
-    sequences, layers : list
-        The sequences, and what each holds in the layer.
-    runners : list of StepRunner
-        What carries out their next steps; alike. A layer that took any other step has another one.
-    room : int
-        So many tokens fit the pages of every row, before one is written to that others hold, too.
-    changes : int
-        `PagePool.changes` when the room was counted.
+    - `sequences`, `layers`: the sequences, and what each holds in the layer.
+    - `runners`: what carries out their next steps; alike. A layer that took any other step has
+      another one.
+    - `room`: so many tokens fit the pages of every row, before one is written to that others hold,
+      too.
+    - `changes`: `PagePool.changes` when the room was counted.
     """
 
     seqs: list[int]
@@ -77,21 +71,8 @@ def quick_rows(
 ) -> Tensor | None:
     """Carry out `PagedView.attend` in one call of a backend.
 
-    Parameters
-    ----------
-    cache : PagedKVCache
-        Holds the sequences.
-    layer : int
-        One of its layers.
-    seqs : sequence of int
-        A sequence for each row.
-    k, v, q, config
-        As of `PagedView.attend`, not yet checked.
-
-    Returns
-    -------
-    Tensor or None
-        The output. None where the ordinary way has to be taken; nothing is stored then.
+    `seqs`: a sequence for each row; `k`, `v`, `q`, `config`: as of `PagedView.attend`, not yet
+    checked. None where the ordinary way has to be taken; nothing is stored then.
     """
     with cache.layer_locks[layer]:
         rows = cache.known_rows.pop(layer, None)

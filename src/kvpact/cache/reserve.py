@@ -23,18 +23,6 @@ def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
     `torch.empty` would do so only where the allocator has no memory of its own to hand out again.
     The pages are given back when the last view of the tensor is gone.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Not empty.
-    dtype : torch.dtype
-        Of the numbers.
-
-    Raises
-    ------
-    CacheFull
-        The system has no room for so many addresses.
     """
     count = 1
     for size in shape:

@@ -66,15 +66,7 @@ def seal(layer: CacheLayer, tokens: int) -> None:
 
 
 class Moment(NamedTuple):
-    """What a layer held at one moment: it can hold that again, to the byte, after appends.
-
-    Parameters
-    ----------
-    layer : CacheLayer
-        The layer.
-    held : Held
-        What it held.
-    """
+    """What a layer held at one moment: it can hold that again, to the byte, after appends."""
 
     layer: CacheLayer
     held: Held

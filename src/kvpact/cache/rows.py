@@ -17,10 +17,7 @@ from kvpact.geometry import check_count
 def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
     """Stand in the place of `__reduce_ex__` for caches, which locks and addresses are part of.
 
-    Raises
-    ------
-    SnapshotError
-        Always; it says what to do instead.
+    Always raises `SnapshotError`, which says what to do instead.
     """
     raise SnapshotError(
         f"{type(cache).__name__} can't be pickled: take snapshot(), which can be saved and "

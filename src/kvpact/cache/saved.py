@@ -100,14 +100,7 @@ def layer_state(layer: CacheLayer) -> LayerState:
 def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) -> LayerState:
     """Return the tokens `first <= t < last` of a layer as a part: slots, and sinks among them.
 
-    Parameters
-    ----------
-    layer : CacheLayer
-        With one row without padding.
-    spec : dict
-        Its spec as JSON-ready data.
-    first, last : int
-        All packed; multiples of every field's unit.
+    `first`, `last`: all packed; multiples of every field's unit.
     """
     with layer.lock:
         k, v = (_packed_part(stream, first, last) for stream in layer.streams())
@@ -142,15 +135,7 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
 def check_fits(
     snapshot: Snapshot, specs: Sequence[Spec], geometry: CacheGeometry, dtype: torch.dtype | None
 ) -> None:
-    """Raise a named error unless a cache of these specs can take a snapshot.
-
-    Raises
-    ------
-    FormatError
-        Slots of another `FORMAT_VERSION`, or a part of a snapshot.
-    GeometryError, SpecError, DtypeError
-        No snapshot; another geometry, spec or dtype.
-    """
+    """Raise a named error unless a cache of these specs can take a snapshot."""
     m = known_snapshot(snapshot).manifest
     if m.slots != FORMAT_VERSION:
         raise FormatError(f"slots of version {m.slots}; this version reads {FORMAT_VERSION}")
@@ -171,23 +156,8 @@ def restored_layer(
 ) -> CacheLayer:
     """Fill an empty layer with a state.
 
-    Parameters
-    ----------
-    empty : CacheLayer
-        With the spec and the storage wanted; storage has room already where it is reserved.
-    state : LayerState
-        Read from a snapshot.
-    device : torch.device
-        Where the tokens go.
-    shared : bool
-        Whether the layer's codecs serve others too and must have learnt the same already.
-
-    Raises
-    ------
-    FormatError
-        No cache could have been in this state.
-    MismatchError
-        A shared codec learnt something else; another key offset.
+    `empty`: with the spec and the storage wanted; storage has room already where it is reserved.
+    `shared`: whether the layer's codecs serve others too and must have learnt the same already.
     """
     if state.streams is None:
         return empty
@@ -269,13 +239,7 @@ def _need(good: bool, what: str) -> None:
 
 
 def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Codec:
-    """Return a codec with what the snapshot's learnt; the fields are checked.
-
-    Raises
-    ------
-    FormatError
-        Its state or fields are not such a codec's.
-    """
+    """Return a codec with what the snapshot's learnt; the fields are checked."""
     if isinstance(codec, FittedCodec):
         learnt = {name: tensor.to(device) for name, tensor in stream.learnt.items()}
         if stream.packed and not learnt:

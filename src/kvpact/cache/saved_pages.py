@@ -18,13 +18,7 @@ from kvpact.spec import Spec
 
 
 def paged_states(specs: Sequence[Spec], sequences: Sequence[PagedSequence]) -> list[LayerState]:
-    """Return the state of each layer, a row per sequence.
-
-    Raises
-    ------
-    GeometryError
-        The sequences can't be rows of one snapshot.
-    """
+    """Return the state of each layer, a row per sequence. Raises `GeometryError`."""
     if not sequences:
         return [LayerState(spec.to_json(), None, None) for spec in specs]
     return [

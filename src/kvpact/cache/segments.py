@@ -101,15 +101,7 @@ def where_segments_lie(tensors: list[Tensor]) -> Where | None:
 
 
 class ListSource:
-    """Reads segments by joining them.
-
-    Parameters
-    ----------
-    segments : tuple of dict
-        Field -> `[B, H, units, …]` each.
-    segment_tokens : int
-        Tokens per segment.
-    """
+    """Reads segments by joining them. `segments`: field -> `[B, H, units, …]` each."""
 
     def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
         self._segments, self.segment_tokens = segments, segment_tokens
@@ -135,20 +127,8 @@ class ListSource:
 class SegmentList(ListSource):
     """Segments allocated one by one: a store, and the source that attention reads.
 
-    Parameters
-    ----------
-    codec : Codec
-        Whose fields are stored.
-    batch, heads : int
-        Rows and heads.
-    device : torch.device
-        Where the segments live.
-    segments : tuple of dict
-        What there is.
-    shared : int
-        The first so many segments belong to forks, too, and are never written to.
-    size : int, optional
-        Tokens of a segment, where it is known.
+    `shared`: the first so many segments belong to forks, too, and are never written to; `size`:
+    tokens of a segment, where it is known.
     """
 
     def __init__(

@@ -22,14 +22,7 @@ def sink_positions(
 ) -> tuple[Tensor, int]:
     """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last.
 
-    Parameters
-    ----------
-    batch, count : int
-        Rows, and sinks of each.
-    device : torch.device
-        Where the positions are wanted.
-    padding : Tensor or None
-        `[B]` left-padding tokens of each row.
+    `batch`, `count`: rows, and sinks of each; `padding`: `[B]` left-padding tokens of each row.
     """
     if padding is None:
         return _first_tokens(batch, count, device), count

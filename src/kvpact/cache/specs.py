@@ -42,18 +42,8 @@ def cache_specs(source: SpecLike | Sequence[Spec], geometry: CacheGeometry) -> l
 def latent_spec(spec: Spec, rope: str | None = None) -> Spec:
     """Return a spec for latents: its first method for `c_kv`, a second one for `k_rope`.
 
-    Parameters
-    ----------
-    spec : Spec
-        A method behind the slash is for `k_rope`.
-    rope : str, optional
-        The method for `k_rope`. If neither names one: 8-bit integers with the same sinks and
-        window, or exact where the latent is exact.
-
-    Raises
-    ------
-    SpecError
-        Both name a method for `k_rope`, or `rope` can't be read or names two.
+    `spec`: a method behind the slash is for `k_rope`. `rope`: the method for `k_rope`. If neither
+    names one: 8-bit integers with the same sinks and window, or exact where the latent is exact.
     """
     two = spec.slashed or spec.key != spec.value
     if rope is not None:

@@ -22,21 +22,15 @@ from kvpact.spec import Spec
 def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> dict[str, Any]:
     """Return what layers hold.
 
-    Returns
-    -------
-    dict
-        ``spec``, ``layout``, ``compute`` (see `Compute.stats`); ``tokens`` (the longest layer's),
-        ``values`` (numbers of K and V cached), ``packed_values`` (those that have slots);
-        ``bytes``: ``codes``, ``side`` (side information), ``sinks`` (and where each row's stand),
-        ``window`` (exact recent tokens), ``unused`` (allocated, not yet
-        used), ``total``;
-        ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and side
-        information per packed value); both NaN when nothing is held.
-
-    Notes
-    -----
     Tables that a process needs once (codebooks, rotation signs: a few kilobytes) belong to no
     cache and are not counted.
+
+    Returns ``spec``, ``layout``, ``compute`` (see `Compute.stats`); ``tokens`` (the longest
+    layer's), ``values`` (numbers of K and V cached), ``packed_values`` (those that have slots);
+    ``bytes``: ``codes``, ``side`` (side information), ``sinks`` (and where each row's stand),
+    ``window`` (exact recent tokens), ``unused`` (allocated, not yet used), ``total``;
+    ``bits_per_value`` (of all these bytes) and ``slot_bits_per_value`` (of codes and side
+    information per packed value); both NaN when nothing is held.
     """
     sizes = dict.fromkeys(("codes", "side", "sinks", "window", "unused"), 0)
     tokens = values = packed = 0

@@ -74,13 +74,7 @@ class Step(NamedTuple):
 
 @torch.no_grad()
 def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfig]) -> Tensor:
-    """Attend over many sequences' steps in one layer, each a row of `q`: `[N, H_q, q_len, D_v]`.
-
-    Raises
-    ------
-    GeometryError, StaleResult
-        As of `Step.attend`.
-    """
+    """Attend over many sequences' steps in one layer, each a row of `q`: `[N, H_q, q_len, D_v]`."""
     queries = torch.split(q, 1)
     if len(locks := {id(step.lock): step.lock for step in steps}) > 1:
         raise GeometryError("steps of different layers can't be one batch; attend to each")

@@ -43,32 +43,14 @@ from kvpact.methods.context import Context
 class Stream(NamedTuple):
     """Slots and exact tokens of one stream at one moment; an append or a rollback makes another.
 
-    Parameters
-    ----------
-    codec : Codec
-        Encodes and decodes.
-    window : int
-        Exact tokens at the end.
-    plan : StreamPlan
-        Who encodes and decodes.
-    store : SegmentStore
-        Where the slots lie.
-    packed : int
-        Tokens that have slots; the tail begins there or before.
-    memory : TokenMemory
-        Where the tail lies, `[B, H, n, D]`; in its dtype, on its device.
-    tail_start : int
-        Tokens in front of the tail.
-    length : int
-        Tokens held.
-    spare : int
-        Tokens that fit behind the tail, into its memory.
-    sinks : Tensor or None
-        `[B, H, S, D]`, each row's exact first tokens; None while the tail has all tokens.
-    num_sinks : int
-        How many these are.
-    offset : RowOffset, RowRotation or None
-        What is taken off tokens before they are encoded; exact tokens are whole.
+    - `window`: exact tokens at the end.
+    - `packed`: tokens that have slots; the tail begins there or before.
+    - `memory`: where the tail lies, `[B, H, n, D]`; in its dtype, on its device.
+    - `tail_start`: tokens in front of the tail.
+    - `spare`: tokens that fit behind the tail, into its memory.
+    - `sinks`: `[B, H, S, D]`, each row's exact first tokens; None while the tail has all tokens.
+    - `num_sinks`: how many these are.
+    - `offset`: what is taken off tokens before they are encoded; exact tokens are whole.
     """
 
     codec: Codec
@@ -97,20 +79,9 @@ class Stream(NamedTuple):
     ) -> Stream:
         """Return a stream for tokens like `[B, H, T, D]` that holds none.
 
-        Parameters
-        ----------
-        codec : Codec
-            Encodes and decodes.
-        like : Tensor
-            Has the shape, dtype and device of the tokens to come; its tokens are not looked at.
-        sinks, window : int
-            Exact tokens at the beginning and at the end.
-        store : SegmentStore
-            Where the slots lie.
-        plan : StreamPlan
-            Who encodes and decodes.
-        offset : RowOffset or RowRotation, optional
-            What is taken off tokens before they are encoded.
+        `like`: has the shape, dtype and device of the tokens to come; its tokens are not looked at.
+        `sinks`, `window`: exact tokens at the beginning and at the end. `offset`: what is taken off
+        tokens before they are encoded.
         """
         batch, heads, _, dim = like.shape
         memory = TokenMemory(like.new_zeros(batch, heads, 0, dim), 0)
@@ -131,15 +102,8 @@ class Stream(NamedTuple):
     ) -> Stream:
         """Return an empty stream with what another held.
 
-        Parameters
-        ----------
-        packed, tail_start : int
-            As in `Stream`.
-        tail, sinks : Tensor
-            The exact tokens.
-        slots : mapping, optional
-            Field -> `[B, H, units, …]` of the packed tokens, which are copied; they are in the
-            store already if omitted.
+        `packed`, `tail_start`: as in `Stream`. `slots`: field -> `[B, H, units, …]` of the packed
+        tokens, which are copied; they are in the store already if omitted.
         """
         store = self.store.grown(packed, 0)
         size = store.segment_tokens
@@ -164,21 +128,9 @@ class Stream(NamedTuple):
     ) -> AppendPlan:
         """Encode tokens and allocate what they need.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, new, D]`, checked.
-        padding : Tensor or None
-            `[B]` left-padding tokens of each row.
-        seen : Tensor, optional
-            `[B, H, n, D]`, what queries are like, see `Held`.
-        size : float, optional
-            The largest magnitude in `x`, where it is known.
-
-        Raises
-        ------
-        NonFiniteError
-            A token that the codec can't hold, be it now or when it leaves the window.
+        `x`: `[B, H, new, D]`, checked; `padding`: `[B]` left-padding tokens of each row; `seen`:
+        `[B, H, n, D]`, what queries are like, see `Held`; `size`: the largest magnitude in `x`,
+        where it is known. Raises `NonFiniteError`.
         """
         coded = x if self.offset is None else self.coded(x, self.length)
         x = x.to(self.memory.tensor.dtype)
@@ -317,12 +269,7 @@ class Stream(NamedTuple):
 
         Their slots are still to be cleared: `store.clear_from(packed)`.
 
-        Parameters
-        ----------
-        length : int
-            Tokens to keep.
-        padding : Tensor or None
-            `[B]` left-padding tokens of each row.
+        `padding`: `[B]` left-padding tokens of each row.
         """
         start, packed, sinks = min(self.tail_start, length), self.packed, self.sinks
         tail = self.memory.tokens(start, length).clone()

@@ -21,16 +21,9 @@ class Wait(NamedTuple):
 
     None of them is packed when they are stored, and no codec learns from their queries.
 
-    Parameters
-    ----------
-    tokens : int
-        So many.
-    dtype : torch.dtype
-        That of the tokens.
-    k_limit, v_limit : float
-        Tokens whose numbers are smaller can surely be stored.
-    deferred : bool
-        Whether storing them is soon enough to look at numbers.
+    - `dtype`: that of the tokens.
+    - `k_limit`, `v_limit`: tokens whose numbers are smaller can surely be stored.
+    - `deferred`: whether storing them is soon enough to look at numbers.
     """
 
     tokens: int

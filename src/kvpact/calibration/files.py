@@ -22,15 +22,8 @@ def write(
 ) -> None:
     """Write a file.
 
-    Parameters
-    ----------
-    path : str or path
-        Where; replaced as a whole.
-    header : mapping
-        JSON-ready: ``model``, ``tokens``, and of each layer its shape and the names of what each
-        method learnt.
-    layers : sequence of mapping
-        Of each layer, tensors by name.
+    `header`: JSON-ready: ``model``, ``tokens``, and of each layer its shape and the names of what
+    each method learnt; `layers`: of each layer, tensors by name.
     """
     tensors = [item for layer in layers for item in layer.items()]
     runs = [(1, [sum(x.nbytes for x in layer.values()) for layer in layers])]
@@ -38,13 +31,7 @@ def write(
 
 
 def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return header and tensors of a file, every byte checked.
-
-    Raises
-    ------
-    FormatError, IntegrityError
-        It is no calibration, or damaged.
-    """
+    """Return header and tensors of a file, every byte checked."""
     held = Container(read_regular(path), KIND, VERSION)
     header = {name: value for name, value in held.manifest.items() if name != "sections"}
     if not _is_header(header):

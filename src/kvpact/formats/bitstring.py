@@ -13,24 +13,10 @@ from kvpact.errors import FormatError
 def pack_bits(codes: Tensor, widths: Sequence[int], heads: int, size: int) -> Tensor:
     """Return the bytes of codes, one code behind the other, the lowest bit of each first.
 
-    Parameters
-    ----------
-    codes : Tensor
-        `[B, T, N]` uint8; bits beyond a code's width are zero.
-    widths : sequence of int
-        Bits of each of the N codes, 0 to 8.
-    heads, size : int
-        Each head takes `size` bytes of the string, which has zeros at its end.
-
-    Returns
-    -------
-    Tensor
-        `[B, heads, T, size]` uint8. Bit i of the string is bit `i % 8` of byte `i // 8`.
-
-    Raises
-    ------
-    FormatError
-        The bytes are too few.
+    `codes`: `[B, T, N]` uint8; bits beyond a code's width are zero. `widths`: bits of each of the N
+    codes, 0 to 8. `heads`, `size`: each head takes `size` bytes of the string, which has zeros at
+    its end. Returns `[B, heads, T, size]` uint8. Bit i of the string is bit `i % 8` of byte
+    `i // 8`. Raises `FormatError`.
     """
     which, shift = _places(widths, codes.device)
     if len(which) > 8 * heads * size:

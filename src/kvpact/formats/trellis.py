@@ -9,16 +9,8 @@ from dataclasses import dataclass
 class TrellisBlock:
     """Channels with a rotation and a trellis of their own.
 
-    Parameters
-    ----------
-    dim : int
-        Channels.
-    bits : int
-        Of a code, whose levels are those of `quantizers.trellis`; 0 for channels that are zero.
-    states : {8, 16}
-        Of the trellis.
-    seed : int
-        Of the rotation's signs (`transforms.RandomHadamard`).
+    `bits`: of a code, whose levels are those of `quantizers.trellis`; 0 for channels that are zero.
+    `seed`: of the rotation's signs (`transforms.RandomHadamard`).
     """
 
     dim: int
@@ -34,14 +26,8 @@ class TrellisForm:
     Weights, order, deviations and the first key are the codec's `state()`, by these names and per
     KV head; what is not there is 1, the order of channels, 1, or 0.
 
-    Parameters
-    ----------
-    blocks : tuple of TrellisBlock
-        At most three.
-    interleave : {4, 8}
-        Bits of the wider codes that kernels make of codes (see `formats.bitpack`).
-    center : int
-        Tokens that share a mean; 0 for none.
+    `interleave`: bits of the wider codes that kernels make of codes (see `formats.bitpack`).
+    `center`: tokens that share a mean; 0 for none.
     """
 
     blocks: tuple[TrellisBlock, ...]

@@ -23,17 +23,9 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
     """Return a BLAKE2b-256 over a config and all weights: names, dtypes, shapes and bytes.
 
-    Parameters
-    ----------
-    weights : mapping
-        Tensors by name, e.g. `model.state_dict()`. Every byte is read: about a second per gigabyte.
-    config : mapping
-        JSON-ready data, e.g. `model.config.to_dict()`.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits; equal for equal weights and configs, in any order, on any device.
+    `weights`: tensors by name, e.g. `model.state_dict()`. Every byte is read: about a second per
+    gigabyte. `config`: JSON-ready data, e.g. `model.config.to_dict()`. Returns 64 hexadecimal
+    digits; equal for equal weights and configs, in any order, on any device.
     """
     digest = hashlib.blake2b(digest_size=32)
 
@@ -56,24 +48,10 @@ def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str
 def files_fingerprint(folder: str | PathLike[str], config: Mapping[str, Any]) -> str:
     """Return a BLAKE2b-256 over a config and the files of weights in a folder.
 
-    Parameters
-    ----------
-    folder : path
-        Every ``.safetensors``, ``.bin``, ``.pt`` and ``.gguf`` file in it is read: about a second
-        per gigabyte. Where there is none, all files are.
-    config : mapping
-        JSON-ready data, e.g. ``config.to_dict()``.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits; equal for equal files and configs, wherever the folder is. Equal
-        weights in other files have another one, and so has `fingerprint`.
-
-    Raises
-    ------
-    MismatchError
-        The folder holds no file.
+    `folder`: every ``.safetensors``, ``.bin``, ``.pt`` and ``.gguf`` file in it is read: about a
+    second per gigabyte. Where there is none, all files are. `config`: JSON-ready data, e.g.
+    ``config.to_dict()``. Returns 64 hexadecimal digits; equal for equal files and configs, wherever
+    the folder is. Equal weights in other files have another one, and so has `fingerprint`.
     """
     files = sorted(path for path in Path(folder).iterdir() if path.is_file())
     weights = [path for path in files if path.suffix in _WEIGHTS] or files
@@ -111,18 +89,8 @@ def model_fingerprint(model: Any, *, adapter: str | None = None) -> str:
     Adapters that are merged are in the weights. Of others the weights are seen, active or not, and
     neither which one is active nor its scaling; so those have to be named.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    adapter : str, optional
-        Needed where the model has adapters: a name that stands for what is active now. It changes
-        nothing in the fingerprint of a model that has none.
-
-    Raises
-    ------
-    MismatchError
-        The model has adapters and `adapter` is missing.
+    `adapter`: needed where the model has adapters: a name that stands for what is active now. It
+    changes nothing in the fingerprint of a model that has none. Raises `MismatchError`.
     """
     require_adapter_name(model, adapter)
     config = model.config.to_dict()

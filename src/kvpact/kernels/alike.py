@@ -19,15 +19,7 @@ _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 class AlikeCalls:
     """Shapes, strides, dtypes, device and rules of calls with new tokens.
 
-    Parameters
-    ----------
-    call : AttendCall
-        A call like those to come, with a view and new tokens.
-
-    Attributes
-    ----------
-    good
-        See `StepRunner`.
+    `call`: a call like those to come, with a view and new tokens; `good`: see `StepRunner`.
     """
 
     good: Tensor | None = None

@@ -87,12 +87,7 @@ class TokenMemory:
 
     What lies where never changes, so it is asked once: a step only counts.
 
-    Parameters
-    ----------
-    tensor : Tensor
-        `[B, H, n, D]`: the tokens, and the room.
-    start : int
-        Position of the first one.
+    `tensor`: `[B, H, n, D]`: the tokens, and the room.
     """
 
     __slots__ = ("dense", "head", "origin", "row", "start", "tensor", "token")
@@ -119,18 +114,10 @@ class TokenMemory:
 class StepTokens(NamedTuple):
     """How one stream takes the new tokens of a step.
 
-    Parameters
-    ----------
-    exact_from : int
-        The tokens from here on are exact.
-    memory : TokenMemory
-        They lie here.
-    keep : bool
-        Whether the new tokens are copied behind them.
-    start, encoded : int
-        The first token to be encoded, and how many are.
-    inside : bool
-        Whether those lie in `memory`; otherwise they are the new tokens.
+    - `exact_from`: the tokens from here on are exact.
+    - `keep`: whether the new tokens are copied behind them.
+    - `start`, `encoded`: the first token to be encoded, and how many are.
+    - `inside`: whether those lie in `memory`; otherwise they are the new tokens.
     """
 
     exact_from: int

@@ -22,21 +22,11 @@ _CPU = torch.device("cpu")
 def choose(backend: str = "auto", precision: str = "full", check: str = "now") -> Compute:
     """Return what computes for a cache.
 
-    Parameters
-    ----------
-    backend : {"auto", "cpu", "triton", "torch"}
-        Who computes. By name it computes everything or raises; ``auto`` takes, operation by
-        operation, the first backend that covers it, torch at last.
-    precision : {"full", "int8"}
-        ``full`` agrees with the torch bodies to rounding; ``int8`` lets attention compute in 8-bit
-        integers where a backend has such kernels (about 1 % of the output's norm).
-    check : {"now", "deferred"}
-        When NaN, infinity and numbers beyond a method's range are looked for (see `create_cache`).
-
-    Raises
-    ------
-    BackendUnavailable
-        There is no such backend, precision or check; or the backend named can't run here.
+    `backend`: who computes. By name it computes everything or raises; ``auto`` takes, operation by
+    operation, the first backend that covers it, torch at last. `precision`: ``full`` agrees with
+    the torch bodies to rounding; ``int8`` lets attention compute in 8-bit integers where a backend
+    has such kernels (about 1 % of the output's norm). `check`: when NaN, infinity and numbers
+    beyond a method's range are looked for (see `create_cache`).
     """
     if backend not in NAMES:
         raise BackendUnavailable(f"backend {backend!r} is not known; there are {', '.join(NAMES)}")

@@ -13,19 +13,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def check_out(out: Tensor, start: int, end: int, dim: int) -> None:
     """Check what tokens are decoded into (see `Backend.decode`).
 
-    Parameters
-    ----------
-    out : Tensor
-        `[B, H, end - start, dim]`, the channels side by side.
-    start, end : int
-        Tokens.
-    dim : int
-        Channels of a token.
-
-    Raises
-    ------
-    GeometryError, DtypeError
-        It is not as described.
+    `out`: `[B, H, end - start, dim]`, the channels side by side.
     """
     if out.dim() != 4 or not 0 <= start <= end or out.shape[2] != end - start:
         raise GeometryError(f"out has shape {tuple(out.shape)}, not [B, H, {end - start}, D]")

@@ -39,11 +39,6 @@ def check_arrival(plan: StreamPlan, x: Tensor, start: int, size: float | None) -
 
     Those from `start` on are to wait; those before are encoded now, which refuses by itself.
     `size` is the largest magnitude in `x`, where it is known.
-
-    Raises
-    ------
-    NonFiniteError
-        A token that the codec can't hold.
     """
     codec, dim = plan.codec, x.shape[3]
     if x.is_meta or (codec.exact and codec.max_abs == math.inf):

@@ -54,12 +54,7 @@ def _positions(
 class RowOffset(NamedTuple):
     """A key offset, and which token of each row stands at position 0.
 
-    Parameters
-    ----------
-    offset : KeyOffset
-        Of the layer.
-    origin : tuple of int or None
-        The token at position 0 of each row. None where it is each row's first.
+    `origin`: the token at position 0 of each row. None where it is each row's first.
     """
 
     offset: KeyOffset
@@ -90,10 +85,7 @@ class RowOffset(NamedTuple):
     def logits(self, rows: Tensor, start: int, end: int) -> Tensor:
         """Return `q · R_t b` for tokens `start <= t < end`: `[B, H, R, end - start]`.
 
-        Parameters
-        ----------
-        rows : Tensor
-            `[B, H, R, D]`, the scaled queries.
+        `rows`: `[B, H, R, D]`, the scaled queries.
         """
         numbers = _numbers(self.offset, rows.device)
         cos, sin = self._turned(start, end - start, rows.device)
@@ -113,12 +105,7 @@ class RowOffset(NamedTuple):
 class RowRotation(NamedTuple):
     """A key rotation, and which token of each row stands at position 0.
 
-    Parameters
-    ----------
-    rotation : KeyRotation
-        Of the layer.
-    origin : tuple of int or None
-        The first token of each row that is no padding. None where it is each row's first.
+    `origin`: the first token of each row that is no padding. None where it is each row's first.
     """
 
     rotation: KeyRotation

@@ -56,14 +56,9 @@ class Line(NamedTuple):
 class Compute:
     """What was asked to compute for one cache, and what did.
 
-    Parameters
-    ----------
-    requested : str
-        ``auto``, or a backend's name.
-    precision : {"full", "int8"}
-        How attention may compute.
-    deferred : bool
-        Whether checks of numbers leave a flag on the device instead of reading it.
+    - `requested`: ``auto``, or a backend's name.
+    - `precision`: how attention may compute.
+    - `deferred`: whether checks of numbers leave a flag on the device instead of reading it.
     """
 
     def __init__(
@@ -99,11 +94,6 @@ class Compute:
 
         With `offset` keys lie in the slots without theirs (`KeyOffset`); with `latent` the slots
         of K are of MLA latents.
-
-        Raises
-        ------
-        BackendUnavailable
-            The backend asked for by name does not cover it.
         """
         reasons: list[str] = []
         for backend in BACKENDS:
@@ -126,13 +116,7 @@ class Compute:
         )
 
     def stream(self, codec: Codec, device: torch.device, dtype: torch.dtype) -> StreamPlan:
-        """Return who encodes and decodes one stream.
-
-        Raises
-        ------
-        BackendUnavailable
-            The backend asked for by name does not cover the codec.
-        """
+        """Return who encodes and decodes one stream. Raises `BackendUnavailable`."""
         if codec.state():
             return StreamPlan(self, codec, device, dtype)
         known = codec, device, dtype
@@ -143,13 +127,7 @@ class Compute:
     def plan(
         self, k: StreamPlan, v: StreamPlan, offset: bool = False, latent: bool = False
     ) -> Plan:
-        """Return who computes for a layer, with `offset` and `latent` as in `backend`.
-
-        Raises
-        ------
-        BackendUnavailable
-            The backend asked for by name does not cover its codecs.
-        """
+        """Return who computes for a layer, with `offset` and `latent` as in `backend`."""
         if k.before is not None:
             return self.plan(k.before, v, offset, latent).after(k)
         known = k, v, offset, latent
@@ -177,13 +155,9 @@ class Compute:
     def stats(self) -> dict[str, Any]:
         """Return what ran and why.
 
-        Returns
-        -------
-        dict
-            ``name``, ``requested`` and ``precision``; ``attend``, ``encode``, ``decode``,
-            ``learn``: how many of them each backend carried out, with the reason where it was not
-            the first choice;
-            ``reasons``: ``operation: backend`` -> why no better backend.
+        Returns ``name``, ``requested`` and ``precision``; ``attend``, ``encode``, ``decode``,
+        ``learn``: how many of them each backend carried out, with the reason where it was not the
+        first choice; ``reasons``: ``operation: backend`` -> why no better backend.
         """
         reasons = {f"{op}: {name}": why for (op, name), why in self._reasons.items() if why}
         return {
@@ -198,23 +172,9 @@ class Compute:
 class StreamPlan:
     """Who encodes and decodes one stream.
 
-    Parameters
-    ----------
-    compute : Compute
-        What was asked for.
-    codec : Codec
-        Of the stream.
-    device, dtype
-        Of its exact tokens.
-
-    Attributes
-    ----------
-    encoder : Encoder
-        Encodes whole groups.
-    form : Encoding or None
-        How, where compiled code can.
-    before : StreamPlan or None
-        The plan of the codec that had not learnt yet, where the same backends cover both.
+    - `device`, `dtype`: of its exact tokens.
+    - `form`: how, where compiled code can.
+    - `before`: the plan of the codec that had not learnt yet, where the same backends cover both.
     """
 
     before: StreamPlan | None = None
@@ -259,15 +219,9 @@ class StreamPlan:
     ) -> tuple[Encoder, Any]:
         """Do all that can refuse tokens; return what writes them and what it writes.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, T, D]`, whole groups.
-        frozen : mapping, optional
-            Side information of a group that was cut (see `Codec.encode`), whose rest `x` is:
-            that is the torch body's.
-        size : float, optional
-            No magnitude in `x` is larger, where that is known.
+        `x`: `[B, H, T, D]`, whole groups; `frozen`: side information of a group that was cut (see
+        `Codec.encode`), whose rest `x` is: that is the torch body's; `size`: no magnitude in `x` is
+        larger, where that is known.
         """
         if frozen is not None:
             self._compute.counts.add("encode", "torch: the rest of a group that was cut")
@@ -298,19 +252,8 @@ class StreamPlan:
 class Plan:
     """Who computes for one layer.
 
-    Parameters
-    ----------
-    compute : Compute
-        What was asked for.
-    k, v : StreamPlan
-        Who encodes and decodes.
-    offset, latent : bool
-        As in `Compute.backend`.
-
-    Attributes
-    ----------
-    alike : bool
-        Whether one backend does it all, which may then carry out a step at once.
+    `offset`, `latent`: as in `Compute.backend`; `alike`: whether one backend does it all, which may
+    then carry out a step at once.
     """
 
     def __init__(
@@ -337,13 +280,7 @@ class Plan:
         compute.note("attend", self._attend, "; ".join(filter(None, (why, less))))
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
-        """Attend: `[sum of B, H_q, q_len, D_v]`; see `Backend.attend`.
-
-        Raises
-        ------
-        GeometryError, DtypeError
-            Heads, mask, sinks or scale of a call don't fit.
-        """
+        """Attend: `[sum of B, H_q, q_len, D_v]`; see `Backend.attend`."""
         for call in calls:
             check_call(call)
         backend, name = self._attend, self._name

@@ -15,14 +15,9 @@ Segment = dict[str, Tensor]
 class Where(NamedTuple):
     """Where a field of the slots lies in the memory of its device.
 
-    Parameters
-    ----------
-    segments : ndarray
-        `[segments]` int64: the address of each one's first row and head.
-    row, head : int
-        Bytes from one batch row to the next, and from one head to the next.
-    address : int
-        Where `segments` stands, for native code.
+    - `segments`: `[segments]` int64: the address of each one's first row and head.
+    - `row`, `head`: bytes from one batch row to the next, and from one head to the next.
+    - `address`: where `segments` stands, for native code.
     """
 
     segments: np.ndarray[Any, Any]
@@ -67,15 +62,7 @@ class WritableSource(SegmentSource, Protocol):
 
 
 class PlacedSegments(Sequence[Segment]):
-    """The segments of a source, to be written to; nobody has to ask each of them where it lies.
-
-    Parameters
-    ----------
-    source : WritableSource
-        Has the segments.
-    count : int
-        How many there are.
-    """
+    """The segments of a source, to be written to; nobody has to ask each of them where it lies."""
 
     def __init__(self, source: WritableSource, count: int) -> None:
         self.source, self._count = source, count

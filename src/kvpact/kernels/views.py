@@ -24,29 +24,16 @@ WAITING = -1
 class StreamView(NamedTuple):
     """K or V of one layer at one moment.
 
-    Parameters
-    ----------
-    codec : Codec
-        Decodes the slots.
-    source : SegmentSource
-        The slots.
-    exact_from : int
-        Tokens from here on are in `tail`; those before are packed.
-    tail : Tensor
-        `[B, H, length - exact_from, D]`, the exact recent tokens.
-    sinks : Tensor or None
-        `[B, H, S, D]`, exact copies of each row's first tokens.
-    sink_positions : Tensor or None
-        `[B, S]`, where they stand.
-    sink_end : int
-        No sink token stands at or after this position.
-    check : callable
-        Raises `StaleResult` if the view's slots are no longer there.
-    offset : RowOffset, RowRotation or None
-        What was taken off the packed tokens, or the rotation that was; exact ones are whole.
-    window : int
-        Exact tokens that a step leaves at the end, packing those before; `WAITING` where new tokens
-        stay exact, and whoever holds the stream says when they are packed.
+    - `exact_from`: tokens from here on are in `tail`; those before are packed.
+    - `tail`: `[B, H, length - exact_from, D]`, the exact recent tokens.
+    - `sinks`: `[B, H, S, D]`, exact copies of each row's first tokens.
+    - `sink_positions`: `[B, S]`, where they stand.
+    - `sink_end`: no sink token stands at or after this position.
+    - `check`: raises `StaleResult` if the view's slots are no longer there.
+    - `offset`: what was taken off the packed tokens, or the rotation that was; exact ones are
+      whole.
+    - `window`: exact tokens that a step leaves at the end, packing those before; `WAITING` where
+      new tokens stay exact, and whoever holds the stream says when they are packed.
     """
 
     codec: Codec
@@ -75,14 +62,8 @@ class StreamView(NamedTuple):
     def place_sinks(self, y: Tensor, start: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return decoded tokens from `start` on with the sink tokens in their places.
 
-        Parameters
-        ----------
-        y : Tensor
-            `[B, H, t, D]`, overwritten.
-        start : int
-            Position of the first one.
-        make : callable
-            What a sink token `[B, H, S, D]` becomes before it takes its place.
+        `y`: `[B, H, t, D]`, overwritten; `make`: what a sink token `[B, H, S, D]` becomes before it
+        takes its place.
         """
         if self.sinks is None or self.sink_positions is None or start >= self.sink_end:
             return y
@@ -99,15 +80,8 @@ class StreamView(NamedTuple):
     def offset_logits(self, rows: Tensor, start: int, end: int) -> Tensor | None:
         """Return what logits of packed tokens lack, for tokens `start <= t < end`; None: nothing.
 
-        Parameters
-        ----------
-        rows : Tensor
-            `[B, H, R, D]`, the scaled queries, not transformed.
-
-        Returns
-        -------
-        Tensor or None
-            `[B, H, R, end - start]`; zero for sink tokens.
+        `rows`: `[B, H, R, D]`, the scaled queries, not transformed. Returns
+        `[B, H, R, end - start]`; zero for sink tokens.
         """
         if not isinstance(self.offset, RowOffset):
             return None
@@ -122,12 +96,7 @@ class StreamView(NamedTuple):
 class LayerView(NamedTuple):
     """K and V of one layer at one moment, and each row's padding.
 
-    Parameters
-    ----------
-    k, v : StreamView
-        The streams; both hold `length` tokens.
-    padding : Tensor or None
-        `[B]` left-padding tokens.
+    `k`, `v`: the streams; both hold `length` tokens. `padding`: `[B]` left-padding tokens.
     """
 
     k: StreamView

@@ -27,14 +27,8 @@ _STEPS = 127.0
 class Bases:
     """The bases that there are, and the fields that tell of them.
 
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
-    center : int
-        Tokens of a tile whose mean is a base; 0 for no mean.
-    first : bool
-        Whether the first key is a base.
+    `center`: tokens of a tile whose mean is a base; 0 for no mean. `first`: whether the first key
+    is a base.
     """
 
     def __init__(self, dim: int, center: int, first: bool) -> None:
@@ -52,24 +46,11 @@ class Bases:
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Choose the base of each token.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, T, D]` fp32, T a multiple of the tile's tokens unless `frozen` is given.
-        first, weight : Tensor
-            `[H, D]` fp32: the first key (of no account where it is no base), and by what channels
-            are multiplied where distances are taken.
-        frozen : mapping or None
-            The side information of a cut tile, `[B, H, 1, …]`.
-
-        Returns
-        -------
-        base : Tensor
-            `[B, H, T, D]`.
-        flag : dict
-            The field of flags, `[B, H, T, 1]`, if there is one.
-        side : dict
-            The fields of tiles; empty if they are frozen.
+        `x`: `[B, H, T, D]` fp32, T a multiple of the tile's tokens unless `frozen` is given;
+        `first`, `weight`: `[H, D]` fp32: the first key (of no account where it is no base), and by
+        what channels are multiplied where distances are taken; `frozen`: the side information of a
+        cut tile, `[B, H, 1, …]`. Returns `base`: `[B, H, T, D]`; `flag`: the field of flags,
+        `[B, H, T, 1]`, if there is one; `side`: the fields of tiles; empty if they are frozen.
         """
         nothing = x.new_zeros(1)
         first = first.view(1, -1, 1, first.shape[-1])
@@ -115,12 +96,7 @@ class Bases:
 def first_key(x: Tensor, context: Context) -> Tensor:
     """Return the first key of a cache, `[H, D]` fp16: the mean of all rows'.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[B, H, T, D]` fp32, the first tokens.
-    context : Context
-        Which of them are padding.
+    `x`: `[B, H, T, D]` fp32, the first tokens.
     """
     keys, there = context.first(x)
     weight = there.to(x.dtype).view(-1, 1, 1, 1)

@@ -21,14 +21,9 @@ KEY_BIAS = "whose keys have a large bias (Qwen2, GPT-OSS, Phi, StarCoder2, GPT-N
 class Caution:
     """One such combination.
 
-    Parameters
-    ----------
-    applies : callable
-        Tells whether a method for keys is meant.
-    text : str
-        What was measured, and what to take instead.
-    model : str
-        Which models are meant, `KEY_NORM` or `KEY_BIAS`; empty for all.
+    - `applies`: tells whether a method for keys is meant.
+    - `text`: what was measured, and what to take instead.
+    - `model`: which models are meant, `KEY_NORM` or `KEY_BIAS`; empty for all.
     """
 
     applies: Callable[[Any], bool]
@@ -93,18 +88,9 @@ CAUTIONS = (
 def cautions(spec: Spec, model: Collection[str] | None = None) -> list[str]:
     """Tell what is known to do badly about a spec.
 
-    Parameters
-    ----------
-    spec : Spec
-        Its method for keys is looked at: errors of keys do most of the damage.
-    model : collection of str, optional
-        Which of `KEY_NORM` and `KEY_BIAS` the model is. If omitted, cautions about such models say
-        whom they are about.
-
-    Returns
-    -------
-    list of str
-        A sentence or two for each; empty where nothing is known.
+    `spec`: its method for keys is looked at: errors of keys do most of the damage. `model`: which
+    of `KEY_NORM` and `KEY_BIAS` the model is. If omitted, cautions about such models say whom they
+    are about. Returns a sentence or two for each; empty where nothing is known.
     """
     method: Method = spec.key
     found = []

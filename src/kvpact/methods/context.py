@@ -14,15 +14,10 @@ from kvpact.arithmetic import tree_sum
 class Context(NamedTuple):
     """What is known of a cache's first tokens, besides themselves.
 
-    Parameters
-    ----------
-    padding : Tensor or None
-        `[B]` left-padding tokens of each row.
-    sinks : int
-        First tokens of each row that are also held exactly.
-    query_energy : Tensor or None
-        `[H_kv, D]` fp32: the mean square of queries over tokens, rows and the query heads of each
-        KV head; None where none were seen.
+    - `padding`: `[B]` left-padding tokens of each row.
+    - `sinks`: first tokens of each row that are also held exactly.
+    - `query_energy`: `[H_kv, D]` fp32: the mean square of queries over tokens, rows and the query
+      heads of each KV head; None where none were seen.
     """
 
     padding: Tensor | None = None
@@ -63,12 +58,7 @@ class Context(NamedTuple):
         the latter. So in their place stands the mean of the other tokens of the group: it changes
         neither the mean nor the range, and every codec of groups, native or not, leaves them out.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, T, D]` from position 0 on, whole groups.
-        group : int
-            Tokens of a group.
+        `x`: `[B, H, T, D]` from position 0 on, whole groups.
         """
         groups = torch.unflatten(x.to(torch.float32), 2, (-1, group))
         inside = torch.unflatten(self.counted(x), 2, (-1, group))

@@ -39,14 +39,7 @@ _MAX_EXTRA = 0.25
 class HybridCodec(FittedCodec):
     """Quantised coefficients on a frozen basis.
 
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
-    rank, quant_bits, group, per_head
-        As in `Hybrid`.
-    order : {"token", "channel"}
-        Order of the packed codes.
+    `rank`, `quant_bits`, `group`, `per_head`: as in `Hybrid`.
     """
 
     def __init__(

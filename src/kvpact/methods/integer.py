@@ -34,14 +34,8 @@ from kvpact.transforms import IDENTITY, RandomHadamard, Transform
 class IntegerCodec(Codec):
     """Codes in groups of channels; the last group is shorter where the width asks for it.
 
-    Parameters
-    ----------
-    dim, bits, group, zero
-        As in `Integer`.
-    order : {"token", "channel"}
-        Order of the packed codes.
-    transform : Transform
-        What is rounded is `transform.forward` of the tokens.
+    `dim`, `bits`, `group`, `zero`: as in `Integer`; `transform`: what is rounded is
+    `transform.forward` of the tokens.
     """
 
     def __init__(

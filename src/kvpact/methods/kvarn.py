@@ -56,15 +56,8 @@ def _spread(std: Tensor, dim: int) -> Tensor:
 def balance(x: Tensor) -> tuple[Tensor, Tensor]:
     """Find scales that even out the deviations of rows and columns.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[..., rows, columns]` fp32.
-
-    Returns
-    -------
-    rows, columns : Tensor
-        `[..., rows, 1]` and `[..., 1, columns]`; `x / rows / columns` is balanced.
+    `x`: `[..., rows, columns]` fp32. Returns `[..., rows, 1]` and `[..., 1, columns]`;
+    `x / rows / columns` is balanced.
     """
     whole = _std(x.flatten(-2), -1).unsqueeze(-1)
     whole = torch.where(whole == 0, torch.ones_like(whole), whole)

@@ -29,17 +29,7 @@ from kvpact.transforms.subspace import expand, principal_directions, project
 
 
 class LowRankCodec(FittedCodec):
-    """Coefficients on a frozen basis.
-
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
-    rank, energy, per_head
-        As in `LowRank`.
-    dtype : torch.dtype
-        Dtype of the coefficients.
-    """
+    """Coefficients on a frozen basis. `rank`, `energy`, `per_head`: as in `LowRank`."""
 
     def __init__(
         self, dim: int, rank: int, energy: float, per_head: bool, dtype: torch.dtype
@@ -119,13 +109,8 @@ class LowRankCodec(FittedCodec):
         The new directions follow the old ones, which stay: coefficients that are stored get zeros
         behind them.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, T, D]` fp32.
-        bound : float, optional
-            Share of the tokens' energy that may be lost; if omitted, twice what was lost of the
-            calibration tokens and 0.001 more.
+        `x`: `[B, H, T, D]` fp32. `bound`: share of the tokens' energy that may be lost; if omitted,
+        twice what was lost of the calibration tokens and 0.001 more.
         """
         self.require_fitted()
         bound = 2 * self.lost + 1e-3 if bound is None else bound

@@ -75,16 +75,8 @@ class _Chosen(NamedTuple):
 class PcaCodec(FittedCodec):
     """All heads of a token together.
 
-    Parameters
-    ----------
-    dim : int
-        Width of one head.
-    size : int
-        Bytes of a token and head.
-    states : {8, 16}
-        Of the trellis.
-    key : bool
-        Whether it is for keys, whose rotation is a part of the state then.
+    `size`: bytes of a token and head; `key`: whether it is for keys, whose rotation is a part of
+    the state then.
     """
 
     joint = True
@@ -271,17 +263,11 @@ def _joint(x: Tensor) -> Tensor:
 def allocated_bits(deviation: Sequence[float], room: int) -> list[int]:
     """Return the bits of each component, the largest first, without those that have none.
 
-    Parameters
-    ----------
-    deviation : sequence of float
-        Of each component, descending.
-    room : int
-        Bits in all. As many components as the shortest trellis needs have one at least.
-
-    Notes
-    -----
     Bits are given one by one where they take off most error; of equals to the first. Sums are of
     Python floats in a fixed order, so the result is the same on every machine.
+
+    `deviation`: of each component, descending. `room`: bits in all. As many components as the
+    shortest trellis needs have one at least.
     """
     bits = [0] * max(len(deviation), trellis.LEAST)
     size = [*(s * s for s in deviation), *[0.0] * (len(bits) - len(deviation))]

@@ -20,26 +20,10 @@ def principal_components(
 ) -> dict[str, Tensor]:
     """Return means, weights, components and deviations of tokens.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[N, C]` finite, all heads of each token.
-    small : Tensor, optional
-        `[N]` bool: tokens with a mean of their own, which is the others' where there is one such
-        token at most.
-    weight : Tensor, optional
-        `[C]` positive; 1 if omitted.
-
-    Returns
-    -------
-    dict
-        ``mean`` `[2, C]` fp32, ``weight`` `[C]` fp16, ``basis`` `[C, C]` fp16, a component a
-        column, ``deviation`` `[C]` fp32, descending.
-
-    Raises
-    ------
-    NonFiniteError
-        Tokens too large for fp32.
+    `x`: `[N, C]` finite, all heads of each token. `small`: `[N]` bool: tokens with a mean of their
+    own, which is the others' where there is one such token at most. `weight`: `[C]` positive; 1 if
+    omitted. Returns ``mean`` `[2, C]` fp32, ``weight`` `[C]` fp16, ``basis`` `[C, C]` fp16, a
+    component a column, ``deviation`` `[C]` fp32, descending. Raises `NonFiniteError`.
     """
     width = x.shape[1]
     ones = x.new_ones(width, dtype=torch.float32)
@@ -82,13 +66,8 @@ def small_values(v: Tensor) -> Tensor:
 def key_weights(energy: Tensor, channels: Tensor) -> Tensor:
     """Return the weights of keys, `[H_kv D]` fp32.
 
-    Parameters
-    ----------
-    energy : Tensor
-        `[H_kv, D]`: mean square of the queries of each KV head.
-    channels : Tensor
-        `[P, 2]`: pairs of channels that RoPE turns together, which have one weight; others have
-        their own.
+    `energy`: `[H_kv, D]`: mean square of the queries of each KV head. `channels`: `[P, 2]`: pairs
+    of channels that RoPE turns together, which have one weight; others have their own.
     """
     paired = energy.double().clone()
     if len(channels):
@@ -101,10 +80,7 @@ def key_weights(energy: Tensor, channels: Tensor) -> Tensor:
 def value_weights(energy: Tensor) -> Tensor:
     """Return the weights of values, `[H_kv D_v]` fp32.
 
-    Parameters
-    ----------
-    energy : Tensor
-        `[H_kv, D_v]`: squares of what the output projection makes of each channel.
+    `energy`: `[H_kv, D_v]`: squares of what the output projection makes of each channel.
     """
     return _relative(energy.double().sqrt())
 

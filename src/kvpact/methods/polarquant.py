@@ -47,12 +47,7 @@ _WORD = 32
 def codebook(level: int, first: int) -> tuple[list[float], list[float]]:
     """Return the angles of a level's codes, and the boundaries between them, ascending.
 
-    Parameters
-    ----------
-    level : int
-        1 to 6.
-    first : int
-        Bits of level 1.
+    `first`: bits of level 1.
     """
     if level == 1:
         width = 2 * math.pi / 2**first
@@ -103,15 +98,7 @@ def _assign(x: Tensor, y: Tensor, level: int, first: int) -> Tensor:
 
 
 class PolarCodec(Codec):
-    """One stream.
-
-    Parameters
-    ----------
-    dim, levels, first, seed
-        As in `PolarQuant`.
-    order : {"token", "channel"}
-        Order of the packed codes.
-    """
+    """One stream. `dim`, `levels`, `first`, `seed`: as in `PolarQuant`."""
 
     def __init__(
         self, dim: int, levels: int, first: int, order: Literal["token", "channel"], seed: int = 0

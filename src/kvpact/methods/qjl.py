@@ -39,13 +39,7 @@ from kvpact.transforms import RandomHadamard
 
 @dataclass(frozen=True)
 class DoubleHadamard:
-    """Two random Hadamard transforms, one after the other.
-
-    Parameters
-    ----------
-    first, second : RandomHadamard
-        Of one width.
-    """
+    """Two random Hadamard transforms, one after the other."""
 
     first: RandomHadamard
     second: RandomHadamard
@@ -62,10 +56,8 @@ class DoubleHadamard:
 class SignCodec(Codec):
     """Keys.
 
-    Parameters
-    ----------
-    dim, sketch, seed
-        As in `QJL`. The first block is the transform; the others follow behind it.
+    `dim`, `sketch`, `seed`: as in `QJL`. The first block is the transform; the others follow behind
+    it.
     """
 
     def __init__(self, dim: int, sketch: int, seed: int = 0) -> None:

@@ -51,18 +51,10 @@ def steps(dim: int, bits: int, interleave: int, device: torch.device) -> Tensor:
 class TrellisVectors:
     """Codes and a scale of rotated vectors, in blocks of channels with trellises of their own.
 
-    Parameters
-    ----------
-    blocks : tuple of (int, int)
-        Channels and bits of each block; without bits its channels are zero.
-    states : {8, 16}
-        Of the trellis.
-    order : {"token", "channel"}
-        Order of the packed codes; ``channel`` for one block alone.
-    seed : int
-        Of the first block's rotation; those of the others follow.
-    center : int
-        Tokens that share a mean; 0 for none.
+    - `blocks`: channels and bits of each block; without bits its channels are zero.
+    - `order`: order of the packed codes; ``channel`` for one block alone.
+    - `seed`: of the first block's rotation; those of the others follow.
+    - `center`: tokens that share a mean; 0 for none.
     """
 
     def __init__(
@@ -137,15 +129,7 @@ class TrellisVectors:
 
 
 class TrellisCodec(Codec):
-    """One stream, rotated as a whole.
-
-    Parameters
-    ----------
-    dim, bits, states, seed
-        As in `Trellis`.
-    order : {"token", "channel"}
-        Order of the packed codes.
-    """
+    """One stream, rotated as a whole. `dim`, `bits`, `states`, `seed`: as in `Trellis`."""
 
     def __init__(
         self, dim: int, bits: int, states: int, order: Literal["token", "channel"], seed: int = 0

@@ -29,10 +29,7 @@ def quarters(dim: int, bits: int) -> tuple[tuple[int, int], ...]:
 class TreatedKeys(Codec):
     """Keys, with the state that a subclass has learnt.
 
-    Parameters
-    ----------
-    dim, bits, states, center, first, weights, blocks, seed
-        As in `Trellis`.
+    `dim`, `bits`, `states`, `center`, `first`, `weights`, `blocks`, `seed`: as in `Trellis`.
     """
 
     # No base is farther than nothing, weights have a mean square of 1, deviations are at least 1:

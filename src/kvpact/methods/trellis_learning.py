@@ -24,10 +24,7 @@ _MOST_WEIGHT = 1.01  # mean square of the weights: 1, but for rounding
 class TrellisKeyCodec(TreatedKeys, FittedCodec):
     """Keys with weights, sorted blocks or a first key, which are learnt.
 
-    Parameters
-    ----------
-    dim, bits, states, center, first, weights, blocks, seed
-        As in `Trellis`.
+    `dim`, `bits`, `states`, `center`, `first`, `weights`, `blocks`, `seed`: as in `Trellis`.
     """
 
     def learn(self, x: Tensor, context: Context) -> TrellisKeyCodec:

@@ -21,14 +21,8 @@ from kvpact.transforms import RandomHadamard
 class TurboQuantCodec(Codec):
     """One stream.
 
-    Parameters
-    ----------
-    dim, bits, scale, center, seed
-        As in `TurboQuant`.
-    order : {"token", "channel"}
-        Order of the packed codes.
-    residual_signs : bool
-        Spend one of the bits on QJL.
+    `dim`, `bits`, `scale`, `center`, `seed`: as in `TurboQuant`; `residual_signs`: spend one of the
+    bits on QJL.
     """
 
     def __init__(

@@ -19,10 +19,7 @@ class TurboQuantKeyCodec(TurboQuantCodec, FittedCodec):
 
     Its state is the first key, rotated.
 
-    Parameters
-    ----------
-    dim, bits, scale, center, seed
-        As in `TurboQuant`.
+    `dim`, `bits`, `scale`, `center`, `seed`: as in `TurboQuant`.
     """
 
     def __init__(self, dim: int, bits: int, scale: str, center: int, seed: int = 0) -> None:

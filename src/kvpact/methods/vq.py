@@ -38,14 +38,7 @@ _MOST_VECTORS = 1 << 18
 class VectorCodec(FittedCodec):
     """Indices of words; beyond 8 bits the low and the high ones are fields of their own.
 
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
-    codebook_size, dims, stages, seed
-        As in `VectorQuantization`.
-    order : {"token", "channel"}
-        Order of the packed codes.
+    `codebook_size`, `dims`, `stages`, `seed`: as in `VectorQuantization`.
     """
 
     def __init__(

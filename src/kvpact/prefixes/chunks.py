@@ -57,20 +57,7 @@ class Chunk:
 class ChunkKind:
     """All that makes the bytes of equal tokens differ, and how bytes become a cache's state.
 
-    Parameters
-    ----------
-    specs : tuple of Spec
-        One per layer.
-    geometry : CacheGeometry
-        With its dtype.
-    codecs : tuple
-        The codecs of each layer, for K and V, fitted if they learn.
-    identity : Identity
-        Model, adapter, tenant.
-    size : int
-        Tokens per chunk.
-    offsets : mapping
-        Layer -> `KeyOffset`.
+    `codecs`: the codecs of each layer, for K and V, fitted if they learn.
     """
 
     specs: tuple[Spec, ...]
@@ -134,14 +121,8 @@ class ChunkKind:
     ) -> Iterator[bytes]:
         """Yield the blobs of a sequence's chunks `first <= i < last`, slots as they lie.
 
-        Parameters
-        ----------
-        layers : sequence of CacheLayer
-            What the sequence holds; the chunks' tokens are packed in all of them.
-        first, last : int
-            Which chunks.
-        ids : sequence of int
-            The sequence's token ids; their hash goes into the blobs.
+        `layers`: what the sequence holds; the chunks' tokens are packed in all of them. `ids`: the
+        sequence's token ids; their hash goes into the blobs.
         """
         states = [
             packed_part(layer, spec, first * self.size, last * self.size)
@@ -157,17 +138,7 @@ class ChunkKind:
             yield self.seal(Chunk(rows[index - first], exact_bytes), index, part)
 
     def seal(self, chunk: Chunk, index: int, part: Sequence[int]) -> bytes:
-        """Return the blob of a chunk.
-
-        Parameters
-        ----------
-        chunk : Chunk
-            Its bytes.
-        index : int
-            Its place in the sequence.
-        part : sequence of int
-            Its own token ids; their hash goes into the blob.
-        """
+        """Return the blob of a chunk. `part`: its own token ids; their hash goes into the blob."""
         named = [(SLOTS, chunk.slots), (SINKS, chunk.sinks)]
         tensors = [(name, x) for name, x in named if x.numel()]
         runs = [(1, [sum(x.nbytes for _, x in tensors)])]
@@ -175,13 +146,7 @@ class ChunkKind:
         return Container.build(KIND, VERSION, manifest, tensors, runs).to_bytes()
 
     def unpack(self, blob: bytes, index: int, part: Sequence[int]) -> Chunk:
-        """Return what a blob of `seal` holds, every byte checked; parameters as there.
-
-        Raises
-        ------
-        FormatError, IntegrityError
-            The blob is damaged, or another chunk than the one wanted.
-        """
+        """Return what a blob of `seal` holds, every byte checked; parameters as there."""
         held = Container(blob, KIND, VERSION)
         manifest = {name: value for name, value in held.manifest.items() if name != "sections"}
         if manifest != self._manifest(index, part):

@@ -21,14 +21,7 @@ class StoredSource:
 
     Tokens are decompressed and compressed again, when they are saved and when they are loaded.
 
-    Parameters
-    ----------
-    source : PrefixSource
-        The cache.
-    spec : str, Spec, path or mapping
-        What chunks are stored by.
-    calibration : Calibration or mapping, optional
-        For methods of `spec` that learn.
+    `spec`: what chunks are stored by; `calibration`: for methods of `spec` that learn.
     """
 
     def __init__(

@@ -40,12 +40,7 @@ def collected() -> Tensor | None:
 def by_row(flags: list[Tensor] | None, rows: int) -> list[Tensor] | list[None]:
     """Return for each row whether all of its flags are good, 0-d; None where nothing is deferred.
 
-    Parameters
-    ----------
-    flags : list of Tensor or None
-        From `deferred`, `[rows]` or 0-d each.
-    rows : int
-        Rows that the checks looked at.
+    `flags`: from `deferred`, `[rows]` or 0-d each.
     """
     if not flags:
         return [None] * rows
@@ -61,12 +56,8 @@ def checks_are_deferred() -> bool:
 def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
     """Raise `error()` unless a flag is True; or leave the flag to whoever collects.
 
-    Parameters
-    ----------
-    good : Tensor
-        0-d bool on any device; where checks are deferred it may be `[B]`, one for each row.
-    error : callable
-        Makes the error; may read from the device.
+    `good`: 0-d bool on any device; where checks are deferred it may be `[B]`, one for each row.
+    `error`: makes the error; may read from the device.
     """
     if good.is_meta:
         return

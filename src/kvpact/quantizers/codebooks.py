@@ -39,12 +39,8 @@ from torch import Tensor
 class Codebook(NamedTuple):
     """Levels and what they are multiples of.
 
-    Parameters
-    ----------
-    levels : tuple of float
-        `2**bits` ascending, in units: whole numbers up to 6 bits.
-    unit : float
-        A level's number over its value; 1 from 7 bits on.
+    `levels`: `2**bits` ascending, in units: whole numbers up to 6 bits. `unit`: a level's number
+    over its value; 1 from 7 bits on.
     """
 
     levels: tuple[float, ...]

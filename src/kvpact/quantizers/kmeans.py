@@ -20,17 +20,8 @@ def nearest(x: Tensor, words: Tensor) -> Tensor:
     Many vectors are searched for among many words cell by cell, which leaves out words that can't
     be the nearest and changes nothing in the result.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[N, n]` fp32.
-    words : Tensor
-        `[K, n]` fp32.
-
-    Returns
-    -------
-    Tensor
-        `[N]` int64; of equally near words the first.
+    `x`: `[N, n]` fp32; `words`: `[K, n]` fp32. Returns `[N]` int64; of equally near words the
+    first.
     """
     if len(words) > _MANY_WORDS and len(x) > _CELLS:
         return _nearest_by_cells(x, words)
@@ -146,23 +137,9 @@ def kmeans(
 ) -> Tensor:
     """Fit a codebook: a k-means++ start, then Lloyd's steps until they change nothing.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[N, n]` fp32, N at least `size`.
-    size : int
-        Words.
-    generator : torch.Generator
-        On the CPU; the result depends on its state.
-    steps : int
-        Most steps.
-    tolerance : float
-        Ends where a step takes less than this share of the error away.
-
-    Returns
-    -------
-    Tensor
-        `[size, n]` fp32.
+    `x`: `[N, n]` fp32, N at least `size`. `generator`: on the CPU; the result depends on its state.
+    `tolerance`: ends where a step takes less than this share of the error away. Returns `[size, n]`
+    fp32.
     """
     words, last = _plus_plus(x, size, generator), float("inf")
     for _ in range(steps):

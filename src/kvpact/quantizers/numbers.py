@@ -21,22 +21,7 @@ def all_finite(x: Tensor) -> bool:
 
 
 def cast(x: Tensor, dtype: torch.dtype, what: str) -> Tensor:
-    """Cast finite values to `dtype`.
-
-    Parameters
-    ----------
-    x : Tensor
-        Finite values.
-    dtype : torch.dtype
-        fp16, bf16 or fp32.
-    what : str
-        What the values are, for the error.
-
-    Raises
-    ------
-    NonFiniteError
-        A value is beyond the range of `dtype`.
-    """
+    """Cast finite values to `dtype`. `dtype`: fp16, bf16 or fp32. Raises `NonFiniteError`."""
     y = x.to(dtype)
     require_finite(
         y,
@@ -56,19 +41,7 @@ def half(x: Tensor, what: str) -> Tensor:
 def to_fp8(x: Tensor, kind: str, saturate: bool) -> Tensor:
     """Round to fp8 and return the bytes as uint8.
 
-    Parameters
-    ----------
-    x : Tensor
-        Finite fp32 values.
-    kind : {"e4m3", "e5m2"}
-        The format.
-    saturate : bool
-        Clamp to the largest number (True), or raise where a value is beyond it.
-
-    Raises
-    ------
-    NonFiniteError
-        A value is beyond the range and `saturate` is False.
+    `saturate`: clamp to the largest number (True), or raise where a value is beyond it.
     """
     limit = torch.finfo(FP8[kind]).max
     if not saturate:
@@ -98,17 +71,7 @@ def to_e5m3(x: Tensor, what: str) -> Tensor:
     A byte `8 (e + 16) + m` stands for `2^e (1 + m / 8)`, but 0 for zero, which is what magnitudes
     below about `2^-16` become. Ties go to the even byte. All are fp16 numbers.
 
-    Parameters
-    ----------
-    x : Tensor
-        Finite fp32, none negative.
-    what : str
-        What the values are, for the error.
-
-    Raises
-    ------
-    NonFiniteError
-        A value is rounded to more than 61,440.
+    `x`: finite fp32, none negative. Raises `NonFiniteError`.
     """
     bits = x.contiguous().view(torch.int32)
     rounded = (bits + 0x7FFFF + (bits >> 20 & 1)) >> 20

@@ -81,17 +81,7 @@ def subset(window: int, states: int) -> int:
 def indices(codes: Tensor, states: int) -> Tensor:
     """Return the index of the level of each code.
 
-    Parameters
-    ----------
-    codes : Tensor
-        `[..., D]` uint8, in the order of the trellis.
-    states : {8, 16}
-        Of the code.
-
-    Returns
-    -------
-    Tensor
-        `[..., D]` uint8.
+    `codes`: `[..., D]` uint8, in the order of the trellis. Returns `[..., D]` uint8.
     """
     u = codes & 1
     c1 = u ^ u.roll(1, -1) ^ u.roll(_MEMORY[states], -1)
@@ -112,24 +102,11 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
     the best. Of vectors with less than `SHORT` numbers, where it would be 14 %, every state is
     tried.
 
-    Parameters
-    ----------
-    z : Tensor
-        `[..., D]` fp32, in steps of the levels; D at least `LEAST`.
-    bits : int
-        1 to 6.
-    states : {8, 16}
-        More states find better codes; see `states_of`.
-
-    Returns
-    -------
-    Tensor
-        `[..., D]` uint8 codes, in the order of the trellis.
-
-    Notes
-    -----
     Costs are added up in fp32 number by number, ties take the lower index: the bytes are the same
     in any batch and on any machine.
+
+    `z`: `[..., D]` fp32, in steps of the levels; D at least `LEAST`. `states`: more states find
+    better codes; see `states_of`. Returns `[..., D]` uint8 codes, in the order of the trellis.
     """
     flat = z.reshape(-1, z.shape[-1])
     most = max(_AT_A_TIME // flat.shape[1], 1)
@@ -140,21 +117,10 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
 def encode_mixed(y: Tensor, bits: Sequence[int], importance: Tensor, states: int) -> Tensor:
     """Return the codes of least weighted square error of numbers with unlike bits.
 
-    Parameters
-    ----------
-    y : Tensor
-        `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`.
-    bits : sequence of int
-        1 to 6 for each of the D numbers, none more than the one before.
-    importance : Tensor
-        `[D]` fp32: what the square error of each number counts.
-    states : {8, 16}
-        As in `encode`, which see for how the first state is found.
-
-    Returns
-    -------
-    Tensor
-        `[..., D]` uint8 codes.
+    `y`: `[..., D]` fp32 with a mean square of about 1; D at least `LEAST`. `bits`: 1 to 6 for each
+    of the D numbers, none more than the one before. `importance`: `[D]` fp32: what the square error
+    of each number counts. `states`: as in `encode`, which see for how the first state is found.
+    Returns `[..., D]` uint8 codes.
     """
     flat = y.reshape(-1, y.shape[-1])
     most = max(_AT_A_TIME // flat.shape[1], 1)
@@ -188,17 +154,8 @@ def runs(bits: Sequence[int]) -> list[tuple[int, int]]:
 def nearest_points(z: Tensor, bits: int) -> Tensor:
     """Return the points of the four subsets that are nearest to each number.
 
-    Parameters
-    ----------
-    z : Tensor
-        `[D, N]` fp32, in steps of the levels.
-    bits : int
-        Of a code.
-
-    Returns
-    -------
-    Tensor
-        `[D, 4, N]` uint8: how many middles between neighbours of a subset are below the number.
+    `z`: `[D, N]` fp32, in steps of the levels. Returns `[D, 4, N]` uint8: how many middles between
+    neighbours of a subset are below the number.
     """
     of_subset = levels(bits, z.device).view(-1, 4).T
     middles = ((of_subset[:, 1:] + of_subset[:, :-1]) / 2).contiguous()
@@ -213,15 +170,7 @@ def cells(bits: int) -> Tensor:
     Points change at whole and half steps alone. Cell i of a row has the numbers above `(i - 1) / 2`
     and up to `i / 2`, counted from the first one's end at `-CELLS / 2`.
 
-    Parameters
-    ----------
-    bits : int
-        Of a code.
-
-    Returns
-    -------
-    Tensor
-        `[2, 2 * CELLS + 1]` int32 on the CPU: levels, then points, of each subset a byte.
+    Returns `[2, 2 * CELLS + 1]` int32 on the CPU: levels, then points, of each subset a byte.
     """
     cpu = torch.device("cpu")
     ends = torch.arange(-CELLS, CELLS + 1, dtype=torch.float32, device=cpu) / 2

@@ -31,19 +31,8 @@ def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     With 8 bits the largest magnitude becomes 127; with fewer, the value of largest magnitude
     becomes `-2**(bits - 1)`, so that all codes are used.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[..., n]` finite fp32.
-    bits : int
-        2 to 8.
-
-    Returns
-    -------
-    codes : Tensor
-        `[..., n]` uint8, offset by `2**(bits - 1)`.
-    scale : Tensor
-        `[..., 1]` fp16.
+    `x`: `[..., n]` finite fp32. Returns `codes`: `[..., n]` uint8, offset by `2**(bits - 1)`;
+    `scale`: `[..., 1]` fp16.
     """
     offset = 1 << (bits - 1)
     if bits == 8:

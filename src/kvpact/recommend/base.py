@@ -64,14 +64,8 @@ class Measured:
 class Sizes:
     """Bytes of the exact cache at the context, 16 bits a number, one sequence.
 
-    Parameters
-    ----------
-    context : int
-        Tokens.
-    covered : int
-        Of layers with full attention, which are compressed.
-    native : int
-        Of layers with a bounded window, which stay exact.
+    `covered`: of layers with full attention, which are compressed; `native`: of layers with a
+    bounded window, which stay exact.
     """
 
     context: int

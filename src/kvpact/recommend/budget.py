@@ -83,11 +83,6 @@ def exact_sizes(seen: Seen, context: int) -> Sizes:
     """Return the exact cache's bytes at a context.
 
     Layers without K and V (linear attention) hold little, and nothing is known of it here.
-
-    Raises
-    ------
-    RecommendationError
-        No token.
     """
     if context < 1:
         raise RecommendationError(f"context {context} is not possible; take 1 or more tokens")

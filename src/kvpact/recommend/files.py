@@ -108,20 +108,7 @@ def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
 
 
 def save_cost_plot(measured: Sequence[Measured], path: str | PathLike[str]) -> None:
-    """Draw what K and V of each layer cost (log scales), a line a spec.
-
-    Parameters
-    ----------
-    measured : sequence of Measured
-        Of one model.
-    path : str or path
-        A PNG.
-
-    Raises
-    ------
-    BackendUnavailable
-        matplotlib is not installed.
-    """
+    """Draw what K and V of each layer cost (log scales), a line a spec."""
     figure = new_figure((11, 7))
     sides = (("key", "K: predicted KL, nats per token"), ("value", "V: predicted KL"))
     for place, (side, title) in enumerate(sides):

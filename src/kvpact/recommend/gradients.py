@@ -105,10 +105,7 @@ def measure_sensitivity(
 class _Stored:
     """What the layers attend to of the past, in one chunk.
 
-    Parameters
-    ----------
-    coded : slice
-        Tokens that a cache would hold as codes.
+    `coded`: tokens that a cache would hold as codes.
     """
 
     def __init__(self, coded: slice) -> None:

@@ -28,12 +28,8 @@ if TYPE_CHECKING:
 class Costs(NamedTuple):
     """What one spec costs on each layer.
 
-    Parameters
-    ----------
-    key, value : mapping
-        Layer -> ``[2, draws]``: costs of K and of V, and expected ones (see `Sensitivity.noise`).
-    shrunk : mapping
-        Layer -> what V loses in length (see `Sensitivity.shrunk`).
+    `key`, `value`: layer -> ``[2, draws]``: costs of K and of V, and expected ones (see
+    `Sensitivity.noise`); `shrunk`: layer -> what V loses in length (see `Sensitivity.shrunk`).
     """
 
     key: dict[int, Tensor]
@@ -98,16 +94,8 @@ def code_layers(
     K and V go through a cache of one layer, so that codecs learn, groups are formed and key
     offsets are taken off as in use; the window is off, so that all tokens are coded.
 
-    Parameters
-    ----------
-    sensitivity : Sensitivity
-        Of the model.
-    specs : list of str
-        Such as `allowed` allows.
-    offsets : mapping
-        Layer -> key offset (see `key_offsets`).
-    steps : Steps
-        One for each layer and spec is reported.
+    `specs`: such as `allowed` allows; `offsets`: layer -> key offset (see `key_offsets`); `steps`:
+    one for each layer and spec is reported.
     """
     costs = {spec: Costs({}, {}, {}) for spec in specs}
     refused: dict[str, str] = {}
@@ -170,18 +158,10 @@ def measured_of(
 ) -> list[Measured]:
     """Return what some of the draws say of each spec.
 
-    Parameters
-    ----------
-    survey : Survey
-        Of the model.
-    sizes : mapping
-        Of its specs (see `spec_sizes`).
-    draws : sequence of int
-        Which ones.
-    smooth : bool
-        Whether the specs of a ladder share one sensitivity a layer: the mean of their ratios of
-        cost and expected cost. A recipe chooses among them by their costs on single layers, whose
-        random errors it would take for merits. Sums over the layers stay as they are.
+    `sizes`: of its specs (see `spec_sizes`). `smooth`: whether the specs of a ladder share one
+    sensitivity a layer: the mean of their ratios of cost and expected cost. A recipe chooses among
+    them by their costs on single layers, whose random errors it would take for merits. Sums over
+    the layers stay as they are.
     """
     costs, choose = survey.costs, _smooth if smooth else _plain
     keys = choose({spec: _means(one.key, draws) for spec, one in costs.items()})

@@ -20,24 +20,9 @@ def measured_row(
 ) -> dict[str, Any]:
     """Return what a recipe's file tells of an evaluation: one line of its table.
 
-    Parameters
-    ----------
-    plan : Plan
-        Which the recipe is of.
-    row : EvalRow
-        Of `source`.
-    text : str
-        Name of the text.
-    source : str or mapping
-        The plan's recipe, or a measured spec.
-    made_of_it : bool
-        Whether the plan was made of this text: predictions are for that one alone.
-
-    Returns
-    -------
-    dict
-        ``spec``, ``text``, ``percent`` (of the 16-bit cache's bytes at the plan's context),
-        ``kl_predicted`` (if `made_of_it`), ``kl`` and ``kl_se``, in nats per token.
+    `made_of_it`: whether the plan was made of this text: predictions are for that one alone.
+    Returns ``spec``, ``text``, ``percent`` (of the 16-bit cache's bytes at the plan's context),
+    ``kl_predicted`` (if `made_of_it`), ``kl`` and ``kl_se``, in nats per token.
     """
     own = source == plan.recipe
     held = plan.recipe_bytes if own else plan.bytes_of(str(source))
@@ -61,16 +46,9 @@ def recipe_text(
 ) -> str:
     """Return the TOML of a recipe (see `kvpact.recipe`).
 
-    Parameters
-    ----------
-    recipe : str or mapping
-        A spec for all layers, or a recipe of `Plan.recipe`'s form.
-    num_layers : int
-        Layers of the model; caches of other models refuse it.
-    head : sequence of str
-        Lines of comment.
-    measured : mapping
-        The table ``measured``: texts and numbers, and ``rows`` of them.
+    `recipe`: a spec for all layers, or a recipe of `Plan.recipe`'s form. `num_layers`: layers of
+    the model; caches of other models refuse it. `measured`: the table ``measured``: texts and
+    numbers, and ``rows`` of them.
     """
     whole: Mapping[str, Any]
     whole = {"default": recipe, "layers": {}} if isinstance(recipe, str) else recipe

@@ -64,13 +64,7 @@ def dump_json(value: Any) -> str:
 
 
 def parse_json(text: str | bytes, what: str) -> Any:
-    """Read JSON that `dump_json` could have written.
-
-    Raises
-    ------
-    FormatError
-        It is no JSON, too deep, names a key twice, or is written in another way.
-    """
+    """Read JSON that `dump_json` could have written. Raises `FormatError`."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is no number")
@@ -87,13 +81,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
 
 
 def header_bytes(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:
-    """Return a header, its length in front, padded so that tensors begin at a multiple of 8.
-
-    Raises
-    ------
-    FormatError
-        It would be longer than any reader takes.
-    """
+    """Return a header, its length in front, padded so that tensors begin at a multiple of 8."""
     tensors = {
         name: {
             "dtype": DTYPE_NAMES[entry.dtype],
@@ -122,17 +110,8 @@ def header_length(first: bytes, total: int) -> int:
 def parse_header(text: bytes, room: int) -> Header:
     """Read a header.
 
-    Parameters
-    ----------
-    text : bytes
-        Without the 8 bytes of its length.
-    room : int
-        Bytes behind the header; tensors have to fill them exactly.
-
-    Raises
-    ------
-    FormatError
-        Anything is not as `header_bytes` writes it.
+    `text`: without the 8 bytes of its length. `room`: bytes behind the header; tensors have to fill
+    them exactly. Raises `FormatError`.
     """
     stripped = text.rstrip(b" ")
     if len(text) % 8 or len(text) - len(stripped) > 7:

@@ -24,16 +24,8 @@ def on_host(x: Tensor) -> Tensor:
     the current one has queued so far: what other threads queue in the meantime, such as the next
     step of a model, neither delays it nor waits for it.
 
-    Parameters
-    ----------
-    x : Tensor
-        Any; strides may have gaps.
-
-    Returns
-    -------
-    Tensor
-        Without gradients. A copy from a CUDA device is page-locked: keep what is made of it, not
-        the copy itself.
+    `x`: any; strides may have gaps. The result has no gradients. A copy from a CUDA device
+    is page-locked: keep what is made of it, not the copy itself.
     """
     x = x.detach()
     if x.device.type != "cuda":

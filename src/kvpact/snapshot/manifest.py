@@ -238,13 +238,7 @@ def pages_of(packed: int, begin: int, page_size: int) -> int:
 
 
 def read_manifest(data: Any) -> Manifest:
-    """Read what `Manifest.to_json` gave (with the container's ``sections``).
-
-    Raises
-    ------
-    FormatError
-        A key is missing, unknown, or of the wrong type or size.
-    """
+    """Read what `Manifest.to_json` gave (with the container's ``sections``)."""
     check(data, _MANIFEST, "manifest")
     page_size, who = data["page_size"], data["identity"]
     geometry = geometry_from_json(data["geometry"])

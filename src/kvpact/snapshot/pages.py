@@ -22,12 +22,8 @@ def page_bytes(fields: Sequence[FieldInfo], rows: int, page_size: int) -> int:
 def pack_pages(streams: Sequence[StreamState], pages: int, page_size: int) -> Tensor:
     """Return the bytes of streams, `[P, n]` uint8: in a page stream after stream, field by field.
 
-    Parameters
-    ----------
-    streams : sequence of StreamState
-        K and V of a layer. Their slots begin where the pages do.
-    pages, page_size : int
-        How many pages, and tokens per page.
+    `streams`: K and V of a layer. Their slots begin where the pages do. `pages`, `page_size`: how
+    many pages, and tokens per page.
     """
     parts = [
         _paged(stream.slots.get(field.name), field, pages, page_size, stream.tail.shape[:2])
@@ -55,16 +51,7 @@ def unpack_pages(
 ) -> list[Mapping[str, Tensor]]:
     """Return the slots of each stream, `[B, H, units, *shape]` by field name.
 
-    Parameters
-    ----------
-    data : Tensor
-        `[P, n]` uint8, what `pack_pages` gave.
-    fields : sequence of tuple of FieldInfo
-        Of each stream.
-    rows : tuple of int
-        Batch and heads.
-    page_size : int
-        Tokens per page.
+    `data`: `[P, n]` uint8, what `pack_pages` gave.
     """
     found: list[Mapping[str, Tensor]] = []
     pages, place = data.shape[0], 0

@@ -47,13 +47,7 @@ def _trimmed(padding: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def stack_rows(states: Sequence[LayerState]) -> LayerState:
-    """Return the states of one layer as the rows of one state.
-
-    Raises
-    ------
-    GeometryError
-        They hold unlike numbers of tokens, or were cut at unlike places.
-    """
+    """Return the states of one layer as the rows of one state. Raises `GeometryError`."""
     if len(states) == 1:
         return states[0]
     if not states or len({state.streams is None for state in states}) > 1:
@@ -112,13 +106,7 @@ def cut(state: LayerState, end: int) -> LayerState:
 
 
 def joined(states: Sequence[LayerState]) -> LayerState:
-    """Return the state of one layer's parts; the last one's end is the whole's.
-
-    Raises
-    ------
-    MismatchError
-        They are not of one history.
-    """
+    """Return the state of one layer's parts; the last one's end is the whole's."""
     last = states[-1]
     kinds = [(state.spec, state.padding, state.streams is None) for state in states]
     if any(kind != kinds[-1] for kind in kinds):

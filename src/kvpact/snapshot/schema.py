@@ -21,16 +21,9 @@ def need(good: bool, what: str) -> None:
 def check(value: Any, wanted: Any, what: str) -> None:
     """Raise `FormatError` unless a value is as wanted.
 
-    Parameters
-    ----------
-    value
-        Out of JSON.
-    wanted
-        ``{key: wanted}`` for an object with exactly these keys, ``[wanted]`` for a list, a range
-        for a whole number, a pattern or a set for a text, a type for anything of it;
-        ``(wanted,)`` where null will do, too.
-    what : str
-        Where the value stands.
+    `wanted`: ``{key: wanted}`` for an object with exactly these keys, ``[wanted]`` for a list, a
+    range for a whole number, a pattern or a set for a text, a type for anything of it;
+    ``(wanted,)`` where null will do, too.
     """
     if isinstance(wanted, dict):
         need(isinstance(value, dict) and value.keys() == wanted.keys(), what)

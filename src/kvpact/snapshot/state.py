@@ -150,13 +150,7 @@ def geometry_json(geometry: CacheGeometry) -> dict[str, Any]:
 
 
 def geometry_from_json(data: Any) -> CacheGeometry:
-    """Read what `geometry_json` gave; fields that came later take their defaults.
-
-    Raises
-    ------
-    FormatError
-        It is no geometry.
-    """
+    """Read what `geometry_json` gave; fields that came later take their defaults."""
     known = {field.name for field in fields(CacheGeometry)}
     if not isinstance(data, dict) or set(data) - known or not {"num_layers", "dtype"} <= set(data):
         raise FormatError("the geometry has other fields than this version knows")

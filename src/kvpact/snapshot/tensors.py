@@ -73,13 +73,7 @@ def offset_tensors(offset: KeyOffset) -> dict[str, Tensor]:
 def read_offset(
     entry: OffsetEntry | None, tensors: Mapping[str, Tensor], name: str
 ) -> tuple[KeyOffset | None, tuple[int, ...] | None]:
-    """Return a stream's key offset and its rows' origins out of the tensors of its layer.
-
-    Raises
-    ------
-    FormatError
-        The numbers are no key offset's.
-    """
+    """Return a stream's key offset and its rows' origins out of the tensors of its layer."""
     if entry is None:
         return None, None
     held = {part.partition(".")[2]: tensors[f"{name}.{part}"] for part in OFFSET_TENSORS}

@@ -159,13 +159,7 @@ class Store(ABC):
 
 
 def check_key(key: Key) -> str:
-    """Return a key as the string under which it is stored.
-
-    Raises
-    ------
-    StoreKeyError
-        It is no digest; see `Store`.
-    """
+    """Return a key as the string under which it is stored. Raises `StoreKeyError`."""
     name = bytes(key).hex() if isinstance(key, bytes | bytearray) else key
     if not isinstance(name, str) or not is_key(name):
         shown = repr(key) if len(repr(key)) < 80 else f"{repr(key)[:80]}…"
@@ -181,26 +175,14 @@ def is_key(name: str) -> bool:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return what stands in front of every key on a server.
-
-    Raises
-    ------
-    StoreError
-        It has characters that no prefix has.
-    """
+    """Return what stands in front of every key on a server. Raises `StoreError`."""
     if not isinstance(prefix, str) or not _PREFIX.fullmatch(prefix):
         raise StoreError(f"prefix={prefix!r}: up to 100 of the characters A-Z a-z 0-9 _ - : .")
     return prefix
 
 
 def check_blob(blob: Blob) -> memoryview:
-    """Return a flat view of the bytes to be stored.
-
-    Raises
-    ------
-    DtypeError
-        It has no bytes, or they don't lie side by side.
-    """
+    """Return a flat view of the bytes to be stored. Raises `DtypeError`."""
     if isinstance(blob, bytes | bytearray | memoryview):
         view = memoryview(blob)
         if view.contiguous:
@@ -209,13 +191,7 @@ def check_blob(blob: Blob) -> memoryview:
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import a package that only some stores need.
-
-    Raises
-    ------
-    BackendUnavailable
-        It is not installed.
-    """
+    """Import a package that only some stores need. Raises `BackendUnavailable`."""
     try:
         return import_module(module)
     except ImportError as error:

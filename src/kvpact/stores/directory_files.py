@@ -45,11 +45,6 @@ class Blobs:
 
     A file's name is used once. So a reader that looked a name up reads the entry that it looked up,
     or nothing.
-
-    Parameters
-    ----------
-    folder : Path
-        The store's.
     """
 
     def __init__(self, folder: Path) -> None:

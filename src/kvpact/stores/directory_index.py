@@ -98,14 +98,8 @@ class Rows:
 class Index:
     """Opens the index when it is needed, again after a fork, and makes it anew where it is lost.
 
-    Parameters
-    ----------
-    folder : Path
-        The store's.
-    blobs : Blobs
-        What it is made from where it is lost or damaged.
-    patience : float
-        Seconds to wait for another process's transaction.
+    `blobs`: what it is made from where it is lost or damaged; `patience`: seconds to wait for
+    another process's transaction.
     """
 
     def __init__(self, folder: Path, blobs: Blobs, patience: float) -> None:

@@ -60,23 +60,10 @@ class MooncakeClient:
     Any number of threads may call. A call that is not answered in time raises; its part of the
     memory is used again when the late answer comes, or never.
 
-    Parameters
-    ----------
-    settings : dict
-        What the process is told, but for the memory and the time limits.
-    memory_size : int
-        Bytes shared; a call may move a `LANES`-th.
-    timeout : float
-        Seconds for Mooncake's own calls, so that late answers do come.
-    log : str, optional
-        File to which what Mooncake prints is appended.
-
-    Raises
-    ------
-    NoAnswer
-        The process can't join the cluster.
-    CannotStart
-        Mooncake is not there, or can't be imported.
+    - `settings`: what the process is told, but for the memory and the time limits.
+    - `memory_size`: bytes shared; a call may move a `LANES`-th.
+    - `timeout`: seconds for Mooncake's own calls, so that late answers do come.
+    - `log`: file to which what Mooncake prints is appended.
     """
 
     def __init__(
@@ -128,23 +115,11 @@ class MooncakeClient:
         return self._process.pid
 
     def ask(self, timeout: float, operation: str, *arguments: Any) -> Any:
-        """Return the result of an operation that moves no blob.
-
-        Raises
-        ------
-        NoAnswer
-            Not within `timeout` seconds.
-        """
+        """Return the result of an operation that moves no blob. Raises `NoAnswer`."""
         return self._ask(timeout, None, operation, *arguments)
 
     def put(self, timeout: float, name: str, head: bytes, blob: memoryview) -> int:
-        """Store a record; return 0 or an error of Mooncake's.
-
-        Raises
-        ------
-        NoAnswer
-            Not within `timeout` seconds.
-        """
+        """Store a record; return 0 or an error of Mooncake's. Raises `NoAnswer`."""
         size = len(head) + blob.nbytes
         with self._lane(timeout) as lane:
             self._memory[lane.at : lane.at + len(head)] = head
@@ -152,25 +127,13 @@ class MooncakeClient:
             return int(self._ask(lane.left, lane, "put", name, lane.at, size))
 
     def get(self, timeout: float, name: str) -> bytes | int:
-        """Return a record, or an error of Mooncake's.
-
-        Raises
-        ------
-        NoAnswer
-            Not within `timeout` seconds.
-        """
+        """Return a record, or an error of Mooncake's. Raises `NoAnswer`."""
         with self._lane(timeout) as lane:
             size = self._ask(lane.left, lane, "get", name, lane.at, self.lane_size)
             return self._memory[lane.at : lane.at + size] if size >= 0 else int(size)
 
     def head(self, timeout: float, name: str, length: int) -> tuple[bytes, int] | int:
-        """Return a record's first bytes and its size, or an error of Mooncake's.
-
-        Raises
-        ------
-        NoAnswer
-            Not within `timeout` seconds.
-        """
+        """Return a record's first bytes and its size, or an error of Mooncake's."""
         with self._lane(timeout) as lane:
             found = self._ask(lane.left, lane, "head", name, lane.at, length)
             if isinstance(found, int):

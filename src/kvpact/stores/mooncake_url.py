@@ -35,13 +35,7 @@ class Address:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Read ``host:port``.
-
-        Raises
-        ------
-        StoreError
-            It is something else.
-        """
+        """Read ``host:port``. Raises `StoreError`."""
         try:
             parts = urlsplit(f"//{text}")
             if parts.hostname and parts.port and parts.netloc == text and "@" not in text:
@@ -65,13 +59,7 @@ class Options:
 
 
 def options_of(url: str, **arguments: Any) -> Options:
-    """Read a URL and arguments; None is for what is not given.
-
-    Raises
-    ------
-    StoreError
-        Something is wrong, unknown, or given twice.
-    """
+    """Read a URL and arguments; None is for what is not given. Raises `StoreError`."""
     parts = urlsplit(url)
     if parts.scheme != "mooncake" or parts.path not in ("", "/") or parts.fragment:
         raise StoreError(f"{url!r} should be mooncake://host:port, and a ? with options behind it")
@@ -104,13 +92,7 @@ def options_of(url: str, **arguments: Any) -> Options:
 
 
 def local_address(master: Address, timeout: float) -> str:
-    """Return the address from which this machine reaches the master.
-
-    Raises
-    ------
-    OSError
-        Nobody listens there; this is known at once, where Mooncake would try for some seconds.
-    """
+    """Return the address from which this machine reaches the master. Raises `OSError`."""
     with socket.create_connection((master.host, master.port), timeout) as probe:
         return str(probe.getsockname()[0])
 

@@ -12,10 +12,7 @@ from kvpact.errors import StoreUnavailable
 class Outage:
     """Remembers a failure, so that an outage costs one timeout and not one per entry.
 
-    Parameters
-    ----------
-    retry_after : float
-        Seconds for which a server that failed is not asked again.
+    `retry_after`: seconds for which a server that failed is not asked again.
     """
 
     def __init__(self, retry_after: float) -> None:
@@ -24,25 +21,13 @@ class Outage:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Go on where the server may be asked.
-
-        Raises
-        ------
-        StoreUnavailable
-            It failed a moment ago; with the reason of then.
-        """
+        """Go on where the server may be asked. Raises `StoreUnavailable`."""
         with self._lock:
             if time.monotonic() < self._until:
                 raise StoreUnavailable(self._reason)
 
     def begin(self, reason: str, cause: Exception | None = None) -> NoReturn:
-        """Ask nobody for a while.
-
-        Raises
-        ------
-        StoreUnavailable
-            Always, with this reason.
-        """
+        """Ask nobody for a while. Always raises `StoreUnavailable`, with this reason."""
         with self._lock:
             self._until, self._reason = time.monotonic() + self._retry_after, reason
         raise StoreUnavailable(reason) from cause

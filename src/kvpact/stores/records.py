@@ -51,15 +51,7 @@ def seal(key: str, blob: memoryview, created: float) -> tuple[bytes, memoryview]
 
 
 def unseal(key: str, record: bytes) -> Entry:
-    """Check a record and return what is in it.
-
-    Raises
-    ------
-    IntegrityError
-        It was changed, cut, or belongs to another key.
-    FormatError
-        It is whole, and of a version that this one can't read.
-    """
+    """Check a record and return what is in it. Raises `IntegrityError`, `FormatError`."""
     view = memoryview(record)
     digest = blake2b(view[_START:], digest_size=_DIGEST).digest()
     if len(view) < HEADER or view[: len(MAGIC)] != MAGIC or view[len(MAGIC) : _START] != digest:
@@ -73,19 +65,7 @@ def unseal(key: str, record: bytes) -> Entry:
 def peek(head: bytes, size: int) -> tuple[str, float]:
     """Return key and time out of a record's first `LONGEST_HEADER` bytes, unverified.
 
-    Parameters
-    ----------
-    head : bytes
-        The first bytes; more do no harm.
-    size : int
-        Bytes of the whole record.
-
-    Raises
-    ------
-    IntegrityError
-        This is no record, or not whole.
-    FormatError
-        Its version is unknown.
+    `head`: the first bytes; more do no harm. Raises `IntegrityError`, `FormatError`.
     """
     if len(head) < HEADER or head[: len(MAGIC)] != MAGIC:
         raise IntegrityError("no entry of a store")

@@ -21,14 +21,8 @@ _STEPS, _NEW = 6, 4
 class Mode(NamedTuple):
     """What a program sets for torch while it calls a cache.
 
-    Parameters
-    ----------
-    dtype : torch.dtype
-        The default dtype.
-    device : str
-        The default device; None leaves it.
-    inference : bool
-        Whether what is called first runs in inference mode; the rest runs outside of it.
+    `device`: the default device; None leaves it. `inference`: whether what is called first runs in
+    inference mode; the rest runs outside of it.
     """
 
     dtype: torch.dtype = torch.float32

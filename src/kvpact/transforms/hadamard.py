@@ -42,15 +42,7 @@ def random_signs(count: int, seed: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class RandomHadamard:
-    """Signs and Hadamard transform for vectors of any width.
-
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
-    seed : int
-        Chooses the signs.
-    """
+    """Signs and Hadamard transform for vectors of any width."""
 
     dim: int
     seed: int = 0

@@ -16,19 +16,9 @@ from kvpact.errors import GeometryError
 def principal_directions(x: Tensor, per_head: bool) -> tuple[Tensor, Tensor]:
     """Return the energies and the right singular vectors of tokens.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[B, H, T, D]` finite.
-    per_head : bool
-        One SVD per head, of `[B * T, D]`; else one for all, of `[B * H * T, D]`.
-
-    Returns
-    -------
-    energy : Tensor
-        `[H or 1, D]` float64, descending, not below 0.
-    directions : Tensor
-        `[H or 1, D, D]` float64, a direction a column.
+    `x`: `[B, H, T, D]` finite. `per_head`: one SVD per head, of `[B * T, D]`; else one for all, of
+    `[B * H * T, D]`. Returns `energy`: `[H or 1, D]` float64, descending, not below 0;
+    `directions`: `[H or 1, D, D]` float64, a direction a column.
     """
     gram = torch.zeros(x.shape[1], x.shape[3], x.shape[3], dtype=torch.float64, device=x.device)
     for row in x:
@@ -54,17 +44,7 @@ def check_heads(table: Tensor, x: Tensor) -> None:
 def project(x: Tensor, basis: Tensor) -> Tensor:
     """Return the coefficients of tokens, the same bits in any batch.
 
-    Parameters
-    ----------
-    x : Tensor
-        `[B, H, T, D]` fp32.
-    basis : Tensor
-        `[H or 1, D, R]`.
-
-    Returns
-    -------
-    Tensor
-        `[B, H, T, R]` fp32.
+    `x`: `[B, H, T, D]` fp32; `basis`: `[H or 1, D, R]`. Returns `[B, H, T, R]` fp32.
     """
     check_heads(basis, x)
     basis = basis.to(torch.float32)

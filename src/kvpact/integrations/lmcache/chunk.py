@@ -44,22 +44,8 @@ def key_hash(key: Any) -> str:
 class ChunkFormat:
     """Makes chunks to bytes, as many as their shapes say, and bytes to chunks.
 
-    Parameters
-    ----------
-    spec : str or Spec
-        What K and V are packed by; every token is packed, so sinks and window mean nothing.
-    layout : ChunkLayout
-        The widths of a head.
-
-    Attributes
-    ----------
-    spec : Spec
-        Without sinks and window.
-
-    Raises
-    ------
-    SpecError
-        No spec, a recipe by layer, or a method whose bytes the shapes don't decide.
+    `spec`: what K and V are packed by; every token is packed, so sinks and window mean nothing
+    and the attribute has none. Raises `SpecError`.
     """
 
     def __init__(self, spec: str | Spec, layout: ChunkLayout) -> None:
@@ -98,20 +84,7 @@ class ChunkFormat:
         return [(side, codec.group) for side, codec in zip("KV", codecs, strict=True)]
 
     def nbytes(self, forms: Iterable[Form]) -> int:
-        """Return the bytes that a chunk takes, to the byte.
-
-        Parameters
-        ----------
-        forms : iterable of (shape, dtype)
-            Of the chunk's tensors.
-
-        Raises
-        ------
-        GeometryError
-            A shape is none of LMCache's, or no whole number of the method's groups.
-        DtypeError
-            Another dtype than fp32, fp16 and bf16.
-        """
+        """Return the bytes that a chunk takes, to the byte."""
         return HEADER + _NAME + sum(self._file_bytes(tuple(shape), kind) for shape, kind in forms)
 
     def _file_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
@@ -133,22 +106,7 @@ class ChunkFormat:
         return size
 
     def pack(self, tensors: Sequence[Tensor], name: str) -> bytes:
-        """Return a chunk's bytes.
-
-        Parameters
-        ----------
-        tensors : sequence of Tensor
-            Of the shapes above.
-        name : str
-            `key_hash` of the chunk.
-
-        Raises
-        ------
-        GeometryError, DtypeError
-            As of `nbytes`.
-        NonFiniteError
-            NaN, infinity, or what the method can't hold.
-        """
+        """Return a chunk's bytes. Raises `GeometryError`, `DtypeError`, `NonFiniteError`."""
         files = []
         for x in tensors:
             size = self._file_bytes(tuple(x.shape), x.dtype)
@@ -163,25 +121,7 @@ class ChunkFormat:
 
         Nothing is written before every byte was checked.
 
-        Parameters
-        ----------
-        data : bytes
-            As many as `nbytes` says.
-        name : str
-            `key_hash` of the chunk wanted.
-        out : sequence of Tensor
-            Of the chunk's shapes and dtypes.
-
-        Raises
-        ------
-        IntegrityError
-            The bytes were changed, cut, or are another chunk's.
-        FormatError
-            They are whole, and of a version that this one can't read.
-        MismatchError, SpecError
-            They are whole, and of another spec, dtype or shape; of a method that is not there.
-        GeometryError, DtypeError
-            As of `nbytes`.
+        `data`: as many as `nbytes` says.
         """
         # What can't be packed is no reason to call the bytes damaged.
         sizes = [self._file_bytes(tuple(x.shape), x.dtype) for x in out]

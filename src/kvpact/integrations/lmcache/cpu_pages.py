@@ -12,22 +12,7 @@ from kvpact.integrations.lmcache.layout import CPUPages
 
 
 def cpu_pages(tokens: int, dim: int) -> CPUPages:
-    """Return the pages of vLLM's CPU worker on this machine.
-
-    Parameters
-    ----------
-    tokens : int
-        vLLM's ``--block-size``.
-    dim : int
-        Width of a head.
-
-    Raises
-    ------
-    GeometryError
-        `tokens` is no positive whole number.
-    BackendUnavailable
-        vLLM's CPU build is not installed here.
-    """
+    """Return the pages of vLLM's CPU worker on this machine."""
     if type(tokens) is not int or tokens < 1:
         raise GeometryError(f"cpu_block_size={tokens!r} should be vLLM's --block-size, as 128")
     try:

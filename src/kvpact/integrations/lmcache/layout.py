@@ -27,13 +27,8 @@ Shape = tuple[int, ...]
 class CPUPages:
     """The pages of vLLM's CPU worker.
 
-    Parameters
-    ----------
-    tokens : int
-        Of a page: vLLM's ``--block-size``.
-    orders : callable
-        From a dtype to the places of K's and of V's numbers in a page; see
-        `kvpact.integrations.vllm.connector_order.page_orders`.
+    `tokens`: of a page: vLLM's ``--block-size``. `orders`: from a dtype to the places of K's and of
+    V's numbers in a page; see `kvpact.integrations.vllm.connector_order.page_orders`.
     """
 
     tokens: int
@@ -42,22 +37,7 @@ class CPUPages:
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The widths of a head.
-
-    Parameters
-    ----------
-    head_dim : int
-        Width of K.
-    value_dim : int
-        Width of V.
-    pages : CPUPages, optional
-        Where the engine is vLLM's CPU worker.
-
-    Raises
-    ------
-    GeometryError
-        A width is no positive whole number.
-    """
+    """The widths of a head. `pages`: where the engine is vLLM's CPU worker."""
 
     head_dim: int
     value_dim: int
@@ -75,13 +55,7 @@ class ChunkLayout:
             )
 
     def shapes(self, shape: Sequence[int]) -> tuple[Shape, Shape]:
-        """Return the shapes of K and V, `[L, H, T, D]`, in a tensor of LMCache's.
-
-        Raises
-        ------
-        GeometryError
-            The tensor is none of those above, or the widths or pages don't fit.
-        """
+        """Return the shapes of K and V, `[L, H, T, D]`, in a tensor of LMCache's."""
         apart = len(shape) == 4 and shape[0] == 2
         inner = tuple(shape[1:] if len(shape) == 4 and shape[0] in (1, 2) else shape)
         width = self.head_dim if apart else self.head_dim + self.value_dim

@@ -23,12 +23,8 @@ logger = logging.getLogger(__name__)
 class KVPactSerde:
     """Serializer and deserializer of LMCache, both in one; any number of threads may call.
 
-    Parameters
-    ----------
-    chunks : ChunkFormat
-        How a chunk becomes bytes.
-    remove : callable
-        Called with the key of an entry that can't be served and never will.
+    `chunks`: how a chunk becomes bytes; `remove`: called with the key of an entry that can't be
+    served and never will.
     """
 
     def __init__(self, chunks: ChunkFormat, remove: Callable[[Any], None]) -> None:
@@ -72,13 +68,7 @@ class KVPactSerde:
             return 1
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
-        """Write a chunk's bytes into a buffer, and return how many.
-
-        Raises
-        ------
-        KVPactError
-            The chunk can't be packed: see `ChunkFormat.pack`.
-        """
+        """Write a chunk's bytes into a buffer, and return how many. Raises `KVPactError`."""
         try:
             data = self.chunks.pack(_tensors(src), key_hash(key))
         except KVPactError:
@@ -91,10 +81,7 @@ class KVPactSerde:
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
         """Read a chunk; what can't be served is counted and told, and removed.
 
-        Raises
-        ------
-        KVPactError
-            See `ChunkFormat.unpack`; the chunk is as before.
+        Raises what `ChunkFormat.unpack` raises; the chunk is as before.
         """
         try:
             self.chunks.unpack(bytes(src.byte_array), key_hash(key), _tensors(dst))

@@ -33,18 +33,8 @@ class Served:
     def make(self, options: dict[str, Any]) -> KVPactSerde:
         """Return the serde of one adapter.
 
-        Parameters
-        ----------
-        options : dict
-            ``spec`` and ``head_dim``; ``value_dim`` if it differs; ``cpu_block_size`` for vLLM's
-            CPU worker, or 0.
-
-        Raises
-        ------
-        SpecError, GeometryError
-            An option is missing, unknown or wrong.
-        BackendUnavailable
-            See `cpu_pages`.
+        `options`: ``spec`` and ``head_dim``; ``value_dim`` if it differs; ``cpu_block_size`` for
+        vLLM's CPU worker, or 0. Raises `SpecError`, `GeometryError`, `BackendUnavailable`.
         """
         given = {name: value for name, value in options.items() if name != "max_workers"}
         _check_names(given)
@@ -69,15 +59,7 @@ class Served:
 
 
 class StatusModule:
-    """A module of LMCache's server.
-
-    Parameters
-    ----------
-    served : Served
-        The process's serdes.
-    context : MPCacheServerContext
-        LMCache's server.
-    """
+    """A module of LMCache's server."""
 
     def __init__(self, served: Served, context: Any) -> None:
         self._served, self._context = served, context
@@ -101,15 +83,7 @@ _SERVED = Served()  # LMCache calls both of the functions below without saying f
 
 
 def create_serde(options: dict[str, Any]) -> Any:
-    """Return what LMCache runs for an adapter with ``"serde": {"type": "kvpact", …}``.
-
-    Raises
-    ------
-    SpecError, GeometryError
-        An option is missing, unknown or wrong.
-    BackendUnavailable
-        See `cpu_pages`.
-    """
+    """Return what LMCache runs for an adapter with ``"serde": {"type": "kvpact", …}``."""
     from lmcache import torch_device_type
     from lmcache.v1.distributed.serde import AsyncSerdeProcessor
 

@@ -74,29 +74,10 @@ def _asks_by_name(module: str) -> bool:
 def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:
     """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
 
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        The decoder's.
-    attention : {"auto", "keep"}
-        ``keep`` leaves the config alone.
-    sparse : bool
-        Whether some layers may choose the tokens that they attend to. They say so in a mask only
-        under ``sdpa`` and ``eager``, so the config is left alone.
-
-    Returns
-    -------
-    Loan or None
-        For the cache to hold: when the last cache of a config is gone, its attention is again what
-        it was. None where the config was left alone.
-
-    Raises
-    ------
-    SpecError
-        `attention` is neither.
-    KVPactError
-        The attention is ``kvpact``, but the model's code knows ``sdpa`` by name only, or has
-        layers that choose their tokens.
+    `attention`: ``keep`` leaves the config alone. `sparse`: whether some layers may choose the
+    tokens that they attend to. They say so in a mask only under ``sdpa`` and ``eager``, so the
+    config is left alone. The cache holds what is returned: when the last cache of a config is gone,
+    its attention is again what it was. None where the config was left alone.
     """
     if attention not in ("auto", "keep"):
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")

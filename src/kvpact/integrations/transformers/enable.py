@@ -115,14 +115,8 @@ class _CacheMaker(_Hook):
     ) -> Any:
         """Prepare a cache as the model's class does, then replace it.
 
-        Parameters
-        ----------
-        generation_config : GenerationConfig
-            Of this call of `generate`.
-        model_kwargs : dict
-            Where a cache is written to, unless the caller's is there already.
-        *args, **kwargs
-            For the class's method.
+        `generation_config`: of this call of `generate`; `model_kwargs`: where a cache is written
+        to, unless the caller's is there already.
         """
         mode = args[0] if args else kwargs.get("generation_mode")
         given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)

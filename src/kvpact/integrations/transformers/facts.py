@@ -34,18 +34,11 @@ _MEANINGS = {
 class LayerFacts(NamedTuple):
     """What a config says of its layers.
 
-    Parameters
-    ----------
-    types : tuple of str
-        transformers' type of each layer.
-    options : tuple of dict
-        What its cache layer is made with.
-    latent_widths : frozenset of int
-        Of the latents that layers cache (MLA); empty for models without.
-    sparse : bool
-        Whether some layers may choose the tokens that they attend to.
-    read_again : frozenset of int
-        Layers whose K and V later layers read, too.
+    - `types`: transformers' type of each layer.
+    - `options`: what its cache layer is made with.
+    - `latent_widths`: of the latents that layers cache (MLA); empty for models without.
+    - `sparse`: whether some layers may choose the tokens that they attend to.
+    - `read_again`: layers whose K and V later layers read, too.
     """
 
     types: tuple[str, ...]
@@ -55,13 +48,7 @@ class LayerFacts(NamedTuple):
     read_again: frozenset[int]
 
     def compressed(self) -> list[int]:
-        """Return the layers whose K and V are compressed.
-
-        Raises
-        ------
-        KVPactError
-            There is none; the message says what there is.
-        """
+        """Return the layers whose K and V are compressed. Raises `KVPactError`."""
         found = [layer for layer, kind in enumerate(self.types) if kind in COMPRESSED]
         if not found:
             kinds = Counter(self.types).items()
@@ -77,18 +64,7 @@ _known: dict[int, tuple[ref[Any], dict[str, Any], LayerFacts]] = {}
 
 
 def layer_facts(config: Any) -> LayerFacts:
-    """Return what a config says of its layers; read again only when the config has changed.
-
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        The decoder's.
-
-    Raises
-    ------
-    KVPactError
-        A layer type is not known.
-    """
+    """Return what a config says of its layers; read again only when the config has changed."""
     # Lists may be changed in place; the attention changes with every cache and says nothing here.
     state = {name: tuple(x) if type(x) is list else x for name, x in vars(config).items()}
     state.pop("_attn_implementation_internal", None)

@@ -148,13 +148,6 @@ def returned_pair(tokens: NewTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
     Attention that is known to run on any tensor gets handles. Any other (``flex_attention``
     compiles its inputs, ``flash_attention_2`` reads their memory) gets decompressed K and V.
-
-    Parameters
-    ----------
-    tokens : NewTokens
-        The new tokens.
-    k, v : Tensor
-        The same as the model gave them.
     """
     shared = tokens.shared
     differentiable = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)

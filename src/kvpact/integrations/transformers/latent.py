@@ -32,14 +32,8 @@ _PROBES = 3  # random tokens on which an `expand_kv` is compared with what absor
 class HeadTokens:
     """The tokens of one `update` as K and V of the heads, which exist when something reads them.
 
-    Parameters
-    ----------
-    origin : NewTokens
-        The same tokens as latents and rotated keys, as they are stored.
-    module : torch.nn.Module
-        The attention layer.
-    expand : callable
-        Its own `expand_kv`.
+    `origin`: the same tokens as latents and rotated keys, as they are stored; `expand`: its own
+    `expand_kv`.
     """
 
     fresh = False  # they are handed on once the latents are stored
@@ -66,10 +60,8 @@ class HeadTokens:
 def hand_on(config: Any) -> None:
     """Make the attention classes of a config's model hand handles on, before they are first used.
 
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        The decoder's. Models from elsewhere are met in their first call to attention (`meet`).
+    `config`: the decoder's. Models from elsewhere are met in their first call to attention
+    (`meet`).
     """
     for attention in list(vars(sys.modules.get(modeling_module(config)) or object).values()):
         if isinstance(attention, type):

@@ -124,13 +124,7 @@ def _found(places: _Places) -> dict[int, KeyOffset]:
 
 
 def normalises_keys(model: Any) -> bool:
-    """Tell whether a model normalises the keys of its heads (QK-norm) before it rotates them.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        Its attention modules are looked at.
-    """
+    """Tell whether a model normalises the keys of its heads (QK-norm) before it rotates them."""
     return any(
         _has_key_norm(module) for _, module in modules_named(model, "self_attn", "attention")
     )

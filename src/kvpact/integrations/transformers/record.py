@@ -26,12 +26,8 @@ ReadTokens = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class SeenLayer(NamedTuple):
     """What the attention of one layer was given.
 
-    Parameters
-    ----------
-    q : Tensor
-        `[1, H_q, S, D]`, queries.
-    k, v : Tensor
-        `[1, H_kv, T, D]`, `[1, H_kv, T, D_v]`, those of the cache and of the S new tokens.
+    `q`: `[1, H_q, S, D]`, queries; `k`, `v`: `[1, H_kv, T, D]`, `[1, H_kv, T, D_v]`, those of the
+    cache and of the S new tokens.
     """
 
     q: Tensor
@@ -52,19 +48,11 @@ class BoundedLayer(NamedTuple):
 class Seen:
     """What the latest pass showed, by the model's layer index.
 
-    Parameters
-    ----------
-    layers : dict
-        Layers that attend to all tokens.
-    bounded : dict
-        Others with K and V.
-    wanted : frozenset of int
-        Layers that `layers` has to hold.
-    num_layers : int
-        Layers of the model.
-    read : callable, optional
-        What the layers that attend to all tokens attend to (see `ReadTokens`); K and V as they are
-        if None. It may be replaced between passes.
+    - `layers`: layers that attend to all tokens.
+    - `bounded`: others with K and V.
+    - `wanted`: layers that `layers` has to hold.
+    - `read`: what the layers that attend to all tokens attend to (see `ReadTokens`); K and V as
+      they are if None. It may be replaced between passes.
     """
 
     layers: dict[int, SeenLayer] = field(default_factory=dict)
@@ -144,13 +132,7 @@ def _with_gradients(
 
 
 def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Return the layers that attend to all tokens.
-
-    Raises
-    ------
-    KVPactError
-        The model caches latents (MLA), or there is no such layer.
-    """
+    """Return the layers that attend to all tokens. Raises `KVPactError`."""
     config = model.config.get_text_config(decoder=True)
     facts = layer_facts(config)
     if facts.latent_widths:
@@ -168,20 +150,8 @@ def seen_attention(model: PreTrainedModel) -> Iterator[Seen]:
     Every pass within it attends exactly, but for what `Seen.read` puts in the place of K and V. The
     model's attention is as before afterwards, errors included.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A decoder.
-
-    Yields
-    ------
-    Seen
-        Filled by each pass; `Seen.check` tells whether every layer with full attention is there.
-
-    Raises
-    ------
-    KVPactError
-        As `full_attention_layers`.
+    What it yields is filled by each pass; `Seen.check` tells whether every layer with full
+    attention is there.
     """
     wanted, config = full_attention_layers(model), model.config.get_text_config(decoder=True)
     AttentionInterface.register(RECORDING, _recording)

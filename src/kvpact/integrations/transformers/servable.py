@@ -19,13 +19,7 @@ _NO_MATTER = (None, "hybrid")
 
 
 def check_servable(model: Any) -> None:
-    """Raise `EnableError` for a model whose `generate` would not use the cache, and say why.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        As given to `enable`.
-    """
+    """Raise `EnableError` for a model whose `generate` would not use the cache, and say why."""
     kind = type(model)
     name = kind.__name__
     if not issubclass(kind, PreTrainedModel) or not issubclass(kind, GenerationMixin):

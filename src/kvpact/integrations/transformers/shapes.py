@@ -24,20 +24,7 @@ _DTYPE = torch.bfloat16  # some kernels of experts know no other one
 
 
 def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShape]:
-    """Return what the cache of each layer of a model holds.
-
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        The model's; it stays as it is.
-    dtype : torch.dtype
-        The model's, in which states are kept.
-
-    Raises
-    ------
-    KVPactError
-        The model can't be built or called without weights, or has a cache of its own.
-    """
+    """Return what the cache of each layer of a model holds. Raises `KVPactError`."""
     config = deepcopy(config)
     decoder = config.get_text_config(decoder=True)
     build: Any = AutoModelForCausalLM.from_config

@@ -48,14 +48,9 @@ logger = init_logger(f"vllm.{__name__}")
 class KVPactBackend(AttentionBackend):
     """Takes the place of vLLM's CPU attention.
 
-    Attributes
-    ----------
-    stored : Spec or None
-        What the pages of its layers hold; None until the model is loaded (`give_backends`).
-    page_format : type of AttentionSpec
-        vLLM's page format of its layers.
-    latent : bool
-        K and V are MLA latents and rotated keys.
+    - `stored`: what the pages of its layers hold; None until the model is loaded (`give_backends`).
+    - `page_format`: vLLM's page format of its layers.
+    - `latent`: K and V are MLA latents and rotated keys.
     """
 
     stored: ClassVar[Spec | None] = None
@@ -141,10 +136,7 @@ def _impl(
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
     """Attention of one layer; parameters as of vLLM's `AttentionImpl`.
 
-    Attributes
-    ----------
-    cut : int
-        Requests of this process with a token that could not be stored.
+    `cut`: requests of this process with a token that could not be stored.
     """
 
     cut: ClassVar[int] = 0

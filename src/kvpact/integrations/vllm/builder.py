@@ -32,13 +32,9 @@ CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
 class KVPactMetadata(AttentionMetadata):
     """One batch.
 
-    Parameters
-    ----------
-    parts : list of (list of Row, list of Run)
-        Its sequences, in parts of which each reads what the earlier ones store; beside them those
-        prompts that vLLM's own kernel attends with.
-    cut : set of int
-        The starts of those that one of the layers has cut.
+    `parts`: its sequences, in parts of which each reads what the earlier ones store; beside them
+    those prompts that vLLM's own kernel attends with. `cut`: the starts of those that one of the
+    layers has cut.
     """
 
     parts: list[tuple[list[Row], list[Run]]]

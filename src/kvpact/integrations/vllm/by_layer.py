@@ -25,26 +25,12 @@ def give_backends(
 ) -> None:
     """Give each attention layer of a model the backend class of its kind.
 
-    Parameters
-    ----------
-    layers : mapping of str to layer
-        The model's layers by name; those whose ``attn_backend`` is `plain`, or a kind of it, and
-        stores by no spec yet are given another.
-    plain : type
-        The backend class that vLLM gives all layers of attention.
-    specs : sequence of Spec
-        Of the model's layers, by number.
-    stored : callable
-        Returns the class of layers with full attention that store by a spec, from the one that
-        they have.
-    sliding : callable
-        Returns the class of layers with a sliding window, from the bytes that a token has in the
-        largest of the layers with full attention.
-
-    Raises
-    ------
-    SpecError
-        Specs differ, and a layer's name does not tell its number.
+    `layers`: the model's layers by name; those whose ``attn_backend`` is `plain`, or a kind of it,
+    and stores by no spec yet are given another. `plain`: the backend class that vLLM gives all
+    layers of attention. `specs`: of the model's layers, by number. `stored`: returns the class of
+    layers with full attention that store by a spec, from the one that they have. `sliding`: returns
+    the class of layers with a sliding window, from the bytes that a token has in the largest of the
+    layers with full attention. Raises `SpecError`.
     """
     plains = {
         name: layer
@@ -63,26 +49,14 @@ def give_backends(
 
 
 def specs_of(names: Sequence[str], specs: Sequence[Spec]) -> tuple[Spec, ...]:
-    """Return the specs of some layers, by their names; `specs` are those of the whole model.
-
-    Raises
-    ------
-    SpecError
-        Specs differ, and a layer's name does not tell its number.
-    """
+    """Return the specs of some layers, by their names; `specs` are those of the whole model."""
     if len(set(specs)) == 1:
         return (specs[0],) * len(names)
     return tuple(specs[layer_number(name, len(specs))] for name in names)
 
 
 def layer_number(name: str, count: int) -> int:
-    """Return the number of a layer, from a name such as ``model.layers.3.self_attn.attn``.
-
-    Raises
-    ------
-    SpecError
-        The name has no number below `count`, or several.
-    """
+    """Return the number of a layer, from a name such as ``model.layers.3.self_attn.attn``."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1 or numbers[0] >= count:
         raise SpecError(
@@ -97,18 +71,9 @@ def sliding_block(tokens: int, own: int, full: int) -> int:
 
     vLLM makes the pages of all layers as large as the largest of them, and fills up the others.
 
-    Parameters
-    ----------
-    tokens : int
-        Of the pages of layers with full attention.
-    own, full : int
-        Bytes of a token in a layer with a sliding window, and in the largest with full attention.
-
-    Returns
-    -------
-    int
-        The largest part of `tokens` in whole tiles whose page is not larger than theirs; one tile
-        where there is none.
+    `own`, `full`: bytes of a token in a layer with a sliding window, and in the largest with full
+    attention. Returns the largest part of `tokens` in whole tiles whose page is not larger than
+    theirs; one tile where there is none.
     """
     parts = (n for n in range(TILE, tokens + 1, TILE) if tokens % n == 0)
     return max((n for n in parts if n * own <= tokens * full), default=TILE)

@@ -22,18 +22,11 @@ from kvpact.spec import Spec
 class Form:
     """Layers of one rank, and how their tokens are stored.
 
-    Parameters
-    ----------
-    layers : tuple of str
-        vLLM's names, in the order of the model.
-    specs : tuple of Spec
-        Of each of them.
-    geometry : CacheGeometry
-        The rank's heads, with the dtype of the model's K and V.
-    page : int
-        Tokens of one of vLLM's pages.
-    rank, ranks : int
-        Which of how many ranks: each has other heads.
+    - `layers`: vLLM's names, in the order of the model.
+    - `specs`: of each of them.
+    - `geometry`: the rank's heads, with the dtype of the model's K and V.
+    - `page`: tokens of one of vLLM's pages.
+    - `rank`, `ranks`: which of how many ranks: each has other heads.
     """
 
     layers: tuple[str, ...]
@@ -55,13 +48,7 @@ class Form:
         return tuple(made[spec] for spec in self.specs)
 
     def chunk(self, wanted: int | None) -> int:
-        """Return the tokens of a chunk.
-
-        Raises
-        ------
-        GeometryError
-            So many are no whole pages.
-        """
+        """Return the tokens of a chunk. Raises `GeometryError`."""
         size = lcm(PAGE_TOKENS, self.page) if wanted is None else wanted
         if size % self.page:
             raise GeometryError(

@@ -12,21 +12,9 @@ from typing import Any
 class Job:
     """Something that a `Lane` does.
 
-    Parameters
-    ----------
-    work : callable
-        Called with this job; it looks at `stopped` now and then, and may write to `progress`.
-
-    Attributes
-    ----------
-    stopped : bool
-        Nobody waits for it any more.
-    progress : int
-        How far it came.
-    result : object
-        What `work` returned; None before that, and where it raised.
-    error : Exception or None
-        What it raised.
+    - `work`: called with this job; it looks at `stopped` now and then, and may write to `progress`.
+    - `stopped`: nobody waits for it any more.
+    - `result`: what `work` returned; None before that, and where it raised.
     """
 
     def __init__(self, work: Callable[[Job], Any]) -> None:
@@ -58,12 +46,7 @@ class Job:
 class Lane:
     """Does jobs in the order in which they come, each in one of its threads.
 
-    Parameters
-    ----------
-    name : str
-        Of the threads.
-    threads : int
-        How many; they end with the process, whatever they are at.
+    `threads`: how many; they end with the process, whatever they are at.
     """
 
     def __init__(self, name: str, threads: int = 1) -> None:

@@ -16,32 +16,18 @@ from kvpact.stores import Store, open_store
 class Options:
     """The connector's options.
 
-    Parameters
-    ----------
-    store : str
-        URL or path, see `kvpact.stores.open_store`.
-    timeout : float
-        Seconds that a lookup, and then a load, may take before tokens are computed instead.
-    chunk : int, optional
-        Tokens per entry, a multiple of vLLM's pages; the least such number from 64 on if omitted.
-    tenant : str
-        Tenants don't share.
-    model : str, optional
-        Stands for config and weights, in place of a fingerprint of the files. Under one name all
-        K and V have to be the same.
-    storage : str, optional
-        Spec by which tokens are stored while vLLM's pages hold them as they are. Kvpact's pages are
-        stored as they lie.
-    secret_file : str, optional
-        Path of a file of 32 random bytes: entries are encrypted and can't be forged, see
-        `kvpact.stores.EncryptedStore`.
-    queue_bytes : int
-        Bytes that may wait to be saved; what comes on top is dropped.
-
-    Raises
-    ------
-    StoreError
-        An option that there is not, or a value that it can't have.
+    - `store`: URL or path, see `kvpact.stores.open_store`.
+    - `timeout`: seconds that a lookup, and then a load, may take before tokens are computed
+      instead.
+    - `chunk`: tokens per entry, a multiple of vLLM's pages; the least such number from 64 on if
+      omitted.
+    - `model`: stands for config and weights, in place of a fingerprint of the files. Under one name
+      all K and V have to be the same.
+    - `storage`: spec by which tokens are stored while vLLM's pages hold them as they are. Kvpact's
+      pages are stored as they lie.
+    - `secret_file`: path of a file of 32 random bytes: entries are encrypted and can't be forged,
+      see `kvpact.stores.EncryptedStore`.
+    - `queue_bytes`: bytes that may wait to be saved; what comes on top is dropped.
     """
 
     store: str
@@ -91,11 +77,6 @@ def share_store(options: Options) -> Store:
     """Open the store, or return that which this process has open; give it back by `release_store`.
 
     vLLM makes a connector for its scheduler and one for its worker, mostly in one process.
-
-    Raises
-    ------
-    StoreError
-        It can't be opened, or the secret is not 32 bytes.
     """
     which = options.store, options.secret_file
     with _lock:

@@ -16,28 +16,7 @@ _DIGIT = 256
 
 
 def orders_of(layer: Any, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the orders of a layer's pages.
-
-    Parameters
-    ----------
-    layer : Attention
-        vLLM's.
-    tokens, dim : int
-        Of a page, and of a head.
-    dtype : torch.dtype
-        Of the pages.
-
-    Returns
-    -------
-    tuple of Tensor
-        As of `page_orders`.
-
-    Raises
-    ------
-    BackendUnavailable
-        The layer is not attended by vLLM's CPU attention, or a page is no permutation of its
-        tokens.
-    """
+    """Return the orders of a layer's pages, as `page_orders` does."""
     if not isinstance(layer.impl, CPUAttentionBackendImpl):
         raise BackendUnavailable(
             "kvpact's connector encodes the pages of vLLM's CPU attention alone, not of "
@@ -54,24 +33,8 @@ def page_orders(
     Known numbers are written by vLLM's kernel and read as they lie. Its order differs by
     instruction set, and may by version.
 
-    Parameters
-    ----------
-    isa : str, optional
-        vLLM's name of an instruction set; if omitted, the one that it takes here.
-    tokens, dim : int
-        Of a page, and of a head.
-    dtype : torch.dtype
-        Of the pages.
-
-    Returns
-    -------
-    tuple of Tensor
-        `[tokens * dim]` int64 each: the place of the number ``token * dim + channel``.
-
-    Raises
-    ------
-    BackendUnavailable
-        A page is no permutation of its tokens.
+    `isa`: vLLM's name of an instruction set; if omitted, the one that it takes here. Returns
+    `[tokens * dim]` int64 each: the place of the number ``token * dim + channel``.
     """
     isa = isa or _get_attn_isa(dtype, tokens, dim)
     numbers = torch.arange(tokens * dim, dtype=torch.int64, device="cpu")

@@ -42,17 +42,7 @@ class PackedPages:
     A chunk has the bytes of each field for all its pages, `[H, units, *shape]`, one field behind
     the other, those of K before those of V: what `PrefixCache` stores of a layer.
 
-    Parameters
-    ----------
-    form : PageForm
-        What the pages hold.
-    pages : Tensor
-        `[P, H, N, C]` uint8.
-
-    Raises
-    ------
-    GeometryError
-        The pages are laid out otherwise.
+    `pages`: `[P, H, N, C]` uint8. Raises `GeometryError`.
     """
 
     def __init__(self, form: PageForm, pages: Tensor) -> None:

@@ -25,21 +25,10 @@ class _Slots(NamedTuple):
 class PlainPages:
     """The pages of a layer that hold tokens as they are; otherwise as `PackedPages`.
 
-    Parameters
-    ----------
-    form : PageForm
-        What chunks hold of a page.
-    plan : Plan
-        Who encodes and decodes.
-    pages : Tensor
-        `[P, H, N, 2 * D]` of the model's dtype. Of a head's bytes the first half is K.
-    orders : tuple of Tensor
-        Of K and V, `[N * D]` int64: where in its half the number ``token * D + channel`` lies.
-
-    Raises
-    ------
-    GeometryError
-        The pages are laid out otherwise.
+    - `form`: what chunks hold of a page.
+    - `pages`: `[P, H, N, 2 * D]` of the model's dtype. Of a head's bytes the first half is K.
+    - `orders`: of K and V, `[N * D]` int64: where in its half the number ``token * D + channel``
+      lies.
     """
 
     def __init__(
@@ -73,13 +62,7 @@ class PlainPages:
         self._pages[index] = copied[0][first : first + len(pages)]
 
     def pack(self, copied: Copied, each: int) -> Tensor:
-        """Encode; see `PackedPages.pack`.
-
-        Raises
-        ------
-        NonFiniteError
-            A token that the method can't hold.
-        """
+        """Encode; see `PackedPages.pack`. Raises `NonFiniteError`."""
         halves = copied[0].view(len(copied[0]), self._heads, 2, -1)
         packed, memory = self._packed(len(halves))
         for side, (plan, fields, order) in enumerate(self._sides(memory)):

@@ -9,17 +9,7 @@ from kvpact.snapshot import Identity
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk of a request's tokens.
-
-    Parameters
-    ----------
-    key : str
-        In the store, without the rank.
-    index : int
-        Its place in the sequence.
-    tokens : tuple of int
-        Its token ids.
-    """
+    """A chunk of a request's tokens. `key`: in the store, without the rank."""
 
     key: str
     index: int
@@ -30,18 +20,9 @@ class Piece:
 class Load:
     """Chunks that go into pages.
 
-    Parameters
-    ----------
-    request : str
-        Whose.
-    identity : Identity
-        Of model, adapter and tenant.
-    pieces : tuple of Piece
-        One behind the other.
-    pages : tuple of int
-        Where they go; those that a request has already are left out.
-    skip : int
-        Pages of the first chunk that are left out.
+    - `pieces`: one behind the other.
+    - `pages`: where they go; those that a request has already are left out.
+    - `skip`: pages of the first chunk that are left out.
     """
 
     request: str
@@ -64,14 +45,8 @@ class Save:
 class StepPlan:
     """What workers do in one step.
 
-    Parameters
-    ----------
-    loads : list of Load
-        To begin.
-    saves : list of Save
-        Pages to copy when the step has written them.
-    idle : bool
-        No token is computed: there is time to wait for loads.
+    `saves`: pages to copy when the step has written them; `idle`: no token is computed: there is
+    time to wait for loads.
     """
 
     loads: list[Load] = field(default_factory=list)

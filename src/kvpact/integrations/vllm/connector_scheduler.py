@@ -29,15 +29,7 @@ RETRY = 30.0
 
 @dataclass
 class _Tracked:
-    """What is known of a request.
-
-    Parameters
-    ----------
-    request : Request
-        vLLM's, whose tokens grow.
-    kind : ChunkKind
-        Of its chunks.
-    """
+    """What is known of a request. `request`: vLLM's, whose tokens grow."""
 
     request: Any
     kind: ChunkKind
@@ -61,22 +53,11 @@ class _Tracked:
 class PrefixScheduler:
     """Looks up, plans loads and saves; nothing of it waits for a store.
 
-    Parameters
-    ----------
-    form : Form
-        Of rank 0; that of others differs in the rank.
-    options : Options
-        The connector's.
-    store : Store
-        Asked for keys alone.
-    model : str
-        Fingerprint, or a name.
-    adapter : callable
-        Gives the name or fingerprint of a request's adapter, or None.
-    counts : Counts
-        Where to count.
-    loads, saves : bool
-        What this engine does.
+    - `form`: of rank 0; that of others differs in the rank.
+    - `store`: asked for keys alone.
+    - `model`: fingerprint, or a name.
+    - `adapter`: gives the name or fingerprint of a request's adapter, or None.
+    - `loads`, `saves`: what this engine does.
     """
 
     def __init__(
@@ -104,15 +85,7 @@ class PrefixScheduler:
         """Keys that a load failed at, and until when they are taken for missing."""
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded behind those computed; None while not known.
-
-        Parameters
-        ----------
-        request : Request
-            vLLM's.
-        computed : int
-            Tokens that vLLM's own prefix cache has.
-        """
+        """Return how many tokens can be loaded behind those computed; None while not known."""
         try:
             one = self._of(request)
         except Exception as error:  # an adapter whose files can't be read, for one

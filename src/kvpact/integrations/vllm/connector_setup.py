@@ -23,24 +23,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> Form:
-    """Return what the pages of a rank hold.
-
-    Parameters
-    ----------
-    config : VllmConfig
-        vLLM's.
-    kv_cache_config : KVCacheConfig
-        vLLM's, of the rank.
-    storage : str or None
-        The connector's option.
-
-    Raises
-    ------
-    BackendUnavailable
-        A way of running vLLM, or a model, that is not covered.
-    SpecError
-        No spec, two of them, or one whose tokens are not packed one by one.
-    """
+    """Return what the pages of a rank hold. Raises `BackendUnavailable`, `SpecError`."""
     parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
     policy = config.kv_transfer_config.kv_load_failure_policy
     for there, what in (
@@ -89,13 +72,7 @@ def _specs(storage: str | None, layers: Sequence[str], total: int) -> tuple[Spec
 
 
 def model_fingerprint(config: Any) -> str:
-    """Return what stands for a model's config, dtype and weights.
-
-    Raises
-    ------
-    MismatchError
-        Its files are not on this machine.
-    """
+    """Return what stands for a model's config, dtype and weights. Raises `MismatchError`."""
     model = config.model_config
     shown: dict[str, Any] = {
         "config": model.hf_config.to_dict(),

@@ -45,19 +45,7 @@ class _Loaded:
 
 
 class PrefixWorker:
-    """Loads and saves chunks of one rank. Threads talk to the store; pages are touched by vLLM's.
-
-    Parameters
-    ----------
-    form : Form
-        The rank's.
-    options : Options
-        The connector's.
-    store : Store
-        Where chunks lie.
-    counts : Counts
-        Where to count.
-    """
+    """Loads and saves chunks of one rank. Threads talk to the store, vLLM's touch the pages."""
 
     def __init__(self, form: Form, options: Options, store: Store, counts: Counts) -> None:
         self._form, self._options, self._store, self._counts = form, options, store, counts

@@ -17,13 +17,7 @@ from kvpact.integrations.vllm.window import Row
 
 
 class Damage:
-    """The damaged pages of one layer.
-
-    Parameters
-    ----------
-    page_tokens : int
-        Tokens of a page.
-    """
+    """The damaged pages of one layer."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -67,12 +61,8 @@ class Damage:
 def storable(prepare: Callable[[int], object], count: int) -> int:
     """Return how many of the first tokens of a call can be stored.
 
-    Parameters
-    ----------
-    prepare : callable
-        Raises `NonFiniteError` where one of the first n tokens can't.
-    count : int
-        Tokens; not all of them can.
+    `prepare`: raises `NonFiniteError` where one of the first n tokens can't. `count`: tokens; not
+    all of them can.
     """
     good, bad = 0, count
     while bad - good > 1:

@@ -28,10 +28,7 @@ from kvpact.spec import Spec
 class LatentBackend(KVPactBackend):
     """Takes the place of vLLM's attention over latents in AMX, whatever the dtype.
 
-    Attributes
-    ----------
-    parts : tuple of (int, int)
-        Widths of a latent and of a rotated key.
+    `parts`: widths of a latent and of a rotated key.
     """
 
     page_format: ClassVar[type[AttentionSpec]] = MLAAttentionSpec
@@ -73,14 +70,8 @@ def _stored_backend(spec: Spec, parts: tuple[int, int]) -> type[LatentBackend]:
 class LatentMetadata(KVPactMetadata):
     """One batch; all of its tokens go to `LatentImpl.forward_mha`.
 
-    Parameters
-    ----------
-    num_actual_tokens : int
-        Its tokens.
-    num_prefills : int
-        Its sequences.
-    num_decodes, num_decode_tokens : int
-        What vLLM would absorb itself, and hand over without the new latents.
+    `num_decodes`, `num_decode_tokens`: what vLLM would absorb itself, and hand over without the new
+    latents.
     """
 
     num_actual_tokens: int = 0
@@ -171,24 +162,10 @@ class LatentImpl(KVPactImpl):
     ) -> None:
         """Attend and store; parameters as of vLLM's `MLAAttentionImpl.forward_mha`.
 
-        Parameters
-        ----------
-        q : Tensor
-            `[tokens, H, d_nope + d_rope]`, rotated.
-        kv_c_normed : Tensor
-            `[tokens, r]`, the new latents.
-        k_pe : Tensor
-            `[tokens, 1, d_rope]`, the new rotated keys.
-        kv_c_and_k_pe_cache : Tensor
-            `[P, N, C]` uint8, the pages.
-        attn_metadata : LatentMetadata
-            The batch.
-        k_scale : Tensor
-            Of vLLM's own fp8 caches; not used.
-        output : Tensor
-            `[tokens, H * d_v]`, overwritten.
-        output_scale : Tensor, optional
-            Refused.
+        `q`: `[tokens, H, d_nope + d_rope]`, rotated. `kv_c_normed`: `[tokens, r]`, the new latents.
+        `k_pe`: `[tokens, 1, d_rope]`, the new rotated keys. `kv_c_and_k_pe_cache`: `[P, N, C]`
+        uint8, the pages. `k_scale`: of vLLM's own fp8 caches; not used. `output`:
+        `[tokens, H * d_v]`, overwritten.
         """
         if self._own is None:
             # vLLM hands over no layer here, and the layer has the weights.

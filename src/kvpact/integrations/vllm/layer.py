@@ -38,32 +38,13 @@ from kvpact.quantizers.checks import collected, deferred, require_finite
 class PagedLayer:
     """K and V of one layer in the pages that vLLM allocated; not for two threads at once.
 
-    Parameters
-    ----------
-    form : PageForm
-        What the pages hold.
-    plan : Plan
-        Who computes.
-    pages : Tensor
-        `[P, H, N, C]` uint8, see `PageForm.fields`.
-    windows : WindowPool
-        The exact tokens of this layer.
-    good : Tensor, optional
-        Given where the plan defers its checks: `[P]` bool on the device. That of the page in which
-        a row's last token lies becomes False where one of its tokens can't be stored; nothing is
-        cut then, until whoever reads the flags marks `damage`.
-    latent : bool
-        K and V are MLA latents and rotated keys, of one head; queries are absorbed.
-
-    Attributes
-    ----------
-    damage : Damage
-        The pages that hold tokens which could not be stored.
-
-    Raises
-    ------
-    GeometryError
-        The pages are laid out otherwise.
+    - `pages`: `[P, H, N, C]` uint8, see `PageForm.fields`.
+    - `windows`: the exact tokens of this layer.
+    - `good`: given where the plan defers its checks: `[P]` bool on the device. That of the page in
+      which a row's last token lies becomes False where one of its tokens can't be stored; nothing
+      is cut then, until whoever reads the flags marks `damage`.
+    - `latent`: K and V are MLA latents and rotated keys, of one head; queries are absorbed.
+    - `damage`: the pages that hold tokens which could not be stored.
     """
 
     def __init__(
@@ -105,26 +86,11 @@ class PagedLayer:
         those in the window. Others are attended as they are stored. From a token on that the method
         can't hold, nothing of its sequence is stored, and its outputs are NaN (`damage.py`).
 
-        Parameters
-        ----------
-        rows : sequence of Row
-            The sequences: prompts, chunks of prompts and single tokens in any order. None reads a
-            page that another one fills (see `waves`).
-        q : Tensor
-            `[tokens, H_q, D]`.
-        k, v : Tensor
-            `[tokens, H_kv, D]` and `[tokens, H_kv, D_v]`.
-        out : Tensor
-            `[tokens, H_q, D_v]`, overwritten.
-        config : AttendConfig
-            Scale and softcap.
-        prompts : sequence of Run
-            Those of the rows that another kernel attends with (see `Scratch.plan`).
-
-        Returns
-        -------
-        dict of int to NonFiniteError
-            Sequences that were cut in this call, by the start of their rows, and why.
+        `rows`: the sequences: prompts, chunks of prompts and single tokens in any order. None reads
+        a page that another one fills (see `waves`). `q`: `[tokens, H_q, D]`. `k`, `v`:
+        `[tokens, H_kv, D]` and `[tokens, H_kv, D_v]`. `out`: `[tokens, H_q, D_v]`, overwritten.
+        `prompts`: those of the rows that another kernel attends with (see `Scratch.plan`). Returns
+        the sequences that were cut in this call, by the start of their rows, and why.
         """
         cut: dict[int, NonFiniteError] = {}
         rows = self.damage.whole(list(rows), out)
@@ -180,11 +146,8 @@ class PagedLayer:
     ) -> bool:
         """Carry out `step` for single new tokens in one native call.
 
-        Returns
-        -------
-        bool
-            False where there is no such call, or a token may be beyond the method's range: then
-            nothing is stored.
+        False where there is no such call, or a token may be beyond the method's range: then nothing
+        is stored.
         """
         tokens = _places([row.start for row, _ in rows], q.device)
         q, k, v = (x[tokens].unsqueeze(2) for x in (q, k, v))
@@ -290,12 +253,8 @@ class PagedLayer:
         Queries of the rows that start at `others` may be no numbers: the engine's own kernel
         attends with them, and its outputs are NaN then.
 
-        Returns
-        -------
-        rows : list of (Row, Window)
-            What of the rows can be stored.
-        ready : list
-            What writes each, and what it writes.
+        Returns `rows`: what of the rows can be stored; `ready`: what writes each, and what it
+        writes.
         """
         kept, ready = [], []
         for row, window in rows:

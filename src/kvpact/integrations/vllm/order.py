@@ -14,17 +14,8 @@ from kvpact.integrations.vllm.window import Row
 def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
     """Return the rows of a batch in parts, of which each reads what the earlier ones stored.
 
-    Parameters
-    ----------
-    rows : sequence of Row
-        Of one batch, in any order.
-    page_tokens : int
-        Tokens of a page.
-
-    Returns
-    -------
-    list of list of Row
-        One part, nearly always; within a part no row reads a page that another one fills.
+    `rows`: of one batch, in any order. Returns one part, nearly always; within a part no row reads
+    a page that another one fills.
     """
     parts, left = [], list(rows)
     while left:

@@ -32,14 +32,9 @@ def why_not(k_dim: int, v_dim: int, dtype: torch.dtype) -> str:
 class OwnKernel:
     """Attends over scratch pages; a `PromptKernel`.
 
-    Parameters
-    ----------
-    q_heads, kv_heads : int
-        Of a layer, on this worker.
-    dim : int
-        Width of a head, one that `why_not` lets pass.
-    dtype : torch.dtype
-        Of tokens and queries.
+    - `q_heads`, `kv_heads`: of a layer, on this worker.
+    - `dim`: width of a head, one that `why_not` lets pass.
+    - `dtype`: of tokens and queries.
     """
 
     def __init__(self, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:

@@ -22,22 +22,9 @@ from kvpact.methods import Codec
 class PageForm:
     """Where the fields of K and V lie in a head's part of a page.
 
-    Parameters
-    ----------
-    k, v : Codec
-        Of groups of one token.
-    tokens : int
-        Of a page; a multiple of the tile (32).
-
-    Attributes
-    ----------
-    content : int
-        Bytes of one token and head, K and V together: the C of vLLM's pages.
-
-    Raises
-    ------
-    GeometryError
-        The page cuts a tile.
+    - `k`, `v`: of groups of one token.
+    - `tokens`: of a page; a multiple of the tile (32).
+    - `content`: bytes of one token and head, K and V together: the C of vLLM's pages.
     """
 
     def __init__(self, k: Codec, v: Codec, tokens: int) -> None:
@@ -61,15 +48,7 @@ class PageForm:
     def fields(self, pages: Tensor) -> tuple[Segment, Segment]:
         """Return K's and V's fields of all pages, `[P, H, units, *shape]` each, as views.
 
-        Parameters
-        ----------
-        pages : Tensor
-            `[P, H, N, C]` uint8 from vLLM.
-
-        Raises
-        ------
-        GeometryError
-            The pages are not laid out as described above.
+        `pages`: `[P, H, N, C]` uint8 from vLLM. Raises `GeometryError`.
         """
         strides = (pages.shape[2] * pages.shape[3], pages.shape[3], 1) if pages.dim() == 4 else ()
         if (

@@ -35,14 +35,10 @@ Pages = tuple[Tensor, Tensor]
 class Sequences(NamedTuple):
     """Sequences that one call of a kernel attends over.
 
-    Parameters
-    ----------
-    starts : Tensor
-        `[n + 1]` int32: where the new tokens of each begin in the call, and where the last end.
-    lengths : Tensor
-        `[n]` int32: tokens of each, the new ones included.
-    tables : Tensor
-        `[n, most]` int32: pages of each.
+    - `starts`: `[n + 1]` int32: where the new tokens of each begin in the call, and where the last
+      end.
+    - `lengths`: `[n]` int32: tokens of each, the new ones included.
+    - `tables`: `[n, most]` int32: pages of each.
     """
 
     starts: Tensor
@@ -84,23 +80,9 @@ class PromptKernel(Protocol):
 class Scratch:
     """Pages of exact tokens for one call at a time, shared by all layers.
 
-    Parameters
-    ----------
-    kernel : PromptKernel
-        Attends over them.
-    heads, dim : int
-        KV heads, and width of K and V.
-    dtype : torch.dtype
-        Of the tokens.
-    tokens : int
-        Of the longest sequence, at least.
-
-    Attributes
-    ----------
-    pages : tuple of Tensor
-        Of K and of V.
-    nbytes : int
-        Memory, once a sequence so long has come.
+    - `heads`, `dim`: KV heads, and width of K and V.
+    - `tokens`: of the longest sequence, at least.
+    - `nbytes`: memory, once a sequence so long has come.
     """
 
     def __init__(
@@ -190,18 +172,9 @@ class Scratch:
 class Run(NamedTuple):
     """Rows of a batch that one call of the kernel takes: the same in all layers.
 
-    Parameters
-    ----------
-    rows : list of Row
-        Side by side in the batch.
-    scratch : Scratch
-        Where their tokens go.
-    sequences : Sequences
-        The rows, as the kernel is told of them.
-    places : list of Tensor
-        Of each row's tokens in the scratch pages, the new ones last.
-    schedule
-        Of the kernel.
+    - `rows`: side by side in the batch.
+    - `sequences`: the rows, as the kernel is told of them.
+    - `places`: of each row's tokens in the scratch pages, the new ones last.
     """
 
     rows: list[Row]
@@ -230,18 +203,8 @@ class Run(NamedTuple):
     ) -> None:
         """Attend with the new tokens in one layer.
 
-        Parameters
-        ----------
-        views : sequence of LayerView or None
-            What each row holds before them.
-        plan : Plan
-            Decodes it.
-        qkv : tuple of Tensor
-            The batch's queries, keys and values, `[tokens, heads, D]`.
-        out : Tensor
-            `[tokens, H_q, D]`, overwritten where the rows' tokens stand.
-        config : AttendConfig
-            Scale and softcap.
+        `views`: what each row holds before them; `qkv`: the batch's queries, keys and values,
+        `[tokens, heads, D]`; `out`: `[tokens, H_q, D]`, overwritten where the rows' tokens stand.
         """
         self.scratch.attend(self, views, plan, qkv, out, config)
 

@@ -93,11 +93,6 @@ def native_plan(
 
     With `latent` K and V are MLA latents and rotated keys. On a GPU checks are deferred: no step
     makes the host wait for one.
-
-    Raises
-    ------
-    BackendUnavailable
-        They are not there, or don't cover a codec: torch would be many times slower than vLLM.
     """
     on_cpu = device.type == "cpu"
     compute: Compute = choose("cpu") if on_cpu else choose("triton", check="deferred")

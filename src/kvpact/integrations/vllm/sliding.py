@@ -15,10 +15,7 @@ from kvpact.integrations.vllm.by_layer import sliding_block
 class SlidingBackend(CPUAttentionBackend):
     """vLLM's own CPU attention over pages that are no larger than kvpact's, where that can be.
 
-    Attributes
-    ----------
-    full : int
-        Bytes of a token in the largest layer with full attention.
+    `full`: bytes of a token in the largest layer with full attention.
     """
 
     full: ClassVar[int]

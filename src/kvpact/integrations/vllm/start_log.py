@@ -18,19 +18,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 def log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch.device) -> None:
-    """Log what the layers that store by one spec have.
-
-    Parameters
-    ----------
-    spec : AttentionSpec
-        Their page format.
-    names : list of str
-        Their names.
-    config : VllmConfig
-        Of the engine.
-    device : torch.device
-        Of the worker.
-    """
+    """Log what the layers that store by one spec have."""
     dtype = config.model_config.dtype
     layers = config.compilation_config.static_forward_context
     backend = layers[names[0]].attn_backend

@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 class Watch:
     """The flags of all layers of a process.
 
-    Parameters
-    ----------
-    device : str
-        Where the pages lie.
-
-    Attributes
-    ----------
-    rows : sequence of Row
-        Of the batch that runs: the flags are theirs.
+    `rows`: of the batch that runs: the flags are theirs.
     """
 
     def __init__(self, device: str) -> None:
@@ -41,13 +33,7 @@ class Watch:
         self._layers: WeakSet[PagedLayer] = WeakSet()
 
     def flags(self, pages: int) -> Tensor:
-        """Return the flags, `[pages]` bool, True where all could be stored; one for all layers.
-
-        Raises
-        ------
-        GeometryError
-            An earlier layer had another number of pages: then they are not the same pages.
-        """
+        """Return the flags, `[pages]` bool, True where all could be stored; one for all layers."""
         if not len(self._good):
             self._good = self._good.new_ones(pages)
         if len(self._good) != pages:

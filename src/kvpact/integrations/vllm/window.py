@@ -24,14 +24,8 @@ SLACK = 16
 class Row(NamedTuple):
     """A sequence's part of a batch.
 
-    Parameters
-    ----------
-    start, end : int
-        Its tokens in the batch.
-    held : int
-        Tokens of the sequence before these.
-    pages : tuple of int
-        The sequence's pages, in order: as many as the tokens need, the new ones included.
+    `held`: tokens of the sequence before these; `pages`: the sequence's pages, in order: as many as
+    the tokens need, the new ones included.
     """
 
     start: int
@@ -43,14 +37,9 @@ class Row(NamedTuple):
 class Window:
     """Exact copies of a sequence's last tokens in one layer.
 
-    Parameters
-    ----------
-    slot : int
-        Where in the pool; -1 for no window.
-    held : int
-        Tokens of the sequence, none of them copied.
-    memories : tuple of TokenMemory
-        Of K and V; they begin at the same token.
+    - `slot`: where in the pool; -1 for no window.
+    - `held`: tokens of the sequence, none of them copied.
+    - `memories`: of K and V; they begin at the same token.
     """
 
     __slots__ = ("end", "first", "memories", "slot")
@@ -63,20 +52,9 @@ class Window:
 class WindowPool:
     """Windows of one layer.
 
-    Parameters
-    ----------
-    width : int
-        Tokens of a window; 0 for none.
-    sequences : int
-        Windows at most: of so many sequences, those used last.
-    page_tokens : int
-        Tokens of a page.
-    shapes : tuple of (int, int)
-        Heads and width of K and of V.
-    dtype : torch.dtype
-        Of both.
-    device : torch.device
-        Where attention computes.
+    - `width`: tokens of a window; 0 for none.
+    - `sequences`: windows at most: of so many sequences, those used last.
+    - `shapes`: heads and width of K and of V.
     """
 
     def __init__(

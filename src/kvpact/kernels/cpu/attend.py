@@ -138,10 +138,8 @@ def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
     The view and the tokens have to stay as long as the arguments are used, and nobody may write to
     them. `out` is the address of `B * H_q * q_len * D_v` fp32 numbers.
 
-    Raises
-    ------
-    CorruptState
-        K and V hold unlike numbers of tokens: memory that is not the cache's would be read.
+    Raises `CorruptState` where K and V hold unlike numbers of tokens: memory that is not the
+    cache's would be read.
     """
     view, k, v, q, config, padding, _ = call
     batch, q_heads, queries, dim = q.shape
@@ -229,13 +227,7 @@ def query_rows_for_many(int8: bool) -> int:
 def attend_native(
     library: NativeLibrary, calls: Sequence[AttendCall], precision: Precision
 ) -> Tensor:
-    """Attend natively; parameters as of `Backend.attend`.
-
-    Raises
-    ------
-    MemoryError
-        No memory for what the kernel needs besides.
-    """
+    """Attend natively; parameters as of `Backend.attend`. Raises `MemoryError`."""
     first = calls[0]
     _, q_heads, queries, _ = first.q.shape
     rows = first.q.shape[0] if len(calls) == 1 else sum(call.q.shape[0] for call in calls)

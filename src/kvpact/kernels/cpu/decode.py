@@ -18,13 +18,7 @@ from kvpact.kernels.dense import check_out
 def decode(
     library: NativeLibrary, slots: SlotReader, start: int, end: int, out: Tensor, inverse: bool
 ) -> None:
-    """Decode packed tokens; parameters as of `Backend.decode`.
-
-    Raises
-    ------
-    GeometryError, DtypeError
-        `out` is not as described.
-    """
+    """Decode packed tokens; parameters as of `Backend.decode`."""
     form = slot_format(slots.codec)
     check_out(out, start, end, form.stream.dim)
     args = DecodeArgs(slots=form.stream)

@@ -39,17 +39,9 @@ def _by_channel(field: Field) -> bool:
 class CodecEncoder:
     """What of the kernel's arguments depends on the codec alone; or why there are none.
 
-    Parameters
-    ----------
-    codec : Codec
-        Whose `encode` is to be computed.
-
-    Attributes
-    ----------
-    reason : str
-        Why the kernel does not cover the codec; empty if it does.
-    limit : float
-        Tokens without a larger magnitude can't fail.
+    - `codec`: whose `encode` is to be computed.
+    - `reason`: why the kernel does not cover the codec; empty if it does.
+    - `limit`: tokens without a larger magnitude can't fail.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -158,12 +150,7 @@ def placed(
 class CpuEncoder:
     """Encodes tokens natively.
 
-    Parameters
-    ----------
-    library : NativeLibrary
-        Encodes.
-    codec : Codec
-        Whose slots they are; `codec_encoder(codec).reason` is empty.
+    `codec`: whose slots they are; `codec_encoder(codec).reason` is empty.
     """
 
     def __init__(self, library: NativeLibrary, codec: Codec) -> None:
@@ -203,12 +190,7 @@ class CpuEncoder:
     ) -> None:
         """Encode tokens into segments.
 
-        Raises
-        ------
-        KernelError
-            The kernel refused its arguments; the slots are as they were.
-        GeometryError
-            The slots have gaps in memory.
+        Raises `KernelError` where the kernel refused its arguments; the slots are as they were.
         """
         if isinstance(prepared, dict):
             self._torch.write(prepared, segments, segment_tokens, start)

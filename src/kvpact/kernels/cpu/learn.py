@@ -37,11 +37,6 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
     """Return a codec that learnt; parameters as of `Backend.learn`.
 
     What is no number in fp16 the torch body learns, too, and names it.
-
-    Raises
-    ------
-    NonFiniteError
-        As `Codec.learn`.
     """
     if not isinstance(codec, TrellisKeyCodec):
         return codec

@@ -25,12 +25,7 @@ def file_name(platform: str = sys.platform) -> str:
 class NativeLibrary:
     """The loaded library at one instruction set.
 
-    Parameters
-    ----------
-    path : Path
-        The shared library.
-    levels : list of str
-        Keys of `LEVELS` that the processor has, up to the cap; the last one is chosen.
+    `levels`: keys of `LEVELS` that the processor has, up to the cap; the last one is chosen.
     """
 
     def __init__(self, path: Path, levels: list[str]) -> None:
@@ -97,13 +92,7 @@ def _find() -> Path | None:
 
 
 def cap() -> str:
-    """Return the highest instruction set that ``KVPACT_SIMD`` allows.
-
-    Raises
-    ------
-    BackendUnavailable
-        The variable holds something else.
-    """
+    """Return the highest instruction set that ``KVPACT_SIMD`` allows."""
     wanted = os.environ.get("KVPACT_SIMD", "").strip().lower() or [*LEVELS][-1]
     if wanted not in LEVELS:
         raise BackendUnavailable(f"KVPACT_SIMD={wanted!r} is not one of {', '.join(LEVELS)}")
@@ -135,13 +124,7 @@ def _load() -> NativeLibrary | str:
 
 
 def library() -> NativeLibrary:
-    """Return the library, loaded once per process.
-
-    Raises
-    ------
-    BackendUnavailable
-        It is not there, or can't be loaded; the message says why.
-    """
+    """Return the library, loaded once per process. Raises `BackendUnavailable`."""
     found = _load()
     if isinstance(found, str):
         raise BackendUnavailable(found)

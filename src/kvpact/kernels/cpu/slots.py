@@ -30,23 +30,12 @@ _FIELDS = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
 class SlotFormat:
     """What of a stream's arguments depends on its codec alone; or why there are none.
 
-    Parameters
-    ----------
-    codec : Codec
-        Whose slots they are.
-
-    Attributes
-    ----------
-    reason : str
-        Why no kernel reads the slots; empty if one does.
-    attend_reason : str
-        Why none attends over them.
-    stream : structs.Stream
-        The arguments, but for where slots and tokens lie.
-    by_channel : bool
-        Whether a word of codes holds consecutive tokens of a channel; whether of a trellis.
-    learnt : bool
-        Whether the codec had learnt when this was made.
+    - `reason`: why no kernel reads the slots; empty if one does.
+    - `attend_reason`: why none attends over them.
+    - `stream`: the arguments, but for where slots and tokens lie.
+    - `by_channel`: whether a word of codes holds consecutive tokens of a channel; whether of a
+      trellis.
+    - `learnt`: whether the codec had learnt when this was made.
     """
 
     def __init__(self, codec: Codec) -> None:

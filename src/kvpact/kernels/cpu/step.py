@@ -61,15 +61,8 @@ def _nothing() -> None:
 class CpuStep(AlikeCalls):
     """What stays from one step of a layer to the next: shapes, rules, where the slots lie.
 
-    Parameters
-    ----------
-    library : NativeLibrary
-        Computes.
-    call : AttendCall
-        A call like those to come, which `covers` lets pass; its view is of the slots that they
-        read and write.
-    int8 : bool
-        Whether attention may compute in 8-bit integers.
+    `call`: a call like those to come, which `covers` lets pass; its view is of the slots that they
+    read and write. `int8`: whether attention may compute in 8-bit integers.
     """
 
     def __init__(self, library: NativeLibrary, call: AttendCall, int8: bool) -> None:
@@ -152,11 +145,8 @@ class CpuStep(AlikeCalls):
 def run_steps(library: NativeLibrary, steps: Sequence[bytes]) -> bool:
     """Carry out steps of several sequences; False, and nothing is written, if one is refused.
 
-    Raises
-    ------
-    MemoryError, KernelError
-        There is no scratch memory, or the library refuses its arguments; slots behind those held
-        may have been written to.
+    Raises `MemoryError` without scratch memory, `KernelError` where the library refuses its
+    arguments; slots behind those held may have been written to.
     """
     status = library.step(library.bit, steps[0] if len(steps) == 1 else b"".join(steps), len(steps))
     if status == 0:

@@ -28,12 +28,7 @@ def signs(rotation: RandomHadamard) -> Tensor:
 def reason(form: TrellisForm, by_token: bool) -> str:
     """Return why no kernel reads or writes these codes; empty if one does.
 
-    Parameters
-    ----------
-    form : TrellisForm
-        Of the codec.
-    by_token : bool
-        Whether a word holds codes of one token (K).
+    `by_token`: whether a word holds codes of one token (K).
     """
     for block in form.blocks:
         if block.dim < trellis.LEAST:
@@ -61,17 +56,8 @@ def block_arguments(block: TrellisBlock) -> tuple[structs.Block, list[Tensor]]:
 class TrellisArguments:
     """A `kvp_trellis`, and the memory that it points to.
 
-    Parameters
-    ----------
-    form : TrellisForm
-        Of the codec.
-    state : mapping
-        What the codec has learnt; empty where nothing.
-
-    Attributes
-    ----------
-    address : int
-        Of the structure; valid while this lives.
+    `state`: what the codec has learnt; empty where nothing. `address`: of the structure; valid
+    while this lives.
     """
 
     def __init__(self, form: TrellisForm, state: Mapping[str, Tensor]) -> None:

@@ -24,21 +24,8 @@ from kvpact.kernels.views import CHUNK
 def attend(call: AttendCall) -> Tensor:
     """Attend over what a layer holds and over new tokens.
 
-    Parameters
-    ----------
-    call : AttendCall
-        The tokens, the queries and how to attend.
-
-    Returns
-    -------
-    Tensor
-        `[B, H_q, q_len, D_v]` in q's dtype (over latents `[B, H, q_len, r]`). A query that may see
-        no token gets zeros.
-
-    Raises
-    ------
-    GeometryError
-        Heads or mask don't fit; latents without a scale.
+    `call`: the tokens, the queries and how to attend. Returns `[B, H_q, q_len, D_v]` in q's dtype
+    (over latents `[B, H, q_len, r]`). A query that may see no token gets zeros.
     """
     q, config, view = call.q, call.config, call.view
     batch, q_heads, queries, dim = q.shape

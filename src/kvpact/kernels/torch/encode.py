@@ -12,13 +12,7 @@ from kvpact.methods import Arrays, Codec
 
 
 class TorchEncoder:
-    """Encodes with the codec's own `encode`; its fields write the arrays.
-
-    Parameters
-    ----------
-    codec : Codec
-        Whose slots they are.
-    """
+    """Encodes with the codec's own `encode`; its fields write the arrays."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec

@@ -22,19 +22,9 @@ from kvpact.kernels.views import LayerView
 def absorb_query(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:
     """Return the query over latents, `[W_UK^T q_nope, q_rope]`.
 
-    Parameters
-    ----------
-    q_nope : Tensor
-        `[B, H, S, d_nope]`, the part of the query that is not rotated.
-    q_rope : Tensor
-        `[B, H, S, d_rope]`, the rotated part.
-    w_uk : Tensor
-        `[H, d_nope, r]`, from the latent to each head's keys.
-
-    Returns
-    -------
-    Tensor
-        `[B, H, S, r + d_rope]`.
+    `q_nope`: `[B, H, S, d_nope]`, the part of the query that is not rotated; `q_rope`:
+    `[B, H, S, d_rope]`, the rotated part; `w_uk`: `[H, d_nope, r]`, from the latent to each head's
+    keys. Returns `[B, H, S, r + d_rope]`.
     """
     return torch.cat([q_nope @ w_uk, q_rope], dim=-1)
 
@@ -42,17 +32,8 @@ def absorb_query(q_nope: Tensor, q_rope: Tensor, w_uk: Tensor) -> Tensor:
 def expand_output(output: Tensor, w_uv: Tensor) -> Tensor:
     """Return `W_UV` times the attention's output over latents.
 
-    Parameters
-    ----------
-    output : Tensor
-        `[B, H, S, r]`.
-    w_uv : Tensor
-        `[H, d_v, r]`, from the latent to each head's values.
-
-    Returns
-    -------
-    Tensor
-        `[B, H, S, d_v]`.
+    `output`: `[B, H, S, r]`; `w_uv`: `[H, d_v, r]`, from the latent to each head's values. Returns
+    `[B, H, S, d_v]`.
     """
     return output @ w_uv.mT
 
@@ -60,14 +41,8 @@ def expand_output(output: Tensor, w_uv: Tensor) -> Tensor:
 class LatentTokens:
     """Latents (in K's place) and rotated keys (in V's) as the torch body of attention reads them.
 
-    Parameters
-    ----------
-    view : LayerView or None
-        The tokens held.
-    rows : Tensor
-        `[B, 1, R, r + d_rope]`, the scaled queries from `absorb_query`.
-    dim : int
-        r, the width of the latents.
+    `rows`: `[B, 1, R, r + d_rope]`, the scaled queries from `absorb_query`; `dim`: r, the width of
+    the latents.
     """
 
     def __init__(self, view: LayerView | None, rows: Tensor, dim: int) -> None:

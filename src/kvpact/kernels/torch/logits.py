@@ -15,18 +15,10 @@ from kvpact.errors import DtypeError, GeometryError
 class LogitRules:
     """The rules of one call.
 
-    Parameters
-    ----------
-    config : AttendConfig
-        Softcap, mask, causality, sliding window.
-    padding : Tensor or None
-        `[B]` left-padding tokens.
-    first : int
-        Position of the first query.
-    queries : int
-        Queries per head (q_len).
-    heads, groups : int
-        KV heads, and query heads per KV head.
+    - `config`: softcap, mask, causality, sliding window.
+    - `padding`: `[B]` left-padding tokens.
+    - `queries`: queries per head (q_len).
+    - `heads`, `groups`: KV heads, and query heads per KV head.
     """
 
     config: AttendConfig
@@ -57,15 +49,8 @@ class LogitRules:
     def apply(self, logits: Tensor, start: int) -> Tensor:
         """Apply all rules to the logits of the tokens from `start` on.
 
-        Parameters
-        ----------
-        logits : Tensor
-            `[B, H_kv, G * q_len, t]` fp32, scaled; overwritten.
-
-        Returns
-        -------
-        Tensor
-            Same shape; -inf where a token may not be seen.
+        `logits`: `[B, H_kv, G * q_len, t]` fp32, scaled; overwritten. Returns the same shape; -inf
+        where a token may not be seen.
         """
         cap = self.config.softcap
         if cap is not None:

@@ -12,16 +12,8 @@ class OnlineSoftmax:
     Values come in two spaces, as they are and transformed; each has an accumulator of its own, and
     the transform is undone once, at the end.
 
-    Parameters
-    ----------
-    rows : tuple of int
-        Leading shape of the logits, `[B, H_kv, R]` with R rows of queries.
-    dim : int
-        Width of the values.
-    device : torch.device
-        Where to compute.
-    sink_logits : Tensor, optional
-        `[B or 1, H_kv, R]`: one more logit per row without a value.
+    `rows`: leading shape of the logits, `[B, H_kv, R]` with R rows of queries; `sink_logits`:
+    `[B or 1, H_kv, R]`: one more logit per row without a value.
     """
 
     def __init__(
@@ -42,14 +34,8 @@ class OnlineSoftmax:
     def add(self, logits: Tensor, values: Tensor, transformed: bool) -> None:
         """Take a tile in.
 
-        Parameters
-        ----------
-        logits : Tensor
-            `[B, H_kv, R, t]` fp32, -inf where a token may not be seen; overwritten.
-        values : Tensor
-            `[B, H_kv, t, D_v]`.
-        transformed : bool
-            Which space the values are in.
+        `logits`: `[B, H_kv, R, t]` fp32, -inf where a token may not be seen; overwritten. `values`:
+        `[B, H_kv, t, D_v]`.
         """
         peak = torch.maximum(self.peak, logits.amax(-1, keepdim=True))
         # A row that has seen no token yet keeps a peak of -inf; 0 stands in for it, so that

@@ -11,13 +11,7 @@ from kvpact.kernels.torch.logits import LogitRules
 
 
 def query_groups(q_heads: int, kv_heads: int, config: AttendConfig) -> int:
-    """Return query heads per KV head.
-
-    Raises
-    ------
-    GeometryError
-        The heads don't divide, or differ from `config.n_kv_groups`.
-    """
+    """Return query heads per KV head. Raises `GeometryError`."""
     groups, rest = divmod(q_heads, kv_heads)
     if rest or groups == 0:
         raise GeometryError(f"{q_heads} query heads can't share {kv_heads} KV heads evenly")
@@ -30,13 +24,7 @@ def query_groups(q_heads: int, kv_heads: int, config: AttendConfig) -> int:
 
 
 def sink_rows(config: AttendConfig, heads: int, groups: int, queries: int) -> Tensor | None:
-    """Return `config.sink_logits` for every row of queries, `[1, H_kv, G * q_len]`; or None.
-
-    Raises
-    ------
-    GeometryError
-        There is not one per query head.
-    """
+    """Return `config.sink_logits` for every row of queries, `[1, H_kv, G * q_len]`; or None."""
     if config.sink_logits is None:
         return None
     if config.sink_logits.shape != (heads * groups,):
@@ -47,13 +35,7 @@ def sink_rows(config: AttendConfig, heads: int, groups: int, queries: int) -> Te
 
 
 def check_queries(q: Tensor, kv_heads: int, total: int, config: AttendConfig) -> None:
-    """Raise what attention would raise for queries over `total` tokens.
-
-    Raises
-    ------
-    GeometryError, DtypeError
-        The heads don't divide, or the mask does not fit.
-    """
+    """Raise what attention would raise for queries over `total` tokens."""
     groups = query_groups(q.shape[1], kv_heads, config)
     if config.mask is None and config.sink_logits is None:
         return

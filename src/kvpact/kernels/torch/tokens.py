@@ -11,14 +11,7 @@ from kvpact.kernels.views import LayerView, StreamView
 class SeparateTokens:
     """Keys and values of each head.
 
-    Parameters
-    ----------
-    view : LayerView or None
-        The tokens held.
-    rows : Tensor
-        `[B, H_kv, R, D]`, the scaled queries.
-    dim : int
-        Width of the output.
+    `rows`: `[B, H_kv, R, D]`, the scaled queries; `dim`: width of the output.
     """
 
     def __init__(self, view: LayerView | None, rows: Tensor, dim: int) -> None:

@@ -42,15 +42,7 @@ PROGRAMS = 1024
 
 
 def parts_of(tiles: int, programs: int) -> int:
-    """Return into how many parts the tokens are split.
-
-    Parameters
-    ----------
-    tiles : int
-        Of the longest row.
-    programs : int
-        That there are without a split.
-    """
+    """Return into how many parts the tokens are split."""
     most = -(-tiles // TILES_OF_A_PART)
     return max(1, min(most, PROGRAMS // max(programs, 1)))
 
@@ -161,15 +153,7 @@ def merged_at_once(count: int, width: int) -> tuple[int, int]:
 
 
 def variant_of(call: AttendCall, rows: Rows) -> Variant:
-    """Return what the kernel is compiled for.
-
-    Parameters
-    ----------
-    call : AttendCall
-        One of those that are alike.
-    rows : Rows
-        Of all of them.
-    """
+    """Return what the kernel is compiled for."""
     dtypes, aligned = _dtypes(call), _aligned(rows)
     thrice = torch.float32 in (*dtypes, call.q.dtype)
     rope = call.q.shape[3] - call.output_dim
@@ -209,18 +193,9 @@ def _most_tiles(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tenso
 class Prepared(NamedTuple):
     """What stays from one call to the next that is like it.
 
-    Parameters
-    ----------
-    rows : Rows
-        The calls' lengths and addresses.
-    variant : Variant
-        What the general kernel is compiled for.
-    fast : Fast or None
-        What the fast kernels do.
-    splits : int
-        Parts of the general kernel.
-    chunk : bool
-        Whether new tokens are attended apart from the past.
+    - `variant`: what the general kernel is compiled for.
+    - `splits`: parts of the general kernel.
+    - `chunk`: whether new tokens are attended apart from the past.
     """
 
     rows: Rows
@@ -258,16 +233,9 @@ def attend_prepared(
 ) -> None:
     """Attend over calls that are alike, whose lengths and addresses are those of a table.
 
-    Parameters
-    ----------
-    known : Prepared
-        For calls like these; lengths are those that its table has.
-    calls : sequence of AttendCall
-        Have the queries.
-    out : Tensor
-        `[rows, H_q, q_len, D_v]`.
-    counting : Counting, optional
-        What the last launch counts in the table, if this is a step.
+    `known`: for calls like these; lengths are those that its table has. `out`:
+    `[rows, H_q, q_len, D_v]`. `counting`: what the last launch counts in the table, if this is a
+    step.
     """
     rows, variant, fast, splits, chunk = known
     call, device = calls[0], out.device

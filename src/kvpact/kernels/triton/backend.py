@@ -48,10 +48,7 @@ def interpreted() -> bool:
 class TritonBackend:
     """Kernels for CUDA devices.
 
-    Parameters
-    ----------
-    on_cpu : bool
-        Compute on the CPU instead, where Triton interprets its kernels: slowly, for tests.
+    `on_cpu`: compute on the CPU instead, where Triton interprets its kernels: slowly, for tests.
     """
 
     name = "triton"

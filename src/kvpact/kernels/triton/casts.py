@@ -10,12 +10,7 @@ import triton.language as tl
 def saturated(x, TYPE: tl.constexpr):
     """Round fp32 as `arithmetic.saturated` does, ties to even.
 
-    Parameters
-    ----------
-    x : tensor
-        fp32.
-    TYPE : constexpr
-        A dtype: fp32, fp16 or bf16.
+    `TYPE`: a dtype: fp32, fp16 or bf16.
     """
     if TYPE.is_fp16():
         x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)

@@ -34,13 +34,7 @@ def _warps(form: SlotForm) -> int:
 
 
 def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse: bool) -> None:
-    """Decode packed tokens; parameters as of `Backend.decode`.
-
-    Raises
-    ------
-    GeometryError, DtypeError
-        `out` is not as described, or slots have gaps.
-    """
+    """Decode packed tokens; parameters as of `Backend.decode`."""
     codec = slots.codec
     known = slots_of(codec, _of_values(codec), out.device)
     form = known.form

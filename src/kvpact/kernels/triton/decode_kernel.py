@@ -31,24 +31,10 @@ def decode_tiles(
 ):
     """Decode a tile of 32 tokens of one row and head.
 
-    Parameters
-    ----------
-    TABLE, HEADS, LEVELS, batch, segments, FORM
-        As of `tile_numbers`.
-    SIGNS : pointer
-        As of `rotated_back`.
-    OUT : pointer
-        To token `start` of the first row and head: fp32, fp16 or bf16.
-    out_row, out_head, out_token : int
-        Strides of `OUT`, in numbers.
-    start, end : int
-        Tokens.
-    tiles_per_segment : int
-        Tiles of a segment.
-    DIM : constexpr
-        Channels of a vector; a trellis may have more codes.
-    INVERSE : constexpr
-        Whether the rotation is undone.
+    `TABLE`, `HEADS`, `LEVELS`, `batch`, `segments`, `FORM`: as of `tile_numbers`. `SIGNS`: as of
+    `rotated_back`. `OUT`: to token `start` of the first row and head: fp32, fp16 or bf16.
+    `out_row`, `out_head`, `out_token`: strides of `OUT`, in numbers. `DIM`: channels of a vector; a
+    trellis may have more codes.
     """
     tile, head, row = start // 32 + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     segment, inside = tile // tiles_per_segment, tile % tiles_per_segment

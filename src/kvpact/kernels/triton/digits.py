@@ -60,14 +60,8 @@ from kvpact.kernels.triton.two_digits import MOST, split_digits, whole
 def value_sums(v, weights, zeros, step, worth, FORM: tl.constexpr, KW: tl.constexpr):
     """Return sums fp32 `[D, G]` of V `[D, N]`, in levels.
 
-    Parameters
-    ----------
-    weights, step
-        `[N, G]`, scales included, and what their digits are worth, `[G]`.
-    zeros
-        Weights times zeros, `[N, G]`, if there are any.
-    worth
-        What a level is worth.
+    `weights`, `step`: `[N, G]`, scales included, and what their digits are worth, `[G]`; `zeros`:
+    weights times zeros, `[N, G]`, if there are any.
     """
     if of_halves(FORM):
         top = step * MOST
@@ -91,39 +85,16 @@ def attend_digits(
 ):  # fmt: skip
     """Attend over the tokens from SKIP_FROM to SKIP_TO of each row; grid `(splits, heads, batch)`.
 
-    Parameters
-    ----------
-    ROWS
-        The table of rows (see `columns`).
-    DIGITS, UNITS
-        int8 `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `query_digits`; None
-        where K has scales per channel.
-    NUMBERS
-        fp32 `[B, H, G, D]`, the queries themselves in logits of base 2, where K has more beside its
-        codes than scales per token; None otherwise.
-    K_TABLE, V_TABLE
-        int32 `[4, 4]`, of `tables.table_words`.
-    PACKED, LSE
-        fp32 `[B, H, parts, rows, D_v]` and `[B, H, parts, rows]`, base 2; written from part
-        `first_part` on.
-    heads, queries, rows
-        KV heads, queries of a head, and rows of queries of a KV head: row `g * queries + i`.
-    worth
-        What a level of V is worth.
-    cap
-        The softcap times log2 e, if CAPPED.
-    K, V
-        Forms of the slots.
-    G
-        `rows`, filled up to a power of two.
-    NT
-        Tiles of a block.
-    INSIDE
-        Whether no block reaches over the end of a segment.
-    KW
-        Bytes of k that stand side by side in a thread.
-    ASM
-        Whether the device knows PTX.
+    `ROWS`: the table of rows (see `columns`). `DIGITS`, `UNITS`: int8
+    `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `query_digits`; None where K has
+    scales per channel. `NUMBERS`: fp32 `[B, H, G, D]`, the queries themselves in logits of base 2,
+    where K has more beside its codes than scales per token; None otherwise. `K_TABLE`, `V_TABLE`:
+    int32 `[4, 4]`, of `tables.table_words`. `PACKED`, `LSE`: fp32 `[B, H, parts, rows, D_v]` and
+    `[B, H, parts, rows]`, base 2; written from part `first_part` on. `heads`, `queries`, `rows`: KV
+    heads, queries of a head, and rows of queries of a KV head: row `g * queries + i`. `cap`: the
+    softcap times log2 e, if CAPPED. `K`, `V`: forms of the slots. `G`: `rows`, filled up to a power
+    of two. `INSIDE`: whether no block reaches over the end of a segment. `KW`: bytes of k that
+    stand side by side in a thread. `ASM`: whether the device knows PTX.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     N: tl.constexpr = NT * 32

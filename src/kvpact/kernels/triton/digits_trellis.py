@@ -100,22 +100,12 @@ def attend_trellises(
 ):  # fmt: skip
     """Attend over the tokens from SKIP_FROM to SKIP_TO of each row; grid `(splits, heads, batch)`.
 
-    Parameters
-    ----------
-    DIGITS, UNITS
-        int8 `[B, H, 1, G, 2, width]`, the operands of K's blocks side by side, and fp32
-        `[B, H, G]`.
-    EXACT, FIRSTS
-        fp32 `[B, H, rows, dim]`, scaled queries, and `[B, H, rows]`, their products with the first
-        key; of no account without bases.
-    K_TABLE, V_TABLE
-        int32, of `trellis_fast.level_table`.
-    NT
-        Tiles of a block; no group of tokens with a mean is smaller.
-    ROWS, PACKED, LSE, heads, queries, rows, first_part, parts, worth, cap, K, V, G
-        As of `attend_digits`.
-    INSIDE, CAPPED, KW, ASM
-        As of `attend_digits`.
+    `DIGITS`, `UNITS`: int8 `[B, H, 1, G, 2, width]`, the operands of K's blocks side by side, and
+    fp32 `[B, H, G]`. `EXACT`, `FIRSTS`: fp32 `[B, H, rows, dim]`, scaled queries, and
+    `[B, H, rows]`, their products with the first key; of no account without bases. `NT`: tiles of a
+    block; no group of tokens with a mean is smaller. `ROWS`, `PACKED`, `LSE`, `heads`, `queries`,
+    `rows`, `first_part`, `parts`, `worth`, `cap`, `K`, `V`, `G`: as of `attend_digits`. `INSIDE`,
+    `CAPPED`, `KW`, `ASM`: as of `attend_digits`.
     """
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     N: tl.constexpr = NT * 32

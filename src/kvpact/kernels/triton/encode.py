@@ -77,10 +77,7 @@ def _dense(x: Tensor) -> Tensor:
 class TritonEncoder:
     """Encodes a stream's tokens on their device; not for two threads at once.
 
-    Parameters
-    ----------
-    codec : Codec
-        Whose slots they are; `encode_reason(codec)` is empty.
+    `codec`: whose slots they are; `encode_reason(codec)` is empty.
     """
 
     def __init__(self, codec: Codec) -> None:
@@ -116,10 +113,8 @@ class TritonEncoder:
     ) -> None:
         """Encode tokens into segments.
 
-        Raises
-        ------
-        GeometryError
-            The slots lie otherwise than kernels need them; they are as they were.
+        Raises `GeometryError` where the slots lie otherwise than kernels need them; they are as
+        they were.
         """
         if isinstance(prepared, dict):
             self._torch.write(prepared, segments, segment_tokens, start)

@@ -155,20 +155,10 @@ def balance_tiles(
 
     The grid has a program for every group, head and row.
 
-    Parameters
-    ----------
-    Y : pointer
-        Rotated tokens `[rows, heads, tokens, dim]`, fp32.
-    SCRATCH : pointer
-        fp32, `dim * group + VECTORS * SPACE` numbers for each program.
-    TABLE, HEADS, batch, segments, start, tiles_per_segment
-        As of `encode_tokens`.
-    tokens : int
-        Tokens of a row and head.
-    ROWS, CHANNELS : constexpr
-        Tokens, and channels, that are worked on at a time.
-    SPACE : constexpr
-        Numbers of the longest vector.
+    `Y`: rotated tokens `[rows, heads, tokens, dim]`, fp32; `SCRATCH`: fp32,
+    `dim * group + VECTORS * SPACE` numbers for each program; `TABLE`, `HEADS`, `batch`, `segments`,
+    `start`, `tiles_per_segment`: as of `encode_tokens`; `ROWS`, `CHANNELS`: tokens, and channels,
+    that are worked on at a time.
     """
     group, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     pair = row.to(tl.int64) * tl.num_programs(1) + head

@@ -45,12 +45,8 @@ def grid_between(low, high, BITS: tl.constexpr):
 def codebook(y, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return codes, int32, and the scale of each token, fp16.
 
-    Parameters
-    ----------
-    y : tensor
-        Rotated tokens, less their mean.
-    BOUNDARIES, LEVELS : pointer
-        `[2**bits - 1]` and `[2**bits]` fp32.
+    `y`: rotated tokens, less their mean; `BOUNDARIES`, `LEVELS`: `[2**bits - 1]` and `[2**bits]`
+    fp32.
     """
     energy = tree_sum(y * y, ROWS, FORM.padded, FORM.dim)
     norm = tl.sqrt_rn(energy)

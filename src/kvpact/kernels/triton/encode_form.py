@@ -34,37 +34,17 @@ MOST_GROUP = 128
 class EncodeForm(Planes):
     """How the tokens of one stream become slots; see `Encoding`, whose names these are.
 
-    Parameters
-    ----------
-    kind : {"codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis"}
-        As in `Encoding`.
-    bits : int
-        Width of the codes.
-    order : {"token", "channel", "number"}
-        What a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]` bytes.
-    dim, padded : int
-        Channels of a vector, and of the tiles that kernels work on: a power of two.
-    words : int
-        Words of a token's codes, for ``token``.
-    choice : str
-        The scale of a codebook, or the kind of 8-bit number.
-    channels : int
-        Channels that share a scale.
-    group : int
-        Tokens that are encoded together; 1 for none.
-    rotates : bool
-        Whether tokens are rotated first.
-    limit : float
-        Tokens without a larger magnitude can be encoded.
-    scaled : bool
-        Whether there is a scale.
-    trellis : TrellisForm or None
-        What there is to know of a trellis.
-    steps : tuple of Steps
-        Where its blocks' codes lie.
-    treated, bases, first : bool
-        Whether channels of K are weighted and sorted into blocks, whether tokens have bases, and
-        whether the first key is one.
+    - `order`: what a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]`
+      bytes.
+    - `dim`, `padded`: channels of a vector, and of the tiles that kernels work on: a power of two.
+    - `words`: words of a token's codes, for ``token``.
+    - `choice`: the scale of a codebook, or the kind of 8-bit number.
+    - `group`: tokens that are encoded together; 1 for none.
+    - `limit`: tokens without a larger magnitude can be encoded.
+    - `trellis`: what there is to know of a trellis.
+    - `steps`: where its blocks' codes lie.
+    - `treated`, `bases`, `first`: whether channels of K are weighted and sorted into blocks,
+      whether tokens have bases, and whether the first key is one.
     """
 
     kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis"]
@@ -140,16 +120,10 @@ class EncodeForm(Planes):
 class EncodeTables(NamedTuple):
     """What encoding kernels need of a codec, on a device.
 
-    Parameters
-    ----------
-    form : EncodeForm
-        What is compiled in.
-    names : tuple
-        The codec's field for each of `SLOT_FIELDS`, or None.
-    signs : Tensor
-        fp32, of the rotation; one number where there is none.
-    boundaries, levels : Tensor
-        fp32, of the codebook; one number where there is none.
+    - `form`: what is compiled in.
+    - `names`: the codec's field for each of `SLOT_FIELDS`, or None.
+    - `signs`: fp32, of the rotation; one number where there is none.
+    - `boundaries`, `levels`: fp32, of the codebook; one number where there is none.
     """
 
     form: EncodeForm

@@ -211,24 +211,11 @@ def encode_tokens(
 
     The grid has as many programs as spans that the tokens may be in, heads and rows.
 
-    Parameters
-    ----------
-    X : pointer
-        To the first token: fp32, fp16 or bf16. Rotated ones where `FORM.staged`.
-    x_row, x_head, x_token : int
-        Strides of `X`, in numbers.
-    TABLE, HEADS, batch, segments
-        Of `SLOT_FIELDS`; see `slots.field`.
-    SIGNS, BOUNDARIES, LEVELS : pointer
-        See `EncodeTables`.
-    start : int
-        Position of the first token, counted from the first of the segments.
-    tokens : int
-        Tokens.
-    tiles_per_segment : int
-        Tiles of a segment.
-    ROWS, SPAN : constexpr
-        Powers of two up to 32.
+    `X`: to the first token: fp32, fp16 or bf16. Rotated ones where `FORM.staged`. `x_row`,
+    `x_head`, `x_token`: strides of `X`, in numbers. `TABLE`, `HEADS`, `batch`, `segments`: of
+    `SLOT_FIELDS`; see `slots.field`. `SIGNS`, `BOUNDARIES`, `LEVELS`: see `EncodeTables`. `start`:
+    position of the first token, counted from the first of the segments. `ROWS`, `SPAN`: powers of
+    two up to 32.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     span = start // SPAN + tl.program_id(0)

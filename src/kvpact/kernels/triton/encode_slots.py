@@ -22,14 +22,7 @@ _GAPS = "the storage of slots has gaps, or segments differ in strides"
 class EncodeSlots(NamedTuple):
     """Where the slots of a batch lie, for encoders.
 
-    Parameters
-    ----------
-    table, heads : Tensor
-        On the device, of `SLOT_FIELDS`; as those of `forms.Places`.
-    segments : int
-        How many there are.
-    tiles : int
-        Tiles of a segment.
+    `table`, `heads`: on the device, of `SLOT_FIELDS`; as those of `forms.Places`.
     """
 
     table: Tensor
@@ -41,24 +34,7 @@ class EncodeSlots(NamedTuple):
     def of(
         cls, codec: Codec, sources: Sequence[SegmentSource], batch: int, device: torch.device
     ) -> EncodeSlots:
-        """Return where slots lie.
-
-        Parameters
-        ----------
-        codec : Codec
-            Of the slots.
-        sources : sequence of SegmentSource
-            One for all rows, or one for each.
-        batch : int
-            Rows.
-        device : torch.device
-            Of the slots.
-
-        Raises
-        ------
-        GeometryError
-            Not as kernels need them.
-        """
+        """Return where slots lie. `sources`: one for all rows, or one for each."""
         names = tables_of(codec, device).names
         held = [
             [None if name is None else source.where(name) for name in names] for source in sources

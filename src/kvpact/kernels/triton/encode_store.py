@@ -65,18 +65,9 @@ def _plane_of_channels(
 def store_codes(units, tile, codes, first, live, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Store the codes of tokens into a tile.
 
-    Parameters
-    ----------
-    units : pointer
-        To the codes of a segment and head: int32, or uint8 where `FORM.order` is ``number``.
-    tile : int
-        The tile in its segment.
-    codes : tensor
-        int32 `[ROWS, padded]`.
-    first : int
-        The place in the tile of the first token.
-    live : tensor
-        `[ROWS]`: which tokens are to be stored.
+    `units`: to the codes of a segment and head: int32, or uint8 where `FORM.order` is ``number``;
+    `codes`: int32 `[ROWS, padded]`; `first`: the place in the tile of the first token; `live`:
+    `[ROWS]`: which tokens are to be stored.
     """
     d, inside = tl.arange(0, FORM.padded), first + tl.arange(0, ROWS)
     mask = live[:, None] & (d < FORM.dim)[None, :]

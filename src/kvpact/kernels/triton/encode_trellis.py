@@ -27,20 +27,8 @@ def encode_trellis(
 ) -> None:
     """Encode tokens, whole groups of the codec.
 
-    Parameters
-    ----------
-    codec : Codec
-        That has learnt.
-    form : EncodeForm
-        Of the codec.
-    x : Tensor
-        `[B, H, T, D]`, the channels side by side.
-    slots : EncodeSlots
-        Where the slots lie.
-    start : int
-        Position of the first token.
-    held : Tensor or None
-        `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
+    `x`: `[B, H, T, D]`, the channels side by side; `start`: position of the first token; `held`:
+    `[B, …]` int64 on the device: instead of `start`, by row, for few tokens.
     """
     batch, heads, tokens, _ = x.shape
     assert form.trellis is not None

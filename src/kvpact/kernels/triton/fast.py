@@ -57,18 +57,8 @@ _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 class Fast(NamedTuple):
     """What the fast kernels do for calls that are alike.
 
-    Parameters
-    ----------
-    k, v : Slots
-        Of their packed tokens.
-    choice : Choice
-        How they are launched.
-    inside : bool
-        Whether no block reaches over the end of a segment.
-    parts : int
-        Parts that they write.
-    kw : int
-        Bytes of k that stand side by side.
+    `inside`: whether no block reaches over the end of a segment; `kw`: bytes of k that stand side
+    by side.
     """
 
     k: Slots
@@ -157,11 +147,8 @@ def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
     All queries see these tokens, but for what a sliding window hides from some of them. No sink
     tokens are among them, and no padding.
 
-    Returns
-    -------
-    (int or Tensor, int)
-        The first may differ from row to row: `[B]`, on the device of the padding. Not below it
-        means that there are none.
+    The first may differ from row to row: `[B]`, on the device of the padding. Not below it
+    means that there are none.
     """
     view, config = call.view, call.config
     if view is None or config.mask is not None or call.latent or view.k.offset is not None:
@@ -198,17 +185,7 @@ def _aligned(source: SegmentSource, slots: Slots) -> bool:
 
 
 def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Choice, bool]:
-    """Return how a kernel is launched, and whether no block reaches over the end of a segment.
-
-    Parameters
-    ----------
-    k, v : SlotForm
-        Of the packed tokens.
-    rows : int
-        Of queries of a KV head.
-    sizes : set of int
-        Tokens of their segments.
-    """
+    """Return how a kernel is launched, and whether no block reaches over the end of a segment."""
     chosen = trellis_choice(k, v, rows) if k.kind == "trellis" else None
     tiles = block_tiles(v.bits) if chosen is None else chosen.tiles
     inside = all(size % (tiles * 32) == 0 for size in sizes)
@@ -262,21 +239,8 @@ def attend_fast(
 ) -> None:
     """Write the parts of the tokens from SKIP_FROM to SKIP_TO of each row.
 
-    Parameters
-    ----------
-    fast : Fast
-        From `fast_of`.
-    calls : sequence of AttendCall
-        The calls.
-    scale : float
-        Factor on the logits.
-    table : Tensor
-        Of `rows`.
-    packed, lse : Tensor
-        fp32 `[B, H_kv, parts, rows, D_v]`, in V's transformed space, each by its own sum, and
-        `[B, H_kv, parts, rows]`, base 2; -inf for a part without tokens.
-    first_part : int
-        Where the parts begin.
+    `packed`, `lse`: fp32 `[B, H_kv, parts, rows, D_v]`, in V's transformed space, each by its own
+    sum, and `[B, H_kv, parts, rows]`, base 2; -inf for a part without tokens.
     """
     batch, heads, parts, rows, _ = packed.shape
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice

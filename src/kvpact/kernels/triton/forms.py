@@ -70,34 +70,20 @@ class Planes:
 class SlotForm(Planes):
     """How the slots of one stream become numbers; see `PackedFormat` for the formulas.
 
-    Parameters
-    ----------
-    kind : {"table", "linear", "raw", "e4m3", "e5m2", "trellis"}
-        As in `PackedFormat`.
-    bits : int
-        Width of the codes.
-    order : {"token", "channel", "number"}
-        What a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]` numbers of
-        `types[0]` per tile.
-    dim, padded : int
-        Channels of a vector (of a trellis: its codes), and the next power of two.
-    words : int
-        Words of a token's codes, for ``token``; rows of words of a tile for ``channel``.
-    channels, group, shift_scaled, middle, unit
-        As in `PackedFormat`; `channels` is `dim` where all share a scale.
-    of_values : bool
-        Whether fold and shift are V's (see `PackedFormat`). (Kernels can't read a parameter named
-        ``value``: every constant of theirs has one.)
-    types : tuple of str
-        Dtype of each of `FIELDS`, a value of `NUMBERS`; "" for a field that is not there.
-    whole : bool
-        Whether levels are whole numbers of 8 bits.
-    signed : bool
-        Whether a code is its level in two's complement, but for its top bit.
-    trellis : TrellisForm or None
-        What there is to know of a trellis.
-    steps : tuple of Steps
-        Where its blocks' codes lie.
+    - `kind`: as in `PackedFormat`.
+    - `order`: what a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]`
+      numbers of `types[0]` per tile.
+    - `dim`, `padded`: channels of a vector (of a trellis: its codes), and the next power of two.
+    - `words`: words of a token's codes, for ``token``; rows of words of a tile for ``channel``.
+    - `channels`, `group`, `shift_scaled`, `middle`, `unit`: as in `PackedFormat`; `channels` is
+      `dim` where all share a scale.
+    - `of_values`: whether fold and shift are V's (see `PackedFormat`). (Kernels can't read a
+      parameter named ``value``: every constant of theirs has one.)
+    - `types`: dtype of each of `FIELDS`, a value of `NUMBERS`; "" for a field that is not there.
+    - `whole`: whether levels are whole numbers of 8 bits.
+    - `signed`: whether a code is its level in two's complement, but for its top bit.
+    - `trellis`: what there is to know of a trellis.
+    - `steps`: where its blocks' codes lie.
     """
 
     kind: Literal["table", "linear", "raw", "e4m3", "e5m2", "trellis"]
@@ -134,21 +120,13 @@ class SlotForm(Planes):
 class Slots(NamedTuple):
     """What kernels are told of a codec, made once.
 
-    Parameters
-    ----------
-    form : SlotForm or None
-        None where `reason` says why no kernel reads the slots.
-    reason : str
-        Empty if there is a form.
-    names : tuple
-        The codec's field for each of `FIELDS`, or None.
-    levels : Tensor
-        fp32 on the codec's device: the number of each code (``table``), its least number
-        (``linear``), or of each level (``trellis``, all blocks' one behind the other).
-    learnt : bool
-        Whether the codec had learnt what it learns.
-    numbers : tuple of float
-        The same as `levels`, on the host; empty for trellises, whose `form` says them.
+    - `form`: None where `reason` says why no kernel reads the slots.
+    - `reason`: empty if there is a form.
+    - `names`: the codec's field for each of `FIELDS`, or None.
+    - `levels`: fp32 on the codec's device: the number of each code (``table``), its least number
+      (``linear``), or of each level (``trellis``, all blocks' one behind the other).
+    - `learnt`: whether the codec had learnt what it learns.
+    - `numbers`: the same as `levels`, on the host; empty for trellises, whose `form` says them.
     """
 
     form: SlotForm | None
@@ -162,15 +140,9 @@ class Slots(NamedTuple):
 class Places(NamedTuple):
     """Where the slots of a batch lie.
 
-    Parameters
-    ----------
-    table : Tensor
-        `[8, B, segments]` int64 on the device: the address of each of `FIELDS`, of each row's
-        segments, of the first head; 0 for a field that is not there.
-    heads : Tensor
-        `[8]` int64 on the device: bytes from one head to the next.
-    segment_tokens : int
-        Tokens of a segment.
+    `table`: `[8, B, segments]` int64 on the device: the address of each of `FIELDS`, of each row's
+    segments, of the first head; 0 for a field that is not there. `heads`: `[8]` int64 on the
+    device: bytes from one head to the next.
     """
 
     table: Tensor
@@ -259,19 +231,7 @@ def slots_of(codec: Codec, value: bool, device: torch.device) -> Slots:
 def places_of(
     source: SegmentSource, slots: Slots, batch: int, device: torch.device
 ) -> Places | None:
-    """Return where slots lie, made once for a source; None if not as kernels need them.
-
-    Parameters
-    ----------
-    source : SegmentSource
-        The slots.
-    slots : Slots
-        Of their codec.
-    batch : int
-        Rows.
-    device : torch.device
-        Of the slots.
-    """
+    """Return where slots lie, made once for a source; None if not as kernels need them."""
     key = f"triton:{batch}"
     found: Places | None = source.prepared.get(key)
     if found is not None:
@@ -291,25 +251,8 @@ def addresses_of(
 ) -> tuple[Tensor, Tensor]:
     """Return where fields lie, on the device.
 
-    Parameters
-    ----------
-    sources : sequence
-        Where each field lies, None for one that is not there: of one source for all rows, or of one
-        for each.
-    batch : int
-        Rows.
-    device : torch.device
-        Of the slots.
-
-    Returns
-    -------
-    (Tensor, Tensor)
-        As `table` and `heads` of `Places`.
-
-    Raises
-    ------
-    GeometryError
-        The heads of sources don't lie alike.
+    `sources`: where each field lies, None for one that is not there: of one source for all rows, or
+    of one for each. Raises `GeometryError`.
     """
     count = max(len(where.segments) for held in sources for where in held if where is not None)
     # numpy sets a number in a tenth of the time that torch takes.

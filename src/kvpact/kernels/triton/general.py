@@ -41,20 +41,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 class Variant:
     """What the kernel is compiled for.
 
-    Parameters
-    ----------
-    k, v : Stream
-        Of K and of V.
-    latent : bool
-        Whether they are latents and rotated keys.
-    rows : int
-        Query rows of a program.
-    softcap : bool
-        Whether there is one.
-    mask : {"", "u8", "fp32"}
-        None, boolean or additive.
-    warps : int
-        Of a program.
+    `latent`: whether they are latents and rotated keys; `mask`: None, boolean or additive.
     """
 
     k: Stream

@@ -33,13 +33,9 @@ def zeros_of(
 def load_queries(DIGITS, UNITS, NUMBERS, base, K: tl.constexpr, G: tl.constexpr, KW: tl.constexpr):
     """Load the queries of a KV head, number `base`.
 
-    Returns
-    -------
-    digits, unit
-        int8 `[key_width, 2 G]` of each group of channels (fp16 where K's numbers are), and what
-        they are worth, `[G]`.
-    numbers, sums
-        fp32 `[C, G]` of each group, and the sums over its channels `[G]`, where K has zeros.
+    Returns int8 `[key_width, 2 G]` of each group of channels (fp16 where K's numbers are), and what
+    they are worth, `[G]`. Then fp32 `[C, G]` of each group, and the sums over its channels
+    `[G]`, where K has zeros.
     """
     KG: tl.constexpr = groups_of(K)
     C: tl.constexpr = key_width(K)
@@ -78,21 +74,10 @@ def key_scores(
 ):  # fmt: skip
     """Return logits of base 2 `[N, G]`.
 
-    Parameters
-    ----------
-    queries
-        From `load_queries`.
-    codes, scale, zero
-        Pointers `[NT]` to those of each tile, from `tiles.tiles_at`.
-    FOLD, fold_head, SHIFT, shift_head
-        From `tiles.segments_of`.
-    TABLE, live, block, last, tiles
-        K's levels; which tiles are there; the block, the token behind the last one, and the tiles
-        of a segment.
-    K, NT, INSIDE, KW, ASM
-        As of `digits.attend_digits`.
-    VBITS
-        Of V, whose order of tokens the scores have.
+    `codes`, `scale`, `zero`: pointers `[NT]` to those of each tile, from `tiles.tiles_at`. `TABLE`,
+    `live`, `block`, `last`, `tiles`: K's levels; which tiles are there; the block, the token behind
+    the last one, and the tiles of a segment. `K`, `NT`, `INSIDE`, `KW`, `ASM`: as of
+    `digits.attend_digits`. `VBITS`: of V, whose order of tokens the scores have.
     """
     digits, unit, numbers, sums = queries
     N: tl.constexpr = NT * 32

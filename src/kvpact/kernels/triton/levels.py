@@ -86,14 +86,7 @@ def levels2(word, t0, ASM: tl.constexpr):
 def levels3(first, second, third, t0, t1, ASM: tl.constexpr):
     """Look up 3-bit codes: `[…, i2, i4, i3, i0, i1]`, code 16 i4 + 8 i3 + 4 i2 + 2 i1 + i0.
 
-    Parameters
-    ----------
-    first, second : i32
-        The low two bits of 16 codes each.
-    third : i32
-        The third bit of all 32.
-    t0, t1 : i32
-        The table.
+    `first`, `second`: the low two bits of 16 codes each; `third`: the third bit of all 32.
     """
     # Codes 0 to 3 of bytes 0 and 2 of both words, codes 4 to 7 (bytes 1 and 3), and third bits.
     x = prmt(first, second, tl.full(first.shape, 0x6240, tl.int32), ASM)

@@ -74,12 +74,8 @@ def attend_prompt(call: AttendCall) -> Tensor:
 class NewTokens(NamedTuple):
     """What new tokens are to each other.
 
-    Parameters
-    ----------
-    output : Tensor
-        `[B, H_q, q_len, D_v]`, by their own sum of weights.
-    lse : Tensor
-        `[B, H_q, q_len]` fp32, that sum's natural logarithm.
+    `output`: `[B, H_q, q_len, D_v]`, by their own sum of weights; `lse`: `[B, H_q, q_len]` fp32,
+    that sum's natural logarithm.
     """
 
     output: Tensor

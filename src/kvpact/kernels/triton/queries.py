@@ -33,13 +33,9 @@ def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:
 class Queries(NamedTuple):
     """The queries of a launch, fp32 without gaps; rounded to tf32 unless `Stream.thrice`.
 
-    Parameters
-    ----------
-    packed, exact : Tensor
-        `[B, H_kv, G * q_len, D]`, scaled, for packed tokens and for exact ones.
-    first : Tensor
-        `[B, H_kv, G * q_len]`, their products with the first key of packed tokens, where that is a
-        base; else of no account.
+    `packed`, `exact`: `[B, H_kv, G * q_len, D]`, scaled, for packed tokens and for exact ones.
+    `first`: `[B, H_kv, G * q_len]`, their products with the first key of packed tokens, where that
+    is a base; else of no account.
     """
 
     packed: Tensor
@@ -48,17 +44,7 @@ class Queries(NamedTuple):
 
 
 def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> Queries:
-    """Return the scaled queries for packed tokens and for exact ones, of calls that are alike.
-
-    Parameters
-    ----------
-    calls : sequence of AttendCall
-        The calls.
-    scale : float
-        Factor on the logits.
-    variant : Variant
-        Of the kernel that reads them.
-    """
+    """Return the scaled queries for packed tokens and for exact ones, of calls that are alike."""
     call = calls[0]
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
     if q.stride(3) != 1:

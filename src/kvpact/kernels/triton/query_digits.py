@@ -16,30 +16,14 @@ def query_digits(
 ):  # fmt: skip
     """Rotate and split the queries of a KV head; grid `(heads, batch)`.
 
-    Parameters
-    ----------
-    Q
-        Queries `[B, H_q, q_len, DIM]`, with the steps from batch row to row, head to head, query to
-        query.
-    SIGNS, PLACES
-        Of the rotation; `[SPAN]` int32, where the high digit of each channel goes.
-    DIGITS, UNITS
-        int8 `[B, H_kv, SPAN / SIZE, G, 2, SIZE]` and fp32 `[B, H_kv, G]`, what a digit is worth.
-    queries, rows, heads
-        Queries of a head, rows of a KV head (`g * queries + i`), KV heads.
-    worth
-        What the product of a query and a level is multiplied by.
-    DIM, WIDTH
-        Channels, and the power of two that they are filled up to.
-    G
-        Rows, filled up.
-    SIZE, SPAN
-        Channels of a product, and of all products.
-    ROTATED
-        Whether K's slots are.
-    NUMBERS, logits
-        Where the rotated queries times `logits` go, fp32 `[B, H_kv, G, DIM]`; or None, as DIGITS
-        and UNITS may be.
+    `Q`: queries `[B, H_q, q_len, DIM]`, with the steps from batch row to row, head to head, query
+    to query. `SIGNS`, `PLACES`: of the rotation; `[SPAN]` int32, where the high digit of each
+    channel goes. `DIGITS`, `UNITS`: int8 `[B, H_kv, SPAN / SIZE, G, 2, SIZE]` and fp32
+    `[B, H_kv, G]`, what a digit is worth. `queries`, `rows`, `heads`: queries of a head, rows of a
+    KV head (`g * queries + i`), KV heads. `worth`: what the product of a query and a level is
+    multiplied by. `DIM`, `WIDTH`: channels, and the power of two that they are filled up to.
+    `ROTATED`: whether K's slots are. `NUMBERS`, `logits`: where the rotated queries times `logits`
+    go, fp32 `[B, H_kv, G, DIM]`; or None, as DIGITS and UNITS may be.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     r, d = tl.arange(0, G), tl.arange(0, WIDTH)

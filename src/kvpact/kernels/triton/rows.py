@@ -49,14 +49,7 @@ UNBOUNDED = 1 << 30
 class Rows(NamedTuple):
     """The table, and what has to live until the kernels have run.
 
-    Parameters
-    ----------
-    table : Tensor
-        `[B, COLUMNS]` int64 on the device.
-    exact : list of Tensor
-        The exact tokens that it points to.
-    alive : list of Tensor
-        What else it points to.
+    `table`: `[B, COLUMNS]` int64 on the device; `exact`: the exact tokens that it points to.
     """
 
     table: Tensor
@@ -118,27 +111,11 @@ def rows_of(
 ) -> Rows:
     """Return the table of rows of calls.
 
-    Parameters
-    ----------
-    calls : sequence of AttendCall
-        Alike in all but lengths, padding, masks, windows, causality and sink logits.
-    slots : (Slots or None, Slots or None)
-        Of K and of V; None where the calls have no view.
-    dtypes : (dtype, dtype)
-        In which exact tokens of K and of V are read.
-    device : torch.device
-        Of the tokens.
-    first : sequence of int
-        Where the first row of each call stands in the output.
-    skipped : sequence of (int or Tensor, int)
-        Tokens of each call that another kernel attends (`fast_range`).
-
-    Raises
-    ------
-    CorruptState
-        K and V hold unlike numbers of tokens: memory that is not the cache's would be read.
-    GeometryError
-        Slots with gaps.
+    `calls`: alike in all but lengths, padding, masks, windows, causality and sink logits. `slots`:
+    of K and of V; None where the calls have no view. `dtypes`: in which exact tokens of K and of V
+    are read. `first`: where the first row of each call stands in the output. `skipped`: tokens of
+    each call that another kernel attends (`fast_range`). Raises `CorruptState` where K and V hold
+    unlike numbers of tokens: memory that is not the cache's would be read.
     """
     filling = _Filling(sum(call.q.shape[0] for call in calls), device)
     done = 0

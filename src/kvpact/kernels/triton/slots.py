@@ -41,18 +41,8 @@ def field(
 ):
     """Return a pointer to a field's units of a segment and head.
 
-    Parameters
-    ----------
-    TABLE : pointer
-        `[8, batch, segments]` int64 (`Places.table`).
-    HEADS : pointer
-        `[8]` int64 (`Places.heads`).
-    INDEX : constexpr
-        Row of `forms.FIELDS`.
-    row, head, segment, batch, segments : int
-        Which of how many.
-    TYPE : constexpr
-        Dtype of the field, a value of `forms.NUMBERS`.
+    `TABLE`: `[8, batch, segments]` int64 (`Places.table`); `HEADS`: `[8]` int64 (`Places.heads`);
+    `TYPE`: dtype of the field, a value of `forms.NUMBERS`.
     """
     first = tl.load(TABLE + (INDEX * batch + row) * segments + segment)
     return (first + tl.load(HEADS + INDEX) * head).to(pointer_to(TYPE))
@@ -242,20 +232,9 @@ def tile_numbers(
 
     Channels from `FORM.dim` on are 0. Of a trellis: `trellis_numbers`, before any treatment.
 
-    Parameters
-    ----------
-    TABLE, HEADS, row, head, segment, batch, segments
-        As of `field`.
-    LEVELS : pointer
-        fp32 (`Slots.levels`).
-    tile : int
-        Of 32 tokens inside the segment.
-    first : int
-        The first channel, a multiple of 32.
-    COUNT : constexpr
-        Channels, a power of two of 32 or more.
-    FORM : constexpr
-        The `SlotForm`.
+    `TABLE`, `HEADS`, `row`, `head`, `segment`, `batch`, `segments`: as of `field`; `tile`: of 32
+    tokens inside the segment; `first`: the first channel, a multiple of 32; `COUNT`: channels, a
+    power of two of 32 or more.
     """
     tile = tl.cast(tile, tl.int64)
     units = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)

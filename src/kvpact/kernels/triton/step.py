@@ -61,20 +61,11 @@ class _At(NamedTuple):
 class TritonStep(AlikeCalls):
     """What stays from one step of a layer to the next.
 
-    Parameters
-    ----------
-    call : AttendCall
-        A call like those to come, which `covers` lets pass; its view is of the slots that they
-        read and write.
-    good : Tensor
-        0-d bool on the device, which becomes False where a number of a step can't be stored.
-
-    Attributes
-    ----------
-    frozen : bool
-        Whether the device alone knows how many tokens are held: while a graph is captured.
-    placed : int
-        How often counts, addresses or flags were sent; a graph stands as long as this does.
+    - `call`: a call like those to come, which `covers` lets pass; its view is of the slots that
+      they read and write.
+    - `good`: 0-d bool on the device, which becomes False where a number of a step can't be stored.
+    - `frozen`: whether the device alone knows how many tokens are held: while a graph is captured.
+    - `placed`: how often counts, addresses or flags were sent; a graph stands as long as this does.
     """
 
     def __init__(self, call: AttendCall, good: Tensor) -> None:
@@ -164,12 +155,7 @@ class TritonStep(AlikeCalls):
     def place(self, held: int, k: End, v: End) -> None:
         """Send counts and addresses, unless the device has them.
 
-        Parameters
-        ----------
-        held : int
-            Tokens held.
-        k, v : (int, TokenMemory)
-            Where exact tokens begin, and where they lie.
+        `k`, `v`: where exact tokens begin, and where they lie.
         """
         self._place([(self, held, k, v)])
 

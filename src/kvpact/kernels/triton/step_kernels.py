@@ -40,20 +40,12 @@ _COUNTS += ["flags_row", "new", "queries", "heads", "groups", "batch"]
 class Taking:
     """How a stream takes the new tokens of a step.
 
-    Parameters
-    ----------
-    form : EncodeForm
-        Of its codec.
-    second : bool
-        Whether it is that of V.
-    encodes : bool
-        Whether tokens are encoded as they come, one by one, by `take_tokens`.
-    most, longest : float
-        Magnitude of a number and norm of a vector that the codec can hold.
-    rows, span : int
-        Tokens that a program has at a time, and positions that it has in all (see `encode_tokens`).
-    size : int
-        Bytes of a number of a token.
+    - `second`: whether it is that of V.
+    - `encodes`: whether tokens are encoded as they come, one by one, by `take_tokens`.
+    - `most`, `longest`: magnitude of a number and norm of a vector that the codec can hold.
+    - `rows`, `span`: tokens that a program has at a time, and positions that it has in all (see
+      `encode_tokens`).
+    - `size`: bytes of a number of a token.
     """
 
     form: EncodeForm
@@ -90,16 +82,9 @@ class Taking:
 class Counting:
     """What is counted at the end of a step.
 
-    Parameters
-    ----------
-    new : int
-        New tokens.
-    fast : bool
-        Whether the packed tokens from SKIP_FROM to SKIP_TO are attended by another kernel.
-    k_window, v_window : int
-        Exact tokens that streams keep.
-    k_group, v_group : int
-        Tokens that are packed together.
+    - `fast`: whether the packed tokens from SKIP_FROM to SKIP_TO are attended by another kernel.
+    - `k_window`, `v_window`: exact tokens that streams keep.
+    - `k_group`, `v_group`: tokens that are packed together.
     """
 
     new: int
@@ -192,25 +177,14 @@ def take_tokens(
 
     Grid: (spans that the tokens may be in, 3 * heads, B): for K, for V and for the queries.
 
-    Parameters
-    ----------
-    ROWS : pointer
-        See `columns`; HELD says where the new tokens stand.
-    FLAGS, flags_row : pointer, int
-        `[B, 3]` int64: the address of each row's flag, int8, which becomes 0 where a number can't
-        be stored; whether K and V are kept. Numbers from one row to the next.
-    K, V, Q : pointer
-        The tokens and queries, with strides in numbers.
-    K_TABLE, K_HEADS, k_segments, k_tiles : pointer, int
-        As of `encode_tokens`, and so V's.
-    K_SIGNS, K_BOUNDARIES, K_LEVELS : pointer
-        See `EncodeTables`; and V's.
-    new, queries, heads, groups, batch : int
-        New tokens and queries of a row, KV heads, query heads of one, rows.
-    K_SIDE, V_SIDE : constexpr
-        How they are taken: `Taking`.
-    Q_DIM, Q_WIDTH : constexpr
-        Channels of a query, and the same padded to a power of two.
+    `ROWS`: see `columns`; HELD says where the new tokens stand. `FLAGS`, `flags_row`: `[B, 3]`
+    int64: the address of each row's flag, int8, which becomes 0 where a number can't be stored;
+    whether K and V are kept. Numbers from one row to the next. `K`, `V`, `Q`: the tokens and
+    queries, with strides in numbers. `K_TABLE`, `K_HEADS`, `k_segments`, `k_tiles`: as of
+    `encode_tokens`, and so V's. `K_SIGNS`, `K_BOUNDARIES`, `K_LEVELS`: see `EncodeTables`; and V's.
+    `new`, `queries`, `heads`, `groups`, `batch`: new tokens and queries of a row, KV heads, query
+    heads of one, rows. `K_SIDE`, `V_SIDE`: how they are taken: `Taking`. `Q_DIM`, `Q_WIDTH`:
+    channels of a query, and the same padded to a power of two.
     """
     side, head, row = tl.program_id(1) // heads, tl.program_id(1) % heads, tl.program_id(2)
     FLAGS += row * flags_row

@@ -37,22 +37,15 @@ TILE = tl.constexpr(32)
 class Stream:
     """What kernels are told of K or of V when they are compiled.
 
-    Parameters
-    ----------
-    form : SlotForm or None
-        Of the slots; None where there are none.
-    dim, width : int
-        Channels, and the same padded to a power of two.
-    number : str
-        Dtype of exact tokens, one of `NUMBERS`.
-    aligned : bool
-        Whether the addresses and steps of all exact tokens are multiples of 16 bytes.
-    second : bool
-        Whether it stands in V's place in the table of rows.
-    thrice : bool
-        Whether products are those of fp32 (three products in tf32), or of numbers rounded to tf32.
-    key_piece, value_piece : int
-        Channels that are multiplied at a time, powers of two: of keys, and of values.
+    - `form`: of the slots; None where there are none.
+    - `dim`, `width`: channels, and the same padded to a power of two.
+    - `number`: dtype of exact tokens, one of `NUMBERS`.
+    - `aligned`: whether the addresses and steps of all exact tokens are multiples of 16 bytes.
+    - `second`: whether it stands in V's place in the table of rows.
+    - `thrice`: whether products are those of fp32 (three products in tf32), or of numbers rounded
+      to tf32.
+    - `key_piece`, `value_piece`: channels that are multiplied at a time, powers of two: of keys,
+      and of values.
     """
 
     form: SlotForm | None

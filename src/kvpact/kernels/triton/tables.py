@@ -70,14 +70,11 @@ def table_words(slots: Slots) -> Tensor:
 class Queries(NamedTuple):
     """Queries as `digits.attend_digits` takes them.
 
-    Parameters
-    ----------
-    digits, units : Tensor or None
-        int8 `[B, H_kv, groups, G, 2, width]`, two digits of each, and fp32 `[B, H_kv, G]`, what a
-        digit is worth in logits of base 2, with G rows, filled up; row `g * q_len + i` is query i
-        of the head's group g. None where K has scales per channel, or numbers of fp8.
-    numbers : Tensor or None
-        fp32 `[B, H_kv, G, D]`, in logits of base 2; None where nobody asks for them.
+    - `digits`, `units`: int8 `[B, H_kv, groups, G, 2, width]`, two digits of each, and fp32
+      `[B, H_kv, G]`, what a digit is worth in logits of base 2, with G rows, filled up; row
+      `g * q_len + i` is query i of the head's group g. None where K has scales per channel, or
+      numbers of fp8.
+    - `numbers`: fp32 `[B, H_kv, G, D]`, in logits of base 2; None where nobody asks for them.
     """
 
     digits: Tensor | None
@@ -90,20 +87,8 @@ def queries_of(
 ) -> Queries:
     """Return queries in two digits each, and themselves.
 
-    Parameters
-    ----------
-    q : Tensor
-        `[B, H_q, q_len, D]`, the last axis without gaps.
-    kv_heads : int
-        KV heads.
-    scale : float
-        Factor on the logits.
-    transform : Transform
-        Of K.
-    form : SlotForm
-        K's.
-    kw : int
-        Bytes of k that stand side by side (`tuning.side_by_side`).
+    `q`: `[B, H_q, q_len, D]`, the last axis without gaps; `kw`: bytes of k that stand side by side
+    (`tuning.side_by_side`).
     """
     batch, q_heads, queries, dim = q.shape
     rows = q_heads // kv_heads * queries

@@ -17,17 +17,7 @@ from kvpact.methods import Codec
 
 
 class Taker(NamedTuple):
-    """A stream that takes tokens.
-
-    Parameters
-    ----------
-    codec : Codec
-        That a kernel encodes for.
-    slots : EncodeSlots
-        Where its slots lie.
-    taking : Taking
-        How it takes them.
-    """
+    """A stream that takes tokens. `codec`: that a kernel encodes for."""
 
     codec: Codec
     slots: EncodeSlots
@@ -53,12 +43,8 @@ def taking_of(codec: Codec, x: Tensor, second: bool, wait: bool = False) -> Taki
 class Flag(NamedTuple):
     """What `take` is told of a row, or of all of them.
 
-    Parameters
-    ----------
-    good : Tensor
-        0-d bool, which becomes False where a number of its tokens or queries can't be stored.
-    keeps_k, keeps_v : bool
-        Whether its tokens are copied behind the tail.
+    `good`: 0-d bool, which becomes False where a number of its tokens or queries can't be stored;
+    `keeps_k`, `keeps_v`: whether its tokens are copied behind the tail.
     """
 
     good: Tensor
@@ -85,17 +71,9 @@ def take(
 
     Tokens of groups and of trellises are encoded by others.
 
-    Parameters
-    ----------
-    table : Tensor
-        Of `rows`; gets to know where the new tokens lie.
-    flags : Tensor
-        Of `sent_flags`, one for each row or one for all.
-    sides : sequence of Taker
-        K's and V's.
-    k, v, q : Tensor
-        `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]` and `[B, H_q, queries, D]`, their last axes
-        without gaps.
+    `table`: of `rows`; gets to know where the new tokens lie. `flags`: of `sent_flags`, one for
+    each row or one for all. `k`, `v`, `q`: `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]` and
+    `[B, H_q, queries, D]`, their last axes without gaps.
     """
     batch, heads, new, _ = k.shape
     how = [side.taking for side in sides]

@@ -79,14 +79,8 @@ def load_keys(
 ):  # fmt: skip
     """Load some words of each token of K, `[S, COUNT / 4, X, U, R, 4, J]`.
 
-    Parameters
-    ----------
-    tiles : pointers to i32 [NT]
-        The codes of each tile, `[2, WORDS, 16]`.
-    live : [NT]
-        Tiles that are there.
-    FIRST, STEP, COUNT, REAL
-        Words FIRST, FIRST + STEP, …; those from REAL on are zero.
+    `tiles`: the codes of each tile, `[2, WORDS, 16]`. `FIRST`, `STEP`, `COUNT`, `REAL`: words
+    FIRST, FIRST + STEP, …; those from REAL on are zero.
     """
     # The hint stands behind the reshape: older versions lose it there, and would copy 4 bytes.
     base = grouped(tiles, VBITS)[:, None, None, :, None, None, None]
@@ -108,16 +102,9 @@ def load_values(
 ):  # fmt: skip
     """Load rows of V's words, one for each thread of a row: `[S, Y, WIDTH / 32, 8, U, Q, 4]`.
 
-    Parameters
-    ----------
-    tiles : pointers to i32 [NT]
-        The codes of each tile, `[VBITS, DIM]`.
-    live : [NT]
-        Tiles that are there.
-    ROW, ROWSTEP, Y
-        The first row, the step to the next thread's, and how many rows a thread takes.
-    FIRST, WIDTH
-        Channels; those from DIM on are zero.
+    `tiles`: the codes of each tile, `[VBITS, DIM]`. `ROW`, `ROWSTEP`, `Y`: the first row, the step
+    to the next thread's, and how many rows a thread takes. `FIRST`, `WIDTH`: channels; those from
+    DIM on are zero.
     """
     Q: tl.constexpr = 4 // tiles_together(VBITS)
     base = grouped(tiles, VBITS)[:, None, None, None, :, None, None]
@@ -157,12 +144,7 @@ def positions(first_tile, NT: tl.constexpr, VBITS: tl.constexpr):
 def segments_of(ROWS, row, head, SLOTS: tl.constexpr, FIELD: tl.constexpr):
     """Return where addresses of a field's segments stand, and the bytes from head 0 to a head.
 
-    Parameters
-    ----------
-    ROWS, SLOTS
-        The table of rows, and the place there of what tells of K's slots, or V's.
-    FIELD
-        Row of `forms.FIELDS`.
+    `ROWS`, `SLOTS`: the table of rows, and the place there of what tells of K's slots, or V's.
     """
     table = of_row(ROWS, row, SLOTS).to(tl.pointer_type(tl.int64))
     heads = of_row(ROWS, row, SLOTS + 1).to(tl.pointer_type(tl.int64))
@@ -174,16 +156,7 @@ def segments_of(ROWS, row, head, SLOTS: tl.constexpr, FIELD: tl.constexpr):
 def tiles_at(SEGMENTS, head_bytes, segment, inside, STEP: tl.constexpr, TYPE: tl.constexpr):
     """Return pointers `[NT]` to a field of tiles.
 
-    Parameters
-    ----------
-    SEGMENTS, head_bytes
-        From `segments_of`.
-    segment, inside
-        Segment of each tile (or of all), and the number of the tile in it.
-    STEP
-        Elements from one tile to the next.
-    TYPE
-        Dtype of the field.
+    `segment`, `inside`: segment of each tile (or of all), and the number of the tile in it.
     """
     first = (tl.load(SEGMENTS + segment) + head_bytes).to(tl.pointer_type(TYPE))
     return tl.multiple_of(first + inside * STEP, [16])

@@ -39,14 +39,9 @@ def group_numbers(
 ):  # fmt: skip
     """Load a number per channel of each section of a block, fp32 `[T, C]`.
 
-    Parameters
-    ----------
-    SEGMENTS, head_bytes
-        Of the field, from `tiles.segments_of`.
-    block, last, tiles
-        The block, the token behind the last one, and the tiles of a segment.
-    C, NT, FORM, INSIDE
-        Channels, those of the slots filled up; the others as of `attend_digits`.
+    `SEGMENTS`, `head_bytes`: of the field, from `tiles.segments_of`. `block`, `last`, `tiles`: the
+    block, the token behind the last one, and the tiles of a segment. `C`, `NT`, `FORM`, `INSIDE`:
+    channels, those of the slots filled up; the others as of `attend_digits`.
     """
     T: tl.constexpr = sections_of(FORM, NT)
     tile = block * NT + tl.arange(0, T) * (NT // T)
@@ -93,11 +88,8 @@ def in_key_order(x, FORM: tl.constexpr, KW: tl.constexpr):
 def scaled_digits(q, fold, FORM: tl.constexpr, KW: tl.constexpr):
     """Return digits of queries `[C, G]` times numbers `[T, C]`.
 
-    Returns
-    -------
-    digits, unit, scaled
-        int8 `[T, C, 2 G]`, two digits of base 256, channels in the order of `key_operand`; what
-        they are worth, `[T, G]`; the products themselves, `[T, C, G]`.
+    Returns int8 `[T, C, 2 G]`, two digits of base 256, channels in the order of `key_operand`; what
+    they are worth, `[T, G]`; the products themselves, `[T, C, G]`.
     """
     T: tl.constexpr = fold.shape[0]
     C: tl.constexpr = fold.shape[1]

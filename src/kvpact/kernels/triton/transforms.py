@@ -32,12 +32,7 @@ def halved(count, times):
 def hadamard(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Apply the orthonormal Walsh-Hadamard transform to each block of a tile's channels.
 
-    Parameters
-    ----------
-    x : tensor
-        fp32 `[ROWS, WIDTH]`.
-    ROWS, WIDTH, BLOCK : constexpr
-        Powers of two, BLOCK at most WIDTH.
+    `x`: fp32 `[ROWS, WIDTH]`; `ROWS`, `WIDTH`, `BLOCK`: powers of two, BLOCK at most WIDTH.
     """
     for i in tl.static_range(log2(BLOCK)):
         pairs = x.reshape(ROWS, WIDTH // (2 << i), 2, 1 << i).permute(0, 1, 3, 2)
@@ -70,16 +65,8 @@ def _placed(y, last, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr)
 def rotated(x, SIGNS, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
     """Apply `RandomHadamard.forward`.
 
-    Parameters
-    ----------
-    x : tensor
-        fp32 `[ROWS, WIDTH]`, 0 from channel `DIM` on; so is what is returned.
-    SIGNS : pointer
-        `[DIM + block]` fp32 (`transforms.hadamard.random_signs`).
-    ROWS, WIDTH : constexpr
-        Powers of two.
-    DIM : constexpr
-        Channels.
+    `x`: fp32 `[ROWS, WIDTH]`, 0 from channel `DIM` on; so is what is returned. `SIGNS`:
+    `[DIM + block]` fp32 (`transforms.hadamard.random_signs`).
     """
     BLOCK: tl.constexpr = block_of(DIM)
     d = tl.arange(0, WIDTH)
@@ -110,14 +97,7 @@ def rotated_back(y, SIGNS, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.cons
 def tree_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
     """Sum over channels in the order of `arithmetic.tree_sum`: fp32 `[ROWS]`.
 
-    Parameters
-    ----------
-    x : tensor
-        fp32 `[ROWS, WIDTH]`.
-    ROWS, WIDTH : constexpr
-        Powers of two.
-    DIM : constexpr
-        Channels that are summed: the first ones.
+    `x`: fp32 `[ROWS, WIDTH]`; `DIM`: channels that are summed: the first ones.
     """
     if DIM != WIDTH:
         x = _leaves(x, ROWS, WIDTH, DIM)

@@ -113,20 +113,8 @@ def step_numbers(
 ):
     """Return level * unit * n of some channels of a tile, `[32, channels]`; 0 where not live.
 
-    Parameters
-    ----------
-    codes : pointer
-        Words of the tile.
-    n : tensor
-        fp32 `[32]`, the scales.
-    LEVELS : pointer
-        As of `trellis_numbers`.
-    channel, live : tensor
-        Channels, and which of them are of one of the blocks.
-    FORM : constexpr
-        The `SlotForm`.
-    FIRST, COUNT : constexpr
-        The blocks among `FORM.steps`.
+    `n`: fp32 `[32]`, the scales; `LEVELS`: as of `trellis_numbers`; `channel`, `live`: channels,
+    and which of them are of one of the blocks; `FIRST`, `COUNT`: the blocks among `FORM.steps`.
     """
     mask, width, above, first = channel * 0, channel * 0, channel * 0, channel * 0
     unit = channel.to(tl.float32)
@@ -159,18 +147,8 @@ def trellis_numbers(codes, scale, LEVELS, tile, channel, FORM: tl.constexpr):
 
     Channels are the steps of the blocks' trellises; those behind the last one are 0.
 
-    Parameters
-    ----------
-    codes, scale : pointer
-        Units of the fields of a segment and head, int32 and uint8.
-    LEVELS : pointer
-        fp32, those of all blocks (`Slots.levels`).
-    tile : int
-        Of 32 tokens inside the segment.
-    channel : tensor
-        int32, the channels.
-    FORM : constexpr
-        The `SlotForm`.
+    `codes`, `scale`: units of the fields of a segment and head, int32 and uint8; `LEVELS`: fp32,
+    those of all blocks (`Slots.levels`); `tile`: of 32 tokens inside the segment.
     """
     live = channel < FORM.steps[-1].begin + FORM.steps[-1].dim
     n = e5m3(tl.load(scale + tile * 32 + tl.arange(0, 32)))

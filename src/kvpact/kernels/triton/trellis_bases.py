@@ -22,21 +22,11 @@ def base_logits(flags, mean, step, query, first, tile, channel, FORM: tl.constex
 
     Over some channels: those of several calls have to be added, one of which has `first`.
 
-    Parameters
-    ----------
-    flags, mean, step : pointer
-        Units of the fields of a segment and head, int32, int8 and fp16; of no account where
-        `FORM` has no mean.
-    query : tensor
-        fp32 `[rows, channels]`, scaled, not transformed; 0 behind the last channel.
-    first : tensor
-        fp32 `[rows]`, their products with the first key; 0 where it is no base.
-    channel : tensor
-        int32 `[channels]`, which they are.
-    tile : int
-        Of 32 tokens inside the segment.
-    FORM : constexpr
-        The `SlotForm`, which has bases.
+    `flags`, `mean`, `step`: units of the fields of a segment and head, int32, int8 and fp16; of no
+    account where `FORM` has no mean. `query`: fp32 `[rows, channels]`, scaled, not transformed; 0
+    behind the last channel. `first`: fp32 `[rows]`, their products with the first key; 0 where it
+    is no base. `channel`: int32 `[channels]`, which they are. `tile`: of 32 tokens inside the
+    segment. `FORM`: the `SlotForm`, which has bases.
     """
     flag = base_flags(flags, tile)
     logits = tl.where((flag == FIRST)[None, :], first[:, None], 0.0)

@@ -74,14 +74,9 @@ def decode_keys(
 
     The grid has a program for every block of every tile, head and row.
 
-    Parameters
-    ----------
-    TABLE, HEADS, LEVELS, batch, segments, FORM
-        As of `tile_numbers`.
-    SIGNS, ORDER, WEIGHT, FIRST_KEY, DEVIATION : pointer
-        As in `KeyTables`.
-    OUT, out_row, out_head, out_token, start, end, tiles_per_segment
-        As of `decode_tiles`.
+    `TABLE`, `HEADS`, `LEVELS`, `batch`, `segments`, `FORM`: as of `tile_numbers`; `SIGNS`, `ORDER`,
+    `WEIGHT`, `FIRST_KEY`, `DEVIATION`: as in `KeyTables`; `OUT`, `out_row`, `out_head`,
+    `out_token`, `start`, `end`, `tiles_per_segment`: as of `decode_tiles`.
     """
     BLOCKS: tl.constexpr = len(FORM.trellis.blocks)
     block, head, row = tl.program_id(0) % BLOCKS, tl.program_id(1), tl.program_id(2)

@@ -66,19 +66,11 @@ def treat_tokens(
 
     The grid has a program for every tile, head and row.
 
-    Parameters
-    ----------
-    X, x_row, x_head, x_token, TABLE, HEADS, start, tokens, tiles_per_segment, batch, segments
-        As of `encode_tokens`.
-    HELD, held_row, BEHIND : pointer, int, constexpr
-        int64, how many tokens stand before these, for each row, instead of `start`; numbers from
-        one to the next. Of no account unless `BEHIND`.
-    SIGNS, ORDER, WEIGHT, FIRST_KEY, DEVIATION : pointer
-        As in `KeyTables`.
-    NUMBERS : pointer
-        `[B, heads, tiles, channels, 32]` fp32.
-    FORM : constexpr
-        The `EncodeForm`.
+    `X`, `x_row`, `x_head`, `x_token`, `TABLE`, `HEADS`, `start`, `tokens`, `tiles_per_segment`,
+    `batch`, `segments`: as of `encode_tokens`. `HELD`, `held_row`, `BEHIND`: int64, how many tokens
+    stand before these, for each row, instead of `start`; numbers from one to the next. Of no
+    account unless `BEHIND`. `SIGNS`, `ORDER`, `WEIGHT`, `FIRST_KEY`, `DEVIATION`: as in
+    `KeyTables`. `NUMBERS`: `[B, heads, tiles, channels, 32]` fp32.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
@@ -158,16 +150,9 @@ def search_codes(
 
     The grid has a program for every tile, head of every block that has bits, and row.
 
-    Parameters
-    ----------
-    NUMBERS, BACK, CODES : pointer
-        `[B, heads, tiles, channels, 32]`: fp32 of `treat_tokens`; int16; uint8.
-    CELLS : pointer
-        As in `KeyTables`.
-    heads : int
-        KV heads.
-    TABLE, HEADS, HELD, held_row, start, tokens, tiles_per_segment, batch, segments, FORM, BEHIND
-        As of `treat_tokens`.
+    `NUMBERS`, `BACK`, `CODES`: `[B, heads, tiles, channels, 32]`: fp32 of `treat_tokens`; int16;
+    uint8. `CELLS`: as in `KeyTables`. `TABLE`, `HEADS`, `HELD`, `held_row`, `start`, `tokens`,
+    `tiles_per_segment`, `batch`, `segments`, `FORM`, `BEHIND`: as of `treat_tokens`.
     """
     head, row = tl.program_id(1) % heads, tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)

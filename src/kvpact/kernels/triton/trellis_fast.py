@@ -29,13 +29,6 @@ def trellis_choice(k: SlotForm, v: SlotForm, rows: int) -> Choice:
     A block is part of one group of tokens with a mean. Products of four warps would be others on
     sm_100, for which operands have no layout. So more than 8 query rows spill some registers, and
     so do 6 bits, and wide V of 3 bits, whose words take two tiles.
-
-    Parameters
-    ----------
-    k, v : SlotForm
-        Of the packed tokens.
-    rows : int
-        Of queries of a KV head.
     """
     wide = max(k.dim, v.dim) > 128
     if wide and v.bits > 3:

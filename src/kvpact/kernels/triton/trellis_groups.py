@@ -74,17 +74,9 @@ def choose_bases(
 
     The grid has a program for every group, head and row.
 
-    Parameters
-    ----------
-    WEIGHT, FIRST_KEY : pointer
-        As in `KeyTables`.
-    MEANS, INSIDE : pointer
-        `[B, heads, groups, channels]` fp32 and `[B, heads, groups, tokens of one]` int8, of no
-        account.
-    X, x_row, x_head, x_token, TABLE, HEADS, start, tiles_per_segment, batch, segments
-        As of `encode_groups`.
-    FORM : constexpr
-        The `EncodeForm`.
+    `WEIGHT`, `FIRST_KEY`: as in `KeyTables`; `MEANS`, `INSIDE`: `[B, heads, groups, channels]` fp32
+    and `[B, heads, groups, tokens of one]` int8, of no account; `X`, `x_row`, `x_head`, `x_token`,
+    `TABLE`, `HEADS`, `start`, `tiles_per_segment`, `batch`, `segments`: as of `encode_groups`.
     """
     GROUP: tl.constexpr = FORM.trellis.center
     group, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -107,16 +107,7 @@ def _load(tiles, live, ROW: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constex
 def key_words(tiles, live, FIRST: tl.constexpr, FORM: tl.constexpr, VBITS: tl.constexpr):
     """Load all words of each token from FIRST on, a tuple.
 
-    Parameters
-    ----------
-    tiles : pointers to i32 [NT]
-        The codes of each tile.
-    live : tensor
-        Tiles that are there.
-    FORM : constexpr
-        The `SlotForm`.
-    VBITS : constexpr
-        4 or 2: the order of tokens of `token_places`.
+    `tiles`: the codes of each tile; `VBITS`: 4 or 2: the order of tokens of `token_places`.
     """
     COUNT: tl.constexpr = _piece(FORM.words - FIRST)
     words = _load(tiles, live, FIRST, COUNT, FORM.words, VBITS)
@@ -210,18 +201,8 @@ def key_levels(
 ):
     """Return the levels of a block of K, int8 `[N, operand_width]`; see `key_places`.
 
-    Parameters
-    ----------
-    held : tuple
-        From `key_words`.
-    TABLE : pointer
-        int32, of `trellis_fast.level_table`.
-    FORM, INDEX : constexpr
-        The `SlotForm`, and the place of the block among its steps.
-    KW : constexpr
-        Bytes of k that stand side by side in a thread.
-    ASM : constexpr
-        Whether the device knows PTX.
+    `FORM`, `INDEX`: the `SlotForm`, and the place of the block among its steps; `KW`: bytes of k
+    that stand side by side in a thread; `ASM`: whether the device knows PTX.
     """
     BLOCK: tl.constexpr = FORM.steps[INDEX]
     TURN: tl.constexpr = _turn(FORM, INDEX)

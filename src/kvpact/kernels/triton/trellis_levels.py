@@ -90,21 +90,10 @@ def levels8(
 ):  # fmt: skip
     """Look up eight codes: two words of four levels each, a tuple.
 
-    Parameters
-    ----------
-    own, flip, second : i32
-        A code in each nibble, from its lowest bit on, what its coded bit is changed by to become
-        c1, in the same place, and c0. Other bits are of no account.
-    above : i32
-        The point's bits of the upper plane, from the lowest bit of each nibble on.
-    words : tuple
-        From `block_table`.
-    keep : i32
-        The selector that keeps a word as it is, twice.
-    BITS : constexpr
-        Of a code.
-    ASM : constexpr
-        Whether the device knows PTX.
+    `own`, `flip`, `second`: a code in each nibble, from its lowest bit on, what its coded bit is
+    changed by to become c1, in the same place, and c0. Other bits are of no account. `above`: the
+    point's bits of the upper plane, from the lowest bit of each nibble on. `keep`: the selector
+    that keeps a word as it is, twice. `ASM`: whether the device knows PTX.
     """
     flip = flip & 0x11111111
     if BITS == 1:

@@ -21,12 +21,8 @@ from kvpact.transforms import RandomHadamard
 class Treatment(NamedTuple):
     """What queries are multiplied by.
 
-    Parameters
-    ----------
-    matrix : Tensor
-        `[H, D, D]` fp32: a query from the left gives the one for stored numbers.
-    first : Tensor or None
-        `[H, D, 1]` fp32, the first key; None where it is no base.
+    `matrix`: `[H, D, D]` fp32: a query from the left gives the one for stored numbers. `first`:
+    `[H, D, 1]` fp32, the first key; None where it is no base.
     """
 
     matrix: Tensor
@@ -68,17 +64,8 @@ def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment
 def packed_queries(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return queries for a codec's stored numbers, and the logits of its first key.
 
-    Parameters
-    ----------
-    codec : Codec
-        Of K.
-    rows : Tensor
-        `[B, H, R, D]` fp32, scaled queries.
-
-    Returns
-    -------
-    (Tensor, Tensor or None)
-        `[B, H, R, D]`, and `[B, H, R]` where the first key is a base.
+    `rows`: `[B, H, R, D]` fp32, scaled queries. Returns `[B, H, R, D]`, and `[B, H, R]` where the
+    first key is a base.
     """
     if not isinstance(codec, TreatedKeys):
         return codec.transform.forward(rows), None

@@ -13,14 +13,9 @@ from kvpact.quantizers import trellis
 class Plane:
     """Where the bits of one plane of a block lie.
 
-    Parameters
-    ----------
-    width, shift : int
-        Bits of an item, and those of the code below them; no plane has 0 bits.
-    row : int
-        Of the first word, among those of a token (K) or of a tile (V).
-    before : int
-        Items of other blocks in the same words.
+    - `width`, `shift`: bits of an item, and those of the code below them; no plane has 0 bits.
+    - `row`: of the first word, among those of a token (K) or of a tile (V).
+    - `before`: items of other blocks in the same words.
     """
 
     width: int = 0
@@ -38,22 +33,13 @@ class Plane:
 class Steps:
     """A block of channels, which are the steps of one trellis.
 
-    Parameters
-    ----------
-    begin, dim, bits : int
-        First channel, channels, bits of a code.
-    memory : int
-        How many steps before its own the oldest bit is that an index needs.
-    words : int
-        Words that the steps of K's trellis take turns in; 0 if they lie in their order.
-    wider : int
-        Wider codes of one word.
-    low, high : Plane
-        The lowest plane, and the other one.
-    levels : int
-        Place of the first level among those of all blocks.
-    unit : float
-        What a level of 1 is worth.
+    - `begin`, `dim`, `bits`: first channel, channels, bits of a code.
+    - `memory`: how many steps before its own the oldest bit is that an index needs.
+    - `words`: words that the steps of K's trellis take turns in; 0 if they lie in their order.
+    - `wider`: wider codes of one word.
+    - `low`, `high`: the lowest plane, and the other one.
+    - `levels`: place of the first level among those of all blocks.
+    - `unit`: what a level of 1 is worth.
     """
 
     begin: int
@@ -69,15 +55,7 @@ class Steps:
 
 
 def steps_of(form: TrellisForm, by_token: bool) -> tuple[Steps, ...]:
-    """Return the blocks that have bits.
-
-    Parameters
-    ----------
-    form : TrellisForm
-        Of a codec.
-    by_token : bool
-        Whether a word holds codes of one token (K).
-    """
+    """Return the blocks that have bits. `by_token`: whether a word holds codes of one token (K)."""
     held: dict[int, list[Plane]] = {}
     row = 0
     for width, parts in plane_runs(tuple((block.dim, block.bits) for block in form.blocks)):

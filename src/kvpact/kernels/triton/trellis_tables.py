@@ -18,18 +18,11 @@ from kvpact.transforms.hadamard import random_signs
 class KeyTables(NamedTuple):
     """Tables of a codec, by KV head; what was not learnt changes nothing.
 
-    Parameters
-    ----------
-    signs : Tensor
-        fp32, of the rotations of all blocks, one behind the other.
-    order : Tensor
-        `[H, D]` int32: the channel at each place of the blocks.
-    weight, first : Tensor
-        `[H, D]` fp32, by channel.
-    deviation : Tensor
-        `[H, blocks]` fp32.
-    cells : Tensor
-        `[blocks that have bits, 2, 2 * CELLS + 1]` int32 (`quantizers.trellis.cells`).
+    - `signs`: fp32, of the rotations of all blocks, one behind the other.
+    - `order`: `[H, D]` int32: the channel at each place of the blocks.
+    - `weight`, `first`: `[H, D]` fp32, by channel.
+    - `deviation`: `[H, blocks]` fp32.
+    - `cells`: `[blocks that have bits, 2, 2 * CELLS + 1]` int32 (`quantizers.trellis.cells`).
     """
 
     signs: Tensor
@@ -64,19 +57,7 @@ _known: WeakKeyDictionary[Codec, dict[tuple[bool, int, torch.device], KeyTables]
 
 
 def key_tables(codec: Codec, form: TrellisForm, heads: int, device: torch.device) -> KeyTables:
-    """Return the tables of a codec, made once, and anew when it has learnt.
-
-    Parameters
-    ----------
-    codec : Codec
-        Of K or of V.
-    form : TrellisForm
-        The codec's.
-    heads : int
-        KV heads.
-    device : torch.device
-        Of the slots.
-    """
+    """Return the tables of a codec, made once, and anew when it has learnt."""
     made, key = _known.setdefault(codec, {}), (codec.ready, heads, device)
     if key not in made:
         tables = _tables(form, codec.state(), heads)

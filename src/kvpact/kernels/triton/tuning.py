@@ -29,17 +29,11 @@ def block_tiles(value_bits: int) -> int:
 class Choice(NamedTuple):
     """How a variant is launched.
 
-    Parameters
-    ----------
-    tiles : int
-        Tiles of 32 tokens of a block.
-    warps : int
-        Of a program. With one there are no barriers.
-    stages : int
-        Of Triton's pipeline. Address, then copy: 3 have one buffer, 5 two.
-    registers : int or None
-        Of a thread, at most. Left to itself the assembler spills a few of 170, so that more
-        programs fit.
+    - `tiles`: tiles of 32 tokens of a block.
+    - `warps`: of a program. With one there are no barriers.
+    - `stages`: of Triton's pipeline. Address, then copy: 3 have one buffer, 5 two.
+    - `registers`: of a thread, at most. Left to itself the assembler spills a few of 170, so that
+      more programs fit.
     """
 
     tiles: int
@@ -49,17 +43,7 @@ class Choice(NamedTuple):
 
 
 def choice(value_bits: int, rows: int, inside: bool) -> Choice:
-    """Return how the kernel is launched.
-
-    Parameters
-    ----------
-    value_bits : int
-        Of V's codes.
-    rows : int
-        Of queries of a KV head.
-    inside : bool
-        Whether a block lies in one segment.
-    """
+    """Return how the kernel is launched."""
     tiles = block_tiles(value_bits)
     registers = 255 if rows > 4 or not inside else None
     if value_bits == 3:
@@ -70,12 +54,7 @@ def choice(value_bits: int, rows: int, inside: bool) -> Choice:
 class GeneralChoice(NamedTuple):
     """How a variant of the general kernel is launched.
 
-    Parameters
-    ----------
-    warps : int
-        Of a program.
-    keys, values : int
-        Channels of keys and of values that are multiplied at a time, at most.
+    `keys`, `values`: channels of keys and of values that are multiplied at a time, at most.
     """
 
     warps: int
@@ -86,14 +65,8 @@ class GeneralChoice(NamedTuple):
 def general_choice(rows: int, width: int, thrice: bool) -> GeneralChoice:
     """Return how the general kernel is launched.
 
-    Parameters
-    ----------
-    rows : int
-        Query rows of a program.
-    width : int
-        Channels of a vector, padded to a power of two.
-    thrice : bool
-        Whether products are those of fp32.
+    `width`: channels of a vector, padded to a power of two; `thrice`: whether products are those of
+    fp32.
     """
     if rows == 16 and width <= (128 if thrice else 256):
         return GeneralChoice(4, 64 if thrice else 128, 64)
@@ -113,14 +86,8 @@ def side_by_side(version: str = triton.__version__) -> int:
 def parts_of(tokens: int, programs: int, processors: int = PROCESSORS) -> int:
     """Return into how many parts packed tokens are split.
 
-    Parameters
-    ----------
-    tokens : int
-        Of the longest row.
-    programs : int
-        That there are without a split: KV heads of all rows.
-    processors : int
-        Multiprocessors of the device.
+    `programs`: that there are without a split: KV heads of all rows; `processors`: multiprocessors
+    of the device.
     """
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(programs, 1)
     return max(1, min(wanted, -(-tokens // TOKENS_OF_A_PART)))

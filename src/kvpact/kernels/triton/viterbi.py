@@ -145,22 +145,11 @@ def _best_end(numbers, factor, cells, lane, FORM: tl.constexpr, INDEX: tl.conste
 def viterbi(numbers, back, codes, factor, empty, cells, FORM: tl.constexpr, INDEX: tl.constexpr):
     """Store the codes of least square error of 32 vectors.
 
-    Parameters
-    ----------
-    numbers : pointer
-        `[steps, 32]` fp32.
-    back : pointer
-        `[steps, 32]` int16, overwritten.
-    codes : pointer
-        `[steps, 32]` uint8.
-    factor : tensor
-        fp32 `[32]`: makes numbers those in steps of the levels.
-    empty : tensor
-        bool `[32]`: vectors whose codes are 0.
-    cells : pointer
-        int32, `trellis.cells` of the block's bits: levels, then points.
-    FORM, INDEX : constexpr
-        Something with `trellis_steps.Steps`, and the place of the block among these.
+    `numbers`: `[steps, 32]` fp32; `back`: `[steps, 32]` int16, overwritten; `codes`: `[steps, 32]`
+    uint8; `factor`: fp32 `[32]`: makes numbers those in steps of the levels; `empty`: bool `[32]`:
+    vectors whose codes are 0; `cells`: int32, `trellis.cells` of the block's bits: levels, then
+    points; `FORM`, `INDEX`: something with `trellis_steps.Steps`, and the place of the block among
+    these.
     """
     BLOCK: tl.constexpr = FORM.steps[INDEX]
     STATES: tl.constexpr = 1 << BLOCK.memory
