@@ -8,7 +8,11 @@ import pytest
 import kvpact
 
 ROOT = Path(__file__).parents[1]
-TEXTS = ["AGENTS.md", "CODE_OF_CONDUCT.md", "SECURITY.md", ".github/pull_request_template.md"]
+TEXTS = [
+    *("AGENTS.md", "ARCHITECTURE.md", "CODE_OF_CONDUCT.md", "SECURITY.md"),
+    ".github/pull_request_template.md",
+    *sorted(str(x.relative_to(ROOT)) for x in (ROOT / "src").rglob("README.md")),
+]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[0-9]*.yml"))
 KINDS = {"markdown", "input", "textarea", "dropdown", "checkboxes"}
 
