@@ -12,8 +12,7 @@ import torch
 from rich.table import Table
 
 from kvpact.cli import options
-from kvpact.cli.console import output_console, print_table, table
-from kvpact.cli.document import print_document
+from kvpact.cli.console import output_console, print_document, print_table, table
 from kvpact.evaluate.runner import installed
 from kvpact.kernels import OPERATIONS, coverage, devices, report
 from kvpact.registry import Alias, list_methods

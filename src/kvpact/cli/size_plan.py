@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kvpact.cache import cache_specs, planned_bytes, unplanned
-from kvpact.cli.inputs import require
-from kvpact.cli.network import dtype_of
+from kvpact.cli.inputs import dtype_of, require
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.layer_shape import LayerShape
@@ -27,17 +26,7 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model's cache.
-
-    Parameters
-    ----------
-    shapes : sequence of LayerShape
-        One per layer.
-    dtype : torch.dtype
-        Of sinks, window and all that is not compressed.
-    positions : int, optional
-        Tokens that the model is made for.
-    """
+    """The layers of a model's cache; `dtype` is that of all that is not compressed."""
 
     shapes: Sequence[LayerShape]
     dtype: torch.dtype
@@ -63,20 +52,7 @@ class Layers:
 
 
 def layers_of_model(name: str, dtype: str | None) -> Layers:
-    """Return the layers of a model, of which the config alone is loaded.
-
-    Parameters
-    ----------
-    name : str
-        A config.json, or as of `load_model`.
-    dtype : str or None
-        The model's if omitted, or float16 where that is wider.
-
-    Raises
-    ------
-    KVPactError
-        There is no such model, or it caches something that is not known.
-    """
+    """Return the layers of a model, of which the config alone is loaded."""
     chosen = dtype_of(dtype) if dtype is not None else None
     require("transformers", extra="transformers")
     from kvpact.integrations.models import load_config
@@ -93,22 +69,7 @@ def layers_of_model(name: str, dtype: str | None) -> Layers:
 
 
 def layers_of_numbers(numbers: Mapping[str, Any], v_head_dim: int | None, dtype: str) -> Layers:
-    """Return equal layers with full attention.
-
-    Parameters
-    ----------
-    numbers : mapping
-        ``layers``, ``kv_heads``, ``head_dim``.
-    v_head_dim : int or None
-        Width of a value, if it differs.
-    dtype : str
-        Of what is not compressed.
-
-    Raises
-    ------
-    GeometryError
-        A number is not positive, or too large.
-    """
+    """Return equal layers with full attention, of ``layers``, ``kv_heads`` and ``head_dim``."""
     layers, heads, width = (numbers[name] for name in ("layers", "kv_heads", "head_dim"))
     geometry = CacheGeometry(layers, heads, width, v_head_dim, dtype_of(dtype))
     shape = LayerShape("full_attention", True, heads, width, geometry.value_dim)
@@ -127,21 +88,9 @@ def _dtype(config: Any) -> torch.dtype:
 def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str, Any]:
     """Return the bytes of a cache.
 
-    Parameters
-    ----------
-    spec : str, Spec, path or mapping
-        A spec, or a recipe with a spec per layer of the model.
-    layers : Layers
-        Of the model.
-    tokens, batch : int
-        Tokens of each sequence, and sequences.
-
-    Returns
-    -------
-    dict
-        `PARTS`; ``compressed``, their sum, which is what `memory_usage` of such a cache counts;
-        ``own``, what transformers holds of other layers; ``total`` of both; ``exact``, the total
-        with K and V in 16 bits; ``bits_per_value`` of the compressed layers (None without values).
+    `PARTS`; ``compressed``, their sum, which is what `memory_usage` of such a cache counts;
+    ``own``, what transformers holds of other layers; ``total`` of both; ``exact``, the total with
+    K and V in 16 bits; ``bits_per_value`` of the compressed layers (None without values).
     """
     found = Counter(dict.fromkeys(PARTS, 0))
     for each, shape in _pairs(spec, layers):

@@ -14,13 +14,13 @@ from kvpact.cli.console import (
     literal,
     note,
     output_console,
+    print_document,
     print_table,
     printable,
     progress,
     size_text,
     table,
 )
-from kvpact.cli.document import print_document
 from kvpact.errors import StoreUnavailable
 from kvpact.stores import Store, StoreWarning, open_store
 
@@ -36,13 +36,7 @@ _REMOVED = ("expired", "evicted", "damaged", "leftovers")
 def opened(
     url: str, password: str | None, *, create: bool = False, **given: Any
 ) -> Iterator[Store]:
-    """Open a store; warnings become notes on stderr.
-
-    Raises
-    ------
-    StoreError
-        There is none, and it is not to be created.
-    """
+    """Open a store, which has to be there unless `create`; warnings become notes on stderr."""
     chosen = {name: value for name, value in given.items() if value is not None}
     if not create and ("://" not in url or url.startswith("file://")):
         chosen["create"] = False

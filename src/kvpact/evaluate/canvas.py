@@ -16,13 +16,7 @@ RISES = (0, 14, -14, 28, -28, 44, -44, 60, -60, 80, -80, 100, -100, 125, -125)  
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty figure of `size` inches, 150 dots each.
-
-    Raises
-    ------
-    BackendUnavailable
-        matplotlib is not installed.
-    """
+    """Return an empty figure of `size` inches, 150 dots each."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -41,6 +35,34 @@ def plain_axes(axes: Any) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def legend(axes: Any, **style: Any) -> None:
+    """Place the legend right of the axes."""
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0), **style)
+
+
+def error_bars(
+    axes: Any,
+    names: Sequence[str],
+    series: Sequence[tuple[str, Sequence[tuple[int, float, float, float]]]],
+    size: float,
+) -> None:
+    """Draw labelled series of points (row, value, bar below, bar above) over rows with names."""
+    for index, (label, points) in enumerate(series):
+        offset = (index - (len(series) - 1) / 2) * 0.6 / len(series)
+        axes.errorbar(
+            [point[1] for point in points],
+            [point[0] + offset for point in points],
+            xerr=[[point[2] for point in points], [point[3] for point in points]],
+            fmt=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            label=label,
+            ms=size,
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    legend(axes)
 
 
 def log_ticks(axis: Any) -> None:
@@ -63,24 +85,10 @@ def place_labels(
     sides: Sequence[int] = (1, -1),
     inside_axes: bool = False,
 ) -> None:
-    """Name points, each at the nearest place where its label covers no point and no other label.
+    """Name points (x, y, text) where a label covers no point and no other label, highest first.
 
-    Parameters
-    ----------
-    figure, axes
-        As they will be saved: scales, limits and layout don't change afterwards.
-    points : sequence of (x, y, text)
-        Highest ones are named first.
-    size : float
-        Of the text, in points.
-    inks : sequence of str, optional
-        A colour a label; `INK` without.
-    lines : str
-        The colour of the lines that lead to labels that stand apart from their points.
-    sides : sequence of int
-        Where labels may stand: 1 right of their points, -1 left.
-    inside_axes : bool
-        Whether labels have to end where the axes do, not only where the figure does.
+    The figure's scales, limits and layout may not change afterwards. A label has the colour that
+    `inks` give it and stands to the right (1) or left (-1) of its point, as `sides` allow.
     """
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
