@@ -22,13 +22,9 @@ def evaluate_command(
     tokens: int = typer.Option(2048, help="Tokens of each text to use."),
     chunk: int = typer.Option(256, help="Tokens fed at a time; the first chunk is not scored."),
     model: list[str] = options.MODELS,
-    out: Path | None = typer.Option(
-        None, help="Folder for eval.json, eval.md and plots.", show_default=False
-    ),
-    against: str | None = typer.Option(
-        None,
-        help="Spec (or none) to compare the others with, token by token; the first if omitted.",
-        show_default=False,
+    out: Path | None = options.optional("Folder for eval.json, eval.md and plots."),
+    against: str | None = options.optional(
+        "Spec (or none) to compare the others with, token by token; the first if omitted."
     ),
     free_running_steps: int = typer.Option(
         0,

@@ -81,33 +81,24 @@ def generate(
     model: str = options.MODEL,
     max_new_tokens: int = options.NEW_TOKENS,
     temperature: float = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy."),
-    top_p: float | None = typer.Option(
-        None,
+    top_p: float | None = options.optional(
         min=0.0,
         max=1.0,
         help="Nucleus sampling with this probability; at temperature 1 without --temperature.",
-        show_default=False,
     ),
     seed: int = typer.Option(0, help="Seed for sampling."),
-    chunk: int | None = typer.Option(
-        None,
-        min=1,
-        help="Tokens per prefill chunk; the whole prompt if omitted.",
-        show_default=False,
+    chunk: int | None = options.optional(
+        min=1, help="Tokens per prefill chunk; the whole prompt if omitted."
     ),
     chat: bool = typer.Option(False, "--chat", help="Wrap the prompt in the chat template."),
     calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
-    prefix_store: str | None = typer.Option(
-        None,
+    prefix_store: str | None = options.optional(
         metavar="STORE",
         help="Load the longest known prefix from this store (directory or URL); save new tokens.",
-        show_default=False,
     ),
     storage: str | None = options.STORAGE_SPEC,
-    tenant: str | None = typer.Option(
-        None, help="Name of a tenant; tenants share no prefixes.", show_default=False
-    ),
+    tenant: str | None = options.optional("Name of a tenant; tenants share no prefixes."),
     password: str | None = options.PASSWORD,
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,

@@ -10,14 +10,7 @@ from typing import Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import (
-    explain,
-    narrow,
-    output_console,
-    print_document,
-    print_table,
-    table,
-)
+from kvpact.cli.console import explain, narrow, output_console, print_document, print_table, table
 from kvpact.registry import Alias, Foreign, find_method, known_names
 from kvpact.spec import Spec, option_types, parse_spec
 
@@ -125,11 +118,12 @@ def one_method(name: str) -> dict[str, Any]:
 
 
 def _method(cls: Any) -> dict[str, Any]:
-    options = {field.name: field.default for field in dataclasses.fields(cls)}
-    summary = inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
-    bits = _slot_bits(Spec(cls(), cls()))
-    paper = getattr(cls, "paper", "") or None
-    return {"summary": summary, "options": options, "paper": paper, "slot_bits": bits}
+    return {
+        "summary": inspect.cleandoc(cls.__doc__ or "").partition("\n")[0],
+        "options": {field.name: field.default for field in dataclasses.fields(cls)},
+        "paper": getattr(cls, "paper", "") or None,
+        "slot_bits": _slot_bits(Spec(cls(), cls())),
+    }
 
 
 def slot_bits(key: Any, value: Any, dim: int) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """Options that commands have in common, and what the shell completes; torch is not imported."""
 
+from typing import Any
+
 import typer
 
 from kvpact.data import recipe_names
@@ -50,6 +52,12 @@ SPECS = (
 )
 """What is shown to whoever names no specs: from the most bytes to the fewest."""
 
+
+def optional(help: str, **more: Any) -> Any:
+    """Return an option that is None where it is left out."""
+    return typer.Option(None, help=help, show_default=False, **more)
+
+
 WHICH_MODEL = "smollm2, gemma3, a hub id, or the folder of a model."
 
 MODEL = typer.Option("smollm2", help=WHICH_MODEL, autocompletion=complete_model)
@@ -60,34 +68,25 @@ MODEL_ARGUMENT = typer.Argument(
     ..., metavar="MODEL", help=WHICH_MODEL, autocompletion=complete_model
 )
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.", autocompletion=complete_dtype)
-THREADS = typer.Option(None, help="CPU threads; torch's default if omitted.", show_default=False)
+THREADS = optional("CPU threads; torch's default if omitted.")
+# Not `DEFAULT_SPEC`: its keys learn, so a prefix store would need a calibration.
 SPEC = typer.Option(
     "turboquant:bits=4", help="Spec or recipe of the cache.", autocompletion=complete_spec
 )
-STORAGE_SPEC = typer.Option(
-    None,
+STORAGE_SPEC = optional(
     metavar="SPEC",
     help="Store by this spec instead, such as pca:bits=1.5 (with --calibration).",
-    show_default=False,
     autocompletion=complete_spec,
 )
-CALIBRATION = typer.Option(
-    None,
-    exists=True,
-    dir_okay=False,
-    help="File written by `kvpact calibrate`, for methods that learn.",
-    show_default=False,
+CALIBRATION = optional(
+    exists=True, dir_okay=False, help="File written by `kvpact calibrate`, for methods that learn."
 )
 TEXTS = typer.Option(
     [],
     help="UTF-8 text file; the shipped excerpt of a book if omitted. Several may be given.",
     show_default=False,
 )
-FILE = typer.Option(
-    None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
-)
+FILE = optional("UTF-8 text file (- for stdin), placed before the prompt.")
 NEW_TOKENS = typer.Option(128, min=1, help="Maximum number of tokens to generate.")
-PASSWORD = typer.Option(
-    None, envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.", show_default=False
-)
+PASSWORD = optional(envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.")
 JSON = typer.Option(False, "--json", help="Print the result as one JSON document instead.")

@@ -39,8 +39,8 @@ TOKENS, QUICK_TOKENS = 2048, 768
 
 def recommend_command(
     model: str = options.MODEL_ARGUMENT,
-    text: Path | None = typer.Option(
-        None, help="UTF-8 text file; the shipped excerpt of a book if omitted.", show_default=False
+    text: Path | None = options.optional(
+        "UTF-8 text file; the shipped excerpt of a book if omitted."
     ),
     context: int = typer.Option(32_768, help="Context length for which bytes are counted."),
     budget: str = typer.Option(
@@ -50,12 +50,8 @@ def recommend_command(
         autocompletion=options.complete_spec,
     ),
     quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
-    tokens: int | None = typer.Option(
-        None, help=f"Tokens of text to use; {TOKENS} if omitted.", show_default=False
-    ),
-    out: Path | None = typer.Option(
-        None, help="Folder for recipe.toml, recommend.json and a plot.", show_default=False
-    ),
+    tokens: int | None = options.optional(f"Tokens of text to use; {TOKENS} if omitted."),
+    out: Path | None = options.optional("Folder for recipe.toml, recommend.json and a plot."),
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,

@@ -47,11 +47,9 @@ def size(
     kv_heads: int | None = typer.Option(None, help="KV heads per layer."),
     head_dim: int | None = typer.Option(None, help="Width of a key."),
     v_head_dim: int | None = typer.Option(None, help="Width of a value, if it differs."),
-    dtype: str | None = typer.Option(
-        None,
-        help="Dtype of sinks, window and uncompressed caches; the model's if omitted, or float16 "
-        "where that is wider.",
-        show_default=False,
+    dtype: str | None = options.optional(
+        "Dtype of sinks, window and uncompressed caches; the model's if omitted, or float16 where "
+        "that is wider.",
         autocompletion=options.complete_dtype,
     ),
     as_json: bool = options.JSON,

@@ -32,23 +32,14 @@ class Layers:
     dtype: torch.dtype
     positions: int | None = None
 
-    @property
-    def compressed(self) -> list[LayerShape]:
-        """The layers that a spec compresses."""
-        return [shape for shape in self.shapes if shape.compressed]
-
     def counted(self) -> list[dict[str, Any]]:
         """Return each shape once, with the number of layers that have it as ``count``."""
         return [{"count": n, **shape._asdict()} for shape, n in Counter(self.shapes).items()]
 
     def values(self, tokens: int, batch: int) -> int:
         """Return how many numbers of K and V the compressed layers hold."""
-        width = sum(x.heads * (x.key_dim + x.value_dim) for x in self.compressed)
-        return batch * tokens * width
-
-    def own_bytes(self, tokens: int, batch: int) -> int:
-        """Return the bytes that no spec compresses: of windows and of states."""
-        return sum(x.own_bytes(tokens, batch, self.dtype.itemsize) for x in self.shapes)
+        shapes = (x for x in self.shapes if x.compressed)
+        return batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
 
 
 def layers_of_model(name: str, dtype: str | None) -> Layers:
@@ -95,8 +86,9 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     found = Counter(dict.fromkeys(PARTS, 0))
     for each, shape in _pairs(spec, layers):
         found.update(_layer_bytes(each, shape.geometry(layers.dtype), tokens, batch))
-    compressed, own = sum(found.values()), layers.own_bytes(tokens, batch)
-    values = layers.values(tokens, batch)
+    compressed, values = sum(found.values()), layers.values(tokens, batch)
+    width = layers.dtype.itemsize
+    own = sum(shape.own_bytes(tokens, batch, width) for shape in layers.shapes)
     return {
         **found,
         "compressed": compressed,

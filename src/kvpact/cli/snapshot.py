@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import (
-    note,
-    print_document,
-    print_pairs,
-    printable,
-    progress,
-    size_text,
-)
+from kvpact.cli.console import note, print_document, print_pairs, printable, progress, size_text
 from kvpact.cli.generate import Stream
 from kvpact.cli.inputs import (
     candidate_of,
@@ -35,10 +28,8 @@ if TYPE_CHECKING:
     from kvpact.snapshot import Identity, Snapshot
 
 _PATH = typer.Argument(..., metavar="FILE", help="Snapshot file.", dir_okay=False)
-_ADAPTER = typer.Option(None, help="Name of the model's adapter.", show_default=False)
-_TENANT = typer.Option(
-    None, help="Name of the tenant that the snapshot belongs to.", show_default=False
-)
+_ADAPTER = options.optional("Name of the model's adapter.")
+_TENANT = options.optional("Name of the tenant that the snapshot belongs to.")
 CHUNK = 256
 
 
@@ -144,11 +135,8 @@ def verify(
 def restore(
     path: Path = _PATH,
     prompt: str | None = typer.Argument(None, help="Text to append to that of the snapshot."),
-    spec: str | None = typer.Option(
-        None,
-        help="Spec to continue with; the file's own if omitted.",
-        show_default=False,
-        autocompletion=options.complete_spec,
+    spec: str | None = options.optional(
+        "Spec to continue with; the file's own if omitted.", autocompletion=options.complete_spec
     ),
     calibration: Path | None = options.CALIBRATION,
     model: str = options.MODEL,

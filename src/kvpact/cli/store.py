@@ -90,12 +90,10 @@ def gc(
     url: str = _URL,
     password: str | None = options.PASSWORD,
     verify: bool = typer.Option(False, help="Read all entries, and remove damaged ones."),
-    max_bytes: int | None = typer.Option(
-        None, help="Drop the least recently used entries, down to this size.", show_default=False
+    max_bytes: int | None = options.optional(
+        "Drop the least recently used entries, down to this size."
     ),
-    ttl: float | None = typer.Option(
-        None, help="Drop entries older than this many seconds.", show_default=False
-    ),
+    ttl: float | None = options.optional("Drop entries older than this many seconds."),
     as_json: bool = options.JSON,
 ) -> None:
     """Remove expired and surplus entries, leftovers and, with --verify, damaged entries."""
@@ -109,6 +107,5 @@ def gc(
     grid = table(("removed", "entries"))
     for name, count in removed.items():
         grid.add_row(name, str(count))
-    console = output_console()
     print_table(grid)
-    console.print(f"{size_text(report.freed)} freed", highlight=False)
+    output_console().print(f"{size_text(report.freed)} freed", highlight=False)

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvpact.evaluate.base import PROBES, EvalProtocol, EvalResult, row_name
+from kvpact.evaluate.base import PROBES, EvalResult, row_name
 from kvpact.evaluate.compare import baseline_index, differences, summarize
 from kvpact.evaluate.plot import save_panels, save_plot, save_summary_plot
 from kvpact.evaluate.report import (
@@ -77,7 +77,8 @@ def write_report(
     written[-1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
     for run, name in zip(runs, _plot_names(runs), strict=True):
         written.append(folder / name)
-        save_plot(run.rows, written[-1], title=_plot_title(run.protocol))
+        sizes = f"{run.protocol.tokens} tokens in chunks of {run.protocol.chunk}"
+        save_plot(run.rows, written[-1], title=f"{run_name(run.protocol)}: {sizes}")
     if summary:
         written.append(folder / "summary.png")
         save_summary_plot(runs, written[-1])
@@ -140,7 +141,3 @@ def _plot_names(runs: Sequence[EvalResult]) -> list[str]:
         name = re.sub(r"[^\w.-]+", "_", "-".join(("eval", *filter(None, words))))
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return [f"{name}.png" for name in names]
-
-
-def _plot_title(protocol: EvalProtocol) -> str:
-    return f"{run_name(protocol)}: {protocol.tokens} tokens in chunks of {protocol.chunk}"

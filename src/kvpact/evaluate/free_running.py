@@ -17,14 +17,7 @@ from torch import Tensor
 
 from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress, row_name
 from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
-from kvpact.evaluate.feed import (
-    CacheFactory,
-    Steps,
-    cache_of,
-    entries_of,
-    feed,
-    positions,
-)
+from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed, positions
 from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, mean_and_error, score_tokens
 from kvpact.evaluate.report import kl_text, markdown
 from kvpact.recipe import SpecLike
@@ -179,20 +172,16 @@ def free_running(
         A causal language model of transformers, in evaluation mode.
     prompt : Tensor
         int64 ``[N]``, fed in chunks, so that the text begins with a stored past.
-    candidates : sequence of str, Spec, path, mapping or Candidate
-        At least one.
+    candidates, packed_only, make_cache
+        See `evaluate`; at least one candidate, and none is put in front.
     steps : int
         Tokens of the text. It ends sooner where the exact cache chooses a token that ends it.
     chunk : int
         Tokens of the prompt fed at a time.
-    packed_only : bool
-        See `evaluate`.
     tokenizer : optional
         Decodes the text for the result.
     progress : callable, optional
         ``progress(done, total, what)`` after each prompt and each step of a cache.
-    make_cache : callable, optional
-        ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
 
     Returns
     -------

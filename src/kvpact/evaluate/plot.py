@@ -43,7 +43,12 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     figure = new_figure((10, 6.4))
     axes: Any = figure.add_subplot()
     drawn = [row for row in rows if FLOOR < row.kl_mean < math.inf]
-    _style(axes, title)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per value, all bytes held (sinks, window, unused included)", color=INK)
+    axes.set_ylabel("mean KL to the exact cache, nats per token", color=INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK, wrap=True)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    plain_axes(axes)
     if drawn:
         _scale(axes, drawn)
         _points(axes, drawn)
@@ -62,15 +67,6 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
         named = [(row.bits_per_value, row.kl_mean, row_name(row)) for row in drawn]
         place_labels(figure, axes, named)
     figure.savefig(path)
-
-
-def _style(axes: Any, title: str) -> None:
-    axes.set_yscale("log")
-    axes.set_xlabel("bits per value, all bytes held (sinks, window, unused included)", color=INK)
-    axes.set_ylabel("mean KL to the exact cache, nats per token", color=INK)
-    axes.set_title(title, loc="left", fontsize=11, color=INK, wrap=True)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    plain_axes(axes)
 
 
 def _scale(axes: Any, rows: Sequence[EvalRow]) -> None:

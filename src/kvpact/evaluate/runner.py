@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvpact.evaluate.base import (
-    Candidate,
-    EvalProtocol,
-    EvalResult,
-    EvalRow,
-    Progress,
-)
+from kvpact.evaluate.base import Candidate, EvalProtocol, EvalResult, EvalRow, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,

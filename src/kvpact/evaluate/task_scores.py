@@ -16,18 +16,10 @@ from torch import Tensor
 
 from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress, row_name
 from kvpact.evaluate.canvas import INK, error_bars
-from kvpact.evaluate.feed import (
-    CacheFactory,
-    Steps,
-    cache_of,
-    entries_of,
-    feed,
-    forward,
-    positions,
-)
+from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed, forward, positions
 from kvpact.evaluate.metrics import mean_and_error
 from kvpact.evaluate.report import markdown
-from kvpact.evaluate.tasks import Question, TaskCase
+from kvpact.evaluate.tasks import TaskCase
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:
@@ -219,18 +211,14 @@ def score_tasks(
         As `kvpact.integrations.models.load_model` gives them.
     cases : sequence of TaskCase
         What `make_cases` returned.
-    candidates : sequence of str, Spec, path, mapping or Candidate
-        At least one.
+    candidates, packed_only, make_cache
+        See `evaluate`; at least one candidate, and none is put in front.
     seed : int
         The seed of the cases, for the report.
     chunk : int
         Tokens of a context fed at a time.
-    packed_only : bool
-        See `evaluate`.
     progress : callable, optional
         ``progress(done, total, what)`` after each context of a cache.
-    make_cache : callable, optional
-        ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
 
     Returns
     -------
@@ -274,16 +262,15 @@ Asked = list[tuple[Tensor, int]]  # ids of a question with its answer, and token
 
 
 def _prepare(tokenizer: PreTrainedTokenizerBase, case: TaskCase) -> tuple[Tensor, Asked]:
-    context = torch.tensor(tokenizer(case.context)["input_ids"], dtype=torch.int64, device="cpu")
-    return context, [_ids(tokenizer, question) for question in case.questions]
+    def ids(text: str, **options: Any) -> Tensor:
+        found = list(tokenizer(text, **options)["input_ids"])
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
-
-def _ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[Tensor, int]:
-    prompt, answer = (
-        list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        for text in (question.prompt, question.answer)
-    )
-    return torch.tensor(prompt + answer, dtype=torch.int64, device="cpu"), len(answer)
+    asked = []
+    for question in case.questions:
+        parts = [ids(x, add_special_tokens=False) for x in (question.prompt, question.answer)]
+        asked.append((torch.cat(parts), len(parts[1])))
+    return ids(case.context), asked
 
 
 def _check(prepared: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) -> None:
@@ -304,14 +291,14 @@ def _answers(
 ) -> list[tuple[float, bool]]:
     """Return for each question the log-probability of its answer, and whether it is the choice."""
     feed(model, context.to(model.device), cache, chunk)
-    return [_answer(model, deepcopy(cache), ids.to(model.device), length) for ids, length in asked]
-
-
-def _answer(model: PreTrainedModel, cache: Any, ids: Tensor, length: int) -> tuple[float, bool]:
-    log_p = forward(model, ids, cache)[-length - 1 : -1].double().log_softmax(-1)
-    answer = ids[-length:]
-    chosen = log_p.gather(-1, answer[:, None]).sum().item()
-    return chosen, bool((log_p.argmax(-1) == answer).all())
+    found = []
+    for question, length in asked:
+        ids = question.to(model.device)
+        log_p = forward(model, ids, deepcopy(cache))[-length - 1 : -1].double().log_softmax(-1)
+        answer = ids[-length:]
+        chosen = log_p.gather(-1, answer[:, None]).sum().item()
+        found.append((chosen, bool((log_p.argmax(-1) == answer).all())))
+    return found
 
 
 def _row(scores: list[TaskScore], task: str | None, depth: float | None) -> TaskRow:
