@@ -85,7 +85,10 @@ def continuations(model: Any, ids: torch.Tensor, new_tokens: int) -> list[Contin
             if spec:
                 cache = compressed_cache(model, Candidate(spec))
             tokens = continued(model, ids, cache, new_tokens)[0, ids.shape[1] :].tolist()
-            held = cache.memory_usage() if spec else _exact_bytes(cache)
+            if spec:
+                held = cache.memory_usage()
+            else:
+                held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
             made.append(Continuation(spec or "exact cache", tokens, held))
             report(index + 1, 1 + len(CONTINUED), spec)
     return made
@@ -112,11 +115,6 @@ def first_difference(exact: list[int], other: list[int]) -> int | None:
     """Return the index of the first token that differs, None where all are the same."""
     pairs = enumerate(zip_longest(exact, other))
     return next((index for index, (left, right) in pairs if left != right), None)
-
-
-def _exact_bytes(cache: Any) -> int:
-    """Return the bytes of transformers' own cache."""
-    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def _panel(tokenizer: Any, name: str, held: int, exact: list[int], tokens: list[int]) -> Panel:

@@ -139,7 +139,11 @@ def show(found: Recommendation, out: Path | None) -> None:
         line = f"recipe less {pair.against}: {measured} measured, {expected:+.5f} predicted"
         console.print(literal(line), highlight=False)
     if found.row.spec == "recipe":
-        console.print(literal(f"recipe: {_summary(planned)}"), soft_wrap=True, highlight=False)
+        layers: dict[str, list[str]] = {}
+        for layer, spec in planned.layers.items():
+            layers.setdefault(spec, []).append(str(layer))
+        line = "; ".join(f"{spec} in layers {' '.join(each)}" for spec, each in layers.items())
+        console.print(literal(f"recipe: {line}"), soft_wrap=True, highlight=False)
     console.print(literal(paste_line(found.chosen, out)), soft_wrap=True, highlight=False)
 
 
@@ -168,10 +172,3 @@ def _about(planned: Plan) -> str:
         "what was measured of others. "
         f"Budget: {size_text(planned.budget)}."
     )
-
-
-def _summary(planned: Plan) -> str:
-    by_spec: dict[str, list[str]] = {}
-    for layer, spec in planned.layers.items():
-        by_spec.setdefault(spec, []).append(str(layer))
-    return "; ".join(f"{spec} in layers {' '.join(layers)}" for spec, layers in by_spec.items())

@@ -100,6 +100,7 @@ def place_labels(
     right = frame.x1 if inside_axes else figure.bbox.x1
     allowed = list(product(RISES, sides))
     colours = inks or [INK] * len(points)
+    leader = {"arrowstyle": "-", "color": lines, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
     order = sorted(zip(points, colours, strict=True), key=lambda pair: -pair[0][1])
     for (x, y, text), ink in order:
         for place, (rise, side) in enumerate(allowed):
@@ -112,7 +113,8 @@ def place_labels(
                 va="center",
                 fontsize=size,
                 color=ink,
-                arrowprops=_leader(side, lines) if rise else None,
+                # From the point to the near edge of the label.
+                arrowprops={**leader, "relpos": (0 if side > 0 else 1, 0.5)} if rise else None,
             )
             label.update_positions(renderer)
             box = Text.get_window_extent(label, renderer)  # without the line that leads to it
@@ -122,9 +124,3 @@ def place_labels(
                 break
             label.remove()
         taken.append(box)
-
-
-def _leader(side: int, colour: str) -> dict[str, Any]:
-    """Return the line from a point to the near edge of its label."""
-    line = {"arrowstyle": "-", "color": colour, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
-    return {**line, "relpos": (0 if side > 0 else 1, 0.5)}
