@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvpact.cli.methods_data import meanings, option_text, slot_bits
+from kvpact.cli.methods import meanings, option_text, slot_bits
 from kvpact.kernels.base import OPERATIONS
 from kvpact.kernels.plan import BACKENDS
 from kvpact.methods import Codec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from kvpact.cli.methods_data import meanings, option_text, slot_bits
+from kvpact.cli.methods import meanings, option_text, slot_bits
 from kvpact.spec import option_types, parse_spec
 from kvpact_pages.cards import methods, summary
 from kvpact_pages.results import code, table

@@ -347,10 +347,10 @@ def test_recipes_of_a_small_model(run, model_folder, tmp_path):
 
 
 def test_the_share_of_storing(run, model_folder, tmp_path):
-    sizes = ("--tokens", 80, "--rounds", 2, "--threads", 1, "--spec", "trellis:bits=4")
+    sizes = ("--tokens", 200, "--rounds", 2, "--threads", 1, "--spec", "trellis:bits=4")
     printed = run("prompt_share", "--model", model_folder, *sizes, "--out", tmp_path)
     (row,) = json.loads((tmp_path / "prompt_share.json").read_text("utf-8"))["rows"]
-    assert 0 < row["encoding_ms"] < row["storing_ms"] < row["prompt_ms"] and row["tokens"] == 80
+    assert 0 < row["encoding_ms"] < row["storing_ms"] < row["prompt_ms"] and row["tokens"] == 200
     for name in ("encoding", "storing"):
         low, middle, high = row[name]
         assert 0 < low <= middle <= high < 1

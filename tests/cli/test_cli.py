@@ -9,8 +9,8 @@ from commands import good, invoke
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvpact
+import kvpact.cli as entry
 from kvpact import registry
-from kvpact.cli import entry
 from kvpact.cli.demo import first_difference
 from kvpact.cli.generate import Stream
 from kvpact.cli.options import SPECS

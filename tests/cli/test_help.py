@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvpact.cli
 from kvpact.cli.app import Deferred, app
 from kvpact.cli.commands import COMMANDS
-from kvpact.cli.complete import (
+from kvpact.cli.options import (
     complete_dtype,
     complete_model,
     complete_recipe,

@@ -41,7 +41,7 @@ def on_terminal(code, *args, columns=80, **env):
 CONSOLE = """
 import sys
 from kvpact.cli.console import error_console, output_console, print_table, progress, table
-from kvpact.cli.size_tables import _show_bars
+from kvpact.cli.size import _show_bars
 row = {"spec": "int:bits=4", "tokens": 64, "sinks": 100, "window": 100, "own": 100, "total": 400,
        "exact": 500}
 _show_bars(output_console(), [row], 1)
@@ -70,7 +70,7 @@ def test_no_color_leaves_them_out():
 
 FITS = """
 from kvpact.cli.app import app
-from kvpact.cli.size_tables import show
+from kvpact.cli.size import show
 for words in (["--help"], ["size", "--help"], ["store", "gc", "--help"]):
     try: app(words, prog_name="kvpact")
     except SystemExit: pass

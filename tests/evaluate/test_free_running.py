@@ -17,8 +17,7 @@ from kvpact.evaluate import (
     score_tokens,
     write_report,
 )
-from kvpact.evaluate.free_running import distinct_percent
-from kvpact.evaluate.free_running_report import running_mean
+from kvpact.evaluate.free_running import distinct_percent, running_mean
 from kvpact.integrations.transformers import CompressedCache
 
 

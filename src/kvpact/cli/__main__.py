@@ -1,5 +1,5 @@
 """``python -m kvpact.cli`` is ``kvpact``."""
 
-from kvpact.cli.entry import main
+from kvpact.cli import main
 
 main()

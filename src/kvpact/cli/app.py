@@ -15,15 +15,7 @@ from kvpact.errors import KVPactError
 
 
 class Deferred(TyperCommand):
-    """A command whose module is imported when it is called, or asked for its help.
-
-    Parameters
-    ----------
-    name : str
-        Its last word.
-    entry : Entry
-        What is known of it before.
-    """
+    """A command whose module is imported when it is called, or asked for its help."""
 
     def __init__(self, name: str, entry: Entry) -> None:
         super().__init__(name, short_help=entry.summary, help=entry.summary)
@@ -37,9 +29,8 @@ class Deferred(TyperCommand):
         one = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        one.command(self.name, short_help=self.short_help, epilog=f"\b\n{title}:{lines}")(
-            getattr(import_module(f"kvpact.cli.{module}"), function)
-        )
+        body = getattr(import_module(f"kvpact.cli.{module}"), function)
+        one.command(self.name, short_help=self.short_help, epilog=f"\b\n{title}:{lines}")(body)
         return typer.main.get_command(one)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
@@ -49,13 +40,11 @@ class Deferred(TyperCommand):
 
 def _group(name: str) -> TyperGroup:
     """Return a group with its commands."""
-    words = [words for words in COMMANDS if words.startswith(f"{name} ")]
+    below = {words.split()[-1]: x for words, x in COMMANDS.items() if words.startswith(f"{name} ")}
     return TyperGroup(
         name=name,
         help=COMMANDS[name].summary,
-        commands={
-            text: Deferred(text, COMMANDS[f"{name} {text}"]) for _, text in map(str.split, words)
-        },
+        commands={word: Deferred(word, entry) for word, entry in below.items()},
         no_args_is_help=True,
         rich_markup_mode=None,
     )

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.complete import complete_spec
-from kvpact.cli.console import literal, note, print_table, progress, size_text, table
-from kvpact.cli.document import print_document
-from kvpact.cli.inputs import InputError, texts_of
+from kvpact.cli.console import note, print_document, print_pairs, progress, size_text
+from kvpact.cli.inputs import InputError, check_models, check_parent, open_model, texts_of
 from kvpact.spec import DEFAULT_SPEC, parse_spec
 
 if TYPE_CHECKING:
@@ -28,16 +26,12 @@ def calibrate_command(
         dir_okay=False,
         help="File to write; an existing file is replaced.",
     ),
-    text: list[Path] = typer.Option(
-        [],
-        help="UTF-8 text file; the shipped excerpt of a book if omitted. Several may be given.",
-        show_default=False,
-    ),
+    text: list[Path] = options.TEXTS,
     spec: list[str] = typer.Option(
         SPECS,
         help="Spec to calibrate; `pca` and `trellis` learn the same at all bits. Several may be "
         "given.",
-        autocompletion=complete_spec,
+        autocompletion=options.complete_spec,
     ),
     tokens: int = typer.Option(4096, min=256, help="Tokens of all texts together."),
     dtype: str = options.DTYPE,
@@ -48,11 +42,8 @@ def calibrate_command(
 
     Use texts of the kinds that the model will read; about 4,000 tokens are enough.
     """
-    from kvpact.cli.network import check_models, open_model
-
     specs = [parse_spec(one) for one in dict.fromkeys(spec)]
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"{out.absolute().parent} is no folder; make it first")
+    check_parent(out)
     given = texts_of(text)
     check_models([model])
     network, tokenizer = open_model(model, dtype, threads)
@@ -65,28 +56,20 @@ def calibrate_command(
     with progress("calibrating") as report:
         found = calibrate(network, rows, specs, progress=report)
     found.save(out)
-    layer = next(iter(found.layers.values()))
+    layer, size = next(iter(found.layers.values())), out.stat().st_size
     if as_json:
-        print_document(
-            "calibrate",
-            file=str(out),
-            bytes=out.stat().st_size,
-            layers=len(found.layers),
-            tokens=found.tokens,
-            k=list(layer.k),
-            v=list(layer.v),
-        )
+        counts = {"layers": len(found.layers), "tokens": found.tokens}
+        learnt = {"k": list(layer.k), "v": list(layer.v)}
+        print_document("calibrate", file=str(out), bytes=size, **counts, **learnt)
         return
-    grid = table(("calibration", literal(out)))
-    for name, value in (
+    rows_shown = (
         ("layers", len(found.layers)),
         ("tokens", found.tokens),
         ("learnt of K", ", ".join(layer.k) or "-"),
         ("learnt of V", ", ".join(layer.v) or "-"),
-        ("bytes", size_text(out.stat().st_size)),
-    ):
-        grid.add_row(name, literal(value))
-    print_table(grid)
+        ("bytes", size_text(size)),
+    )
+    print_pairs(("calibration", out), rows_shown)
 
 
 def rows_of(tokenizer: Any, texts: list[tuple[str, str]], tokens: int) -> list[torch.Tensor]:

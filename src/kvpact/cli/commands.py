@@ -6,26 +6,15 @@ completion need not wait for torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One command, or a group of them.
+class Entry(NamedTuple):
+    """One command, or a group of them: a group has no target and no examples."""
 
-    Parameters
-    ----------
-    summary : str
-        What it does, as the list of commands says it; the first line of the function's docstring.
-    target : str
-        ``module:function`` below ``kvpact.cli``; empty for a group.
-    examples : tuple of str
-        Whole command lines.
-    """
-
-    summary: str
-    target: str = ""
-    examples: tuple[str, ...] = ()
+    summary: str  # the first line of the function's docstring
+    target: str = ""  # ``module:function`` below ``kvpact.cli``
+    examples: tuple[str, ...] = ()  # whole command lines
 
 
 COMMANDS = {

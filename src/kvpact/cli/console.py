@@ -1,12 +1,15 @@
-"""Consoles, tables and progress, alike in all commands."""
+"""Consoles, tables, progress and the documents of ``--json``, alike in all commands."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
+from pathlib import Path
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.measure import Measurement
@@ -20,6 +23,8 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 from rich.text import Text
+
+from kvpact.files import json_ready
 
 _TEXT = 12  # columns that text has at least
 PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squeezed into 80
@@ -98,6 +103,36 @@ def print_table(grid: Table) -> None:
         least = Measurement.get(console, wide, grid).maximum
     console.width = max(least, console.width)
     console.print(grid, markup=False)
+
+
+def print_pairs(head: tuple[str, object], rows: Iterable[tuple[str, object]]) -> None:
+    """Print a table of names and values."""
+    grid = table((head[0], literal(head[1])))
+    for name, value in rows:
+        grid.add_row(name, literal(value))
+    print_table(grid)
+
+
+def explain(text: str) -> None:
+    """Print a sentence on what stands above it."""
+    output_console().print(text, style="dim", highlight=False)
+
+
+def show_files(files: list[Path]) -> None:
+    """Print which files were written, if any."""
+    if files:
+        line = "written: " + ", ".join(map(str, files))
+        output_console().print(line, soft_wrap=True, highlight=False)
+
+
+def print_document(command: str, **fields: object) -> None:
+    """Print the result of a command, named by its words, as one JSON document.
+
+    Bytes are whole numbers, times are in seconds, and what is no number (NaN, infinity) is null.
+    ``tests/cli/test_json.py`` holds the keys of each document and checks them.
+    """
+    document = {"command": command, **fields}
+    typer.echo(json.dumps(json_ready(document), indent=2, allow_nan=False, ensure_ascii=False))
 
 
 def size_text(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +14,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kvpact.cli import options
-from kvpact.cli.console import output_console, progress, size_text
-from kvpact.cli.document import print_document
+from kvpact.cli.console import output_console, print_document, progress, show_files, size_text
 from kvpact.cli.eval_run import Plan, run
-from kvpact.cli.eval_tables import show_files
-from kvpact.cli.network import continued
+from kvpact.cli.inputs import continued
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
 from kvpact.evaluate.files import report_data
@@ -44,19 +43,17 @@ def demo(
 ) -> None:
     """Evaluate eight caches on a book, then let three of them continue it side by side."""
     book = book_path().read_text("utf-8")
-    candidates = [Candidate(spec) for spec in options.SPECS]
-    plan = Plan(
-        candidates, [("Northanger Abbey", book)], tokens, chunk, out=out, tables=not as_json
-    )
+    candidates, texts = [Candidate(spec) for spec in options.SPECS], [("Northanger Abbey", book)]
+    plan = Plan(candidates, texts, tokens, chunk, out=out, tables=not as_json)
     outcome = run(plan, [model], "float32", threads)
     tokenizer = outcome.tokenizer
     start = max(book.find(PROMPT_START), 0)
     ids = tokenizer(book[start:], truncation=True, max_length=PROMPT_TOKENS, return_tensors="pt")
     prompt = ids["input_ids"]
-    texts = continuations(outcome.model, prompt, new_tokens)
+    made = continuations(outcome.model, prompt, new_tokens)
     if as_json:
         told = [
-            {"cache": x.name, "text": tokenizer.decode(x.tokens), "bytes": x.bytes} for x in texts
+            {"cache": x.name, "text": tokenizer.decode(x.tokens), "bytes": x.bytes} for x in made
         ]
         data = report_data(outcome.results)
         files = [str(path) for path in outcome.files]
@@ -65,7 +62,7 @@ def demo(
     console = output_console()
     console.print(HOW_TO_READ, style="bold", highlight=False)
     console.print()
-    console.print(side_by_side(tokenizer, prompt, texts))
+    console.print(side_by_side(tokenizer, prompt, made))
     show_files(outcome.files)
 
 
@@ -78,28 +75,20 @@ class Continuation(NamedTuple):
 
 
 def continuations(model: Any, ids: torch.Tensor, new_tokens: int) -> list[Continuation]:
-    """Return the greedy continuations of one prompt by the exact and two compressed caches.
-
-    Parameters
-    ----------
-    model
-        As `open_model` gives it.
-    ids : Tensor
-        The prompt, int64 ``[1, T]``.
-    new_tokens : int
-        Tokens of each continuation.
-    """
+    """Continue a prompt, int64 ``[1, T]``, greedily on the exact and two compressed caches."""
     from transformers import DynamicCache
 
     made = []
     with progress("continuing the book") as report:
         for index, spec in enumerate(("", *CONTINUED)):
+            cache: Any = DynamicCache(config=model.config)
             if spec:
                 cache = compressed_cache(model, Candidate(spec))
-            else:
-                cache = DynamicCache(config=model.config)
             tokens = continued(model, ids, cache, new_tokens)[0, ids.shape[1] :].tolist()
-            held = cache.memory_usage() if spec else _exact_bytes(cache)
+            if spec:
+                held = cache.memory_usage()
+            else:
+                held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
             made.append(Continuation(spec or "exact cache", tokens, held))
             report(index + 1, 1 + len(CONTINUED), spec)
     return made
@@ -124,15 +113,8 @@ def _one_line(text: str) -> str:
 
 def first_difference(exact: list[int], other: list[int]) -> int | None:
     """Return the index of the first token that differs, None where all are the same."""
-    for index, (left, right) in enumerate(zip(exact, other, strict=False)):
-        if left != right:
-            return index
-    return None if len(exact) == len(other) else min(len(exact), len(other))
-
-
-def _exact_bytes(cache: Any) -> int:
-    """Return the bytes of transformers' own cache."""
-    return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    pairs = enumerate(zip_longest(exact, other))
+    return next((index for index, (left, right) in pairs if left != right), None)
 
 
 def _panel(tokenizer: Any, name: str, held: int, exact: list[int], tokens: list[int]) -> Panel:

@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from kvpact.cli import options
-from kvpact.cli.console import output_console, print_table, table
-from kvpact.cli.document import print_document
+from kvpact.cli.console import output_console, print_document, print_table, table
 from kvpact.evaluate.runner import installed
 from kvpact.kernels import OPERATIONS, coverage, devices, report
 from kvpact.registry import Alias, list_methods
@@ -47,7 +45,6 @@ def doctor(as_json: bool = options.JSON) -> None:
     if as_json:
         print_document("doctor", **found)
         return
-    console = output_console()
     system = table(("system", ""), left=2)
     for name, value in found["system"].items():
         system.add_row(name, value)
@@ -58,13 +55,19 @@ def doctor(as_json: bool = options.JSON) -> None:
             runs = "yes" if line["available"] else "no"
             backends.add_row(line["operation"], line["backend"], runs, line["reason"])
         print_table(backends)
-        print_table(methods_table(device["methods"]))
+        methods = table(("method", *OPERATIONS, "why no better one"), left=5)
+        for one in device["methods"]:
+            methods.add_row(one["name"], *one["backends"].values(), "; ".join(one["reasons"]))
+        print_table(methods)
     extras = table(("extra", "package", "version", "to install"), left=4)
     for x in found["packages"]:
         missing = f"pip install {x['install']}" if x["version"] is None else ""
         extras.add_row(x["extra"], x["package"], x["version"] or "missing", missing)
     print_table(extras)
-    console.print(model_line(found["models"]), highlight=False, soft_wrap=True)
+    line = "models: transformers is missing"
+    if (kept := found["models"]) is not None:
+        line = f"converted models in {kept['folder']}: {', '.join(kept['converted']) or 'none yet'}"
+    output_console().print(line, highlight=False, soft_wrap=True)
 
 
 def findings() -> dict[str, Any]:
@@ -106,14 +109,6 @@ def methods_on(device: torch.device) -> list[dict[str, Any]]:
     return made
 
 
-def methods_table(found: list[dict[str, Any]]) -> Table:
-    """Return what `methods_on` found as a table."""
-    made = table(("method", *OPERATIONS, "why no better one"), left=5)
-    for one in found:
-        made.add_row(one["name"], *one["backends"].values(), "; ".join(one["reasons"]))
-    return made
-
-
 def processor() -> dict[str, str]:
     """Return what matters of the processors."""
     found = {
@@ -137,13 +132,6 @@ def kept_models() -> dict[str, Any] | None:
     folder = model_cache_dir() / "models"
     kept = sorted(x.name for x in folder.glob("*") if x.is_dir()) if folder.is_dir() else []
     return {"folder": str(folder), "converted": kept}
-
-
-def model_line(found: dict[str, Any] | None) -> str:
-    """Return what `kept_models` found as a line."""
-    if found is None:
-        return "models: transformers is missing"
-    return f"converted models in {found['folder']}: {', '.join(found['converted']) or 'none yet'}"
 
 
 def _flags() -> list[str]:

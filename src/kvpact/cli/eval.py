@@ -7,8 +7,7 @@ from pathlib import Path
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.complete import complete_spec
-from kvpact.cli.document import print_document
+from kvpact.cli.console import print_document, show_files
 from kvpact.cli.inputs import InputError, texts_of
 
 
@@ -17,23 +16,15 @@ def evaluate_command(
         ...,
         metavar="SPEC...",
         help="Specs such as turboquant:bits=4, or recipes (.toml, .json, recipe:NAME).",
-        autocompletion=complete_spec,
+        autocompletion=options.complete_spec,
     ),
-    text: list[Path] = typer.Option(
-        [],
-        help="UTF-8 text file; the shipped excerpt of a book if omitted. Several may be given.",
-        show_default=False,
-    ),
+    text: list[Path] = options.TEXTS,
     tokens: int = typer.Option(2048, help="Tokens of each text to use."),
     chunk: int = typer.Option(256, help="Tokens fed at a time; the first chunk is not scored."),
     model: list[str] = options.MODELS,
-    out: Path | None = typer.Option(
-        None, help="Folder for eval.json, eval.md and plots.", show_default=False
-    ),
-    against: str | None = typer.Option(
-        None,
-        help="Spec (or none) to compare the others with, token by token; the first if omitted.",
-        show_default=False,
+    out: Path | None = options.optional("Folder for eval.json, eval.md and plots."),
+    against: str | None = options.optional(
+        "Spec (or none) to compare the others with, token by token; the first if omitted."
     ),
     free_running_steps: int = typer.Option(
         0,
@@ -66,8 +57,7 @@ def evaluate_command(
 
     With several models or texts, each model reads each text, and a summary follows.
     """
-    from kvpact.cli.eval_run import Plan, candidates_of, run
-    from kvpact.cli.eval_tables import show_files, show_ratios
+    from kvpact.cli.eval_run import Plan, candidates_of, run, show_ratios
     from kvpact.evaluate.files import report_data
 
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)

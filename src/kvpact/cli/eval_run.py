@@ -1,22 +1,31 @@
-"""What ``kvpact eval`` and ``kvpact demo`` run: every model reads every text."""
+"""What ``kvpact eval`` and ``kvpact demo`` run and print: every model reads every text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvpact.cli.console import note, progress
-from kvpact.cli.eval_tables import show, show_summary
-from kvpact.cli.inputs import InputError, require, results_folder
-from kvpact.cli.network import check_models, load_calibration, open_model
+from kvpact.cli.console import explain, narrow, note, print_table, progress, table
+from kvpact.cli.inputs import (
+    InputError,
+    candidate_of,
+    check_models,
+    load_calibration,
+    note_if_short,
+    open_model,
+    require,
+    results_folder,
+)
 from kvpact.evaluate import (
     Candidate,
     EvalResult,
+    EvalRow,
     FreeRunningResult,
+    SummaryRow,
     TaskCase,
-    TaskResult,
+    differences,
     evaluate_text,
     free_running,
     make_cases,
@@ -24,10 +33,20 @@ from kvpact.evaluate import (
     summarize,
     write_report,
 )
+from kvpact.evaluate.base import row_name
 from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
+from kvpact.evaluate.report import (
+    PAIRED,
+    kl_text,
+    protocol_text,
+    run_name,
+    signed,
+    summary_cells,
+    summary_columns,
+    whole_share,
+)
 from kvpact.methods.cautions import KEY_NORM, cautions
-from kvpact.recipe import load_recipe
 from kvpact.spec import parse_spec
 
 
@@ -95,26 +114,18 @@ def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outco
 
 
 def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> list[Candidate]:
-    """Return the candidates of the command line, checked before anything is loaded.
-
-    Raises
-    ------
-    SpecError, InputError
-        A spec or recipe is not what it should be.
-    """
+    """Return the candidates of the command line, checked before anything is loaded."""
     candidates = []
     for spec in dict.fromkeys(specs):
         candidate = Candidate(spec, packed_only)
-        if candidate.is_recipe:
-            if ablation:
-                raise InputError(f"--ablation takes specs, and {spec} is a recipe")
-            load_recipe(spec)
-        else:
+        if ablation and candidate.is_recipe:
+            raise InputError(f"--ablation takes specs, and {spec} is a recipe")
+        candidate_of(spec)
+        if ablation and spec != "none":
             bare = parse_spec(spec).with_options(sinks=0, window=0)
-            if ablation and spec != "none":
-                candidates += [Candidate(spec), Candidate(bare), Candidate(spec, True)]
-                continue
-        candidates.append(candidate)
+            candidates += [Candidate(spec), Candidate(bare), Candidate(spec, True)]
+        else:
+            candidates.append(candidate)
     return candidates
 
 
@@ -144,26 +155,19 @@ def _run_one(
     cases: list[TaskCase],
     names: dict[str, str],
 ) -> EvalResult:
+    shared: dict[str, Any] = {"chunk": plan.chunk, "seed": plan.seed}
     with progress("evaluating") as report:
-        result = evaluate_text(
-            network,
-            tokenizer,
-            text,
-            plan.candidates,
-            tokens=plan.tokens,
-            chunk=plan.chunk,
-            progress=report,
-            seed=plan.seed,
-            **names,
-        )
-    held = result.protocol.tokens
-    if held < plan.tokens:
-        note(f"the text has {held} tokens, fewer than the {plan.tokens} asked for")
+        options = {"tokens": plan.tokens, "progress": report, **shared, **names}
+        result = evaluate_text(network, tokenizer, text, plan.candidates, **options)
+    note_if_short(result.protocol.tokens, plan.tokens)
     if plan.free_running:
-        free = _run_free(plan, network, tokenizer, text)
-        result = replace(result, free_running=free)
+        result = replace(result, free_running=_run_free(plan, network, tokenizer, text))
     if cases:
-        result = replace(result, tasks=_run_tasks(plan, network, tokenizer, cases))
+        with progress("tasks") as report:
+            found = score_tasks(
+                network, tokenizer, cases, plan.candidates, progress=report, **shared
+            )
+        result = replace(result, tasks=found)
     return result
 
 
@@ -193,14 +197,66 @@ def _cases(plan: Plan, tokenizer: Any, text: str) -> list[TaskCase]:
     return make_cases(text, count, tokens=plan.tokens, samples=plan.task_samples, seed=plan.seed)
 
 
-def _run_tasks(plan: Plan, network: Any, tokenizer: Any, cases: list[TaskCase]) -> TaskResult:
-    with progress("tasks") as report:
-        return score_tasks(
-            network,
-            tokenizer,
-            cases,
-            plan.candidates,
-            seed=plan.seed,
-            chunk=plan.chunk,
-            progress=report,
-        )
+MORE = ("MB", "KL\np99", "time\ns")  # for which a narrow terminal has no room
+COLUMNS: dict[str, Callable[[EvalRow], str]] = {
+    "bits/\nvalue": lambda row: f"{row.bits_per_value:.2f}",
+    "MB": lambda row: f"{row.bytes / 1e6:.2f}",
+    "of all\n%": whole_share,
+    "perplex-\nity": lambda row: f"{row.perplexity:.3f}",
+    "change\n%": lambda row: f"{row.perplexity_change:+.2f}",
+    "KL\nmean": lambda row: kl_text(row.kl_mean),
+    "±": lambda row: kl_text(row.kl_se),
+    "KL\np99": lambda row: kl_text(row.kl_p99),
+    "top-1\n%": lambda row: f"{row.top1:.1f}",
+    "time\ns": lambda row: f"{row.seconds:.1f}",
+}
+
+
+def show(result: EvalResult, against: str | None = None, *, heading: bool = False) -> None:
+    """Print the tables of an evaluation, and how it was measured."""
+    shown = {name: text for name, text in COLUMNS.items() if not (narrow(100) and name in MORE)}
+    grid = table(("spec", *shown), title=run_name(result.protocol) * heading)
+    for row in result.rows:
+        grid.add_row(row_name(row), *(text(row) for text in shown.values()))
+    print_table(grid)
+    found = differences(result, against)
+    if found:
+        title = f"paired, against {found[0].against}"
+        grid = table(("spec", "KL less", "±", "ratio"), title=title)
+        for x in found:
+            error, ratio = kl_text(x.kl_difference_se), f"{x.kl_ratio:.3f}"
+            grid.add_row(x.spec, signed(x.kl_difference), error, ratio)
+        print_table(grid)
+    explain(protocol_text(result.protocol, result.rows))
+    for probe in result.probes.values():
+        grid = table(probe.columns())
+        for line in probe.lines():
+            grid.add_row(*line)
+        print_table(grid)
+        explain(probe.about())
+
+
+def show_summary(rows: list[SummaryRow]) -> None:
+    """Print a summary over models and texts."""
+    if not rows:
+        return
+    columns = [column.replace("`", "") for column in summary_columns(rows)]
+    grid = table(columns, title=f"all {rows[0].runs} runs")
+    for row in rows:
+        grid.add_row(row.spec, *summary_cells(row))
+    print_table(grid)
+    explain(PAIRED)
+
+
+def show_ratios(result: EvalResult) -> None:
+    """Print how much more KL a spec costs without sinks and window, and packed only."""
+    grid = table(("spec", "KL mean", "sinks=0,window=0", "packed only"), title="KL over the spec's")
+    rows = [row for row in result.rows if row.spec != "none"]
+    for start in range(0, len(rows) - 2, 3):
+        full, bare, packed = rows[start : start + 3]
+        grid.add_row(full.spec, kl_text(full.kl_mean), _ratio(bare, full), _ratio(packed, full))
+    print_table(grid)
+
+
+def _ratio(row: EvalRow, base: EvalRow) -> str:
+    return f"x {row.kl_mean / base.kl_mean:.2f}" if base.kl_mean > 0 else "-"

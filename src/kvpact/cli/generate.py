@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,27 +13,29 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import print_table, size_text, table
-from kvpact.cli.document import print_document
-from kvpact.cli.inputs import InputError, prompt_text
+from kvpact.cli.console import note, print_document, print_pairs, size_text
+from kvpact.cli.inputs import (
+    InputError,
+    candidate_of,
+    check_positions,
+    continued,
+    encode,
+    load_calibration,
+    open_model,
+    prompt_text,
+)
+from kvpact.cli.store import opened
+from kvpact.errors import StoreError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvpact.cli.prefix import Prefix
+    from kvpact.calibration import Calibration
 
 
 @dataclass
 class Stream:
-    """What `generate` of transformers calls a streamer: prints text and takes the times.
-
-    Parameters
-    ----------
-    tokenizer : PreTrainedTokenizerBase
-        Turns tokens into text.
-    quiet : bool
-        Whether nothing is printed.
-    """
+    """A streamer for `generate` of transformers: prints text, unless `quiet`, and takes times."""
 
     tokenizer: Any
     quiet: bool = False
@@ -77,33 +81,24 @@ def generate(
     model: str = options.MODEL,
     max_new_tokens: int = options.NEW_TOKENS,
     temperature: float = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy."),
-    top_p: float | None = typer.Option(
-        None,
+    top_p: float | None = options.optional(
         min=0.0,
         max=1.0,
         help="Nucleus sampling with this probability; at temperature 1 without --temperature.",
-        show_default=False,
     ),
     seed: int = typer.Option(0, help="Seed for sampling."),
-    chunk: int | None = typer.Option(
-        None,
-        min=1,
-        help="Tokens per prefill chunk; the whole prompt if omitted.",
-        show_default=False,
+    chunk: int | None = options.optional(
+        min=1, help="Tokens per prefill chunk; the whole prompt if omitted."
     ),
     chat: bool = typer.Option(False, "--chat", help="Wrap the prompt in the chat template."),
     calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
-    prefix_store: str | None = typer.Option(
-        None,
+    prefix_store: str | None = options.optional(
         metavar="STORE",
         help="Load the longest known prefix from this store (directory or URL); save new tokens.",
-        show_default=False,
     ),
     storage: str | None = options.STORAGE_SPEC,
-    tenant: str | None = typer.Option(
-        None, help="Name of a tenant; tenants share no prefixes.", show_default=False
-    ),
+    tenant: str | None = options.optional("Name of a tenant; tenants share no prefixes."),
     password: str | None = options.PASSWORD,
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,
@@ -111,15 +106,6 @@ def generate(
     """Generate text on a compressed cache; prints memory and speed."""
     import torch
 
-    from kvpact.cli.network import (
-        candidate_of,
-        check_positions,
-        continued,
-        encode,
-        load_calibration,
-        open_model,
-    )
-    from kvpact.cli.prefix import prefix_of
     from kvpact.evaluate import compressed_cache
 
     if storage is not None and prefix_store is None:
@@ -129,8 +115,7 @@ def generate(
     ids = encode(tokenizer, text, chat=chat)
     check_positions(network, ids.shape[1], max_new_tokens)
     known = load_calibration(calibration, network)
-    candidate = replace(candidate, calibration=known)
-    cache = compressed_cache(network, candidate)
+    cache = compressed_cache(network, replace(candidate, calibration=known))
     sampling: dict[str, Any] = {}
     if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)
@@ -150,23 +135,7 @@ def generate(
 def figures_of(
     cache: Any, stream: Stream, length: int, dtype: Any, prefix: Prefix, started: float
 ) -> dict[str, Any]:
-    """Return what the cache holds and how fast it went.
-
-    Parameters
-    ----------
-    cache : CompressedCache
-        After the generation.
-    stream : Stream
-        Of the generation.
-    length : int
-        Tokens of the prompt.
-    dtype : torch.dtype
-        The model's.
-    prefix : Prefix
-        What came out of a store.
-    started : float
-        When it began, by `time.perf_counter`.
-    """
+    """Return what the cache holds after a prompt of `length` tokens and how fast it went."""
     stats = cache.stats()
     exact = {"float16": 2, str(dtype).removeprefix("torch."): dtype.itemsize}
     return {
@@ -189,29 +158,92 @@ def figures_of(
 def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
     """Print the figures of a generation."""
     new, parts, seconds = figures["new_tokens"], figures["bytes"], figures["seconds"]
-    grid = table(("cache", spec))
-    grid.add_row("prompt tokens", str(figures["prompt_tokens"]))
-    grid.add_row("new tokens", str(new))
-    held = parts["total"]
-    grid.add_row("bytes held", size_text(held))
-    grid.add_row("  packed slots", size_text(parts["codes"] + parts["side"]))
-    grid.add_row("  exact sinks and window", size_text(parts["sinks"] + parts["window"]))
-    grid.add_row("  allocated, not yet used", size_text(parts["unused"]))
-    for name, exact in figures["exact_bytes"].items():
-        times = f" ({exact / held:.2f} x)" if held else ""
+    held, slots = parts["total"], figures["slot_bits_per_value"]
+    exact = []
+    for name, size in figures["exact_bytes"].items():
         short = "fp16" if name == "float16" else name
-        grid.add_row(f"bytes of an exact cache, {short}", size_text(exact) + times)
-    grid.add_row("bits per value", f"{figures['bits_per_value']:.2f}")
-    slots = figures["slot_bits_per_value"]
-    none_yet = "no token has left the window yet"
-    grid.add_row("bits per value, packed slots", f"{slots:.2f}" if slots == slots else none_yet)
-    counts = "{compressed} / {native}".format(**figures["layers"])
-    grid.add_row("layers compressed / native", counts)
+        times = f" ({size / held:.2f} x)" if held else ""
+        exact.append((f"bytes of an exact cache, {short}", size_text(size) + times))
+    packed = f"{slots:.2f}" if slots == slots else "no token has left the window yet"
     computed = figures["prompt_tokens"] - prefix.loaded
-    grid.add_row("prefill, tokens/s", f"{computed / seconds['prefill']:.1f}")
-    grid.add_row("decode, tokens/s", f"{(new - 1) / seconds['decode']:.1f}" if new > 1 else "-")
-    first = f"{seconds['first_token']:.2f}"
-    grid.add_row("first token, seconds with the model loaded", first)
-    for name, value in prefix.rows:
-        grid.add_row(name, value)
-    print_table(grid)
+    rows = (
+        ("prompt tokens", figures["prompt_tokens"]),
+        ("new tokens", new),
+        ("bytes held", size_text(held)),
+        ("  packed slots", size_text(parts["codes"] + parts["side"])),
+        ("  exact sinks and window", size_text(parts["sinks"] + parts["window"])),
+        ("  allocated, not yet used", size_text(parts["unused"])),
+        *exact,
+        ("bits per value", f"{figures['bits_per_value']:.2f}"),
+        ("bits per value, packed slots", packed),
+        ("layers compressed / native", "{compressed} / {native}".format(**figures["layers"])),
+        ("prefill, tokens/s", f"{computed / seconds['prefill']:.1f}"),
+        ("decode, tokens/s", f"{(new - 1) / seconds['decode']:.1f}" if new > 1 else "-"),
+        ("first token, seconds with the model loaded", f"{seconds['first_token']:.2f}"),
+        *prefix.rows,
+    )
+    print_pairs(("cache", spec), rows)
+
+
+class Prefix:
+    """Loads the longest known prefix, saves what is new, and keeps the figures; `None` does not.
+
+    `rows` are names and figures for the table; more come with each call.
+    """
+
+    def __init__(self, prefixes: Any, *rows: tuple[str, str]) -> None:
+        self._prefixes, self.rows, self.loaded = prefixes, list(rows), 0
+        self._saved = 0
+
+    @property
+    def figures(self) -> dict[str, int] | None:
+        """Tokens that came out of the store and went into it; None without a store."""
+        if self._prefixes is None:
+            return None
+        return {"loaded_tokens": self.loaded, "saved_tokens": self._saved}
+
+    def load(self, ids: Tensor) -> None:
+        """Put the prefix of a prompt `[1, T]` into the cache, all but the last token at most."""
+        if self._prefixes is not None:
+            begin = time.perf_counter()
+            self.loaded = self._prefixes.load(ids[:, :-1])
+            self.rows.append(("  loading the prefix", f"{time.perf_counter() - begin:.2f}"))
+            self.rows.append(("prompt tokens from the store", str(self.loaded)))
+
+    def save(self, ids: Tensor) -> None:
+        """Save the chunks of the whole text, `[1, T]`, that the store does not have."""
+        if self._prefixes is not None:
+            written = 0
+            try:
+                written = self._prefixes.save(ids)
+            except StoreError as error:  # the text is there; only the next run is slower
+                note(f"the prefix was not saved: {error}")
+            self._saved = written * self._prefixes.chunk
+            self.rows.append(("tokens saved to the store", str(self._saved)))
+
+
+@contextmanager
+def prefix_of(
+    url: str | None,
+    model: Any,
+    cache: Any,
+    tenant: str | None,
+    password: str | None,
+    storage: str | None = None,
+    calibration: Calibration | None = None,
+) -> Iterator[Prefix]:
+    """Open a store, which is made if need be, for the prefixes of a model; None: there is none."""
+    if url is None:
+        yield Prefix(None)
+        return
+    from kvpact.integrations.fingerprint import model_fingerprint
+    from kvpact.integrations.transformers import prefix_cache
+
+    with opened(url, password, create=True) as store:
+        begin = time.perf_counter()
+        fingerprint = model_fingerprint(model)
+        row = ("  fingerprint of the model", f"{time.perf_counter() - begin:.2f}")
+        learnt = calibration if storage else None
+        given: dict[str, Any] = {"tenant": tenant, "storage": storage, "calibration": learnt}
+        prefixes = prefix_cache(store, model, cache, fingerprint=fingerprint, **given)
+        yield Prefix(prefixes, row)

@@ -1,16 +1,27 @@
-"""What commands are given: texts, prompts, folders for results."""
+"""What commands are given: texts, models, specs, folders for results; torch is imported late."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from kvpact.cli.console import note
+from kvpact.cli.options import DTYPES
 from kvpact.data import book_path
 from kvpact.errors import BackendUnavailable, KVPactError
+from kvpact.recipe import load_recipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpact.calibration import Calibration
+    from kvpact.evaluate import Candidate
 
 
 class InputError(KVPactError, ValueError):
@@ -18,13 +29,7 @@ class InputError(KVPactError, ValueError):
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file, or of stdin for ``-``.
-
-    Raises
-    ------
-    InputError
-        No such file, a folder, no permission, not UTF-8, or nothing but white space in it.
-    """
+    """Return the text of a UTF-8 file, or of stdin for ``-``."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -37,13 +42,7 @@ def read_text(path: Path) -> str:
 
 
 def prompt_text(file: Path | None, prompt: str | None, purpose: str) -> str:
-    """Return the text of a file and a prompt, a blank line between them.
-
-    Raises
-    ------
-    InputError
-        There is neither, or the file can't be read.
-    """
+    """Return the text of a file and a prompt, a blank line between them."""
     parts = [read_text(file)] if file is not None else []
     parts += [prompt] if prompt else []
     if not parts:
@@ -52,13 +51,7 @@ def prompt_text(file: Path | None, prompt: str | None, purpose: str) -> str:
 
 
 def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
-    """Return names and contents of texts, all of them read; the shipped book's if there are none.
-
-    Raises
-    ------
-    InputError
-        One of them can't be read, or is given twice.
-    """
+    """Return names and contents of texts, all of them read; without any, the shipped book's."""
     if not paths:
         return [("northanger_abbey.txt", book_path().read_text("utf-8"))]
     if len(set(paths)) < len(paths):
@@ -70,18 +63,7 @@ def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
 
 @contextmanager
 def results_folder(path: Path | None) -> Iterator[None]:
-    """Make a folder for results before the work starts; remove it again if the work fails.
-
-    Parameters
-    ----------
-    path : Path or None
-        The folder; folders that existed, or hold files, stay. None makes nothing.
-
-    Raises
-    ------
-    InputError
-        It can't be made or written to.
-    """
+    """Make a folder for results before the work starts; remove it, if empty, where that fails."""
     if path is None:
         yield
         return
@@ -90,9 +72,8 @@ def results_folder(path: Path | None) -> Iterator[None]:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(
-                f"{path} can't be made: {error.strerror}; give another --out"
-            ) from error
+            told = f"{path} can't be made: {error.strerror}; give another --out"
+            raise InputError(told) from error
         if not os.access(path, os.W_OK):
             raise InputError(f"{path} can't be written to; give another --out")
         yield
@@ -103,10 +84,121 @@ def results_folder(path: Path | None) -> Iterator[None]:
         raise
 
 
+def check_parent(path: Path) -> None:
+    """Raise `InputError` unless the folder of a file to write is there."""
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path.absolute().parent} is no folder; make it first")
+
+
+def note_if_short(held: int, wanted: int) -> None:
+    """Say so where a text has fewer tokens than were asked for."""
+    if held < wanted:
+        note(f"the text has {held} tokens, fewer than the {wanted} asked for")
+
+
 def require(*packages: str, extra: str) -> None:
     """Raise `BackendUnavailable` with the pip command where a package of an extra is missing."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        raise BackendUnavailable(
-            f"{' and '.join(missing)} not installed; pip install 'kvpact[{extra}]'"
-        )
+        names = " and ".join(missing)
+        raise BackendUnavailable(f"{names} not installed; pip install 'kvpact[{extra}]'")
+
+
+def candidate_of(spec: str) -> Candidate:
+    """Return a spec or recipe; a bad spec is told now, before a model is loaded."""
+    from kvpact.evaluate import Candidate
+
+    candidate = Candidate(spec)
+    if candidate.is_recipe:
+        load_recipe(spec)
+    else:
+        candidate.layers(1)
+    return candidate
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype called `name`."""
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r} is not offered; take one of {', '.join(DTYPES)}")
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def check_models(names: list[str]) -> None:
+    """Raise for the first model that is not there, before another one has run for minutes."""
+    require("transformers", extra="transformers")
+    from kvpact.integrations.models import check_model
+
+    for name in names:
+        check_model(name)
+
+
+def open_model(name: str, dtype: str, threads: int | None) -> tuple[Any, Any]:
+    """Load a model and its tokenizer, saying so on stderr; torch may use so many CPU threads."""
+    import torch
+
+    if threads is not None:
+        if threads < 1:
+            raise InputError(f"--threads {threads} is not possible; take 1 or more")
+        torch.set_num_threads(threads)
+    torch_dtype = dtype_of(dtype)
+    require("transformers", extra="transformers")
+    from transformers.utils.logging import set_verbosity
+
+    from kvpact.integrations.models import load_model
+
+    set_verbosity(logging.ERROR)  # its advice is about options that these commands do not have
+    note(f"loading model {name}")
+    return load_model(name, dtype=torch_dtype)
+
+
+def load_calibration(path: Path | None, network: Any) -> Calibration | None:
+    """Return what a file holds, and say so if it was made of another model."""
+    if path is None:
+        return None
+    from kvpact.calibration import Calibration
+    from kvpact.integrations.fingerprint import model_fingerprint
+
+    found = Calibration.load(path)
+    if found.model and found.model != model_fingerprint(network):
+        note(f"{path} was made of another model, or of this one in another dtype")
+    return found
+
+
+def check_positions(model: Any, tokens: int, new: int = 0) -> None:
+    """Raise `InputError` unless there are tokens, and the model has positions for them all."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if tokens == 0 or (limit is not None and tokens + new > limit):
+        more = f" and {new} new ones" if new else ""
+        hint = "; shorten the prompt or lower --max-new-tokens" if new else ""
+        raise InputError(f"{tokens} tokens{more} do not fit the model's {limit} positions{hint}")
+
+
+def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: Any) -> torch.Tensor:
+    """Let a model continue a text, ``[1, T]``, greedily unless options of its ``generate`` differ.
+
+    Tokens that the cache holds already are not computed again.
+    """
+    import torch
+
+    greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    ids = ids.to(model.device)
+    options = {**greedy, "past_key_values": cache, "max_new_tokens": new, **options}
+    tokens: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return tokens
+
+
+def encode(tokenizer: Any, text: str, *, chat: bool = False) -> torch.Tensor:
+    """Return the token ids ``[1, T]`` of a text."""
+    if chat and not tokenizer.chat_template:
+        raise InputError("this model's tokenizer has no chat template; leave --chat out")
+    if chat:
+        message = [{"role": "user", "content": text}]
+        options = {"return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, **options)
+    else:
+        inputs = tokenizer(text, return_tensors="pt")
+    ids: torch.Tensor = inputs["input_ids"]
+    return ids

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import sys
 from typing import Any
 
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.complete import complete_spec
-from kvpact.cli.console import narrow, output_console, print_table, table
-from kvpact.cli.document import print_document
+from kvpact.cli.console import explain, narrow, output_console, print_document, print_table, table
+from kvpact.registry import Alias, Foreign, find_method, known_names
+from kvpact.spec import Spec, option_types, parse_spec
+
+WIDTHS = (64, 128)
 
 
 def methods(
     name: str | None = typer.Argument(
-        None, help="A method, an alias or a whole spec.", autocompletion=complete_spec
+        None, help="A method, an alias or a whole spec.", autocompletion=options.complete_spec
     ),
     as_json: bool = options.JSON,
 ) -> None:
     """List the methods, or explain one."""
-    from kvpact.cli.methods_data import all_methods, one_method
-
     found = all_methods() if name is None else one_method(name)
     if as_json:
         print_document("methods", **found)
@@ -31,9 +34,6 @@ def methods(
 
 
 def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
-    from kvpact.cli.methods_data import option_text
-
-    console = output_console()
     # A narrow terminal has room for what can't be left out; the rest is in `kvpact methods NAME`.
     short = narrow(110)
     columns = ("method", "what it is", "options and defaults", "paper", "bits, D=128", "D=64")
@@ -47,12 +47,10 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
     for one in found["aliases"]:
         aliases.add_row(one["name"], one["spec"])
     print_table(grid)
-    console.print(
+    explain(
         "Bits per value of the packed slots at the defaults, K and V apart by a slash where they "
         "differ; exact sinks and window come on top. K and V by unlike methods: int:bits=8/kivi. "
-        "More: kvpact methods NAME",
-        style="dim",
-        highlight=False,
+        "More: kvpact methods NAME"
     )
     print_table(aliases)
     if found["broken"]:
@@ -63,8 +61,6 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def _show_one(name: str, found: dict[str, Any]) -> None:
-    from kvpact.cli.methods_data import option_text
-
     console = output_console()
     if found["alias_of"] is not None:
         console.print(f"{name} stands for {found['alias_of']}", highlight=False)
@@ -86,3 +82,99 @@ def _show_one(name: str, found: dict[str, Any]) -> None:
 
 def _bits_text(key: float, value: float) -> str:
     return f"{key:.4g}" if key == value else f"{key:.4g}/{value:.4g}"
+
+
+def all_methods() -> dict[str, list[dict[str, Any]]]:
+    """Return ``methods``, ``aliases``, and as ``broken`` those that can't be loaded."""
+    found: dict[str, list[dict[str, Any]]] = {"methods": [], "aliases": [], "broken": []}
+    for name in known_names():
+        try:
+            entry = find_method(name)
+            if isinstance(entry, Alias):
+                found["aliases"].append({"name": name, "spec": entry.spec})
+            elif not isinstance(entry, Foreign):
+                found["methods"].append({"name": name, **_method(entry)})
+        except Exception as error:  # a plug-in may fail in any way; the others are there still
+            found["broken"].append({"name": name, "error": f"{type(error).__name__}: {error}"})
+    return found
+
+
+def one_method(name: str) -> dict[str, Any]:
+    """Return what is known of a method, an alias or a whole spec."""
+    from kvpact.methods.cautions import cautions
+
+    spec = parse_spec(name)
+    entry = find_method(name) if name in known_names() else None
+    sides = {"k": spec.key} if spec.key == spec.value else {"k": spec.key, "v": spec.value}
+    return {
+        "spec": str(spec),
+        "alias_of": entry.spec if isinstance(entry, Alias) else None,
+        "methods": [
+            {"side": side if len(sides) > 1 else "both", **_side(m)} for side, m in sides.items()
+        ],
+        "cautions": list(cautions(spec)),
+        "slot_bits": _slot_bits(spec),
+    }
+
+
+def _method(cls: Any) -> dict[str, Any]:
+    return {
+        "summary": inspect.cleandoc(cls.__doc__ or "").partition("\n")[0],
+        "options": {field.name: field.default for field in dataclasses.fields(cls)},
+        "paper": getattr(cls, "paper", "") or None,
+        "slot_bits": _slot_bits(Spec(cls(), cls())),
+    }
+
+
+def slot_bits(key: Any, value: Any, dim: int) -> tuple[float, float]:
+    """Return the bits per value of packed slots of K and of V, `dim` wide and given in fp16."""
+    import torch
+
+    from kvpact.methods import bytes_per_slot
+
+    codecs = (key.key_codec(dim, torch.float16), value.value_codec(dim, torch.float16))
+    k, v = (8 * bytes_per_slot(codec) / dim for codec in codecs)
+    return k, v
+
+
+def option_text(value: object) -> str:
+    """Return an option's value as a spec has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _slot_bits(spec: Spec) -> list[dict[str, Any]]:
+    bits = [(dim, slot_bits(spec.key, spec.value, dim)) for dim in WIDTHS]
+    return [{"width": dim, "k": k, "v": v} for dim, (k, v) in bits]
+
+
+def _side(method: Any) -> dict[str, Any]:
+    """Return the text and the options of a method."""
+    cls: Any = type(method)
+    types, told = option_types(cls), meanings(cls)
+    options = []
+    for option in dataclasses.fields(method):
+        kind, meaning = told.get(option.name, (types[option.name].__name__, ""))
+        values = {"default": option.default, "value": getattr(method, option.name)}
+        options.append({"name": option.name, "type": kind, **values, "meaning": meaning})
+    text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or cls.__doc__ or "")
+    return {"name": cls.name, "text": text, "options": options}
+
+
+def meanings(cls: type) -> dict[str, tuple[str, str]]:
+    """Return type and meaning of each option out of the numpydoc of a class and its bases."""
+    found: dict[str, tuple[str, str]] = {}
+    for base in cls.__mro__:
+        body = inspect.cleandoc(base.__doc__ or "").partition("Parameters\n----------\n")[2]
+        name = ""
+        for line in body.splitlines():
+            head, colon, kind = line.partition(" : ")
+            if colon and not line.startswith(" "):
+                name = head if head not in found else ""
+                if name:
+                    found[name] = (kind, "")
+            elif line.startswith("    ") and name:
+                kind, meaning = found[name]
+                found[name] = (kind, f"{meaning} {line.strip()}".strip())
+            elif line.strip():
+                break
+    return found

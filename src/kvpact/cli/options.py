@@ -1,9 +1,44 @@
-"""Options that commands have in common."""
+"""Options that commands have in common, and what the shell completes; torch is not imported."""
+
+from typing import Any
 
 import typer
 
-from kvpact.cli.complete import complete_dtype, complete_model, complete_spec
-from kvpact.spec import DEFAULT_SPEC
+from kvpact.data import recipe_names
+from kvpact.registry import known_names
+from kvpact.spec import DEFAULT_SPEC, RECIPE_PREFIX
+
+DTYPES = ("float32", "bfloat16", "float16")
+PACKAGED = ("smollm2", "gemma3")
+
+
+def complete_spec(incomplete: str) -> list[str]:
+    """Return specs that begin so: a method's name, one for V behind a slash, or a recipe."""
+    key, slash, value = incomplete.rpartition("/")
+    found = [f"{key}{slash}{name}" for name in known_names() if name.startswith(value)]
+    recipes = (RECIPE_PREFIX + name for name in recipe_names())
+    return found + [name for name in recipes if name.startswith(incomplete)]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return shipped recipes that begin so."""
+    return [name for name in recipe_names() if name.startswith(incomplete)]
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Return names of packaged models that begin so; for all else the shell offers files."""
+    return [name for name in PACKAGED if name.startswith(incomplete)]
+
+
+def complete_size(incomplete: str) -> list[str]:
+    """Return models and specs that begin so."""
+    return complete_model(incomplete) + complete_spec(incomplete)
+
+
+def complete_dtype(incomplete: str) -> list[str]:
+    """Return the dtypes that begin so."""
+    return [name for name in DTYPES if name.startswith(incomplete)]
+
 
 SPECS = (
     "none",
@@ -17,41 +52,41 @@ SPECS = (
 )
 """What is shown to whoever names no specs: from the most bytes to the fewest."""
 
+
+def optional(help: str, **more: Any) -> Any:
+    """Return an option that is None where it is left out."""
+    return typer.Option(None, help=help, show_default=False, **more)
+
+
 WHICH_MODEL = "smollm2, gemma3, a hub id, or the folder of a model."
 
 MODEL = typer.Option("smollm2", help=WHICH_MODEL, autocompletion=complete_model)
 MODELS = typer.Option(
-    ["smollm2"],
-    help=f"{WHICH_MODEL} Several may be given.",
-    autocompletion=complete_model,
+    ["smollm2"], help=f"{WHICH_MODEL} Several may be given.", autocompletion=complete_model
 )
 MODEL_ARGUMENT = typer.Argument(
     ..., metavar="MODEL", help=WHICH_MODEL, autocompletion=complete_model
 )
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.", autocompletion=complete_dtype)
-THREADS = typer.Option(None, help="CPU threads; torch's default if omitted.", show_default=False)
+THREADS = optional("CPU threads; torch's default if omitted.")
+# Not `DEFAULT_SPEC`: its keys learn, so a prefix store would need a calibration.
 SPEC = typer.Option(
     "turboquant:bits=4", help="Spec or recipe of the cache.", autocompletion=complete_spec
 )
-STORAGE_SPEC = typer.Option(
-    None,
+STORAGE_SPEC = optional(
     metavar="SPEC",
     help="Store by this spec instead, such as pca:bits=1.5 (with --calibration).",
-    show_default=False,
     autocompletion=complete_spec,
 )
-CALIBRATION = typer.Option(
-    None,
-    exists=True,
-    dir_okay=False,
-    help="File written by `kvpact calibrate`, for methods that learn.",
+CALIBRATION = optional(
+    exists=True, dir_okay=False, help="File written by `kvpact calibrate`, for methods that learn."
+)
+TEXTS = typer.Option(
+    [],
+    help="UTF-8 text file; the shipped excerpt of a book if omitted. Several may be given.",
     show_default=False,
 )
-FILE = typer.Option(
-    None, help="UTF-8 text file (- for stdin), placed before the prompt.", show_default=False
-)
+FILE = optional("UTF-8 text file (- for stdin), placed before the prompt.")
 NEW_TOKENS = typer.Option(128, min=1, help="Maximum number of tokens to generate.")
-PASSWORD = typer.Option(
-    None, envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.", show_default=False
-)
+PASSWORD = optional(envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.")
 JSON = typer.Option(False, "--json", help="Print the result as one JSON document instead.")

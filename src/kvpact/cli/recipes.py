@@ -7,9 +7,7 @@ from typing import Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.complete import complete_recipe
-from kvpact.cli.console import output_console, print_table, table
-from kvpact.cli.document import print_document
+from kvpact.cli.console import explain, print_document, print_table, table
 from kvpact.data import recipe_names, recipe_path
 from kvpact.recipe import load_recipe
 from kvpact.spec import RECIPE_PREFIX
@@ -19,7 +17,7 @@ def recipes(
     name: str | None = typer.Argument(
         None,
         help="A recipe of the list, with or without recipe: in front.",
-        autocompletion=complete_recipe,
+        autocompletion=options.complete_recipe,
     ),
     as_json: bool = options.JSON,
 ) -> None:
@@ -46,20 +44,12 @@ def _overview(held: dict[str, dict[str, Any]]) -> None:
     for name, recipe in held.items():
         rows = recipe["measured"]["rows"]
         for own, other in zip(rows[::2], rows[1::2], strict=True):
-            grid.add_row(
-                RECIPE_PREFIX + name,
-                str(recipe["num_layers"]),
-                f"{own['percent']:.1f}",
-                own["text"],
-                kl_text(own["kl"]),
-                kl_text(other["kl"]),
-                other["spec"],
-            )
+            head = (RECIPE_PREFIX + name, str(recipe["num_layers"]), f"{own['percent']:.1f}")
+            kl = (kl_text(own["kl"]), kl_text(other["kl"]))
+            grid.add_row(*head, own["text"], *kl, other["spec"])
     print_table(grid)
-    output_console().print(
+    explain(
         "KL: mean over tokens, in nats, against the exact cache; the last two columns are the best "
         "spec for all layers in no more bytes. Recipes were made on the first text. "
-        "More: kvpact recipes NAME",
-        style="dim",
-        highlight=False,
+        "More: kvpact recipes NAME"
     )

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.complete import complete_spec
-from kvpact.cli.console import note, progress
-from kvpact.cli.document import print_document
-from kvpact.cli.inputs import InputError, require, results_folder, texts_of
+from kvpact.cli.console import (
+    explain,
+    literal,
+    note,
+    output_console,
+    print_document,
+    print_table,
+    progress,
+    show_files,
+    size_text,
+    table,
+)
+from kvpact.cli.inputs import (
+    InputError,
+    check_models,
+    note_if_short,
+    open_model,
+    require,
+    results_folder,
+    texts_of,
+)
+
+if TYPE_CHECKING:
+    from kvpact.recommend import Plan, Recommendation
 
 CHUNK = 256
 TOKENS, QUICK_TOKENS = 2048, 768
@@ -18,23 +39,19 @@ TOKENS, QUICK_TOKENS = 2048, 768
 
 def recommend_command(
     model: str = options.MODEL_ARGUMENT,
-    text: Path | None = typer.Option(
-        None, help="UTF-8 text file; the shipped excerpt of a book if omitted.", show_default=False
+    text: Path | None = options.optional(
+        "UTF-8 text file; the shipped excerpt of a book if omitted."
     ),
     context: int = typer.Option(32_768, help="Context length for which bytes are counted."),
     budget: str = typer.Option(
         "30%",
         help="Bytes that the cache may take: a share of the 16-bit cache (30%), a size (4GB), or a "
         "spec, for as many bytes as it takes.",
-        autocompletion=complete_spec,
+        autocompletion=options.complete_spec,
     ),
     quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
-    tokens: int | None = typer.Option(
-        None, help=f"Tokens of text to use; {TOKENS} if omitted.", show_default=False
-    ),
-    out: Path | None = typer.Option(
-        None, help="Folder for recipe.toml, recommend.json and a plot.", show_default=False
-    ),
+    tokens: int | None = options.optional(f"Tokens of text to use; {TOKENS} if omitted."),
+    out: Path | None = options.optional("Folder for recipe.toml, recommend.json and a plot."),
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,
@@ -43,9 +60,6 @@ def recommend_command(
 
     Bytes are counted for one sequence of --context tokens.
     """
-    from kvpact.cli.eval_tables import show_files
-    from kvpact.cli.network import check_models, open_model
-    from kvpact.cli.recommend_tables import show
     from kvpact.evaluate.feed import check_sizes, first_tokens, positions
     from kvpact.recommend import budget_bytes, plan, survey, verify, write_recommendation
     from kvpact.recommend.budget import is_spec
@@ -67,21 +81,13 @@ def recommend_command(
         check_sizes(tokens, CHUNK, positions(network))
         ids = first_tokens(tokenizer, content, tokens)
         check_sizes(len(ids), CHUNK)
-        if len(ids) < tokens:
-            note(f"the text has {len(ids)} tokens, fewer than the {tokens} asked for")
+        note_if_short(len(ids), tokens)
         with progress("predicting") as report:
             found = survey(network, ids, chunk=CHUNK, progress=report)
         planned = plan(found, context=context, budget=budget)
         with progress("verifying") as report:
-            verified = verify(
-                network,
-                ids,
-                planned,
-                chunk=CHUNK,
-                progress=report,
-                model_name=model,
-                text_name=text_name,
-            )
+            names = {"model_name": model, "text_name": text_name}
+            verified = verify(network, ids, planned, chunk=CHUNK, progress=report, **names)
         files = [] if out is None else write_recommendation(verified, out)
     if as_json:
         data = recommendation_data(verified)
@@ -89,3 +95,80 @@ def recommend_command(
         return
     show(verified, out)
     show_files(files)
+
+
+def show(found: Recommendation, out: Path | None) -> None:
+    """Print a recommendation; `out` is the folder of its files."""
+    from kvpact.evaluate.report import kl_text
+    from kvpact.recommend.verdict import VERDICTS
+
+    planned, console = found.plan, output_console()
+    columns = (
+        "spec|slot\nbits|bytes|of exact\n%|K\npredicted|V\npredicted|KL\npredicted|KL\ncalibrated|"
+        "KL\nmeasured"
+    )
+    grid = table(columns.split("|"))
+    kl = {row.spec: kl_text(row.kl_mean) for row in found.evaluation.rows}
+    exact = planned.sizes.exact
+
+    def add(spec: str, bits: str, held: int, key: str, value: str, predicted: float) -> None:
+        share, own = f"{100 * held / exact:.1f}", kl_text(found.calibrated(spec))
+        cells = (size_text(held), share, key, value, kl_text(predicted), own)
+        grid.add_row(spec, bits, *cells, kl.get(spec, "-"))
+
+    for one in planned.measured:
+        sides = (kl_text(sum(one.key.values())), kl_text(sum(one.value.values())))
+        add(one.spec, f"{one.slot_bits:.2f}", planned.bytes_of(one.spec), *sides, one.predicted)
+    if "recipe" in kl:
+        add("recipe", "-", planned.recipe_bytes, "-", "-", planned.recipe_predicted)
+    print_table(grid)
+    explain(_about(planned))
+    for name in planned.left_out:
+        note(f"left out: {name}")
+    for line in planned.notes:
+        console.print(literal(line), highlight=False)
+    size = f"{size_text(found.bytes)} of {size_text(exact)} at {planned.sizes.context} tokens"
+    limits = ", ".join(f"{name} up to {most:g}" for name, most in VERDICTS)
+    console.print(
+        literal(f"{found.verdict}: KL {kl_text(found.row.kl_mean)}, {size} ({limits})"),
+        highlight=False,
+    )
+    if (pair := found.against_uniform) is not None:
+        expected = planned.recipe_predicted - planned.of(pair.against).predicted
+        measured = f"{pair.kl_difference:+.5f} ± {pair.kl_difference_se:.5f}"
+        line = f"recipe less {pair.against}: {measured} measured, {expected:+.5f} predicted"
+        console.print(literal(line), highlight=False)
+    if found.row.spec == "recipe":
+        layers: dict[str, list[str]] = {}
+        for layer, spec in planned.layers.items():
+            layers.setdefault(spec, []).append(str(layer))
+        line = "; ".join(f"{spec} in layers {' '.join(each)}" for spec, each in layers.items())
+        console.print(literal(f"recipe: {line}"), soft_wrap=True, highlight=False)
+    console.print(literal(paste_line(found.chosen, out)), soft_wrap=True, highlight=False)
+
+
+def paste_line(chosen: str | dict[str, Any], out: Path | None) -> str:
+    """Return the line of Python that makes the cache."""
+    from kvpact.recommend.files import RECIPE
+
+    if isinstance(chosen, dict) and out is not None:
+        chosen = str(out / RECIPE)
+    source = f'"{chosen}"' if isinstance(chosen, str) else repr(chosen)
+    return f"CompressedCache(model, {source})"
+
+
+def _about(planned: Plan) -> str:
+    sizes = planned.sizes
+    stay = (
+        f"; layers with a bounded window stay exact, {size_text(sizes.native)}"
+        if sizes.native
+        else ""
+    )
+    return (
+        f"{len(planned.layers)} of {planned.num_layers} layers are compressed, which hold "
+        f"{size_text(sizes.covered)} of the exact cache's {size_text(sizes.exact)} at "
+        f"{sizes.context} tokens (16 bits a number){stay}. KL: mean over "
+        f"{planned.tokens} tokens, in nats; K and V: parts of the predicted one; calibrated: by "
+        "what was measured of others. "
+        f"Budget: {size_text(planned.budget)}."
+    )

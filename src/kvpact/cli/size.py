@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from kvpact.cli import options
-from kvpact.cli.complete import complete_dtype, complete_size
-from kvpact.cli.document import print_document
+from kvpact.cli.console import (
+    output_console,
+    print_document,
+    print_table,
+    printable,
+    size_text,
+    table,
+)
 from kvpact.cli.inputs import InputError
 from kvpact.errors import SpecError
 from kvpact.spec import parse_spec
 
 TOKENS = ["4k", "32k", "128k"]
+_BAR = 48  # cells of the longest bar at most
+_LABEL = 34  # of a spec at most
+_SIZE = len("999.99 MB")
+_STYLES = {"packed": ("█", "#", "green"), "exact": ("▓", "=", "magenta"), "own": ("░", ".", "")}
 
 
 def size(
@@ -24,7 +37,7 @@ def size(
         help="A config.json, the folder of a model, smollm2, gemma3 or a hub id; then specs or "
         "recipes, a common selection if omitted. With --layers give no MODEL.",
         show_default=False,
-        autocompletion=complete_size,
+        autocompletion=options.complete_size,
     ),
     tokens: list[str] = typer.Option(
         TOKENS, help="Tokens per sequence; 32k means 32,768. Several may be given."
@@ -34,12 +47,10 @@ def size(
     kv_heads: int | None = typer.Option(None, help="KV heads per layer."),
     head_dim: int | None = typer.Option(None, help="Width of a key."),
     v_head_dim: int | None = typer.Option(None, help="Width of a value, if it differs."),
-    dtype: str | None = typer.Option(
-        None,
-        help="Dtype of sinks, window and uncompressed caches; the model's if omitted, or float16 "
-        "where that is wider.",
-        show_default=False,
-        autocompletion=complete_dtype,
+    dtype: str | None = options.optional(
+        "Dtype of sinks, window and uncompressed caches; the model's if omitted, or float16 where "
+        "that is wider.",
+        autocompletion=options.complete_dtype,
     ),
     as_json: bool = options.JSON,
 ) -> None:
@@ -62,7 +73,6 @@ def size(
     model, specs = (None, words) if by_number else (_model(words), words[1:])
 
     from kvpact.cli.size_plan import layers_of_model, layers_of_numbers, not_planned, planned
-    from kvpact.cli.size_tables import show
 
     if model is not None:
         held = layers_of_model(model, dtype)
@@ -89,13 +99,7 @@ def size(
 
 
 def length_of(text: str) -> int:
-    """Return the tokens that a number such as 4096 or 32k means.
-
-    Raises
-    ------
-    InputError
-        It is no such number.
-    """
+    """Return the tokens that a number such as 4096 or 32k means."""
     found = re.fullmatch(r"([0-9]{1,15})(k?)", text.strip().lower())
     if found is None or not int(found[1]):
         raise InputError(f"--tokens {text} is no number of tokens; take one such as 4096 or 32k")
@@ -118,3 +122,129 @@ def _is_spec(text: str) -> bool:
     except SpecError:
         return text.endswith((".toml", ".json"))
     return True
+
+
+def show(told: dict[str, Any]) -> None:
+    """Print the document that ``--json`` prints as a table and bars.
+
+    A whole bar is the cache with K and V in 16 bits, or the largest one where that is larger.
+    """
+    console = output_console()
+    rows = told["rows"]
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    if len(lengths) == 1:
+        _show_parts(rows)
+    else:
+        _show_growth(rows, lengths)
+    if max(lengths) > 0:
+        _show_bars(console, [row for row in rows if row["tokens"] == max(lengths)], told["batch"])
+    for line in _about(told, max(lengths)):
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def name_of(spec: str) -> str:
+    """Return a spec, or the file name of a recipe."""
+    return printable(Path(spec).name if spec.endswith((".toml", ".json")) else spec)
+
+
+def tokens_text(tokens: int) -> str:
+    """Return a number of tokens as people say it."""
+    whole = tokens >= 1024 and tokens % 1024 == 0
+    return f"{tokens // 1024}k" if whole else f"{tokens:,}"
+
+
+def _parts(row: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of packed slots and all that they need, of exact tokens, and the rest."""
+    exact, own = row["sinks"] + row["window"], row["own"]
+    return {"packed": row["total"] - exact - own, "exact": exact, "own": own}
+
+
+def _show_parts(rows: list[dict[str, Any]]) -> None:
+    """Print a row for each spec, without the parts that are empty in all of them."""
+    titles = {"packed": "packed", "exact": "sinks,\nwindow", "own": "other\nlayers"}
+    held = [name for name in titles if any(_parts(row)[name] for row in rows)]
+    columns = (*(titles[name] for name in held), "total", "bits/\nvalue", "of 16\nbits")
+    grid = table(("spec", *columns))
+    for row in rows:
+        sizes = (size_text(_parts(row)[name]) for name in held)
+        grid.add_row(name_of(row["spec"]), *sizes, size_text(row["total"]), *_shares(row))
+    print_table(grid)
+
+
+def _show_growth(rows: list[dict[str, Any]], lengths: list[int]) -> None:
+    columns = (f"{tokens_text(n)}\ntokens" for n in lengths)
+    grid = table(("spec", *columns, "bits/\nvalue", "of 16\nbits"))
+    for spec in dict.fromkeys(row["spec"] for row in rows):
+        of = {row["tokens"]: row for row in rows if row["spec"] == spec}
+        sizes = (size_text(of[n]["total"]) for n in lengths)
+        grid.add_row(name_of(spec), *sizes, *_shares(of[max(lengths)]))
+    print_table(grid)
+
+
+def _shares(row: dict[str, Any]) -> tuple[str, str]:
+    if row["bits_per_value"] is None:
+        return "-", "-"
+    return f"{row['bits_per_value']:.3f}", f"{100 * row['total'] / row['exact']:.1f} %"
+
+
+def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None:
+    label = min(max(len(name_of(row["spec"])) for row in rows), _LABEL)
+    width = max(min(_BAR, console.width - label - _SIZE - 4), 8)
+    most = max(max(row["total"], row["exact"]) for row in rows)
+    plain = not console.encoding.lower().startswith("utf")
+    seen = {}
+    for row in rows:
+        line = Text(f" {name_of(row['spec'])[:label]:<{label}} ")
+        end = cells = 0
+        for name, count in _parts(row).items():
+            end += count
+            drawn = round(width * end / most) - cells
+            cells += drawn
+            block, ascii_block, style = _STYLES[name]
+            line.append((ascii_block if plain else block) * drawn, style)
+            if drawn:
+                seen[name] = ascii_block if plain else block
+        line.append(f" {size_text(row['total'])}")
+        console.print(line, no_wrap=True, crop=False, overflow="ignore")
+    names = {"packed": "packed", "exact": "exact tokens", "own": "layers that stay as they are"}
+    legend = ", ".join(f"{block} {names[name]}" for name, block in seen.items())
+    legend = f": {legend}" if len(seen) > 1 else ""
+    tokens = tokens_text(rows[0]["tokens"])
+    sequences = f"{batch} sequences of " if batch > 1 else ""
+    title = f" {sequences}{tokens} tokens, a whole bar is {size_text(most)}{legend}"
+    console.print(title, style="dim", highlight=False, markup=False)
+    console.print()
+
+
+def _about(told: dict[str, Any], longest: int) -> list[str]:
+    """Return what was counted, in words."""
+    lines = [f"{layer['count']} x {_layer_text(layer)}" for layer in told["layers"]]
+    exact = next(row["exact"] for row in told["rows"] if row["tokens"] == longest)
+    sequences = f"{told['batch']} x {longest:,} tokens"
+    lines.append(
+        f"{sequences} with K and V in 16 bits: {size_text(exact)}; exact parts in {told['dtype']}."
+    )
+    if len({row["tokens"] for row in told["rows"]}) > 1:
+        lines.append("The last two columns are of the longest sequences.")
+    if told["positions"] is not None and longest > told["positions"]:
+        lines.append(f"The model is made for {told['positions']:,} tokens.")
+    lines += [f"Not known beforehand: {printable(text)}." for text in told["unplanned"]]
+    return lines
+
+
+def _layer_text(layer: dict[str, Any]) -> str:
+    kind = layer["kind"].replace("_", " ")
+    parts = []
+    if layer["latent"]:
+        parts.append(f"latents of {layer['key_dim']} and {layer['value_dim']}")
+    elif layer["heads"]:
+        widths = f"{layer['key_dim']} and {layer['value_dim']}"
+        parts.append(f"{layer['heads']} KV heads, widths {widths}")
+    if layer["limit"] is not None:
+        parts.append(f"{layer['limit']:,} tokens at most")
+    if layer["index_width"]:
+        parts.append(f"{layer['index_width']} more numbers a token")
+    if layer["state_bytes"]:
+        parts.append(f"states of {size_text(layer['state_bytes'])}")
+    held = ", ".join(parts) or "holds nothing"
+    return f"{kind}: {held}{'' if layer['compressed'] else '; not compressed'}"

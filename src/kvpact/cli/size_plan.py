@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from kvpact.cache import cache_specs, planned_bytes, unplanned
-from kvpact.cli.inputs import require
-from kvpact.cli.network import dtype_of
+from kvpact.cli.inputs import dtype_of, require
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.layer_shape import LayerShape
@@ -27,26 +26,11 @@ MOST_LAYERS = 4096
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model's cache.
-
-    Parameters
-    ----------
-    shapes : sequence of LayerShape
-        One per layer.
-    dtype : torch.dtype
-        Of sinks, window and all that is not compressed.
-    positions : int, optional
-        Tokens that the model is made for.
-    """
+    """The layers of a model's cache; `dtype` is that of all that is not compressed."""
 
     shapes: Sequence[LayerShape]
     dtype: torch.dtype
     positions: int | None = None
-
-    @property
-    def compressed(self) -> list[LayerShape]:
-        """The layers that a spec compresses."""
-        return [shape for shape in self.shapes if shape.compressed]
 
     def counted(self) -> list[dict[str, Any]]:
         """Return each shape once, with the number of layers that have it as ``count``."""
@@ -54,29 +38,12 @@ class Layers:
 
     def values(self, tokens: int, batch: int) -> int:
         """Return how many numbers of K and V the compressed layers hold."""
-        width = sum(x.heads * (x.key_dim + x.value_dim) for x in self.compressed)
-        return batch * tokens * width
-
-    def own_bytes(self, tokens: int, batch: int) -> int:
-        """Return the bytes that no spec compresses: of windows and of states."""
-        return sum(x.own_bytes(tokens, batch, self.dtype.itemsize) for x in self.shapes)
+        shapes = (x for x in self.shapes if x.compressed)
+        return batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
 
 
 def layers_of_model(name: str, dtype: str | None) -> Layers:
-    """Return the layers of a model, of which the config alone is loaded.
-
-    Parameters
-    ----------
-    name : str
-        A config.json, or as of `load_model`.
-    dtype : str or None
-        The model's if omitted, or float16 where that is wider.
-
-    Raises
-    ------
-    KVPactError
-        There is no such model, or it caches something that is not known.
-    """
+    """Return the layers of a model, of which the config alone is loaded."""
     chosen = dtype_of(dtype) if dtype is not None else None
     require("transformers", extra="transformers")
     from kvpact.integrations.models import load_config
@@ -93,22 +60,7 @@ def layers_of_model(name: str, dtype: str | None) -> Layers:
 
 
 def layers_of_numbers(numbers: Mapping[str, Any], v_head_dim: int | None, dtype: str) -> Layers:
-    """Return equal layers with full attention.
-
-    Parameters
-    ----------
-    numbers : mapping
-        ``layers``, ``kv_heads``, ``head_dim``.
-    v_head_dim : int or None
-        Width of a value, if it differs.
-    dtype : str
-        Of what is not compressed.
-
-    Raises
-    ------
-    GeometryError
-        A number is not positive, or too large.
-    """
+    """Return equal layers with full attention, of ``layers``, ``kv_heads`` and ``head_dim``."""
     layers, heads, width = (numbers[name] for name in ("layers", "kv_heads", "head_dim"))
     geometry = CacheGeometry(layers, heads, width, v_head_dim, dtype_of(dtype))
     shape = LayerShape("full_attention", True, heads, width, geometry.value_dim)
@@ -127,27 +79,16 @@ def _dtype(config: Any) -> torch.dtype:
 def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str, Any]:
     """Return the bytes of a cache.
 
-    Parameters
-    ----------
-    spec : str, Spec, path or mapping
-        A spec, or a recipe with a spec per layer of the model.
-    layers : Layers
-        Of the model.
-    tokens, batch : int
-        Tokens of each sequence, and sequences.
-
-    Returns
-    -------
-    dict
-        `PARTS`; ``compressed``, their sum, which is what `memory_usage` of such a cache counts;
-        ``own``, what transformers holds of other layers; ``total`` of both; ``exact``, the total
-        with K and V in 16 bits; ``bits_per_value`` of the compressed layers (None without values).
+    `PARTS`; ``compressed``, their sum, which is what `memory_usage` of such a cache counts;
+    ``own``, what transformers holds of other layers; ``total`` of both; ``exact``, the total with
+    K and V in 16 bits; ``bits_per_value`` of the compressed layers (None without values).
     """
     found = Counter(dict.fromkeys(PARTS, 0))
     for each, shape in _pairs(spec, layers):
         found.update(_layer_bytes(each, shape.geometry(layers.dtype), tokens, batch))
-    compressed, own = sum(found.values()), layers.own_bytes(tokens, batch)
-    values = layers.values(tokens, batch)
+    compressed, values = sum(found.values()), layers.values(tokens, batch)
+    width = layers.dtype.itemsize
+    own = sum(shape.own_bytes(tokens, batch, width) for shape in layers.shapes)
     return {
         **found,
         "compressed": compressed,

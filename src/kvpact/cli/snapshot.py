@@ -9,30 +9,27 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.complete import complete_spec
-from kvpact.cli.console import (
-    literal,
-    note,
-    print_table,
-    printable,
-    progress,
-    size_text,
-    table,
+from kvpact.cli.console import note, print_document, print_pairs, printable, progress, size_text
+from kvpact.cli.generate import Stream
+from kvpact.cli.inputs import (
+    candidate_of,
+    check_parent,
+    check_positions,
+    continued,
+    encode,
+    load_calibration,
+    open_model,
+    prompt_text,
 )
-from kvpact.cli.document import print_document
-from kvpact.cli.inputs import InputError, prompt_text
 from kvpact.errors import SnapshotError
 from kvpact.spec import Spec
 
 if TYPE_CHECKING:
-    from kvpact.calibration import Calibration
     from kvpact.snapshot import Identity, Snapshot
 
 _PATH = typer.Argument(..., metavar="FILE", help="Snapshot file.", dir_okay=False)
-_ADAPTER = typer.Option(None, help="Name of the model's adapter.", show_default=False)
-_TENANT = typer.Option(
-    None, help="Name of the tenant that the snapshot belongs to.", show_default=False
-)
+_ADAPTER = options.optional("Name of the model's adapter.")
+_TENANT = options.optional("Name of the tenant that the snapshot belongs to.")
 CHUNK = 256
 
 
@@ -55,26 +52,17 @@ def save(
     import torch
 
     from kvpact.cache import recode
-    from kvpact.cli.network import (
-        candidate_of,
-        check_positions,
-        encode,
-        load_calibration,
-        open_model,
-    )
     from kvpact.evaluate import compressed_cache
 
     candidate = candidate_of(spec)
-    if not out.absolute().parent.is_dir():
-        raise InputError(f"{out.absolute().parent} is no folder; make it first")
+    check_parent(out)
     text = prompt_text(file, prompt, "hold")
     network, tokenizer = open_model(model, dtype, threads)
     ids = encode(tokenizer, text).to(network.device)
     length = ids.shape[1]
     check_positions(network, length)
     known = load_calibration(calibration, network)
-    candidate = replace(candidate, calibration=known)
-    cache = compressed_cache(network, candidate)
+    cache = compressed_cache(network, replace(candidate, calibration=known))
     with progress("prefill") as report, torch.no_grad():
         for start in range(0, length, chunk):
             network(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)
@@ -88,11 +76,9 @@ def save(
         sizes = {"tokens": held.tokens, "bytes": held.nbytes, "exact_bytes_fp16": exact}
         print_document("snapshot save", file=str(out), **sizes)
         return
-    grid = table(("snapshot", literal(out)))
-    grid.add_row("tokens", str(held.tokens))
-    grid.add_row("bytes", size_text(held.nbytes))
-    grid.add_row("of an exact cache in fp16", f"{held.nbytes / exact:.3f}")
-    print_table(grid)
+    share = ("of an exact cache in fp16", f"{held.nbytes / exact:.3f}")
+    rows = (("tokens", held.tokens), ("bytes", size_text(held.nbytes)), share)
+    print_pairs(("snapshot", out), rows)
 
 
 def show(path: Path = _PATH, as_json: bool = options.JSON) -> None:
@@ -106,8 +92,7 @@ def show(path: Path = _PATH, as_json: bool = options.JSON) -> None:
         return
     specs = list(dict.fromkeys(str(Spec.from_json(layer.spec)) for layer in m.layers))
     sizes = held.sizes()
-    grid = table(("snapshot", literal(path)))
-    for name, value in (
+    rows = (
         ("specs", "; ".join(specs)),
         ("tokens", m.tokens),
         ("rows", m.batch),
@@ -124,9 +109,8 @@ def show(path: Path = _PATH, as_json: bool = options.JSON) -> None:
         ("digest", held.digest),
         *((f"bytes, {name}", size_text(count)) for name, count in sizes.items()),
         ("bytes in all", size_text(held.nbytes)),
-    ):
-        grid.add_row(name, literal(value))
-    print_table(grid)
+    )
+    print_pairs(("snapshot", path), rows)
 
 
 def verify(
@@ -151,11 +135,8 @@ def verify(
 def restore(
     path: Path = _PATH,
     prompt: str | None = typer.Argument(None, help="Text to append to that of the snapshot."),
-    spec: str | None = typer.Option(
-        None,
-        help="Spec to continue with; the file's own if omitted.",
-        show_default=False,
-        autocompletion=complete_spec,
+    spec: str | None = options.optional(
+        "Spec to continue with; the file's own if omitted.", autocompletion=options.complete_spec
     ),
     calibration: Path | None = options.CALIBRATION,
     model: str = options.MODEL,
@@ -168,9 +149,9 @@ def restore(
     """Continue a snapshot by greedy decoding, with the model that it was made with."""
     import torch
 
-    from kvpact.cli.generate import Stream
-    from kvpact.cli.network import check_positions, continued, load_calibration, open_model
+    from kvpact.cache import recode
     from kvpact.evaluate import Candidate, compressed_cache
+    from kvpact.integrations.transformers import key_offsets
     from kvpact.snapshot import Snapshot
 
     held = Snapshot.load(path)
@@ -186,7 +167,8 @@ def restore(
     candidate = Candidate(spec or _recipe(held), calibration=known)
     cache = compressed_cache(network, candidate, offsets)
     if spec is not None:
-        held = recoded(held, spec, known, network)
+        bias, device = key_offsets(network), network.device
+        held = recode(held, spec, calibration=known, key_offsets=bias, device=device)
     cache.restore(held, device=network.device)
     if prompt:
         more = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
@@ -200,15 +182,6 @@ def restore(
     if as_json:
         counts = {"restored_tokens": held.tokens, "new_tokens": len(stream.tokens)}
         print_document("snapshot restore", file=str(path), text=stream.text(), **counts)
-
-
-def recoded(held: Snapshot, spec: str, known: Calibration | None, network: Any) -> Snapshot:
-    """Return a snapshot for a cache of a model, by another spec."""
-    from kvpact.cache import recode
-    from kvpact.integrations.transformers import key_offsets
-
-    offsets = key_offsets(network)
-    return recode(held, spec, calibration=known, key_offsets=offsets, device=network.device)
 
 
 def _identity(model: Any, adapter: str | None, tenant: str | None) -> Identity:

@@ -14,13 +14,13 @@ from kvpact.cli.console import (
     literal,
     note,
     output_console,
+    print_document,
     print_table,
     printable,
     progress,
     size_text,
     table,
 )
-from kvpact.cli.document import print_document
 from kvpact.errors import StoreUnavailable
 from kvpact.stores import Store, StoreWarning, open_store
 
@@ -36,13 +36,7 @@ _REMOVED = ("expired", "evicted", "damaged", "leftovers")
 def opened(
     url: str, password: str | None, *, create: bool = False, **given: Any
 ) -> Iterator[Store]:
-    """Open a store; warnings become notes on stderr.
-
-    Raises
-    ------
-    StoreError
-        There is none, and it is not to be created.
-    """
+    """Open a store, which has to be there unless `create`; warnings become notes on stderr."""
     chosen = {name: value for name, value in given.items() if value is not None}
     if not create and ("://" not in url or url.startswith("file://")):
         chosen["create"] = False
@@ -96,12 +90,10 @@ def gc(
     url: str = _URL,
     password: str | None = options.PASSWORD,
     verify: bool = typer.Option(False, help="Read all entries, and remove damaged ones."),
-    max_bytes: int | None = typer.Option(
-        None, help="Drop the least recently used entries, down to this size.", show_default=False
+    max_bytes: int | None = options.optional(
+        "Drop the least recently used entries, down to this size."
     ),
-    ttl: float | None = typer.Option(
-        None, help="Drop entries older than this many seconds.", show_default=False
-    ),
+    ttl: float | None = options.optional("Drop entries older than this many seconds."),
     as_json: bool = options.JSON,
 ) -> None:
     """Remove expired and surplus entries, leftovers and, with --verify, damaged entries."""
@@ -115,6 +107,5 @@ def gc(
     grid = table(("removed", "entries"))
     for name, count in removed.items():
         grid.add_row(name, str(count))
-    console = output_console()
     print_table(grid)
-    console.print(f"{size_text(report.freed)} freed", highlight=False)
+    output_console().print(f"{size_text(report.freed)} freed", highlight=False)

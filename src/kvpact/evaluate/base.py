@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from kvpact.calibration import Calibration
 from kvpact.errors import KVPactError
@@ -76,11 +76,6 @@ class Candidate:
         if all(spec == specs[0] for spec in specs):
             return specs[0]
         return {"default": specs[0], "layers": dict(enumerate(specs))}
-
-
-def exact_tokens(specs: list[Spec], option: str) -> int:
-    """Return the largest `option` (``sinks`` or ``window``) of any layer."""
-    return max(int(getattr(side, option)) for spec in specs for side in (spec.key, spec.value))
 
 
 @dataclass(frozen=True)
@@ -162,21 +157,42 @@ class CacheScore:
     packed_only: bool
 
 
-class NamedRow(Protocol):
-    """A row of any table of specs."""
-
-    @property
-    def spec(self) -> str:
-        """The spec as it was given, or the name of a recipe's file."""
-
-    @property
-    def packed_only(self) -> bool:
-        """Whether new tokens, too, were attended as stored."""
-
-
-def row_name(row: NamedRow, quote: str = "") -> str:
+def row_name(row: EvalRow | CacheScore, quote: str = "") -> str:
     """Return a row's name: its spec, marked where only packed slots were attended to."""
     return f"{quote}{row.spec}{quote}" + (" (packed only)" if row.packed_only else "")
+
+
+class Probe(Protocol):
+    """What is measured beside the scores of the text: how a report shows and keeps it."""
+
+    margin: ClassVar[float]  # inches of a figure beside its panels
+    x_label: ClassVar[str]
+
+    @property
+    def height(self) -> float:
+        """Inches of a panel of the chart."""
+
+    def columns(self) -> list[str]:
+        """Return the columns of the table, the spec first."""
+
+    def lines(self, quote: str = "") -> list[list[str]]:
+        """Return the lines of the table."""
+
+    def tables(self) -> list[str]:
+        """Return all tables as Markdown."""
+
+    def about(self) -> str:
+        """Return how it was measured, in a few sentences."""
+
+    def data(self) -> dict[str, Any]:
+        """Return everything measured, ready for JSON."""
+
+    def draw(self, axes: Any, run: str) -> None:
+        """Draw a panel of the chart, for the run of that name."""
+
+
+PROBES = ("free_running", "tasks")
+"""Fields of `EvalResult` that are a `Probe`; also names of files and of keys of a report."""
 
 
 @dataclass(frozen=True)
@@ -235,3 +251,9 @@ class EvalResult:
     scores: tuple[TokenScores, ...] = ()
     free_running: FreeRunningResult | None = None
     tasks: TaskResult | None = None
+
+    @property
+    def probes(self) -> dict[str, Probe]:
+        """What was measured beside the text's own scores, by name."""
+        found = {name: getattr(self, name) for name in PROBES}
+        return {name: probe for name, probe in found.items() if probe is not None}

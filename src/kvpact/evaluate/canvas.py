@@ -16,13 +16,7 @@ RISES = (0, 14, -14, 28, -28, 44, -44, 60, -60, 80, -80, 100, -100, 125, -125)  
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """Return an empty figure of `size` inches, 150 dots each.
-
-    Raises
-    ------
-    BackendUnavailable
-        matplotlib is not installed.
-    """
+    """Return an empty figure of `size` inches, 150 dots each."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -41,6 +35,34 @@ def plain_axes(axes: Any) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def legend(axes: Any, **style: Any) -> None:
+    """Place the legend right of the axes."""
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0), **style)
+
+
+def error_bars(
+    axes: Any,
+    names: Sequence[str],
+    series: Sequence[tuple[str, Sequence[tuple[int, float, float, float]]]],
+    size: float,
+) -> None:
+    """Draw labelled series of points (row, value, bar below, bar above) over rows with names."""
+    for index, (label, points) in enumerate(series):
+        offset = (index - (len(series) - 1) / 2) * 0.6 / len(series)
+        axes.errorbar(
+            [point[1] for point in points],
+            [point[0] + offset for point in points],
+            xerr=[[point[2] for point in points], [point[3] for point in points]],
+            fmt=MARKERS[index % len(MARKERS)],
+            color=COLOURS[index % len(COLOURS)],
+            label=label,
+            ms=size,
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    legend(axes)
 
 
 def log_ticks(axis: Any) -> None:
@@ -63,24 +85,10 @@ def place_labels(
     sides: Sequence[int] = (1, -1),
     inside_axes: bool = False,
 ) -> None:
-    """Name points, each at the nearest place where its label covers no point and no other label.
+    """Name points (x, y, text) where a label covers no point and no other label, highest first.
 
-    Parameters
-    ----------
-    figure, axes
-        As they will be saved: scales, limits and layout don't change afterwards.
-    points : sequence of (x, y, text)
-        Highest ones are named first.
-    size : float
-        Of the text, in points.
-    inks : sequence of str, optional
-        A colour a label; `INK` without.
-    lines : str
-        The colour of the lines that lead to labels that stand apart from their points.
-    sides : sequence of int
-        Where labels may stand: 1 right of their points, -1 left.
-    inside_axes : bool
-        Whether labels have to end where the axes do, not only where the figure does.
+    The figure's scales, limits and layout may not change afterwards. A label has the colour that
+    `inks` give it and stands to the right (1) or left (-1) of its point, as `sides` allow.
     """
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
@@ -92,6 +100,7 @@ def place_labels(
     right = frame.x1 if inside_axes else figure.bbox.x1
     allowed = list(product(RISES, sides))
     colours = inks or [INK] * len(points)
+    leader = {"arrowstyle": "-", "color": lines, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
     order = sorted(zip(points, colours, strict=True), key=lambda pair: -pair[0][1])
     for (x, y, text), ink in order:
         for place, (rise, side) in enumerate(allowed):
@@ -104,7 +113,8 @@ def place_labels(
                 va="center",
                 fontsize=size,
                 color=ink,
-                arrowprops=_leader(side, lines) if rise else None,
+                # From the point to the near edge of the label.
+                arrowprops={**leader, "relpos": (0 if side > 0 else 1, 0.5)} if rise else None,
             )
             label.update_positions(renderer)
             box = Text.get_window_extent(label, renderer)  # without the line that leads to it
@@ -114,9 +124,3 @@ def place_labels(
                 break
             label.remove()
         taken.append(box)
-
-
-def _leader(side: int, colour: str) -> dict[str, Any]:
-    """Return the line from a point to the near edge of its label."""
-    line = {"arrowstyle": "-", "color": colour, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
-    return {**line, "relpos": (0 if side > 0 else 1, 0.5)}

@@ -43,24 +43,9 @@ class Difference:
 
 
 def baseline_index(rows: Sequence[EvalRow], against: str | None = None) -> int | None:
-    """Return which row the others are compared with.
+    """Return which row is the baseline: that of the spec `against`, or the first but ``none``.
 
-    Parameters
-    ----------
-    rows : sequence of EvalRow
-        Of one evaluation.
-    against : str, optional
-        A row's spec as it was given. The first row that is not ``none`` if omitted.
-
-    Returns
-    -------
-    int or None
-        None where there is no row but ``none`` and nothing was asked for.
-
-    Raises
-    ------
-    EvaluationError
-        There is no such row.
+    None where nothing was asked for and there is no row but ``none``.
     """
     if against is None:
         return next((i for i, row in enumerate(rows) if row.spec != "none"), None)
@@ -79,7 +64,7 @@ def differences(result: EvalResult, against: str | None = None) -> list[Differen
     result : EvalResult
         What `evaluate` returned.
     against : str, optional
-        The baseline (see `baseline_index`).
+        The baseline's spec as it was given; the first row that is not ``none`` if omitted.
 
     Returns
     -------
@@ -151,7 +136,7 @@ def summarize(results: Sequence[EvalResult], against: str | None = None) -> list
     results : sequence of EvalResult
         One for each model and text, with the same candidates.
     against : str, optional
-        The baseline (see `baseline_index`).
+        The baseline's spec as it was given; the first row that is not ``none`` if omitted.
 
     Returns
     -------

@@ -56,15 +56,7 @@ def cache_of(model: PreTrainedModel, entry: Candidate, make_cache: CacheFactory 
 
 
 class Steps:
-    """Counts steps and reports them.
-
-    Parameters
-    ----------
-    progress : callable or None
-        ``progress(done, total, what)``.
-    total : int
-        Steps in all.
-    """
+    """Counts steps and reports them as ``progress(done, total, what)``."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -83,13 +75,7 @@ def positions(model: PreTrainedModel) -> int | None:
 
 
 def entries_of(candidates: Sequence[SpecLike | Candidate], packed_only: bool) -> list[Candidate]:
-    """Return candidates for specs.
-
-    Raises
-    ------
-    EvaluationError
-        There are none.
-    """
+    """Return candidates for specs, of which there has to be one."""
     if not candidates:
         raise EvaluationError("there is no cache to evaluate; give a spec")
     entries = [c if isinstance(c, Candidate) else Candidate(c, packed_only) for c in candidates]
@@ -118,13 +104,7 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> 
 
 
 def feed(model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int) -> Tensor:
-    """Feed tokens in chunks and return the logits after the last one, ``[V]``.
-
-    Parameters
-    ----------
-    ids : Tensor
-        int64 ``[N]``, N at least 1.
-    """
+    """Feed tokens, int64 ``[N]``, in chunks; return the logits after the last one, ``[V]``."""
     for _, part, _ in chunks(ids, chunk):
         logits = forward(model, part, cache)
     return logits[-1]

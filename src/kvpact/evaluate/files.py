@@ -10,17 +10,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvpact.evaluate.base import EvalProtocol, EvalResult, row_name
-from kvpact.evaluate.charts import save_summary_plot
+from kvpact.evaluate.base import PROBES, EvalResult, row_name
 from kvpact.evaluate.compare import baseline_index, differences, summarize
-from kvpact.evaluate.free_running_report import (
-    free_running_data,
-    free_running_table,
-    free_running_text,
-    save_free_running_plot,
-)
-from kvpact.evaluate.plot import save_plot
+from kvpact.evaluate.plot import save_panels, save_plot, save_summary_plot
 from kvpact.evaluate.report import (
+    PAIRED,
     READING,
     difference_table,
     markdown_table,
@@ -28,19 +22,7 @@ from kvpact.evaluate.report import (
     run_name,
     summary_table,
 )
-from kvpact.evaluate.task_report import (
-    depth_table,
-    save_task_plot,
-    task_data,
-    task_table,
-    task_text,
-)
 from kvpact.files import json_ready
-
-PAIRED = (
-    "Paired over tokens; ± is the standard error of the mean difference. better, worse: runs whose "
-    "difference is beyond two standard errors. Each run counts alike; ratio is a geometric mean."
-)
 
 
 def write_report(
@@ -95,38 +77,31 @@ def write_report(
     written[-1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
     for run, name in zip(runs, _plot_names(runs), strict=True):
         written.append(folder / name)
-        save_plot(run.rows, written[-1], title=_plot_title(run.protocol))
+        sizes = f"{run.protocol.tokens} tokens in chunks of {run.protocol.chunk}"
+        save_plot(run.rows, written[-1], title=f"{run_name(run.protocol)}: {sizes}")
     if summary:
         written.append(folder / "summary.png")
         save_summary_plot(runs, written[-1])
-    if data["free_running"]:
-        written.append(write_json(folder / "free_running.json", data["free_running"]))
-        written.append(folder / "free_running.png")
-        save_free_running_plot(runs, written[-1])
-    if data["tasks"]:
-        written.append(write_json(folder / "tasks.json", data["tasks"]))
-        written.append(folder / "tasks.png")
-        save_task_plot(runs, written[-1])
+    for name in PROBES:
+        panels = [(run_name(x.protocol), x.probes[name]) for x in runs if name in x.probes]
+        if panels:
+            written.append(write_json(folder / f"{name}.json", data[name]))
+            written.append(folder / f"{name}.png")
+            save_panels(panels, written[-1])
     return written
 
 
 def report_data(runs: Sequence[EvalResult], against: str | None = None) -> dict[str, list[Any]]:
-    """Return what a report's JSON files hold: ``rows``, ``summary``, ``free_running``, ``tasks``.
-
-    Parameters
-    ----------
-    runs : sequence of EvalResult
-        One for each model and text, of the same candidates.
-    against : str, optional
-        The spec that the others are compared with (see `differences`).
-    """
+    """Return what a report's JSON files hold: ``rows``, ``summary``, and a list for each probe."""
     summary = summarize(runs, against) if len(runs) > 1 else []
-    return {
+    data: dict[str, list[Any]] = {
         "rows": [row for run in runs for row in _rows(run, against)],
         "summary": [asdict(row) for row in summary],
-        "free_running": [free_running_data(r, r.free_running) for r in runs if r.free_running],
-        "tasks": [task_data(run, run.tasks) for run in runs if run.tasks],
     }
+    for name in PROBES:
+        found = [(run.protocol, run.probes[name]) for run in runs if name in run.probes]
+        data[name] = [{**asdict(protocol), **probe.data()} for protocol, probe in found]
+    return data
 
 
 def write_json(path: Path, data: Any) -> Path:
@@ -140,21 +115,19 @@ def _rows(run: EvalResult, against: str | None) -> list[dict[str, Any]]:
     protocol = asdict(run.protocol)
     baseline_index(run.rows, against)
     pairs = {x.spec: asdict(x) for x in differences(run, against)} if run.scores else {}
-    return [{**asdict(row), **protocol, **_pair(pairs.get(row_name(row)))} for row in run.rows]
-
-
-def _pair(found: dict[str, Any] | None) -> dict[str, Any]:
-    return {key: value for key, value in (found or {}).items() if key != "spec"}
+    # The row's own spec stays: in a difference it is marked where the row is packed only.
+    return [
+        {**asdict(row), **protocol, **pairs.get(row_name(row), {}), "spec": row.spec}
+        for row in run.rows
+    ]
 
 
 def _sections(run: EvalResult, against: str | None, *, heading: bool) -> list[str]:
     paired = difference_table(differences(run, against)) if run.scores else ""
     parts = [f"## {run_name(run.protocol)}" if heading else ""]
     parts += [protocol_text(run.protocol, run.rows), markdown_table(run.rows), paired]
-    if run.free_running is not None:
-        parts += [free_running_text(run.free_running), free_running_table(run.free_running)]
-    if run.tasks is not None:
-        parts += [task_text(run.tasks), task_table(run.tasks), depth_table(run.tasks)]
+    for probe in run.probes.values():
+        parts += [probe.about(), *probe.tables()]
     return [part for part in parts if part]
 
 
@@ -168,7 +141,3 @@ def _plot_names(runs: Sequence[EvalResult]) -> list[str]:
         name = re.sub(r"[^\w.-]+", "_", "-".join(("eval", *filter(None, words))))
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return [f"{name}.png" for name in names]
-
-
-def _plot_title(protocol: EvalProtocol) -> str:
-    return f"{run_name(protocol)}: {protocol.tokens} tokens in chunks of {protocol.chunk}"

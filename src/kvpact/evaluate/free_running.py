@@ -9,28 +9,24 @@ another text than the exact one, which says nothing about the size of its error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress
-from kvpact.evaluate.feed import (
-    CacheFactory,
-    Steps,
-    cache_of,
-    entries_of,
-    feed,
-    positions,
-)
+from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress, row_name
+from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
+from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed, positions
 from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, mean_and_error, score_tokens
+from kvpact.evaluate.report import kl_text, markdown
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NGRAM = 8  # tokens; a text that repeats this many is likely to go in circles
+SMOOTH = 16  # steps of the running mean that is drawn
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,70 @@ class FreeRunningResult:
     distinct: float
     text: str = ""
 
+    margin: ClassVar[float] = 0.6
+    height: ClassVar[float] = 4.2
+    x_label: ClassVar[str] = "step; a dot: the first at which the cache's own choice differs"
+
+    def columns(self) -> list[str]:
+        """Return the columns of the table, the spec first."""
+        kl = ["KL mean", "±", "first quarter", "last quarter"]
+        return ["spec", *kl, "top-1 %", "first divergence"]
+
+    def lines(self, quote: str = "") -> list[list[str]]:
+        """Return the lines of the table, a row each, with specs in quotes."""
+        lines = []
+        for row in self.rows:
+            kl = (row.kl_mean, row.kl_se, row.kl_first, row.kl_last)
+            first = row.first_divergence
+            where = f"none in {self.steps}" if first is None else f"step {first}"
+            lines.append([row_name(row, quote), *map(kl_text, kl), f"{row.top1:.1f}", where])
+        return lines
+
+    def tables(self) -> list[str]:
+        """Return the rows as a Markdown table."""
+        return [markdown(self.columns(), self.lines("`"))]
+
+    def about(self) -> str:
+        """Return how it was measured, in a few sentences."""
+        return (
+            f"Free running: the exact cache continues {self.prompt_tokens} tokens greedily for "
+            f"{self.steps} steps, and every cache is fed that text one token at a time; KL in nats "
+            "per step, first divergence is the first step at which a cache would have chosen "
+            f"another token. {self.distinct:.0f} % of the text's sequences of 8 tokens are "
+            "distinct."
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Return everything measured, ready for JSON."""
+        return asdict(self)
+
+    def draw(self, axes: Any, run: str) -> None:
+        """Draw running means of KL (log scale) against the step, with dots where texts part."""
+        axes.set_yscale("log")
+        log_ticks(axes.yaxis)
+        axes.set_ylabel(f"KL, nats (mean over {SMOOTH} steps)", color=INK)
+        title = f"{run}: free running after {self.prompt_tokens} tokens"
+        axes.set_title(title, loc="left", fontsize=11, color=INK)
+        rows = [row for row in self.rows if row.spec != "none"]
+        for index, row in enumerate(rows):
+            colour = COLOURS[index % len(COLOURS)]
+            line = running_mean(row.kl)
+            style = "--" if row.packed_only else "-"
+            steps = range(1, len(line) + 1)
+            axes.plot(steps, line, style, color=colour, lw=1.6, label=row_name(row))
+            if (at := row.first_divergence) is not None:
+                dot = {"ms": 7, "mfc": "white", "mec": colour, "mew": 1.8, "zorder": 3}
+                axes.plot(at, line[at - 1], "o", **dot)
+        if rows:
+            legend(axes, labelcolor=MUTED)
+
+
+def running_mean(values: Sequence[float]) -> list[float]:
+    """Return at each place the mean of the last `SMOOTH` values up to it."""
+    return [
+        sum(values[max(i - SMOOTH + 1, 0) : i + 1]) / min(i + 1, SMOOTH) for i in range(len(values))
+    ]
+
 
 def free_running(
     model: PreTrainedModel,
@@ -112,20 +172,16 @@ def free_running(
         A causal language model of transformers, in evaluation mode.
     prompt : Tensor
         int64 ``[N]``, fed in chunks, so that the text begins with a stored past.
-    candidates : sequence of str, Spec, path, mapping or Candidate
-        At least one.
+    candidates, packed_only, make_cache
+        See `evaluate`; at least one candidate, and none is put in front.
     steps : int
         Tokens of the text. It ends sooner where the exact cache chooses a token that ends it.
     chunk : int
         Tokens of the prompt fed at a time.
-    packed_only : bool
-        See `evaluate`.
     tokenizer : optional
         Decodes the text for the result.
     progress : callable, optional
         ``progress(done, total, what)`` after each prompt and each step of a cache.
-    make_cache : callable, optional
-        ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
 
     Returns
     -------
@@ -153,13 +209,14 @@ def free_running(
     with torch.inference_mode():
         ids, size = prompt.to(model.device), chunk
         while True:
-            exact, *others = (
-                _fed(model, ids, cache, size, count, name)
-                for cache, name in zip(caches, names, strict=True)
-            )
+            logits = []
+            for cache, name in zip(caches, names, strict=True):
+                logits.append(feed(model, ids, cache, size))
+                count.done(name)
+            exact, *others = logits
             chosen = exact.argmax()
-            for score, logits in zip(scores, others, strict=True):
-                score.add(score_tokens(exact[None], logits[None], chosen[None]))
+            for score, other in zip(scores, others, strict=True):
+                score.add(score_tokens(exact[None], other[None], chosen[None]))
             tokens.append(int(chosen))
             if len(tokens) == steps or tokens[-1] in ends:
                 break
@@ -169,14 +226,6 @@ def free_running(
     return FreeRunningResult(
         rows, len(prompt), len(tokens), tuple(tokens), distinct_percent(tokens), text
     )
-
-
-def _fed(
-    model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int, count: Steps, name: str
-) -> Tensor:
-    logits = feed(model, ids, cache, chunk)
-    count.done(name)
-    return logits
 
 
 def check_steps(prompt: int, steps: int, chunk: int, limit: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""KL over bits per value: one labelled point a cache."""
+"""The charts of a report: KL over bits per value, KL of all runs, and a panel for each probe."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from kvpact.evaluate.base import EvalRow, row_name
+from kvpact.evaluate.base import EvalResult, EvalRow, Probe, row_name
 from kvpact.evaluate.canvas import (
     COLOURS,
     INK,
     MUTED,
+    error_bars,
+    log_ticks,
     new_figure,
     place_labels,
     plain_axes,
 )
+from kvpact.evaluate.report import run_name
 
 FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
 
@@ -40,7 +43,12 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     figure = new_figure((10, 6.4))
     axes: Any = figure.add_subplot()
     drawn = [row for row in rows if FLOOR < row.kl_mean < math.inf]
-    _style(axes, title)
+    axes.set_yscale("log")
+    axes.set_xlabel("bits per value, all bytes held (sinks, window, unused included)", color=INK)
+    axes.set_ylabel("mean KL to the exact cache, nats per token", color=INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK, wrap=True)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    plain_axes(axes)
     if drawn:
         _scale(axes, drawn)
         _points(axes, drawn)
@@ -61,15 +69,6 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
     figure.savefig(path)
 
 
-def _style(axes: Any, title: str) -> None:
-    axes.set_yscale("log")
-    axes.set_xlabel("bits per value, all bytes held (sinks, window, unused included)", color=INK)
-    axes.set_ylabel("mean KL to the exact cache, nats per token", color=INK)
-    axes.set_title(title, loc="left", fontsize=11, color=INK, wrap=True)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    plain_axes(axes)
-
-
 def _scale(axes: Any, rows: Sequence[EvalRow]) -> None:
     """Leave room on all sides for labels."""
     bits = [row.bits_per_value for row in rows]
@@ -80,20 +79,52 @@ def _scale(axes: Any, rows: Sequence[EvalRow]) -> None:
     axes.set_ylim(min(kl) / ratio, max(kl) * ratio)
 
 
-def _colour(row: EvalRow, rows: Sequence[EvalRow]) -> str:
-    """Return one colour a method, so that its options are seen as one family."""
-    names = list(dict.fromkeys(_family(other) for other in rows))
-    return COLOURS[names.index(_family(row)) % len(COLOURS)]
-
-
 def _family(row: EvalRow) -> str:
     return "/".join(side.partition(":")[0] for side in row.spec.split("/"))
 
 
 def _points(axes: Any, rows: Sequence[EvalRow]) -> None:
+    """Draw the rows in one colour a method, so that its options are seen as one family."""
+    names = list(dict.fromkeys(map(_family, rows)))
     for row in rows:
-        colour = _colour(row, rows)
+        colour = COLOURS[names.index(_family(row)) % len(COLOURS)]
         face = "white" if row.packed_only else colour
-        axes.plot(
-            row.bits_per_value, row.kl_mean, "o", ms=8, mew=1.8, mec=colour, mfc=face, zorder=3
-        )
+        style = {"ms": 8, "mew": 1.8, "mec": colour, "mfc": face, "zorder": 3}
+        axes.plot(row.bits_per_value, row.kl_mean, "o", **style)
+
+
+def save_summary_plot(runs: Sequence[EvalResult], path: str | PathLike[str]) -> None:
+    """Draw mean KL (log scale) of every spec on every model and text, with two standard errors."""
+    names = [row_name(row) for row in runs[0].rows if row.spec != "none"]
+    figure = new_figure((10, 1.6 + 0.45 * len(names) + 0.25 * len(runs)))
+    axes: Any = figure.add_subplot()
+    axes.set_xscale("log")
+    log_ticks(axes.xaxis)
+    axes.set_xlabel("mean KL to the exact cache, nats per token; bars: two standard errors")
+    axes.set_title("KL of each spec on every model and text", loc="left", fontsize=11, color=INK)
+    series = []
+    for run in runs:
+        rows = {row_name(row): row for row in run.rows}
+        drawn = [(i, rows[name]) for i, name in enumerate(names) if rows[name].kl_mean > FLOOR]
+        # On a log scale a bar can't reach zero.
+        points = [
+            (i, row.kl_mean, min(2 * row.kl_se, 0.9 * row.kl_mean), 2 * row.kl_se)
+            for i, row in drawn
+        ]
+        series.append((run_name(run.protocol), points))
+    plain_axes(axes)
+    error_bars(axes, names, series, 7)
+    figure.savefig(path, bbox_inches="tight")
+
+
+def save_panels(panels: Sequence[tuple[str, Probe]], path: str | PathLike[str]) -> None:
+    """Draw what a probe found in each run, by the runs' names, one panel above the other."""
+    first = panels[0][1]
+    figure = new_figure((10, first.margin + sum(probe.height for _, probe in panels)))
+    for index, (run, probe) in enumerate(panels):
+        axes: Any = figure.add_subplot(len(panels), 1, index + 1)
+        probe.draw(axes, run)
+        plain_axes(axes)
+    axes.set_xlabel(first.x_label, color=INK)
+    figure.tight_layout()
+    figure.savefig(path)

@@ -14,7 +14,10 @@ READING = (
     "layers, compressed or not, over the exact cache's."
 )
 
-
+PAIRED = (
+    "Paired over tokens; ± is the standard error of the mean difference. better, worse: runs whose "
+    "difference is beyond two standard errors. Each run counts alike; ratio is a geometric mean."
+)
 LEARNING = (
     " Methods that learn from tokens (low rank, codebooks, keys of trellis, pca) learn from the "
     "first chunk alone, layer by layer, and keep that, unless a calibration was given; what they "

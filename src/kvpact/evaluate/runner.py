@@ -8,22 +8,14 @@ advance in lockstep, so that the logits of two outputs at most exist at any time
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvpact.evaluate.base import (
-    Candidate,
-    EvalProtocol,
-    EvalResult,
-    EvalRow,
-    Progress,
-    exact_tokens,
-)
-from kvpact.evaluate.coverage import coverage
+from kvpact.evaluate.base import Candidate, EvalProtocol, EvalResult, EvalRow, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
@@ -202,14 +194,42 @@ def _row(
         bytes=cache.memory_usage(),
         seconds=seconds,
         slot_bits_per_value=stats["slot_bits_per_value"],
-        sinks=exact_tokens(specs, "sinks"),
-        window=exact_tokens(specs, "window"),
+        sinks=max(int(side.sinks) for spec in specs for side in (spec.key, spec.value)),
+        window=max(int(side.window) for spec in specs for side in (spec.key, spec.value)),
         packed_only=entry.packed_only,
         layers_compressed=stats["layers"]["compressed"],
         layers_native=stats["layers"]["native"],
         **coverage(reference, cache, specs),
         fitted=any(_learns(spec) for spec in specs),
     )
+
+
+def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int]:
+    """Count the bytes of the exact cache, and those of them that a compressed cache takes over.
+
+    Sliding windows, chunked and linear attention hold a bounded state, which stays exact: there
+    the bits per value of the other layers say little about the cache as a whole. The keys are
+    those of `EvalRow`; layers whose method is ``none`` are not covered.
+    """
+    from kvpact.integrations.transformers.layer import CompressedLayer
+
+    sizes = {"exact_bytes": 0, "covered_bytes": 0, "native_bytes": 0}
+    for exact, held, spec in zip(reference.layers, cache.layers, specs, strict=True):
+        sizes["exact_bytes"] += sum(tensor.nbytes for tensor in _tensors(exact))
+        sizes["native_bytes"] += sum(tensor.nbytes for tensor in _tensors(held))
+        if isinstance(held, CompressedLayer):
+            sides = ((exact.keys, spec.key), (exact.values, spec.value))
+            sizes["covered_bytes"] += sum(x.nbytes for x, method in sides if method.name != "none")
+    return sizes
+
+
+def _tensors(layer: Any) -> Iterator[Tensor]:
+    """Yield what one of transformers' layers caches: K and V, or the states of linear attention."""
+    for name, value in vars(layer).items():
+        if not name.startswith("_"):
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor):
+                    yield tensor
 
 
 def _learns(spec: Spec) -> bool:

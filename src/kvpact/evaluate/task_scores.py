@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress
-from kvpact.evaluate.feed import (
-    CacheFactory,
-    Steps,
-    cache_of,
-    entries_of,
-    feed,
-    forward,
-    positions,
-)
+from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progress, row_name
+from kvpact.evaluate.canvas import INK, error_bars
+from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed, forward, positions
 from kvpact.evaluate.metrics import mean_and_error
-from kvpact.evaluate.tasks import Question, TaskCase
+from kvpact.evaluate.report import markdown
+from kvpact.evaluate.tasks import TaskCase
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:
@@ -95,6 +89,11 @@ class TaskRow(CacheScore):
     correct: float
     exact_correct: float
 
+    @property
+    def text(self) -> str:
+        """The difference and its standard error."""
+        return f"{self.difference:+.3f} ± {self.difference_se:.3f}"
+
 
 @dataclass(frozen=True)
 class TaskResult:
@@ -120,6 +119,75 @@ class TaskResult:
                 rows.append(_row(found, task, depth))
         return rows
 
+    margin: ClassVar[float] = 1.0
+    x_label: ClassVar[str] = (
+        "log-probability of the answer less the exact cache's, nats; bars: two standard errors"
+    )
+
+    @property
+    def height(self) -> float:
+        """Inches of a panel of the chart."""
+        return 1.4 + 0.5 * len({row_name(score) for score in self.scores})
+
+    def _by_cache(self) -> dict[str, list[TaskRow]]:
+        """Return the rows of all depths by cache: a row a task, then that of all tasks."""
+        found: dict[str, list[TaskRow]] = {}
+        for row in self.rows():
+            if row.depth is None:
+                found.setdefault(row_name(row), []).append(row)
+        return found
+
+    def columns(self) -> list[str]:
+        """Return the columns: the spec, each task, all tasks, and answers that are right."""
+        tasks = dict.fromkeys(score.task for score in self.scores)
+        return ["spec", *tasks, "all tasks", "right %"]
+
+    def lines(self, quote: str = "") -> list[list[str]]:
+        """Return the exact cache's log-probabilities, then each cache's differences from them."""
+        caches = self._by_cache()
+        first = next(iter(caches.values()))
+        exact = [f"{row.exact_logprob:.3f}" for row in first]
+        lines = [["exact: log-probability", *exact, f"{first[-1].exact_correct:.0f}"]]
+        for name, rows in caches.items():
+            lines.append([name, *(row.text for row in rows), f"{rows[-1].correct:.0f}"])
+        return lines
+
+    def tables(self) -> list[str]:
+        """Return the table of all depths, and that of each depth, as Markdown."""
+        rows = [row for row in self.rows() if row.depth is not None]
+        depths = sorted({row.depth for row in rows if row.depth is not None})
+        cells: dict[tuple[str, str], list[str]] = {}
+        for row in sorted(rows, key=lambda row: row.depth or 0.0):
+            cells.setdefault((row_name(row, "`"), row.task or ""), []).append(row.text)
+        columns = ["spec", "task", *(f"depth {depth:g}" for depth in depths)]
+        by_depth = markdown(columns, [[*key, *line] for key, line in cells.items()], left=2)
+        return [markdown(self.columns(), self.lines()), by_depth]
+
+    def about(self) -> str:
+        """Return how it was measured, in a few sentences."""
+        return (
+            f"Tasks: {self.rows()[-1].questions} questions after contexts of up to "
+            f"{self.context_tokens} tokens made of the text with seed {self.seed}; log-probability "
+            "of the whole answer, teacher-forced, in nats: that under this cache less that under "
+            "the exact one, and its standard error, questions paired. right: every token of the "
+            "answer is the likeliest."
+        )
+
+    def data(self) -> dict[str, Any]:
+        """Return everything measured, and the means of it, ready for JSON."""
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows()]}
+
+    def draw(self, axes: Any, run: str) -> None:
+        """Draw what each cache takes off the answers' log-probability, a series a task."""
+        caches = self._by_cache()
+        axes.set_title(f"{run}: tasks", loc="left", fontsize=11, color=INK)
+        axes.axvline(0, color=INK, lw=0.8)
+        series = []
+        for task, *rows in zip(self.columns()[1:-2], *caches.values(), strict=False):
+            points = enumerate((row.difference, 2 * row.difference_se) for row in rows)
+            series.append((task, [(i, middle, bar, bar) for i, (middle, bar) in points]))
+        error_bars(axes, list(caches), series, 6)
+
 
 def score_tasks(
     model: PreTrainedModel,
@@ -143,18 +211,14 @@ def score_tasks(
         As `kvpact.integrations.models.load_model` gives them.
     cases : sequence of TaskCase
         What `make_cases` returned.
-    candidates : sequence of str, Spec, path, mapping or Candidate
-        At least one.
+    candidates, packed_only, make_cache
+        See `evaluate`; at least one candidate, and none is put in front.
     seed : int
         The seed of the cases, for the report.
     chunk : int
         Tokens of a context fed at a time.
-    packed_only : bool
-        See `evaluate`.
     progress : callable, optional
         ``progress(done, total, what)`` after each context of a cache.
-    make_cache : callable, optional
-        ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
 
     Returns
     -------
@@ -198,16 +262,15 @@ Asked = list[tuple[Tensor, int]]  # ids of a question with its answer, and token
 
 
 def _prepare(tokenizer: PreTrainedTokenizerBase, case: TaskCase) -> tuple[Tensor, Asked]:
-    context = torch.tensor(tokenizer(case.context)["input_ids"], dtype=torch.int64, device="cpu")
-    return context, [_ids(tokenizer, question) for question in case.questions]
+    def ids(text: str, **options: Any) -> Tensor:
+        found = list(tokenizer(text, **options)["input_ids"])
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
-
-def _ids(tokenizer: PreTrainedTokenizerBase, question: Question) -> tuple[Tensor, int]:
-    prompt, answer = (
-        list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        for text in (question.prompt, question.answer)
-    )
-    return torch.tensor(prompt + answer, dtype=torch.int64, device="cpu"), len(answer)
+    asked = []
+    for question in case.questions:
+        parts = [ids(x, add_special_tokens=False) for x in (question.prompt, question.answer)]
+        asked.append((torch.cat(parts), len(parts[1])))
+    return ids(case.context), asked
 
 
 def _check(prepared: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) -> None:
@@ -228,14 +291,14 @@ def _answers(
 ) -> list[tuple[float, bool]]:
     """Return for each question the log-probability of its answer, and whether it is the choice."""
     feed(model, context.to(model.device), cache, chunk)
-    return [_answer(model, deepcopy(cache), ids.to(model.device), length) for ids, length in asked]
-
-
-def _answer(model: PreTrainedModel, cache: Any, ids: Tensor, length: int) -> tuple[float, bool]:
-    log_p = forward(model, ids, cache)[-length - 1 : -1].double().log_softmax(-1)
-    answer = ids[-length:]
-    chosen = log_p.gather(-1, answer[:, None]).sum().item()
-    return chosen, bool((log_p.argmax(-1) == answer).all())
+    found = []
+    for question, length in asked:
+        ids = question.to(model.device)
+        log_p = forward(model, ids, deepcopy(cache))[-length - 1 : -1].double().log_softmax(-1)
+        answer = ids[-length:]
+        chosen = log_p.gather(-1, answer[:, None]).sum().item()
+        found.append((chosen, bool((log_p.argmax(-1) == answer).all())))
+    return found
 
 
 def _row(scores: list[TaskScore], task: str | None, depth: float | None) -> TaskRow:

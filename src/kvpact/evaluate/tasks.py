@@ -153,22 +153,18 @@ def make_cases(
 Made = tuple[str, list[Question]]
 
 
+def _question(depth: float, asked: str, begin: str, answer: str, gap: str = "\n\n") -> Question:
+    return Question(depth, f"{gap}Question: {asked}\nAnswer: {begin}", f" {answer}")
+
+
 def _needles(source: _Source, depths: list[float]) -> Made:
     names, numbers = source.draw(len(depths)), [source.number() for _ in depths]
-    needles = [
-        f"The secret number of the {name} is {number}."
-        for name, number in zip(names, numbers, strict=True)
-    ]
-    questions = [
-        Question(
-            depth,
-            f"\n\nQuestion: What is the secret number of the {name}?\n"
-            f"Answer: The secret number of the {name} is",
-            f" {number}",
-        )
-        for depth, name, number in zip(depths, names, numbers, strict=True)
-    ]
-    return _woven(source, depths, [[needle] for needle in needles]), questions
+    needles, questions = [], []
+    for depth, name, number in zip(depths, names, numbers, strict=True):
+        what = f"secret number of the {name}"
+        needles.append([f"The {what} is {number}."])
+        questions.append(_question(depth, f"What is the {what}?", f"The {what} is", number))
+    return _woven(source, depths, needles), questions
 
 
 def _variables(source: _Source, depths: list[float]) -> Made:
@@ -179,8 +175,8 @@ def _variables(source: _Source, depths: list[float]) -> Made:
         chain, number = names[CHAIN * i : CHAIN * (i + 1)], source.number()
         steps = zip(chain[1:], chain, strict=False)
         chains.append([f"VAR {chain[0]} = {number}.", *(f"VAR {b} = VAR {a}." for b, a in steps)])
-        prompt = f"\n\nQuestion: What is the value of VAR {chain[-1]}?\nAnswer: VAR {chain[-1]} ="
-        questions.append(Question(depth, prompt, f" {number}"))
+        last = f"VAR {chain[-1]}"
+        questions.append(_question(depth, f"What is the value of {last}?", f"{last} =", number))
     return _woven(source, depths, chains), questions
 
 
@@ -191,14 +187,9 @@ def _common_words(source: _Source, depths: list[float]) -> Made:
         words = [common] * COMMON + others
         source.random.shuffle(words)
         lists.append([f"List {i + 1}: {' '.join(words)}."])
-        questions.append(
-            Question(
-                depth,
-                f"\n\nQuestion: Which word is the most common one in list {i + 1}?\n"
-                f"Answer: The most common word in list {i + 1} is",
-                f" {common}",
-            )
-        )
+        asked = f"Which word is the most common one in list {i + 1}?"
+        begin = f"The most common word in list {i + 1} is"
+        questions.append(_question(depth, asked, begin, common))
     return _woven(source, depths, lists), questions
 
 
@@ -218,8 +209,9 @@ def _key_value(source: _Source, depths: list[float]) -> Made:
     questions = []
     for depth in depths:
         key = keys[round(depth * (len(keys) - 1))]
-        prompt = f"\nQuestion: What is the number of {key}?\nAnswer: The number of {key} is"
-        questions.append(Question(depth, prompt, f" {lines[key]}"))
+        what = f"number of {key}"
+        asked, begin = f"What is the {what}?", f"The {what} is"
+        questions.append(_question(depth, asked, begin, lines[key], gap="\n"))
     return "".join(f"{key}: {number}\n" for key, number in lines.items()), questions
 
 
