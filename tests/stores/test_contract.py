@@ -104,5 +104,5 @@ def test_a_broken_store_is_found(kind, check, tmp_path: Path):
 
 
 def test_a_store_that_takes_any_key_is_found():
-    with AnyKey() as store, pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        contract_of(AnyKey).test_other_keys_are_refused(store, "../../etc/passwd")
+    with AnyKey() as store, pytest.raises(pytest.fail.Exception, match="was not refused"):
+        contract_of(AnyKey).test_other_keys_are_refused(store)

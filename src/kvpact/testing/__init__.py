@@ -24,6 +24,9 @@ class TestMyStore(StoreContract):       # a store of one's own
 A method that learns from tokens first (`kvpact.methods.fitted`) inherits `FittedMethodContract`,
 `FittedCacheContract` and `FittedPagedCacheContract` in their place.
 
+A second spec of the same kind need not go through what depends on no number: `without` makes the
+members of a subclass that leaves checks out, by what they depend on (`depends_on`).
+
 Needs pytest. Every check is a method whose name begins with ``test_``; a subclass sets a few class
 attributes (`MethodContract`, `CacheContract`, `StoreContract` list them) and changes nothing else.
 """
@@ -33,6 +36,7 @@ from kvpact.testing.backend import BackendContract
 from kvpact.testing.cache import CacheContract
 from kvpact.testing.cache_paged import PagedCacheContract
 from kvpact.testing.data import SHAPES, Shape, random_offset, random_tokens
+from kvpact.testing.depends import depends_on, without
 from kvpact.testing.fitted import (
     FittedCacheContract,
     FittedMethodContract,
@@ -58,6 +62,7 @@ __all__ = [
     "Shape",
     "StoreContract",
     "StreamOracle",
+    "depends_on",
     "example_specs",
     "held_bytes",
     "held_tensors",
@@ -67,4 +72,5 @@ __all__ = [
     "reference_attention",
     "same_bytes",
     "variant_specs",
+    "without",
 ]

@@ -17,6 +17,7 @@ from kvpact.contract import (
 )
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
 from kvpact.testing.data import Shape
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import held_tensors, same_bytes
 
 
@@ -48,6 +49,7 @@ class AppendChecks(CacheKit):
         cache.prefill(0, *self.tokens(Shape(3, 2, (), 32, 48, torch.float32), 5), None)
         assert cache.seq_len(0) == 5
 
+    @depends_on("bytes")
     @every_shape
     def test_pieces_are_the_whole(self, shape: Shape) -> None:
         """Appended in pieces or at once: the same bytes in every tensor that the cache holds."""
@@ -58,6 +60,7 @@ class AppendChecks(CacheKit):
         again = self.filled(shape, (shape.tokens,))
         self.assert_same(whole, again)
 
+    @depends_on("bytes")
     def test_every_way_to_append_stores_the_same(self) -> None:
         """`prefill`, `attend` and `decode` store the same bytes, with queries and without."""
         self.needs("attend")
@@ -70,6 +73,7 @@ class AppendChecks(CacheKit):
         self.assert_same(caches[0], caches[1])
         self.assert_same(caches[0], caches[2])
 
+    @depends_on("bytes")
     def test_rows_are_independent(self) -> None:
         """A row's numbers are those of a cache that holds this row alone."""
         both = self.filled(SMALL)
@@ -84,6 +88,7 @@ class AppendChecks(CacheKit):
             assert same_bytes(result.k, shown.k[one])
             assert same_bytes(result.v, shown.v[one])
 
+    @depends_on("bytes")
     def test_tiles_are_k_and_v(self) -> None:
         """`tiles()` runs over all tokens in order and joins to `k`, `v` and `logit_bias`."""
         cache = self.filled(SMALL)
@@ -98,6 +103,7 @@ class AppendChecks(CacheKit):
             bias = torch.cat([tile.logit_bias for tile in tiles], -1)
             assert same_bytes(bias, result.logit_bias)
 
+    @depends_on("bytes")
     def test_no_graph_is_kept(self) -> None:
         """What is stored is detached: a cache never keeps activations alive for a backward pass."""
         cache = self.make_cache(SMALL.geometry())

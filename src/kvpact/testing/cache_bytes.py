@@ -12,6 +12,7 @@ from kvpact.contract import AttendConfig
 from kvpact.spec import parse_spec
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
 from kvpact.testing.data import Shape, integers
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import held_bytes
 
 LONG = Shape(1, 1, (4096, 1, 127, 1), 64, 64, torch.float16)
@@ -38,6 +39,7 @@ class ByteChecks(CacheKit):
                 assert isnan(stats["bits_per_value"])
         return counted
 
+    @depends_on("bytes")
     @every_shape
     def test_memory_is_what_is_held(self, shape: Shape) -> None:
         """After each piece, a rollback and a fork, all bytes held are counted."""
@@ -71,6 +73,7 @@ class ByteChecks(CacheKit):
         )
         self.assert_counted(cache, SMALL)
 
+    @depends_on("bytes")
     def test_stats_name_what_is_there(self) -> None:
         """Tokens, values and the parts of the bytes."""
         self.needs("stats")
@@ -87,6 +90,7 @@ class ByteChecks(CacheKit):
                 used, values = k * held["key_bytes"] + v * held["value_bytes"], k * 32 + v * 48
                 assert abs(stats["slot_bits_per_value"] - 8 * used / (2 * values)) < 1e-9
 
+    @depends_on("bytes")
     def test_little_is_unused(self) -> None:
         """Above 4,096 tokens at most 5 % of the bytes are unused."""
         self.needs("stats")

@@ -7,12 +7,14 @@ import torch
 from kvpact.contract import AttendConfig
 from kvpact.testing.cache_base import SMALL, CacheKit
 from kvpact.testing.data import integers
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import same_bytes
 
 
 class ExactChecks(CacheKit):
     """Which tokens read back as they were given."""
 
+    @depends_on("bytes")
     def test_new_tokens_sinks_and_window_are_exact(self) -> None:
         """`prefill` shows new tokens, sinks and the window as they were given."""
         given, cache = self.tokens(SMALL, 330), self.make_cache(SMALL.geometry())
@@ -30,6 +32,7 @@ class ExactChecks(CacheKit):
                     assert same_bytes(got[:, :, part], x[:, :, part])
             start = end
 
+    @depends_on("bytes")
     def test_a_stored_token_never_changes(self) -> None:
         """Once a token is shown as stored, it is shown the same for ever: no requantisation."""
         self.needs("fork")
@@ -45,6 +48,7 @@ class ExactChecks(CacheKit):
             stored = [cache.seq_len(0) - e[1] - g + 1 for e, g in zip(exact, units, strict=True)]
             held = [x[:, :, : max(end, 0)].clone() for x, end in zip(now, stored, strict=True)]
 
+    @depends_on("bytes")
     def test_padding_is_never_a_sink(self) -> None:
         """Sinks are each row's first tokens behind its padding, in whatever pieces they come."""
         padding = integers(0, 5)
@@ -72,6 +76,7 @@ class ExactChecks(CacheKit):
                 part = slice(first, first + sinks)
                 assert same_bytes(got[row, :, part], x[row, :, part])
 
+    @depends_on("bytes")
     def test_attended_as_stored_is_stored_the_same(self) -> None:
         """`exact_new=False` changes what is attended, not what is stored; padding included."""
         self.needs("attend")

@@ -13,6 +13,7 @@ from kvpact.contract import AttendConfig
 from kvpact.spec import parse_spec
 from kvpact.testing.cache_base import SMALL, CacheKit, Tokens
 from kvpact.testing.data import floats, integers
+from kvpact.testing.depends import depends_on
 
 Change = Callable[[Tokens], tuple[Any, ...]]
 
@@ -163,6 +164,7 @@ class InputChecks(CacheKit):
         self._refused(cache, errors.CacheFull, cache.decode, 0, *one, AttendConfig())
         assert cache.seq_len(0) == 72
 
+    @depends_on("bytes")
     @pytest.mark.parametrize("number", [7e4, 1e6, 1e30, 3e38])
     @pytest.mark.parametrize("side", [K, V], ids=["k", "v"])
     def test_what_is_out_of_range_is_refused_when_it_comes(self, side: int, number: float) -> None:

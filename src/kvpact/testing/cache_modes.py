@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpact.testing.cache_base import CacheKit, Tokens
 from kvpact.testing.data import Shape, integers
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class ModeChecks(CacheKit):
         "inference": Mode(inference=True),
     }
 
+    @depends_on("bytes")
     def test_what_a_program_sets_for_torch(self) -> None:
         """A default is for what a program makes itself; models are often loaded under one."""
         windows = [window for _, window in self.exact_tokens()]

@@ -22,6 +22,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.testing.cache import CacheContract
 from kvpact.testing.cache_base import SMALL, every_shape
 from kvpact.testing.data import Shape, integers
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference
 
 
@@ -109,6 +110,7 @@ class PagedCacheContract(CacheContract):
         pool: int = sum(tensor.nbytes for tensor in cache.cache.pool.tensors())
         return pool + super().empty_bytes(cache, geometry)
 
+    @depends_on("pages")
     @every_shape
     def test_slots_are_those_of_the_contiguous_cache(self, shape: Shape) -> None:
         """Slot for slot, byte for byte, in every row; after a rollback, too."""

@@ -13,12 +13,14 @@ import torch
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
 from kvpact.testing.data import Shape, integers
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import same_bytes
 
 
 class RollbackChecks(CacheKit):
     """A cache that was rolled back."""
 
+    @depends_on("bytes")
     @every_shape
     def test_truncate_is_never_having_appended(self, shape: Shape) -> None:
         """A cut that leaves no group in part: all bytes become those of a new cache.
@@ -57,6 +59,7 @@ class RollbackChecks(CacheKit):
             same = same and min(packed, kept) == then
         return whole, same
 
+    @depends_on("bytes")
     @every_shape
     def test_truncate_keeps_what_was_stored(self, shape: Shape) -> None:
         """A cut anywhere: the tokens that stay are shown as stored before; later ones are close.

@@ -12,6 +12,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
 from kvpact.testing.cache_base import CacheKit
 from kvpact.testing.data import Shape, floats, integers
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import same_bytes
 
 ROWS = Shape(3, 2, (66, 1, 64), 32, 48, torch.float32)
@@ -48,6 +49,7 @@ class RowChecks(CacheKit):
         """Beam search: rows change places and may repeat."""
         self._check("reorder", integers(2, 0, 0), [2, 0, 0])
 
+    @depends_on("bytes")
     def test_select(self) -> None:
         """Some rows stay, in the order asked for."""
         self._check("select", integers(2, 1), [2, 1])

@@ -9,11 +9,13 @@ from kvpact.errors import KVPactError
 from kvpact.snapshot import Snapshot
 from kvpact.testing.cache_base import SMALL, CacheKit
 from kvpact.testing.data import integers
+from kvpact.testing.depends import depends_on
 
 
 class SnapshotChecks(CacheKit):
     """`snapshot` and `restore`."""
 
+    @depends_on("bytes")
     def test_a_snapshot_is_the_cache(self) -> None:
         """Saved, read and restored: the same bytes now, and after more tokens."""
         self.needs("snapshot")

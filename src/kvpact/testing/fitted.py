@@ -17,12 +17,12 @@ from kvpact.testing.cache import CacheContract
 from kvpact.testing.cache_base import SMALL, every_shape
 from kvpact.testing.cache_paged import PagedCacheContract
 from kvpact.testing.data import Shape, random_tokens
+from kvpact.testing.depends import depends_on
 from kvpact.testing.fitted_base import FittedKit
 from kvpact.testing.fitted_checks import FitChecks
 from kvpact.testing.held import difference
 from kvpact.testing.method import MethodContract
 from kvpact.testing.method_base import both_sides
-from kvpact.testing.method_base import every_shape as every_method_shape
 
 
 class FittedMethodContract(FitChecks, MethodContract):
@@ -56,8 +56,8 @@ class FittedMethodContract(FitChecks, MethodContract):
         x = random_tokens(shape.batch, shape.heads, tokens, dim, seed=seed, dtype=shape.dtype)
         return codec, x.float()
 
+    @depends_on("bytes")
     @both_sides
-    @every_method_shape
     def test_rows_heads_and_groups_are_independent(self, side: str, shape: Shape) -> None:
         """As for all methods; but each head may have a basis of its own, so heads stay together."""
         codec, x = self.sample(side, shape)
@@ -116,6 +116,7 @@ class _CalibrationChecks(FittedKit):
 class FittedCacheContract(_CalibrationChecks, CacheContract):
     """`CacheContract` for a method that learns, in the contiguous cache, calibrated."""
 
+    @depends_on("bytes")
     @every_shape
     def test_what_was_learnt_is_counted(self, shape: Shape) -> None:
         """An empty cache holds what was learnt; a full one that and its slots, as declared."""

@@ -16,9 +16,8 @@ from kvpact.testing.data import SHAPES, Shape, random_tokens
 
 Arrays = dict[str, Tensor]
 
-# Marks stand on each check: one on a class of checks would reach all that a subclass inherits.
+# Stands on each check: on a class of checks it would reach all that a subclass inherits.
 both_sides = pytest.mark.parametrize("side", ["key", "value"])
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 class MethodKit:
@@ -30,10 +29,18 @@ class MethodKit:
         The spec to be tested.
     max_relative_error : float
         `|decoded - x| / |x|` over normally distributed tokens stays below it.
+    shapes : tuple of Shape
+        What is encoded by checks that go through shapes.
     """
 
     spec: ClassVar[str]
     max_relative_error: ClassVar[float] = 1.0
+    shapes: ClassVar[tuple[Shape, ...]] = SHAPES
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give checks of a shape every one of them."""
+        if "shape" in metafunc.fixturenames:
+            metafunc.parametrize("shape", self.shapes, ids=str)
 
     def parsed(self) -> Spec:
         """Return the spec, parsed."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpact.errors import KVPactError, NonFiniteError
 from kvpact.methods import Codec, bytes_per_slot
 from kvpact.testing.data import Shape, floats, integers, random_tokens
+from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference, held_bytes, same_bytes
 from kvpact.testing.method_base import (
     MethodKit,
@@ -18,7 +19,6 @@ from kvpact.testing.method_base import (
     both_sides,
     capacity,
     decode_storage,
-    every_shape,
     relative_error,
     stored,
     write,
@@ -28,8 +28,8 @@ from kvpact.testing.method_base import (
 class SlotChecks(MethodKit):
     """A codec's fields in storage."""
 
+    @depends_on("bytes")
     @both_sides
-    @every_shape
     def test_storage_gives_back_what_was_written(self, side: str, shape: Shape) -> None:
         """Arrays read from storage decode to the same numbers, bit for bit."""
         codec, x = self.sample(side, shape)
@@ -44,7 +44,6 @@ class SlotChecks(MethodKit):
         assert same_bytes(decoded, codec.decode(arrays))
 
     @both_sides
-    @every_shape
     def test_pieces_are_the_whole(self, side: str, shape: Shape) -> None:
         """Written in pieces or at once, cleared and written again: the same bytes."""
         codec, x = self.sample(side, shape)
@@ -66,8 +65,8 @@ class SlotChecks(MethodKit):
         write(codec, pieces, kept, codec.encode(x[:, :, kept:]))
         assert not difference(whole, pieces)
 
+    @depends_on("bytes")
     @both_sides
-    @every_shape
     def test_bytes_are_those_declared(self, side: str, shape: Shape) -> None:
         """`bytes_per_slot` is what storage takes, and the fields know their storage's shape."""
         codec, x = self.sample(side, shape)
@@ -82,6 +81,7 @@ class SlotChecks(MethodKit):
         rows = x.shape[0] * x.shape[1]
         assert held_bytes(storage) == bytes_per_slot(codec) * tokens * rows
 
+    @depends_on("bytes")
     @both_sides
     def test_unused_slots_are_zero_and_never_read(self, side: str) -> None:
         """Slots that nobody wrote are zero; garbage in them doesn't change what is read."""
@@ -98,6 +98,7 @@ class SlotChecks(MethodKit):
                 unused.fill_(torch.nan if field.dtype.is_floating_point else 0xAA - 0x55)
             assert same_bytes(decode_storage(codec, storage)[:, :, :used], wanted)
 
+    @depends_on("groups")
     @both_sides
     def test_a_cut_group_continues(self, side: str) -> None:
         """After a rollback into a group its side information stays and codes new tokens."""
@@ -126,6 +127,7 @@ class SlotChecks(MethodKit):
                 again = codec.transform.inverse(decoded[:, :, cut:])
                 assert relative_error(new[:, :, kept:], again) < self.max_relative_error
 
+    @depends_on("groups")
     @both_sides
     def test_a_cut_group_of_any_kind_continues(self, side: str) -> None:
         """Whatever a group held, ordinary and hard tokens after a cut are finite or refused."""
@@ -145,6 +147,7 @@ class SlotChecks(MethodKit):
                     continue
                 assert torch.isfinite(codec.decode({**later, **frozen})).all()
 
+    @depends_on("groups")
     @both_sides
     def test_what_is_in_range_fits_every_group(self, side: str) -> None:
         """A codec with groups encodes later than tokens come: `check_range` has to suffice."""
@@ -164,6 +167,7 @@ class SlotChecks(MethodKit):
             with pytest.raises(NonFiniteError):
                 codec.check_range(floats(*[3e38] * dim).view(1, 1, 1, dim))
 
+    @depends_on("groups")
     @both_sides
     def test_a_cut_group_of_tiny_tokens_takes_ordinary_ones(self, side: str) -> None:
         """What a group held before a rollback never makes ordinary tokens impossible."""
@@ -179,6 +183,7 @@ class SlotChecks(MethodKit):
                     later = codec.encode(ordinary * scale, frozen)
                     assert torch.isfinite(codec.decode({**later, **frozen})).all()
 
+    @depends_on("bias")
     @both_sides
     def test_bias_is_a_part_of_the_whole(self, side: str) -> None:
         """A codec with a bias gives it apart, finite, in the same space."""

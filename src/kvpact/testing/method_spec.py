@@ -11,12 +11,14 @@ from kvpact.errors import SpecError
 from kvpact.methods import Method
 from kvpact.registry import find_method, register_method
 from kvpact.spec import Spec, parse_spec
+from kvpact.testing.depends import depends_on
 from kvpact.testing.method_base import MethodKit
 
 
 class SpecChecks(MethodKit):
     """The dataclass is the one source of text, JSON and equality."""
 
+    @depends_on("bytes")
     def test_text_round_trip(self) -> None:
         """The canonical text reads back to the same spec, and prints as itself."""
         spec = self.parsed()
@@ -24,6 +26,7 @@ class SpecChecks(MethodKit):
         assert again == spec
         assert str(again) == str(spec)
 
+    @depends_on("bytes")
     def test_json_round_trip(self) -> None:
         """JSON holds all options (but defaults of later ones), and reads back to the same spec."""
         spec = self.parsed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,17 @@ class EntryChecks(StoreKit):
         assert b"\x00\xff" in store and list(store) == ["00ff"]
         assert store.delete(b"\x00\xff")
 
-    @pytest.mark.parametrize("key", BAD_KEYS, ids=ascii)
-    def test_other_keys_are_refused(self, store: Store, key: Any) -> None:
+    def test_other_keys_are_refused(self, store: Store) -> None:
         """Every method names the error, and nothing is stored."""
-        for call in (store.get, store.contains, store.delete, lambda k: store.put(k, b"x")):
-            with pytest.raises(StoreKeyError):
-                call(key)
+        calls: list[Callable[[Any], object]] = [store.get, store.contains, store.delete]
+        calls.append(lambda key: store.put(key, b"x"))
+        for key in BAD_KEYS:
+            for call in calls:
+                try:
+                    call(key)
+                except StoreKeyError:
+                    continue
+                pytest.fail(f"{key!a} was not refused")
         assert len(store) == 0
 
     @pytest.mark.parametrize(

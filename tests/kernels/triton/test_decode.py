@@ -8,6 +8,7 @@ import pytest
 import torch
 from decode_compare import FORMATS, PLACES, Slots, compare_slots, numbers, packed
 from encode_compare import _PLAIN, DTYPES, TRELLISES, random_pieces
+from forms import one_per_form
 
 pytest.importorskip("triton")
 
@@ -49,13 +50,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "side", "dim", "start", "end", "dtype"), CASES)
+@pytest.mark.parametrize(("spec", "side", "dim", "start", "end", "dtype"), one_per_form(CASES))
 def test_every_format(spec, side, dim, start, end, dtype):
     assert differences(spec, side, dim, start, end, dtype) == []
 
 
 @pytest.mark.parametrize(
-    ("spec", "dim"), list(zip(PLAIN_TRELLISES, itertools.cycle((20, 64)), strict=False))
+    ("spec", "dim"), one_per_form(zip(PLAIN_TRELLISES, itertools.cycle((20, 64)), strict=False))
 )
 def test_values_of_trellises(spec, dim):
     assert differences(spec, "v", dim, 20, 50, torch.float32) == []

@@ -16,6 +16,7 @@ from encode_compare import (
     encoded_slots,
     random_pieces,
 )
+from forms import one_per_form
 from host_reads import HostReads
 
 pytest.importorskip("triton")
@@ -46,7 +47,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), CASES)
+@pytest.mark.parametrize(("spec", "side", "dim", "count", "start", "dtype"), one_per_form(CASES))
 def test_every_format(spec, side, dim, count, start, dtype):
     (tokens,), start = random_pieces(spec, side, dim, count, start, dtype)
     assert compare(spec, side, [tokens[:1, :2]], start, encoder=encoder) == ""

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 from encode_compare import codec_of
 from fast_parts import CPU, decode_calls, error
+from forms import one_per_form
 
 from kvpact.contract import AttendConfig
 from kvpact.kernels.torch.backend import TORCH
@@ -38,7 +39,7 @@ INTEGERS = (
 PAIRS = [f"turboquant:bits={k}/turboquant:bits={v}" for k, v in itertools.product(BITS, BITS)]
 
 
-@pytest.mark.parametrize("spec", (*PAIRS, *INTEGERS))
+@pytest.mark.parametrize("spec", one_per_form((*PAIRS, *INTEGERS)))
 def test_formats(monkeypatch, spec):
     assert error(decode_calls(monkeypatch, spec, 270, (1, 1, 4, 1, 128)), parts=2) < BOUND
 
@@ -76,22 +77,34 @@ def test_pages(monkeypatch, bits, page):
 @pytest.mark.parametrize(
     ("spec", "dim"),
     (
-        ("turboquant:bits=4", 256),
         ("turboquant:bits=3", 256),
-        ("turboquant:bits=2", 64),
-        ("turboquant:bits=3", 64),
         ("turboquant:bits=4", 96),
-        ("turboquant:bits=3", 80),
-        ("turboquant:bits=2", 112),
         ("int:bits=8", 80),
-        ("int:bits=4", 40),
+        *(
+            pytest.param(spec, dim, marks=pytest.mark.slow)
+            for spec, dim in (
+                ("turboquant:bits=4", 256),
+                ("turboquant:bits=2", 64),
+                ("turboquant:bits=3", 64),
+                ("turboquant:bits=3", 80),
+                ("turboquant:bits=2", 112),
+                ("int:bits=4", 40),
+            )
+        ),
     ),
 )
 def test_widths(monkeypatch, spec, dim):
     assert error(decode_calls(monkeypatch, spec, 200, (1, 1, 2, 1, dim))) < BOUND
 
 
-@pytest.mark.parametrize(("groups", "queries"), ((3, 1), (5, 1), (8, 1), (2, 4), (4, 4)))
+@pytest.mark.parametrize(
+    ("groups", "queries"),
+    (
+        (3, 1),
+        (2, 4),
+        *(pytest.param(*rows, marks=pytest.mark.slow) for rows in ((5, 1), (8, 1), (4, 4))),
+    ),
+)
 def test_rows(monkeypatch, groups, queries):
     calls = decode_calls(monkeypatch, "turboquant:bits=4", 200, (1, 2, groups, queries, 64))
     assert error(calls) < BOUND

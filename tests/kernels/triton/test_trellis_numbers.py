@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from encode_compare import _PLAIN, TRELLISES, codec_of, random_pieces, torch_slots
+from forms import one_per_form
 
 pytest.importorskip("triton")
 
@@ -48,14 +49,14 @@ def differing(spec: str, side: str, dim: int, tokens: int = 64) -> int:
 
 
 @pytest.mark.parametrize(
-    ("spec", "dim"), list(zip(TRELLISES, itertools.cycle(WIDTHS), strict=False))
+    ("spec", "dim"), one_per_form(zip(TRELLISES, itertools.cycle(WIDTHS), strict=False))
 )
 def test_keys(spec, dim):
     assert differing(spec, "k", dim) == 0
 
 
 @pytest.mark.parametrize("dim", (33, 64))
-@pytest.mark.parametrize("spec", [spec for spec in TRELLISES if _PLAIN in spec])
+@pytest.mark.parametrize("spec", one_per_form(spec for spec in TRELLISES if _PLAIN in spec))
 def test_values(spec, dim):
     assert differing(spec, "v", dim) == 0
 

@@ -1,0 +1,30 @@
+"""Cases of which one per form is in `make test`, where Triton is interpreted; the rest is slow."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def form(spec: str) -> str:
+    """Return a spec without its numbers; whether codes fill bytes is left of them."""
+    return re.sub(r"\d+", lambda m: "4" if m[0] in ("1", "2", "4", "8") else "3", spec)
+
+
+def one_per_form(cases: Iterable[Any]) -> list[Any]:
+    """Return the cases, marked as slow from the second of each form and side on.
+
+    Parameters
+    ----------
+    cases : iterable
+        Specs, or tuples of a spec, a side if it is one letter, and whatever else.
+    """
+    seen: set[tuple[str, ...]] = set()
+    marked = []
+    for case in cases:
+        values = case if isinstance(case, tuple) else (case,)
+        kind = (form(values[0]), *(x for x in values[1:2] if x in ("k", "v")))
+        marked.append(pytest.param(*values, marks=pytest.mark.slow if kind in seen else ()))
+        seen.add(kind)
+    return marked

@@ -1,0 +1,148 @@
+"""The matrix of specs: which spec goes through which checks of the kit (`kvpact.testing`).
+
+What a cache does depends on a codec by a few facts (`Facts`): one spec for every combination that
+occurs goes through the whole of the kit for caches, all others through the checks that depend on
+the bytes that are stored. Methods go through the whole of theirs with their first example; other
+examples and variants through the checks of what is stored, at some of the shapes. The facts are
+read from the codecs, so a new method is in its class, and in every test of it, by being registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kvpact import parse_spec
+from kvpact.methods import Codec
+from kvpact.methods.fitted import FittedCodec
+from kvpact.testing import (
+    SHAPES,
+    CacheContract,
+    FittedCacheContract,
+    FittedMethodContract,
+    FittedPagedCacheContract,
+    MethodContract,
+    PagedCacheContract,
+    example_specs,
+    method_specs,
+    variant_specs,
+    without,
+)
+
+CONTRACTS = {
+    False: {"Method": MethodContract, "Cache": CacheContract, "Paged": PagedCacheContract},
+    True: {
+        "Method": FittedMethodContract,
+        "Cache": FittedCacheContract,
+        "Paged": FittedPagedCacheContract,
+    },
+}
+SOME_SHAPES = (SHAPES[1], SHAPES[4], SHAPES[5])
+"""For further options: rows and heads, all widths, two dtypes, more tokens than two segments."""
+
+
+NOT_OF_PAGES = {"exact", "joint"}
+"""Facts that change slots, which are compared with the contiguous cache's, and nothing of pages."""
+
+
+class Facts(NamedTuple):
+    """All that a cache has to know of the codecs of K and V."""
+
+    k_groups: bool
+    v_groups: bool
+    learns: bool
+    bias: bool
+    joint: bool
+    exact: bool
+    fitted: bool
+
+
+def codecs(spec: str) -> tuple[Codec, Codec]:
+    """Return the codecs of K and V at an ordinary width."""
+    parsed = parse_spec(spec)
+    return parsed.key.key_codec(64, torch.float32), parsed.value.value_codec(64, torch.float32)
+
+
+@cache
+def facts(spec: str) -> Facts:
+    """Return the facts of a spec."""
+    k, v = both = codecs(spec)
+    return Facts(
+        k.group > 1,
+        v.group > 1,
+        any(codec.learns_from > 0 for codec in both),
+        any(codec.has_bias for codec in both),
+        any(codec.joint for codec in both),
+        any(codec.exact for codec in both),
+        any(isinstance(codec, FittedCodec) for codec in both),
+    )
+
+
+def class_specs(specs: Iterable[str]) -> list[str]:
+    """Return a spec for each combination of facts: the last, which has unlike sides if any has."""
+    return list({facts(spec): spec for spec in specs}.values())
+
+
+def page_specs(specs: Iterable[str]) -> list[str]:
+    """Return specs of classes until each fact that pages depend on was there once."""
+    seen: set[str] = set()
+    found = []
+    for spec in sorted(class_specs(specs), key=lambda spec: sum(facts(spec))):
+        here = {name for name, holds in facts(spec)._asdict().items() if holds} - NOT_OF_PAGES
+        if not found or here - seen:
+            found.append(spec)
+            seen |= here
+    return found
+
+
+def _kept(kind: str, spec: str, whole: bool) -> Callable[[str], bool]:
+    """Return which checks a spec goes through, by what they depend on (`depends_on`)."""
+    here = facts(spec)
+    kept = {
+        "groups": here.k_groups or here.v_groups,
+        "bias": here.bias,
+        "bytes": whole or kind != "Paged",  # those of pages are the contiguous cache's: "pages"
+        "pages": True,
+    }
+    return lambda reason: kept.get(reason, whole)
+
+
+def kit_classes(
+    module: str, *kinds: str, fitted: bool, grouped: bool | None = None
+) -> Iterator[tuple[str, type]]:
+    """Yield names and classes of tests for specs of one kind, for the globals of a module.
+
+    Parameters
+    ----------
+    module : str
+        The module that they are for.
+    *kinds : str
+        ``Method``, ``Cache``, ``Paged``.
+    fitted, grouped : bool
+        As of `example_specs`.
+    """
+    examples = example_specs(fitted=fitted, grouped=grouped)
+    variants = variant_specs(fitted=fitted, grouped=grouped)
+    whole = {
+        "Method": method_specs(),
+        "Cache": class_specs(example_specs(fitted=fitted)),
+        "Paged": page_specs(example_specs(fitted=fitted)),
+    }
+    for kind in kinds:
+        contract = CONTRACTS[fitted][kind]
+        for spec, limit in (examples | (variants if kind == "Method" else {})).items():
+            slow = fitted and spec not in examples  # they learn large codebooks
+            complete = slow or spec in whole[kind]
+            members = {"spec": spec, "max_relative_error": limit, "__module__": module}
+            if kind == "Method" and not complete:
+                members["shapes"] = SOME_SHAPES
+            if slow:
+                members["pytestmark"] = pytest.mark.slow
+            name = "".join(part.capitalize() for part in spec.replace("=", " ").split())
+            title = f"Test{kind}_{name}"
+            omitted = without(contract, _kept(kind, spec, complete))
+            yield title, type(title, (contract,), omitted | members)
