@@ -22,7 +22,7 @@ from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
-from kvpact.integrations.transformers.pairs import UpdateOrder, may_cross_attend
+from kvpact.integrations.transformers.pairs import may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import choose
 from kvpact.key_offset import KeyOffset
@@ -150,8 +150,8 @@ class CompressedCache(EngineCache):
                 layers[-1].read_again = index in facts.read_again
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
-        order = UpdateOrder(may_cross_attend(config, decoder))
-        super().__init__(layers, shared, attention, order, facts.sparse)
+        crosses = may_cross_attend(config, decoder)
+        super().__init__(layers, shared, attention, crosses, facts.sparse)
 
     @property
     def max_cache_len(self) -> int:

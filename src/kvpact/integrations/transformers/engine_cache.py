@@ -18,7 +18,13 @@ from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.handles import untraced
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.pairs import REMEDY, NoPair, Refusal, UpdateOrder
+from kvpact.integrations.transformers.pairs import (
+    REMEDY,
+    REPEATED,
+    FirstLayer,
+    NoPair,
+    UpdateOrder,
+)
 from kvpact.integrations.transformers.shared import SharedState
 
 
@@ -35,8 +41,8 @@ class EngineCache(Cache):
         As in `CompressedCache`.
     sparse : bool
         Whether some layers choose the tokens that they attend to (see `choose_attention`).
-    order : UpdateOrder
-        Looks at who updates the layers.
+    crosses : bool
+        Whether the config tells of cross-attention (`may_cross_attend`).
     """
 
     __reduce_ex__ = refuse_pickling
@@ -46,11 +52,13 @@ class EngineCache(Cache):
         layers: list[Any],
         shared: SharedState,
         attention: str,
-        order: UpdateOrder,
+        crosses: bool,
         sparse: bool = False,
     ) -> None:
         super().__init__(layers=layers)
-        self._shared, self._order = shared, order
+        # In T5's configs, and in those like it, the other numbers of layers are the encoder's.
+        count = getattr(shared.config, "num_decoder_layers", None) or len(layers)
+        self._shared, self._order = shared, UpdateOrder(crosses and count > 1)
         self._loan = choose_attention(shared.config, attention, sparse)
         if shared.latent_widths:
             hand_on(shared.config)
@@ -84,35 +92,27 @@ class EngineCache(Cache):
         LayerIndexError
             The cache was made for a model of fewer layers.
         GeometryError
-            The cache was given to a model with cross-attention without one for that, or such a
-            model's call before this one was interrupted. The cache is as before then.
+            The cache was given to a model with cross-attention without one for that. The cache is
+            as before the call then.
         """
         if layer_idx >= len(self.layers):
             raise LayerIndexError(
                 f"the model has a layer {layer_idx}, its cache is for {len(self.layers)} layers: "
                 "make a cache for this model, with CompressedCache(model)"
             )
-        order, layer = self._order, self.layers[layer_idx]
-        if layer_idx > order.latest and not order.expected:
-            order.latest = layer_idx
-        else:
-            self._require_own_attention(layer_idx)
+        layer = self.layers[layer_idx]
+        if self._order.watched:
+            first = self._order.repeated(layer_idx, layer)
+            if first is not None:
+                self._take_back(first)
+                raise GeometryError(REPEATED)
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
-
-    def _require_own_attention(self, index: int) -> None:
-        """Raise if it is not the decoder's own attention that updates a layer."""
-        layer = self.layers[index]
-        if isinstance(layer, CacheLayerMixin):
-            refusal = self._order.refuse(index, layer)
-            if refusal is not None:
-                self._take_back(refusal)
-                raise GeometryError(refusal.reason)
 
     def _refuse_part_of_a_pair(self) -> Any:
         """Not there: what models (T5Gemma, BERT) read of the `EncoderDecoderCache` they want."""
-        before = self._order.asked_for_pair()
-        if before is not None:
-            self._take_back(Refusal(REMEDY, before))
+        first = self._order.first()  # BERT's cross-attention asks when its own has taken tokens
+        if first is not None:
+            self._take_back(first)
         raise NoPair(REMEDY)
 
     self_attention_cache = cross_attention_cache = is_updated = property(_refuse_part_of_a_pair)
@@ -142,40 +142,33 @@ class EngineCache(Cache):
                 length = cache.seq_len(self._shared.held.index(cache))
                 cache.truncate(max(length + tokens_to_remove, 0))
 
-    def _take_back(self, refusal: Refusal) -> None:
-        """Let no layer hold more than before the call that is refused: as if it was not made.
+    def _take_back(self, first: FirstLayer) -> None:
+        """Let a call's first layer hold what it held before, exactly: as if nobody had called.
 
         Raises
         ------
         KVPactError
             A layer of transformers has let go of tokens that it held before the call.
         """
-        length, moment = refusal.before
-        if length == 0:
+        layer, held, moment = first
+        if held == 0:
             self.reset()
-            return
-        for layer in self._own_layers():
-            more = layer.get_seq_length() - length
+        elif not isinstance(layer, CompressedLayer):
             try:
-                if more > 0:
-                    layer.crop(-more)
+                layer.crop(held - layer.get_seq_length())
             except RuntimeError as error:
                 raise KVPactError(
-                    f"{refusal.reason}. Here {type(layer).__name__} can't be taken back to what it "
-                    "held before: reset the cache and begin again"
+                    f"{REMEDY}. Here {type(layer).__name__} can't be taken back to what it held "
+                    "before: reset the cache and begin again"
                 ) from error
-        shared = self._shared
-        for tokens in list(shared.waiting):
-            if tokens is not None and tokens.total > length:
-                tokens.cut(length)
-        if moment is not None:
-            moment.restore()
-        for cache in shared.stored():
-            if isinstance(cache, PagedView):  # rows of unlike lengths grow by equally much
-                _remove(cache, cache.seq_len(0) - length)
-            else:
-                cache.truncate(length)
-        shared.end_call()
+        elif not layer.cut(held):
+            if moment is not None:
+                moment.restore()
+            elif isinstance(cache := layer.cache, PagedView):  # all rows grow by equally much
+                _remove(cache, cache.seq_len(0) - held)
+            elif cache is not None:
+                cache.truncate(held)
+        self._shared.end_call()
 
     def reset(self) -> None:
         """Forget all tokens and, in a contiguous cache, their shape."""

@@ -65,6 +65,13 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return None
         return Moment.of(cache.entry(self._index))
 
+    def cut(self, length: int) -> bool:
+        """Forget tokens from `length` on, where the last ones wait; False where none do."""
+        tokens = self._shared.waiting[self._index]
+        if tokens is not None:
+            tokens.cut(length)
+        return tokens is not None
+
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the layer has seen tokens."""

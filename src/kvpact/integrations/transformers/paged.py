@@ -12,7 +12,7 @@ from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.pairs import UpdateOrder, may_cross_attend
+from kvpact.integrations.transformers.pairs import may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
 
 
@@ -71,8 +71,8 @@ class PagedBatch(EngineCache):
         shared = SharedState(decoder, exact_new, [])
         shared.hold(PagedView(cache, seqs), len(types))
         layers = [CompressedLayer(shared, i) for i in range(len(types))]
-        order = UpdateOrder(may_cross_attend(config, decoder))
-        super().__init__(layers, shared, attention, order)
+        crosses = may_cross_attend(config, decoder)
+        super().__init__(layers, shared, attention, crosses)
 
     @property
     def view(self) -> PagedView:
