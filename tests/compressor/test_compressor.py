@@ -80,11 +80,29 @@ def test_an_append_costs_the_same_however_much_is_held(method: str):
     compressor, x, sizes = KVCacheCompressor(method), normal(1, 2, 1, 64), []
     for held in (1280, 10240):
         compressed = compressor.compress_kv(normal(1, 2, held, 64), normal(1, 2, held, 64))
-        compressed = compressed.append(x, x, bound=1)
         with Made() as made:
-            compressed.append(x, x, bound=1)
+            for _ in range(3):
+                compressed = compressed.append(x, x, bound=1)
         sizes.append(made.size)
     assert sizes[1] <= 1.1 * sizes[0]
+
+
+@each_method
+def test_an_append_shares_full_segments_and_writes_to_none_that_another_has(method: str):
+    x = normal(1, 2, 1, 64)
+    first = KVCacheCompressor(method).compress_kv(normal(1, 2, 700, 64), normal(1, 2, 700, 64))
+    for held in (first, CompressedKV.from_bytes(first.to_bytes())):
+        before, steps = held.to_bytes(), [held]
+        for _ in range(3):
+            steps.append(steps[-1].append(x, x, bound=1))
+        for side in ("k", "v"):
+            streams = [getattr(step, side).stream for step in steps]
+            full = streams[0].packed // streams[0].store.segment_tokens
+            assert full >= 3
+            for field in streams[0].codec.fields:
+                places = [[t.data_ptr() for t in s.store.tensors(field.name)] for s in streams]
+                assert all(place[:full] == places[0][:full] for place in places)
+        assert held.to_bytes() == before
 
 
 @each_method

@@ -6,6 +6,7 @@ is a batch of rows. Rows of a batch lie beside the heads in a `CompressedKV`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import lcm
 
@@ -15,14 +16,13 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.saved import learnt_alike, restored_layer, stream_state
-from kvpact.cache.segments import SegmentList
 from kvpact.cache.stream import Stream
 from kvpact.compressor.compressed import CompressedKV
-from kvpact.compressor.stream import PackedStream, flat, owned
+from kvpact.compressor.stream import PackedStream, empty_stream, flat
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.formats import TILE
 from kvpact.kernels import Compute
-from kvpact.methods import Codec, Method
+from kvpact.methods import Method
 from kvpact.methods.fitted import FittedCodec
 from kvpact.snapshot import LayerState, StreamState
 from kvpact.spec import Spec
@@ -101,56 +101,40 @@ def _stream(
         make = wanted.key_codec if side == "k" else wanted.value_codec
         return PackedStream.of(make(x.shape[3], x.dtype), x, compute)
     # Tokens of the window are packed, too, in a stream beside the cache's.
-    whole = source.length - source.length % source.codec.group
-    state = stream_state(_packed(source, whole, compute))
+    codec, state, tail = source.codec, stream_state(source), flat(source.tail)
+    whole = source.length - source.length % codec.group
+    slots = {name: x.flatten(0, 1)[None] for name, x in state.slots.items()}
+    stream = empty_stream(codec, tail, compute)
+    stream = _sealed(stream.restore(state.packed, state.start, tail, None, slots), whole)
     # A group that a rollback cut is not whole; its tokens go on as they are read.
     cut = whole < max(state.start, state.packed)
-    rest = entry.dequantize(side)[:, :, whole:] if cut else state.tail[:, :, whole - state.start :]
-    slots = {
-        info.name: state.slots[info.name][:, :, : -(-whole // info.tokens)]
-        for info in state.fields
-        if whole
-    }
-    if whole and source.codec.group > 1 and source.num_sinks:
-        first = flat(entry.dequantize(side)[:, :, :whole])
-        _put_sinks(source.codec, slots, first, source.num_sinks)
-    packed = owned(replace(state, slots=slots, packed=whole, start=whole, tail=flat(rest)))
+    rest = flat(entry.dequantize(side))[:, :, whole:] if cut else tail[:, :, whole - state.start :]
+    sinks: Mapping[str, Tensor] = {}
+    if whole and codec.group > 1 and source.num_sinks:
+        # A cache's slots do not have their sinks: those groups are encoded anew, as they read.
+        unit = lcm(codec.group, TILE)
+        end = min(-(-source.num_sinks // unit) * unit, whole)
+        first = flat(entry.dequantize(side)[:, :, :end])
+        alone = empty_stream(codec, first, compute).restore(0, 0, first, None)
+        sinks = stream_state(_sealed(alone, end)).slots
+    store = stream.store.cut(whole)
+    store.clear_from(whole)
+    stream = stream._replace(store=store).restore(whole, whole, rest.clone(), None, sinks)
     # What the tokens were before they were packed is not known any more, nor is the error.
-    return PackedStream(source.codec, packed, torch.nan, torch.nan, compute)
+    return PackedStream(stream, compute)
 
 
-def _packed(source: Stream, tokens: int, compute: Compute) -> Stream:
-    """Return a stream of one row that has slots of so many tokens at least; `source` stays."""
-    state, tail = stream_state(source), flat(source.tail)
-    store = SegmentList(source.codec, 1, tail.shape[1], tail.device)
-    plan = compute.stream(source.codec, tail.device, tail.dtype)
-    slots = {name: x.flatten(0, 1)[None] for name, x in state.slots.items()}
-    empty = Stream.empty(source.codec, tail, 0, 0, store, plan)
-    append = empty.restore(state.packed, state.start, tail, None, slots).sealed(tokens, None)
+def _sealed(stream: Stream, tokens: int) -> Stream:
+    """Return a stream that nobody else has with slots of so many tokens at least."""
+    append = stream.sealed(tokens, None)
     append.write()
     return append.after
-
-
-def _put_sinks(codec: Codec, slots: dict[str, Tensor], x: Tensor, count: int) -> None:
-    """Encode the groups with sinks anew, as they read: a cache's slots do not have their sinks.
-
-    `x` are the tokens in whole groups, `[1, N, T, D]`.
-    """
-    unit = lcm(codec.group, TILE)
-    x = x[:, :, : -(-count // unit) * unit]
-    arrays = codec.encode(x.to(torch.float32))
-    for field in codec.fields:
-        units = -(-x.shape[2] // field.tokens)
-        storage = field.allocate(1, x.shape[1], units * field.tokens, x.device)
-        field.write(storage, 0, arrays[field.name])
-        held = slots[field.name] = slots[field.name].clone()
-        held[:, :, :units] = storage
 
 
 def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
     """Whether a layer is empty, has room, and would pack tokens to the same slots."""
     packed, batch, geometry = (compressed.k, compressed.v), compressed.batch, cache.geometry
-    shapes = [(s.held.tail.shape[1], s.held.tail.shape[3]) for s in packed]
+    shapes = [(s.stream.tail.shape[1], s.stream.tail.shape[3]) for s in packed]
     rows = geometry.num_kv_heads * batch
     if (
         entry.length
@@ -164,7 +148,7 @@ def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
             return False
     methods = zip(_sides(compressed.spec), _sides(entry.spec), strict=True)
     return all(same_slots(a, b) for a, b in methods) and all(
-        learnt_alike(entry.new_stream(stream.held.tail, key).codec, stream.held)
+        learnt_alike(entry.new_stream(stream.stream.tail, key).codec, stream.held)
         for stream, key in zip(packed, (True, False), strict=True)
     )
 
@@ -188,7 +172,7 @@ def _with_sinks(source: PackedStream, batch: int, count: int) -> StreamState:
     def rows(x: Tensor) -> Tensor:
         return x.reshape(batch, x.shape[1] // batch, *x.shape[2:])
 
-    state = source.joined()
+    state = source.held
     packed, held = min(count, state.packed), min(count, state.length)
     sinks = state.tail.new_zeros(*state.tail.shape[:2], count, state.tail.shape[3])
     if packed:

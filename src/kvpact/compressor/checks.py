@@ -13,26 +13,7 @@ AXES = {3: "[heads, tokens, width]", 4: "[batch, heads, tokens, width]"}
 
 
 def check_pair(k: Tensor, v: Tensor, dims: int) -> None:
-    """Raise a named error unless K and V can be compressed together.
-
-    Parameters
-    ----------
-    k, v : Tensor
-        Equal in everything but their width.
-    dims : {3, 4}
-        Dimensions that they should have.
-
-    Raises
-    ------
-    DtypeError
-        No tensor, a dtype other than fp32, fp16 and bf16, or unlike dtypes.
-    GeometryError
-        Another number of dimensions, an empty tensor, unlike batch, heads or tokens.
-    DeviceError
-        Unlike devices, or the meta device.
-    NonFiniteError
-        NaN or infinity.
-    """
+    """Raise a named error unless K and V, of 3 or 4 `dims`, can be compressed together."""
     for name, x in (("k", k), ("v", v)):
         check_dense(name, x)
         if x.dim() != dims:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from os import PathLike
 from typing import Literal, NamedTuple
 
@@ -50,21 +51,21 @@ class CompressedKV:
     @property
     def tokens(self) -> int:
         """Tokens held."""
-        return self.k.held.length
+        return self.k.stream.length
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of what was compressed and of what comes back."""
-        return self.k.held.tail.dtype
+        return self.k.stream.tail.dtype
 
     @property
     def device(self) -> torch.device:
         """Where it lives."""
-        return self.k.held.tail.device
+        return self.k.stream.tail.device
 
     def _shape(self, stream: PackedStream) -> tuple[int, ...]:
-        _, rows, _, dim = stream.held.tail.shape
-        shape = (self.batch, rows // self.batch, stream.held.length, dim)
+        _, rows, _, dim = stream.stream.tail.shape
+        shape = (self.batch, rows // self.batch, self.tokens, dim)
         return shape if self.layout == "batched" else shape[1:]
 
     @property
@@ -93,9 +94,7 @@ class CompressedKV:
     @property
     def values(self) -> int:
         """Numbers of K and V that are held."""
-        return self.tokens * sum(
-            s.held.tail.shape[1] * s.held.tail.shape[3] for s in (self.k, self.v)
-        )
+        return prod(self.k_shape) + prod(self.v_shape)
 
     @property
     def bits_per_value(self) -> float:

@@ -15,8 +15,8 @@ from kvpact.compressor.checks import check_pair
 from kvpact.compressor.compressed import CompressedKV, Layout
 from kvpact.compressor.stream import PackedStream, flat
 from kvpact.errors import DtypeError, GeometryError, SpecError
-from kvpact.kernels import choose
-from kvpact.methods import Method
+from kvpact.kernels import Compute, choose
+from kvpact.methods import Codec, Method
 from kvpact.methods.hybrid import Hybrid
 from kvpact.spec import Spec, parse_spec
 
@@ -155,17 +155,18 @@ class KVCacheCompressor:
         """
         if self._measure:
             raise SpecError("a file's bytes depend on the error's digits: pass measure=False")
-        sides = (
-            (self.spec.key.key_codec(k_shape[-1], dtype), k_shape),
-            (self.spec.value.value_codec(v_shape[-1], dtype), v_shape),
-        )
-        for codec, _ in sides:
-            codec.require_fitted()
-        k, v = (
-            PackedStream.blank(codec, shape[0] * shape[1], shape[2], shape[3], dtype)
-            for codec, shape in sides
-        )
+        key = self.spec.key.key_codec(k_shape[-1], dtype)
+        value = self.spec.value.value_codec(v_shape[-1], dtype)
+        k, v = (self._blank(codec, x, dtype) for codec, x in ((key, k_shape), (value, v_shape)))
         return len(CompressedKV(self.spec, "batched", k_shape[0], k, v).to_bytes())
+
+    @staticmethod
+    def _blank(codec: Codec, shape: tuple[int, ...], dtype: torch.dtype) -> PackedStream:
+        """Return the storage of tokens `[B, H, T, D]`, all zero, of a codec that learns nothing."""
+        codec.require_fitted()
+        batch, heads, tokens, dim = shape
+        rest = torch.zeros(1, batch * heads, tokens % codec.group, dim, dtype=dtype, device="cpu")
+        return PackedStream.restored(codec, tokens - rest.shape[2], rest, {}, Compute())
 
     def decompress_kv(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
         """Return K and V `[B, H, T, D]`, whatever method compressed them.

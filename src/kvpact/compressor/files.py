@@ -7,6 +7,7 @@ what the spec's codecs say before anything is used.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvpact.compressor.compressed import CompressedKV
 from kvpact.compressor.stream import PackedStream, room
 from kvpact.errors import FormatError, IntegrityError, KVPactError
 from kvpact.formats.base import FORMAT_VERSION
+from kvpact.kernels import Compute
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.snapshot import Container, StreamState
@@ -49,10 +51,10 @@ _MANIFEST = {
 
 
 def _stream_entry(stream: PackedStream) -> dict[str, Any]:
-    _, rows, count, dim = stream.held.tail.shape
+    _, rows, count, dim = stream.stream.tail.shape
     # JSON has no NaN.
     energy, lost = (x if math.isfinite(x) else None for x in (stream.energy, stream.lost))
-    numbers = (rows, dim, stream.held.packed, count, energy, lost)
+    numbers = (rows, dim, stream.stream.packed, count, energy, lost)
     return dict(zip(_STREAM, numbers, strict=True))
 
 
@@ -148,5 +150,6 @@ def _stream(
     fields = tuple(field_info(field) for field in codec.fields)
     held = StreamState(fields, slots, packed, packed, rest, None, codec.state())
     check_stream(codec, held, 0)
+    packed_stream = PackedStream.restored(codec, packed, rest.clone(), slots, Compute())
     energy, lost = (math.nan if x is None else float(x) for x in sums)
-    return PackedStream(codec, held, energy, lost)
+    return replace(packed_stream, energy=energy, lost=lost)

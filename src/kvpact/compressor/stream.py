@@ -1,22 +1,20 @@
-"""K or V as packed slots: the state of a cache's stream without sinks and window."""
+"""K or V as packed slots: a cache's stream without sinks and window."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from dataclasses import field as dataclass_field
 from math import lcm, prod
-from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.saved import field_info, stream_state
-from kvpact.cache.segments import ListSource, SegmentList
+from kvpact.cache.saved import stream_state
+from kvpact.cache.segments import SegmentList
 from kvpact.cache.stream import Stream
 from kvpact.formats import TILE
-from kvpact.kernels import Compute, SegmentSource, StreamPlan
+from kvpact.kernels import Compute, StreamPlan
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.lowrank import LowRankCodec
@@ -31,62 +29,53 @@ def flat(x: Tensor) -> Tensor:
     return x.reshape(1, prod(x.shape[:-2]), *x.shape[-2:])
 
 
-class _Slots(NamedTuple):
-    codec: Codec
-    source: SegmentSource
+def empty_stream(codec: Codec, like: Tensor, compute: Compute) -> Stream:
+    """Return a stream without sinks and window for tokens like `[1, N, T, D]` that holds none."""
+    store = SegmentList(codec, 1, like.shape[1], like.device)
+    return Stream.empty(codec, like, 0, 0, store, compute.stream(codec, like.device, like.dtype))
 
 
 @dataclass(frozen=True)
 class PackedStream:
-    """Tokens of K or of V; appending gives a new stream.
+    """Tokens of K or of V, `[1, B * H, T, D]`: a fitted codec learns each sequence's own basis.
 
-    Rows of the batch lie beside the heads, so that a fitted codec learns each sequence's own basis.
-
-    Parameters
-    ----------
-    codec : Codec
-        Encodes and decodes; fitted, if it can be.
-    held : StreamState
-        Slots `[1, N, units, …]` with N = batch x heads; the tail is the open group alone.
-    energy, lost : float
-        Sums of squares of all tokens, and of the differences after compression; NaN where they
-        are not known, and then nothing is decompressed to measure them.
-    compute : Compute
-        What encodes and decodes.
-    grown : Stream, optional
-        Has the slots in place of `held` where tokens were appended, so that no append copies them.
+    `stream`: its tail is the open group alone, and nothing is written to it: appends go to a fork.
+    `compute`: what encodes and decodes from now on.
+    `energy`, `lost`: sums of squares of all tokens, and of the differences after compression; NaN
+    where they are not known, and then nothing is decompressed to measure them.
     """
 
-    codec: Codec
-    held: StreamState
-    energy: float = 0.0
-    lost: float = 0.0
-    compute: Compute = dataclass_field(default_factory=Compute)
-    grown: Stream | None = None
+    stream: Stream
+    compute: Compute
+    energy: float = math.nan
+    lost: float = math.nan
 
     @classmethod
     def of(cls, codec: Codec, x: Tensor, compute: Compute, measure: bool = True) -> PackedStream:
         """Return tokens `[1, N, T, D]` compressed; a codec that learns has learnt from them."""
         codec = codec.fit(x) if isinstance(codec, FittedCodec) else codec
-        fields = tuple(field_info(field) for field in codec.fields)
-        held = StreamState(fields, {}, 0, 0, x[:, :, :0].clone(), None, codec.state())
         known = 0.0 if measure else math.nan
-        whole = cls(codec, held, known, known, compute).append(x)
-        return replace(whole, held=whole.joined(), grown=None)
+        return cls(empty_stream(codec, x, compute), compute, known, known).append(x)
 
     @classmethod
-    def blank(cls, codec: Codec, rows: int, tokens: int, dim: int, dtype: torch.dtype) -> Self:
-        """Return the storage of so many tokens, all zero, of a codec that learns nothing."""
-        packed = tokens - tokens % codec.group
-        fields = tuple(field_info(field) for field in codec.fields)
-        slots = {
-            field.name: field.allocate(1, rows, room(codec, packed), torch.device("cpu"))
-            for field in codec.fields
-            if packed
-        }
-        rest = torch.zeros(1, rows, tokens - packed, dim, dtype=dtype, device="cpu")
-        held = StreamState(fields, slots, packed, packed, rest, None, codec.state())
-        return cls(codec, held, math.nan, math.nan)
+    def restored(
+        cls, codec: Codec, packed: int, tail: Tensor, slots: Mapping[str, Tensor], compute: Compute
+    ) -> PackedStream:
+        """Return what lies in slots `[1, N, units, ...]` (zero if none), with a tail of its own."""
+        stream = empty_stream(codec, tail, compute).restore(packed, packed, tail, None, slots)
+        return cls(stream, compute)
+
+    @property
+    def codec(self) -> Codec:
+        """Encodes and decodes; fitted, if it can be."""
+        return self.stream.codec
+
+    @property
+    def held(self) -> StreamState:
+        """What is held, each tensor in one piece; slots are copies `[1, N, units, ...]`."""
+        state = stream_state(self.stream)
+        slots = {name: x.contiguous() for name, x in state.slots.items()}
+        return replace(state, slots=slots, tail=state.tail.contiguous(), sinks=None)
 
     @property
     def error(self) -> float:
@@ -95,7 +84,7 @@ class PackedStream:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is held by name, each tensor in one piece."""
-        state = self.joined()
+        state = self.held
         held = {f"slots.{name}": tensor for name, tensor in state.slots.items()}
         held |= {f"state.{name}": tensor for name, tensor in self.codec.state().items()}
         return {**held, "open": state.tail} if state.tail.numel() else held
@@ -103,83 +92,64 @@ class PackedStream:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors held, with the room that appends leave."""
-        held = self.tensors().values() if self.grown is None else self.grown.tensors()
-        return sum(tensor.nbytes for tensor in held)
+        return sum(tensor.nbytes for tensor in self.stream.tensors())
 
-    def joined(self) -> StreamState:
-        """Return what is held with its slots in one piece."""
-        return self.held if self.grown is None else owned(stream_state(self.grown))
+    def _plan(self, codec: Codec) -> StreamPlan:
+        """Return who encodes and decodes; a backend that can't is named when it is to."""
+        return self.compute.stream(codec, self.stream.tail.device, self.stream.tail.dtype)
 
     def append(self, x: Tensor, bound: float | None = None) -> PackedStream:
-        """Return a stream with more tokens, `[1, N, new, D]`; see `CompressedKV.append`."""
+        """Return a stream with more tokens, `[1, N, new, D]`; full segments are shared with it."""
         self.codec.check_range(x)
-        longer = self._extended(x, bound)
-        plan = longer._stream().prepare(x, None)
+        stream = self._extended(x, bound)
+        plan = stream.shared()._replace(plan=self._plan(stream.codec)).prepare(x, None)
         plan.write()
-        after, held = plan.after, longer.held
-        held = replace(held, slots={}, packed=after.packed, start=after.tail_start, tail=after.tail)
-        longer = replace(longer, held=held, grown=after)
+        longer, packed = replace(self, stream=plan.after), self.stream.packed
         if math.isnan(self.energy):
             return longer
-        known, lost = torch.cat([self.held.tail, x], 2), 0.0
-        for start, again in longer.parts(self.held.packed):
-            given = known[:, :, start - self.held.packed :][:, :, : again.shape[2]]
+        known, lost = torch.cat([self.stream.tail, x], 2), 0.0
+        for start, again in longer.parts(packed):
+            given = known[:, :, start - packed :][:, :, : again.shape[2]]
             lost += float((again.double() - given.double()).square().sum())
         energy = float(x.double().square().sum())
         return replace(longer, energy=self.energy + energy, lost=self.lost + lost)
 
-    def _stream(self) -> Stream:
-        """Return a cache's stream that holds the same and shares no memory with this one."""
-        held, x = self.held, self.held.tail
-        if self.grown is not None:
-            return self.grown.fork()._replace(plan=self._plan())
-        store = SegmentList(self.codec, 1, x.shape[1], x.device)
-        stream = Stream.empty(self.codec, x, 0, 0, store, self._plan())
-        return stream.restore(held.packed, held.packed, x, None, held.slots)
-
-    def _plan(self) -> StreamPlan:
-        return self.compute.stream(self.codec, self.held.tail.device, self.held.tail.dtype)
-
-    def _extended(self, x: Tensor, bound: float | None) -> PackedStream:
+    def _extended(self, x: Tensor, bound: float | None) -> Stream:
         """Return a stream with a basis that holds `x`; tokens held get zeros for what is new."""
-        if not self.held.packed or not isinstance(self.codec, LowRankCodec):
-            return self
+        if not self.stream.packed or not isinstance(self.codec, LowRankCodec):
+            return self.stream
         codec = self.codec.extended(x.to(torch.float32), bound)
         if codec is self.codec:
-            return self
-        (old,), (new,) = self.codec.fields, codec.fields
-        values = old.read(self.joined().slots[old.name])
+            return self.stream
+        (old,), (new,), state = self.codec.fields, codec.fields, self.held
+        values = old.read(state.slots[old.name])
         values = torch.nn.functional.pad(values, (0, codec.rank - self.codec.rank))
         storage = new.allocate(1, values.shape[1], values.shape[2], values.device)
         new.write(storage, 0, values)
-        fields, slots = (field_info(new),), {new.name: storage}
-        held = replace(self.held, fields=fields, slots=slots, learnt=codec.state())
-        return replace(self, codec=codec, held=held, grown=None)
-
-    def read(self, start: int, end: int) -> Tensor:
-        """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype."""
-        _, rows, _, dim = self.held.tail.shape
-        out = self.held.tail.new_empty(1, rows, end - start, dim)
-        source: SegmentSource
-        source = ListSource((dict(self.held.slots),), room(self.codec, self.held.packed))
-        if self.grown is not None:
-            source = self.grown.store.source()
-        self._plan().decode_slots(_Slots(self.codec, source), start, end, out)
-        return out
+        slots = {new.name: storage}
+        return self.restored(codec, state.packed, state.tail, slots, self.compute).stream
 
     def parts(self, start: int = 0) -> Iterator[tuple[int, Tensor]]:
         """Yield the packed tokens from `start` on, some at a time, with the first one's number."""
-        step = room(self.codec, _CHUNK)
-        for begin in range(start, self.held.packed, step):
-            yield begin, self.read(begin, min(begin + step, self.held.packed))
+        step, end = room(self.codec, _CHUNK), self.stream.packed
+        for begin in range(start, end, step):
+            yield begin, self.read(begin, min(begin + step, end))
+
+    def read(self, start: int, end: int) -> Tensor:
+        """Return packed tokens decompressed, `[1, N, end - start, D]` in the input's dtype."""
+        _, rows, _, dim = self.stream.tail.shape
+        out = self.stream.tail.new_empty(1, rows, end - start, dim)
+        view = self.stream.view(None, lambda: None)
+        self._plan(self.codec).decode_slots(view, start, end, out)
+        return out
 
     def decompress(self) -> Tensor:
         """Return all tokens, `[1, N, T, D]` in the input's dtype."""
-        _, rows, _, dim = self.held.tail.shape
-        whole = self.held.tail.new_empty(1, rows, self.held.length, dim)
+        tail, packed = self.stream.tail, self.stream.packed
+        whole = tail.new_empty(1, tail.shape[1], self.stream.length, tail.shape[3])
         for start, part in self.parts():
             whole[:, :, start : start + part.shape[2]] = part
-        whole[:, :, self.held.packed :] = self.held.tail
+        whole[:, :, packed:] = tail
         return whole
 
 
@@ -187,10 +157,3 @@ def room(codec: Codec, tokens: int) -> int:
     """Return the tokens for which storage of `tokens` packed tokens has room: whole units."""
     unit = lcm(TILE, codec.group, *(field.tokens for field in codec.fields))
     return -(-tokens // unit) * unit
-
-
-def owned(state: StreamState) -> StreamState:
-    """Return a state whose tensors hold nothing else in memory, and no sinks."""
-    layout = torch.contiguous_format
-    slots = {name: x.clone(memory_format=layout) for name, x in state.slots.items()}
-    return replace(state, slots=slots, tail=state.tail.clone(memory_format=layout), sinks=None)
