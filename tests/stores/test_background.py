@@ -222,7 +222,9 @@ def test_what_was_written_makes_room_for_as_much():
             store.put(key, bytes(15))
             store.flush()
         inner.gate.clear()
-        store.put("d", bytes(10))
-        store.put("e", bytes(10))
-        inner.gate.set()
+        try:
+            store.put("d", bytes(10))
+            store.put("e", bytes(10))
+        finally:
+            inner.gate.set()
     assert inner.order == [*"abcde"]
