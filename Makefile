@@ -30,7 +30,7 @@ MOONCAKE := .venv-mooncake
 # What builds and inspects wheels, and nothing of what kvpact needs to run.
 WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint bench bench-quanto leaderboard leaderboard-run fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults bench bench-quanto leaderboard leaderboard-run fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -67,6 +67,9 @@ lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package,
 	@$(PY) tools/budgets.py
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
+
+faults: $(READY) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
+	@OMP_NUM_THREADS=1 $(PY) tools/faults/run.py --out tools/faults/caught.json
 
 bench: $(READY) ## speed, bytes and memory on this machine, targets beside them: half an hour, into build/bench
 	@$(PY) benchmarks/attend.py --short --out $(BENCH)

@@ -337,3 +337,13 @@ def test_steps_go_on_where_the_table_of_positions_ends():
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     one, other = (cache.snapshot().layer(0).streams[0].slots for cache in caches)
     assert all(same_bytes(one[name], other[name]) for name in one)
+
+
+def test_rows_that_are_selected_from_a_snapshot_keep_what_stands_at_position_0():
+    k, v, _ = kvq(100, batch=3, seed=14)
+    cache = kvpact.create_cache(SPECS[0], GEOMETRY, key_offsets={0: OFFSET})
+    cache.prefill(0, k, v, None, AttendConfig(padding=torch.tensor([0, 3, 7])))
+    selected = cache.snapshot().select([2, 0, 2])
+    assert selected.layer(0).streams[0].origin == (7, 0, 7)
+    cache.select(torch.tensor([2, 0, 2]))
+    assert selected.digest == cache.snapshot().digest

@@ -94,6 +94,22 @@ def test_compressed_is_expanded_of_what_is_stored(spec):
     assert (got - wanted).norm() < 1e-5 * wanted.norm()
 
 
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("windows", [(100, 0), (0, 100)])
+def test_latents_and_rotated_keys_leave_their_windows_apart(windows, backend):
+    """Where one side is packed and the other exact, each meets queries in its own space."""
+    spec = "turboquant:bits=4,window={}/turboquant:bits=8,window={}".format(*windows)
+    cache = create_cache(spec, CacheGeometry.mla(1, RANK, ROPE, torch.float32), backend=backend)
+    cache.store(0, *tokens(300, 0)[:2])
+    new = tokens(3, 1)
+    past = [
+        torch.cat([cache.dequantize(0, side), x], 2) for side, x in zip("kv", new, strict=False)
+    ]
+    wanted = reference(past[0], past[1], torch.cat(new[2:], -1))
+    output = cache.attend(0, *new[:2], absorb_query(*new[2:], W_UK), CONFIG)
+    assert (expand_output(output, W_UV) - wanted).norm() < 1e-5 * wanted.norm()
+
+
 def test_rules_of_the_call():
     c_kv, k_rope, q_nope, q_rope = tokens(40, 0)
     query = torch.cat([q_nope, q_rope], -1)

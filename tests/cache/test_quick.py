@@ -318,6 +318,26 @@ def test_other_calls_take_the_ordinary_way(watched):
     assert cache.seq_len() == 44
 
 
+def test_a_quick_step_beyond_the_limit_is_refused(watched):
+    cache = stepped(max_tokens=43)
+    assert watched.taken
+    with pytest.raises(CacheFull):
+        cache.attend(0, *random(1))
+    assert cache.seq_len() == 43
+
+
+def test_steps_that_attend_new_tokens_as_stored(watched):
+    """Quick steps attend them as given: these are not of their kind."""
+    caches = [create_cache("int:bits=3,sinks=0,window=0", GEOMETRY) for _ in range(2)]
+    config = AttendConfig(exact_new=False)
+    for step in range(5):
+        tokens, outputs = random(1 if step else 40, seed=step), []
+        for cache, watched.allowed in zip(caches, (True, False), strict=True):
+            outputs.append(cache.attend(0, *tokens, config))
+        assert torch.equal(*outputs)
+    same_state(*caches)
+
+
 def test_a_copy_and_a_pickle_have_plans_of_their_own(watched):
     cache = stepped()
     other, held = copy.deepcopy(cache), cache._layers[0]._held

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvpact import CacheGeometry, create_cache
+from kvpact import AttendConfig, CacheGeometry, create_cache
 
 GROUPED = ["turboquant:bits=3,center=64", "turboquant:bits=2,center=128,window=40",
            "kvarn:bits=3", "kivi:bits=2,window=33"]  # fmt: skip
@@ -44,3 +44,13 @@ def test_window_is_what_the_spec_says(spec):
         exact = (got == x).all(-1).all(1)[0]
         assert exact[330 - window :].all()
         assert not exact[4:stored].any()
+
+
+def test_a_rollback_to_nothing_forgets_padding():
+    """Rows of the next text are as long as it says: all of their tokens are attended."""
+    x = tokens(20, 0).repeat(2, 1, 1, 1)
+    cache, fresh = (create_cache("int:bits=8", CacheGeometry(1, 2, 64)) for _ in range(2))
+    cache.attend(0, x, x, x, AttendConfig(padding=torch.tensor([7, 0])))
+    cache.truncate(0)
+    assert torch.equal(cache.attend(0, x, x, x), fresh.attend(0, x, x, x))
+    assert cache.entry(0).padding is None

@@ -209,6 +209,8 @@ def test_quant_bits_fill_in_for_a_hybrid_without():
     assert bits == [8, 8, 4, 8]
     assert KVCacheCompressor(Hybrid(quant_bits=4), quant_bits=8).spec.key.quant_bits == 4
     assert KVCacheCompressor("vq").quant_bits == 8
+    spec = KVCacheCompressor("hybrid/hybrid:quant_bits=4", quant_bits=8).spec
+    assert (spec.key.quant_bits, spec.value.quant_bits) == (8, 4)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,15 @@ def errors(method, k: Tensor, v: Tensor) -> tuple[float, float, CompressedKV]:
     return *found, compressed
 
 
+def test_tokens_that_are_appended_are_in_the_error():
+    k, v = normal(1, 2, 200, 64, seed=1), normal(1, 2, 200, 64, seed=2)
+    compressor = KVCacheCompressor("int:bits=4")
+    compressed = compressor.compress_kv(k[:, :, :120], v[:, :, :120])
+    compressed = compressed.append(k[:, :, 120:], v[:, :, 120:])
+    k_again, v_again = compressor.decompress_kv(compressed)
+    assert compressed.error == pytest.approx((error(k, k_again), error(v, v_again)), rel=1e-6)
+
+
 # Low rank is a truncated SVD, and not the strongest coordinates.
 
 

@@ -57,3 +57,9 @@ def test_a_state_that_would_let_scales_overflow_is_refused(name, change):
     codec = learnt("trellis", tokens)
     with pytest.raises(FormatError, match=name):
         codec.restore({**codec.state(), name: change(codec.state()[name])})
+
+
+def test_a_token_of_zeros_is_stored_as_zeros():
+    codec = parse_spec("trellis:bits=4").value.value_codec(DIM, torch.float32)
+    arrays = codec.encode(torch.zeros(1, 2, 32, DIM))
+    assert not any(stored.any() for stored in arrays.values())

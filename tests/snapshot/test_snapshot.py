@@ -403,3 +403,14 @@ def test_rows_go_into_as_many_different_sequences(snapshot: Snapshot):
             cache.restore_rows(snapshot, rows, wanted)
         assert cache.num_free_pages == free
     assert cache.restore_rows(snapshot, [1, 0], seqs) == seqs
+
+
+def test_a_slice_has_no_sinks_from_behind_its_end():
+    cache = create_cache(SPEC, GEOMETRY)
+    for layer in range(2):
+        config = AttendConfig(padding=torch.tensor([63, 0]))
+        cache.prefill(layer, *tokens(200, layer), None, config)
+    for stream in cache.snapshot().slice(0, 64).layer(0).streams:
+        first, second = stream.sinks.unbind(2)
+        assert first[0].any() and not second[0].any()
+        assert second[1].any()

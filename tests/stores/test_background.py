@@ -212,3 +212,19 @@ def test_what_waits_when_the_interpreter_ends_is_written(tmp_path):
 def test_bad_options_of_the_queue_are_refused(options):
     with pytest.raises(StoreError):
         BackgroundStore(MemoryStore(), **options)
+
+
+def test_what_was_written_makes_room_for_as_much():
+    inner = Gated()
+    inner.gate.set()
+    with BackgroundStore(inner, max_pending_bytes=20, on_full="refuse") as store:
+        for key in "abc":
+            store.put(key, bytes(15))
+            store.flush()
+        inner.gate.clear()
+        try:
+            store.put("d", bytes(10))
+            store.put("e", bytes(10))
+        finally:
+            inner.gate.set()
+    assert inner.order == [*"abcde"]

@@ -293,3 +293,14 @@ def test_a_store_works_on_in_a_forked_process(filled_store):
             os._exit(2)
     assert os.waitpid(pid, 0)[1] == 0
     assert entries(filled_store) == before | {"child": b"1"}
+
+
+def test_entries_that_take_all_that_is_allowed_stay(tmp_path):
+    with DirectoryStore(tmp_path / "free") as store:
+        for key in "ab":
+            store.put(key, random_bytes(1000))
+        held = store.stats().bytes
+    with DirectoryStore(tmp_path / "limited", max_bytes=held) as store:
+        for key in "ab":
+            store.put(key, random_bytes(1000))
+        assert sorted(store) == ["a", "b"]

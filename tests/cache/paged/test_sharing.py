@@ -209,6 +209,22 @@ def test_a_cut_page_is_withdrawn_before_it_is_written():
     assert_shows(cache, other, twin_of("int:bits=4,window=0", (32, 0)))
 
 
+def test_a_rollback_into_a_group_that_was_packed_in_advance_opens_it_again():
+    """The window has all of its tokens: they are packed anew, as if nobody had published them."""
+    spec = "kivi:bits=2,window=40"
+    cache = PagedKVCache(spec, GEOMETRY, 24, 32)
+    seq = cache.allocate()
+    fill(cache, seq, 100)
+    assert cache.publish(seq, IDS[:100]) == 3
+    twin = twin_of(spec, (100, 0))
+    for rolled in (lambda n: cache.truncate(seq, n), twin.truncate):
+        rolled(50)
+    fill(cache, seq, 100, seed=8)
+    for layer in range(2):
+        twin.prefill(layer, *(x[None] for x in kv(100, 8, 50)))
+    assert_shows(cache, seq, twin)
+
+
 def test_padded_sequences_are_not_offered():
     cache = PagedKVCache("int:bits=4", GEOMETRY, 16)
     view = cache.view()

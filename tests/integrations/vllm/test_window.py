@@ -74,6 +74,13 @@ def test_a_page_that_another_sequence_took_has_no_window_of_before():
     assert torch.equal(out, contiguous(EXACT, after[:, :10], after[:, 10:]))
 
 
+def test_a_sequence_that_was_taken_back_has_no_window_of_what_it_held():
+    layer, before, after = make(EXACT, 4), tokens(20, 14), tokens(3, 15)
+    step(layer, [Row(0, 20, 0, (3,))], before)
+    out = step(layer, [Row(0, 3, 10, (3,))], after)
+    assert torch.equal(out, contiguous(STORED, before[:, :10], after))
+
+
 def test_a_prefix_on_a_page_that_another_sequence_ended_on_has_no_window_of_it():
     layer, before, after, one = make(EXACT, 4), tokens(32, 9), tokens(40, 10), tokens(1, 11)
     step(layer, [Row(0, 32, 0, (3,))], before)

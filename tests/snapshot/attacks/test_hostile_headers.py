@@ -5,11 +5,13 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvpact import Snapshot
 from kvpact.errors import FormatError, IntegrityError, KVPactError
 from kvpact.snapshot.container import Container, _root
 from kvpact.snapshot.header import MAX_HEADER, dump_json
+from kvpact.snapshot.manifest import read_manifest
 
 HUGE = 2**62
 
@@ -194,3 +196,16 @@ def test_every_key_of_a_manifest_is_needed(manifest: dict):
         rest = {name: value for name, value in manifest.items() if name != key}
         with pytest.raises(KVPactError):
             Snapshot.from_bytes(forged(rest, table=2))
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_a_manifest_of_unlike_numbers_of_k_and_v_is_refused(side: str):
+    from kvpact import CacheGeometry, create_cache
+
+    cache = create_cache("int:bits=4", CacheGeometry(1, 1, 4))
+    cache.prefill(0, torch.ones(1, 1, 9, 4), torch.ones(1, 1, 9, 4))
+    known = json.loads(dump_json(cache.snapshot()._container.manifest))
+    assert read_manifest(known).tokens == 9
+    known["layers"][0][side]["tail"] += 1
+    with pytest.raises(FormatError, match="unlike length"):
+        read_manifest(known)
