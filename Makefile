@@ -124,7 +124,7 @@ neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
 
 gpu-aot: $(READY) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: some hours the first time, no GPU needed
-	@$(PY) -m kvpact.kernels.triton.aot --check tests/kernels/triton/golden/aot.json
+	@$(PY) tools/triton_aot/aot.py --check tests/kernels/triton/golden/aot.json
 
 gpu: gpu-test gpu-bench ## on a machine with a GPU: both of the following
 

@@ -22,13 +22,15 @@ import torch
 
 pytest.importorskip("triton")
 
+import aot
+from bounds import BOUNDS, bounds_of, problems
+from machine_code import Facts, Launch
+from scenes import FORMATS
+from variants import side
+
 import kvpact.kernels.triton as triton_kernels
-from kvpact.kernels.triton import aot, levels
-from kvpact.kernels.triton.bounds import BOUNDS, bounds_of, problems
+from kvpact.kernels.triton import levels
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.machine_code import Facts, Launch
-from kvpact.kernels.triton.scenes import FORMATS
-from kvpact.kernels.triton.variants import side
 from kvpact.methods import Codec
 from kvpact.testing.specs import example_specs
 
@@ -38,7 +40,7 @@ TABLE = Path(__file__).parent / "golden" / "aot.json"
 def said(*options: str) -> list[str]:
     """What a process says in which kernels are not interpreted."""
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "kvpact.kernels.triton.aot", *options]
+    command = [sys.executable, aot.__file__, *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()

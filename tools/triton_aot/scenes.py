@@ -8,6 +8,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from machine_code import Launch, recorded
+from variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 
 from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS
@@ -17,10 +19,8 @@ from kvpact.kernels.triton.encode_form import tables_of
 from kvpact.kernels.triton.encode_slots import EncodeSlots
 from kvpact.kernels.triton.encode_trellis import encode_trellis
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.machine_code import Launch, recorded
 from kvpact.kernels.triton.step import TritonStep
 from kvpact.kernels.triton.taking import Flag, Taker, sent_flags, take, taking_of
-from kvpact.kernels.triton.variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 
 FORMATS = (
     "turboquant:bits=4",

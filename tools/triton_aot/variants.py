@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from machine_code import Launch, recorded
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.sources import Where
 from kvpact.kernels.triton.attend import attend_triton
-from kvpact.kernels.triton.machine_code import Launch, recorded
 from kvpact.kernels.views import LayerView, StreamView
 from kvpact.methods import Codec
 from kvpact.methods.context import Context

@@ -1,4 +1,4 @@
-"""Compiles kernels ahead of time, says what they take: ``python -m kvpact.kernels.triton.aot``.
+"""Compiles kernels ahead of time, says what they take: ``python tools/triton_aot/aot.py``.
 
 No device is needed. Kernels have to stay within their bounds (`bounds.py`). With ``--check FILE``
 the facts about them have to be those of a table, if it was made with the same Triton, as far as it
@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import triton
-
-from kvpact.kernels.triton.bounds import Bounds, bounds_of, problems
-from kvpact.kernels.triton.machine_code import Facts, Launch, compiled, facts
-from kvpact.kernels.triton.scenes import all_launches
+from bounds import Bounds, bounds_of, problems
+from machine_code import Facts, Launch, compiled, facts
+from scenes import all_launches
 
 CAPABILITIES = (80, 89, 90, 100)
 LOOPS = ("attend_digits", "attend_trellises")

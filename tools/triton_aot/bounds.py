@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from machine_code import Facts, Launch
+
 from kvpact.kernels.triton.halves import of_halves
-from kvpact.kernels.triton.machine_code import Facts, Launch
 
 
 @dataclass(frozen=True)
