@@ -1,12 +1,15 @@
 """The first tokens of a model's cache wait, exact, until one of them is to be packed."""
 
 import copy
+import gc
+import sys
+import weakref
 
 import pytest
 import torch
 from transformers import DynamicCache, Gemma2Config, LlamaConfig
 
-from kvpact.errors import KVPactError, NonFiniteError
+from kvpact.errors import DeviceError, KVPactError, NonFiniteError
 from kvpact.integrations.transformers import CompressedCache
 
 SPECS = (
@@ -87,14 +90,12 @@ def test_padding_is_known_when_they_are_stored(llama, prompt):
         assert cache.layers[1].entry().padding.tolist() == [7, 0]
 
 
-@pytest.mark.parametrize("change", ["crop", "reorder", "repeat", "copy", "reset"])
+@pytest.mark.parametrize("change", ["reorder", "repeat", "copy", "reset"])
 def test_whatever_changes_a_cache_stores_them_first(llama, change):
     caches = [compressed(llama, "trellis:bits=4", waits) for waits in (True, False)]
     for index, cache in enumerate(caches):
         run(llama, cache, [20, 1, 1])
-        if change == "crop":
-            cache.crop(-5)
-        elif change == "reorder":
+        if change == "reorder":
             cache.reorder_cache(torch.tensor([0]))
         elif change == "repeat":
             cache.batch_repeat_interleave(1)
@@ -134,6 +135,99 @@ def test_no_numbers_are_refused_by_the_call_that_brings_them(llama, number, call
         run(llama, cache, [1])
     with torch.no_grad():
         weight.copy_(kept)
+    assert cache.get_seq_length() == sum(calls)  # as if nobody had called
+    exact = DynamicCache(config=llama.config)
+    run(llama, exact, calls) if calls else None
+    torch.testing.assert_close(run(llama, cache, [1]), run(llama, exact, [1]))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_refused_call_leaves_nothing_where_the_last_layer_does_not_wait(llama, layer):
+    specs = {"default": "trellis:bits=4", "layers": {"1": "int:bits=8,window=0"}}
+    cache = CompressedCache(llama, specs)
+    run(llama, cache, [9])
+    weight = llama.model.layers[layer].self_attn.v_proj.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError):
+        run(llama, cache, [1])
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert cache.layers[0].keys.isfinite().all() and cache.layers[0].values.isfinite().all()
+    assert cache.layers[1].get_seq_length() == 9
+    cache.crop(-1)
+    assert cache.stats()["layers"]["compressed"] == 2
+
+
+@pytest.mark.parametrize(("calls", "removed"), [([20, 1, 1], 5), ([9], 1), ([9], 9), ([9], 30)])
+def test_crop_cuts_what_waits(llama, calls, removed):
+    cache, exact = compressed(llama, "trellis:bits=4"), DynamicCache(config=llama.config)
+    for each in (cache, exact):
+        run(llama, each, calls)
+        each.crop(-min(removed, sum(calls)) if each is exact else -removed)
+    left = max(sum(calls) - removed, 0)
+    assert waiting(cache) == [left > 0] * 2 and cache.get_seq_length() == left
+    assert torch.equal(run(llama, cache, [3]), run(llama, exact, [3]))
+    assert waiting(cache) == [True, True]
+
+
+def test_numbers_that_crop_removes_need_not_be_storable(llama):
+    cache = compressed(llama, "trellis:bits=4")
+    run(llama, cache, [9])
+    k = torch.full((1, 2, 1, 16), 1e30)
+    cache.layers[0].update(k, k)
+    cache.crop(-1)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9]
+    cache.stats()
+
+
+def test_a_dropped_cache_frees_them_without_the_garbage_collector(llama):
+    cache = compressed(llama, "trellis:bits=4")
+    run(llama, cache, [9, 1])
+    tokens = weakref.ref(cache._shared.waiting[0])
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert tokens() is None
+    finally:
+        gc.enable()
+
+
+def test_double_precision_is_stored_at_once(llama):
+    model = copy.deepcopy(llama).double()
+    cache = compressed(model, "trellis:bits=4")
+    with pytest.warns(UserWarning, match="float64"):
+        run(model, cache, [9, 1])
+    assert waiting(cache) == [False, False] and cache.layers[0].keys.dtype is torch.float32
+
+
+def test_the_meta_device_is_refused_by_name(llama):
+    cache = CompressedCache(llama, "trellis:bits=4")
+    k = torch.ones(1, 2, 9, 16, device="meta")
+    with pytest.raises(DeviceError, match="meta"):
+        cache.update(k, k, 0)
+        cache.stats()
+
+
+def test_an_interrupt_finds_k_and_v_of_equally_many_tokens(llama):
+    """Signals are delivered between lines of Python: at each of them both are alike."""
+    cache = compressed(llama, "trellis:bits=4")
+    run(llama, cache, [9])
+    tokens, seen = cache._shared.waiting[0], set()
+
+    def look(frame, event, arg):
+        seen.add((tokens.k.shape[2], tokens.v.shape[2], tokens.total))
+        return look
+
+    k = torch.ones(1, 2, 2, 16)
+    sys.settrace(look)
+    try:
+        cache.layers[0].update(k, k)
+    finally:
+        sys.settrace(None)
+    assert seen == {(9, 9, 9), (11, 11, 11)}
 
 
 def test_numbers_too_large_stay_readable_and_are_refused_when_stored(llama):

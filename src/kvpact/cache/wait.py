@@ -42,17 +42,16 @@ class Wait(NamedTuple):
         )
         return cls(tokens, k.dtype, _limit(key), _limit(value), layer.compute.deferred)
 
-    def holds(self, held: int, k: Tensor, v: Tensor, last: bool = True) -> bool:
-        """Return whether new tokens of a call may wait beside `held` that do.
-
-        Only in the `last` layer are the numbers looked at: NaN of another one comes as far.
-        """
+    def holds(self, held: int, k: Tensor, v: Tensor) -> bool:
+        """Return whether new tokens of a call may wait beside `held` that do."""
         new = k.shape[2]
         if held + new > self.tokens or v.shape[2] != new or not k.dtype is v.dtype is self.dtype:
             return False
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            return False
-        if self.deferred or not last:
+        return not (torch.is_grad_enabled() and (k.requires_grad or v.requires_grad))
+
+    def fits(self, k: Tensor, v: Tensor) -> bool:
+        """Return whether tokens can surely be stored later, by their numbers."""
+        if self.deferred or not k.shape[2]:
             return True
         k_size, v_size = largest(k, v)
         return k_size < self.k_limit and v_size < self.v_limit

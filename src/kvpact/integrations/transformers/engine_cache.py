@@ -25,7 +25,7 @@ from kvpact.integrations.transformers.pairs import (
     NoPair,
     UpdateOrder,
 )
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.shared import SharedState, remove_last
 
 
 class EngineCache(Cache):
@@ -134,13 +134,8 @@ class EngineCache(Cache):
         self._order.forget()
         for layer in self._own_layers():
             layer.crop(tokens_to_remove)
-        for cache in self._shared.stored() if tokens_to_remove else ():
-            if isinstance(cache, PagedView):
-                _remove(cache, -tokens_to_remove)
-            else:
-                # Layers of which a call that failed had reached only some become equal again.
-                length = cache.seq_len(self._shared.held.index(cache))
-                cache.truncate(max(length + tokens_to_remove, 0))
+        if tokens_to_remove:
+            self._shared.remove(-tokens_to_remove)
 
     def _take_back(self, first: FirstLayer) -> None:
         """Let a call's first layer hold what it held before, exactly: as if nobody had called.
@@ -165,7 +160,7 @@ class EngineCache(Cache):
             if moment is not None:
                 moment.restore()
             elif isinstance(cache := layer.cache, PagedView):  # all rows grow by equally much
-                _remove(cache, cache.seq_len(0) - held)
+                remove_last(cache, cache.seq_len(0) - held)
             elif cache is not None:
                 cache.truncate(held)
         self._shared.end_call()
@@ -212,9 +207,3 @@ def _change_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for states in (layer.conv_states, layer.recurrent_states):
             states.update({i: change(x) for i, x in states.items() if x is not None})
-
-
-def _remove(view: PagedView, tokens: int) -> None:
-    """Forget the last tokens of every row."""
-    for seq in view.seqs or ():
-        view.cache.truncate(seq, max(view.cache.seq_len(seq) - tokens, 0))

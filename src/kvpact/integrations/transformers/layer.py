@@ -102,6 +102,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         first = tokens.total == key_states.shape[2]
         if first and tokens.wait_whole(key_states, value_states):
             return tokens.k, tokens.v
+        if index + 1 == len(shared.waiting):
+            shared.look(tokens.total - key_states.shape[2])
         return returned_pair(tokens, key_states, value_states)
 
     def _whole(self, side: str) -> Tensor | None:

@@ -13,6 +13,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.cache.wait import Wait
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
+from kvpact.errors import NonFiniteError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.kernels import Compute
@@ -142,6 +143,41 @@ class SharedState:
                 tokens.store()
         return self.caches()
 
+    def look(self, held: int) -> None:
+        """Look at the numbers of a call's tokens that wait: those after the first `held`.
+
+        Raises
+        ------
+        NonFiniteError
+            Some can't be stored: in no layer does one of them wait any longer.
+        """
+        waiting = [tokens for tokens in self.waiting if tokens is not None]
+        try:
+            for tokens in waiting:
+                tokens.look(held)
+        except NonFiniteError:
+            for tokens in waiting:
+                tokens.cut(held)
+            raise
+
+    def remove(self, count: int) -> None:
+        """Forget the last `count` tokens of every row; those that wait, exact, are not stored."""
+        for tokens in self.waiting:
+            if tokens is not None and not tokens.whole:
+                tokens.store()
+        for cache in self.caches():
+            if isinstance(cache, PagedView):
+                remove_last(cache, count)
+                continue
+            # Layers of which a call that failed had reached only some become equal again.
+            first = self.held.index(cache)
+            ahead = self.waiting[first]
+            length = max((cache.seq_len(first) if ahead is None else ahead.total) - count, 0)
+            for tokens, held in zip(self.waiting, self.held, strict=True):
+                if tokens is not None and held is cache:
+                    tokens.cut(length)
+            cache.truncate(length)
+
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
         """Return what is to hold a layer's first tokens; made for all layers that are alike.
 
@@ -173,3 +209,9 @@ class SharedState:
             compute=self.compute,
             key_offsets=offsets,
         )
+
+
+def remove_last(view: PagedView, tokens: int) -> None:
+    """Forget the last tokens of every row."""
+    for seq in view.seqs or ():
+        view.cache.truncate(seq, max(view.cache.seq_len(seq) - tokens, 0))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from weakref import ref
+from collections import deque
+from itertools import starmap
+from weakref import proxy, ref
 
 import torch
 from torch import Tensor
@@ -109,9 +111,13 @@ class NewTokens:
         """Forget the tokens from `length` on, which were not stored."""
         if self._wait is None or not length:
             self.shared.waiting[self._layer] = None
-        else:
-            self.k, self.v = self.k[:, :, :length].clone(), self.v[:, :, :length].clone()
-            self.total = length
+        elif length < self.total:
+            self._hold(self.k[:, :, :length].clone(), self.v[:, :, :length].clone())
+
+    def _hold(self, k: Tensor, v: Tensor) -> None:
+        """Hold other tokens, all at once: in one call of C no interrupt is delivered."""
+        news = (("k", k), ("v", v), ("total", k.shape[2]))
+        deque(starmap(setattr, [(self, *new) for new in news]), maxlen=0)
 
     @property
     def whole(self) -> bool:
@@ -122,6 +128,11 @@ class NewTokens:
     def _waits(self) -> bool:
         """Whether nothing has used these tokens yet."""
         return self.shared.waiting[self._layer] is self
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether these are the last layer's: NaN of a layer before comes as far."""
+        return self._layer + 1 == len(self.shared.waiting)
 
     def wait_whole(self, k: Tensor, v: Tensor) -> bool:
         """Let a cache's first tokens wait, and be read, as they are; False where they can't.
@@ -139,11 +150,15 @@ class NewTokens:
             return False
         if self._again or cache.geometry.latent or not shared.exact_new or shared.key_offsets:
             return False
+        if not k.dtype is v.dtype is cache.geometry.dtype or k.is_meta or type(k) is not Tensor:
+            return False
         wait = shared.wait_of(cache, self._layer, k, v)
-        if not wait.holds(0, k, v, self._layer + 1 == len(shared.waiting)):
+        if not wait.holds(0, k, v) or (self._is_last and not wait.fits(k, v)):
             return False
         # Copies, since a view would keep more memory alive.
-        self.k, self.v = k.clone(memory_format=DENSE), v.clone(memory_format=DENSE)
+        self._hold(k.clone(memory_format=DENSE), v.clone(memory_format=DENSE))
+        # These stay from call to call: a cycle would keep them until garbage is collected.
+        self.shared = proxy(shared)
         self._wait, self._as_read = wait, ref(self)
         _read.last = self._as_read
         return True
@@ -156,17 +171,30 @@ class NewTokens:
         k, v : Tensor
             As the model gives them.
         """
-        wait, last = self._wait, self._layer + 1 == len(self.shared.waiting)
-        if wait is None or not wait.holds(self.total, k, v, last):
+        wait = self._wait
+        if wait is None or not wait.holds(self.total, k, v):
+            return False
+        if self._is_last and not wait.fits(k, v):
             return False
         try:
             both = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
         except RuntimeError:  # of other shapes: what stores them says so
             return False
-        self.k, self.v = both
-        self.total += k.shape[2]
+        self._hold(*both)
         _read.last = self._as_read
         return True
+
+    def look(self, held: int) -> None:
+        """Store the tokens if, of those after the first `held`, some can't surely be stored later.
+
+        Raises
+        ------
+        NonFiniteError
+            They can't be stored.
+        """
+        wait = self._wait
+        if wait is not None and not wait.fits(self.k[:, :, held:], self.v[:, :, held:]):
+            self.store()
 
     def read_as(self, k: Tensor) -> None:
         """Note that attention is about to read `k`, which was made of these tokens."""
@@ -297,13 +325,9 @@ class NewTokens:
             )
 
     def own_padding(self, padding: Tensor) -> Tensor | None:
-        """Return the padding within each row, unless the cache knows it already.
+        """Return the `[B]` padding within each row, unless the cache knows it already.
 
-        Parameters
-        ----------
-        padding : Tensor
-            `[B]` positions that no query may see, from the left. In a paged cache what stands left
-            of a shorter row is not in it.
+        In a paged cache what stands left of a shorter row is not in it.
         """
         lengths = self._lengths()
         held: int | Tensor = self.total - self.k.shape[2]
@@ -322,19 +346,10 @@ class NewTokens:
         return latent and self.shared.exact_new and first and self._waits
 
     def origins(self, position_ids: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Return which token of each row stands at position 0, where padding does not say it.
+        """Return `[B]`, which token stands at position 0, where padding does not say it.
 
-        Parameters
-        ----------
-        position_ids : Tensor or None
-            `[B or 1, new]`, of these tokens, as the model was given them.
-        padding : Tensor or None
-            `[B]`, where it is told with these tokens.
-
-        Returns
-        -------
-        Tensor or None
-            `[B]`; None where keys have no offset, and where the rule of `AttendConfig` holds.
+        None where keys have no offset, and where the rule of `AttendConfig` holds. `position_ids`
+        is `[B or 1, new]`, as the model was given it.
         """
         cache = self._cache.cache if isinstance(self._cache, PagedView) else self._cache
         batch, _, new, _ = self.k.shape
