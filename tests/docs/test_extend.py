@@ -23,15 +23,28 @@ def shown(page: str, *names: str) -> dict:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sign():
-    found = shown("method.md", "Sign", "cache")
-    yield found["Sign"]
+def methods():
+    yield shown("method.md", "Sign", "cache")
     unregister_method("sign")
+    unregister_method("log")
 
 
 class TestSign(MethodContract):
     spec = "sign"
     max_relative_error = 0.66
+
+
+class TestLog(MethodContract):
+    spec = "log:bits=4"
+    max_relative_error = 0.2
+
+
+class TestLogCache(CacheContract):
+    spec = "log:bits=4"
+
+
+class TestNative(BackendContract):
+    spec = "log:bits=3"
 
 
 def test_the_method_is_in_the_table():

@@ -8,12 +8,13 @@ from one_layer import normal
 
 import kvpact
 from kvpact.errors import NonFiniteError, SpecError
-from kvpact.methods.integer import Integer, IntegerCodec
+from kvpact.methods import Codec
+from kvpact.methods.integer import Integer
 from kvpact.methods.turboquant import TurboQuant
 from kvpact.transforms import RandomHadamard
 
 
-def codec(dim: int, **options) -> IntegerCodec:
+def codec(dim: int, **options) -> Codec:
     return Integer(rotate=True, **options).key_codec(dim, torch.float32)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from kvpact.formats import Field, TokenField
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.fitted import FittedCodec, FittedMethod
-from kvpact.methods.integer import IntegerCodec
+from kvpact.methods.integer import integers
 from kvpact.quantizers.numbers import half
 from kvpact.transforms.subspace import check_heads, expand, principal_directions, project
 
@@ -56,8 +56,8 @@ class HybridCodec(FittedCodec):
         self._bits, self._group, self._order = quant_bits, group, order
         self._choose_fields(0)
 
-    def _integers(self, exact: int) -> IntegerCodec:
-        return IntegerCodec(self._rank - exact, self._bits, self._group, False, self._order)
+    def _integers(self, exact: int) -> Codec:
+        return integers(self._rank - exact, self._bits, self._group, False, self._order)
 
     def _choose_fields(self, exact: int) -> None:
         self._exact, self._inner = exact, self._integers(exact)

@@ -16,92 +16,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
 
-from kvpact.formats import CodesField, TokenField
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat, integer_format
-from kvpact.methods.base import Arrays, Codec, Method
-from kvpact.quantizers import uniform
+from kvpact.formats.form import Form, Levels, Side
+from kvpact.methods.base import Codec, Method
+from kvpact.methods.rules import FormCodec
 from kvpact.quantizers.numbers import HALF_MAX
 from kvpact.transforms import IDENTITY, RandomHadamard, Transform
 
 
-class IntegerCodec(Codec):
-    """Codes in groups of channels; the last group is shorter where the width asks for it.
+def integers(
+    dim: int,
+    bits: int,
+    group: int,
+    zero: bool,
+    order: Literal["token", "channel"],
+    transform: Transform = IDENTITY,
+) -> FormCodec:
+    """Return the codec of codes in groups of channels; the last group may be shorter.
 
     `dim`, `bits`, `group`, `zero`: as in `Integer`; `transform`: what is rounded is
     `transform.forward` of the tokens.
     """
-
-    def __init__(
-        self,
-        dim: int,
-        bits: int,
-        group: int,
-        zero: bool,
-        order: Literal["token", "channel"],
-        transform: Transform = IDENTITY,
-    ) -> None:
-        self._dim, self._bits, self._group, self._zero = dim, bits, min(group, dim), zero
-        self.transform = transform
-        groups = -(-dim // self._group)
-        side = ("scale", "zero") if zero else ("scale",)
-        self.fields = (
-            CodesField("codes", bits, dim, order),
-            *(TokenField(name, groups) for name in side),
-        )
-
-    def _grouped(self, x: Tensor) -> Tensor:
-        """Split the channels into groups; a short last group repeats its last channel."""
-        missing = -self._dim % self._group
-        if missing:
-            x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], missing)], dim=-1)
-        return torch.unflatten(x, -1, (-1, self._group))
-
-    def _flat(self, x: Tensor) -> Tensor:
-        return x.flatten(-2)[..., : self._dim]
-
-    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
-        """Transform, and round each group on a grid of its own."""
-        x = self._grouped(self.transform.forward(x))
-        if self._zero:
-            scale, zero = uniform.affine_grid(x, self._bits)
-            codes = uniform.quantize_affine(x, scale, zero, self._bits)
-            return {
-                "codes": self._flat(codes),
-                "scale": scale.squeeze(-1),
-                "zero": zero.squeeze(-1),
-            }
-        codes, scale = uniform.quantize_symmetric(x, self._bits)
-        return {"codes": self._flat(codes), "scale": scale.squeeze(-1)}
-
-    def decode(self, arrays: Arrays) -> Tensor:
-        """Undo all but the transform."""
-        codes, scale = self._grouped(arrays["codes"]), arrays["scale"].unsqueeze(-1)
-        if self._zero:
-            return self._flat(uniform.dequantize_affine(codes, scale, arrays["zero"].unsqueeze(-1)))
-        return self._flat(uniform.dequantize_symmetric(codes, scale, self._bits))
-
-    def packed_format(self) -> PackedFormat:
-        """Whole numbers, a scale (and a zero) per token and group of channels."""
-        offset = None if self._zero else 1 << (self._bits - 1)
-        zero = "zero" if self._zero else None
-        return integer_format(self._bits, offset, scale="scale", zero=zero, channels=self._group)
-
-    def encoding(self) -> Encoding:
-        """Integers per token and group of channels."""
-        # A rotation keeps the length, and may put all of it into one channel.
-        growth = 1.0 if self.transform is IDENTITY else 1.01 * math.sqrt(self._dim)
-        if self._zero:
-            limit = HALF_MAX / growth
-            return Encoding("affine", self._bits, limit, channels=self._group, zero="zero")
-        limit = 0.99 * HALF_MAX * (127 if self._bits == 8 else 1 << (self._bits - 1)) / growth
-        return Encoding("symmetric", self._bits, limit, channels=self._group)
+    channels, middle = min(group, dim), 1 << (bits - 1)
+    limit = HALF_MAX if zero else 0.99 * HALF_MAX * (127 if bits == 8 else middle)
+    if transform is not IDENTITY:  # it keeps the length, and may put all of it into one channel
+        limit /= 1.01 * math.sqrt(dim)
+    sides = (Side("scale", "mul", channels), Side("zero", "add", channels))
+    levels = Levels("grid", bits, zero_code=0 if zero else middle)
+    made = Form(dim, order, levels, sides if zero else sides[:1], "minmax" if zero else "absmax")
+    return FormCodec(replace(made, limit=limit), transform)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,4 +107,4 @@ class Integer(Method):
 
     def _codec(self, dim: int, order: Literal["token", "channel"]) -> Codec:
         transform = RandomHadamard(dim, self.seed) if self.rotate else IDENTITY
-        return IntegerCodec(dim, self.bits, self.group, self.zero, order, transform)
+        return integers(dim, self.bits, self.group, self.zero, order, transform)

@@ -14,58 +14,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from kvpact.formats import CodesField, GroupField
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat, integer_format
-from kvpact.methods.base import Arrays, Codec, Method
-from kvpact.methods.integer import IntegerCodec
-from kvpact.quantizers import uniform
+from kvpact.formats.form import Form, Levels, Side
+from kvpact.methods.base import Codec, Method
+from kvpact.methods.integer import integers
+from kvpact.methods.rules import FormCodec
 from kvpact.quantizers.numbers import HALF_MAX
-
-
-class ChannelCodec(Codec):
-    """One grid per channel and group of tokens."""
-
-    max_abs = HALF_MAX
-
-    def __init__(self, dim: int, bits: int, group: int) -> None:
-        self._bits, self.group = bits, group
-        self.fields = (
-            CodesField("codes", bits, dim, "token"),
-            GroupField("scale", dim, group),
-            GroupField("zero", dim, group),
-        )
-
-    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
-        """Round the tokens of each channel."""
-        if frozen is not None:
-            return {
-                "codes": uniform.quantize_affine(x, frozen["scale"], frozen["zero"], self._bits)
-            }
-        channels = torch.unflatten(x, 2, (-1, self.group)).mT
-        scale, zero = uniform.affine_grid(channels, self._bits)
-        codes = uniform.quantize_affine(channels, scale, zero, self._bits)
-        return {
-            "codes": codes.mT.flatten(2, 3),
-            "scale": scale.squeeze(-1),
-            "zero": zero.squeeze(-1),
-        }
-
-    def decode(self, arrays: Arrays) -> Tensor:
-        """Undo `encode`."""
-        codes = torch.unflatten(arrays["codes"], 2, (-1, self.group))
-        scale, zero = arrays["scale"].unsqueeze(3), arrays["zero"].unsqueeze(3)
-        return uniform.dequantize_affine(codes, scale, zero).flatten(2, 3)
-
-    def packed_format(self) -> PackedFormat:
-        """Whole numbers, scale and zero per channel and group of tokens."""
-        return integer_format(self._bits, None, fold="scale", shift="zero", group=self.group)
-
-    def encoding(self) -> Encoding:
-        """Integers per channel and group of tokens."""
-        return Encoding("channel", self._bits, HALF_MAX, group=self.group, zero="zero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +54,10 @@ class KIVI(Method):
 
     def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for keys."""
-        return ChannelCodec(dim, self.bits, self.group)
+        sides = (Side("scale", "mul", tokens=self.group), Side("zero", "add", tokens=self.group))
+        form = Form(dim, "token", Levels("grid", self.bits), sides, "minmax", HALF_MAX)
+        return FormCodec(form, max_abs=HALF_MAX)
 
     def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for values."""
-        return IntegerCodec(dim, self.bits, self.group, True, "channel")
+        return integers(dim, self.bits, self.group, True, "channel")

@@ -18,19 +18,17 @@ Bits per value: bits + 32/group + 16/D for K, bits + 32/D + 16/group for V. The 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
-from kvpact.formats import CodesField, GroupField, TokenField
-from kvpact.formats.encoding import Encoding
-from kvpact.formats.packed import PackedFormat, integer_format
+from kvpact.formats.form import Form, Levels, Side
 from kvpact.methods.base import Arrays, Codec, Method
+from kvpact.methods.rules import FormCodec, rule
 from kvpact.quantizers import uniform
 from kvpact.quantizers.numbers import half
 from kvpact.transforms import RandomHadamard
@@ -79,144 +77,77 @@ def balance(x: Tensor) -> tuple[Tensor, Tensor]:
     return best_row * whole, best_column
 
 
-class _KVarNCodec(Codec):
-    """What K and V share: rotation, tiles, the arithmetic of a row."""
+def _rounded_rows(
+    x: Tensor, bits: int, unit: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes, scale, zero and column balance of `[..., rows, columns]`.
 
-    def __init__(self, dim: int, bits: int, group: int, seed: int) -> None:
-        self._bits, self.group = bits, group
-        self.max_norm = LONGEST
-        self.transform = RandomHadamard(dim, seed)
-
-    def _encode_rows(
-        self, x: Tensor, unit: Tensor | float = 1.0
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return codes, scale, zero and column balance of `[..., rows, columns]`.
-
-        The balance is a multiple of `unit`, which scale and zero lack.
-        """
-        row, column = balance(x)
-        row, column = row / unit, half(column * unit, "balance")
-        balanced = x / column.to(torch.float32)
-        low, high = (balanced / row).aminmax(dim=-1, keepdim=True)
-        scale = half(row * divide(high - low, (1 << self._bits) - 1), "scale of a group")
-        zero = half(row * low + 0.0, "zero of a group")  # see `uniform.affine_grid`
-        return uniform.quantize_affine(balanced, scale, zero, self._bits), scale, zero, column
-
-    def encoding(self) -> Encoding:
-        """Balanced tiles."""
-        return Encoding(
-            "balanced", self._bits, math.inf, group=self.group, zero="zero", balance="balance"
-        )
+    The balance is a multiple of `unit`, which scale and zero lack.
+    """
+    row, column = balance(x)
+    row, column = row / unit, half(column * unit, "balance")
+    balanced = x / column.to(torch.float32)
+    low, high = (balanced / row).aminmax(dim=-1, keepdim=True)
+    scale = half(row * divide(high - low, (1 << bits) - 1), "scale of a group")
+    zero = half(row * low + 0.0, "zero of a group")  # see `uniform.affine_grid`
+    return uniform.quantize_affine(balanced, scale, zero, bits), scale, zero, column
 
 
-class KVarNKeyCodec(_KVarNCodec):
-    """Rows are channels: scale and zero per channel and tile, balance per token."""
-
-    def __init__(self, dim: int, bits: int, group: int, seed: int) -> None:
-        super().__init__(dim, bits, group, seed)
-        self.fields = (
-            CodesField("codes", bits, dim, "token"),
-            GroupField("scale", dim, group),
-            GroupField("zero", dim, group),
-            TokenField("balance", 1),
-        )
-
-    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
-        """Rotate, balance, round."""
-        x = self.transform.forward(x)
-        if frozen is not None:
-            return self._encode_frozen(x, frozen["scale"], frozen["zero"])
-        tiles = torch.unflatten(x, 2, (-1, self.group)).mT
-        codes, scale, zero, column = self._encode_tiles(tiles)
-        return {
-            "codes": codes.mT.flatten(2, 3),
-            "scale": scale.squeeze(-1),
-            "zero": zero.squeeze(-1),
-            "balance": column.mT.flatten(2, 3),
-        }
-
-    def _encode_tiles(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `_encode_rows`, the magnitude of small tiles in the balance."""
-        size = x.abs().amax((-2, -1), keepdim=True)
-        empty = size < UNIT_MIN
-        unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent)
-        unit = unit.clamp(UNIT_MIN, 1)
-        codes, scale, zero, column = self._encode_rows(x.masked_fill(empty, 0), unit)
-        # A tile of zeros gets a grid too: tokens that follow after a rollback need one.
-        scale = scale.masked_fill(empty, 2 / ((1 << self._bits) - 1))
-        return codes, scale, zero.masked_fill(empty, -1), column.masked_fill(empty, 0)
-
-    def _encode_frozen(self, x: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
-        """Choose the token's balance so that its energy is that of an average token of the grid."""
-        steps = float((1 << self._bits) - 1)
-        middle = zero.to(torch.float32) + scale.to(torch.float32) * (steps / 2)
-        spread = divide((scale.to(torch.float32) * steps).square(), 12)
-        expected = tree_sum(middle.square() + spread)
-        expected = torch.where(expected == 0, torch.ones_like(expected), expected)
-        column = half(square_root(tree_sum(x.square()) / expected), "balance")
-        safe = torch.where(column == 0, torch.ones_like(column), column).to(torch.float32)
-        codes = uniform.quantize_affine(x / safe, scale, zero, self._bits)
-        return {"codes": codes, "balance": column}
-
-    def decode(self, arrays: Arrays) -> Tensor:
-        """Undo all but the rotation."""
-        codes = torch.unflatten(arrays["codes"], 2, (-1, self.group))
-        scale, zero = arrays["scale"].unsqueeze(3), arrays["zero"].unsqueeze(3)
-        rows = uniform.dequantize_affine(codes, scale, zero).flatten(2, 3)
-        return rows * arrays["balance"].to(torch.float32)
-
-    def packed_format(self) -> PackedFormat:
-        """Whole numbers, scale and zero per channel and tile, balance per token."""
-        return integer_format(
-            self._bits,
-            None,
-            scale="balance",
-            fold="scale",
-            shift="zero",
-            group=self.group,
-            shift_scaled=True,
-        )
+@rule("balance")
+def _balance(form: Form, x: Tensor, frozen: Arrays | None) -> dict[str, Tensor]:
+    """Balance, round: rows are channels where scales are per channel, tokens otherwise."""
+    bits, group = form.levels.bits, form.group
+    if form.sides[0].tokens > 1:
+        return _of_channels(x, bits, group, frozen)
+    if frozen is not None:
+        balanced = x / frozen["balance"].to(torch.float32)
+        scale, zero = uniform.affine_grid(balanced, bits)
+        codes = uniform.quantize_affine(balanced, scale, zero, bits)
+        return {"codes": codes, "scale": scale, "zero": zero}
+    codes, scale, zero, column = _rounded_rows(torch.unflatten(x, 2, (-1, group)), bits)
+    return {
+        "codes": codes.flatten(2, 3),
+        "scale": scale.flatten(2, 3),
+        "zero": zero.flatten(2, 3),
+        "balance": column.squeeze(-2),
+    }
 
 
-class KVarNValueCodec(_KVarNCodec):
-    """Rows are tokens: scale and zero per token, balance per channel and tile."""
+def _of_channels(x: Tensor, bits: int, group: int, frozen: Arrays | None) -> dict[str, Tensor]:
+    if frozen is not None:
+        return _of_cut_tile(x, frozen["scale"], frozen["zero"], bits)
+    codes, scale, zero, column = _channel_rows(torch.unflatten(x, 2, (-1, group)).mT, bits)
+    return {
+        "codes": codes.mT.flatten(2, 3),
+        "scale": scale.squeeze(-1),
+        "zero": zero.squeeze(-1),
+        "balance": column.mT.flatten(2, 3),
+    }
 
-    def __init__(self, dim: int, bits: int, group: int, seed: int) -> None:
-        super().__init__(dim, bits, group, seed)
-        self.fields = (
-            CodesField("codes", bits, dim, "channel"),
-            TokenField("scale", 1),
-            TokenField("zero", 1),
-            GroupField("balance", dim, group),
-        )
 
-    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
-        """Rotate, balance, round."""
-        x = self.transform.forward(x)
-        if frozen is not None:
-            balanced = x / frozen["balance"].to(torch.float32)
-            scale, zero = uniform.affine_grid(balanced, self._bits)
-            codes = uniform.quantize_affine(balanced, scale, zero, self._bits)
-            return {"codes": codes, "scale": scale, "zero": zero}
-        codes, scale, zero, column = self._encode_rows(torch.unflatten(x, 2, (-1, self.group)))
-        return {
-            "codes": codes.flatten(2, 3),
-            "scale": scale.flatten(2, 3),
-            "zero": zero.flatten(2, 3),
-            "balance": column.squeeze(-2),
-        }
+def _channel_rows(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `_rounded_rows`, the magnitude of small tiles in the balance."""
+    size = x.abs().amax((-2, -1), keepdim=True)
+    empty = size < UNIT_MIN
+    unit = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent)
+    unit = unit.clamp(UNIT_MIN, 1)
+    codes, scale, zero, column = _rounded_rows(x.masked_fill(empty, 0), bits, unit)
+    # A tile of zeros gets a grid too: tokens that follow after a rollback need one.
+    scale = scale.masked_fill(empty, 2 / ((1 << bits) - 1))
+    return codes, scale, zero.masked_fill(empty, -1), column.masked_fill(empty, 0)
 
-    def decode(self, arrays: Arrays) -> Tensor:
-        """Undo all but the rotation."""
-        rows = uniform.dequantize_affine(arrays["codes"], arrays["scale"], arrays["zero"])
-        column = arrays["balance"].to(torch.float32).unsqueeze(3)
-        return (torch.unflatten(rows, 2, (-1, self.group)) * column).flatten(2, 3)
 
-    def packed_format(self) -> PackedFormat:
-        """Whole numbers, scale and zero per token, balance per channel and tile."""
-        return integer_format(
-            self._bits, None, scale="scale", zero="zero", fold="balance", group=self.group
-        )
+def _of_cut_tile(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> dict[str, Tensor]:
+    """Choose the token's balance so that its energy is that of an average token of the grid."""
+    steps = float((1 << bits) - 1)
+    middle = zero.to(torch.float32) + scale.to(torch.float32) * (steps / 2)
+    spread = divide((scale.to(torch.float32) * steps).square(), 12)
+    expected = tree_sum(middle.square() + spread)
+    expected = torch.where(expected == 0, torch.ones_like(expected), expected)
+    column = half(square_root(tree_sum(x.square()) / expected), "balance")
+    safe = torch.where(column == 0, torch.ones_like(column), column).to(torch.float32)
+    codes = uniform.quantize_affine(x / safe, scale, zero, bits)
+    return {"codes": codes, "balance": column}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,8 +183,16 @@ class KVarN(Method):
 
     def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for keys."""
-        return KVarNKeyCodec(dim, self.bits, self.group, self.seed)
+        rows = Side("scale", "mul", tokens=self.group), Side("zero", "add", tokens=self.group)
+        return self._codec(dim, "token", (*rows, Side("balance", "mul")))
 
     def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for values."""
-        return KVarNValueCodec(dim, self.bits, self.group, self.seed)
+        columns = Side("balance", "mul", tokens=self.group)
+        return self._codec(dim, "channel", (Side("scale", "mul"), Side("zero", "add"), columns))
+
+    def _codec(
+        self, dim: int, order: Literal["token", "channel"], sides: tuple[Side, ...]
+    ) -> Codec:
+        form = Form(dim, order, Levels("grid", self.bits), sides, "balance")
+        return FormCodec(form, RandomHadamard(dim, self.seed), max_norm=LONGEST)

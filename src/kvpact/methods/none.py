@@ -12,35 +12,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from kvpact.formats import TokenField
-from kvpact.formats.packed import PackedFormat
-from kvpact.methods.base import Arrays, Codec, Method
-from kvpact.quantizers.numbers import CASTS, cast
+from kvpact.formats.form import DTYPES, Form, Levels
+from kvpact.methods.base import Codec, Method
+from kvpact.methods.rules import FormCodec
 
 
-class ExactCodec(Codec):
+class ExactCodec(FormCodec):
     """Stores the numbers themselves."""
 
     exact = True
 
     def __init__(self, dim: int, dtype: torch.dtype) -> None:
-        self.fields = (TokenField("values", dim, dtype, "codes"),)
-        self._dtype = dtype
-        self.max_abs = torch.finfo(dtype).max if dtype is torch.float16 else math.inf
-
-    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
-        """Cast."""
-        return {"values": cast(x, self._dtype, "a value")}
-
-    def decode(self, arrays: Arrays) -> Tensor:
-        """Cast back to fp32."""
-        return arrays["values"].to(torch.float32)
-
-    def packed_format(self) -> PackedFormat:
-        """Numbers as they are."""
-        return PackedFormat("raw", 8 * self._dtype.itemsize, codes="values")
+        name = next(name for name, known in DTYPES.items() if known is dtype)
+        levels = Levels("raw", 8 * dtype.itemsize, number=name)
+        most = torch.finfo(dtype).max if dtype is torch.float16 else math.inf
+        super().__init__(Form(dim, "token", levels, (), "cast"), max_abs=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +54,10 @@ class Exact(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_choice("dtype", ("auto", *CASTS))
+        self.check_choice("dtype", ("auto", *DTYPES))
 
     def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for keys."""
-        return ExactCodec(dim, CASTS.get(self.dtype, dtype))
+        return ExactCodec(dim, DTYPES.get(self.dtype, dtype))
 
     value_codec = key_codec

@@ -32,7 +32,7 @@ from torch import Tensor
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.formats import CodesField, TokenField
 from kvpact.methods.base import Arrays, Codec, Method
-from kvpact.methods.integer import IntegerCodec
+from kvpact.methods.integer import integers
 from kvpact.quantizers.numbers import half
 from kvpact.transforms import RandomHadamard
 
@@ -126,4 +126,4 @@ class QJL(Method):
 
     def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for values."""
-        return IntegerCodec(dim, self.value_bits, self.value_group, True, "channel")
+        return integers(dim, self.value_bits, self.value_group, True, "channel")

@@ -11,6 +11,7 @@ from kvpact.methods.base import Arrays
 from kvpact.methods.bases import LEARNT_FROM, Bases, first_key
 from kvpact.methods.context import Context
 from kvpact.methods.fitted import FittedCodec
+from kvpact.methods.rules import FormCodec, rounded
 from kvpact.methods.turboquant_codec import TurboQuantCodec
 
 
@@ -61,7 +62,7 @@ class TurboQuantKeyCodec(TurboQuantCodec, FittedCodec):
     def _encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         y, first = self.transform.forward(x), self._state["first"].to(torch.float32)
         base, flag, side = self._bases.choose(y, first, torch.ones_like(first), frozen)
-        return self._rounded(y - base) | flag | side
+        return rounded(self.form, y - base) | flag | side
 
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo all but the rotation."""
@@ -69,7 +70,9 @@ class TurboQuantKeyCodec(TurboQuantCodec, FittedCodec):
         return self._decode(arrays)
 
     def _decode(self, arrays: Arrays) -> Tensor:
-        return self._bases.add(self._levels(arrays), arrays, self._state["first"].to(torch.float32))
+        return self._bases.add(
+            FormCodec.decode(self, arrays), arrays, self._state["first"].to(torch.float32)
+        )
 
     def packed_format(self) -> None:
         """No kernel adds bases to codes of a codebook."""

@@ -108,24 +108,24 @@ def codebook(bits: int) -> Codebook:
 
 
 @lru_cache(maxsize=64)
-def levels(bits: int, device: torch.device) -> Tensor:
-    """Return the `2**bits` levels, ascending, fp32: their numbers times the unit."""
-    book = codebook(bits)
+def levels(bits: int | Codebook, device: torch.device) -> Tensor:
+    """Return the levels of a codebook (or of that of so many bits), ascending, fp32."""
+    book = codebook(bits) if isinstance(bits, int) else bits
     return (torch.tensor(book.levels, dtype=torch.float32, device="cpu") * book.unit).to(device)
 
 
 @lru_cache(maxsize=64)
-def boundaries(bits: int, device: torch.device) -> Tensor:
+def boundaries(bits: int | Codebook, device: torch.device) -> Tensor:
     """Return the `2**bits - 1` boundaries between the cells, ascending, fp32."""
     points = levels(bits, torch.device("cpu"))
     return ((points[1:] + points[:-1]) / 2).to(device)
 
 
-def assign(x: Tensor, bits: int) -> Tensor:
+def assign(x: Tensor, bits: int | Codebook) -> Tensor:
     """Return the code of the level nearest to each value, uint8, same shape."""
     return torch.bucketize(x, boundaries(bits, x.device)).to(torch.uint8)
 
 
-def lookup(codes: Tensor, bits: int) -> Tensor:
+def lookup(codes: Tensor, bits: int | Codebook) -> Tensor:
     """Return the level of each code, fp32, same shape."""
     return levels(bits, codes.device)[codes.to(torch.int32)]
