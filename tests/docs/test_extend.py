@@ -7,9 +7,16 @@ import torch
 from kvpact_pages.pages import DOCS
 
 import kvpact.testing
-from kvpact import CacheGeometry, create_cache
+from kvpact import CacheGeometry, create_cache, parse_spec
+from kvpact.kernels.cpu.backend import CPU
 from kvpact.registry import unregister_method
-from kvpact.testing import MethodContract, example_specs, random_tokens
+from kvpact.testing import (
+    BackendContract,
+    CacheContract,
+    MethodContract,
+    example_specs,
+    random_tokens,
+)
 
 
 def shown(page: str, *names: str) -> dict:
@@ -36,15 +43,46 @@ class TestSign(MethodContract):
 
 class TestLog(MethodContract):
     spec = "log:bits=4"
-    max_relative_error = 0.2
+    max_relative_error = 0.24
 
 
 class TestLogCache(CacheContract):
     spec = "log:bits=4"
 
 
-class TestNative(BackendContract):
-    spec = "log:bits=3"
+class Native(BackendContract):
+    def make_backend(self):
+        return CPU
+
+
+class Interpreted(BackendContract):
+    max_error = 5e-4
+
+    def make_backend(self):
+        from kvpact.kernels.triton.backend import TritonBackend
+
+        return TritonBackend(on_cpu=True)
+
+
+CONTRACTS = [Native, pytest.param(Interpreted, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("contract", [Native, Interpreted])
+def test_native_kernels_cover_a_form(contract):
+    codec = parse_spec("log:bits=4").key.key_codec(64, torch.float32)
+    for operation in ("attend", "encode", "decode"):
+        assert contract().make_backend().covers(operation, codec, torch.float32) == ""
+
+
+@pytest.mark.parametrize("contract", CONTRACTS)
+@pytest.mark.parametrize("spec", ["log:bits=4", "log:bits=2"])
+def test_they_compute_what_torch_does(contract, spec):
+    kit = contract()
+    if reason := kit.make_backend().runs_here(torch.device("cpu")):
+        pytest.skip(reason)
+    kit.test_encoded_bytes(spec, "key")
+    kit.test_decoded_numbers(spec, "value")
+    kit.test_attention_over_every_method(spec)
 
 
 def test_the_method_is_in_the_table():
@@ -52,8 +90,6 @@ def test_the_method_is_in_the_table():
 
 
 def test_attention_over_it_is_native_and_right():
-    from kvpact.kernels.cpu.backend import CPU
-
     if reason := CPU.runs_here(torch.device("cpu")):
         pytest.skip(reason)
     k, v = random_tokens(1, 2, 200, 64), random_tokens(1, 2, 200, 64, seed=1)
