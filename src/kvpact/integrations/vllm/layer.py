@@ -198,8 +198,9 @@ class PagedLayer:
         for i, (row, window) in enumerate(parts):
             runner = before.get(row.pages)
             if runner is None or not runner.fits_rows(k, v, q, config, count):
-                given = (x[i : i + 1] for x in (k, v, q))
-                call = AttendCall(self._view(row, window), *given, config, latent=self._latent)
+                k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
+                view = self._view(row, window)
+                call = AttendCall(view, k1, v1, q1, config, latent=self._latent)
                 runner = self._plan.step(call, self._flag(row))
             if runner is None:
                 return None

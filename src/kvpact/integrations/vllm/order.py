@@ -22,7 +22,7 @@ def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
         filled = {
             page
             for row in left
-            for page in row.pages[row.held // page_tokens : _length(row) // page_tokens]
+            for page in row.pages[row.held // page_tokens : row.length // page_tokens]
         }
         # Only whole pages are shared. A sequence that reads another's page is the longer one, so
         # there is always a row that reads none.
@@ -30,7 +30,3 @@ def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
         parts.append(ready)
         left = [row for row in left if row not in ready] if len(ready) < len(left) else []
     return parts
-
-
-def _length(row: Row) -> int:
-    return row.held + row.end - row.start
