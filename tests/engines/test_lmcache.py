@@ -10,8 +10,7 @@ import torch
 from lmcache_server import CHUNK, LMCacheServer
 
 from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
-from kvpact.integrations.lmcache.cpu_pages import cpu_pages
-from kvpact.integrations.lmcache.layout import ChunkLayout
+from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
 
 pytestmark = pytest.mark.skipif(find_spec("lmcache") is None, reason="LMCache is not installed")
 

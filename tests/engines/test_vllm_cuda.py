@@ -178,7 +178,7 @@ def builder(on_cuda, monkeypatch):
     from kvpact.integrations.vllm import builder as module
     from kvpact.integrations.vllm.cuda import CudaBuilder
 
-    for name in ("_check", "_scratch", "log_start"):
+    for name in ("_check", "_scratch", "_log_start"):
         monkeypatch.setattr(module, name, lambda *_: None)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     return CudaBuilder(spec, [], get_current_vllm_config(), torch.device("cpu"))

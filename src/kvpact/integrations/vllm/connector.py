@@ -17,10 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
-from kvpact.integrations.vllm.connector_counts import Counts, line, logger
-from kvpact.integrations.vllm.connector_metrics import ConnectorMetrics, ConnectorStats
+from kvpact.integrations.vllm.connector_counts import COUNTED, Counts, line, logger
+from kvpact.integrations.vllm.connector_form import StepPlan
 from kvpact.integrations.vllm.connector_options import (
     Options,
     options_of,
@@ -30,12 +33,59 @@ from kvpact.integrations.vllm.connector_options import (
 from kvpact.integrations.vllm.connector_order import orders_of
 from kvpact.integrations.vllm.connector_pages import PackedPages
 from kvpact.integrations.vllm.connector_plain import PlainPages
-from kvpact.integrations.vllm.connector_plan import StepPlan
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
 from kvpact.integrations.vllm.connector_setup import Adapters, form_of, model_fingerprint
 from kvpact.integrations.vllm.connector_worker import Pages, PrefixWorker
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import native_plan
+
+
+class ConnectorStats(KVConnectorStats):
+    """What was counted since it was asked for last; parameters as of vLLM's class."""
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add what another rank, or another step, counted."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM logs."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing was counted."""
+        return not self.data
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """Prometheus counters named ``vllm:kvpact_…``; parameters as of vLLM's class."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {}
+        for name, what in COUNTED.items():
+            counter = self._counter_cls(
+                name=f"vllm:kvpact_{name}", documentation=what, labelnames=labelnames
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what vLLM collected."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)
 
 
 class KVPactConnector(KVConnectorBase_V1):

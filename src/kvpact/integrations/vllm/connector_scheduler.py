@@ -12,10 +12,9 @@ from typing import Any
 
 from kvpact.cache.prefixes import page_keys
 from kvpact.integrations.vllm.connector_counts import Counts
-from kvpact.integrations.vllm.connector_form import Form
+from kvpact.integrations.vllm.connector_form import Form, Load, Piece, Save, StepPlan, entry_name
 from kvpact.integrations.vllm.connector_lane import Job, Lane
 from kvpact.integrations.vllm.connector_options import Options
-from kvpact.integrations.vllm.connector_plan import Load, Piece, Save, StepPlan, entry_name
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store

@@ -13,12 +13,8 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreFull
 from kvpact.integrations.vllm.connector_counts import Counts
-from kvpact.integrations.vllm.connector_form import Form
-from kvpact.integrations.vllm.connector_lane import Job, Lane
-from kvpact.integrations.vllm.connector_options import Options
-from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
-from kvpact.integrations.vllm.connector_plain import PlainPages
-from kvpact.integrations.vllm.connector_plan import (
+from kvpact.integrations.vllm.connector_form import (
+    Form,
     Load,
     Piece,
     Save,
@@ -26,6 +22,10 @@ from kvpact.integrations.vllm.connector_plan import (
     entry_name,
     of_rank,
 )
+from kvpact.integrations.vllm.connector_lane import Job, Lane
+from kvpact.integrations.vllm.connector_options import Options
+from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
+from kvpact.integrations.vllm.connector_plain import PlainPages
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store
