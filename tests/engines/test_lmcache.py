@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lmcache_server import CHUNK, LMCacheServer
+from vllm_prompts import ids
 
 from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
 from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
@@ -20,11 +21,6 @@ LAYERS, HEADS, NEW = 2, 2, 16
 SHAPE = (LAYERS, CHUNK, HEADS * 2 * 64)
 # transformers computes in fp32 what vLLM does, so tokens can be compared.
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "processes": True}
-
-
-def ids(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 512, (count,), generator=generator).tolist()
 
 
 PROMPTS = {"whole": ids(200, 1), "flipped": ids(210, 2), "swapped": ids(150, 3), "cut": ids(140, 4)}

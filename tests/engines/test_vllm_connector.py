@@ -1,19 +1,14 @@
 """Prefixes that one engine saves and another one loads: the tokens of engines without a store."""
 
 import pytest
-import torch
 from vllm_engine import sharing
+from vllm_prompts import ids
 
 from kvpact.stores import open_store
 
 OPTIONS = {"dtype": "float32", "max_model_len": 512}
 SHARED = 256
 """Tokens, four chunks of 64."""
-
-
-def ids(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 512, (count,), generator=generator).tolist()
 
 
 @pytest.fixture(scope="module")

@@ -4,29 +4,20 @@ import random
 
 import pytest
 import torch
-from vllm_pages import WindowBeside
+import vllm_pages
+from vllm_pages import WindowBeside, make_layer
 
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.layer import PagedLayer
-from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.window import SLACK, Row, WindowPool, waves
-from kvpact.spec import parse_spec
+from kvpact.integrations.vllm.window import SLACK, Row, waves
 
 HEADS, DIM, PAGE = 2, 64, 32
-SHAPES = ((HEADS, DIM), (HEADS, DIM))
 EXACT, STORED = (f"turboquant:bits=3,sinks=0,window={width}" for width in (40, 0))
 CONFIG = AttendConfig(softmax_scale=0.125)
 
 
 def make(text, sequences):
-    spec = parse_spec(text)
-    k, v = codecs(spec, DIM, DIM, torch.float32)
-    form = PageForm(k, v, PAGE)
-    pages = torch.zeros(8, HEADS, PAGE, form.content, dtype=torch.uint8)
-    windows = WindowPool(spec.key.window, sequences, PAGE, SHAPES, torch.float32)
-    return PagedLayer(form, native_plan(k, v, torch.float32), pages, windows)
+    return make_layer(text, HEADS, DIM, pages=8, sequences=sequences)
 
 
 def tokens(count, seed):
@@ -34,9 +25,7 @@ def tokens(count, seed):
 
 
 def step(layer, rows, qkv):
-    out = torch.full_like(qkv[0], torch.nan)
-    layer.step(rows, *qkv, out, CONFIG)
-    return out
+    return vllm_pages.step(layer, rows, qkv, CONFIG)[0]
 
 
 def contiguous(text, *parts):
