@@ -8,12 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lmcache_server import CHUNK, LMCacheServer
+from mooncake_cluster import why_not
 from vllm_prompts import ids
 
 from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
 from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
 
-pytestmark = pytest.mark.skipif(find_spec("lmcache") is None, reason="LMCache is not installed")
+UNABLE = why_not() if find_spec("mooncake") else None
+pytestmark = [
+    pytest.mark.skipif(find_spec("lmcache") is None, reason="LMCache is not installed"),
+    pytest.mark.skipif(bool(UNABLE), reason=f"LMCache's server imports Mooncake, and {UNABLE}"),
+]
 
 # vLLM's pages in these engines have 32 tokens.
 SERDE = {"spec": "turboquant:bits=4", "head_dim": 64, "cpu_block_size": 32}
