@@ -8,12 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lmcache_server import CHUNK, LMCacheServer
+from mooncake_cluster import why_not
+from vllm_prompts import ids
 
 from kvpact.integrations.lmcache.chunk import ChunkFormat, key_hash
-from kvpact.integrations.lmcache.cpu_pages import cpu_pages
-from kvpact.integrations.lmcache.layout import ChunkLayout
+from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
 
-pytestmark = pytest.mark.skipif(find_spec("lmcache") is None, reason="LMCache is not installed")
+UNABLE = why_not() if find_spec("mooncake") else None
+pytestmark = [
+    pytest.mark.skipif(find_spec("lmcache") is None, reason="LMCache is not installed"),
+    pytest.mark.skipif(bool(UNABLE), reason=f"LMCache's server imports Mooncake, and {UNABLE}"),
+]
 
 # vLLM's pages in these engines have 32 tokens.
 SERDE = {"spec": "turboquant:bits=4", "head_dim": 64, "cpu_block_size": 32}
@@ -21,11 +26,6 @@ LAYERS, HEADS, NEW = 2, 2, 16
 SHAPE = (LAYERS, CHUNK, HEADS * 2 * 64)
 # transformers computes in fp32 what vLLM does, so tokens can be compared.
 OPTIONS = {"dtype": "float32", "max_model_len": 512, "processes": True}
-
-
-def ids(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 512, (count,), generator=generator).tolist()
 
 
 PROMPTS = {"whole": ids(200, 1), "flipped": ids(210, 2), "swapped": ids(150, 3), "cut": ids(140, 4)}

@@ -102,12 +102,12 @@ def test_connectors_are_refused(on_cuda):
 def test_layers_that_store_by_a_spec_are_still_those_of_a_device(on_cuda):
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from kvpact.integrations.vllm.backend import _stored_backend
+    from kvpact.integrations.vllm.backend import stored_backend
     from kvpact.spec import parse_spec
 
     register()
     plain = choose(kv_cache_dtype="auto")
-    stored = _stored_backend(plain, parse_spec(SPEC))
+    stored = stored_backend(plain, parse_spec(SPEC))
     assert stored.get_builder_cls() is plain.get_builder_cls()
     assert stored.get_impl_cls() is plain.get_impl_cls()
     pages = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
@@ -178,7 +178,7 @@ def builder(on_cuda, monkeypatch):
     from kvpact.integrations.vllm import builder as module
     from kvpact.integrations.vllm.cuda import CudaBuilder
 
-    for name in ("_check", "_scratch", "log_start"):
+    for name in ("_check", "_scratch", "_log_start"):
         monkeypatch.setattr(module, name, lambda *_: None)
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     return CudaBuilder(spec, [], get_current_vllm_config(), torch.device("cpu"))

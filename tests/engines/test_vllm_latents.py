@@ -3,13 +3,13 @@
 import pytest
 import torch
 import transformers
-from vllm_prompts import SMALL, check_that_the_pool_was_small, prompts_of_unlike_length
+from vllm_prompts import SMALL, check_that_the_pool_was_small, ids, prompts_of_unlike_length
 
 from kvpact.evaluate import evaluate
 
 INT8 = "int:bits=8,sinks=0,window=0"
 CHUNK = 128
-TOKENS = 2 * CHUNK + 1
+PROMPT = ids(2 * CHUNK + 1, seed=3)
 # vLLM's reference for fp32: neither chunks of prompts nor a prefix cache, pages of 16 tokens.
 OWN = {"attention_backend": "CPU_MLA", "max_num_batched_tokens": 1024}
 LATENTS = {
@@ -44,24 +44,14 @@ def latents(make_toy):
 
 
 @pytest.fixture(scope="module")
-def ids():
-    generator = torch.Generator().manual_seed(3)
-    return torch.randint(3, 512, (TOKENS,), generator=generator).tolist()
-
-
-@pytest.fixture(scope="module")
-def batches():
-    return [[prompts_of_unlike_length(), 24]]
-
-
-@pytest.fixture(scope="module")
-def own(run_vllm, latents, batches, ids):
-    return run_vllm(model=latents, greedy=batches, forced=[ids], **{**SMALL, **OWN})
+def asked():
+    return {"greedy": [[prompts_of_unlike_length(), 24]], "forced": [PROMPT]}
 
 
 @amx
-def test_with_none_the_tokens_are_those_of_vllm(run_vllm, latents, batches, ids, own):
-    mine = run_vllm("none", model=latents, greedy=batches, forced=[ids], **SMALL)
+def test_with_none_the_tokens_are_those_of_vllm(run_vllm, latents, asked):
+    own = run_vllm(model=latents, **asked, **{**SMALL, **OWN})
+    mine = run_vllm("none", model=latents, **asked, **SMALL)
     check_that_the_pool_was_small(mine)
     assert mine["greedy"] == own["greedy"]
     torch.testing.assert_close(
@@ -73,13 +63,15 @@ def test_with_none_the_tokens_are_those_of_vllm(run_vllm, latents, batches, ids,
 # vLLM's own backends take the first of these widths only.
 @amx
 @pytest.mark.parametrize("widths", [(512, 64), (64, 32)])
-def test_log_probabilities_change_by_what_eval_gives(run_vllm, make_toy, ids, widths):
+def test_log_probabilities_change_by_what_eval_gives(run_vllm, make_toy, widths):
     folder = make_toy(
         **LATENTS | dict(zip(("kv_lora_rank", "qk_rope_head_dim"), widths, strict=True))
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    score = evaluate(model, torch.tensor(ids), [INT8], chunk=CHUNK).scores[-1]
-    mine = run_vllm(INT8, model=folder, forced=[ids], **SMALL | {"max_num_batched_tokens": CHUNK})
+    score = evaluate(model, torch.tensor(PROMPT), [INT8], chunk=CHUNK).scores[-1]
+    mine = run_vllm(
+        INT8, model=folder, forced=[PROMPT], **SMALL | {"max_num_batched_tokens": CHUNK}
+    )
     exact, right = (-x[-CHUNK:] for x in (score.ref_nll, score.nll))
     got = torch.tensor(mine["forced"][0][-CHUNK:], dtype=torch.float64)
     change, most = (float((x - exact).square().mean().sqrt()) for x in (got, right))
@@ -88,8 +80,8 @@ def test_log_probabilities_change_by_what_eval_gives(run_vllm, make_toy, ids, wi
 
 
 @amx
-def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, latents, ids):
-    options = {"model": latents, "dtype": "bfloat16", "max_model_len": 512, "forced": [ids]}
+def test_four_bits_hold_so_many_times_the_tokens_of_bfloat16(run_vllm, latents):
+    options = {"model": latents, "dtype": "bfloat16", "max_model_len": 512, "forced": [PROMPT]}
     own, mine = (run_vllm(spec, **options) for spec in (None, "turboquant:bits=4,sinks=0"))
     assert mine["capacity"] >= 3.4 * own["capacity"]
     # A prompt that fits into one step reads nothing that is stored.

@@ -3,9 +3,9 @@
 from urllib.parse import quote
 
 import pytest
-import torch
 from tcp_proxy import Proxy
 from vllm_engine import sharing
+from vllm_prompts import ids
 
 SPEC = "turboquant:bits=4,sinks=0"
 TOKENS, WHOLE = 2000, 31 * 64
@@ -39,8 +39,7 @@ def test_the_second_engine_loads_what_the_first_computed(request, start_vllm, ma
     url, line = request.getfixturevalue(store)
     sizes = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS}
     model = make_toy(DIM, max_position_embeddings=4096, **sizes)
-    generator = torch.Generator().manual_seed(2)
-    prompt = torch.randint(3, 512, (TOKENS,), generator=generator).tolist()
+    prompt = ids(TOKENS, seed=2)
     options = {"model": model, "dtype": "bfloat16", "max_model_len": 2560, **sharing(url)}
     with start_vllm(SPEC, **options) as first, start_vllm(SPEC, **options) as second:
         first.ask("greedy", prompts=[prompt], tokens=24)

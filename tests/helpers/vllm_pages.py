@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvpact import create_cache
+from kvpact.cache.specs import latent_spec
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
@@ -15,13 +16,37 @@ from kvpact.spec import parse_spec
 TOKENS = 32
 
 
-def make_layer(text, heads, dim, dtype, pages=80):
-    spec = parse_spec(text)
-    k, v = codecs(spec, dim, dim, dtype)
-    form = PageForm(k, v, TOKENS)
-    memory = torch.zeros(pages, heads, TOKENS, form.content, dtype=torch.uint8)
-    windows = WindowPool(spec.key.window, 8, TOKENS, ((heads, dim), (heads, dim)), dtype)
-    return PagedLayer(form, native_plan(k, v, dtype), memory, windows)
+def make_layer(text, heads, dim, dtype=torch.float32, pages=80, sequences=8, fill=0, rope=None):
+    """A layer over pages that are full of some byte; with `rope`, of latents and keys so wide."""
+    latent = rope is not None
+    spec = latent_spec(parse_spec(text)) if latent else parse_spec(text)
+    shapes = ((heads, dim), (heads, rope if latent else dim))
+    pair = codecs(spec, shapes[0][1], shapes[1][1], dtype)
+    form = PageForm(*pair, TOKENS)
+    memory = torch.full((pages, heads, TOKENS, form.content), fill, dtype=torch.uint8)
+    windows = WindowPool(spec.key.window, sequences, TOKENS, shapes, dtype)
+    plan = native_plan(*pair, dtype, latent=latent)
+    return PagedLayer(form, plan, memory, windows, latent=latent)
+
+
+def step(layer, rows, qkv, config):
+    """What comes out of one batch, and what was cut."""
+    out = torch.full_like(qkv[0], 7.0)
+    return out, layer.step(rows, *qkv, out, config)
+
+
+def run(layer, sequences, counts, config):
+    """One batch of `SequenceBeside`; return what came out and what is right."""
+    rows, start = [], 0
+    for sequence, count in zip(sequences, counts, strict=True):
+        sequence.take(count)
+        rows.append(sequence.row(start))
+        start += count
+    qkv = [torch.cat([sequence.new[i] for sequence in sequences]) for i in range(3)]
+    right = torch.cat([sequence.right for sequence in sequences])
+    out = torch.full_like(right, torch.nan)
+    assert layer.step(rows, *qkv, out, config) == {}
+    return out, right
 
 
 def random_qkv(count, q_heads, heads, dim, seed, dtype):

@@ -12,6 +12,12 @@ SMALL = {
 }
 
 
+def ids(count, seed):
+    """Random tokens of the toys."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 512, (count,), generator=generator).tolist()
+
+
 def prompts_of_unlike_length():
     generator = torch.Generator().manual_seed(1)
     shared = torch.randint(3, 512, (96,), generator=generator).tolist()

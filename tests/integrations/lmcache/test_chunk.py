@@ -86,6 +86,9 @@ def orders(dtype):
     return k, v
 
 
+PAGES = CPUPages(48, orders)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("spec", ["turboquant:bits=4", "int:bits=8/none"])
 def test_the_pages_of_vllms_cpu_worker_are_read_by_tokens(spec, dtype):
@@ -111,16 +114,6 @@ def test_the_pages_of_vllms_cpu_worker_are_read_by_tokens(spec, dtype):
     assert same_bytes(again, wanted)
     for read, given in zip(form.layout.split(x), (k, v), strict=True):
         assert same_bytes(read, given)
-
-
-def test_pages_that_do_not_fit_are_refused():
-    form = ChunkFormat("int:bits=8", ChunkLayout(64, 64, CPUPages(48, orders)))
-    with pytest.raises(GeometryError, match="no whole number of pages of 48"):
-        form.nbytes([((2, 64, 128), torch.float16)])
-    with pytest.raises(GeometryError, match="set the widths of the model's heads"):
-        form.nbytes([((2, 2, 96, 64), torch.float16)])
-    with pytest.raises(GeometryError, match="one width in vLLM's CPU worker"):
-        ChunkLayout(64, 32, CPUPages(32, orders))
 
 
 def test_the_groups_of_a_chunk_follow_each_other():
@@ -153,22 +146,18 @@ def small():
     return SimpleNamespace(form=form, x=x, data=packed(form, x), refused=refused)
 
 
-def test_every_flipped_bit_is_found(small):
-    for place in range(8 * len(small.data)):
+def test_every_flipped_bit_truncation_and_other_name_is_found(small):
+    def flipped(place):
         data = bytearray(small.data)
         data[place // 8] ^= 1 << place % 8
-        assert small.refused(bytes(data)) is IntegrityError
+        return bytes(data)
 
-
-def test_every_truncation_is_found(small):
-    for length in range(len(small.data)):
-        assert small.refused(small.data[:length]) is IntegrityError
-    assert small.refused(small.data + b"\0") is IntegrityError
-
-
-def test_another_chunks_bytes_are_found(small):
+    for place in range(8 * len(small.data)):
+        assert small.refused(flipped(place)) is IntegrityError
+    cut = [small.data[:length] for length in range(len(small.data))]
+    for data in (*cut, small.data + b"\0", bytes(len(small.data))):
+        assert small.refused(data) is IntegrityError
     assert small.refused(small.data, name="b" * 64) is IntegrityError
-    assert small.refused(bytes(len(small.data))) is IntegrityError
 
 
 @pytest.mark.parametrize(
@@ -222,21 +211,27 @@ def test_methods_whose_bytes_are_not_known_before_are_refused(spec, reason):
         ChunkFormat(spec, ChunkLayout(64, 64))
 
 
+FP16, WIDTHS = torch.float16, "set the widths of the model's heads"
+
+
 @pytest.mark.parametrize(
-    ("widths", "shape"),
+    ("widths", "shape", "dtype", "error", "reason"),
     [
-        ((64, 64), (2, 128)),
-        ((64, 64), (2, 3, 32, 100)),
-        ((64, 64), (3, 32, 64)),
-        ((64, 32), (2, 3, 32, 64)),
-        ((64, 64), (4, 3, 32, 128)),
-        ((64, 64), (3, 0, 128)),
+        ((64, 64), (2, 128), FP16, GeometryError, WIDTHS),
+        ((64, 64), (2, 3, 32, 100), FP16, GeometryError, WIDTHS),
+        ((64, 64), (3, 32, 64), FP16, GeometryError, WIDTHS),
+        ((64, 32), (2, 3, 32, 64), FP16, GeometryError, WIDTHS),
+        ((64, 64), (4, 3, 32, 128), FP16, GeometryError, WIDTHS),
+        ((64, 64), (3, 0, 128), FP16, GeometryError, WIDTHS),
+        ((64, 64, PAGES), (2, 2, 96, 64), FP16, GeometryError, WIDTHS),
+        ((64, 64, PAGES), (2, 64, 128), FP16, GeometryError, "no whole number of pages of 48"),
+        ((64, 64), (2, 32, 128), torch.uint8, DtypeError, r"uint8; fp32, fp16 and bf16"),
     ],
 )
-def test_shapes_that_the_widths_do_not_fit_are_refused(widths, shape):
+def test_what_the_layout_does_not_fit_is_refused(widths, shape, dtype, error, reason):
     form = ChunkFormat("int:bits=8", ChunkLayout(*widths))
-    with pytest.raises(GeometryError, match="set the widths of the model's heads"):
-        form.nbytes([(shape, torch.float16)])
+    with pytest.raises(error, match=reason):
+        form.nbytes([(shape, dtype)])
 
 
 @pytest.mark.parametrize("width", [0, -1, 64.0, "64", True])
@@ -245,16 +240,15 @@ def test_widths_are_whole_numbers(width):
         ChunkLayout(64, width)
 
 
-def test_other_dtypes_are_refused():
-    form = ChunkFormat("int:bits=8", ChunkLayout(64, 64))
-    with pytest.raises(DtypeError, match=r"uint8; fp32, fp16 and bf16"):
-        form.nbytes([((2, 32, 128), torch.uint8)])
+def test_vllms_cpu_worker_has_one_width():
+    with pytest.raises(GeometryError, match="one width in vLLM's CPU worker"):
+        ChunkLayout(64, 32, PAGES)
 
 
 def test_a_chunk_is_a_whole_number_of_groups():
     form = ChunkFormat("kivi", ChunkLayout(64, 64))
     with pytest.raises(GeometryError, match=r"48 tokens.* packs 32 of K together.*--chunk-size"):
-        form.nbytes([((2, 48, 128), torch.float16)])
+        form.nbytes([((2, 48, 128), FP16)])
 
 
 def test_tokens_that_are_no_numbers_are_refused(small):

@@ -22,6 +22,19 @@ def saved(store, ids=IDS, **options):
     return engine
 
 
+@pytest.fixture
+def store():
+    """One that holds the three chunks of `IDS`."""
+    store = MemoryStore()
+    saved(store)
+    return store
+
+
+def all_saved(engine):
+    assert engine.worker._saves_lane.submit(lambda job: None).wait(30)
+    return engine.counts.total()["saved_chunks"]
+
+
 def same(mine, right):
     return all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
 
@@ -50,9 +63,7 @@ def test_pages_that_a_request_has_are_left_alone():
 
 
 @pytest.mark.parametrize("tokens", [3 * CHUNK, 3 * CHUNK + 1])
-def test_the_last_token_is_always_computed(tokens):
-    store = MemoryStore()
-    saved(store)
+def test_the_last_token_is_always_computed(tokens, store):
     held = (tokens - 1) // CHUNK * CHUNK
     assert Engine(store).matched(request("second", IDS[:tokens])) == held
 
@@ -65,8 +76,7 @@ def test_a_text_that_goes_on_saves_its_new_chunks_alone():
     one = request("second", IDS)
     assert engine.load(one, PAGES) == (CHUNK, set())
     engine.step([(one, PAGES, CHUNK, len(IDS) - CHUNK)])
-    assert engine.worker._saves_lane.submit(lambda job: None).wait(30)
-    assert engine.counts.total()["saved_chunks"] == 2 and len(store) == 3
+    assert all_saved(engine) == 2 and len(store) == 3
 
 
 def test_pages_with_tokens_that_could_not_be_stored_are_not_saved():
@@ -79,11 +89,6 @@ def test_pages_with_tokens_that_could_not_be_stored_are_not_saved():
     engine.damaged = set()
     engine.serve(request("second", IDS), PAGES)
     assert engine.counts.total()["failures"] == 1 and len(store) == 3
-
-
-def all_saved(engine):
-    assert engine.worker._saves_lane.submit(lambda job: None).wait(30)
-    return engine.counts.total()["saved_chunks"]
 
 
 def test_chunks_are_saved_as_steps_complete_them_and_tokens_are_known():
@@ -124,10 +129,6 @@ def test_a_request_that_comes_back_saves_from_its_new_pages():
 
 def test_a_request_without_a_key_is_computed_and_counted():
     engine = Engine(MemoryStore())
-
-    def fails(request):
-        raise OSError("no such adapter")
-
     engine.scheduler._adapter = fails
     engine.serve(request("first", IDS), PAGES)
     assert engine.counts.total()["failures"] == 1
@@ -145,9 +146,7 @@ def test_a_request_without_a_key_is_computed_and_counted():
     ],
     ids=str,
 )
-def test_what_differs_has_other_keys(other):
-    store = MemoryStore()
-    saved(store)
+def test_what_differs_has_other_keys(other, store):
     assert Engine(store, **other).matched(request("second", IDS)) == 0
 
 
@@ -167,9 +166,7 @@ def picture(name, offset):
     ],
     ids=["salt", "adapter", "image", "later image", "asked not to", "embeddings"],
 )
-def test_what_a_request_shows_beside_its_tokens_is_in_the_key(more, held):
-    store = MemoryStore()
-    saved(store)
+def test_what_a_request_shows_beside_its_tokens_is_in_the_key(more, held, store):
     assert Engine(store).matched(request("second", IDS, **more)) == held
 
 
@@ -188,7 +185,7 @@ def test_an_engine_that_only_loads_or_only_saves(roles):
     engine, one = Engine(store, roles=roles), request("second", IDS)
     assert engine.load(one, PAGES) == (CHUNK if loads else 0, set())
     engine.step([(one, PAGES, 0, len(IDS))])
-    assert engine.worker._saves_lane.submit(lambda job: None).wait(30)
+    all_saved(engine)
     assert len(store) == (1 if loads else 3)
 
 
@@ -216,7 +213,7 @@ def test_a_flipped_bit_is_computed_again_and_saved_anew():
     for layer, right in zip(engine.memory.values(), first.memory.values(), strict=True):
         layer[OTHERS[:6]] = right[PAGES[:6]]
     engine.step([(one, OTHERS, CHUNK, len(IDS) - CHUNK)])
-    assert engine.worker._saves_lane.submit(lambda job: None).wait(30)
+    all_saved(engine)
     assert store.get(name) == whole
 
 
@@ -311,27 +308,21 @@ def test_a_full_store_and_a_full_queue_drop_what_comes():
     assert engine.counts.total()["dropped"] == 1 and len(store) == 2
 
 
+def fails(*_):
+    raise MemoryError("no more of it")
+
+
 def test_where_there_is_no_memory_for_copies_nothing_is_saved(monkeypatch):
     store = MemoryStore()
     engine = Engine(store)
-
-    def fails(*_):
-        raise MemoryError
-
     monkeypatch.setattr(engine.worker._pages["layers.1"], "copy", fails)
     engine.serve(request("first", IDS), PAGES)
     assert engine.counts.total()["dropped"] == 3
     assert not len(store) and not engine.worker.waiting
 
 
-def test_a_load_that_can_not_be_written_is_computed(monkeypatch):
-    store = MemoryStore()
-    saved(store)
+def test_a_load_that_can_not_be_written_is_computed(monkeypatch, store):
     engine = Engine(store)
-
-    def fails(*_):
-        raise RuntimeError("out of memory")
-
     monkeypatch.setattr(engine.worker._pages["layers.1"], "paste", fails)
     assert engine.load(request("second", IDS), OTHERS) == (3 * CHUNK, set(OTHERS[:6]))
     count = engine.counts.total()
@@ -339,9 +330,7 @@ def test_a_load_that_can_not_be_written_is_computed(monkeypatch):
     assert engine.told == OTHERS[:6]
 
 
-def test_requests_that_end_early_leave_nothing_behind():
-    store = MemoryStore()
-    saved(store)
+def test_requests_that_end_early_leave_nothing_behind(store):
     engine, one = Engine(store), request("second", IDS)
     engine.scheduler.allocated(one, OTHERS, engine.matched(one))
     engine.scheduler.finished(one)  # aborted; vLLM keeps the pages until the load has ended

@@ -2,19 +2,23 @@
 
 import pytest
 import torch
+from vllm_pages import make_layer, step
 
 from kvpact import PrefixCache, create_cache
 from kvpact.contract import AttendConfig
+from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.vllm.connector_pages import PackedPages
-from kvpact.integrations.vllm.layer import PagedLayer
+from kvpact.integrations.vllm.connector_plain import PlainPages
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.window import Row, WindowPool
+from kvpact.integrations.vllm.window import Row
 from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore
 
 HEADS, DIM, PAGE, EACH = 2, 64, 32, 2
+TABLE = (7, 2, 5, 3)
+COUNT = len(TABLE) * PAGE
 CONFIG = AttendConfig(softmax_scale=0.125)
 SPECS = [
     "none:sinks=0,window=0",
@@ -23,89 +27,150 @@ SPECS = [
 ]
 
 
+def form_of(text, dtype=torch.bfloat16):
+    pair = codecs(parse_spec(text), DIM, DIM, dtype)
+    return PageForm(*pair, PAGE), native_plan(*pair, dtype)
+
+
 def make(text):
-    spec = parse_spec(text)
-    pair = codecs(spec, DIM, DIM, torch.bfloat16)
-    form = PageForm(*pair, PAGE)
-    memory = torch.full((10, HEADS, PAGE, form.content), 0xA5, dtype=torch.uint8)
-    shape = (HEADS, DIM)
-    windows = WindowPool(spec.key.window, 4, PAGE, (shape, shape), torch.bfloat16)
-    layer = PagedLayer(form, native_plan(*pair, torch.bfloat16), memory, windows)
-    return layer, PackedPages(form, memory), memory
+    """A layer over dirty pages of kvpact's, and what the connector has of them."""
+    layer = make_layer(text, HEADS, DIM, torch.bfloat16, pages=10, sequences=4, fill=0xA5)
+    return layer, PackedPages(form_of(text)[0], layer.pages)
 
 
-def tokens(count, seed):
+def make_plain(text, dtype=torch.bfloat16, seed=0):
+    """What the connector has of vLLM's own pages, and the pages."""
+    memory = torch.full((10, HEADS, PAGE, 2 * DIM), torch.nan, dtype=dtype)
+    return PlainPages(*form_of(text, dtype), memory, orders(seed)), memory
+
+
+def tokens(count, seed, dtype=torch.bfloat16):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(3, count, HEADS, DIM, generator=generator).to(torch.bfloat16)
+    return torch.randn(3, count, HEADS, DIM, generator=generator).to(dtype)
 
 
-def step(layer, row, qkv):
-    out = torch.full_like(qkv[0], torch.nan)
-    layer.step([row], *qkv, out, CONFIG)
-    return out
+def attend(layer, row, qkv):
+    return step(layer, [row], qkv, CONFIG)[0]
 
 
-@pytest.mark.parametrize("text", SPECS)
-def test_chunks_have_the_bytes_of_a_prefix_cache(text):
-    count = 2 * EACH * PAGE
-    qkv = tokens(count, seed=0)
-    layer, pages, _ = make(text)
-    table = (7, 2, 5, 3)
-    step(layer, Row(0, count, 0, table), qkv)
-    chunks = pages.pack(pages.copy(table), EACH)
-
-    cache = create_cache(text, CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16), backend="cpu")
+def check_chunks_of_a_prefix_cache(text, chunks, qkv):
+    """Return a contiguous cache of the tokens, when chunks were compared with those saved of it."""
+    geometry = CacheGeometry(1, HEADS, DIM, dtype=qkv.dtype)
+    cache = create_cache(text, geometry, backend="cpu")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
     cache.attend(0, k, v, q, CONFIG)
-    prefixes, ids = PrefixCache(MemoryStore(), cache, model="any"), list(range(count))
+    prefixes, ids, size = PrefixCache(MemoryStore(), cache, model="any"), [*range(COUNT)], 64
     prefixes.save(ids)
-    kind = prefixes._kind
-    for index, key in enumerate(prefixes.keys(ids)):
-        part = ids[index * EACH * PAGE : (index + 1) * EACH * PAGE]
-        right = kind.unpack(prefixes.store.get(key), index, part)
-        assert torch.equal(chunks[index], right.slots)
+    right = [
+        prefixes._kind.unpack(prefixes.store.get(key), i, ids[i * size : (i + 1) * size]).slots
+        for i, key in enumerate(prefixes.keys(ids))
+    ]
+    assert torch.equal(chunks, torch.stack(right))
+    return cache
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_pages_get_their_bytes_back_from_the_wanted_page_on(text):
-    qkv = tokens(2 * EACH * PAGE, seed=1)
-    layer, pages, memory = make(text)
-    step(layer, Row(0, 2 * EACH * PAGE, 0, (7, 2, 5, 3)), qkv)
-    chunks = pages.pack(pages.copy((7, 2, 5, 3)), EACH)
-    before = memory.clone()
+def test_chunks_and_pages_hold_the_bytes_of_a_prefix_cache(text):
+    qkv = tokens(COUNT, seed=0)
+    layer, pages = make(text)
+    attend(layer, Row(0, COUNT, 0, TABLE), qkv)
+    chunks = pages.pack(pages.copy(TABLE), EACH)
+    check_chunks_of_a_prefix_cache(text, chunks, qkv)
+
+    before = layer.pages.clone()
     pages.paste((8, 0, 9), pages.unpack(chunks, EACH), first=1)
-    used = memory.flatten(2)[..., : pages.page_bytes // HEADS]
-    was = before.flatten(2)[..., : pages.page_bytes // HEADS]
+    used, was = (x.flatten(2)[..., : pages.page_bytes // HEADS] for x in (layer.pages, before))
     assert torch.equal(used[[8, 0, 9]], was[[2, 5, 3]])
     others = [i for i in range(10) if i not in (8, 0, 9)]
-    assert torch.equal(memory[others], before[others])
+    assert torch.equal(layer.pages[others], before[others])
 
 
 def test_a_loaded_sequence_reads_as_stored_where_another_ones_window_was():
     text = "turboquant:bits=3,sinks=0,window=40"
-    qkv, old, new = tokens(EACH * PAGE, seed=2), tokens(EACH * PAGE, seed=3), tokens(1, seed=4)
-    source, pages, _ = make(text)
-    step(source, Row(0, EACH * PAGE, 0, (1, 2)), qkv)
+    qkv, old, new = (tokens(n, seed) for seed, n in enumerate((EACH * PAGE, EACH * PAGE, 1), 2))
+    source, pages = make(text)
+    attend(source, Row(0, EACH * PAGE, 0, (1, 2)), qkv)
     copied = pages.copy((1, 2))
 
-    stored, clean, _ = make(text)  # has no windows: what a prefix cache's hit reads
+    stored, clean = make(text)  # has no windows: what a prefix cache's hit reads
     clean.paste((4, 6), copied, 0)
-    right = step(stored, Row(0, 1, EACH * PAGE, (4, 6, 8)), new)
+    right = attend(stored, Row(0, 1, EACH * PAGE, (4, 6, 8)), new)
 
-    layer, mine, _ = make(text)
-    step(layer, Row(0, EACH * PAGE, 0, (4, 6)), old)
+    layer, mine = make(text)
+    attend(layer, Row(0, EACH * PAGE, 0, (4, 6)), old)
     mine.paste((4, 6), copied, 0)
     layer.loaded((4, 6))
-    assert torch.equal(step(layer, Row(0, 1, EACH * PAGE, (4, 6, 8)), new), right)
+    assert torch.equal(attend(layer, Row(0, 1, EACH * PAGE, (4, 6, 8)), new), right)
 
 
 def test_a_page_that_was_loaded_is_cleared_for_the_next_sequence():
-    text = "turboquant:bits=4,sinks=0,window=0"
-    layer, pages, _ = make(text)
-    fresh, fresh_pages, _ = make(text)
+    (layer, pages), (fresh, fresh_pages) = (make(SPECS[1]) for _ in range(2))
     pages.paste((4,), pages.copy((3,)), 0)
     layer.loaded((4,))
     for one in (layer, fresh):
-        step(one, Row(0, 10, 0, (4,)), tokens(10, seed=5))
+        attend(one, Row(0, 10, 0, (4,)), tokens(10, seed=5))
     mine, right = pages.copy((4,)), fresh_pages.copy((4,))
     assert all(torch.equal(a, b) for a, b in zip(mine, right, strict=True))
+
+
+# vLLM's own pages: tokens are encoded where they are saved, decoded where they are loaded.
+
+
+def orders(seed):
+    """Some order for each side: vLLM's depends on the processor."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = (torch.randperm(PAGE * DIM, generator=generator) for _ in range(2))
+    return k, v
+
+
+def fill(memory, kv, seed=0):
+    """Write tokens as vLLM would."""
+    for side, order in enumerate(orders(seed)):
+        for place, page in enumerate(TABLE):
+            part = kv[side, place * PAGE : (place + 1) * PAGE].transpose(0, 1).flatten(1)
+            half = memory[page].view(HEADS, 2, -1)[:, side]
+            half[:, order] = part
+
+
+def read(memory, seed=0):
+    sides = []
+    for side, order in enumerate(orders(seed)):
+        halves = memory[list(TABLE)].view(len(TABLE), HEADS, 2, -1)[:, :, side]
+        x = halves[:, :, order].view(len(TABLE), HEADS, PAGE, DIM)
+        sides.append(x.transpose(1, 2).flatten(0, 1))
+    return torch.stack(sides)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("text", [SPECS[1], "int:bits=8,sinks=0,window=0"])
+def test_chunks_and_vllms_pages_hold_what_a_cache_of_the_spec_holds(text, dtype):
+    qkv = tokens(COUNT, 2, dtype)
+    pages, memory = make_plain(text, dtype)
+    fill(memory, qkv[1:])
+    chunks = pages.pack(pages.copy(TABLE), EACH)
+    cache = check_chunks_of_a_prefix_cache(text, chunks, qkv)
+
+    # Another engine's pages have another order.
+    others, theirs = make_plain(text, dtype, seed=9)
+    others.paste(TABLE, others.unpack(chunks, EACH), 0)
+    layer = cache.entry(0)
+    decoded = torch.stack([layer.dequantize(side)[0].transpose(0, 1) for side in "kv"])
+    assert torch.equal(read(theirs, seed=9), decoded)
+    assert not torch.equal(decoded, qkv[1:])
+    untouched = [i for i in range(10) if i not in TABLE]
+    assert theirs[untouched].isnan().all()
+
+
+def test_tokens_that_the_spec_can_not_hold_are_refused_by_name():
+    pages, memory = make_plain(SPECS[1])
+    fill(memory, tokens(COUNT, 2)[1:])
+    memory[5, 1, 3, 9] = torch.inf
+    with pytest.raises(NonFiniteError):
+        pages.pack(pages.copy(TABLE), EACH)
+
+
+@pytest.mark.parametrize("shape", [(10, HEADS, PAGE, DIM), (10, HEADS, 16, 2 * DIM), (10, 64)])
+def test_pages_of_another_layout_are_refused(shape):
+    memory = torch.zeros(shape, dtype=torch.bfloat16)
+    with pytest.raises(GeometryError, match="VLLM_KV_CACHE_LAYOUT=LBHNC"):
+        PlainPages(*form_of(SPECS[1]), memory, orders(0))

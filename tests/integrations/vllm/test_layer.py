@@ -5,15 +5,14 @@ import random
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from vllm_pages import TOKENS, SequenceBeside, WindowBeside
+from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_qkv, run
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.window import Row, WindowPool
+from kvpact.integrations.vllm.setting import codecs
+from kvpact.integrations.vllm.window import Row
 from kvpact.spec import parse_spec
 
 SPECS = (
@@ -30,21 +29,12 @@ HEADS, GROUPS, DIM = 2, 2, 64
 SCALE = AttendConfig(softmax_scale=0.125)
 
 
-def make(text, dtype=torch.bfloat16, pages=16, dirty=False, sequences=8):
-    spec = parse_spec(text)
-    k, v = codecs(spec, DIM, DIM, dtype)
-    form = PageForm(k, v, TOKENS)
-    memory = torch.zeros(pages, HEADS, TOKENS, form.content, dtype=torch.uint8)
-    if dirty:
-        memory.fill_(0xA5)
-    windows = WindowPool(spec.key.window, sequences, TOKENS, ((HEADS, DIM), (HEADS, DIM)), dtype)
-    return PagedLayer(form, native_plan(k, v, dtype), memory, windows)
+def make(text, dtype=torch.bfloat16, pages=16, fill=0):
+    return make_layer(text, HEADS, DIM, dtype, pages, fill=fill)
 
 
 def tokens(count, seed, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [(count, HEADS * GROUPS, DIM), (count, HEADS, DIM), (count, HEADS, DIM)]
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return random_qkv(count, HEADS * GROUPS, HEADS, DIM, seed, dtype)
 
 
 def make_sequence(text, pages, count, seed):
@@ -52,25 +42,7 @@ def make_sequence(text, pages, count, seed):
     return SequenceBeside(tokens(count, seed), WindowBeside(text, geometry), SCALE, pages)
 
 
-def run(layer, sequences, counts):
-    """One batch; return what came out and what is right."""
-    rows, start = [], 0
-    for sequence, count in zip(sequences, counts, strict=True):
-        sequence.take(count)
-        rows.append(sequence.row(start))
-        start += count
-    q, k, v = (torch.cat([s.new[i] for s in sequences]) for i in range(3))
-    out = torch.full_like(q, torch.nan)
-    layer.step(rows, q, k, v, out, SCALE)
-    return out, torch.cat([s.right for s in sequences])
-
-
-@pytest.mark.parametrize("text", SPECS)
-def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text):
-    layer = make(text, dirty=True)
-    first = make_sequence(text, [9, 2, 14, 5], 100, seed=1)
-    second = make_sequence(text, [0, 15, 7], 90, seed=2)
-    third = make_sequence(text, [3, 11], 40, seed=3)
+def check_mixed_batches(layer, first, second, third):
     for sequences, counts in (
         ([first], [70]),
         ([first, second], [1, 33]),
@@ -78,19 +50,49 @@ def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text):
         ([third, second, first], [1, 40, 1]),
         ([third, first, second], [1, 1, 1]),
     ):
-        out, right = run(layer, sequences, counts)
+        out, right = run(layer, sequences, counts, SCALE)
         assert torch.equal(out, right)
+
+
+TABLES = ([9, 2, 14, 5], [0, 15, 7], [3, 11])
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_mixed_batches_over_scattered_pages_are_a_contiguous_cache(text):
+    sequences = [make_sequence(text, table, 100, seed) for seed, table in enumerate(TABLES)]
+    check_mixed_batches(make(text, fill=0xA5), *sequences)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "none:sinks=0,window=0",
+        "int:bits=8,sinks=0,window=0",
+        "turboquant:bits=4,sinks=0",
+        "turboquant:bits=4,sinks=0,window=5/fp8:sinks=0,window=5",
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_batches_of_mla_latents_are_a_contiguous_cache(text, dtype):
+    rank, rope, sequences = 128, 64, []
+    for seed, table in enumerate(TABLES):
+        generator = torch.Generator().manual_seed(seed)
+        widths = ((4, rank + rope), (1, rank), (1, rope))
+        given = [torch.randn(100, *width, generator=generator).to(dtype) for width in widths]
+        cache = WindowBeside(text, CacheGeometry.mla(1, rank, rope, dtype))
+        sequences.append(SequenceBeside(given, cache, SCALE, table))
+    check_mixed_batches(make_layer(text, 1, rank, dtype, 16, fill=0xA5, rope=rope), *sequences)
 
 
 @pytest.mark.parametrize("text", SPECS)
 def test_pages_that_another_sequence_held_are_cleared(text):
     layer = make(text, pages=2)
-    run(layer, [make_sequence(text, [1, 0], 64, seed=4)], [64])
+    run(layer, [make_sequence(text, [1, 0], 64, seed=4)], [64], SCALE)
     fresh = make(text, pages=2)
     for one in (layer, fresh):
         again = make_sequence(text, [0, 1], 50, seed=5)
         for count in (20, 1, 12, 17):
-            run(one, [again], [count])
+            run(one, [again], [count], SCALE)
     assert torch.equal(layer.pages, fresh.pages)
 
 
@@ -170,7 +172,7 @@ def test_pages_that_cut_a_tile_are_refused(size):
 def test_random_sequences_share_abort_and_take_each_others_pages(text):
     """Two hundred sequences over eight pages; each answers as in pages of its own."""
     generator = random.Random(10)
-    layer, free, running = make(text, pages=8, dirty=True), list(range(8)), []
+    layer, free, running = make(text, pages=8, fill=0xA5), list(range(8)), []
     for number in range(200):
         while len(free) < 2:
             gone = running.pop(generator.randrange(len(running)))  # done, aborted or preempted
@@ -180,5 +182,5 @@ def test_random_sequences_share_abort_and_take_each_others_pages(text):
         rows = [one for one in running if one.held < 64 and generator.random() < 0.8]
         counts = [min(generator.choice((1, 1, 1, 5, 31)), 64 - one.held) for one in rows]
         if rows:
-            out, right = run(layer, rows, counts)
+            out, right = run(layer, rows, counts, SCALE)
             assert torch.equal(out, right)

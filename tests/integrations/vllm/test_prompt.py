@@ -89,11 +89,17 @@ def test_rows_side_by_side_are_one_call_as_far_as_the_pages_reach():
     assert [int(places[0]) for places in runs[1].places] == [0, 2 * PAGE]
 
 
+def two_prompts(tokens=80):
+    """A layer, scratch pages, two prompts of 40 tokens, and so many tokens."""
+    qkv = [x.clone() for x in random_qkv(tokens, 4, HEADS, DIM, 1, torch.float32)]
+    rows = [Row(0, 40, 0, (3, 4)), Row(40, 80, 0, (5, 6))]
+    return make_layer(SPECS[1], HEADS, DIM), make_scratch(torch.float32), rows, qkv
+
+
 def test_a_prompt_with_a_token_that_is_refused_is_not_written_to_scratch_pages():
-    layer, scratch = make_layer(SPECS[1], HEADS, DIM, torch.float32), make_scratch(torch.float32)
-    q, k, v = (x.clone() for x in random_qkv(80, 4, HEADS, DIM, 1, torch.float32))
+    layer, scratch, rows, (q, k, v) = two_prompts()
     v[33, 1, 5] = torch.inf
-    rows, out = [Row(0, 40, 0, (3, 4)), Row(40, 80, 0, (5, 6))], torch.zeros_like(q)
+    out = torch.zeros_like(q)
     assert list(layer.step(rows, q, k, v, out, CONFIGS[0], scratch.plan(rows))) == [0]
     # Nor is the one beside it: what is left of both is attended over what is given.
     assert out[33:40].isnan().all()
@@ -102,11 +108,8 @@ def test_a_prompt_with_a_token_that_is_refused_is_not_written_to_scratch_pages()
 
 
 def test_a_query_that_is_no_number_is_the_kernels_own_affair():
-    layer, scratch = make_layer(SPECS[1], HEADS, DIM, torch.float32), make_scratch(torch.float32)
-    right = make_layer(SPECS[1], HEADS, DIM, torch.float32)
-    q, k, v = (x.clone() for x in random_qkv(80, 4, HEADS, DIM, 1, torch.float32))
-    rows, out = [Row(0, 40, 0, (3, 4)), Row(40, 80, 0, (5, 6))], torch.zeros_like(q)
-    want = torch.zeros_like(q)
+    layer, scratch, rows, (q, k, v) = two_prompts()
+    right, out, want = two_prompts()[0], torch.zeros_like(q), torch.zeros_like(q)
     right.step(rows, q, k, v, want, CONFIGS[0])
     q[33, 1, 5] = torch.nan
     assert layer.step(rows, q, k, v, out, CONFIGS[0], scratch.plan(rows)) == {}
@@ -118,11 +121,9 @@ def test_a_query_that_is_no_number_is_the_kernels_own_affair():
 
 
 def test_beside_a_prompt_that_is_cut_a_query_that_is_no_number_cuts_its_own():
-    layer, scratch = make_layer(SPECS[1], HEADS, DIM, torch.float32), make_scratch(torch.float32)
-    q, k, v = (x.clone() for x in random_qkv(120, 4, HEADS, DIM, 1, torch.float32))
+    layer, scratch, rows, (q, k, v) = two_prompts(120)
     q[50, 0, 0], v[33, 1, 5] = torch.nan, torch.inf
-    rows = [Row(0, 40, 0, (3, 4)), Row(40, 80, 0, (5, 6)), Row(80, 120, 0, (7, 8))]
-    out = torch.zeros_like(q)
+    rows, out = [*rows, Row(80, 120, 0, (7, 8))], torch.zeros_like(q)
     cut = layer.step(rows, q, k, v, out, CONFIGS[0], scratch.plan(rows))
     assert list(cut) == [0, 40]
     lost = out.isnan().any(2).any(1).nonzero().flatten().tolist()

@@ -1,30 +1,23 @@
-"""Which sequences attend to an exact window, and what those do whose window is gone."""
+"""Which sequences attend to an exact window, which have none any more, and who goes first."""
+
+import random
 
 import pytest
 import torch
-from vllm_pages import WindowBeside
+import vllm_pages
+from vllm_pages import WindowBeside, make_layer
 
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.layer import PagedLayer
-from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.window import SLACK, Row, WindowPool
-from kvpact.spec import parse_spec
+from kvpact.integrations.vllm.window import SLACK, Row, waves
 
 HEADS, DIM, PAGE = 2, 64, 32
-SHAPES = ((HEADS, DIM), (HEADS, DIM))
 EXACT, STORED = (f"turboquant:bits=3,sinks=0,window={width}" for width in (40, 0))
 CONFIG = AttendConfig(softmax_scale=0.125)
 
 
 def make(text, sequences):
-    spec = parse_spec(text)
-    k, v = codecs(spec, DIM, DIM, torch.float32)
-    form = PageForm(k, v, PAGE)
-    pages = torch.zeros(8, HEADS, PAGE, form.content, dtype=torch.uint8)
-    windows = WindowPool(spec.key.window, sequences, PAGE, SHAPES, torch.float32)
-    return PagedLayer(form, native_plan(k, v, torch.float32), pages, windows)
+    return make_layer(text, HEADS, DIM, pages=8, sequences=sequences)
 
 
 def tokens(count, seed):
@@ -32,9 +25,7 @@ def tokens(count, seed):
 
 
 def step(layer, rows, qkv):
-    out = torch.full_like(qkv[0], torch.nan)
-    layer.step(rows, *qkv, out, CONFIG)
-    return out
+    return vllm_pages.step(layer, rows, qkv, CONFIG)[0]
 
 
 def contiguous(text, *parts):
@@ -129,3 +120,32 @@ def test_windows_that_step_together_move_in_the_same_steps():
     for i, n in enumerate(held):
         steps = [given[i][:, t : t + 1] for t in range(40, n)]
         assert torch.equal(out[i : i + 1], contiguous(EXACT, given[i][:, :40], *steps))
+
+
+def row(start, held, new, *pages):
+    return Row(start, start + new, held, pages)
+
+
+def test_a_batch_whose_rows_share_only_older_pages_is_one_part():
+    rows = [row(0, 64, 1, 1, 2, 3), row(1, 64, 32, 1, 2, 4), row(33, 0, 20, 5)]
+    assert waves(rows, PAGE) == [rows]
+    assert waves([], PAGE) == []
+
+
+def test_a_row_comes_after_the_one_that_fills_its_page_in_the_same_step():
+    reader, writer = row(0, 32, 24, 17, 6), row(24, 27, 20, 17, 5)
+    assert waves([reader, writer], PAGE) == [[writer], [reader]]
+
+
+def test_a_page_that_is_filled_later_is_read_by_nobody_and_holds_nobody_up():
+    rows = [row(0, 32, 1, 17, 6), row(1, 27, 4, 8)]
+    assert waves(rows, PAGE) == [rows]
+
+
+def test_a_chain_of_rows_is_as_many_parts_in_any_order():
+    chain = [row(0, 0, 40, 1, 2), row(40, 32, 40, 1, 3, 4), row(80, 64, 40, 1, 3, 5, 6)]
+    beside = row(120, 10, 1, 9)
+    for seed in range(6):
+        rows = random.Random(seed).sample([*chain, beside], 4)
+        first, second, third = waves(rows, PAGE)
+        assert (set(first), second, third) == ({chain[0], beside}, [chain[1]], [chain[2]])

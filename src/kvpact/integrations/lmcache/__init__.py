@@ -4,6 +4,6 @@
 process that starts LMCache otherwise. Nothing of LMCache is imported before.
 """
 
-from kvpact.integrations.lmcache.launch import main, register
+from kvpact.integrations.lmcache.server import main, register
 
 __all__ = ["main", "register"]

@@ -1,5 +1,5 @@
 """``python -m kvpact.integrations.lmcache server …``: see docs/lmcache.md."""
 
-from kvpact.integrations.lmcache.launch import main
+from kvpact.integrations.lmcache.server import main
 
 main()

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from kvpact.errors import GeometryError
+from kvpact.errors import BackendUnavailable, GeometryError
 
 Shape = tuple[int, ...]
 
@@ -123,3 +124,22 @@ class ChunkLayout:
         shape = (*chunk.shape[-3:-2], -1, self.pages.tokens, heads, 2 * self.head_dim)
         pages = chunk.reshape(shape).transpose(2, 3)
         return pages.reshape(*pages.shape[:3], 2, -1).clone()
+
+
+def cpu_pages(tokens: int, dim: int) -> CPUPages:
+    """Return the pages of vLLM's CPU worker on this machine, whose order its own kernel tells."""
+    if type(tokens) is not int or tokens < 1:
+        raise GeometryError(f"cpu_block_size={tokens!r} should be vLLM's --block-size, as 128")
+    try:
+        from kvpact.integrations.vllm.connector_order import page_orders
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"cpu_block_size asks vLLM's own kernel for the order of its pages, and vLLM can't be "
+            f"imported here ({error}): install it beside LMCache"
+        ) from error
+
+    @cache
+    def orders(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return page_orders(None, tokens, dim, dtype)
+
+    return CPUPages(tokens, orders)

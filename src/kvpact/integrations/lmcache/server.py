@@ -1,4 +1,4 @@
-"""What LMCache's server is given: the serde ``kvpact``, and a module of the server beside it.
+"""LMCache's server: its command line, the serde ``kvpact``, and a module of the server beside it.
 
 A serde sees bytes and keys; the module sees the server. It shows counts in the server's status,
 and removes entries that can't be served: the ``fs`` adapter never replaces a file, so a damaged one
@@ -7,15 +7,16 @@ would be a miss for ever.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvpact.errors import SpecError
+from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.integrations.lmcache.chunk import ChunkFormat
-from kvpact.integrations.lmcache.cpu_pages import cpu_pages
-from kvpact.integrations.lmcache.layout import ChunkLayout
+from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
 from kvpact.integrations.lmcache.serde import KVPactSerde
 
 SERDE = "kvpact"
@@ -119,3 +120,47 @@ def _check_names(options: Mapping[str, Any]) -> None:
             f"LMCache's serde 'kvpact': {what}; write "
             '{"type": "kvpact", "spec": "turboquant:bits=4", "head_dim": 128}'
         )
+
+
+def register() -> None:
+    """Make the serde ``kvpact`` known to LMCache in this process.
+
+    Raises
+    ------
+    BackendUnavailable
+        LMCache is not installed.
+    """
+    try:
+        from lmcache.v1.distributed.serde import get_registered_serde_types, register_serde_factory
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"LMCache can't be imported ({error}): pip install 'kvpact[lmcache]'"
+        ) from error
+    if SERDE not in get_registered_serde_types():
+        register_serde_factory(SERDE, create_serde)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``lmcache`` with these arguments, with the serde and, for ``server``, its module.
+
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        What stands behind ``lmcache``; the process's own arguments if omitted.
+
+    Raises
+    ------
+    BackendUnavailable
+        LMCache is not installed.
+    """
+    register()
+    from lmcache.cli.main import main as lmcache
+    from lmcache.logging import init_logger
+
+    # LMCache makes a handler for each logger of its own, and none for others.
+    for module in (KVPactSerde.__module__, __name__):
+        init_logger(module)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["server"]:
+        given += ["--server-module", json.dumps({"module_path": __name__})]
+    lmcache(given)

@@ -45,14 +45,36 @@ from kvpact.spec import Spec
 logger = init_logger(f"vllm.{__name__}")
 
 
+def _impl(
+    num_heads: int,
+    head_size: int,
+    scale: float,
+    num_kv_heads: int | None = None,
+    alibi_slopes: list[float] | None = None,
+    sliding_window: int | None = None,
+    *others: Any,
+    **named: Any,
+) -> AttentionImpl[Any]:
+    """Return what computes a layer on a CPU: vLLM's own where it has a sliding window."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    kind = KVPactImpl if sliding_window is None else CPUAttentionBackendImpl
+    heads = (num_kv_heads, alibi_slopes, sliding_window)
+    return kind(num_heads, head_size, scale, *heads, *others, **named)
+
+
 class KVPactBackend(AttentionBackend):
     """Takes the place of vLLM's CPU attention.
 
+    - `name`, `impl`, `builder`: the place's name, what makes what computes, what tells of a batch.
     - `stored`: what the pages of its layers hold; None until the model is loaded (`give_backends`).
     - `page_format`: vLLM's page format of its layers.
     - `latent`: K and V are MLA latents and rotated keys.
     """
 
+    name: ClassVar[str] = "CPU_ATTN"
+    impl: ClassVar[Callable[..., AttentionImpl[Any]]] = _impl
+    builder: ClassVar[type[KVPactBuilder]] = KVPactBuilder
     stored: ClassVar[Spec | None] = None
     page_format: ClassVar[type[AttentionSpec]] = FullAttentionSpec
     latent: ClassVar[bool] = False
@@ -60,20 +82,20 @@ class KVPactBackend(AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
 
-    @staticmethod
-    def get_name() -> str:
+    @classmethod
+    def get_name(cls) -> str:
         """Return the name that vLLM knows the place by."""
-        return "CPU_ATTN"
+        return cls.name
 
-    @staticmethod
-    def get_impl_cls() -> Callable[..., AttentionImpl[Any]]:
+    @classmethod
+    def get_impl_cls(cls) -> Callable[..., AttentionImpl[Any]]:
         """Return what makes what computes."""
-        return _impl
+        return cls.impl
 
-    @staticmethod
-    def get_builder_cls() -> type[KVPactBuilder]:
+    @classmethod
+    def get_builder_cls(cls) -> type[KVPactBuilder]:
         """Return what tells it of a batch."""
-        return KVPactBuilder
+        return cls.builder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
@@ -105,32 +127,15 @@ class KVPactBackend(AttentionBackend):
 
 
 @cache
-def _stored_backend(plain: type[KVPactBackend], spec: Spec) -> type[KVPactBackend]:
-    return type(f"{plain.__name__} {spec}", (plain,), {"stored": spec})
+def stored_backend(plain: type[KVPactBackend], spec: Spec, **more: Any) -> type[KVPactBackend]:
+    """Return the class of layers that store by a spec, with `more` attributes."""
+    return type(f"{plain.__name__} {spec}", (plain,), {"stored": spec, **more})
 
 
 def _sliding_backend(full: int) -> type[AttentionBackend]:
     from kvpact.integrations.vllm.sliding import sliding_backend  # of vLLM's CPU worker
 
     return sliding_backend(full)
-
-
-def _impl(
-    num_heads: int,
-    head_size: int,
-    scale: float,
-    num_kv_heads: int | None = None,
-    alibi_slopes: list[float] | None = None,
-    sliding_window: int | None = None,
-    *others: Any,
-    **named: Any,
-) -> AttentionImpl[Any]:
-    """Return what computes a layer on a CPU: vLLM's own where it has a sliding window."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-
-    kind = KVPactImpl if sliding_window is None else CPUAttentionBackendImpl
-    heads = (num_kv_heads, alibi_slopes, sliding_window)
-    return kind(num_heads, head_size, scale, *heads, *others, **named)
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
@@ -183,7 +188,7 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give all layers of the model, which are there now, the backend of their kind."""
         specs = served_specs(self._model.get_total_num_hidden_layers())
-        give_backends(self._layers, KVPactBackend, specs, _stored_backend, _sliding_backend)
+        give_backends(self._layers, KVPactBackend, specs, stored_backend, _sliding_backend)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""What a batch of vLLM's is made of: its sequences, and which kernel attends their prompts."""
+"""What a batch of vLLM's is made of, which kernel attends its prompts, and what the log says."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from kvpact.integrations.vllm.order import waves
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.refused import refuse
-from kvpact.integrations.vllm.start_log import log_start
-from kvpact.integrations.vllm.window import Row
+from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.integrations.vllm.window import SLACK, Row, waves
+from kvpact.kernels import Plan
+from kvpact.spec import Spec
 
 # vLLM configures loggers below "vllm" alone.
 logger = init_logger(f"vllm.{__name__}")
@@ -60,7 +61,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         self._scratch = None
         if device.type == "cpu" and self.prompts_by_own_kernel:
             self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
-        log_start(kv_cache_spec, layer_names, vllm_config, device)
+        _log_start(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self,
@@ -148,3 +149,70 @@ def _foreign_connector(transfer: Any) -> bool:
     module, _, name = CONNECTOR.rpartition(".")
     given: tuple[str, str] = (transfer.kv_connector_module_path, transfer.kv_connector)
     return given != (module, name)
+
+
+def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch.device) -> None:
+    """Log what the layers that store by one spec have."""
+    dtype = config.model_config.dtype
+    layers = config.compilation_config.static_forward_context
+    backend = layers[names[0]].attn_backend
+    stored: Spec = backend.stored
+    widths: tuple[int, int] = backend.widths(spec)
+    pair = codecs(stored, *widths, dtype)
+    plan: Plan = native_plan(*pair, dtype, device, backend.latent)
+    plain = sum(widths) * dtype.itemsize
+    content = spec.state_content_size_bytes
+    # Layers with a sliding window know the bytes of a token beside them (`SlidingBackend.full`).
+    backends = [layer.attn_backend for layer in layers.values() if hasattr(layer, "attn_backend")]
+    beside = [other.full for other in backends if hasattr(other, "full")]
+    sliding = len(beside)
+    logger.info(
+        "kvpact stores %s of %d layers as %s: %d bytes per token and KV head instead of %d "
+        "(%s), %.2f times as many tokens: %s. %r",
+        "latents and rotated keys" if backend.latent else "K and V",
+        len(names),
+        stored,
+        content,
+        plain,
+        dtype,
+        plain / content,
+        _pages(spec, sliding, config),
+        plan,
+    )
+    if sliding:
+        logger.info(
+            "kvpact leaves %d layers with a sliding window to vLLM's own attention, in %s",
+            sliding,
+            dtype,
+        )
+    if padded := spec.page_size_padded:
+        page = spec.unpadded_page_size_bytes
+        larger = spec.block_size * max(beside, default=0)
+        logger.warning(
+            "vLLM makes the pages of all layers equally large, so %.0f %% of kvpact's are empty: "
+            "%d of %d bytes are used; %s",
+            100 * (1 - page / padded),
+            page,
+            padded,
+            "specs of equal size for all layers, or --disable-hybrid-kv-cache-manager, avoid it"
+            if padded <= larger
+            else f"a --block-size larger than {spec.block_size} leaves less",
+        )
+    if width := stored.key.window:
+        each = len(names) * spec.num_kv_heads * plain * (width + SLACK)
+        sequences = config.scheduler_config.max_num_seqs
+        logger.info(
+            "kvpact keeps the last %d tokens of each sequence exactly, beside the pages: %.2f MB "
+            "for each, at most %.0f MB for --max-num-seqs %d",
+            width,
+            each / 1e6,
+            sequences * each / 1e6,
+            sequences,
+        )
+
+
+def _pages(spec: AttentionSpec, sliding: int, config: Any) -> str:
+    count: int = config.cache_config.num_gpu_blocks
+    if sliding:
+        return f"{count:,} pages, of {spec.block_size} tokens here"
+    return f"pages for {count * spec.block_size:,} tokens"

@@ -10,17 +10,20 @@ no token sooner.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
 
-from kvpact.integrations.vllm.connector_counts import Counts, line, logger
-from kvpact.integrations.vllm.connector_metrics import ConnectorMetrics, ConnectorStats
+from kvpact.integrations.vllm.connector_counts import COUNTED, Counts, line, logger
+from kvpact.integrations.vllm.connector_form import StepPlan
 from kvpact.integrations.vllm.connector_options import (
     Options,
     options_of,
@@ -28,18 +31,70 @@ from kvpact.integrations.vllm.connector_options import (
     share_store,
 )
 from kvpact.integrations.vllm.connector_order import orders_of
-from kvpact.integrations.vllm.connector_pages import PackedPages, Pages
+from kvpact.integrations.vllm.connector_pages import PackedPages
 from kvpact.integrations.vllm.connector_plain import PlainPages
-from kvpact.integrations.vllm.connector_plan import StepPlan
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
 from kvpact.integrations.vllm.connector_setup import Adapters, form_of, model_fingerprint
-from kvpact.integrations.vllm.connector_worker import PrefixWorker
+from kvpact.integrations.vllm.connector_worker import Pages, PrefixWorker
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import native_plan
 
 
+class ConnectorStats(KVConnectorStats):
+    """What was counted since it was asked for last; parameters as of vLLM's class."""
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add what another rank, or another step, counted."""
+        for name, count in other.data.items():
+            self.data[name] = self.data.get(name, 0) + count
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what vLLM logs."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing was counted."""
+        return not self.data
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):
+    """Prometheus counters named ``vllm:kvpact_…``; parameters as of vLLM's class."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {}
+        for name, what in COUNTED.items():
+            counter = self._counter_cls(
+                name=f"vllm:kvpact_{name}", documentation=what, labelnames=labelnames
+            )
+            self._counters[name] = {
+                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what vLLM collected."""
+        for name, count in transfer_stats_data.items():
+            self._counters[name][engine_idx].inc(count)
+
+
 class KVPactConnector(KVConnectorBase_V1):
     """Parameters as of vLLM's `KVConnectorBase_V1`; see docs/vllm.md for how to start it."""
+
+    _side: PrefixScheduler | PrefixWorker
+    """The one that is there, by the role, of the two below."""
+    _scheduler: PrefixScheduler
+    _worker: PrefixWorker
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -47,12 +102,10 @@ class KVPactConnector(KVConnectorBase_V1):
         self._options: Options = options_of(transfer.kv_connector_extra_config)
         self._form = form_of(vllm_config, kv_cache_config, self._options.storage)
         self._counts = Counts()
-        self._scheduler: PrefixScheduler | None = None
-        self._worker: PrefixWorker | None = None
         store = share_store(self._options)
         self._open = True
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = PrefixScheduler(
+            self._side = self._scheduler = PrefixScheduler(
                 self._form,
                 self._options,
                 store,
@@ -73,6 +126,7 @@ class KVPactConnector(KVConnectorBase_V1):
             )
         else:
             self._worker = PrefixWorker(self._form, self._options, store, self._counts)
+            self._side = self._worker
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -87,7 +141,7 @@ class KVPactConnector(KVConnectorBase_V1):
     @property
     def waiting(self) -> int:
         """Entries that wait to be saved: of the worker's side alone."""
-        return self._worker.waiting if self._worker else 0
+        return self._side.waiting
 
     # The scheduler's side.
 
@@ -95,22 +149,18 @@ class KVPactConnector(KVConnectorBase_V1):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded; None while the store has not answered."""
-        assert self._scheduler is not None
         return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Take note of a request's pages."""
-        assert self._scheduler is not None
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Return what the worker does in a step."""
-        assert self._scheduler is not None
         return self._scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Take note of loads that ended, and of those that failed."""
-        assert self._scheduler is not None
         self._scheduler.came_back(
             connector_output.finished_recving or (), connector_output.invalid_block_ids or ()
         )
@@ -119,7 +169,6 @@ class KVPactConnector(KVConnectorBase_V1):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its pages were copied and may be used again."""
-        assert self._scheduler is not None
         self._scheduler.finished(request)
         return False, None
 
@@ -127,12 +176,12 @@ class KVPactConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take vLLM's pages, whose layout is checked."""
-        assert self._worker is not None
         layers = self._vllm_config.compilation_config.static_forward_context
         pages: dict[str, Pages] = {}
+        ours = self._options.storage is None
         for name, pair in zip(self._form.layers, self._form.codecs, strict=True):
             form, memory = PageForm(*pair, self._form.page), kv_caches[name]
-            if self._options.storage is None:
+            if ours:
                 pages[name] = PackedPages(form, memory)
             else:
                 plan = native_plan(*pair, memory.dtype)
@@ -142,13 +191,11 @@ class KVPactConnector(KVConnectorBase_V1):
                 pages[name] = PlainPages(form, plan, memory, orders)
 
         def loaded(places: Sequence[int]) -> None:
-            if self._options.storage is None:
-                for name in pages:
-                    layers[name].impl.loaded(places)
+            for name in pages if ours else ():
+                layers[name].impl.loaded(places)
 
         def damaged(places: Sequence[int]) -> bool:
             # vLLM's own pages hold whatever was computed; encoding them tells.
-            ours = self._options.storage is None
             return ours and any(layers[name].impl.damaged(places) for name in pages)
 
         self._worker.register(pages, loaded, damaged)
@@ -156,12 +203,10 @@ class KVPactConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take what the scheduler planned for a step."""
         super().bind_connector_metadata(connector_metadata)
-        assert self._worker is not None
         self._worker.begin(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin to read what was planned; vLLM goes on with other requests."""
-        assert self._worker is not None
         self._worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -171,22 +216,18 @@ class KVPactConnector(KVConnectorBase_V1):
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Copy the pages of a layer that are to be saved."""
-        assert self._worker is not None
         self._worker.save_layer(layer_name)
 
     def wait_for_save(self) -> None:
         """Hand the copies to the thread that saves them."""
-        assert self._worker is not None
         self._worker.end()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended."""
-        assert self._worker is not None
         return None, self._worker.loaded(self._plan()) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the pages whose load failed."""
-        assert self._worker is not None
         return self._worker.failed_pages()
 
     # Both sides.
@@ -221,12 +262,9 @@ class KVPactConnector(KVConnectorBase_V1):
         if not self._open:
             return
         self._open = False
-        for side in (self._scheduler, self._worker):
-            if side is not None:
-                side.close()
+        self._side.close()
         logger.info("kvpact's connector (%s): %s", self.role.name.lower(), line(self.counts))
         release_store(self._options)
 
     def _plan(self) -> StepPlan:
-        plan: StepPlan = self._get_connector_metadata()
-        return plan
+        return cast(StepPlan, self._get_connector_metadata())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,28 +11,6 @@ from kvpact.integrations.vllm.page import PageForm
 
 Copied = list[Tensor]
 """A layer's part of some pages: a tensor per field, `[pages, H, units, *shape]`."""
-
-
-class Pages(Protocol):
-    """The pages of one layer, whatever they hold: `PackedPages` says what the calls do."""
-
-    page_bytes: int
-
-    def copy(self, pages: Sequence[int]) -> Copied:
-        """Return copies of some pages."""
-        ...
-
-    def paste(self, pages: Sequence[int], copied: Copied, first: int) -> None:
-        """Write copies to pages."""
-        ...
-
-    def pack(self, copied: Copied, each: int) -> Tensor:
-        """Return chunks."""
-        ...
-
-    def unpack(self, chunks: Tensor, each: int) -> Copied:
-        """Return copies of pages out of chunks."""
-        ...
 
 
 class PackedPages:

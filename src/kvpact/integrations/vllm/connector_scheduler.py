@@ -7,14 +7,14 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from kvpact.cache.prefixes import page_keys
 from kvpact.integrations.vllm.connector_counts import Counts
-from kvpact.integrations.vllm.connector_form import Form
+from kvpact.integrations.vllm.connector_form import Form, Load, Piece, Save, StepPlan, entry_name
 from kvpact.integrations.vllm.connector_lane import Job, Lane
 from kvpact.integrations.vllm.connector_options import Options
-from kvpact.integrations.vllm.connector_plan import Load, Piece, Save, StepPlan, entry_name
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store
@@ -51,7 +51,7 @@ class _Tracked:
 
 
 class PrefixScheduler:
-    """Looks up, plans loads and saves; nothing of it waits for a store.
+    """Looks up, plans loads and saves; nothing of it waits for a store, nor to be saved.
 
     - `form`: of rank 0; that of others differs in the rank.
     - `store`: asked for keys alone.
@@ -59,6 +59,8 @@ class PrefixScheduler:
     - `adapter`: gives the name or fingerprint of a request's adapter, or None.
     - `loads`, `saves`: what this engine does.
     """
+
+    waiting = 0
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class PrefixScheduler:
         self._model, self._adapter = model, adapter
         self._loads_any, self._saves_any = loads, saves
         self.chunk = form.chunk(options.chunk)
-        self._kinds: dict[Identity, ChunkKind] = {}
+        self._kind = cache(partial(form.kind, chunk=self.chunk))
         self._lane = Lane("kvpact-lookup")
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
@@ -180,9 +182,7 @@ class PrefixScheduler:
             tenant = json.dumps([self._options.tenant, request.cache_salt])
             digest = hashlib.blake2b(tenant.encode(), digest_size=32).hexdigest()
             identity = Identity(model=self._model, adapter=self._adapter(request), tenant=digest)
-            kind = self._kinds.get(identity) or self._form.kind(identity, self.chunk)
-            one = self._tracked[request.request_id] = _Tracked(request, kind)
-            self._kinds[identity] = kind
+            one = self._tracked[request.request_id] = _Tracked(request, self._kind(identity))
         return one
 
     def _waits(self) -> bool:

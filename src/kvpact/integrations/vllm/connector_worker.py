@@ -6,18 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreFull
 from kvpact.integrations.vllm.connector_counts import Counts
-from kvpact.integrations.vllm.connector_form import Form
-from kvpact.integrations.vllm.connector_lane import Job, Lane
-from kvpact.integrations.vllm.connector_options import Options
-from kvpact.integrations.vllm.connector_pages import Copied, Pages
-from kvpact.integrations.vllm.connector_plan import (
+from kvpact.integrations.vllm.connector_form import (
+    Form,
     Load,
     Piece,
     Save,
@@ -25,10 +22,15 @@ from kvpact.integrations.vllm.connector_plan import (
     entry_name,
     of_rank,
 )
+from kvpact.integrations.vllm.connector_lane import Job, Lane
+from kvpact.integrations.vllm.connector_options import Options
+from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
+from kvpact.integrations.vllm.connector_plain import PlainPages
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store
 
+Pages = PackedPages | PlainPages
 IDLE = 0.01
 """Seconds that an engine with nothing to compute waits for a load before it looks around."""
 LOADS = 4
@@ -51,7 +53,7 @@ class PrefixWorker:
         self._form, self._options, self._store, self._counts = form, options, store, counts
         self._chunk = form.chunk(options.chunk)
         self._each = self._chunk // form.page
-        self._kinds: dict[Identity, ChunkKind] = {}
+        self._kind = cache(self._make_kind)
         self._pages: dict[str, Pages] = {}
         self._loads_lane = Lane("kvpact-load", LOADS)
         self._saves_lane = Lane("kvpact-save")
@@ -180,11 +182,9 @@ class PrefixWorker:
             self._counts.add("loaded_bytes", loaded.bytes)
         return count
 
-    def _kind(self, identity: Identity) -> ChunkKind:
+    def _make_kind(self, identity: Identity) -> ChunkKind:
         own = of_rank(identity, self._form.rank, self._form.ranks)
-        kind = self._kinds.get(identity) or self._form.kind(own, self._chunk)
-        self._kinds[identity] = kind
-        return kind
+        return self._form.kind(own, self._chunk)
 
     def _entry(self, piece: Piece) -> str:
         return entry_name(piece.key, self._form.rank, self._form.ranks)

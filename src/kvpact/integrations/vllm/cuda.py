@@ -18,37 +18,6 @@ from kvpact.integrations.vllm.refused import refuse
 from kvpact.integrations.vllm.watch import watch_of
 
 
-class CudaBackend(KVPactBackend):
-    """Takes the place of whatever vLLM would choose for a decoder's attention."""
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name that vLLM has for others' backends: no other's peculiarities."""
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[KVPactImpl]:
-        """Return what computes; it refuses sliding windows."""
-        return KVPactImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CudaBuilder]:
-        """Return what tells it of a batch."""
-        return CudaBuilder
-
-    @classmethod
-    def supports_kv_connector(cls) -> bool:
-        """Refuse connectors: none has moved a device's pages."""
-        return False
-
-    @classmethod
-    def validate_configuration(cls, *given: Any, **named: Any) -> list[str]:
-        """Return no reason against it; refuse where there are some."""
-        if reasons := super().validate_configuration(*given, **named):
-            refuse(f"this model on a GPU ({'; '.join(reasons)})")
-        return []
-
-
 class CudaBuilder(KVPactBuilder):
     """Tells attention which sequences a batch is made of.
 
@@ -91,3 +60,23 @@ class CudaBuilder(KVPactBuilder):
         lengths: list[int] = read[: batch.num_reqs].tolist()
         most = -(-max(lengths, default=0) // size)
         return lengths, batch.block_table_tensor[: batch.num_reqs, :most].cpu()
+
+
+class CudaBackend(KVPactBackend):
+    """Takes the place of whatever vLLM would choose for a decoder's attention."""
+
+    name = "CUSTOM"  # vLLM's name of others' backends: no other's peculiarities
+    impl = KVPactImpl  # refuses sliding windows
+    builder = CudaBuilder
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Refuse connectors: none has moved a device's pages."""
+        return False
+
+    @classmethod
+    def validate_configuration(cls, *given: Any, **named: Any) -> list[str]:
+        """Return no reason against it; refuse where there are some."""
+        if reasons := super().validate_configuration(*given, **named):
+            refuse(f"this model on a GPU ({'; '.join(reasons)})")
+        return []

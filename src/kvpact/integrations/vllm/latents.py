@@ -7,63 +7,20 @@ prompts as well as single tokens, is attended over latents: queries take W_UK in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionImpl, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from kvpact.cache.specs import latent_spec
-from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl
+from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, stored_backend
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.by_layer import specs_of
 from kvpact.integrations.vllm.refused import refuse
 from kvpact.integrations.vllm.setting import served_specs
 from kvpact.kernels import absorb_query, expand_output
-from kvpact.spec import Spec
-
-
-class LatentBackend(KVPactBackend):
-    """Takes the place of vLLM's attention over latents in AMX, whatever the dtype.
-
-    `parts`: widths of a latent and of a rotated key.
-    """
-
-    page_format: ClassVar[type[AttentionSpec]] = MLAAttentionSpec
-    latent: ClassVar[bool] = True
-    parts: ClassVar[tuple[int, int]]
-
-    @staticmethod
-    def get_name() -> str:
-        """Return the name that vLLM knows the place by."""
-        return "AMX_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:
-        """Return what computes."""
-        return LatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[KVPactBuilder]:
-        """Return what tells it of a batch."""
-        return LatentBuilder
-
-    @classmethod
-    def is_mla(cls) -> bool:
-        """Tell vLLM what its layers are."""
-        return True
-
-    @classmethod
-    def widths(cls, spec: AttentionSpec) -> tuple[int, int]:
-        """Return the widths of a latent and of a rotated key; `spec` knows their sum."""
-        return cls.parts
-
-
-@cache
-def _stored_backend(spec: Spec, parts: tuple[int, int]) -> type[LatentBackend]:
-    return type(f"LatentBackend {spec}", (LatentBackend,), {"stored": spec, "parts": parts})
 
 
 @dataclass
@@ -144,7 +101,7 @@ class LatentImpl(KVPactImpl):
         }
         for layer, spec in zip(layers.values(), specs_of(tuple(layers), specs), strict=True):
             parts = (layer.kv_lora_rank, layer.qk_rope_head_dim)
-            layer.attn_backend = _stored_backend(spec, parts)
+            layer.attn_backend = stored_backend(LatentBackend, spec, parts=parts)
 
     def do_kv_cache_update(self, *_: Any) -> None:
         """Pass: new tokens are stored when they have been attended."""
@@ -180,3 +137,27 @@ class LatentImpl(KVPactImpl):
         )
         heads = expand_output(mean.transpose(0, 1).unsqueeze(0), self._own.W_UV.mT)[0]
         output.copy_(heads.transpose(0, 1).flatten(1))
+
+
+class LatentBackend(KVPactBackend):
+    """Takes the place of vLLM's attention over latents in AMX, whatever the dtype.
+
+    `parts`: widths of a latent and of a rotated key.
+    """
+
+    name = "AMX_MLA"
+    impl = LatentImpl
+    builder = LatentBuilder
+    page_format: ClassVar[type[AttentionSpec]] = MLAAttentionSpec
+    latent: ClassVar[bool] = True
+    parts: ClassVar[tuple[int, int]]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        """Tell vLLM what its layers are."""
+        return True
+
+    @classmethod
+    def widths(cls, spec: AttentionSpec) -> tuple[int, int]:
+        """Return the widths of a latent and of a rotated key; `spec` knows their sum."""
+        return cls.parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from kvpact.kernels import (
     LayerView,
     PlacedSegments,
     Plan,
-    Segment,
     StepRow,
     StepRunner,
     StepTokens,
@@ -33,6 +32,25 @@ from kvpact.kernels import (
 )
 from kvpact.kernels.triton.forms import sent
 from kvpact.quantizers.checks import collected, deferred, require_finite
+
+_Part = tuple[Row, Window]
+_Writers = list[tuple[Encoder, Any]]
+"""What writes a row's K and V, and what it writes."""
+
+
+class _Batch(NamedTuple):
+    """Tokens of a batch, `[tokens, heads, D]` each, their outputs, and how they attend."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    config: AttendConfig
+
+    def of(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries, keys and values of a row, `[1, heads, new, D]` each."""
+        q, k, v = (x[row.start : row.end].transpose(0, 1).unsqueeze(0) for x in self[:3])
+        return q, k, v
 
 
 class PagedLayer:
@@ -58,10 +76,10 @@ class PagedLayer:
     ) -> None:
         self.pages, self._plan, self._tokens, self._windows = pages, plan, form.tokens, windows
         self._good, self._latent = good, latent
-        self._sides = tuple(zip((plan.k, plan.v), form.fields(pages), strict=True))
+        self._sides, self._fields = (plan.k, plan.v), form.fields(pages)
         # Of the sequences of the last batch, by their pages.
         self._sources: dict[tuple[int, ...], tuple[PageSource, PageSource]] = {}
-        self._batch: list[tuple[int, ...]] = []
+        self._tables: list[tuple[int, ...]] = []
         # Of the last batch of single tokens; they take the same calls.
         self._steps: list[tuple[int, ...]] = []
         self._runners: list[StepRunner] = []
@@ -93,37 +111,37 @@ class PagedLayer:
         the sequences that were cut in this call, by the start of their rows, and why.
         """
         cut: dict[int, NonFiniteError] = {}
-        rows = self.damage.whole(list(rows), out)
-        batch = [row.pages for row in rows]
-        if batch != self._batch:
-            known, self._batch = self._sources, batch
-            self._sources = {p: known.get(p) or self._make_sources(p) for p in batch}
+        rows, batch = self.damage.whole(list(rows), out), _Batch(q, k, v, out, config)
+        tables = [row.pages for row in rows]
+        if tables != self._tables:
+            known, self._tables = self._sources, tables
+            self._sources = {p: known.get(p) or self._make_sources(p) for p in tables}
         windows = self._windows.claim(rows)
         try:
             both = list(zip(rows, windows, strict=True))
-            single: list[tuple[Row, Window]] = []
-            chunks: list[tuple[Row, Window]] = []
+            single: list[_Part] = []
+            chunks: list[_Part] = []
             wide = self._windows.width > 0
             for one in both:  # a step finds a token before it, as it needs where there are windows
                 row, window = one
                 step = row.held > 0 and row.end - row.start == 1
                 step = step and (not wide or window.end > window.first)
                 (single if step else chunks).append(one)
-            if single and self._decode(single, q, k, v, out, config):
+            if single and self._decode(single, batch):
                 both = chunks
             others = {row.start for run in prompts for row in run.rows}
-            both, ready = self._prepare(both, (q, k, v), out, cut, others)
+            ready = self._prepare(both, batch, cut, others)
             if cut and others:  # Who shares a run with a cut row is attended below.
-                both, ready = self._prepare(both, (q, k, v), out, cut)
-            by_start = {row.start: (row, window) for row, window in both}
+                ready = self._prepare([part for part, _ in ready], batch, cut)
+            left = {row.start: (row, window) for (row, window), _ in ready}
             for run in prompts:
-                if any(by_start.get(row.start, (None,))[0] != row for row in run.rows):
+                if any(left.get(row.start, (None,))[0] != row for row in run.rows):
                     continue  # One was cut: the others are attended below.
-                taken = [by_start.pop(row.start) for row in run.rows]
-                views = [self._view(*one) if one[0].held else None for one in taken]
+                taken = [left.pop(row.start) for row in run.rows]
+                views = [self._view(*part) if part[0].held else None for part in taken]
                 run.attend(views, self._plan, (q, k, v), out, config)
-            self._attend(list(by_start.values()), q, k, v, out, config)
-            self._store(both, ready, (k, v))
+            self._attend(list(left.values()), batch)
+            self._store(ready, batch)
         finally:
             self._windows.keep(rows, windows)
         return cut
@@ -135,31 +153,25 @@ class PagedLayer:
         self._windows.forget(pages)
         self.damage.mend(pages)
 
-    def _decode(
-        self,
-        rows: list[tuple[Row, Window]],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        config: AttendConfig,
-    ) -> bool:
+    def _decode(self, parts: list[_Part], batch: _Batch) -> bool:
         """Carry out `step` for single new tokens in one native call.
 
         False where there is no such call, or a token may be beyond the method's range: then nothing
         is stored.
         """
-        tokens = _places([row.start for row, _ in rows], q.device)
-        q, k, v = (x[tokens].unsqueeze(2) for x in (q, k, v))
-        runners = self._runners_for(rows, q, k, v, config)
+        tokens = _places([row.start for row, _ in parts], batch.q.device)
+        q, k, v = (x[tokens].unsqueeze(2) for x in batch[:3])
+        runners = self._runners_for(parts, q, k, v, batch.config)
         if runners is None:
             return False
-        self._windows.make_room([window for _, window in rows])
-        made, width, filled = [], self._windows.width, self._filled
-        for (row, window), runner in zip(rows, runners, strict=True):
-            exact, (k_memory, v_memory) = max(window.first, window.end - width), window.memories
-            k_new = StepTokens(exact, k_memory, width > 0, row.held, 1, False)
-            v_new = StepTokens(exact, v_memory, width > 0, row.held, 1, False)
+        windows = [window for _, window in parts]
+        self._windows.make_room(windows)
+        made, keep, filled = [], self._windows.width > 0, self._filled
+        exact_from = self._windows.exact_from(windows)
+        for (row, window), runner, exact in zip(parts, runners, exact_from, strict=True):
+            k_memory, v_memory = window.memories
+            k_new = StepTokens(exact, k_memory, keep, row.held, 1, False)
+            v_new = StepTokens(exact, v_memory, keep, row.held, 1, False)
             made.append(StepRow(runner, row.held, k_new, v_new))
             index, inside = divmod(row.held, self._tokens)
             if inside and filled[row.pages[index]] == inside:
@@ -169,30 +181,26 @@ class PagedLayer:
         output = made[0].runner.run(made, k, v, q)
         if output is None:
             return False
-        for _, window in rows:
+        for window in windows:
             window.end += 1
-        out[tokens] = output.squeeze(2)
+        batch.out[tokens] = output.squeeze(2)
         return True
 
     def _runners_for(
-        self,
-        rows: list[tuple[Row, Window]],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        config: AttendConfig,
+        self, parts: list[_Part], q: Tensor, k: Tensor, v: Tensor, config: AttendConfig
     ) -> list[StepRunner] | None:
         """Return what carries out a step of each row, most often what did in the last batch."""
-        steps, count = [row.pages for row, _ in rows], len(rows)
+        steps, count = [row.pages for row, _ in parts], len(parts)
         if steps == self._steps and self._runners[0].fits_rows(k, v, q, config, count):
             return self._runners
         before = dict(zip(self._steps, self._runners, strict=True))
         self._steps, self._runners, runners = [], [], []
-        for i, (row, window) in enumerate(rows):
+        for i, (row, window) in enumerate(parts):
             runner = before.get(row.pages)
             if runner is None or not runner.fits_rows(k, v, q, config, count):
                 k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
-                call = self._call(self._view(row, window), k1, v1, q1, config)
+                view = self._view(row, window)
+                call = AttendCall(view, k1, v1, q1, config, latent=self._latent)
                 runner = self._plan.step(call, self._flag(row))
             if runner is None:
                 return None
@@ -200,122 +208,95 @@ class PagedLayer:
         self._steps, self._runners = steps, runners
         return runners
 
-    def _call(
-        self, view: LayerView | None, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
-    ) -> AttendCall:
-        return AttendCall(view, k, v, q, config, latent=self._latent)
-
     def _view(self, row: Row, window: Window) -> LayerView:
-        exact, sources = self._windows.exact_from(window), self._sources[row.pages]
+        (exact,), width = self._windows.exact_from([window]), self._windows.width
         tails = (memory.tokens(exact, row.held) for memory in window.memories)
         k, v = (
-            StreamView(
-                side.codec, source, exact, tail, None, None, 0, _always, None, self._windows.width
-            )
-            for (side, _), source, tail in zip(self._sides, sources, tails, strict=True)
+            StreamView(side.codec, source, exact, tail, None, None, 0, _always, None, width)
+            for side, source, tail in zip(self._sides, self._sources[row.pages], tails, strict=True)
         )
         return LayerView(k, v, None)
 
-    def _attend(
-        self,
-        rows: list[tuple[Row, Window]],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        config: AttendConfig,
-    ) -> None:
+    def _attend(self, parts: list[_Part], batch: _Batch) -> None:
         alike = defaultdict(list)
-        for row, window in rows:
-            k1, v1, q1 = (_sequence(x, row.start, row.end) for x in (k, v, q))
+        for row, window in parts:
+            q, k, v = batch.of(row)
             view = self._view(row, window) if row.held else None
-            alike[row.end - row.start].append((row, self._call(view, k1, v1, q1, config)))
+            call = AttendCall(view, k, v, q, batch.config, latent=self._latent)
+            alike[row.end - row.start].append((row, call))
         # Calls whose queries are equally many are one call of the kernels.
         for group in alike.values():
             output = self._plan.attend([call for _, call in group])
             for (row, _), one in zip(group, output, strict=True):
-                out[row.start : row.end] = one.transpose(0, 1)
+                batch.out[row.start : row.end] = one.transpose(0, 1)
 
     def _make_sources(self, pages: tuple[int, ...]) -> tuple[PageSource, PageSource]:
-        k, v = (PageSource(fields, pages, self._tokens) for _, fields in self._sides)
+        k, v = (PageSource(fields, pages, self._tokens) for fields in self._fields)
         return k, v
 
     def _prepare(
         self,
-        rows: list[tuple[Row, Window]],
-        qkv: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
+        parts: list[_Part],
+        batch: _Batch,
         cut: dict[int, NonFiniteError],
         others: Collection[int] = (),
-    ) -> tuple[list[tuple[Row, Window]], list[list[tuple[Encoder, Any]]]]:
+    ) -> list[tuple[_Part, _Writers]]:
         """Do all that can refuse tokens, before anything is attended or written.
 
         Queries of the rows that start at `others` may be no numbers: the engine's own kernel
-        attends with them, and its outputs are NaN then.
-
-        Returns `rows`: what of the rows can be stored; `ready`: what writes each, and what it
-        writes.
+        attends with them, and its outputs are NaN then. Returns what of the rows can be stored.
         """
-        kept, ready = [], []
-        for row, window in rows:
+        ready = []
+        for row, window in parts:
             try:
-                ready.append(self._prepare_row(row, qkv, row.start in others))
+                writers = self._writers(row, batch, row.start in others)
             except NonFiniteError as error:
                 cut[row.start] = error
-                whole, row = row, self._storable(row, qkv)
-                self.damage.cut(whole, row.end - row.start, out)
+                whole, row = row, self._storable(row, batch)
+                self.damage.cut(whole, row.end - row.start, batch.out)
                 if row.end == row.start:
                     continue
-                ready.append(self._prepare_row(row, qkv))
-            kept.append((row, window))
-        return kept, ready
+                writers = self._writers(row, batch)
+            ready.append(((row, window), writers))
+        return ready
 
-    def _storable(self, row: Row, qkv: tuple[Tensor, Tensor, Tensor]) -> Row:
+    def _storable(self, row: Row, batch: _Batch) -> Row:
         """Return what of a row can be stored, when not all of it can: its first tokens."""
         parts = [row._replace(end=end) for end in range(row.start, row.end)]
-        row = parts[storable(lambda n: self._prepare_row(parts[n], qkv), len(parts))]
-        held = row.held + row.end - row.start
-        row = row._replace(pages=row.pages[: -(-held // self._tokens)])
+        row = parts[storable(lambda n: self._writers(parts[n], batch), len(parts))]
+        row = row._replace(pages=row.pages[: -(-row.length // self._tokens)])
         self._sources[row.pages] = self._make_sources(row.pages)
         return row
 
-    def _prepare_row(
-        self, row: Row, qkv: tuple[Tensor, Tensor, Tensor], any_query: bool = False
-    ) -> list[tuple[Encoder, Any]]:
-        q, *tokens = (_sequence(x, row.start, row.end) for x in qkv)
+    def _writers(self, row: Row, batch: _Batch, any_query: bool = False) -> _Writers:
+        q, *tokens = batch.of(row)
         if self._good is None and not any_query and not all_finite(q):
             raise NonFiniteError("queries hold NaN or infinity")
-        sides, good = zip(self._sides, tokens, strict=True), self._flag(row)
-        return [_prepared(side, x, good) for (side, _), x in sides]
+        good = self._flag(row)
+        return [_prepared(side, x, good) for side, x in zip(self._sides, tokens, strict=True)]
 
     def _flag(self, row: Row) -> Tensor | None:
         return None if self._good is None else self._good[row.pages[-1]]
 
-    def _store(
-        self,
-        rows: list[tuple[Row, Window]],
-        ready: list[list[tuple[Encoder, Any]]],
-        tokens: tuple[Tensor, Tensor],
-    ) -> None:
-        for (row, window), prepared in zip(rows, ready, strict=True):
+    def _store(self, ready: list[tuple[_Part, _Writers]], batch: _Batch) -> None:
+        for (row, window), writers in ready:
             self._clear(row)
-            for (encoder, what), source in zip(prepared, self._sources[row.pages], strict=True):
+            for (encoder, what), source in zip(writers, self._sources[row.pages], strict=True):
                 segments = PlacedSegments(source, len(source.pages))
                 encoder.write(what, segments, self._tokens, row.held)
-            k, v = (_sequence(x, row.start, row.end) for x in tokens)
-            self._windows.append(window, (k, v))
+            self._windows.append(window, batch.of(row)[1:])
 
     def _clear(self, row: Row) -> None:
         """Clear what a row's pages hold behind the place where its new tokens go."""
-        start, end = row.held, row.held + row.end - row.start
+        start, end = row.held, row.length
         while start < end:
             index, inside = divmod(start, self._tokens)
             page, after = row.pages[index], min((index + 1) * self._tokens, end)
             if inside == 0:
                 self.pages[page].zero_()
             elif self._filled[page] != inside:
-                for side, fields in self._sides:
-                    clear_segment(side.codec, _page(fields, page), inside)
+                for side, source in zip(self._sides, self._sources[row.pages], strict=True):
+                    clear_segment(side.codec, source.segment(index), inside)
             self._filled[page] = inside + after - start
             start = after
 
@@ -339,15 +320,6 @@ def _prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder
     if found is not None:
         good.logical_and_(found)
     return ready
-
-
-def _sequence(x: Tensor, start: int, end: int) -> Tensor:
-    """Return tokens `[T, H, D]` as one row, `[1, H, end - start, D]`."""
-    return x[start:end].transpose(0, 1).unsqueeze(0)
-
-
-def _page(fields: Segment, page: int) -> Segment:
-    return {name: tensor[page : page + 1] for name, tensor in fields.items()}
 
 
 def _always() -> None:

@@ -88,7 +88,7 @@ class Scratch:
     def __init__(
         self, kernel: PromptKernel, heads: int, dim: int, dtype: torch.dtype, tokens: int
     ) -> None:
-        self._kernel, self._count = kernel, -(-tokens // PAGE)
+        self.kernel, self._count = kernel, -(-tokens // PAGE)
         # Memory that no sequence has used yet is not taken from the system.
         whole = torch.empty(self._count, heads, 2 * PAGE, dim, dtype=dtype, device="cpu")
         self.pages: Pages = (whole[:, :, :PAGE], whole[:, :, PAGE:])
@@ -115,6 +115,19 @@ class Scratch:
             pages += needed
         return [self._run(run) for run in runs]
 
+    def put_held(self, view: LayerView, places: Tensor, plan: Plan) -> None:
+        """Put what a sequence holds into pages: slots decoded, and its window."""
+        exact = view.k.exact_from
+        for start in range(0, exact, _PIECE):
+            end = min(start + _PIECE, exact)
+            k, v = self._piece[:, : end - start]
+            for side, stream, piece in ((plan.k, view.k, k), (plan.v, view.v, v)):
+                side.decode_slots(stream, start, end, piece.transpose(0, 1).unsqueeze(0))
+            self.kernel.put(k, v, self.pages, places[start:end])
+        if view.k.tail.shape[2]:
+            k, v = (stream.tail[0].transpose(0, 1) for stream in (view.k, view.v))
+            self.kernel.put(k, v, self.pages, places[exact : exact + len(k)])
+
     def _run(self, rows: list[Row]) -> Run:
         counts = [_pages_of(row) for row in rows]
         firsts = [sum(counts[:i]) for i in range(len(counts))]
@@ -123,50 +136,14 @@ class Scratch:
         start = rows[0].start
         sequences = Sequences(
             torch.tensor([0, *(x.end - start for x in rows)], dtype=torch.int32, device="cpu"),
-            torch.tensor([_length(row) for row in rows], dtype=torch.int32, device="cpu"),
+            torch.tensor([row.length for row in rows], dtype=torch.int32, device="cpu"),
             tables.clamp_(max=self._count - 1).to(torch.int32),
         )
         places = [
-            self._slots[PAGE * first : PAGE * first + _length(row)]
+            self._slots[PAGE * first : PAGE * first + row.length]
             for row, first in zip(rows, firsts, strict=True)
         ]
-        return Run(rows, self, sequences, places, self._kernel.schedule(sequences))
-
-    def attend(
-        self,
-        run: Run,
-        views: Sequence[LayerView | None],
-        plan: Plan,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        config: AttendConfig,
-    ) -> None:
-        """Attend with the new tokens of a run; parameters as of `Run.attend`."""
-        q, k, v = (x[run.start : run.end] for x in qkv)
-        for view, places in zip(views, run.places, strict=True):
-            last = int(places[-1]) // PAGE
-            for pages in self.pages:
-                # The kernel multiplies what it masks by zero: that has to be a number.
-                pages[last].zero_()
-            if view is not None:
-                self._put_held(view, places, plan)
-        new = [places[row.held :] for row, places in zip(run.rows, run.places, strict=True)]
-        self._kernel.put(k, v, self.pages, new[0] if len(new) == 1 else torch.cat(new))
-        self._kernel.attend(
-            q, self.pages, run.sequences, run.schedule, config, out[run.start : run.end]
-        )
-
-    def _put_held(self, view: LayerView, places: Tensor, plan: Plan) -> None:
-        exact = view.k.exact_from
-        for start in range(0, exact, _PIECE):
-            end = min(start + _PIECE, exact)
-            k, v = self._piece[:, : end - start]
-            for side, stream, piece in ((plan.k, view.k, k), (plan.v, view.v, v)):
-                side.decode_slots(stream, start, end, piece.transpose(0, 1).unsqueeze(0))
-            self._kernel.put(k, v, self.pages, places[start:end])
-        if view.k.tail.shape[2]:
-            k, v = (stream.tail[0].transpose(0, 1) for stream in (view.k, view.v))
-            self._kernel.put(k, v, self.pages, places[exact : exact + len(k)])
+        return Run(rows, self, sequences, places, self.kernel.schedule(sequences))
 
 
 class Run(NamedTuple):
@@ -206,12 +183,21 @@ class Run(NamedTuple):
         `views`: what each row holds before them; `qkv`: the batch's queries, keys and values,
         `[tokens, heads, D]`; `out`: `[tokens, H_q, D]`, overwritten where the rows' tokens stand.
         """
-        self.scratch.attend(self, views, plan, qkv, out, config)
-
-
-def _length(row: Row) -> int:
-    return row.held + row.end - row.start
+        q, k, v = (x[self.start : self.end] for x in qkv)
+        pages, put = self.scratch.pages, self.scratch.kernel.put
+        for view, places in zip(views, self.places, strict=True):
+            last = int(places[-1]) // PAGE
+            for side in pages:
+                # The kernel multiplies what it masks by zero: that has to be a number.
+                side[last].zero_()
+            if view is not None:
+                self.scratch.put_held(view, places, plan)
+        new = [places[row.held :] for row, places in zip(self.rows, self.places, strict=True)]
+        put(k, v, pages, new[0] if len(new) == 1 else torch.cat(new))
+        self.scratch.kernel.attend(
+            q, pages, self.sequences, self.schedule, config, out[self.start : self.end]
+        )
 
 
 def _pages_of(row: Row) -> int:
-    return -(-_length(row) // PAGE)
+    return -(-row.length // PAGE)

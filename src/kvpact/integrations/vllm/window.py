@@ -33,6 +33,33 @@ class Row(NamedTuple):
     held: int
     pages: tuple[int, ...]
 
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence, the new ones included."""
+        return self.held + self.end - self.start
+
+
+def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
+    """Return the rows of a batch in parts, of which each reads what the earlier ones stored.
+
+    vLLM offers a page to other sequences as soon as it has scheduled the tokens that fill it. So
+    one sequence of a batch may begin with tokens that another one of the same batch has yet to
+    store. Nearly always there is one part; within a part no row reads a page that another fills.
+    """
+    parts, left = [], list(rows)
+    while left:
+        filled = {
+            page
+            for row in left
+            for page in row.pages[row.held // page_tokens : row.length // page_tokens]
+        }
+        # Only whole pages are shared. A sequence that reads another's page is the longer one, so
+        # there is always a row that reads none.
+        ready = [row for row in left if filled.isdisjoint(row.pages[: row.held // page_tokens])]
+        parts.append(ready)
+        left = [row for row in left if row not in ready] if len(ready) < len(left) else []
+    return parts
+
 
 class Window:
     """Exact copies of a sequence's last tokens in one layer.
@@ -88,10 +115,7 @@ class WindowPool:
             window = known.get(page)
             whole = window is not None and window.end == row.held
             found.append(known.pop(page) if whole else None)
-        return [
-            self._new(row.held) if window is None else window
-            for row, window in zip(rows, found, strict=True)
-        ]
+        return [window or self._new(row.held) for row, window in zip(rows, found, strict=True)]
 
     def keep(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
         """Know windows by their rows' last pages from here on."""
@@ -105,14 +129,12 @@ class WindowPool:
 
     def forget(self, pages: Iterable[int]) -> None:
         """Give up the windows that are known by these pages, because others wrote to them."""
-        for page in pages:
-            before = self._at.pop(page, None)
-            if before is not None:
-                self._free.append(before.slot)
+        gone = [self._at.pop(page) for page in pages if page in self._at]
+        self._free += [window.slot for window in gone]
 
-    def exact_from(self, window: Window) -> int:
-        """Return the first token that a window's sequence attends exactly."""
-        return max(window.first, window.end - self.width)
+    def exact_from(self, windows: Sequence[Window]) -> list[int]:
+        """Return the first token that the sequence of each window attends exactly."""
+        return [max(window.first, window.end - self.width) for window in windows]
 
     def make_room(self, windows: Sequence[Window]) -> None:
         """See that one more token fits behind each window.
@@ -120,31 +142,20 @@ class WindowPool:
         All are moved when one has to be: from then on they are moved in the same steps, and in the
         steps between these what kernels were told of addresses stays.
         """
-        if not self.width:
-            return
-        for window in windows:
-            memory = window.memories[0]
-            if window.end - memory.start == memory.tensor.shape[2]:
-                break
-        else:
-            return
-        for window in windows:
-            self._move(window, self.width)
+        room = self.width + SLACK
+        if self.width and room in [w.end - w.memories[0].start for w in windows]:
+            for window, start in zip(windows, self.exact_from(windows), strict=True):
+                self._move(window, start, window.end)
 
     def append(self, window: Window, tokens: tuple[Tensor, Tensor]) -> None:
         """Copy new tokens, `[1, H, T, D]`, as far as they are in the window."""
-        new = tokens[0].shape[2]
+        held = window.end
+        window.end += tokens[0].shape[2]
         if self.width:
-            taken = min(new, self.width)
-            kept = min(window.end - window.first, self.width - taken)
-            if kept:
-                self._move(window, kept)
-            else:
-                window.first = window.end + new - taken
-                window.memories = self._memories(window.slot, window.first)
+            (start,) = self.exact_from([window])
+            self._move(window, start, held)
             for memory, x in zip(window.memories, tokens, strict=True):
-                memory.tensor[:, :, kept : kept + taken] = x[:, :, new - taken :]
-        window.end += new
+                memory.tokens(max(start, held), window.end).copy_(x[:, :, max(start - held, 0) :])
 
     def _new(self, held: int) -> Window:
         if not self._free:
@@ -156,10 +167,8 @@ class WindowPool:
         k, v = (TokenMemory(pool[slot : slot + 1], start) for pool in self._pools)
         return k, v
 
-    def _move(self, window: Window, most: int) -> None:
-        """Put the last tokens of a window, at most so many, to the front of its memory."""
-        start = max(window.first, window.end - most)
-        for memory in window.memories:
-            count = window.end - start
-            memory.tensor[:, :, :count] = memory.tokens(start, window.end).clone()
+    def _move(self, window: Window, start: int, end: int) -> None:
+        """Let the memory begin with the token `start`; those that it has until `end` move there."""
+        for memory in window.memories if start < end else ():
+            memory.tensor[:, :, : end - start] = memory.tokens(start, end).clone()
         window.first, window.memories = start, self._memories(window.slot, start)
