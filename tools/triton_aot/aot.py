@@ -31,7 +31,6 @@ QUICK = (
     "encode 1 K turboquant:bits=4: check_tokens",
     "encode 64 K turboquant:bits=3,center=64: rotate_tokens",
     "encode 64 K turboquant:bits=3,center=64: encode_groups",
-    "encode 64 K kvarn:bits=4: balance_tiles",
     "encode 64 K trellis:bits=4: choose_bases",
     "encode 64 K trellis:bits=4: treat_tokens",
     "encode 64 K trellis:bits=4: store_codes",

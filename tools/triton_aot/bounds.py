@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from machine_code import Facts, Launch
 
-from kvpact.kernels.triton.halves import of_halves
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -50,7 +48,6 @@ EXACT = Bounds(exact=True)
 
 BOUNDS = {
     "attend_general": PLAIN,
-    "balance_tiles": EXACT,
     "check_tokens": EXACT,
     "choose_bases": EXACT,
     "decode_keys": EXACT,
@@ -71,16 +68,13 @@ BOUNDS = {
 _INSTRUCTIONS = {4: 28, 8: 28, 16: 40}
 """Of `attend_digits`, by query rows, of up to 128 channels."""
 _MORE = {4: 0, 8: 4, 16: 8}
-"""With zeros, numbers per channel and group of tokens, or numbers of fp8."""
+"""With zeros or shifts."""
 
 
 def _digits(launch: Launch) -> Bounds:
     rows, wide = launch.constants["G"], launch.constants["V"].dim > 128
     forms = launch.constants["K"], launch.constants["V"]
-    more = any(
-        of_halves(form) or any(form.has(name) for name in ("zero", "fold", "shift"))
-        for form in forms
-    )
+    more = any(form.has(name) for form in forms for name in ("zero", "shift"))
     return Bounds(
         registers=200 if rows == 4 and not wide and not more else 255,
         instructions=(_INSTRUCTIONS[rows] + _MORE[rows] * more) * (2 if wide else 1),

@@ -23,14 +23,6 @@ from kvpact.kernels.triton.columns import (
     WINDOW,
     count_of_row,
 )
-from kvpact.kernels.triton.halves import (
-    of_halves,
-    order_of,
-    summed,
-    tile_words,
-    value_halves,
-    weight_halves,
-)
 from kvpact.kernels.triton.key_scores import key_scores, load_queries, scales, zeros_of
 from kvpact.kernels.triton.operands import (
     groups_of,
@@ -47,12 +39,6 @@ from kvpact.kernels.triton.parts import (
     store_sums,
 )
 from kvpact.kernels.triton.tiles import positions, segments_of, tiles_at
-from kvpact.kernels.triton.token_groups import (
-    columns_alike,
-    columns_of_sections,
-    group_numbers,
-    sections_summed,
-)
 from kvpact.kernels.triton.two_digits import MOST, split_digits, whole
 
 
@@ -63,15 +49,10 @@ def value_sums(v, weights, zeros, step, worth, FORM: tl.constexpr, KW: tl.conste
     `weights`, `step`: `[N, G]`, scales included, and what their digits are worth, `[G]`; `zeros`:
     weights times zeros, `[N, G]`, if there are any.
     """
-    if of_halves(FORM):
-        top = step * MOST
-        pair = weight_halves(weights * (1.0 / top)[None, :], KW)
-        o = summed(tl.dot(v, pair)) * top[None, :]
-    else:
-        pair = split_digits(weights * (1.0 / step)[None, :])
-        pair = pair.reshape(weights.shape[0], weights.shape[1] * 2)
-        pair = weight_operand(pair, FORM, KW)
-        o = whole(tl.dot(v, pair, out_dtype=tl.int32), 256) * step[None, :]
+    pair = split_digits(weights * (1.0 / step)[None, :])
+    pair = pair.reshape(weights.shape[0], weights.shape[1] * 2)
+    pair = weight_operand(pair, FORM, KW)
+    o = whole(tl.dot(v, pair, out_dtype=tl.int32), 256) * step[None, :]
     if FORM.has("zero"):
         o += (tl.sum(zeros, 0) * (1.0 / worth))[None, :]
     return o
@@ -86,9 +67,9 @@ def attend_digits(
     """Attend over the tokens from SKIP_FROM to SKIP_TO of each row; grid `(splits, heads, batch)`.
 
     `ROWS`: the table of rows (see `columns`). `DIGITS`, `UNITS`: int8
-    `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `query_digits`; None where K has
-    scales per channel. `NUMBERS`: fp32 `[B, H, G, D]`, the queries themselves in logits of base 2,
-    where K has more beside its codes than scales per token; None otherwise. `K_TABLE`, `V_TABLE`:
+    `[B, H, K's groups, G, 2, key_width]` and fp32 `[B, H, G]`, of `query_digits`. `NUMBERS`:
+    fp32 `[B, H, G, D]`, the queries themselves in logits of base 2, where K has more beside its
+    codes than scales per token; None otherwise. `K_TABLE`, `V_TABLE`:
     int32 `[4, 4]`, of `tables.table_words`. `PACKED`, `LSE`: fp32 `[B, H, parts, rows, D_v]` and
     `[B, H, parts, rows]`, base 2; written from part `first_part` on. `heads`, `queries`, `rows`: KV
     heads, queries of a head, and rows of queries of a KV head: row `g * queries + i`. `cap`: the
@@ -101,7 +82,7 @@ def attend_digits(
     KG: tl.constexpr = groups_of(K)
     VG: tl.constexpr = groups_of(V)
     D: tl.constexpr = value_width(V)
-    VBITS: tl.constexpr = order_of(V)
+    VBITS: tl.constexpr = V.bits
     first, last = count_of_row(ROWS, row, SKIP_FROM), count_of_row(ROWS, row, SKIP_TO)
     # Query i sees the tokens behind `hidden + i`, so all see those from `seen` on.
     hidden = count_of_row(ROWS, row, FIRST_QUERY) - count_of_row(ROWS, row, WINDOW)
@@ -110,16 +91,14 @@ def attend_digits(
     kc_at, kc_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("codes"))
     ks_at, ks_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("scale"))
     kz_at, kz_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("zero"))
-    fold_at, fold_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("fold"))
     shift_at, shift_head = segments_of(ROWS, row, head, K_SLOTS, K.index_of("shift"))
     vc_at, vc_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("codes"))
     vs_at, vs_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("scale"))
     vz_at, vz_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("zero"))
-    vf_at, vf_head = segments_of(ROWS, row, head, V_SLOTS, V.index_of("fold"))
     begin, end = blocks_of(first, last, split, N)
     g = tl.arange(0, G)
     base = row * heads + head
-    q = load_queries(DIGITS, UNITS, NUMBERS, base, K, G, KW)
+    q = load_queries(DIGITS, UNITS, NUMBERS, base, K, G)
     peak = tl.full([G], -float("inf"), tl.float32)
     total = tl.zeros([G], tl.float32)
     acc = ()
@@ -133,15 +112,15 @@ def attend_digits(
         else:
             segment = tl.where(live, tile // tiles, 0)
         inside = tile - segment * tiles
-        kc = tiles_at(kc_at, kc_head, segment, inside, tile_words(K), tl.int32)
+        kc = tiles_at(kc_at, kc_head, segment, inside, K.words * 32, tl.int32)
         ks = tiles_at(ks_at, ks_head, segment, inside, KG * 32, tl.float16)
-        vc = tiles_at(vc_at, vc_head, segment, inside, tile_words(V), tl.int32)
+        vc = tiles_at(vc_at, vc_head, segment, inside, V.words * V.dim, tl.int32)
         vs = tiles_at(vs_at, vs_head, segment, inside, VG * 32, tl.float16)
         kz = tiles_at(kz_at, kz_head, segment, inside, KG * 32, tl.float16)
         vz = tiles_at(vz_at, vz_head, segment, inside, VG * 32, tl.float16)
         s = key_scores(
-            q, kc, ks, kz, fold_at, fold_head, shift_at, shift_head, K_TABLE, live, block, last,
-            tiles, K, NT, VBITS, INSIDE, KW, ASM,
+            q, kc, ks, kz, shift_at, shift_head, K_TABLE, live, block, last, tiles, K, NT, VBITS,
+            INSIDE, KW, ASM,
         )  # fmt: skip
         if CAPPED:
             s = capped(s, cap)
@@ -149,9 +128,7 @@ def attend_digits(
             token = positions(block * NT, NT, VBITS)
             s = hide(s, token, first, last, hidden, queries)
         p, decay, peak, total = soften(s, peak, total)
-        weights = p
-        if V.has("scale"):
-            weights = p * scales(vs, live, 0, VBITS)[:, None]
+        weights = p * scales(vs, live, 0, VBITS)[:, None]
         top = tl.abs(weights)
         for group in tl.static_range(1, VG):
             top = tl.maximum(top, tl.abs(p * scales(vs, live, group, VBITS)[:, None]))
@@ -161,26 +138,15 @@ def attend_digits(
         for group in tl.static_range(VG):
             if group > 0:
                 weights = p * scales(vs, live, group, VBITS)[:, None]
-            if of_halves(V):
-                v = value_halves(vc, live, D, V, KW, ASM)
-            else:
-                v = value_operand(vc, live, V_TABLE, group, V, KW, ASM)
+            v = value_operand(vc, live, V_TABLE, group, V, KW, ASM)
             zeros = p
             if V.has("zero"):
                 zeros = p * zeros_of(vz, vs, live, group, V, VBITS)[:, None]
-            if V.has("fold"):
-                fold = group_numbers(vf_at, vf_head, block, last, tiles, D, NT, V, INSIDE)
-                part = value_sums(
-                    v, columns_of_sections(weights, V, VBITS), columns_of_sections(zeros, V, VBITS),
-                    columns_alike(step, V, NT), worth, V, KW,
-                )  # fmt: skip
-                o = sections_summed(part, fold)
-            else:
-                o = value_sums(v, weights, zeros, step, worth, V, KW)
+            o = value_sums(v, weights, zeros, step, worth, V, KW)
             sums += (acc[group] * decay[None, :] + o,)
         acc = sums
     d = tl.arange(0, D)
-    channel = d if of_halves(V) else (d // 32) * 32 + (d % 8) * 4 + (d // 8) % 4
+    channel = (d // 32) * 32 + (d % 8) * 4 + (d // 8) % 4
     out = (base * parts + first_part + split) * rows + g
     for group in tl.static_range(VG):
         store_sums(PACKED, acc[group], total, worth, out, rows, group * D + channel, V.dim)

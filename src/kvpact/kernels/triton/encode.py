@@ -165,9 +165,7 @@ def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
             return
         if tables.form.staged:
             x = _rotated(x, tables)
-        if tables.form.kind == "balanced":
-            _balance_tiles(x, tables.form, slots, start)
-        elif tables.form.group > 1:
+        if tables.form.group > 1:
             _encode_groups(x, tables.form, slots, start)
         _encode_tokens(x, tables, slots, start)
 
@@ -222,35 +220,5 @@ def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) 
         slots.segments,
         FORM=form,
         num_warps=4,
-        **_EXACT,
-    )
-
-
-def _balance_tiles(y: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) -> None:
-    """Store balance, scales and zeros of tiles of rotated tokens."""
-    from kvpact.kernels.triton.encode_balance import VECTORS, balance_tiles
-    from kvpact.kernels.triton.encode_deviations import NUMBERS
-
-    batch, heads, tokens, _ = y.shape
-    groups, space = tokens // form.group, max(form.group, form.padded)
-    room = form.dim * form.group + VECTORS * space
-    # Left to itself the assembler takes 128, and spills where that is not enough.
-    even = form.dim == form.padded <= 128
-    balance_tiles[(groups, heads, batch)](
-        y,
-        y.new_empty(batch * heads * groups * room),
-        slots.table,
-        slots.heads,
-        tokens,
-        start,
-        slots.tiles,
-        batch,
-        slots.segments,
-        ROWS=min(form.group, NUMBERS // form.padded),
-        CHANNELS=min(form.padded, NUMBERS // form.group),
-        SPACE=space,
-        FORM=form,
-        num_warps=8,
-        maxnreg=None if even else 255,
         **_EXACT,
     )

@@ -21,7 +21,7 @@ from kvpact.quantizers.trellis import LEAST
 from kvpact.transforms import IDENTITY, RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
-SLOT_FIELDS = ("codes", "scale", "zero", "mean", "balance", "base", "step")
+SLOT_FIELDS = ("codes", "scale", "zero", "mean", "base", "step")
 """Rows of the table of addresses, as `Encoding` names them."""
 
 _TRELLIS_TYPES = {"codes": "i32", "scale": "u8", "mean": "i8", "base": "i32", "step": "fp16"}
@@ -47,7 +47,7 @@ class EncodeForm(Planes):
       whether tokens have bases, and whether the first key is one.
     """
 
-    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis"]
+    kind: Literal["codebook", "symmetric", "affine", "channel", "float8", "trellis"]
     bits: int
     order: Literal["token", "channel", "number"]
     dim: int
@@ -138,6 +138,8 @@ def encode_reason(codec: Codec) -> str:
     form = codec.encoding()
     if form is None:
         return f"no native encoding for {type(codec).__name__}"
+    if form.kind == "balanced":
+        return "tokens and channels of a group are balanced"
     if form.trellis is not None and min(block.dim for block in form.trellis.blocks) < LEAST:
         return f"trellises of less than {LEAST} channels"
     transform = codec.transform
@@ -159,7 +161,7 @@ def _width(codes: Field) -> int:
 
 def _form(codec: Codec) -> tuple[EncodeForm, Encoding]:
     form = codec.encoding()
-    assert form is not None, encode_reason(codec)
+    assert form is not None and form.kind != "balanced", encode_reason(codec)
     codes = _codes(codec, form)
     dim = _width(codes)
     by_token = isinstance(codes, CodesField) and codes.order == "token"

@@ -1,4 +1,4 @@
-"""The kernel that encodes tokens: one by one, or with what their groups' kernels have stored."""
+"""The kernel that encodes tokens: one by one, or with what their groups' kernel has stored."""
 
 from __future__ import annotations
 
@@ -42,12 +42,6 @@ def load_tokens(
 
 
 @triton.jit
-def _of_tokens(units, tile, first, ROWS: tl.constexpr):
-    """Return a number per token, fp32 `[ROWS, 1]`."""
-    return tl.load(units + tile * 32 + first + tl.arange(0, ROWS)).to(tl.float32)[:, None]
-
-
-@triton.jit
 def _with_groups(
     y,
     TABLE,
@@ -58,33 +52,14 @@ def _with_groups(
     batch,
     segments,
     tile,
-    first,
-    ROWS: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Return codes on the grids, and less the balance, that stand in the slots already."""
+    """Return codes on the grids that stand in the slots already."""
     scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
     zero = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-    if FORM.kind == "balanced" and FORM.order == "channel":
-        step, begin = _of_tokens(scale, tile, first, ROWS), _of_tokens(zero, tile, first, ROWS)
-    else:
-        step, begin = (
-            by_group(scale, tile, 0, FORM.padded, FORM),
-            by_group(zero, tile, 0, FORM.padded, FORM),
-        )
-    inside = True
-    if FORM.kind == "balanced":
-        units = units_of("balance", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        if FORM.order == "channel":
-            balance = by_group(units, tile, 0, FORM.padded, FORM)
-        else:
-            balance = _of_tokens(units, tile, first, ROWS)
-        # Tiles of K that are stored as zeros have a balance of 0.
-        inside = balance != 0.0
-        balance = tl.where(inside, balance, 1.0)
-        y = tl.div_rn(y, tl.broadcast_to(balance, (ROWS, FORM.padded)))
-    codes = on_grid(y, begin, reciprocal(step), (1 << FORM.bits) - 1)
-    return tl.where(inside, codes, 0) if FORM.kind == "balanced" else codes
+    step = by_group(scale, tile, 0, FORM.padded, FORM)
+    begin = by_group(zero, tile, 0, FORM.padded, FORM)
+    return on_grid(y, begin, reciprocal(step), (1 << FORM.bits) - 1)
 
 
 @triton.jit
@@ -166,10 +141,8 @@ def encode_rows(
     y = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
     if FORM.rotates and not FORM.staged:
         y = rotated(y, SIGNS, ROWS, FORM.padded, FORM.dim)
-    if FORM.kind == "channel" or FORM.kind == "balanced":
-        codes = _with_groups(
-            y, TABLE, HEADS, row, head, segment, batch, segments, tile, first, ROWS, FORM
-        )
+    if FORM.kind == "channel":
+        codes = _with_groups(y, TABLE, HEADS, row, head, segment, batch, segments, tile, FORM)
     else:
         if FORM.staged:
             mean = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)

@@ -13,7 +13,6 @@ from kvpact.kernels.base import AttendCall
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.digits import attend_digits
 from kvpact.kernels.triton.forms import FIELDS, SlotForm, Slots, power_of_two
-from kvpact.kernels.triton.halves import of_halves, order_of
 from kvpact.kernels.triton.operands import groups_of, level_worth
 from kvpact.kernels.triton.tables import (
     LEAST_ROWS,
@@ -24,7 +23,6 @@ from kvpact.kernels.triton.tables import (
     whole_slots,
 )
 from kvpact.kernels.triton.tiles import TOGETHER
-from kvpact.kernels.triton.token_groups import sections_of
 from kvpact.kernels.triton.trellis_fast import (
     attend_trellis,
     trellis_choice,
@@ -42,13 +40,11 @@ from kvpact.kernels.triton.tuning import (
 MOST_ROWS = 16
 """Query rows of a KV head: more make decoding cheap beside the products, and take all registers."""
 MOST_MIXED_ROWS = 8
-"""Where there are zeros, or numbers per channel and group of tokens."""
+"""Where there are zeros or shifts."""
 MOST_WIDTH = 256
-NARROW = 128
-"""Channels up to which a limit on registers spares spills where K has scales per channel."""
 LEAST_TOKENS = 256
 """Packed tokens from which on a second launch pays."""
-_VECTORS = ("codes", "scale", "zero", "fold", "shift", "mean")
+_VECTORS = ("codes", "scale", "zero", "shift", "mean")
 """Fields that kernels read 16 bytes at a time."""
 _LEAST_GROUP = {2: 64, 3: 128, 4: 32, 8: 32}
 """Channels of K of one step of a product, by bits."""
@@ -75,52 +71,29 @@ def digits_reason(k: Slots, v: Slots, rows: int) -> str:
         return f"{rows} query rows of a KV head; there are {MOST_ROWS} at most"
     if k.form is not None and v.form is not None and "trellis" in (k.form.kind, v.form.kind):
         return trellis_reason(k.form, "token") or trellis_reason(v.form, "channel")
-    reason = _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel")
-    if reason or k.form is None or v.form is None:
+    if reason := _form_reason("K", k.form, "token") or _form_reason("V", v.form, "channel"):
         return reason
-    if of_halves(k.form) and order_of(v.form) != 2:
-        return f"K has numbers of fp8 beside V of {v.form.bits} bits"
-    return _section_reason(k.form, v.form, rows)
-
-
-def _section_reason(k: SlotForm, v: SlotForm, rows: int) -> str:
-    """Return why there are too few registers for scales per channel and group of tokens."""
-    tiles = block_tiles(v.bits)
-    more = any(form.has(name) for form in (k, v) for name in ("zero", "fold", "shift"))
+    forms = [slots.form for slots in (k, v) if slots.form is not None]
+    more = any(form.has(name) for form in forms for name in ("zero", "shift"))
     if more and rows > MOST_MIXED_ROWS:
         return f"zeros or shifts and {rows} query rows of a KV head; {MOST_MIXED_ROWS} are covered"
-    for side, form in (("K", k), ("V", v)):
-        if not form.has("fold"):
-            continue
-        if rows > LEAST_ROWS:
-            scales = f"{side} has scales per channel"
-            return f"{scales} and {rows} query rows of a KV head; {LEAST_ROWS} are covered"
-        if tiles > 2 and sections_of(form, tiles) > 1:
-            groups = f"{side} has groups of {form.group} tokens beside V of {v.bits} bits"
-            return f"{groups}; {tiles * 32} are covered"
     return ""
 
 
 def _form_reason(side: str, form: SlotForm | None, order: str) -> str:
-    if form is not None and of_halves(form):
-        return _width_reason(side, form)
     if form is None or form.order != order or not whole_levels(form).whole:
         return f"{side} has no levels of whole numbers"
     if form.bits not in TOGETHER or (form.bits == 8 and not form.signed):
         return f"{side} has codes of {form.bits} bits"
+    if form.has("fold"):
+        return f"{side} has scales per channel"
     if not _known_fields(form, order):
         return f"{side} has more to it than scales, zeros and shifts"
-    if reason := _width_reason(side, form):
-        return reason
+    if form.dim > MOST_WIDTH or form.dim % 8:
+        return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
     least = _LEAST_GROUP[form.bits] if order == "token" else 32
     if groups_of(form) > 1 and (form.channels < least or form.channels & (form.channels - 1)):
         return f"{side} has scales for groups of {form.channels} channels"
-    return ""
-
-
-def _width_reason(side: str, form: SlotForm) -> str:
-    if form.dim > MOST_WIDTH or form.dim % 8:
-        return f"{side} is {form.dim} wide; multiples of 8 up to {MOST_WIDTH} are covered"
     return ""
 
 
@@ -128,17 +101,11 @@ def _known_fields(form: SlotForm, order: str) -> bool:
     """Return whether the kernel knows what stands beside the codes."""
     if any(form.has(name) for name in ("base", "mean", "step")):
         return False
-    if not form.has("fold") and not form.has("shift"):
+    if not form.has("shift"):
         return form.has("scale")
-    if order == "channel":
-        fits = form.has("scale") and not form.has("shift")
-    elif form.has("fold"):
-        fits = form.has("shift") and form.has("scale") == form.shift_scaled
-    else:
-        fits = form.has("scale") and not form.shift_scaled and not form.middle
-    zero = order == "token" and form.has("zero")
+    fits = order == "token" and form.has("scale") and not form.shift_scaled and not form.middle
     even = form.group % 32 == 0 and form.group & (form.group - 1) == 0
-    return fits and even and not zero and groups_of(form) == 1
+    return fits and even and not form.has("zero") and groups_of(form) == 1
 
 
 def fast_range(call: AttendCall) -> tuple[int | Tensor, int]:
@@ -191,10 +158,7 @@ def launch_of(k: SlotForm, v: SlotForm, rows: int, sizes: Set[int]) -> tuple[Cho
     inside = all(size % (tiles * 32) == 0 for size in sizes)
     if chosen is not None:
         return chosen, inside
-    chosen = choice(v.bits, rows, inside)
-    if of_halves(k) or of_halves(v) or (k.has("fold") and k.dim <= NARROW):
-        chosen = chosen._replace(registers=255)
-    return chosen, inside
+    return choice(v.bits, rows, inside), inside
 
 
 def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fast | None:

@@ -36,8 +36,6 @@ def groups_of(form: SlotForm) -> int:
 @triton.constexpr_function
 def level_worth(form: SlotForm) -> float:
     """Return what a level that a kernel multiplies is worth: 4-bit numbers are 16 times larger."""
-    if form.kind == "e4m3":
-        return 256.0
     return form.unit / 16 if form.bits == 4 and form.signed else form.unit
 
 

@@ -23,7 +23,7 @@ def query_digits(
     KV head (`g * queries + i`), KV heads. `worth`: what the product of a query and a level is
     multiplied by. `DIM`, `WIDTH`: channels, and the power of two that they are filled up to.
     `ROTATED`: whether K's slots are. `NUMBERS`, `logits`: where the rotated queries times `logits`
-    go, fp32 `[B, H_kv, G, DIM]`; or None, as DIGITS and UNITS may be.
+    go, fp32 `[B, H_kv, G, DIM]`; or None.
     """
     head, row = tl.program_id(0), tl.program_id(1)
     r, d = tl.arange(0, G), tl.arange(0, WIDTH)
@@ -38,13 +38,12 @@ def query_digits(
     if NUMBERS is not None:
         at = NUMBERS + base * (G * DIM) + (r * DIM)[:, None] + d[None, :]
         tl.store(at, x * logits, mask=tl.broadcast_to((d < DIM)[None, :], at.shape))
-    if DIGITS is not None:
-        unit = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) * (1.0 / 16256.0)
-        n = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
-        high = (n + 64) >> 7
-        place = tl.load(PLACES + d, mask=d < SPAN, other=0)
-        out = DIGITS + base * (2 * G * SPAN) + (r * (2 * SIZE))[:, None] + place[None, :]
-        kept = tl.broadcast_to((d < SPAN)[None, :], out.shape)
-        tl.store(out, high.to(tl.int8), mask=kept)
-        tl.store(out + SIZE, (n - high * 128).to(tl.int8), mask=kept)
-        tl.store(UNITS + base * G + r, unit * worth)
+    unit = tl.maximum(tl.max(tl.abs(x), 1), 1e-30) * (1.0 / 16256.0)
+    n = tl.floor(x / unit[:, None] + 0.5).to(tl.int32)
+    high = (n + 64) >> 7
+    place = tl.load(PLACES + d, mask=d < SPAN, other=0)
+    out = DIGITS + base * (2 * G * SPAN) + (r * (2 * SIZE))[:, None] + place[None, :]
+    kept = tl.broadcast_to((d < SPAN)[None, :], out.shape)
+    tl.store(out, high.to(tl.int8), mask=kept)
+    tl.store(out + SIZE, (n - high * 128).to(tl.int8), mask=kept)
+    tl.store(UNITS + base * G + r, unit * worth)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
-from kvpact.kernels.triton.halves import of_halves
 from kvpact.kernels.triton.operands import channel_places, groups_of, key_width, level_worth
 from kvpact.kernels.triton.query_digits import query_digits
 from kvpact.transforms import RandomHadamard
@@ -46,13 +45,11 @@ _tables: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 def table_words(slots: Slots) -> Tensor:
     """Return the table of levels `[4, 4]` int32: four words, with a copy for each of four threads.
 
-    Of numbers in two's complement, the first word has their top bits. Numbers of fp8 need none.
+    Of numbers in two's complement, the first word has their top bits.
     """
     form, levels = slots.form, slots.levels
     assert form is not None and levels is not None
     found = _tables.get(levels)
-    if of_halves(form):
-        return levels
     if found is None:
         if form.kind == "linear" and not form.signed:
             levels8 = torch.arange(1 << form.bits, dtype=torch.int64, device=levels.device)
@@ -72,13 +69,12 @@ class Queries(NamedTuple):
 
     - `digits`, `units`: int8 `[B, H_kv, groups, G, 2, width]`, two digits of each, and fp32
       `[B, H_kv, G]`, what a digit is worth in logits of base 2, with G rows, filled up; row
-      `g * q_len + i` is query i of the head's group g. None where K has scales per channel, or
-      numbers of fp8.
+      `g * q_len + i` is query i of the head's group g.
     - `numbers`: fp32 `[B, H_kv, G, D]`, in logits of base 2; None where nobody asks for them.
     """
 
-    digits: Tensor | None
-    units: Tensor | None
+    digits: Tensor
+    units: Tensor
     numbers: Tensor | None
 
 
@@ -94,14 +90,13 @@ def queries_of(
     rows = q_heads // kv_heads * queries
     count, size = max(power_of_two(rows), LEAST_ROWS), key_width(form)
     span = groups_of(form) * size
-    digits = units = numbers = None
-    if not form.has("fold") and not of_halves(form):
-        digits = q.new_empty(batch, kv_heads, groups_of(form), count, 2, size, dtype=torch.int8)
-        units = q.new_empty(batch, kv_heads, count, dtype=torch.float32)
-    if of_halves(form) or any(form.has(name) for name in ("fold", "shift", "zero")):
+    digits = q.new_empty(batch, kv_heads, groups_of(form), count, 2, size, dtype=torch.int8)
+    units = q.new_empty(batch, kv_heads, count, dtype=torch.float32)
+    numbers = None
+    if form.has("shift") or form.has("zero"):
         numbers = q.new_empty(batch, kv_heads, count, dim, dtype=torch.float32)
     rotated = isinstance(transform, RandomHadamard)
-    signs = numbers if units is None else units
+    signs = units
     if isinstance(transform, RandomHadamard):
         signs = random_signs(dim + transform.block, transform.seed, q.device)
     query_digits[kv_heads, batch](
