@@ -9,7 +9,7 @@ from kvpact.formats import TILE, CodesField
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.dense import check_out
 from kvpact.kernels.triton.decode_kernel import decode_tiles
-from kvpact.kernels.triton.forms import Places, SlotForm, places_of, slots_of
+from kvpact.kernels.triton.forms import Places, SlotForm, Slots, places_of, slots_of
 from kvpact.kernels.triton.trellis_decode import decode_keys
 from kvpact.kernels.triton.trellis_tables import key_tables
 from kvpact.methods import Codec
@@ -48,56 +48,28 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
     if not out.numel():
         return
     if isinstance(codec, TreatedKeys):
-        _decode_keys(codec, form, known.levels, places, start, end, out)
+        _decode_keys(codec, known, places, start, end, out)
         return
     signs, rotated = known.levels, isinstance(codec.transform, RandomHadamard)
     if isinstance(codec.transform, RandomHadamard):
         signs = random_signs(dim + codec.transform.block, codec.transform.seed, out.device)
     grid = (-(-end // TILE) - start // TILE, heads, batch)
     decode_tiles[grid](
-        places.table,
-        places.heads,
-        known.levels,
-        signs,
-        out,
-        *out.stride()[:3],
-        start,
-        end,
-        batch,
-        places.table.shape[2],
-        places.segment_tokens // TILE,
-        FORM=form,
-        DIM=dim,
-        INVERSE=inverse and rotated,
-        num_warps=_warps(form),
+        places.table, places.heads, known.levels, signs, out, *out.stride()[:3], start, end, batch,
+        places.table.shape[2], places.segment_tokens // TILE,
+        FORM=form, DIM=dim, INVERSE=inverse and rotated, num_warps=_warps(form),
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
 
 
 def _decode_keys(
-    codec: TreatedKeys,
-    form: SlotForm,
-    levels: Tensor,
-    places: Places,
-    start: int,
-    end: int,
-    out: Tensor,
+    codec: TreatedKeys, known: Slots, places: Places, start: int, end: int, out: Tensor
 ) -> None:
-    tables = key_tables(codec, codec.form, out.shape[1], out.device)
+    form, tables = known.form, key_tables(codec, codec.form, out.shape[1], out.device)
+    assert form is not None
     tiles = -(-end // TILE) - start // TILE
     decode_keys[tiles * len(codec.form.blocks), out.shape[1], out.shape[0]](
-        places.table,
-        places.heads,
-        levels,
-        *tables[:5],
-        out,
-        *out.stride()[:3],
-        start,
-        end,
-        out.shape[0],
-        places.table.shape[2],
-        places.segment_tokens // TILE,
-        FORM=form,
-        num_warps=_warps(form),
-        enable_fp_fusion=False,
-    )
+        places.table, places.heads, known.levels, *tables[:5], out, *out.stride()[:3], start, end,
+        out.shape[0], places.table.shape[2], places.segment_tokens // TILE,
+        FORM=form, num_warps=_warps(form), enable_fp_fusion=False,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvpact.kernels.triton.encode_codes import grid_between
 from kvpact.kernels.triton.encode_kernel import as_fp32, load_tokens
-from kvpact.kernels.triton.slots import units_of
+from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 
 CHANNELS = 32
@@ -23,7 +23,7 @@ def rotate_tokens(
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token, d = block * ROWS + tl.arange(0, ROWS), tl.arange(0, FORM.padded)
     live = token < tokens
-    x = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
+    x = load_tokens((X, x_row, x_head, x_token), row, head, token, live, FORM)
     y = rotated(x, SIGNS, ROWS, FORM.padded, FORM.dim)
     pair = tl.cast(row, tl.int64) * tl.num_programs(1) + head
     place = (pair * tokens + token) * FORM.dim
@@ -31,31 +31,18 @@ def rotate_tokens(
 
 
 @triton.jit
-def _store_group(
-    NAME: tl.constexpr, numbers, channel, position, TABLE, HEADS, row, head, tiles_per_segment,
-    batch, segments, FORM: tl.constexpr,
-):  # fmt: skip
-    """Store a number per channel, fp16, of the group that begins at a position."""
-    tile = position // 32
-    segment, unit = tile // tiles_per_segment, tile % tiles_per_segment * 32 // FORM.group
-    units = units_of(NAME, TABLE, HEADS, row, head, segment, batch, segments, FORM)
-    tl.store(units + unit * FORM.dim + channel, numbers, mask=channel < FORM.dim)
+def _store(NAME: tl.constexpr, numbers, channel, segment, tile, FORM: tl.constexpr):
+    """Store a number per channel, fp16, of the group that begins with a tile."""
+    unit = tile * 32 // FORM.group
+    place = units_of(NAME, segment, FORM) + unit * FORM.dim + channel
+    tl.store(place, numbers, mask=channel < FORM.dim)
 
 
 @triton.jit(do_not_specialize=["start", "tiles_per_segment", "batch", "segments"])
 def encode_groups(
-    X,
-    x_row,
-    x_head,
-    x_token,
-    TABLE,
-    HEADS,
-    start,
-    tiles_per_segment,
-    batch,
-    segments,
+    X, x_row, x_head, x_token, TABLE, HEADS, start, tiles_per_segment, batch, segments,
     FORM: tl.constexpr,
-):
+):  # fmt: skip
     """Store what a group of tokens of one row and head has per channel: a mean, or a grid.
 
     The grid has a program for every group and `CHANNELS` channels, head and row. Parameters as of
@@ -69,16 +56,14 @@ def encode_groups(
     place = first + token.to(tl.int64)[None, :] * x_token + channel[:, None]
     inside = tl.broadcast_to((channel < FORM.dim)[:, None], (_CHANNELS, FORM.group))
     x = as_fp32(tl.load(X + place, mask=inside, other=0.0))
-    position = start + group * FORM.group
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
+    segment, tile = segment_at(slots, (start + group * FORM.group) // 32)
     if FORM.kind == "channel":
         scale, zero = grid_between(tl.min(x, 1), tl.max(x, 1), FORM.bits)
-        _store_group("scale", scale, channel, position, TABLE, HEADS, row, head,
-                     tiles_per_segment, batch, segments, FORM)  # fmt: skip
-        _store_group("zero", zero, channel, position, TABLE, HEADS, row, head,
-                     tiles_per_segment, batch, segments, FORM)  # fmt: skip
+        _store("scale", scale, channel, segment, tile, FORM)
+        _store("zero", zero, channel, segment, tile, FORM)
     else:
         # A power of two divides without rounding, but for what is below the normal numbers.
         count = tl.full((_CHANNELS,), FORM.group, tl.float32)
         mean = tl.div_rn(tree_sum(x, _CHANNELS, FORM.group, FORM.group), count).to(tl.float16)
-        _store_group("mean", mean, channel, position, TABLE, HEADS, row, head,
-                     tiles_per_segment, batch, segments, FORM)  # fmt: skip
+        _store("mean", mean, channel, segment, tile, FORM)

@@ -14,7 +14,7 @@ from kvpact.kernels.triton.encode_codes import (
     symmetric,
 )
 from kvpact.kernels.triton.encode_store import store_codes, store_numbers
-from kvpact.kernels.triton.slots import by_group, units_of
+from kvpact.kernels.triton.slots import by_group, segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated
 
 LARGEST_HALF = tl.constexpr(65504.0)
@@ -30,43 +30,32 @@ def as_fp32(x):
 
 
 @triton.jit
-def load_tokens(
-    X, x_row, x_head, x_token, row, head, token, live, ROWS: tl.constexpr, FORM: tl.constexpr
-):
-    """Return tokens as fp32 `[ROWS, padded]`, 0 where there are none."""
+def load_tokens(x, row, head, token, live, FORM: tl.constexpr):
+    """Return tokens as fp32 `[ROWS, padded]`, 0 where there are none.
+
+    `x`: a pointer to the first row's first token, and the steps to the next row, head and token.
+    """
+    at, of_row, of_head, of_token = x
     d = tl.arange(0, FORM.padded)
-    first = tl.cast(row, tl.int64) * x_row + tl.cast(head, tl.int64) * x_head
-    place = first + token.to(tl.int64) * x_token
+    first = tl.cast(row, tl.int64) * of_row + tl.cast(head, tl.int64) * of_head
+    place = first + token.to(tl.int64) * of_token
     mask = live[:, None] & (d < FORM.dim)[None, :]
-    return as_fp32(tl.load(X + place[:, None] + d[None, :], mask=mask, other=0.0))
+    return as_fp32(tl.load(at + place[:, None] + d[None, :], mask=mask, other=0.0))
 
 
 @triton.jit
-def _with_groups(
-    y,
-    TABLE,
-    HEADS,
-    row,
-    head,
-    segment,
-    batch,
-    segments,
-    tile,
-    FORM: tl.constexpr,
-):
+def _on_grids(y, segment, tile, FORM: tl.constexpr):
     """Return codes on the grids that stand in the slots already."""
-    scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-    zero = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-    step = by_group(scale, tile, 0, FORM.padded, FORM)
-    begin = by_group(zero, tile, 0, FORM.padded, FORM)
+    step = by_group(units_of("scale", segment, FORM), tile, 0, FORM.padded, FORM)
+    begin = by_group(units_of("zero", segment, FORM), tile, 0, FORM.padded, FORM)
     return on_grid(y, begin, reciprocal(step), (1 << FORM.bits) - 1)
 
 
 @triton.jit
-def _coded(y, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM: tl.constexpr):
+def _coded(y, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return codes, scale and zero `[ROWS, padded_groups]` of tokens that stand for themselves."""
     if FORM.kind == "codebook":
-        codes, scale = codebook(y, BOUNDARIES, LEVELS, ROWS, FORM)
+        codes, scale = codebook(y, tables[1], tables[2], ROWS, FORM)
         scale = scale[:, None]
         zero = scale
     elif FORM.kind == "symmetric":
@@ -90,10 +79,11 @@ def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM: tl.constexpr):
+def can_not_encode(x, live, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
     """Return 1 if one of live tokens, fp32 `[ROWS, padded]`, can't be encoded, else 0.
 
-    Only tokens beyond the limit have to be encoded to know.
+    Only tokens beyond the limit have to be encoded to know. `tables`: signs, boundaries and levels
+    (see `EncodeTables`).
     """
     beyond = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
     bad = tl.max(tl.max(beyond, 1), 0)
@@ -101,8 +91,8 @@ def can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM:
         if bad > 0:
             known = tl.where(tl.abs(x) < float("inf"), 0, 1)
             if FORM.rotates:
-                x = rotated(x, SIGNS, ROWS, FORM.padded, FORM.dim)
-            _, scale, zero = _coded(x, BOUNDARIES, LEVELS, ROWS, FORM)
+                x = rotated(x, tables[0], ROWS, FORM.padded, FORM.dim)
+            _, scale, zero = _coded(x, tables, ROWS, FORM)
             GROUPS: tl.constexpr = FORM.padded_groups
             COUNT: tl.constexpr = FORM.groups
             bad = tl.max(tl.max(known, 1), 0)
@@ -113,91 +103,58 @@ def can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, ROWS: tl.constexpr, FORM:
 
 @triton.jit
 def encode_rows(
-    X,
-    x_row,
-    x_head,
-    x_token,
-    TABLE,
-    HEADS,
-    SIGNS,
-    BOUNDARIES,
-    LEVELS,
-    position,
-    start,
-    tokens,
-    tiles_per_segment,
-    row,
-    head,
-    batch,
-    segments,
-    ROWS: tl.constexpr,
-    FORM: tl.constexpr,
+    x, slots, tables, row, head, position, start, tokens, ROWS: tl.constexpr, FORM: tl.constexpr
 ):
-    """Encode the tokens at `ROWS` positions, a multiple of `ROWS` the first one."""
+    """Encode the tokens at `ROWS` positions, a multiple of `ROWS` the first one.
+
+    `x`: as of `load_tokens`; `slots`: as of `segment_at`; `tables`: as of `can_not_encode`.
+    """
     token = position - start + tl.arange(0, ROWS)
     live = (token >= 0) & (token < tokens)
-    segment = position // 32 // tiles_per_segment
-    tile, first = position // 32 % tiles_per_segment, position % 32
-    y = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
+    segment, tile = segment_at(slots, position // 32)
+    first = position % 32
+    y = load_tokens(x, row, head, token, live, FORM)
     if FORM.rotates and not FORM.staged:
-        y = rotated(y, SIGNS, ROWS, FORM.padded, FORM.dim)
+        y = rotated(y, tables[0], ROWS, FORM.padded, FORM.dim)
     if FORM.kind == "channel":
-        codes = _with_groups(y, TABLE, HEADS, row, head, segment, batch, segments, tile, FORM)
+        codes = _on_grids(y, segment, tile, FORM)
     else:
         if FORM.staged:
-            mean = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-            y = y - by_group(mean, tile, 0, FORM.padded, FORM)
-        codes, scale, zero = _coded(y, BOUNDARIES, LEVELS, ROWS, FORM)
+            y = y - by_group(units_of("mean", segment, FORM), tile, 0, FORM.padded, FORM)
+        codes, scale, zero = _coded(y, tables, ROWS, FORM)
         GROUPS: tl.constexpr = FORM.padded_groups
         COUNT: tl.constexpr = FORM.groups
         if FORM.scaled:
-            units = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+            units = units_of("scale", segment, FORM)
             store_numbers(units, tile, scale, first, live, COUNT, ROWS, GROUPS)
         if FORM.kind == "affine":
-            units = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+            units = units_of("zero", segment, FORM)
             store_numbers(units, tile, zero, first, live, COUNT, ROWS, GROUPS)
-    units = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-    store_codes(units, tile, codes, first, live, ROWS, FORM)
+    store_codes(units_of("codes", segment, FORM), tile, codes, first, live, ROWS, FORM)
 
 
 @triton.jit(do_not_specialize=["start", "tokens", "tiles_per_segment", "batch", "segments"])
 def encode_tokens(
-    X,
-    x_row,
-    x_head,
-    x_token,
-    TABLE,
-    HEADS,
-    SIGNS,
-    BOUNDARIES,
-    LEVELS,
-    start,
-    tokens,
-    tiles_per_segment,
-    batch,
-    segments,
-    ROWS: tl.constexpr,
-    SPAN: tl.constexpr,
-    FORM: tl.constexpr,
-):
+    X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, start, tokens,
+    tiles_per_segment, batch, segments, ROWS: tl.constexpr, SPAN: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
     """Encode the tokens of one row and head that stand at `SPAN` positions, `ROWS` at a time.
 
     The grid has as many programs as spans that the tokens may be in, heads and rows.
 
     `X`: to the first token: fp32, fp16 or bf16. Rotated ones where `FORM.staged`. `x_row`,
-    `x_head`, `x_token`: strides of `X`, in numbers. `TABLE`, `HEADS`, `batch`, `segments`: of
-    `SLOT_FIELDS`; see `slots.field`. `SIGNS`, `BOUNDARIES`, `LEVELS`: see `EncodeTables`. `start`:
-    position of the first token, counted from the first of the segments. `ROWS`, `SPAN`: powers of
-    two up to 32.
+    `x_head`, `x_token`: strides of `X`, in numbers. `TABLE`, `HEADS`, `batch`, `segments`,
+    `tiles_per_segment`: of `SLOT_FIELDS`; see `slots.segment_at`. `SIGNS`, `BOUNDARIES`, `LEVELS`:
+    see `EncodeTables`. `start`: position of the first token, counted from the first of the
+    segments. `ROWS`, `SPAN`: powers of two up to 32.
     """
     head, row = tl.program_id(1), tl.program_id(2)
+    x, tables = (X, x_row, x_head, x_token), (SIGNS, BOUNDARIES, LEVELS)
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
     span = start // SPAN + tl.program_id(0)
     low = tl.maximum(span * SPAN, start) // ROWS * ROWS
     for position in range(low, tl.minimum(span * SPAN + SPAN, start + tokens), ROWS):
-        encode_rows(
-            X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, position,
-            start, tokens, tiles_per_segment, row, head, batch, segments, ROWS, FORM,
-        )  # fmt: skip
+        encode_rows(x, slots, tables, row, head, position, start, tokens, ROWS, FORM)
         # Another thread may go on with the same words.
         if SPAN != ROWS:
             tl.debug_barrier()
@@ -205,22 +162,13 @@ def encode_tokens(
 
 @triton.jit(do_not_specialize=["tokens"])
 def check_tokens(
-    X,
-    x_row,
-    x_head,
-    x_token,
-    SIGNS,
-    BOUNDARIES,
-    LEVELS,
-    GOOD,
-    tokens,
-    ROWS: tl.constexpr,
+    X, x_row, x_head, x_token, SIGNS, BOUNDARIES, LEVELS, GOOD, tokens, ROWS: tl.constexpr,
     FORM: tl.constexpr,
-):
+):  # fmt: skip
     """Store 0 to `GOOD`, int8, where a token can't be encoded; parameters as of `encode_tokens`."""
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = block * ROWS + tl.arange(0, ROWS)
     live = token < tokens
-    x = load_tokens(X, x_row, x_head, x_token, row, head, token, live, ROWS, FORM)
-    bad = can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, ROWS, FORM)
+    x = load_tokens((X, x_row, x_head, x_token), row, head, token, live, FORM)
+    bad = can_not_encode(x, live, (SIGNS, BOUNDARIES, LEVELS), ROWS, FORM)
     tl.store(GOOD, 0, mask=bad != 0)

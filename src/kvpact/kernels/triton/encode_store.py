@@ -18,18 +18,14 @@ def plane_of(codes, PLANE: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _plane_of_tokens(
-    words,
-    part,
-    inside,
-    live,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    FORM: tl.constexpr,
+    words, codes, inside, live, PLANE: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr
 ):
     """Store a plane of codes `[ROWS, padded]` where a word holds channels of one token."""
+    WIDTH: tl.constexpr = FORM.plane_width(PLANE)
+    FIRST: tl.constexpr = FORM.plane_words(PLANE)
     PER: tl.constexpr = 32 // WIDTH
     COUNT: tl.constexpr = FORM.padded // PER
+    part = plane_of(codes, PLANE, FORM)
     shifts = (tl.arange(0, PER) * WIDTH)[None, None, :]
     joined = tl.sum(part.reshape(ROWS, COUNT, PER) << shifts, 2)
     w = tl.arange(0, COUNT)
@@ -40,22 +36,18 @@ def _plane_of_tokens(
 
 @triton.jit
 def _plane_of_channels(
-    words,
-    part,
-    first,
-    SHIFT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    FORM: tl.constexpr,
+    words, codes, first, PLANE: tl.constexpr, ROWS: tl.constexpr, FORM: tl.constexpr
 ):
     """Add a plane of codes `[ROWS, padded]` where a word holds tokens of one channel."""
+    WIDTH: tl.constexpr = FORM.plane_width(PLANE)
     PER: tl.constexpr = 32 // WIDTH
     TOKENS: tl.constexpr = ROWS if ROWS < PER else PER
     COUNT: tl.constexpr = ROWS // TOKENS
+    part = plane_of(codes, PLANE, FORM)
     d = tl.arange(0, FORM.padded)
     shifts = ((first % PER + tl.arange(0, TOKENS)) * WIDTH)[None, :, None]
     joined = tl.sum(part.reshape(COUNT, TOKENS, FORM.padded) << shifts, 1)
-    r = SHIFT + first // PER + tl.arange(0, COUNT)
+    r = FORM.plane_shift(PLANE) + first // PER + tl.arange(0, COUNT)
     place = words + (r * FORM.dim)[:, None] + d[None, :]
     inside = (d < FORM.dim)[None, :]
     tl.store(place, tl.load(place, mask=inside, other=0) | joined, mask=inside)
@@ -78,41 +70,17 @@ def store_codes(units, tile, codes, first, live, ROWS: tl.constexpr, FORM: tl.co
         codes = tl.where(mask, codes, 0)
         words = units + tile * (FORM.words * 32)
         for plane in tl.static_range(FORM.plane_count()):
-            _plane_of_tokens(
-                words,
-                plane_of(codes, plane, FORM),
-                inside,
-                live,
-                FORM.plane_words(plane),
-                FORM.plane_width(plane),
-                ROWS,
-                FORM,
-            )
+            _plane_of_tokens(words, codes, inside, live, plane, ROWS, FORM)
     else:
         codes = tl.where(mask, codes, 0)
         words = units + tile * (FORM.bits * FORM.dim)
         for plane in tl.static_range(FORM.plane_count()):
-            _plane_of_channels(
-                words,
-                plane_of(codes, plane, FORM),
-                first,
-                FORM.plane_shift(plane),
-                FORM.plane_width(plane),
-                ROWS,
-                FORM,
-            )
+            _plane_of_channels(words, codes, first, plane, ROWS, FORM)
 
 
 @triton.jit
 def store_numbers(
-    units,
-    tile,
-    numbers,
-    first,
-    live,
-    COUNT: tl.constexpr,
-    ROWS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    units, tile, numbers, first, live, COUNT: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr
 ):
     """Store the first `COUNT` of fp16 numbers `[ROWS, GROUPS]` of tokens; units `[COUNT, 32]`."""
     g = tl.arange(0, GROUPS)

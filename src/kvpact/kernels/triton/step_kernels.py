@@ -113,11 +113,12 @@ def _can_not_hold(x, live, S: tl.constexpr):
 
 
 @triton.jit
-def _take(
-    ROWS, good, keeps, X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, new,
-    tiles, head, row, batch, segments, S: tl.constexpr,
-):  # fmt: skip
-    """Take the tokens of a stream, row and head that stand at the positions of a program."""
+def _take(ROWS, good, keeps, x, slots, tables, row, head, new, S: tl.constexpr):
+    """Take the tokens of a stream, row and head that stand at the positions of a program.
+
+    `x`, `slots`, `tables`: as of `encode_rows`.
+    """
+    X, x_row, x_head, x_token = x
     if (tl.program_id(0) == 0) & (head == 0):
         place = ROWS + row * COLUMNS + S.new
         tl.store(place, X.to(tl.int64) + row.to(tl.int64) * x_row * S.size)
@@ -134,16 +135,13 @@ def _take(
         given = tl.load(at, mask=live[:, None] & (d < S.form.dim)[None, :], other=0.0)
         if keeps != 0:
             _keep(ROWS, given, row, head, position, live, d, S)
-        x = as_fp32(given)
-        bad = _can_not_hold(x, live, S)
+        numbers = as_fp32(given)
+        bad = _can_not_hold(numbers, live, S)
         if not S.unbounded:
-            bad = bad | can_not_encode(x, live, SIGNS, BOUNDARIES, LEVELS, S.rows, S.form)
+            bad = bad | can_not_encode(numbers, live, tables, S.rows, S.form)
         tl.store(good, 0, mask=bad != 0)
         if S.encodes:
-            encode_rows(
-                X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, position,
-                start, new, tiles, row, head, batch, segments, S.rows, S.form,
-            )  # fmt: skip
+            encode_rows(x, slots, tables, row, head, position, start, new, S.rows, S.form)
             # Another thread may go on with the same words.
             if S.span != S.rows:
                 tl.debug_barrier()
@@ -191,13 +189,15 @@ def take_tokens(
     good = tl.load(FLAGS).to(tl.pointer_type(tl.int8))
     if side == 0:
         _take(
-            ROWS, good, tl.load(FLAGS + 1), K, k_row, k_head, k_token, K_TABLE, K_HEADS, K_SIGNS,
-            K_BOUNDARIES, K_LEVELS, new, k_tiles, head, row, batch, k_segments, K_SIDE,
+            ROWS, good, tl.load(FLAGS + 1), (K, k_row, k_head, k_token),
+            (K_TABLE, K_HEADS, row, head, batch, k_segments, k_tiles),
+            (K_SIGNS, K_BOUNDARIES, K_LEVELS), row, head, new, K_SIDE,
         )  # fmt: skip
     elif side == 1:
         _take(
-            ROWS, good, tl.load(FLAGS + 2), V, v_row, v_head, v_token, V_TABLE, V_HEADS, V_SIGNS,
-            V_BOUNDARIES, V_LEVELS, new, v_tiles, head, row, batch, v_segments, V_SIDE,
+            ROWS, good, tl.load(FLAGS + 2), (V, v_row, v_head, v_token),
+            (V_TABLE, V_HEADS, row, head, batch, v_segments, v_tiles),
+            (V_SIGNS, V_BOUNDARIES, V_LEVELS), row, head, new, V_SIDE,
         )  # fmt: skip
     else:
         _check_queries(good, Q, q_row, q_head, q_token, queries, groups, head, row, Q_DIM, Q_WIDTH)

@@ -26,7 +26,7 @@ from kvpact.kernels.triton.columns import (
     of_row,
 )
 from kvpact.kernels.triton.forms import SlotForm
-from kvpact.kernels.triton.slots import field, pointer_to, tile_numbers
+from kvpact.kernels.triton.slots import pointer_to, segment_at, tile_numbers, units_of
 from kvpact.kernels.triton.trellis import e5m3, step_numbers, tile_words
 from kvpact.kernels.triton.trellis_bases import base_logits
 
@@ -133,14 +133,14 @@ def exact_tokens(ROWS, row, head, tile, channel, S: tl.constexpr):
 
 
 @triton.jit
-def _slots(ROWS, row, tile, S: tl.constexpr):
-    """Return what tells where a row's slots lie, and the tile in its segment."""
+def _segment(ROWS, row, head, tile, S: tl.constexpr):
+    """Return where the segment of a tile lies, for `units_of`, and the tile in it."""
     table = of_row(ROWS, row, S.slots).to(tl.pointer_type(tl.int64))
     heads = of_row(ROWS, row, S.slots + 1).to(tl.pointer_type(tl.int64))
     slot_row, slot_rows = of_row(ROWS, row, S.slots + 2), of_row(ROWS, row, S.slots + 3)
     segments = of_row(ROWS, row, S.slots + 4)
     tiles = count_of_row(ROWS, row, S.slots + 5) // TILE
-    return table, heads, slot_row, tile // tiles, slot_rows, segments, tile % tiles
+    return segment_at((table, heads, slot_row, head, slot_rows, segments, tiles), tile)
 
 
 @triton.jit
@@ -149,15 +149,6 @@ def _is_packed(ROWS, row, tile, S: tl.constexpr):
     tokens = tile * TILE + tl.arange(0, TILE)
     packed = tokens < count_of_row(ROWS, row, S.exact_from)
     return packed & ~_is_sink(ROWS, row, tokens, S)
-
-
-@triton.jit
-def _unit(FORM: tl.constexpr, NAME: tl.constexpr, place, head):
-    """Return a pointer to a field's units of a segment and head; `place` is from `_slots`."""
-    table, heads, slot_row, segment, slot_rows, segments, _ = place
-    INDEX: tl.constexpr = FORM.index_of(NAME)
-    TYPE: tl.constexpr = FORM.type_of(NAME)
-    return field(table, heads, INDEX, slot_row, head, segment, slot_rows, segments, TYPE)
 
 
 @triton.jit
@@ -175,12 +166,8 @@ def _of_packed(x, ROWS, row, tile, S: tl.constexpr):
 @triton.jit
 def packed_tokens(ROWS, row, head, LEVELS, tile, first, COUNT: tl.constexpr, S: tl.constexpr):
     """Return COUNT channels of a tile's packed tokens, `[32, COUNT]`, still transformed."""
-    FORM: tl.constexpr = S.form
-    table, heads, slot_row, segment, slot_rows, segments, inside = _slots(ROWS, row, tile, S)
-    x = tile_numbers(
-        table, heads, LEVELS, slot_row, head, segment, inside, slot_rows, segments, first, COUNT,
-        FORM,
-    )  # fmt: skip
+    segment, inside = _segment(ROWS, row, head, tile, S)
+    x = tile_numbers(segment, LEVELS, inside, first, COUNT, S.form)
     return _of_packed(x, ROWS, row, tile, S)
 
 
@@ -190,10 +177,10 @@ def packed_steps(
 ):
     """Return some channels of one block of a tile's packed trellises, `[32, channels]`."""
     FORM: tl.constexpr = S.form
-    place = _slots(ROWS, row, tile, S)
-    inside = tl.cast(place[6], tl.int64)
-    n = e5m3(tl.load(_unit(FORM, "scale", place, head) + inside * 32 + tl.arange(0, 32)))
-    words = tile_words(_unit(FORM, "codes", place, head), inside, FORM)
+    segment, inside = _segment(ROWS, row, head, tile, S)
+    inside = tl.cast(inside, tl.int64)
+    n = e5m3(tl.load(units_of("scale", segment, FORM) + inside * 32 + tl.arange(0, 32)))
+    words = tile_words(units_of("codes", segment, FORM), inside, FORM)
     x = step_numbers(words, n, LEVELS, channel, there, FORM, INDEX, 1)
     return _of_packed(x, ROWS, row, tile, S)
 
@@ -202,11 +189,10 @@ def packed_steps(
 def packed_bases(ROWS, row, head, tile, q, first, channel, S: tl.constexpr):
     """Return what the bases of a tile's packed tokens add to logits, `[rows, 32]`."""
     FORM: tl.constexpr = S.form
-    place = _slots(ROWS, row, tile, S)
-    flags = _unit(FORM, "base", place, head)
+    segment, inside = _segment(ROWS, row, head, tile, S)
+    flags = units_of("base", segment, FORM)
+    mean, step = flags, flags
     if FORM.has("mean"):
-        mean, step = _unit(FORM, "mean", place, head), _unit(FORM, "step", place, head)
-        logits = base_logits(flags, mean, step, q, first, place[6], channel, FORM)
-    else:
-        logits = base_logits(flags, flags, flags, q, first, place[6], channel, FORM)
+        mean, step = units_of("mean", segment, FORM), units_of("step", segment, FORM)
+    logits = base_logits(flags, mean, step, q, first, inside, channel, FORM)
     return tl.where(_is_packed(ROWS, row, tile, S)[None, :], logits, 0.0)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.casts import saturated
-from kvpact.kernels.triton.slots import units_of
+from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated_back
 from kvpact.kernels.triton.trellis import e5m3, step_numbers, tile_words
 from kvpact.kernels.triton.trellis_bases import FIRST, MEAN, base_flags
@@ -51,39 +51,22 @@ def _rotated_back(words, n, LEVELS, SIGNS, deviation, FORM: tl.constexpr, INDEX:
 
 @triton.jit(do_not_specialize=["start", "end", "batch", "segments", "tiles_per_segment"])
 def decode_keys(
-    TABLE,
-    HEADS,
-    LEVELS,
-    SIGNS,
-    ORDER,
-    WEIGHT,
-    FIRST_KEY,
-    DEVIATION,
-    OUT,
-    out_row,
-    out_head,
-    out_token,
-    start,
-    end,
-    batch,
-    segments,
-    tiles_per_segment,
-    FORM: tl.constexpr,
-):
+    TABLE, HEADS, LEVELS, SIGNS, ORDER, WEIGHT, FIRST_KEY, DEVIATION, OUT, out_row, out_head,
+    out_token, start, end, batch, segments, tiles_per_segment, FORM: tl.constexpr,
+):  # fmt: skip
     """Decode a block of channels of a tile of 32 tokens of one row and head.
 
     The grid has a program for every block of every tile, head and row.
 
-    `TABLE`, `HEADS`, `LEVELS`, `batch`, `segments`, `FORM`: as of `tile_numbers`; `SIGNS`, `ORDER`,
-    `WEIGHT`, `FIRST_KEY`, `DEVIATION`: as in `KeyTables`; `OUT`, `out_row`, `out_head`,
-    `out_token`, `start`, `end`, `tiles_per_segment`: as of `decode_tiles`.
+    `SIGNS`, `ORDER`, `WEIGHT`, `FIRST_KEY`, `DEVIATION`: as in `KeyTables`; all else: as of
+    `decode_tiles`.
     """
     BLOCKS: tl.constexpr = len(FORM.trellis.blocks)
     block, head, row = tl.program_id(0) % BLOCKS, tl.program_id(1), tl.program_id(2)
     tile = start // 32 + tl.program_id(0) // BLOCKS
-    segment, inside = tile // tiles_per_segment, tile % tiles_per_segment
-    codes = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-    scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
+    segment, inside = segment_at(slots, tile)
+    codes, scale = units_of("codes", segment, FORM), units_of("scale", segment, FORM)
     n = e5m3(tl.load(scale + inside * 32 + tl.arange(0, 32)))
     words = tile_words(codes, inside, FORM)
     token = tile * 32 + tl.arange(0, 32)
@@ -91,11 +74,9 @@ def decode_keys(
     out = OUT + tl.cast(row, tl.int64) * out_row + tl.cast(head, tl.int64) * out_head
     out += ((token - start).to(tl.int64) * out_token)[:, None]
     if FORM.has("base"):
-        flags = units_of("base", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        flag = base_flags(flags, inside)[:, None]
+        flag = base_flags(units_of("base", segment, FORM), inside)[:, None]
     if FORM.has("mean"):
-        means = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        steps = units_of("step", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        means, steps = units_of("mean", segment, FORM), units_of("step", segment, FORM)
         group = inside * 32 // FORM.trellis.center
         step = tl.load(steps + group).to(tl.float32)
     for i in tl.static_range(BLOCKS):
@@ -105,8 +86,8 @@ def decode_keys(
             deviation = tl.load(DEVIATION + head * BLOCKS + i)
             signs = SIGNS + block_signs(FORM.trellis, i)
             y = _rotated_back(words, n, LEVELS, signs, deviation, FORM, i)
-            at = head * FORM.dim + block_begin(FORM.trellis, i) + place
-            channel = tl.load(ORDER + at, mask=there, other=0)
+            sorted_at = head * FORM.dim + block_begin(FORM.trellis, i) + place
+            channel = tl.load(ORDER + sorted_at, mask=there, other=0)
             weight = tl.load(WEIGHT + head * FORM.dim + channel)
             y = tl.div_rn(y, tl.broadcast_to(weight[None, :], y.shape))
             if FORM.has("mean"):
@@ -115,8 +96,5 @@ def decode_keys(
             if FORM.has("base"):
                 first = tl.load(FIRST_KEY + head * FORM.dim + channel)
                 y = tl.where(flag == FIRST, y + first[None, :], y)
-            tl.store(
-                out + channel[None, :],
-                saturated(y, OUT.dtype.element_ty),
-                mask=live[:, None] & there[None, :],
-            )
+            y = saturated(y, OUT.dtype.element_ty)
+            tl.store(out + channel[None, :], y, mask=live[:, None] & there[None, :])

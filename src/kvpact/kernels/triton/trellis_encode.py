@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.encode_kernel import as_fp32
-from kvpact.kernels.triton.slots import units_of
+from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import rotated, tree_sum
 from kvpact.kernels.triton.trellis import e5m3
 from kvpact.kernels.triton.trellis_bases import FIRST, MEAN, base_flags, chosen_bases, distance
@@ -75,13 +75,14 @@ def treat_tokens(
     head, row = tl.program_id(1), tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
     tile, token, live = tile_tokens(position, tokens)
-    segment, tile = tile // tiles_per_segment, tile % tiles_per_segment
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
+    segment, tile = segment_at(slots, tile)
     X += tl.cast(row, tl.int64) * x_row + tl.cast(head, tl.int64) * x_head
     X += (token.to(tl.int64) * x_token)[:, None]
     numbers = NUMBERS + own_memory(FORM.dim * 32, tl.num_programs(1))
     lane, d = tl.arange(0, 32), tl.arange(0, FORM.padded)
     if FORM.bases:
-        units = units_of("base", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+        units = units_of("base", segment, FORM)
         if FORM.trellis.center == 0:
             inside = (d < FORM.dim)[None, :] & live[:, None]
             x = as_fp32(tl.load(X + d[None, :], mask=inside, other=0.0))
@@ -92,8 +93,7 @@ def treat_tokens(
             store_flags(units, tile, flag, live)
         else:
             flag = base_flags(units, tile)
-            means = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-            steps = units_of("step", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+            means, steps = units_of("mean", segment, FORM), units_of("step", segment, FORM)
             group = tile * 32 // FORM.trellis.center
             step = tl.load(steps + group).to(tl.float32)
     for i in tl.static_range(len(FORM.trellis.blocks)):
@@ -131,7 +131,7 @@ def treat_tokens(
     bits = size.to(tl.int32, bitcast=True)
     byte = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - 888
     byte = tl.minimum(tl.maximum(byte, 0), 255)
-    scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    scale = units_of("scale", segment, FORM)
     tl.store(scale + tile * 32 + lane, byte.to(tl.uint8), mask=live)
 
 
@@ -157,8 +157,9 @@ def search_codes(
     head, row = tl.program_id(1) % heads, tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
     tile, _, live = tile_tokens(position, tokens)
-    segment, tile = tile // tiles_per_segment, tile % tiles_per_segment
-    scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
+    segment, tile = segment_at(slots, tile)
+    scale = units_of("scale", segment, FORM)
     n = e5m3(tl.load(scale + tile * 32 + tl.arange(0, 32)))
     empty = (n == 0.0) | ~live
     safe = tl.where(n == 0.0, 1.0, n)
@@ -282,8 +283,9 @@ def store_codes(
     head, row = tl.program_id(1), tl.program_id(2)
     position = first_position(HELD, held_row, start, row, BEHIND)
     tile, _, live = tile_tokens(position, tokens)
-    segment, tile = tile // tiles_per_segment, tile % tiles_per_segment
-    units = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
+    segment, tile = segment_at(slots, tile)
+    units = units_of("codes", segment, FORM)
     words = units + tile * (FORM.words * 32 if FORM.order == "token" else FORM.bits * FORM.dim)
     codes = CODES + own_memory(FORM.dim * 32, tl.num_programs(1))
     if FORM.order == "token":

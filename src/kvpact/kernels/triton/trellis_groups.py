@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.encode_kernel import as_fp32
-from kvpact.kernels.triton.slots import units_of
+from kvpact.kernels.triton.slots import segment_at, units_of
 from kvpact.kernels.triton.transforms import tree_sum
 from kvpact.kernels.triton.trellis_bases import chosen_bases, distance
 from kvpact.kernels.triton.trellis_encode import store_flags
@@ -106,14 +106,14 @@ def choose_bases(
     size = step.to(tl.float32)
     whole = _whole(tl.load(MEANS + d, mask=there, other=0.0), size)
 
-    tile = (start + group * GROUP) // 32
-    segment, tile = tile // tiles_per_segment, tile % tiles_per_segment
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
+    segment, tile = segment_at(slots, (start + group * GROUP) // 32)
     unit = tile * 32 // GROUP
-    means = units_of("mean", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    means = units_of("mean", segment, FORM)
     tl.store(means + unit * FORM.dim + d, whole.to(tl.int8), mask=there)
-    steps = units_of("step", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    steps = units_of("step", segment, FORM)
     tl.store(steps + unit, step)
-    flags = units_of("base", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    flags = units_of("base", segment, FORM)
     mean = whole * size
     for chunk in range(GROUP // 32):
         x, far, to_first = _tokens(X, x_token, first, weight, chunk, FORM)
