@@ -63,7 +63,7 @@ BOUNDS = {
     "take_tokens": EXACT,
     "treat_tokens": EXACT,
 }
-"""By kernel, but for the two fast ones, whose bounds are those of their variants."""
+"""By kernel, but for the fast one, whose bounds are those of its variants."""
 
 _INSTRUCTIONS = {4: 28, 8: 28, 16: 40}
 """Of `attend_digits`, by query rows, of up to 128 channels."""
@@ -85,7 +85,7 @@ def _digits(launch: Launch) -> Bounds:
 
 
 _OF_TRELLISES = {2: 29, 3: 37, 4: 48, 5: 80, 6: 134}
-"""Instructions of `attend_trellises`, by bits, of 4 query rows and up to 128 channels."""
+"""Instructions over trellises, by bits, of 4 query rows and up to 128 channels."""
 
 
 def _trellises(launch: Launch) -> Bounds:
@@ -100,13 +100,11 @@ def _trellises(launch: Launch) -> Bounds:
     )
 
 
-_BY_VARIANT = {"attend_digits": _digits, "attend_trellises": _trellises}
-
-
 def bounds_of(launch: Launch) -> Bounds:
     """Return the bounds of what a launch compiles."""
-    found = _BY_VARIANT.get(launch.name)
-    return found(launch) if found else BOUNDS[launch.name]
+    if launch.name != "attend_digits":
+        return BOUNDS[launch.name]
+    return _trellises(launch) if launch.constants["K"].kind == "trellis" else _digits(launch)
 
 
 def problems(found: Facts, bounds: Bounds) -> list[str]:

@@ -111,7 +111,7 @@ FAST = ["prepare_queries", "attend_general", "query_digits", "attend_digits"]
         # Tokens leave the window in other steps; queries for K are products that torch computes.
         pytest.param(
             "trellis:bits=4,window=2",
-            ["take_tokens", *FAST[:3], "attend_trellises", "merge_parts"],
+            ["take_tokens", *FAST, "merge_parts"],
             9,
             marks=pytest.mark.slow,
         ),

@@ -17,25 +17,14 @@ from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.kernels.sources import Segment
 from kvpact.kernels.torch.encode import TorchEncoder
-from kvpact.kernels.triton.encode_form import (
-    EncodeForm,
-    EncodeTables,
-    encode_reason,
-    tables_of,
-)
+from kvpact.kernels.triton.encode_form import EncodeForm, EncodeTables, encode_reason, tables_of
 from kvpact.kernels.triton.encode_slots import EncodeSlots, slots_at, where_lie
 from kvpact.kernels.triton.encode_trellis import encode_trellis
 from kvpact.kernels.triton.forms import on_device
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
 
-__all__ = [
-    "EncodeSlots",
-    "TritonEncoder",
-    "encode_at",
-    "encode_reason",
-    "encoded_alone",
-]
+__all__ = ["EncodeSlots", "TritonEncoder", "encode_at", "encode_reason", "encoded_alone"]
 
 _NUMBERS = 2048
 """Numbers of the tokens that a program has in its registers at a time."""
@@ -176,19 +165,9 @@ def _encode_tokens(x: Tensor, tables: EncodeTables, slots: EncodeSlots, start: i
     form, (batch, heads, tokens, _) = tables.form, x.shape
     span = span_of(form, tokens)
     encode_tokens[(start + tokens - 1) // span - start // span + 1, heads, batch](
-        x,
-        *x.stride()[:3],
-        slots.table,
-        slots.heads,
-        *tables[2:],
-        start,
-        tokens,
-        slots.tiles,
-        batch,
-        slots.segments,
-        SPAN=span,
-        **_variant(form, tokens),
-    )
+        x, *x.stride()[:3], slots.table, slots.heads, *tables[2:], start, tokens, slots.tiles,
+        batch, slots.segments, SPAN=span, **_variant(form, tokens),
+    )  # fmt: skip
 
 
 def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
@@ -210,15 +189,6 @@ def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) 
     batch, heads, tokens, _ = x.shape
     chunks = -(-form.dim // CHANNELS)
     encode_groups[(tokens // form.group * chunks, heads, batch)](
-        x,
-        *x.stride()[:3],
-        slots.table,
-        slots.heads,
-        start,
-        slots.tiles,
-        batch,
-        slots.segments,
-        FORM=form,
-        num_warps=4,
-        **_EXACT,
-    )
+        x, *x.stride()[:3], slots.table, slots.heads, start, slots.tiles, batch, slots.segments,
+        FORM=form, num_warps=4, **_EXACT,
+    )  # fmt: skip

@@ -24,7 +24,8 @@ from kvpact.kernels.triton.tables import (
 )
 from kvpact.kernels.triton.tiles import TOGETHER
 from kvpact.kernels.triton.trellis_fast import (
-    attend_trellis,
+    level_table,
+    treated_queries,
     trellis_choice,
     trellis_reason,
 )
@@ -210,20 +211,18 @@ def attend_fast(
     call, k, v, chosen = calls[0], fast.k.form, fast.v.form, fast.choice
     assert k is not None and v is not None and call.view is not None
     if k.kind == "trellis":
-        attend_trellis(
-            (k, v), fast.parts, calls, scale, table, packed, lse, first_part, chosen, fast.inside,
-            fast.kw, knows_ptx(),
-        )  # fmt: skip
-        return
-    q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
-    if q.stride(3) != 1:
-        q = q.contiguous()
-    asked = queries_of(q, heads, scale, call.view.k.codec.transform, k, fast.kw)
+        asked = treated_queries(calls, k, scale, fast.kw)
+        levels = (level_table(k, packed.device), level_table(v, packed.device))
+        worth = v.steps[0].unit
+    else:
+        q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
+        q = q if q.stride(3) == 1 else q.contiguous()
+        asked = queries_of(q, heads, scale, call.view.k.codec.transform, k, fast.kw)
+        levels, worth = (table_words(fast.k), table_words(fast.v)), level_worth(v)
     cap = call.config.softcap
     attend_digits[fast.parts, heads, batch](
-        table, *asked, table_words(fast.k), table_words(fast.v), packed, lse,
-        heads, q.shape[2], rows, first_part, parts, level_worth(v), (cap or 1.0) * LOG2_E, k, v,
-        max(power_of_two(rows), LEAST_ROWS), chosen.tiles, fast.inside, cap is not None,
-        fast.kw, knows_ptx(), num_warps=chosen.warps, num_stages=chosen.stages,
-        maxnreg=chosen.registers, enable_fp_fusion=True,
+        table, *asked, *levels, packed, lse, heads, call.q.shape[2], rows, first_part, parts,
+        worth, (cap or 1.0) * LOG2_E, k, v, max(power_of_two(rows), LEAST_ROWS), chosen.tiles,
+        fast.inside, cap is not None, fast.kw, knows_ptx(), num_warps=chosen.warps,
+        num_stages=chosen.stages, maxnreg=chosen.registers, enable_fp_fusion=True,
     )  # fmt: skip

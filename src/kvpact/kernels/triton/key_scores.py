@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvpact.kernels.triton.columns import K_SLOTS
 from kvpact.kernels.triton.operands import groups_of, key_operand, key_width
-from kvpact.kernels.triton.tiles import load_per_token
+from kvpact.kernels.triton.tiles import load_per_token, segments_of
 from kvpact.kernels.triton.token_groups import by_section, group_numbers
 from kvpact.kernels.triton.two_digits import whole
 
@@ -58,33 +59,32 @@ def load_queries(DIGITS, UNITS, NUMBERS, base, K: tl.constexpr, G: tl.constexpr)
 
 @triton.jit
 def key_scores(
-    queries, codes, scale, zero, SHIFT, shift_head, TABLE, live, block, last, tiles,
-    K: tl.constexpr, NT: tl.constexpr, VBITS: tl.constexpr, INSIDE: tl.constexpr,
-    KW: tl.constexpr, ASM: tl.constexpr,
+    queries, fields, where, live, block, last, tiles, TABLE, K: tl.constexpr, NT: tl.constexpr,
+    ORDER: tl.constexpr, INSIDE: tl.constexpr, KW: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Return logits of base 2 `[N, G]`.
 
-    `codes`, `scale`, `zero`: pointers `[NT]` to those of each tile, from `tiles.tiles_at`. `TABLE`,
-    `live`, `block`, `last`, `tiles`: K's levels; which tiles are there; the block, the token behind
-    the last one, and the tiles of a segment. `K`, `NT`, `INSIDE`, `KW`, `ASM`: as of
-    `digits.attend_digits`. `VBITS`: of V, whose order of tokens the scores have.
+    `fields`, `where`: of `tiles.fields_of`. `live`, `block`, `last`, `tiles`: which tiles are
+    there; the block, the token behind the last one, and the tiles of a segment. `TABLE`: K's
+    levels. `ORDER`: the order of tokens, which V's bits tell. `K`, `NT`, `INSIDE`, `KW`, `ASM`: as
+    of `digits.attend_digits`.
     """
     digits, unit, numbers, sums = queries
-    N: tl.constexpr = NT * 32
-    C: tl.constexpr = key_width(K)
-    k = key_operand(codes, live, TABLE, 0, K, VBITS, KW, ASM)
-    s = whole(tl.dot(k, digits[0], out_dtype=tl.int32)) * scales(scale, live, 0, VBITS)[:, None]
+    codes, scale, zero = fields
+    k = key_operand(codes, live, TABLE, 0, K, ORDER, KW, ASM)
+    s = whole(tl.dot(k, digits[0], out_dtype=tl.int32)) * scales(scale, live, 0, ORDER)[:, None]
     for group in tl.static_range(1, groups_of(K)):
-        k = key_operand(codes, live, TABLE, group, K, VBITS, KW, ASM)
+        k = key_operand(codes, live, TABLE, group, K, ORDER, KW, ASM)
         part = whole(tl.dot(k, digits[group], out_dtype=tl.int32))
-        s += part * scales(scale, live, group, VBITS)[:, None]
+        s += part * scales(scale, live, group, ORDER)[:, None]
     s *= unit[None, :]
     if K.has("zero"):
         for group in tl.static_range(groups_of(K)):
-            zeros = zeros_of(zero, scale, live, group, K, VBITS)
+            zeros = zeros_of(zero, scale, live, group, K, ORDER)
             s += zeros[:, None] * sums[group][None, :]
     if K.has("shift"):
-        shift = group_numbers(SHIFT, shift_head, block, last, tiles, C, NT, K, INSIDE)
+        at, head = segments_of(where[0], where[1], where[2], K_SLOTS, K.index_of("shift"))
+        shift = group_numbers(at, head, block, last, tiles, key_width(K), NT, K, INSIDE)
         shifts = numbers[0][None, :, :] * shift[:, :, None]
-        s += by_section(tl.sum(shifts, 1)[:, None, :], N, K, VBITS)
+        s += by_section(tl.sum(shifts, 1)[:, None, :], NT * 32, K, ORDER)
     return s

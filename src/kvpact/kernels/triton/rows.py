@@ -12,33 +12,7 @@ from torch import Tensor
 
 from kvpact.errors import CorruptState, GeometryError
 from kvpact.kernels.base import AttendCall
-from kvpact.kernels.triton.columns import (
-    CAUSAL,
-    COLUMNS,
-    FIRST_QUERY,
-    HELD,
-    K_EXACT_FROM,
-    K_NEW,
-    K_SINK,
-    K_SINKS,
-    K_SLOTS,
-    K_TAIL,
-    MASK,
-    NEW,
-    OUTPUT,
-    PADDING,
-    SINK_LOGITS,
-    SINKS_FROM,
-    SKIP_FROM,
-    SKIP_TO,
-    V_EXACT_FROM,
-    V_NEW,
-    V_SINK,
-    V_SINKS,
-    V_SLOTS,
-    V_TAIL,
-    WINDOW,
-)
+from kvpact.kernels.triton import columns as at
 from kvpact.kernels.triton.forms import Slots, places_of, sent
 from kvpact.kernels.views import StreamView
 
@@ -62,7 +36,7 @@ class _Filling:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         # As in `forms.addresses_of`, torch would take ten times as long.
-        self.table: np.ndarray[Any, Any] = np.zeros((rows, COLUMNS.value), dtype=np.int64)
+        self.table: np.ndarray[Any, Any] = np.zeros((rows, at.COLUMNS.value), dtype=np.int64)
         self.device = device
         self.exact: list[Tensor] = []
         self.alive: list[Tensor] = []
@@ -124,9 +98,9 @@ def rows_of(
         done = part.stop
         _counts(filling, part, call, output)
         _rules(filling, part, call)
-        filling.column(part, SKIP_FROM, skip[0])
-        filling.table[part, SKIP_TO.value] = skip[1]
-        for side, place in (("k", K_SLOTS), ("v", V_SLOTS)):
+        filling.column(part, at.SKIP_FROM, skip[0])
+        filling.table[part, at.SKIP_TO.value] = skip[1]
+        for side, place in (("k", at.K_SLOTS), ("v", at.V_SLOTS)):
             index = "kv".index(side)
             _tokens(filling, part, call, side, dtypes[index])
             if call.view is not None:
@@ -137,36 +111,36 @@ def rows_of(
 
 def _counts(filling: _Filling, part: slice, call: AttendCall, output: int) -> None:
     table, view, held, new = filling.table, call.view, call.held, call.new
-    table[part, HELD.value], table[part, NEW.value] = held, new
-    table[part, FIRST_QUERY.value] = held + new - call.q.shape[2]
-    table[part, OUTPUT.value] = np.arange(output, output + call.q.shape[0])
-    filling.column(part, PADDING, call.padding)
+    table[part, at.HELD.value], table[part, at.NEW.value] = held, new
+    table[part, at.FIRST_QUERY.value] = held + new - call.q.shape[2]
+    table[part, at.OUTPUT.value] = np.arange(output, output + call.q.shape[0])
+    filling.column(part, at.PADDING, call.padding)
     if view is None:
         return
     if view.v.length != held:
         raise CorruptState(f"K holds {held} tokens and V {view.v.length}; reset this layer")
-    table[part, K_EXACT_FROM.value] = view.k.exact_from
-    table[part, V_EXACT_FROM.value] = view.v.exact_from
-    filling.column(part, SINKS_FROM, view.padding)
-    for stream, place in ((view.k, K_SINKS), (view.v, V_SINKS)):
+    table[part, at.K_EXACT_FROM.value] = view.k.exact_from
+    table[part, at.V_EXACT_FROM.value] = view.v.exact_from
+    filling.column(part, at.SINKS_FROM, view.padding)
+    for stream, place in ((view.k, at.K_SINKS), (view.v, at.V_SINKS)):
         table[part, place.value] = 0 if stream.sinks is None else stream.sinks.shape[2]
 
 
 def _rules(filling: _Filling, part: slice, call: AttendCall) -> None:
     table, config = filling.table, call.config
-    table[part, WINDOW.value] = min(config.sliding_window or UNBOUNDED, UNBOUNDED)
-    table[part, CAUSAL.value] = config.is_causal
+    table[part, at.WINDOW.value] = min(config.sliding_window or UNBOUNDED, UNBOUNDED)
+    table[part, at.CAUSAL.value] = config.is_causal
     if config.sink_logits is not None:
         logits = sent(config.sink_logits.detach().float().contiguous(), filling.device)
         filling.alive.append(logits)
-        table[part, SINK_LOGITS.value] = logits.data_ptr()
+        table[part, at.SINK_LOGITS.value] = logits.data_ptr()
     if config.mask is not None:
         batch, heads, queries, _ = call.q.shape
         mask = _mask(config.mask, filling.device).expand(batch, heads, queries, -1)
         filling.alive.append(mask)
-        filling.address(part, MASK, mask)
+        filling.address(part, at.MASK, mask)
         for axis in (1, 2, 3):
-            table[part, MASK.value + axis] = mask.stride(axis) * mask.itemsize
+            table[part, at.MASK.value + axis] = mask.stride(axis) * mask.itemsize
 
 
 def _mask(mask: Tensor, device: torch.device) -> Tensor:
@@ -181,7 +155,10 @@ def _mask(mask: Tensor, device: torch.device) -> Tensor:
 def _tokens(
     filling: _Filling, part: slice, call: AttendCall, side: str, dtype: torch.dtype
 ) -> None:
-    tail, sinks, new = (K_TAIL, K_SINK, K_NEW) if side == "k" else (V_TAIL, V_SINK, V_NEW)
+    if side == "k":
+        tail, sinks, new = at.K_TAIL, at.K_SINK, at.K_NEW
+    else:
+        tail, sinks, new = at.V_TAIL, at.V_SINK, at.V_NEW
     fresh: Tensor | None = getattr(call, side)
     filling.source(part, new, None if fresh is None else fresh.to(dtype))
     if call.view is not None:

@@ -70,12 +70,15 @@ class Queries(NamedTuple):
     - `digits`, `units`: int8 `[B, H_kv, groups, G, 2, width]`, two digits of each, and fp32
       `[B, H_kv, G]`, what a digit is worth in logits of base 2, with G rows, filled up; row
       `g * q_len + i` is query i of the head's group g.
-    - `numbers`: fp32 `[B, H_kv, G, D]`, in logits of base 2; None where nobody asks for them.
+    - `numbers`: fp32, the queries themselves: in logits of base 2, `[B, H_kv, G, D]`, or of a
+      trellis scaled, `[B, H_kv, rows, D]`; None where nobody asks for them.
+    - `firsts`: fp32 `[B, H_kv, rows]`, their products with the first key, where that is a base.
     """
 
     digits: Tensor
     units: Tensor
-    numbers: Tensor | None
+    numbers: Tensor | None = None
+    firsts: Tensor | None = None
 
 
 def queries_of(

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.columns import of_row
+from kvpact.kernels.triton.slots import pointer_to
 
 if TYPE_CHECKING:
     from kvpact.kernels.triton.forms import SlotForm
@@ -156,7 +157,33 @@ def segments_of(ROWS, row, head, SLOTS: tl.constexpr, FIELD: tl.constexpr):
 def tiles_at(SEGMENTS, head_bytes, segment, inside, STEP: tl.constexpr, TYPE: tl.constexpr):
     """Return pointers `[NT]` to a field of tiles.
 
-    `segment`, `inside`: segment of each tile (or of all), and the number of the tile in it.
+    `segment`, `inside`: segment of each tile (or of all), and the number of the tile in it;
+    `TYPE`: of the field's numbers, one of `forms.NUMBERS`.
     """
-    first = (tl.load(SEGMENTS + segment) + head_bytes).to(tl.pointer_type(TYPE))
+    first = (tl.load(SEGMENTS + segment) + head_bytes).to(pointer_to(TYPE))
     return tl.multiple_of(first + inside * STEP, [16])
+
+
+@triton.jit
+def _field(where, SLOTS: tl.constexpr, FORM: tl.constexpr, NAME: tl.constexpr, STEP: tl.constexpr):
+    """Return pointers to a field of tiles, so many numbers of which belong to each."""
+    ROWS, row, head, segment, inside = where
+    at, head_bytes = segments_of(ROWS, row, head, SLOTS, FORM.index_of(NAME))
+    return tiles_at(at, head_bytes, segment, inside, STEP, FORM.type_of(NAME))
+
+
+@triton.jit
+def fields_of(where, SLOTS: tl.constexpr, FORM: tl.constexpr):
+    """Return pointers `[NT]` to codes, scales and zeros of tiles; codes where there are no zeros.
+
+    `where`: the table of rows, row, head, the segment of each tile (or of all), and the number of
+    the tile in it.
+    """
+    GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
+    WORDS: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
+    codes = _field(where, SLOTS, FORM, "codes", WORDS)
+    scale = _field(where, SLOTS, FORM, "scale", GROUPS * 32)
+    zero = codes
+    if FORM.has("zero"):
+        zero = _field(where, SLOTS, FORM, "zero", GROUPS * 32)
+    return codes, scale, zero

@@ -47,7 +47,7 @@ def group_numbers(
     else:
         segment = tl.where(live, tile // tiles, 0)
     group = (tile - segment * tiles) * 32 // FORM.group
-    at = tiles_at(SEGMENTS, head_bytes, segment, group, FORM.dim, tl.float16)[:, None]
+    at = tiles_at(SEGMENTS, head_bytes, segment, group, FORM.dim, "fp16")[:, None]
     at = tl.multiple_of(at, [16, 16])
     c = tl.arange(0, C)[None, :]
     seen = live[:, None]

@@ -1,4 +1,4 @@
-"""Which trellises the fast kernel for them attends, and its launch."""
+"""Which trellises the fast kernel attends, how it is launched for them, and their queries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpact.kernels.base import AttendCall
-from kvpact.kernels.triton.digits_trellis import attend_trellises
 from kvpact.kernels.triton.forms import SlotForm, power_of_two
 from kvpact.kernels.triton.query_digits import query_digits
-from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E
+from kvpact.kernels.triton.tables import LEAST_ROWS, LOG2_E, Queries
 from kvpact.kernels.triton.trellis_keys import key_places
 from kvpact.kernels.triton.trellis_levels import CONSTANTS
 from kvpact.kernels.triton.trellis_queries import packed_queries
@@ -98,46 +97,25 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
-def attend_trellis(
-    forms: tuple[SlotForm, SlotForm],
-    splits: int,
-    calls: Sequence[AttendCall],
-    scale: float,
-    table: Tensor,
-    packed: Tensor,
-    lse: Tensor,
-    first_part: int,
-    chosen: Choice,
-    inside: bool,
-    kw: int,
-    asm: bool,
-) -> None:
-    """Write parts as `attend_fast` does; `forms` are K's and V's, for the rest see `Fast`."""
-    (k, v), (batch, heads, parts, rows, _), device = forms, packed.shape, packed.device
-    held = []
+def treated_queries(calls: Sequence[AttendCall], form: SlotForm, scale: float, kw: int) -> Queries:
+    """Return the queries of calls in two digits each, treated as K's slots are, and themselves."""
+    heads, held = calls[0].kv_heads, []
     for call in calls:
         assert call.view is not None
-        x = (call.q.float() * scale).reshape(call.q.shape[0], heads, rows, k.dim)
+        x = (call.q.float() * scale).reshape(call.q.shape[0], heads, -1, form.dim)
         held.append((x, *packed_queries(call.view.k.codec, x)))
-    exact = _joined([x for x, _, _ in held])
-    firsts = [x.new_zeros(x.shape[:3]) if first is None else first for x, _, first in held]
-    places, unit = _channels(k, kw, device)
+    places, unit = _channels(form, kw, calls[0].q.device)
     q = _joined([treated for _, treated, _ in held]) * unit
-    count = max(power_of_two(rows), LEAST_ROWS)
-    width = len(places)
-    digits = q.new_empty(batch, heads, count, 2, width, dtype=torch.int8)
+    batch, _, rows, _ = q.shape
+    count, width = max(power_of_two(rows), LEAST_ROWS), len(places)
+    digits = q.new_empty(batch, heads, 1, count, 2, width, dtype=torch.int8)
     units = q.new_empty(batch, heads, count)
     query_digits[heads, batch](
-        q, units, places, digits, units, q.stride(0), q.stride(1), q.stride(2), rows, rows, heads,
-        LOG2_E, k.dim, power_of_two(width), count, width, width, False, num_warps=1,
+        q, units, places, digits, units, *q.stride()[:3], rows, rows, heads,
+        LOG2_E, form.dim, power_of_two(width), count, width, width, False, num_warps=1,
         enable_fp_fusion=False,
     )  # fmt: skip
-    config = calls[0].config
-    attend_trellises[splits, heads, batch](
-        table, digits, units, exact, _joined(firsts),
-        level_table(k, device), level_table(v, device), packed, lse,
-        heads, calls[0].q.shape[2], rows, first_part, parts, v.steps[0].unit,
-        (config.softcap or 1.0) * LOG2_E, k, v, count, chosen.tiles, inside,
-        config.softcap is not None, kw, asm, num_warps=chosen.warps, num_stages=chosen.stages,
-        maxnreg=chosen.registers, enable_fp_fusion=True,
-    )  # fmt: skip
+    if not form.has("base"):
+        return Queries(digits, units)
+    firsts = [x.new_zeros(x.shape[:3]) if first is None else first for x, _, first in held]
+    return Queries(digits, units, _joined([x for x, _, _ in held]), _joined(firsts))

@@ -40,7 +40,7 @@ _RANK = tl.constexpr(5)
 
 
 @triton.constexpr_function
-def order_of(form: SlotForm) -> int:
+def token_order(form: SlotForm) -> int:
     """Return the order of tokens, as of `token_places`: 4, or 2 where two tiles share threads."""
     return 4 if form.steps[0].low.width == 4 else 2
 
@@ -54,7 +54,7 @@ def run_of(form: SlotForm) -> int:
 @triton.jit
 def _load(tiles, live, ROW: tl.constexpr, DIVISOR: tl.constexpr, FORM: tl.constexpr):
     """Load row ROW + thread // DIVISOR of V's words for the threads of a tile."""
-    VBITS: tl.constexpr = order_of(FORM)
+    VBITS: tl.constexpr = token_order(FORM)
     Q: tl.constexpr = 4 // tiles_together(VBITS)
     ROWS: tl.constexpr = Q // DIVISOR
     RUN: tl.constexpr = run_of(FORM)
@@ -145,7 +145,7 @@ def trellis_weights(pair, FORM: tl.constexpr, KW: tl.constexpr):
     """Put digits `[N, M]` from the order of the scores into that of `value_levels`' columns."""
     N: tl.constexpr = pair.shape[0]
     M: tl.constexpr = pair.shape[1]
-    if order_of(FORM) == 4:
+    if token_order(FORM) == 4:
         # j1 j0 t r: token 8 t + 4 r + 2 j1 + j0
         x = pair.reshape(N // 32, 2, 2, 4, 2, M)
         x = x.permute(0, 1, 3, 2, 4, 5) if KW == 4 else x.permute(0, 3, 1, 2, 4, 5)
