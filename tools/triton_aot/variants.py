@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.sources import Where
-from kvpact.kernels.triton.attend import attend_triton
+from kvpact.kernels.triton.attend.attend import attend_triton
 from kvpact.kernels.views import LayerView, StreamView
 from kvpact.methods import Codec
 from kvpact.methods.context import Context

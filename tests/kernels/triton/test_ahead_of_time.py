@@ -29,7 +29,7 @@ from scenes import FORMATS
 from variants import side
 
 import kvpact.kernels.triton as triton_kernels
-from kvpact.kernels.triton import levels
+from kvpact.kernels.triton.digits import levels
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.methods import Codec
 from kvpact.testing.specs import example_specs
@@ -53,8 +53,8 @@ def kernel_of(name: str) -> str:
 def launched() -> set[str]:
     """Names of the kernels that no other one calls."""
     kernels, called = set[str](), set[str]()
-    for module in pkgutil.iter_modules(triton_kernels.__path__):
-        source = importlib.import_module(f"{triton_kernels.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}."):
+        source = importlib.import_module(module.name)
         for name, found in vars(source).items():
             if type(found).__name__ in ("JITFunction", "InterpretedFunction"):
                 kernels.add(name)

@@ -22,7 +22,7 @@ from host_reads import HostReads
 pytest.importorskip("triton")
 
 from kvpact.errors import GeometryError, NonFiniteError
-from kvpact.kernels.triton.encode import TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
 from kvpact.quantizers.checks import collected, deferred
 
 COVERED = [spec for spec in FORMATS if not spec.startswith("kvarn")]

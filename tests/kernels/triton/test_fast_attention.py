@@ -15,10 +15,12 @@ from forms import one_per_form, slow
 
 from kvpact.contract import AttendConfig
 from kvpact.kernels.torch.backend import TORCH
-from kvpact.kernels.triton import attend, fast, tuning
-from kvpact.kernels.triton.fast import attend_fast, digits_reason, fast_of, fast_range
+from kvpact.kernels.triton import tuning
+from kvpact.kernels.triton.attend import attend
+from kvpact.kernels.triton.digits import fast
+from kvpact.kernels.triton.digits.fast import attend_fast, digits_reason, fast_of, fast_range
+from kvpact.kernels.triton.digits.tables import queries_of
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.tables import queries_of
 from kvpact.kernels.triton.tuning import parts_of, side_by_side
 from kvpact.testing.backend import unwritten_is_nan
 

@@ -11,7 +11,7 @@ from encode_compare import _PLAIN
 from fast_parts import CPU, decode_calls, error
 
 from kvpact.contract import AttendConfig
-from kvpact.kernels.triton.fast import digits_reason
+from kvpact.kernels.triton.digits.fast import digits_reason
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.spec import parse_spec
 

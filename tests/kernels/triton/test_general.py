@@ -14,8 +14,8 @@ from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import BackendUnavailable, CorruptState
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
-from kvpact.kernels.triton import attend
-from kvpact.kernels.triton.attend import attend_triton
+from kvpact.kernels.triton.attend import attend
+from kvpact.kernels.triton.attend.attend import attend_triton
 from kvpact.kernels.triton.tuning import GeneralChoice
 from kvpact.testing.backend import CALLS, BackendContract, unwritten_is_nan
 from kvpact.testing.data import random_tokens

@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 from kvpact import CacheGeometry, create_cache
 from kvpact.cache.paged_view import PagedView
 from kvpact.errors import NonFiniteError
-from kvpact.kernels.triton import fast, step
+from kvpact.kernels.triton.digits import fast
+from kvpact.kernels.triton.step import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = (

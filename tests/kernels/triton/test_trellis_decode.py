@@ -11,7 +11,7 @@ from encode_compare import _PLAIN, DTYPES, TRELLISES, treated_pieces
 
 pytest.importorskip("triton")
 
-from kvpact.kernels.triton.decode import decode_triton
+from kvpact.kernels.triton.decode.decode import decode_triton
 
 TREATED = [spec for spec in TRELLISES if _PLAIN not in spec]
 QUICK = (TREATED[0], TREATED[3], "trellis:bits=2,weights=false,blocks=false,first=false")

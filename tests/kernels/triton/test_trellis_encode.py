@@ -20,9 +20,9 @@ pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
 from kvpact.errors import NonFiniteError
-from kvpact.kernels.triton import encode_trellis
-from kvpact.kernels.triton.encode import EncodeSlots, TritonEncoder, encode_reason
-from kvpact.kernels.triton.encode_form import tables_of
+from kvpact.kernels.triton.encode import trellis as encode_trellis
+from kvpact.kernels.triton.encode.encoder import EncodeSlots, TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.quantizers.checks import collected, deferred
 from kvpact.testing.held import same_bytes
 

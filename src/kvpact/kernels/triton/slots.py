@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.trellis import trellis_numbers
+from kvpact.kernels.triton.trellis.numbers import trellis_numbers
 
 _TYPES = {
     "fp32": tl.float32,
