@@ -16,7 +16,7 @@ from encode_compare import (
     encoded_slots,
     random_pieces,
 )
-from forms import one_per_form
+from forms import one_per_form, slow
 from host_reads import HostReads
 
 pytest.importorskip("triton")
@@ -71,14 +71,16 @@ def test_every_format_at_every_width(spec):
 @pytest.mark.parametrize(
     ("spec", "side", "counts", "start"),
     [
-        ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
-        ("turboquant:bits=7", "v", [5, 40, 1], 90),
         ("turboquant:bits=5", "k", [1, 36, 1], 127),
-        ("int:bits=2", "v", [9, 1, 1, 40], 3),
-        ("int:bits=6,zero=true", "v", [1, 62, 7], 100),
-        ("fp8", "v", [3, 1, 70], 61),
-        ("kivi:bits=2", "k", [32, 96, 32], 96),
-        ("turboquant:bits=4,center=64", "k", [64, 128], 64),
+        ("int:bits=6,zero=true", "v", [1, 32, 7], 100),
+        ("turboquant:bits=4,center=64", "k", [64, 64], 64),
+        *slow(
+            ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
+            ("turboquant:bits=7", "v", [5, 40, 1], 90),
+            ("int:bits=2", "v", [9, 1, 1, 40], 3),
+            ("fp8", "v", [3, 1, 70], 61),
+            ("kivi:bits=2", "k", [32, 96, 32], 96),
+        ),
     ],
 )
 def test_pieces_are_the_whole(spec, side, counts, start):
@@ -87,20 +89,25 @@ def test_pieces_are_the_whole(spec, side, counts, start):
     assert compare(spec, side, pieces, start, encoder=encoder) == ""
 
 
-@pytest.mark.parametrize("side", "kv")
+SPECIAL_CASES = (
+    ("turboquant:bits=4", "k"),
+    ("int:bits=8", "v"),
+    ("int:bits=4,group=48", "k"),
+    ("int:bits=6,zero=true", "v"),
+    ("fp8", "k"),
+    ("kivi:bits=4,group=64", "k"),
+    ("turboquant:bits=3,scale=unbiased", "v"),
+    ("turboquant:bits=2,center=128,scale=l2", "k"),
+    ("int:bits=3,zero=true,rotate=true", "v"),
+    ("fp8:scale=none,format=e5m2", "v"),
+)
+
+
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "side"),
     [
-        "turboquant:bits=4",
-        "turboquant:bits=3,scale=unbiased",
-        "turboquant:bits=2,center=128,scale=l2",
-        "int:bits=8",
-        "int:bits=4,group=48",
-        "int:bits=6,zero=true",
-        "int:bits=3,zero=true,rotate=true",
-        "fp8",
-        "fp8:scale=none,format=e5m2",
-        "kivi:bits=4,group=64",
+        *SPECIAL_CASES[:6],
+        *slow(*SPECIAL_CASES[6:], *((spec, "v" if x == "k" else "k") for spec, x in SPECIAL_CASES)),
     ],
 )
 def test_special_values(spec, side):
@@ -109,7 +116,7 @@ def test_special_values(spec, side):
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         values = torch.tensor(SPECIAL).to(dtype)
-        shape = (1, 2, -(-40 // group) * group, 64)
+        shape = (1, 1, -(-40 // group) * group, 64)
         tokens = values[torch.randint(len(SPECIAL), shape, generator=generator)]
         for i, value in enumerate(values):
             tokens[0, 0, i] = value  # a token of one number
@@ -121,18 +128,18 @@ def test_special_values(spec, side):
 )
 def test_ties(spec):
     codes = torch.arange(-128, 128).repeat(32, 1)[None, None]
-    for halves in (codes / 2, codes + 0.5, codes * 0.25):
+    for halves in (codes / 2, codes + 0.5):
         assert compare(spec, "k", [halves.float()], encoder=encoder) == ""
 
 
 def test_views():
     """Transposed, sliced, unaligned and expanded tokens."""
     generator = torch.Generator().manual_seed(2)
-    wide = torch.randn(2, 64, 4, 83, generator=generator)
+    wide = torch.randn(1, 32, 4, 35, generator=generator)
     for view in (
         wide.transpose(1, 2)[:, 1:3, :, 3:],
         wide.permute(0, 3, 1, 2)[:, :3],
-        wide[:1, :, :, 1:65].expand(3, -1, -1, -1).transpose(1, 2)[:, ::2],
+        wide[:, :, :, 1:33].expand(2, -1, -1, -1).transpose(1, 2)[:, ::2],
     ):
         for spec, side in (("turboquant:bits=4", "v"), ("kivi:bits=2", "k")):
             assert compare(spec, side, [view], encoder=encoder) == "", view.stride()
