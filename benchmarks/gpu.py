@@ -94,7 +94,7 @@ def attention(
     call = AttendCall(view, None, None, q, config, held.padding, cache.geometry.latent)
     if DEVICE == "cpu":
         return partial(held.plan.attend, [call])
-    from kvpact.kernels.triton.attend import attend_prepared, prepared
+    from kvpact.kernels.triton.attend.attend import attend_prepared, prepared
 
     out = q.new_empty(*q.shape[:3], call.output_dim)
     return partial(attend_prepared, prepared([call], [0]), [call], out)

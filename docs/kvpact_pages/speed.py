@@ -20,9 +20,6 @@ PLAIN = "trellis:bits={},first=false,weights=false,blocks=false,center=0"
 COMPILED = {
     "turboquant:bits={}": "`turboquant`",
     "int:bits={}": "`int`",
-    "fp8": "`fp8`",
-    "kivi:bits={}": "`kivi`",
-    "kvarn:bits={}": "`kvarn`",
     "trellis:bits={}": "`trellis`",
     PLAIN: "`trellis:first=false,weights=false,blocks=false,center=0`",
 }
@@ -222,14 +219,10 @@ def instructions() -> str:
         if " D=128 4x1: attend_" in key and "instructions" in kernel
     }
     cells = [
-        [said, *(f"{found[s]:.1f}" if (s := _of(spec, bits)) in found else "" for bits in BITS)]
+        [said, *(f"{found[s]:.1f}" if (s := spec.format(bits)) in found else "" for bits in BITS)]
         for spec, said in COMPILED.items()
     ]
     return table(("spec", *(f"{bits} bits" for bits in BITS)), cells)
-
-
-def _of(spec: str, bits: int) -> str:
-    return ("fp8" if bits == 8 else "") if spec == "fp8" else spec.format(bits)
 
 
 def attention_chart(shape: str) -> str:

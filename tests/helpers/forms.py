@@ -12,6 +12,12 @@ def form(spec: str) -> str:
     return re.sub(r"\d+", lambda m: "4" if m[0] in ("1", "2", "4", "8") else "3", spec)
 
 
+def slow(*cases: Any) -> list[Any]:
+    """Return cases, specs or tuples, marked as slow."""
+    each = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*values, marks=pytest.mark.slow) for values in each]
+
+
 def one_per_form(cases: Iterable[Any]) -> list[Any]:
     """Return the cases, marked as slow from the second of each form and side on.
 
@@ -25,6 +31,6 @@ def one_per_form(cases: Iterable[Any]) -> list[Any]:
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
         kind = (form(values[0]), *(x for x in values[1:2] if x in ("k", "v")))
-        marked.append(pytest.param(*values, marks=pytest.mark.slow if kind in seen else ()))
+        marked += slow(values) if kind in seen else [pytest.param(*values)]
         seen.add(kind)
     return marked

@@ -14,10 +14,16 @@ from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.logits import LogitRules
 from kvpact.kernels.torch.tokens import tokens
-from kvpact.kernels.triton.fast import Fast, attend_fast, digits_reason, fast_range, launch_of
+from kvpact.kernels.triton.attend.rows import rows_of
+from kvpact.kernels.triton.digits.fast import (
+    Fast,
+    attend_fast,
+    digits_reason,
+    fast_range,
+    launch_of,
+)
+from kvpact.kernels.triton.digits.tables import whole_slots
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.rows import rows_of
-from kvpact.kernels.triton.tables import whole_slots
 
 CPU = torch.device("cpu")
 

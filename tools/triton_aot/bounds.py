@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from machine_code import Facts, Launch
 
-from kvpact.kernels.triton.halves import of_halves
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -50,7 +48,6 @@ EXACT = Bounds(exact=True)
 
 BOUNDS = {
     "attend_general": PLAIN,
-    "balance_tiles": EXACT,
     "check_tokens": EXACT,
     "choose_bases": EXACT,
     "decode_keys": EXACT,
@@ -66,21 +63,18 @@ BOUNDS = {
     "take_tokens": EXACT,
     "treat_tokens": EXACT,
 }
-"""By kernel, but for the two fast ones, whose bounds are those of their variants."""
+"""By kernel, but for the fast one, whose bounds are those of its variants."""
 
 _INSTRUCTIONS = {4: 28, 8: 28, 16: 40}
 """Of `attend_digits`, by query rows, of up to 128 channels."""
 _MORE = {4: 0, 8: 4, 16: 8}
-"""With zeros, numbers per channel and group of tokens, or numbers of fp8."""
+"""With zeros or shifts."""
 
 
 def _digits(launch: Launch) -> Bounds:
     rows, wide = launch.constants["G"], launch.constants["V"].dim > 128
     forms = launch.constants["K"], launch.constants["V"]
-    more = any(
-        of_halves(form) or any(form.has(name) for name in ("zero", "fold", "shift"))
-        for form in forms
-    )
+    more = any(form.has(name) for form in forms for name in ("zero", "shift"))
     return Bounds(
         registers=200 if rows == 4 and not wide and not more else 255,
         instructions=(_INSTRUCTIONS[rows] + _MORE[rows] * more) * (2 if wide else 1),
@@ -91,7 +85,7 @@ def _digits(launch: Launch) -> Bounds:
 
 
 _OF_TRELLISES = {2: 29, 3: 37, 4: 48, 5: 80, 6: 134}
-"""Instructions of `attend_trellises`, by bits, of 4 query rows and up to 128 channels."""
+"""Instructions over trellises, by bits, of 4 query rows and up to 128 channels."""
 
 
 def _trellises(launch: Launch) -> Bounds:
@@ -106,13 +100,11 @@ def _trellises(launch: Launch) -> Bounds:
     )
 
 
-_BY_VARIANT = {"attend_digits": _digits, "attend_trellises": _trellises}
-
-
 def bounds_of(launch: Launch) -> Bounds:
     """Return the bounds of what a launch compiles."""
-    found = _BY_VARIANT.get(launch.name)
-    return found(launch) if found else BOUNDS[launch.name]
+    if launch.name != "attend_digits":
+        return BOUNDS[launch.name]
+    return _trellises(launch) if launch.constants["K"].kind == "trellis" else _digits(launch)
 
 
 def problems(found: Facts, bounds: Bounds) -> list[str]:

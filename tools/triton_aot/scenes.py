@@ -13,14 +13,14 @@ from variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 
 from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS
-from kvpact.kernels.triton.decode import decode_triton
-from kvpact.kernels.triton.encode import TritonEncoder, encode_reason
-from kvpact.kernels.triton.encode_form import tables_of
-from kvpact.kernels.triton.encode_slots import EncodeSlots
-from kvpact.kernels.triton.encode_trellis import encode_trellis
+from kvpact.kernels.triton.decode.decode import decode_triton
+from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode.form import tables_of
+from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.step import TritonStep
-from kvpact.kernels.triton.taking import Flag, Taker, sent_flags, take, taking_of
+from kvpact.kernels.triton.step.step import TritonStep
+from kvpact.kernels.triton.step.taking import Flag, Taker, sent_flags, take, taking_of
 
 FORMATS = (
     "turboquant:bits=4",

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.sources import Where
-from kvpact.kernels.triton.attend import attend_triton
+from kvpact.kernels.triton.attend.attend import attend_triton
 from kvpact.kernels.views import LayerView, StreamView
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -27,12 +27,6 @@ HEADS, TOKENS = 2, 1024
 GENERAL = (
     "turboquant:bits=6",
     "none",
-)
-"""One of each kind of slots that the fast kernels do not attend."""
-MORE = (
-    "turboquant:bits=4,center=64",
-    "turboquant:bits=3,center=64",
-    "int:bits=4,zero=true",
     "kivi:bits=4",
     "kivi:bits=2",
     "kvarn:bits=4",
@@ -41,6 +35,12 @@ MORE = (
     "fp8:format=e5m2,scale=none",
     "fp8/turboquant:bits=2",
     "turboquant:bits=4/fp8",
+)
+"""Of each kind of slots that the fast kernels do not attend."""
+MORE = (
+    "turboquant:bits=4,center=64",
+    "turboquant:bits=3,center=64",
+    "int:bits=4,zero=true",
 )
 """What has more to it than levels of 8 bits and scales."""
 PLAIN = ",first=false,weights=false,blocks=false,center=0"
@@ -168,9 +168,7 @@ def steps() -> Iterator[Variant]:
         yield Variant(f"int:bits={bits}", 256)
     yield Variant("int:bits=8/int:bits=4")
     yield from (Variant(spec) for spec in MORE)
-    yield from (Variant(spec, groups=8) for spec in ("int:bits=4,zero=true", "fp8"))
-    yield from (Variant("kivi:bits=4", dim) for dim in (64, 256))
-    yield Variant("kivi:bits=4", segment_tokens=32)
+    yield Variant("int:bits=4,zero=true", groups=8)
     for bits in BITS:
         yield Variant(f"trellis:bits={bits}")
         yield Variant(f"trellis:bits={bits}{PLAIN}")
@@ -222,6 +220,7 @@ def _shapes() -> Iterator[Variant]:
         for dim in (128, 256):
             yield Variant(spec, dim, queries=8)
             yield Variant(spec, dim, queries=16)
+    yield from (Variant("kivi:bits=4", dim) for dim in (64, 256))
     for dim in (512, 1024):
         yield Variant("turboquant:bits=6", dim)
     yield Variant("int:bits=8/turboquant:bits=3")

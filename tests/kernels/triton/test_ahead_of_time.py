@@ -29,7 +29,7 @@ from scenes import FORMATS
 from variants import side
 
 import kvpact.kernels.triton as triton_kernels
-from kvpact.kernels.triton import levels
+from kvpact.kernels.triton.digits import levels
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.methods import Codec
 from kvpact.testing.specs import example_specs
@@ -53,8 +53,8 @@ def kernel_of(name: str) -> str:
 def launched() -> set[str]:
     """Names of the kernels that no other one calls."""
     kernels, called = set[str](), set[str]()
-    for module in pkgutil.iter_modules(triton_kernels.__path__):
-        source = importlib.import_module(f"{triton_kernels.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(triton_kernels.__path__, f"{triton_kernels.__name__}."):
+        source = importlib.import_module(module.name)
         for name, found in vars(source).items():
             if type(found).__name__ in ("JITFunction", "InterpretedFunction"):
                 kernels.add(name)
@@ -85,8 +85,7 @@ def test_the_table_holds_what_dispatch_may_choose(listed):
     assert sorted(table["sm_90"]) == sorted(listed)
     for place in table.keys() - {"triton", "sm_90"}:
         assert {*table[place]} <= {*listed}
-    bounded = {*BOUNDS, "attend_digits", "attend_trellises"}
-    assert {kernel_of(name) for name in listed} == launched() == bounded
+    assert {kernel_of(name) for name in listed} == launched() == {*BOUNDS, "attend_digits"}
 
 
 @pytest.mark.slow
@@ -126,7 +125,8 @@ def test_bounds_are_held():
         {"moved": 1},
     ):
         assert len(problems(replace(good, **change), digits)) == 1
-    trellises = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="attend_trellises")))
+    form = slots_of(side("trellis:bits=4", True, 128), True, torch.device("cpu")).form
+    trellises = bounds_of(launch._replace(constants={"G": 4, "K": form, "V": form}))
     assert problems(replace(good, instructions=48.0), trellises) == []
     for change in ({"stack": 8}, {"instructions": 48.1}, {"wide": 7}, {"tensor": 0}, {"moved": 1}):
         assert len(problems(replace(good, **change), trellises)) == 1

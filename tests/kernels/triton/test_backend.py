@@ -39,8 +39,6 @@ class TestInterpreted(BackendContract):
     def only_what_ends(self, request):
         if "encoded_bytes[trellis" in request.node.name:
             pytest.skip("too long a search to interpret: test_trellis_encode.py has shorter ones")
-        if "encoded_bytes" in request.node.name and "kvarn" in request.node.name:
-            pytest.skip("too long a balancing to interpret: test_encode.py has shorter ones")
 
     def make_backend(self):
         return TritonBackend(on_cpu=True)
@@ -77,9 +75,10 @@ def test_what_is_not_covered_has_a_reason():
     (
         ("turboquant:bits=4", ""),
         ("trellis:bits=4", ""),
-        ("fp8/turboquant:bits=4", "K has numbers of fp8 beside V of 4 bits"),
+        ("fp8/turboquant:bits=4", "K has no levels of whole numbers"),
         ("turboquant:bits=6", "K has codes of 6 bits"),
-        ("kivi:bits=3", "K has groups of 32 tokens beside V of 3 bits; 128 are covered"),
+        ("kivi:bits=4", "K has scales per channel"),
+        ("turboquant:bits=4/kvarn:bits=4", "V has scales per channel"),
     ),
 )
 def test_where_the_general_kernel_attends_the_reason_is_told(monkeypatch, spec, reason):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from decode_compare import FORMATS, PLACES, Slots, compare_slots, numbers, packed
-from encode_compare import _PLAIN, DTYPES, TRELLISES, random_pieces
+from encode_compare import _PLAIN, DTYPES, TRELLISES, random_pieces, treated_pieces
 from forms import one_per_form
 
 pytest.importorskip("triton")
@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels.torch.decode import decode_slots
-from kvpact.kernels.triton.decode import decode_triton
+from kvpact.kernels.triton.decode.decode import decode_triton
 
 NARROW = (64, 20, 33, 80, 1, 3, 96)
 PLAIN_TRELLISES = [spec for spec in TRELLISES if _PLAIN in spec]
+TREATED = [spec for spec in TRELLISES if _PLAIN not in spec]
 
 
 def slots_of_random_tokens(spec: str, side: str, dim: int, tokens: int = 150):
@@ -60,6 +61,33 @@ def test_every_format(spec, side, dim, start, end, dtype):
 )
 def test_values_of_trellises(spec, dim):
     assert differences(spec, "v", dim, 20, 50, torch.float32) == []
+
+
+def difference_of_treated(spec: str, dim: int, start: int, end: int, dtype: torch.dtype) -> str:
+    """Return what differs of keys that a trellis treats."""
+    (x,), _ = treated_pieces(spec, "k", dim, 128, 0, torch.float32)
+    return compare_slots(*packed(spec, "k", x[:1]), start, end, dtype, True, decode_triton)
+
+
+@pytest.mark.parametrize(
+    ("spec", "dim", "dtype"),
+    [
+        (TREATED[0], 64, torch.float32),
+        (TREATED[3], 80, torch.float16),
+        ("trellis:bits=2,weights=false,blocks=false,first=false", 128, torch.bfloat16),
+    ],
+)
+def test_treated_keys(spec, dim, dtype):
+    assert difference_of_treated(spec, dim, 20, 60, dtype) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "dim"), list(zip(TREATED, itertools.cycle((96, 128, 64, 20, 256, 80)), strict=False))
+)
+def test_every_treatment_and_width(spec, dim):
+    for (start, end), dtype in itertools.product(((0, 1), (31, 128)), DTYPES):
+        assert difference_of_treated(spec, dim, start, end, dtype) == ""
 
 
 @pytest.mark.parametrize(("spec", "dim"), (("turboquant:bits=3", 576), ("kvarn:bits=5", 256)))

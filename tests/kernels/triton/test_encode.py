@@ -16,17 +16,16 @@ from encode_compare import (
     encoded_slots,
     random_pieces,
 )
-from forms import one_per_form
+from forms import one_per_form, slow
 from host_reads import HostReads
 
 pytest.importorskip("triton")
 
 from kvpact.errors import GeometryError, NonFiniteError
-from kvpact.kernels.triton.encode import TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
 from kvpact.quantizers.checks import collected, deferred
 
-BALANCED = [spec for spec in FORMATS if spec.startswith("kvarn")]
-QUICK = [spec for spec in FORMATS if spec not in BALANCED]
+COVERED = [spec for spec in FORMATS if not spec.startswith("kvarn")]
 NARROW = (64, 20, 33, 80, 3)
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 6e-8, -3e-5, 0.5, 1.0, -1.0, 2.5, -400.0, 400.0)
 
@@ -39,7 +38,7 @@ def encoder(codec) -> TritonEncoder:
 CASES = [
     (spec, side, dim, *place)
     for (spec, side), dim, place in zip(
-        itertools.product(QUICK, "kv"),
+        itertools.product(COVERED, "kv"),
         itertools.cycle(NARROW),
         itertools.cycle(PLACES[:5]),
         strict=False,
@@ -53,26 +52,6 @@ def test_every_format(spec, side, dim, count, start, dtype):
     assert compare(spec, side, [tokens[:1, :2]], start, encoder=encoder) == ""
 
 
-@pytest.mark.parametrize(
-    ("spec", "side", "dim", "size"),
-    [
-        ("kvarn:bits=2,group=32", "k", 20, 1.0),
-        ("kvarn:bits=2,group=32", "v", 33, 1.0),
-        ("kvarn:bits=3,group=32", "k", 64, 1e-4),
-        ("kvarn:bits=4", "v", 20, 10.0),
-        ("kvarn:bits=8,group=32,seed=3", "k", 20, 0.0),
-        ("kvarn:bits=8,group=32,seed=3", "v", 20, 1e-7),
-    ],
-)
-def test_balanced_tiles(spec, side, dim, size):
-    """Tiles of any magnitude; some tokens and channels are far from the others."""
-    generator = torch.Generator().manual_seed(5)
-    (tokens,), start = random_pieces(spec, side, dim, 1, 96, torch.float32)
-    uneven = torch.exp(2 * torch.randn(tokens.shape[2], 1, generator=generator))
-    tokens = tokens[:1, :1] * uneven * size
-    assert compare(spec, side, [tokens], start, encoder=encoder) == ""
-
-
 def test_rows_and_heads():
     for spec, side in (("turboquant:bits=4", "k"), ("int:bits=4,zero=true", "v")):
         tokens = random_pieces(spec, side, 64, 33, 5, torch.float16)
@@ -80,15 +59,7 @@ def test_rows_and_heads():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", BALANCED)
-def test_balanced_tiles_at_some_widths(spec):
-    for dim, side in itertools.product((33, 80, 128, 576), "kv"):
-        (tokens,), start = random_pieces(spec, side, dim, 1, 0, torch.bfloat16, seed=dim)
-        assert compare(spec, side, [tokens[:1, :1]], start, encoder=encoder) == "", (dim, side)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("spec", QUICK)
+@pytest.mark.parametrize("spec", COVERED)
 def test_every_format_at_every_width(spec):
     places = itertools.cycle(PLACES)
     for dim, side in itertools.product((1, 20, 33, *WIDTHS, 1000, 1024), "kv"):
@@ -100,14 +71,16 @@ def test_every_format_at_every_width(spec):
 @pytest.mark.parametrize(
     ("spec", "side", "counts", "start"),
     [
-        ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
-        ("turboquant:bits=7", "v", [5, 40, 1], 90),
         ("turboquant:bits=5", "k", [1, 36, 1], 127),
-        ("int:bits=2", "v", [9, 1, 1, 40], 3),
-        ("int:bits=6,zero=true", "v", [1, 62, 7], 100),
-        ("fp8", "v", [3, 1, 70], 61),
-        ("kivi:bits=2", "k", [32, 96, 32], 96),
-        ("turboquant:bits=4,center=64", "k", [64, 128], 64),
+        ("int:bits=6,zero=true", "v", [1, 32, 7], 100),
+        ("turboquant:bits=4,center=64", "k", [64, 64], 64),
+        *slow(
+            ("turboquant:bits=3", "v", [1, 1, 30, 1, 33], 30),
+            ("turboquant:bits=7", "v", [5, 40, 1], 90),
+            ("int:bits=2", "v", [9, 1, 1, 40], 3),
+            ("fp8", "v", [3, 1, 70], 61),
+            ("kivi:bits=2", "k", [32, 96, 32], 96),
+        ),
     ],
 )
 def test_pieces_are_the_whole(spec, side, counts, start):
@@ -116,20 +89,25 @@ def test_pieces_are_the_whole(spec, side, counts, start):
     assert compare(spec, side, pieces, start, encoder=encoder) == ""
 
 
-@pytest.mark.parametrize("side", "kv")
+SPECIAL_CASES = (
+    ("turboquant:bits=4", "k"),
+    ("int:bits=8", "v"),
+    ("int:bits=4,group=48", "k"),
+    ("int:bits=6,zero=true", "v"),
+    ("fp8", "k"),
+    ("kivi:bits=4,group=64", "k"),
+    ("turboquant:bits=3,scale=unbiased", "v"),
+    ("turboquant:bits=2,center=128,scale=l2", "k"),
+    ("int:bits=3,zero=true,rotate=true", "v"),
+    ("fp8:scale=none,format=e5m2", "v"),
+)
+
+
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "side"),
     [
-        "turboquant:bits=4",
-        "turboquant:bits=3,scale=unbiased",
-        "turboquant:bits=2,center=128,scale=l2",
-        "int:bits=8",
-        "int:bits=4,group=48",
-        "int:bits=6,zero=true",
-        "int:bits=3,zero=true,rotate=true",
-        "fp8",
-        "fp8:scale=none,format=e5m2",
-        "kivi:bits=4,group=64",
+        *SPECIAL_CASES[:6],
+        *slow(*SPECIAL_CASES[6:], *((spec, "v" if x == "k" else "k") for spec, x in SPECIAL_CASES)),
     ],
 )
 def test_special_values(spec, side):
@@ -138,7 +116,7 @@ def test_special_values(spec, side):
     generator = torch.Generator().manual_seed(1)
     for dtype in DTYPES:
         values = torch.tensor(SPECIAL).to(dtype)
-        shape = (1, 2, -(-40 // group) * group, 64)
+        shape = (1, 1, -(-40 // group) * group, 64)
         tokens = values[torch.randint(len(SPECIAL), shape, generator=generator)]
         for i, value in enumerate(values):
             tokens[0, 0, i] = value  # a token of one number
@@ -150,18 +128,18 @@ def test_special_values(spec, side):
 )
 def test_ties(spec):
     codes = torch.arange(-128, 128).repeat(32, 1)[None, None]
-    for halves in (codes / 2, codes + 0.5, codes * 0.25):
+    for halves in (codes / 2, codes + 0.5):
         assert compare(spec, "k", [halves.float()], encoder=encoder) == ""
 
 
 def test_views():
     """Transposed, sliced, unaligned and expanded tokens."""
     generator = torch.Generator().manual_seed(2)
-    wide = torch.randn(2, 64, 4, 83, generator=generator)
+    wide = torch.randn(1, 32, 4, 35, generator=generator)
     for view in (
         wide.transpose(1, 2)[:, 1:3, :, 3:],
         wide.permute(0, 3, 1, 2)[:, :3],
-        wide[:1, :, :, 1:65].expand(3, -1, -1, -1).transpose(1, 2)[:, ::2],
+        wide[:, :, :, 1:33].expand(2, -1, -1, -1).transpose(1, 2)[:, ::2],
     ):
         for spec, side in (("turboquant:bits=4", "v"), ("kivi:bits=2", "k")):
             assert compare(spec, side, [view], encoder=encoder) == "", view.stride()
@@ -242,6 +220,7 @@ def test_slots_with_gaps_are_refused_before_anything_is_written():
         ("qjl", 64, "no native encoding for SignCodec"),
         ("turboquant:bits=3,mode=prod", 64, "no native encoding for TurboQuantCodec"),
         ("trellis:bits=4", 4, "trellises of less than 8 channels"),
+        ("kvarn:bits=4", 64, "tokens and channels of a group are balanced"),
         ("fp8", 2048, "width 2048 is above 1024"),
     ],
 )

@@ -11,22 +11,23 @@ pytest.importorskip("triton")
 
 from encode_compare import codec_of
 from fast_parts import CPU, decode_calls, error
-from forms import one_per_form
+from forms import one_per_form, slow
 
 from kvpact.contract import AttendConfig
 from kvpact.kernels.torch.backend import TORCH
-from kvpact.kernels.triton import attend, fast, tuning
-from kvpact.kernels.triton.fast import attend_fast, digits_reason, fast_of, fast_range
+from kvpact.kernels.triton import tuning
+from kvpact.kernels.triton.attend import attend
+from kvpact.kernels.triton.digits import fast
+from kvpact.kernels.triton.digits.fast import attend_fast, digits_reason, fast_of, fast_range
+from kvpact.kernels.triton.digits.tables import queries_of
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.tables import queries_of
 from kvpact.kernels.triton.tuning import parts_of, side_by_side
 from kvpact.testing.backend import unwritten_is_nan
 
 BOUND = 5e-4
-"""Of the norm of the output: queries and weights have 14 bits."""
+"""Of the norm of the output: queries and weights have 14 to 16 bits."""
 BITS = (2, 3, 4)
-
-
+PAIRS = [f"turboquant:bits={k}/turboquant:bits={v}" for k, v in itertools.product(BITS, BITS)]
 INTEGERS = (
     "int:bits=8",
     "int:bits=4",
@@ -36,10 +37,19 @@ INTEGERS = (
     "int:bits=3,group=128/int:bits=2",
     "q8_0/q4_0",
 )
-PAIRS = [f"turboquant:bits={k}/turboquant:bits={v}" for k, v in itertools.product(BITS, BITS)]
+MORE = ("int:bits=4,zero=true", "turboquant:bits=3,center=64")
+"""With zeros, and with shifts per channel and group of tokens."""
+SLOW = (
+    *(f"turboquant:bits={bits},center={group}" for bits in BITS for group in (64, 128)),
+    "int:bits=8,zero=true",
+    "int:bits=2,group=64,zero=true",
+    "int:bits=3,group=128,zero=true/int:bits=3,group=32,zero=true",
+    "int:bits=4,group=1024,zero=true,rotate=true",
+    "turboquant:bits=2,center=64/turboquant:bits=3",
+)
 
 
-@pytest.mark.parametrize("spec", one_per_form((*PAIRS, *INTEGERS)))
+@pytest.mark.parametrize("spec", [*one_per_form((*PAIRS, *INTEGERS)), *MORE, *slow(*SLOW)])
 def test_formats(monkeypatch, spec):
     assert error(decode_calls(monkeypatch, spec, 270, (1, 1, 4, 1, 128)), parts=2) < BOUND
 
@@ -47,25 +57,22 @@ def test_formats(monkeypatch, spec):
 @pytest.mark.parametrize(
     "spec",
     [
-        *PAIRS[:1],
-        *(pytest.param(spec, marks=pytest.mark.slow) for spec in PAIRS[1:4]),
-        *PAIRS[4:5],
-        *(pytest.param(spec, marks=pytest.mark.slow) for spec in PAIRS[5:-1]),
-        *PAIRS[-1:],
-        *INTEGERS[:2],
-        *(pytest.param(spec, marks=pytest.mark.slow) for spec in INTEGERS[2:]),
+        # K of 2, 3, 4 and 8 bits, and so V.
+        *(PAIRS[1], PAIRS[6], INTEGERS[2], INTEGERS[4], INTEGERS[5]),
+        *slow(PAIRS[0], *PAIRS[2:6], *PAIRS[7:], *INTEGERS[:2], INTEGERS[3], *MORE, *SLOW),
     ],
 )
 def test_the_order_of_older_versions(monkeypatch, spec):
-    calls = decode_calls(monkeypatch, spec, 270, (1, 1, 4, 1, 128))
+    calls = decode_calls(monkeypatch, spec, 150, (1, 1, 4, 1, 128))
     assert error(calls, parts=2, kw=8) < BOUND
 
 
 @pytest.mark.parametrize(
     ("bits", "page"),
     [
-        pytest.param(bits, page, marks=[] if 32 << (4 - bits) == page else pytest.mark.slow)
-        for bits, page in itertools.product(BITS, (32, 64, 128))
+        (4, 32),
+        (3, 64),
+        *slow(*((bits, page) for bits in BITS for page in (32, 64, 128))),
     ],
 )
 def test_pages(monkeypatch, bits, page):
@@ -80,16 +87,15 @@ def test_pages(monkeypatch, bits, page):
         ("turboquant:bits=3", 256),
         ("turboquant:bits=4", 96),
         ("int:bits=8", 80),
-        *(
-            pytest.param(spec, dim, marks=pytest.mark.slow)
-            for spec, dim in (
-                ("turboquant:bits=4", 256),
-                ("turboquant:bits=2", 64),
-                ("turboquant:bits=3", 64),
-                ("turboquant:bits=3", 80),
-                ("turboquant:bits=2", 112),
-                ("int:bits=4", 40),
-            )
+        *slow(
+            ("turboquant:bits=4", 256),
+            ("turboquant:bits=2", 64),
+            ("turboquant:bits=3", 64),
+            ("turboquant:bits=3", 80),
+            ("turboquant:bits=2", 112),
+            ("int:bits=4", 40),
+            ("int:bits=4,zero=true", 80),
+            ("turboquant:bits=4,center=64", 96),
         ),
     ),
 )
@@ -98,27 +104,28 @@ def test_widths(monkeypatch, spec, dim):
 
 
 @pytest.mark.parametrize(
-    ("groups", "queries"),
+    ("spec", "groups", "queries"),
     (
-        (3, 1),
-        (2, 4),
-        *(pytest.param(*rows, marks=pytest.mark.slow) for rows in ((5, 1), (8, 1), (4, 4))),
+        ("turboquant:bits=4", 3, 1),
+        ("int:bits=4,zero=true", 2, 4),
+        *slow(
+            *(("turboquant:bits=4", *rows) for rows in ((2, 4), (5, 1), (8, 1), (4, 4))),
+            *(("int:bits=4,zero=true", *rows) for rows in ((3, 1), (8, 1))),
+        ),
     ),
 )
-def test_rows(monkeypatch, groups, queries):
-    calls = decode_calls(monkeypatch, "turboquant:bits=4", 200, (1, 2, groups, queries, 64))
+def test_rows(monkeypatch, spec, groups, queries):
+    calls = decode_calls(monkeypatch, spec, 200, (1, 2, groups, queries, 64))
     assert error(calls) < BOUND
 
 
-@pytest.mark.parametrize("parts", (1, 2, 9))
+@pytest.mark.parametrize("parts", (1, 9))
 def test_parts(monkeypatch, parts):
     calls = decode_calls(monkeypatch, "turboquant:bits=4", 200, (1, 1, 4, 1, 64))
     assert error(calls, parts=parts) < BOUND
 
 
-@pytest.mark.parametrize(
-    "options", (",sinks=0,window=0", ",sinks=7,window=33", ",sinks=4,window=3")
-)
+@pytest.mark.parametrize("options", (",sinks=0,window=0", ",sinks=7,window=33"))
 def test_exact_tokens_are_left_out(monkeypatch, options):
     calls = decode_calls(monkeypatch, f"turboquant:bits=4{options}", 203, (1, 1, 4, 1, 64))
     assert error(calls) < BOUND
@@ -134,12 +141,11 @@ def test_padding(monkeypatch):
 @pytest.mark.parametrize(
     "config",
     (
-        AttendConfig(sliding_window=150),
-        AttendConfig(softcap=1.5),
         AttendConfig(softmax_scale=0.5),
         AttendConfig(sliding_window=90, softcap=20.0),
+        *slow(AttendConfig(sliding_window=150), AttendConfig(softcap=1.5)),
     ),
-    ids=("window", "softcap", "scale", "both"),
+    ids=("scale", "window and softcap", "window", "softcap"),
 )
 def test_rules(monkeypatch, config):
     calls = decode_calls(monkeypatch, "turboquant:bits=4", 300, (2, 1, 2, 4, 64), config)
@@ -158,11 +164,10 @@ def test_negative_scales_and_outliers(monkeypatch):
 @pytest.mark.parametrize(
     "config",
     (
-        AttendConfig(),
         AttendConfig(sliding_window=100, softcap=2.0),
         AttendConfig(is_causal=False, sink_logits=torch.tensor([1.0, -1.0, 0.0, 3.0])),
     ),
-    ids=("plain", "window and softcap", "sink logits"),
+    ids=("window and softcap", "sink logits"),
 )
 def test_beside_exact_tokens(monkeypatch, config):
     """The whole of attention: parts of both kernels, merged and rotated back."""
@@ -211,15 +216,19 @@ def test_another_order_is_wrong(monkeypatch):
 def test_what_is_not_covered():
     def reason(k, v="turboquant:bits=4", rows=4, dim=128):
         codecs = (codec_of(k, "k", dim, torch.float16), codec_of(v, "v", dim, torch.float16))
-        return digits_reason(
-            *(slots_of(codec, i == 1, CPU) for i, codec in enumerate(codecs)), rows
-        )
+        slots = (slots_of(codec, i == 1, CPU) for i, codec in enumerate(codecs))
+        return digits_reason(*slots, rows)
 
     assert reason("turboquant:bits=4") == ""
     assert "64 query rows" in reason("turboquant:bits=4", rows=64)
     assert "6 bits" in reason("turboquant:bits=6")
     assert "V has no levels" in reason("turboquant:bits=4", "turboquant:bits=8")
-    assert "fp8 beside V of 4 bits" in reason("fp8")
+    assert reason("int:bits=4,zero=true", rows=8) == ""
+    assert "16 query rows" in reason("int:bits=4,zero=true", rows=16)
+    assert "K has no levels" in reason("fp8")
+    for method in ("kivi:bits=4", "kvarn:bits=4"):
+        assert "K has scales per channel" in reason(method)
+    assert "V has scales per channel" in reason("turboquant:bits=4", "kvarn:bits=4")
     assert "groups of 32" in reason("int:bits=2")
     assert "groups of 32" in reason("int:bits=2,zero=true")
     assert "wide" in reason("turboquant:bits=4", dim=100)
@@ -238,7 +247,7 @@ def test_when_it_is_worth_a_launch(monkeypatch):
     assert fast_of(masked, k, v) is None
 
 
-@pytest.mark.parametrize("spec", ("trellis:bits=4", "int:bits=8", "turboquant:bits=2"))
+@pytest.mark.parametrize("spec", ("trellis:bits=4", "int:bits=8", "turboquant:bits=2", *MORE))
 def test_long_pasts_are_attended_fast(monkeypatch, spec):
     calls = decode_calls(monkeypatch, spec, 700, (1, 1, 2, 1, 64))
     k, v = (slots_of(side.codec, i == 1, CPU) for i, side in enumerate(calls[0].view[:2]))
@@ -253,9 +262,5 @@ def test_parts_fill_the_device():
 
 
 def test_order_by_version():
-    assert [side_by_side(version) for version in ("3.6.0", "3.7.1", "3.8.0", "3.10.0")] == [
-        8,
-        8,
-        4,
-        4,
-    ]
+    versions = ("3.6.0", "3.7.1", "3.8.0", "3.10.0")
+    assert [side_by_side(version) for version in versions] == [8, 8, 4, 4]

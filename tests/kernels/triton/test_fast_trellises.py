@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 
 from encode_compare import _PLAIN
 from fast_parts import CPU, decode_calls, error
+from forms import slow
 
 from kvpact.contract import AttendConfig
-from kvpact.kernels.triton.fast import digits_reason
+from kvpact.kernels.triton.digits.fast import digits_reason
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.spec import parse_spec
 
@@ -26,11 +27,13 @@ BOUND = 5e-4
         ("trellis:bits=2", 64),
         (f"trellis:bits=6,{_PLAIN}", 32),
         ("trellis:bits=3,blocks=false,center=0/trellis:bits=1", 64),
-        *(
-            pytest.param(f"trellis:bits={bits}{options}", dim, marks=pytest.mark.slow)
-            for bits in range(1, 7)
-            for options in ("", f",{_PLAIN}", ",center=128,states=8", ",first=false")
-            for dim in (64, 128, 256)
+        *slow(
+            *(
+                (f"trellis:bits={bits}{options}", dim)
+                for bits in range(1, 7)
+                for options in ("", f",{_PLAIN}", ",center=128,states=8", ",first=false")
+                for dim in (64, 128, 256)
+            )
         ),
     ],
 )
@@ -43,11 +46,13 @@ def test_formats(monkeypatch, spec, dim):
     [
         ("trellis:bits=4", 64),
         (f"trellis:bits=2,{_PLAIN}", 64),
-        *(
-            pytest.param(f"trellis:bits={bits}{options}", dim, marks=pytest.mark.slow)
-            for bits in range(1, 7)
-            for options in ("", f",{_PLAIN}")
-            for dim in (64, 128)
+        *slow(
+            *(
+                (f"trellis:bits={bits}{options}", dim)
+                for bits in range(1, 7)
+                for options in ("", f",{_PLAIN}")
+                for dim in (64, 128)
+            )
         ),
     ],
 )
@@ -60,7 +65,7 @@ def test_order_of_operands_of_older_compilers(monkeypatch, spec, dim):
     ("shape", "config", "padding"),
     [
         ((1, 2, 3, 2, 64), AttendConfig(softcap=2.0, sliding_window=150), None),
-        ((3, 1, 2, 1, 64), None, torch.tensor([0, 37, 150])),
+        *slow(((3, 1, 2, 1, 64), None, torch.tensor([0, 37, 150]))),
     ],
 )
 def test_rows_rules_and_padding(monkeypatch, shape, config, padding):

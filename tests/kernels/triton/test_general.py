@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forms import slow
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -14,8 +15,8 @@ from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import BackendUnavailable, CorruptState
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
-from kvpact.kernels.triton import attend
-from kvpact.kernels.triton.attend import attend_triton
+from kvpact.kernels.triton.attend import attend
+from kvpact.kernels.triton.attend.attend import attend_triton
 from kvpact.kernels.triton.tuning import GeneralChoice
 from kvpact.testing.backend import CALLS, BackendContract, unwritten_is_nan
 from kvpact.testing.data import random_tokens
@@ -143,7 +144,7 @@ def masks(total: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["boolean", "one head", "one row", "additive", "lowest"])
+@pytest.mark.parametrize("name", ["one head", "lowest", *slow("boolean", "one row", "additive")])
 def test_masks(name):
     call = made("int:bits=4,sinks=1,window=9", "softcap", 16, torch.float32, 40)
     config = AttendConfig(mask=masks(45)[name], is_causal=False)
@@ -218,8 +219,7 @@ TREATED = "trellis:bits=3,sinks=2,window=3"
     ("spec", "dim", "held"),
     [
         ("trellis:bits=2,weights=false,blocks=false,first=false,sinks=0,window=0", 40, 66),
-        pytest.param(TREATED, 20, 200, marks=pytest.mark.slow),
-        pytest.param(TREATED, 72, 200, marks=pytest.mark.slow),
+        *slow((TREATED, 20, 200), (TREATED, 72, 200)),
     ],
 )
 def test_treated_keys(spec, dim, held):

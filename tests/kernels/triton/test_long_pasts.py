@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.kernels.triton import attend
+from kvpact.kernels.triton.attend import attend
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

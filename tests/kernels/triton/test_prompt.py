@@ -9,10 +9,10 @@ from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.backend import TORCH
-from kvpact.kernels.triton import attend as attention
-from kvpact.kernels.triton import prompt
-from kvpact.kernels.triton.attend import attend_triton
-from kvpact.kernels.triton.prompt import attend_prompt, is_chunk, is_plain_prompt
+from kvpact.kernels.triton.attend import attend as attention
+from kvpact.kernels.triton.attend import prompt
+from kvpact.kernels.triton.attend.attend import attend_triton
+from kvpact.kernels.triton.attend.prompt import attend_prompt, is_chunk, is_plain_prompt
 from kvpact.testing.backend import unwritten_is_nan
 from kvpact.testing.data import random_tokens
 

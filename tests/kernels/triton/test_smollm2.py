@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from kvpact.integrations.models import load_model
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.graphs import DecodeGraph
-from kvpact.kernels.triton import fast
+from kvpact.kernels.triton.digits import fast
 
 CUDA = torch.cuda.is_available()
 LAYERS = 30 if CUDA else 3

@@ -10,14 +10,15 @@ pytest.importorskip("triton")
 from kvpact import CacheGeometry, create_cache
 from kvpact.cache.paged_view import PagedView
 from kvpact.errors import NonFiniteError
-from kvpact.kernels.triton import fast, step
+from kvpact.kernels.triton.digits import fast
+from kvpact.kernels.triton.step import step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = (
     "turboquant:bits=4",
     "int:bits=8,window=0,sinks=0",
-    "int:bits=4/turboquant:bits=2,window=5",
     "kivi:bits=2,group=32",
+    pytest.param("int:bits=4/turboquant:bits=2,window=5", marks=pytest.mark.slow),
     pytest.param("fp8:window=3,sinks=2", marks=pytest.mark.slow),
     pytest.param("turboquant:bits=3,center=64/int:bits=8", marks=pytest.mark.slow),
 )
@@ -104,14 +105,14 @@ FAST = ["prepare_queries", "attend_general", "query_digits", "attend_digits"]
         ("int:bits=8,window=0", ["take_tokens", *FAST, "merge_parts"], 0),
         pytest.param(
             "kivi:bits=2,group=32,window=0",
-            ["take_tokens", *FAST, "merge_parts"],
+            ["take_tokens", *FAST[:2], "merge_parts"],
             0,
             marks=pytest.mark.slow,
         ),
         # Tokens leave the window in other steps; queries for K are products that torch computes.
         pytest.param(
             "trellis:bits=4,window=2",
-            ["take_tokens", *FAST[:3], "attend_trellises", "merge_parts"],
+            ["take_tokens", *FAST, "merge_parts"],
             9,
             marks=pytest.mark.slow,
         ),

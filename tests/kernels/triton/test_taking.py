@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
 from kvpact.kernels.triton import columns
-from kvpact.kernels.triton.encode_slots import EncodeSlots
-from kvpact.kernels.triton.taking import Flag, Taker, sent_flags, take, taking_of
+from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.step.taking import Flag, Taker, sent_flags, take, taking_of
 from kvpact.testing.data import random_tokens
 from kvpact.testing.held import same_bytes
 
@@ -121,7 +121,7 @@ def test_tokens_are_taken_behind_what_each_row_holds(specs, held, new, dtype, ke
         (("turboquant:bits=4", "int:bits=8"), "v", 8.3e6, True),
         (("kivi:bits=2,group=32", "int:bits=8"), "k", 65_600.0, False),
         # The norm counts, not the number.
-        (("kvarn:bits=2,group=32", "int:bits=8"), "k", 48_100.0, False),
+        (("turboquant:bits=4,center=64", "int:bits=8"), "k", 20_100.0, False),
         (("trellis:bits=4,first=false,weights=false,blocks=false", "fp8"), "k", 64_000.0, False),
     ],
     ids=str,

@@ -14,15 +14,16 @@ from encode_compare import (
     treated_pieces,
     trellis_cases,
 )
+from forms import slow
 from host_reads import HostReads
 
 pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
 from kvpact.errors import NonFiniteError
-from kvpact.kernels.triton import encode_trellis
-from kvpact.kernels.triton.encode import EncodeSlots, TritonEncoder, encode_reason
-from kvpact.kernels.triton.encode_form import tables_of
+from kvpact.kernels.triton.encode import trellis as encode_trellis
+from kvpact.kernels.triton.encode.encoder import EncodeSlots, TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.quantizers.checks import collected, deferred
 from kvpact.testing.held import same_bytes
 
@@ -38,9 +39,7 @@ def encoder(codec) -> TritonEncoder:
     ("spec", "side", "dim", "count", "start", "dtype"),
     [
         ("trellis:bits=3", "k", 64, 64, 64, torch.bfloat16),
-        pytest.param(
-            "trellis:bits=5,center=0", "k", 64, 5, 30, torch.float16, marks=pytest.mark.slow
-        ),
+        *slow(("trellis:bits=5,center=0", "k", 64, 5, 30, torch.float16)),
         ("trellis:bits=2,weights=false,blocks=false", "k", 36, 64, 0, torch.float32),
         (f"trellis:bits=1,{_PLAIN}", "k", 32, 3, 31, torch.float32),
         (f"trellis:bits=4,states=8,{_PLAIN}", "k", 16, 3, 30, torch.float32),

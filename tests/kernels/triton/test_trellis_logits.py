@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.trellis import trellis_numbers
-from kvpact.kernels.triton.trellis_bases import base_logits
-from kvpact.kernels.triton.trellis_queries import packed_queries
+from kvpact.kernels.triton.trellis.bases import base_logits
+from kvpact.kernels.triton.trellis.numbers import trellis_numbers
+from kvpact.kernels.triton.trellis.queries import packed_queries
 from kvpact.methods.trellis_keys import TreatedKeys
 
 ROWS, TOKENS = 4, 128

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.forms import slots_of
-from kvpact.kernels.triton.trellis import trellis_numbers
-from kvpact.kernels.triton.trellis_steps import steps_of
+from kvpact.kernels.triton.trellis.numbers import trellis_numbers
+from kvpact.kernels.triton.trellis.steps import steps_of
 from kvpact.methods.trellis_codec import places
 
 WIDTHS = (64, 80, 128, 96)

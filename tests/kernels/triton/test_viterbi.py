@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.trellis_steps import Plane, Steps
-from kvpact.kernels.triton.viterbi import viterbi
+from kvpact.kernels.triton.encode.viterbi import viterbi
+from kvpact.kernels.triton.trellis.steps import Plane, Steps
 from kvpact.quantizers import trellis
 
 

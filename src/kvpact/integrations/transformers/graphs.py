@@ -24,7 +24,7 @@ from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.kernels.triton.backend import installed
 
 if TYPE_CHECKING:
-    from kvpact.kernels.triton.step import TritonStep
+    from kvpact.kernels.triton.step.step import TritonStep
 
 ROOM = 256
 """Tokens for which room is made at a time."""
@@ -259,7 +259,7 @@ def _placed(layers: list[CacheLayer]) -> list[tuple[TritonStep, int]]:
 
 
 def _runners(layers: list[CacheLayer]) -> list[TritonStep]:
-    from kvpact.kernels.triton.step import TritonStep
+    from kvpact.kernels.triton.step.step import TritonStep
 
     held = [layer._held.runner for layer in layers]
     return [runner for runner in held if isinstance(runner, TritonStep)]

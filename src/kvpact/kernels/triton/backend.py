@@ -92,7 +92,7 @@ class TritonBackend:
         if operation == "attend" and (reason := _too_wide(_width(codec), dtype)):
             return reason
         if operation == "encode":
-            from kvpact.kernels.triton.encode import encode_reason
+            from kvpact.kernels.triton.encode.encoder import encode_reason
 
             return "" if _copies(codec) else encode_reason(codec)
         return slots_of(codec, False, _CPU).reason
@@ -109,8 +109,8 @@ class TritonBackend:
         """Say why the general kernel attends, also where few query heads share a KV head."""
         if not installed() or any(self.covers("attend", x, torch.bfloat16) for x in (k, v)):
             return ""
-        from kvpact.kernels.triton.fast import digits_reason
-        from kvpact.kernels.triton.tables import LEAST_ROWS
+        from kvpact.kernels.triton.digits.fast import digits_reason
+        from kvpact.kernels.triton.digits.tables import LEAST_ROWS
 
         slots = slots_of(k, False, _CPU), slots_of(v, True, _CPU)
         reason = digits_reason(*slots, LEAST_ROWS)
@@ -128,7 +128,7 @@ class TritonBackend:
 
     def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
         """Attend over all calls in one launch."""
-        from kvpact.kernels.triton.attend import attend_triton
+        from kvpact.kernels.triton.attend.attend import attend_triton
 
         with on_device(calls[0].q.device):
             return attend_triton(calls, precision)
@@ -137,7 +137,7 @@ class TritonBackend:
         self, call: AttendCall, precision: Precision, good: Tensor | None = None
     ) -> StepRunner | None:
         """Return what carries out steps on the device, where checks are deferred."""
-        from kvpact.kernels.triton.step import TritonStep, covers
+        from kvpact.kernels.triton.step.step import TritonStep, covers
 
         return TritonStep(call, good) if good is not None and covers(call) else None
 
@@ -145,7 +145,7 @@ class TritonBackend:
         """Return an encoder."""
         if _copies(codec):
             return TorchEncoder(codec)
-        from kvpact.kernels.triton.encode import TritonEncoder
+        from kvpact.kernels.triton.encode.encoder import TritonEncoder
 
         return TritonEncoder(codec)
 
@@ -157,7 +157,7 @@ class TritonBackend:
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
     ) -> None:
         """Decode packed tokens."""
-        from kvpact.kernels.triton.decode import decode_triton
+        from kvpact.kernels.triton.decode.decode import decode_triton
 
         with on_device(out.device):
             decode_triton(slots, start, end, out, inverse)

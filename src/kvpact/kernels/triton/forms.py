@@ -21,7 +21,7 @@ from kvpact.formats.bitpack import WORD, block_words, planes
 from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisForm
 from kvpact.kernels.sources import SegmentSource, Where
-from kvpact.kernels.triton.trellis_steps import Steps, steps_of
+from kvpact.kernels.triton.trellis.steps import Steps, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
 from kvpact.transforms import IDENTITY, RandomHadamard

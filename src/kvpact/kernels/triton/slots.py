@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.trellis import trellis_numbers
+from kvpact.kernels.triton.trellis.numbers import trellis_numbers
 
 _TYPES = {
     "fp32": tl.float32,
@@ -28,34 +28,27 @@ def pointer_to(name):
 
 
 @triton.jit
-def field(
-    TABLE,
-    HEADS,
-    INDEX: tl.constexpr,
-    row,
-    head,
-    segment,
-    batch,
-    segments,
-    TYPE: tl.constexpr,
-):
-    """Return a pointer to a field's units of a segment and head.
+def segment_at(slots, tile):
+    """Return where the segment of a tile lies, for `units_of`, and the number of the tile in it.
 
-    `TABLE`: `[8, batch, segments]` int64 (`Places.table`); `HEADS`: `[8]` int64 (`Places.heads`);
-    `TYPE`: dtype of the field, a value of `forms.NUMBERS`.
+    `slots`: `TABLE` (`[fields, batch, segments]` int64, `Places.table`), `HEADS` (`[fields]` int64,
+    `Places.heads`), row, head, `batch`, `segments`, and the tiles of a segment.
     """
-    first = tl.load(TABLE + (INDEX * batch + row) * segments + segment)
-    return (first + tl.load(HEADS + INDEX) * head).to(pointer_to(TYPE))
+    table, heads, row, head, batch, segments, tiles = slots
+    return (table, heads, row, head, tile // tiles, batch, segments), tile % tiles
 
 
 @triton.jit
-def units_of(
-    NAME: tl.constexpr, TABLE, HEADS, row, head, segment, batch, segments, FORM: tl.constexpr
-):
-    """Return `field` of a name that a form knows: a `SlotForm` or an `EncodeForm`."""
+def units_of(NAME: tl.constexpr, segment, FORM: tl.constexpr):
+    """Return a pointer to a field's units of a segment and head; from `segment_at`.
+
+    `NAME`: one that the form knows: a `SlotForm` or an `EncodeForm`.
+    """
     INDEX: tl.constexpr = FORM.index_of(NAME)
     TYPE: tl.constexpr = FORM.type_of(NAME)
-    return field(TABLE, HEADS, INDEX, row, head, segment, batch, segments, TYPE)
+    table, heads, row, head, number, batch, segments = segment
+    first = tl.load(table + (INDEX * batch + row) * segments + number)
+    return (first + tl.load(heads + INDEX) * head).to(pointer_to(TYPE))
 
 
 @triton.jit
@@ -174,38 +167,24 @@ def by_group(units, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _scaled(
-    x,
-    TABLE,
-    HEADS,
-    row,
-    head,
-    segment,
-    tile,
-    batch,
-    segments,
-    first,
-    COUNT: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     """Return levels [32, COUNT] with scale, zero, fold and shift, in the order of `decode`."""
     GROUPS: tl.constexpr = (FORM.dim + FORM.channels - 1) // FORM.channels
     if FORM.has("fold"):
-        units = units_of("fold", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        fold = by_group(units, tile, first, COUNT, FORM)
+        fold = by_group(units_of("fold", segment, FORM), tile, first, COUNT, FORM)
     if FORM.has("shift"):
-        units = units_of("shift", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        shift = by_group(units, tile, first, COUNT, FORM)
+        shift = by_group(units_of("shift", segment, FORM), tile, first, COUNT, FORM)
     if FORM.has("fold") and not FORM.of_values:
         x = x * fold
     if FORM.has("shift") and FORM.shift_scaled:
         x = x + shift
     if FORM.has("scale"):
-        units = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        x = x * _by_token(units + tile * (GROUPS * 32), first, COUNT, FORM)
+        scale = units_of("scale", segment, FORM) + tile * (GROUPS * 32)
+        x = x * _by_token(scale, first, COUNT, FORM)
     if FORM.has("zero"):
-        units = units_of("zero", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        x = x + _by_token(units + tile * (GROUPS * 32), first, COUNT, FORM)
+        x = x + _by_token(
+            units_of("zero", segment, FORM) + tile * (GROUPS * 32), first, COUNT, FORM
+        )
     if FORM.has("shift") and not FORM.shift_scaled:
         x = x + shift
     if FORM.has("fold") and FORM.of_values:
@@ -214,41 +193,26 @@ def _scaled(
 
 
 @triton.jit
-def tile_numbers(
-    TABLE,
-    HEADS,
-    LEVELS,
-    row,
-    head,
-    segment,
-    tile,
-    batch,
-    segments,
-    first,
-    COUNT: tl.constexpr,
-    FORM: tl.constexpr,
-):
+def tile_numbers(segment, LEVELS, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
     """Return what `codec.decode` gives of 32 tokens, still transformed: fp32 [32, COUNT].
 
     Channels from `FORM.dim` on are 0. Of a trellis: `trellis_numbers`, before any treatment.
 
-    `TABLE`, `HEADS`, `row`, `head`, `segment`, `batch`, `segments`: as of `field`; `tile`: of 32
-    tokens inside the segment; `first`: the first channel, a multiple of 32; `COUNT`: channels, a
-    power of two of 32 or more.
+    `segment`: as of `units_of`; `tile`: of 32 tokens inside the segment; `first`: the first
+    channel, a multiple of 32; `COUNT`: channels, a power of two of 32 or more.
     """
     tile = tl.cast(tile, tl.int64)
-    units = units_of("codes", TABLE, HEADS, row, head, segment, batch, segments, FORM)
+    units = units_of("codes", segment, FORM)
     channel = first + tl.arange(0, COUNT)
     if FORM.kind == "trellis":
-        scale = units_of("scale", TABLE, HEADS, row, head, segment, batch, segments, FORM)
-        x = trellis_numbers(units, scale, LEVELS, tile, channel, FORM)
+        x = trellis_numbers(units, units_of("scale", segment, FORM), LEVELS, tile, channel, FORM)
     else:
         if FORM.order == "number":
             x = _given(units + tile * (FORM.dim * 32), first, COUNT, FORM)
         else:
             words: tl.constexpr = FORM.words * (32 if FORM.order == "token" else FORM.dim)
             x = _levels(_codes(units + tile * words, first, COUNT, FORM), LEVELS, FORM)
-        x = _scaled(x, TABLE, HEADS, row, head, segment, tile, batch, segments, first, COUNT, FORM)
+        x = _scaled(x, segment, tile, first, COUNT, FORM)
         if FORM.dim % COUNT != 0:
             x = tl.where((channel < FORM.dim)[None, :], x, 0.0)
     return x

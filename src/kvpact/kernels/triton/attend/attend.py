@@ -1,0 +1,273 @@
+"""Attention by the kernels: calls that are alike become one launch, and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import BackendUnavailable
+from kvpact.kernels.base import AttendCall, Precision
+from kvpact.kernels.triton.attend.general import Variant, attend_general
+from kvpact.kernels.triton.attend.merge import merge_parts
+from kvpact.kernels.triton.attend.prompt import (
+    NewTokens,
+    attend_new,
+    attend_prompt,
+    is_chunk,
+    is_plain_prompt,
+)
+from kvpact.kernels.triton.attend.queries import query_rows, signs_of, treated
+from kvpact.kernels.triton.attend.rows import UNBOUNDED, Rows, rows_of
+from kvpact.kernels.triton.attend.streams import Stream
+from kvpact.kernels.triton.digits.fast import Fast, attend_fast, fast_of, fast_range
+from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
+from kvpact.kernels.triton.step.kernels import Counting
+from kvpact.kernels.triton.tuning import general_choice
+from kvpact.methods import Codec
+
+TILE = 32
+MOST_ROWS, MOST_NUMBERS = 64, 8192
+"""Query rows of a program, and numbers of each of their sums, at most (of fp32, half of them)."""
+LEAST_ROWS = 16
+"""Rows of the smallest product that tensor cores compute."""
+TILES_OF_A_PART = 8
+"""Tiles of 32 tokens that a part has at least."""
+NARROW = 128
+"""Channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`."""
+PROGRAMS = 1024
+"""Programs of a launch from which on tokens are split no further."""
+
+
+def parts_of(tiles: int, programs: int) -> int:
+    """Return into how many parts the tokens are split."""
+    most = -(-tiles // TILES_OF_A_PART)
+    return max(1, min(most, PROGRAMS // max(programs, 1)))
+
+
+class _Call(NamedTuple):
+    """A call, and where its first row stands in the output."""
+
+    call: AttendCall
+    first: int
+
+
+def attend_triton(calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+    """Attend; parameters as of `Backend.attend`."""
+    first = calls[0]
+    if first.q.is_cuda and len(calls) == 1 and is_plain_prompt(first):
+        return attend_prompt(first)
+    batch = sum(call.q.shape[0] for call in calls)
+    heads, queries = first.q.shape[1:3]
+    out = first.q.new_empty(batch, heads, queries, first.output_dim)
+    alike: dict[Hashable, list[_Call]] = {}
+    done = 0
+    for call in calls:
+        alike.setdefault(_key(call), []).append(_Call(call, done))
+        done += call.q.shape[0]
+    for some in alike.values():
+        _attend(some, out)
+    return out
+
+
+def _codecs(call: AttendCall) -> tuple[Codec | None, Codec | None]:
+    view = call.view
+    return (None, None) if view is None else (view.k.codec, view.v.codec)
+
+
+def _slots(call: AttendCall) -> tuple[Slots | None, Slots | None]:
+    """Return what kernels are told of the codecs of K and of V."""
+    made: list[Slots | None] = []
+    for codec, value in zip(_codecs(call), (False, True), strict=True):
+        slots = None if codec is None else slots_of(codec, value, call.q.device)
+        reason = "" if slots is None else slots.reason
+        if call.latent and treated(call):
+            reason = "latents whose trellis is treated as keys are"
+        if reason:
+            raise BackendUnavailable(f"backend 'triton' can't attend: {reason}; use 'auto'")
+        made.append(slots)
+    return made[0], made[1]
+
+
+def _dtypes(call: AttendCall) -> tuple[torch.dtype, torch.dtype]:
+    """Return in which dtypes exact tokens of K and of V are read."""
+    made = []
+    for side in "kv":
+        fresh: Tensor | None = getattr(call, side)
+        found = None if call.view is None else getattr(call.view, side).tail.dtype
+        if fresh is not None:
+            found = fresh.dtype if found is None else torch.promote_types(found, fresh.dtype)
+        assert found is not None, "a call needs new tokens or a view"
+        made.append(found)
+    return made[0], made[1]
+
+
+def _scale(call: AttendCall) -> float:
+    scale = call.config.softmax_scale
+    return call.q.shape[3] ** -0.5 if scale is None else scale
+
+
+def _mask_type(call: AttendCall) -> str:
+    mask = call.config.mask
+    return "" if mask is None else "u8" if mask.dtype == torch.bool else "fp32"
+
+
+def _key(call: AttendCall) -> Hashable:
+    """Return what calls of one launch have in common."""
+    forms = tuple(
+        codec and (slots and (slots.form, slots.numbers), codec.transform)
+        for codec, slots in zip(_codecs(call), _slots(call), strict=True)
+    )
+    scale, rules = _scale(call), (call.config.softcap, _mask_type(call), is_chunk(call))
+    return forms, _dtypes(call), call.kv_heads, call.output_dim, scale, rules, call.latent
+
+
+def _aligned(rows: Rows) -> bool:
+    """Whether exact tokens can be read 16 bytes at a time."""
+    steps = (x.stride(axis) * x.itemsize for x in rows.exact for axis in range(3))
+    return all(step % 16 == 0 for step in (*steps, *(x.data_ptr() for x in rows.exact)))
+
+
+def width_of(dim: int) -> int:
+    """Return to how many channels kernels pad vectors."""
+    return max(power_of_two(dim), LEAST_WIDTH)
+
+
+def merge_warps(rows: int, width: int) -> int:
+    """Return the warps that merge so many rows of queries at a time without spilling registers."""
+    if rows == 1:
+        return 1 if width <= NARROW else 4 if width <= 4 * NARROW else 8
+    return 4 if width <= NARROW else 8
+
+
+def merged_at_once(count: int, width: int) -> tuple[int, int]:
+    """Return how many of so many rows of queries a program merges, and how many parts at a time.
+
+    Few rows have many parts (a step), many rows few.
+    """
+    if count < LEAST_ROWS:
+        return 1, 16
+    return LEAST_ROWS * 2 * NARROW // max(width, 2 * NARROW), 1
+
+
+def variant_of(call: AttendCall, rows: Rows) -> Variant:
+    """Return what the kernel is compiled for."""
+    dtypes, aligned = _dtypes(call), _aligned(rows)
+    thrice = torch.float32 in (*dtypes, call.q.dtype)
+    rope = call.q.shape[3] - call.output_dim
+    dims = (call.output_dim, rope) if call.latent else (call.q.shape[3], call.output_dim)
+    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    widest = max(width_of(dim) for dim in dims)
+    most = max(MOST_NUMBERS // (2 if thrice else 1) // widest, LEAST_ROWS)
+    held = min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS, most)
+    choice = general_choice(held, widest, thrice)
+    k, v = (
+        Stream(
+            slots and slots.form,
+            dim,
+            width_of(dim),
+            NUMBERS[dtype],
+            aligned,
+            second,
+            thrice,
+            min(width_of(dim), choice.keys),
+            min(width_of(dim), choice.values),
+        )
+        for slots, dim, dtype, second in zip(_slots(call), dims, dtypes, (False, True), strict=True)
+    )
+    softcap, mask = call.config.softcap is not None, _mask_type(call)
+    return Variant(k, v, call.latent, held, softcap, mask, choice.warps)
+
+
+def _most_tiles(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tensor, int]]) -> int:
+    """Return the tiles of the longest row, less those that are skipped in all rows of its call."""
+    most = 0
+    for call, (begin, end) in zip(calls, skipped, strict=True):
+        total, left = call.held + call.new, 0 if isinstance(begin, Tensor) else max(begin, 0)
+        most = max(most, total - max(min(end, total) - left, 0))
+    return -(-most // TILE)
+
+
+class Prepared(NamedTuple):
+    """What stays from one call to the next that is like it.
+
+    - `variant`: what the general kernel is compiled for.
+    - `splits`: parts of the general kernel.
+    - `chunk`: whether new tokens are attended apart from the past.
+    """
+
+    rows: Rows
+    variant: Variant
+    fast: Fast | None
+    splits: int
+    chunk: bool
+
+
+def _attend(some: Sequence[_Call], out: Tensor) -> None:
+    """Attend over calls that are alike, into their rows of the output."""
+    calls = [one.call for one in some]
+    attend_prepared(prepared(calls, [one.first for one in some]), calls, out)
+
+
+def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
+    """Return what is known before calls that are alike are launched; `first` as in `rows_of`."""
+    call, slots = calls[0], _slots(calls[0])
+    chunk = is_chunk(call)
+    fast = None if chunk else fast_of(calls, *slots)
+    skipped: list[tuple[int | Tensor, int]]
+    if chunk:
+        skipped = [(each.held, UNBOUNDED) for each in calls]
+    else:
+        skipped = [(0, 0) if fast is None else fast_range(each) for each in calls]
+    rows = rows_of(calls, slots, _dtypes(call), call.q.device, first, skipped)
+    variant = variant_of(call, rows)
+    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    programs = sum(each.q.shape[0] for each in calls) * call.kv_heads * -(-count // variant.rows)
+    return Prepared(rows, variant, fast, parts_of(_most_tiles(calls, skipped), programs), chunk)
+
+
+def attend_prepared(
+    known: Prepared, calls: Sequence[AttendCall], out: Tensor, counting: Counting | None = None
+) -> None:
+    """Attend over calls that are alike, whose lengths and addresses are those of a table.
+
+    `known`: for calls like these; lengths are those that its table has. `out`:
+    `[rows, H_q, q_len, D_v]`. `counting`: what the last launch counts in the table, if this is a
+    step.
+    """
+    rows, variant, fast, splits, chunk = known
+    call, device = calls[0], out.device
+    slots = _slots(call)
+    values = variant.values
+    q = query_rows(calls, _scale(call), variant)
+    batch, heads, count, _ = q.exact.shape
+    queries = call.q.shape[2]
+    row_tiles = -(-count // variant.rows)
+    parts = splits + (0 if fast is None else fast.parts)
+    exact = q.exact.new_empty(batch, heads, splits, count, values.dim)
+    packed = (
+        exact if values.form is None else exact.new_empty(batch, heads, parts, *exact.shape[3:])
+    )
+    lse = exact.new_empty(batch, heads, parts, count)
+    levels = [exact if one is None or one.levels is None else one.levels for one in slots]
+    shape = (queries, count // queries, heads, splits, parts)
+    attend_general[row_tiles * heads, splits, batch](
+        rows.table, *q, *levels, packed, exact, lse, *shape,
+        call.config.softcap or 0.0, variant, num_warps=variant.warps, maxnreg=255,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    if fast is not None:
+        attend_fast(fast, calls, _scale(call), rows.table, packed, lse, splits)
+    new = attend_new(calls, _scale(call)) if chunk else NewTokens(exact, lse)
+    steps = [step for x in new for step in x.stride()[:3]] if chunk else [0] * 6
+    signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
+    each, at_once = merged_at_once(count, values.width)
+    merge_parts[-(-count // each), heads, batch](
+        rows.table, packed, exact, lse, exact if signs is None else signs, out, *shape,
+        *new, *steps,
+        values.dim, values.width, values.form is not None, signs is not None, chunk, each, at_once,
+        counting, num_warps=merge_warps(each, values.width), maxnreg=None if each == 1 else 255,
+        enable_fp_fusion=False,
+    )  # fmt: skip

@@ -1,0 +1,198 @@
+"""One stream's tokens in attention: 32 at a time, some channels of them, packed or exact.
+
+Which of both a tile holds is asked for each, so that all threads of a program take the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from kvpact.kernels.triton.columns import (
+    HELD,
+    K_EXACT_FROM,
+    K_SINKS,
+    K_SLOTS,
+    K_TAIL,
+    NEW,
+    SINKS_FROM,
+    V_EXACT_FROM,
+    V_SINKS,
+    V_SLOTS,
+    V_TAIL,
+    count_of_row,
+    of_row,
+)
+from kvpact.kernels.triton.forms import SlotForm
+from kvpact.kernels.triton.slots import pointer_to, segment_at, tile_numbers, units_of
+from kvpact.kernels.triton.trellis.bases import base_logits
+from kvpact.kernels.triton.trellis.numbers import e5m3, step_numbers, tile_words
+
+TILE = tl.constexpr(32)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What kernels are told of K or of V when they are compiled.
+
+    - `form`: of the slots; None where there are none.
+    - `dim`, `width`: channels, and the same padded to a power of two.
+    - `number`: dtype of exact tokens, one of `NUMBERS`.
+    - `aligned`: whether the addresses and steps of all exact tokens are multiples of 16 bytes.
+    - `second`: whether it stands in V's place in the table of rows.
+    - `thrice`: whether products are those of fp32 (three products in tf32), or of numbers rounded
+      to tf32.
+    - `key_piece`, `value_piece`: channels that are multiplied at a time, powers of two: of keys,
+      and of values.
+    """
+
+    form: SlotForm | None
+    dim: int
+    width: int
+    number: str
+    aligned: bool
+    second: bool
+    thrice: bool
+    key_piece: int
+    value_piece: int
+
+    @property
+    def exact_from(self) -> int:
+        """Column of the table of rows."""
+        return int((V_EXACT_FROM if self.second else K_EXACT_FROM).value)
+
+    @property
+    def sinks(self) -> int:
+        """Column of the table of rows."""
+        return int((V_SINKS if self.second else K_SINKS).value)
+
+    @property
+    def slots(self) -> int:
+        """First column of where the slots lie."""
+        return int((V_SLOTS if self.second else K_SLOTS).value)
+
+    @property
+    def tail(self) -> int:
+        """First column of where exact tokens lie: the tail, sinks and new ones."""
+        return int((V_TAIL if self.second else K_TAIL).value)
+
+
+@triton.jit
+def rounded(x):
+    """Return fp32 numbers rounded to tf32, whose lower bits tensor cores cut off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _is_sink(ROWS, row, tokens, S: tl.constexpr):
+    first = count_of_row(ROWS, row, SINKS_FROM)
+    return (tokens >= first) & (tokens < first + count_of_row(ROWS, row, S.sinks))
+
+
+@triton.jit
+def has_packed(ROWS, row, tile, S: tl.constexpr):
+    """Whether a tile has packed tokens."""
+    return tile * TILE < count_of_row(ROWS, row, S.exact_from)
+
+
+@triton.jit
+def has_exact(ROWS, row, tile, S: tl.constexpr):
+    """Whether a tile has exact tokens."""
+    sinks_to = count_of_row(ROWS, row, SINKS_FROM) + count_of_row(ROWS, row, S.sinks)
+    return (tile * TILE + TILE > count_of_row(ROWS, row, S.exact_from)) | (tile * TILE < sinks_to)
+
+
+@triton.jit
+def exact_tokens(ROWS, row, head, tile, channel, S: tl.constexpr):
+    """Return channels of a tile's exact tokens in fp32, `[32, channels]`; zeros for others."""
+    TAIL: tl.constexpr = S.tail
+    SINK: tl.constexpr = S.tail + 3
+    FRESH: tl.constexpr = S.tail + 6
+    tokens = tile * TILE + tl.arange(0, TILE)
+    held, exact_from = count_of_row(ROWS, row, HELD), count_of_row(ROWS, row, S.exact_from)
+    fresh, tail = tokens >= held, (tokens >= exact_from) & (tokens < held)
+    sink = (tokens < exact_from) & _is_sink(ROWS, row, tokens, S)
+    at = tl.where(fresh, of_row(ROWS, row, FRESH), of_row(ROWS, row, SINK))
+    at = tl.where(tail, of_row(ROWS, row, TAIL), at)
+    step = tl.where(fresh, of_row(ROWS, row, FRESH + 1), of_row(ROWS, row, SINK + 1))
+    step = tl.where(tail, of_row(ROWS, row, TAIL + 1), step)
+    at += step * head
+    step = tl.where(fresh, of_row(ROWS, row, FRESH + 2), of_row(ROWS, row, SINK + 2))
+    step = tl.where(tail, of_row(ROWS, row, TAIL + 2), step)
+    first = tl.where(tail, exact_from, count_of_row(ROWS, row, SINKS_FROM))
+    at += step * (tokens - tl.where(fresh, held, first))
+    token = at.to(pointer_to(S.number))
+    if S.aligned:
+        token = tl.multiple_of(token, 16)
+    live = (fresh | tail | sink) & (tokens < held + count_of_row(ROWS, row, NEW))
+    inside = live[:, None] & (channel < S.dim)[None, :]
+    return tl.load(token[:, None] + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _segment(ROWS, row, head, tile, S: tl.constexpr):
+    """Return where the segment of a tile lies, for `units_of`, and the tile in it."""
+    table = of_row(ROWS, row, S.slots).to(tl.pointer_type(tl.int64))
+    heads = of_row(ROWS, row, S.slots + 1).to(tl.pointer_type(tl.int64))
+    slot_row, slot_rows = of_row(ROWS, row, S.slots + 2), of_row(ROWS, row, S.slots + 3)
+    segments = of_row(ROWS, row, S.slots + 4)
+    tiles = count_of_row(ROWS, row, S.slots + 5) // TILE
+    return segment_at((table, heads, slot_row, head, slot_rows, segments, tiles), tile)
+
+
+@triton.jit
+def _is_packed(ROWS, row, tile, S: tl.constexpr):
+    """Return which tokens of a tile are packed, `[32]`."""
+    tokens = tile * TILE + tl.arange(0, TILE)
+    packed = tokens < count_of_row(ROWS, row, S.exact_from)
+    return packed & ~_is_sink(ROWS, row, tokens, S)
+
+
+@triton.jit
+def _of_packed(x, ROWS, row, tile, S: tl.constexpr):
+    """Return numbers `[32, channels]`, but zeros for tokens that are not packed; rounded to tf32.
+
+    Rounded unless products are those of fp32.
+    """
+    x = tl.where(_is_packed(ROWS, row, tile, S)[:, None], x, 0.0)
+    if not S.thrice:
+        x = rounded(x)
+    return x
+
+
+@triton.jit
+def packed_tokens(ROWS, row, head, LEVELS, tile, first, COUNT: tl.constexpr, S: tl.constexpr):
+    """Return COUNT channels of a tile's packed tokens, `[32, COUNT]`, still transformed."""
+    segment, inside = _segment(ROWS, row, head, tile, S)
+    x = tile_numbers(segment, LEVELS, inside, first, COUNT, S.form)
+    return _of_packed(x, ROWS, row, tile, S)
+
+
+@triton.jit
+def packed_steps(
+    ROWS, row, head, LEVELS, tile, channel, there, INDEX: tl.constexpr, S: tl.constexpr
+):
+    """Return some channels of one block of a tile's packed trellises, `[32, channels]`."""
+    FORM: tl.constexpr = S.form
+    segment, inside = _segment(ROWS, row, head, tile, S)
+    inside = tl.cast(inside, tl.int64)
+    n = e5m3(tl.load(units_of("scale", segment, FORM) + inside * 32 + tl.arange(0, 32)))
+    words = tile_words(units_of("codes", segment, FORM), inside, FORM)
+    x = step_numbers(words, n, LEVELS, channel, there, FORM, INDEX, 1)
+    return _of_packed(x, ROWS, row, tile, S)
+
+
+@triton.jit
+def packed_bases(ROWS, row, head, tile, q, first, channel, S: tl.constexpr):
+    """Return what the bases of a tile's packed tokens add to logits, `[rows, 32]`."""
+    FORM: tl.constexpr = S.form
+    segment, inside = _segment(ROWS, row, head, tile, S)
+    flags = units_of("base", segment, FORM)
+    mean, step = flags, flags
+    if FORM.has("mean"):
+        mean, step = units_of("mean", segment, FORM), units_of("step", segment, FORM)
+    logits = base_logits(flags, mean, step, q, first, inside, channel, FORM)
+    return tl.where(_is_packed(ROWS, row, tile, S)[None, :], logits, 0.0)

@@ -1,0 +1,1 @@
+"""Attention on integer tensor cores: which slots it covers, and its one loop."""

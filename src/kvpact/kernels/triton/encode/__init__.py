@@ -1,0 +1,1 @@
+"""Encoding on the device."""

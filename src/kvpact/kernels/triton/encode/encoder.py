@@ -1,0 +1,194 @@
+"""Encoding on the device: what is covered, and who launches what.
+
+The codec's `encode` and the fields' `write` define the bytes. Nothing is read back: the host waits
+only where the checks of tokens are wanted at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import NonFiniteError
+from kvpact.formats import TILE
+from kvpact.kernels.sources import Segment
+from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
+from kvpact.kernels.triton.encode.slots import EncodeSlots, slots_at, where_lie
+from kvpact.kernels.triton.encode.trellis import encode_trellis
+from kvpact.kernels.triton.forms import on_device
+from kvpact.methods import Codec
+from kvpact.quantizers.checks import checks_are_deferred, require
+
+__all__ = ["EncodeSlots", "TritonEncoder", "encode_at", "encode_reason", "encoded_alone"]
+
+_NUMBERS = 2048
+"""Numbers of the tokens that a program has in its registers at a time."""
+_EXACT = {"enable_fp_fusion": False, "num_stages": 1}
+"""A fused product and sum would make other bytes."""
+
+
+def rows_of(form: EncodeForm, tokens: int) -> int:
+    """Return how many tokens a program encodes at a time, a power of two up to 32."""
+    return 1 if tokens == 1 else min(TILE, max(1, _NUMBERS // form.padded))
+
+
+def warps_of(form: EncodeForm, tokens: int) -> int:
+    """Return the warps of such a program."""
+    return min(4, max(1, rows_of(form, tokens) * form.padded // 512))
+
+
+def span_of(form: EncodeForm, tokens: int) -> int:
+    """Return how many positions a program has: whole words of codes."""
+    return max(rows_of(form, tokens), form.word_tokens)
+
+
+def blocks_of(form: EncodeForm, tokens: int) -> int:
+    """Return the programs of a row and head where positions are of no account."""
+    return -(-tokens // rows_of(form, tokens))
+
+
+def _variant(form: EncodeForm, tokens: int) -> dict[str, Any]:
+    """Return what a kernel is compiled with."""
+    rows, warps = rows_of(form, tokens), warps_of(form, tokens)
+    return {"ROWS": rows, "FORM": form, "num_warps": warps, **_EXACT}
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return tokens whose channels lie side by side."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+class TritonEncoder:
+    """Encodes a stream's tokens on their device; not for two threads at once.
+
+    `codec`: whose slots they are; `encode_reason(codec)` is empty.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec, self._torch = codec, TorchEncoder(codec)
+        self._known: list[tuple[int, tuple[int, ...]]] = []
+        self._slots: EncodeSlots | None = None
+
+    def prepare(self, x: Tensor, size: float | None = None) -> Tensor | dict[str, Tensor]:
+        """Return the tokens, which can't fail any more; or the torch body's arrays.
+
+        The torch body refuses tokens, and names what is wrong with them. Where checks are deferred
+        a flag on the device tells of them, and the host waits for nothing.
+        """
+        if not self._codec.ready:
+            return self._torch.prepare(x)  # which learns
+        tables = tables_of(self._codec, x.device)
+        if tables.form.limit == math.inf or not x.numel():
+            return x
+        good = torch.ones((), dtype=torch.bool, device=x.device)
+        check_tokens_at(self._codec, x, good)
+        if checks_are_deferred():
+            require(good, lambda: NonFiniteError("beyond the range of the method"))
+        elif not bool(good):
+            return self._torch.prepare(x)
+        return x
+
+    def write(
+        self,
+        prepared: Tensor | dict[str, Tensor],
+        segments: Sequence[Segment],
+        segment_tokens: int,
+        start: int,
+    ) -> None:
+        """Encode tokens into segments.
+
+        Raises `GeometryError` where the slots lie otherwise than kernels need them; they are as
+        they were.
+        """
+        if isinstance(prepared, dict):
+            self._torch.write(prepared, segments, segment_tokens, start)
+        elif prepared.numel():
+            slots = self._where(segments, segment_tokens, prepared.device)
+            encode_at(self._codec, prepared, slots, start)
+
+    def _where(
+        self, segments: Sequence[Segment], segment_tokens: int, device: torch.device
+    ) -> EncodeSlots:
+        """Return where segments lie; most appends go where the last one went."""
+        names = tables_of(self._codec, device).names
+        held = [None if name is None else [part[name] for part in segments] for name in names]
+        tensors = [tensor for parts in held if parts for tensor in parts]
+        known = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+        if self._slots is None or known != self._known:
+            where = [where_lie(parts) if parts else None for parts in held]
+            self._slots = slots_at([where], tensors[0].shape[0], device, segment_tokens)
+            self._known = known
+        return self._slots
+
+
+def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
+    """Make a 0-d bool on the device False if some of the tokens `[B, H, T, D]` can't be encoded."""
+    from kvpact.kernels.triton.encode.kernel import check_tokens
+
+    x, tables = _dense(x), tables_of(codec, x.device)
+    form, (batch, heads, tokens, _) = tables.form, x.shape
+    if form.limit == math.inf:
+        return
+    with on_device(x.device):
+        check_tokens[blocks_of(form, tokens), heads, batch](
+            x, *x.stride()[:3], *tables[2:], good.view(torch.int8), tokens, **_variant(form, tokens)
+        )
+
+
+def encoded_alone(codec: Codec) -> bool:
+    """Whether a kernel encodes tokens of a codec as they come: no groups of them."""
+    return not encode_reason(codec) and codec.group == 1
+
+
+def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
+    """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
+    x, tables = _dense(x), tables_of(codec, x.device)
+    with on_device(x.device):
+        if tables.form.trellis is not None:
+            encode_trellis(codec, tables.form, x, slots, start, None)
+            return
+        if tables.form.staged:
+            x = _rotated(x, tables)
+        if tables.form.group > 1:
+            _encode_groups(x, tables.form, slots, start)
+        _encode_tokens(x, tables, slots, start)
+
+
+def _encode_tokens(x: Tensor, tables: EncodeTables, slots: EncodeSlots, start: int) -> None:
+    from kvpact.kernels.triton.encode.kernel import encode_tokens
+
+    form, (batch, heads, tokens, _) = tables.form, x.shape
+    span = span_of(form, tokens)
+    encode_tokens[(start + tokens - 1) // span - start // span + 1, heads, batch](
+        x, *x.stride()[:3], slots.table, slots.heads, *tables[2:], start, tokens, slots.tiles,
+        batch, slots.segments, SPAN=span, **_variant(form, tokens),
+    )  # fmt: skip
+
+
+def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
+    """Return rotated tokens, fp32."""
+    from kvpact.kernels.triton.encode.groups import rotate_tokens
+
+    batch, heads, tokens, _ = x.shape
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    rotate_tokens[(blocks_of(tables.form, tokens), heads, batch)](
+        x, *x.stride()[:3], tables.signs, y, tokens, **_variant(tables.form, tokens)
+    )
+    return y
+
+
+def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) -> None:
+    """Store what groups of tokens share."""
+    from kvpact.kernels.triton.encode.groups import CHANNELS, encode_groups
+
+    batch, heads, tokens, _ = x.shape
+    chunks = -(-form.dim // CHANNELS)
+    encode_groups[(tokens // form.group * chunks, heads, batch)](
+        x, *x.stride()[:3], slots.table, slots.heads, start, slots.tiles, batch, slots.segments,
+        FORM=form, num_warps=4, **_EXACT,
+    )  # fmt: skip

@@ -1,0 +1,174 @@
+"""The kernel that encodes tokens: one by one, or with what their groups' kernel has stored."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvpact.kernels.triton.encode.codes import (
+    affine,
+    codebook,
+    float8,
+    on_grid,
+    reciprocal,
+    symmetric,
+)
+from kvpact.kernels.triton.encode.store import store_codes, store_numbers
+from kvpact.kernels.triton.slots import by_group, segment_at, units_of
+from kvpact.kernels.triton.transforms import rotated
+
+LARGEST_HALF = tl.constexpr(65504.0)
+
+
+@triton.jit
+def as_fp32(x):
+    """Return numbers as fp32."""
+    if x.dtype == tl.bfloat16:
+        # By hand: the interpreter's own cast gets numbers below the normal ones wrong.
+        x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_tokens(x, row, head, token, live, FORM: tl.constexpr):
+    """Return tokens as fp32 `[ROWS, padded]`, 0 where there are none.
+
+    `x`: a pointer to the first row's first token, and the steps to the next row, head and token.
+    """
+    at, of_row, of_head, of_token = x
+    d = tl.arange(0, FORM.padded)
+    first = tl.cast(row, tl.int64) * of_row + tl.cast(head, tl.int64) * of_head
+    place = first + token.to(tl.int64) * of_token
+    mask = live[:, None] & (d < FORM.dim)[None, :]
+    return as_fp32(tl.load(at + place[:, None] + d[None, :], mask=mask, other=0.0))
+
+
+@triton.jit
+def _on_grids(y, segment, tile, FORM: tl.constexpr):
+    """Return codes on the grids that stand in the slots already."""
+    step = by_group(units_of("scale", segment, FORM), tile, 0, FORM.padded, FORM)
+    begin = by_group(units_of("zero", segment, FORM), tile, 0, FORM.padded, FORM)
+    return on_grid(y, begin, reciprocal(step), (1 << FORM.bits) - 1)
+
+
+@triton.jit
+def _coded(y, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return codes, scale and zero `[ROWS, padded_groups]` of tokens that stand for themselves."""
+    if FORM.kind == "codebook":
+        codes, scale = codebook(y, tables[1], tables[2], ROWS, FORM)
+        scale = scale[:, None]
+        zero = scale
+    elif FORM.kind == "symmetric":
+        codes, scale = symmetric(y, ROWS, FORM)
+        zero = scale
+    elif FORM.kind == "affine":
+        codes, scale, zero = affine(y, ROWS, FORM)
+    else:
+        codes, scale = float8(y, ROWS, FORM)
+        scale = scale[:, None]
+        zero = scale
+    return codes, scale, zero
+
+
+@triton.jit
+def _beyond(numbers, live, GROUPS: tl.constexpr, COUNT: tl.constexpr):
+    """Return whether side information of live tokens is beyond fp16."""
+    there = live[:, None] & (tl.arange(0, GROUPS) < COUNT)[None, :]
+    good = tl.abs(numbers.to(tl.float32)) <= LARGEST_HALF
+    return tl.max(tl.max((there & ~good).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def can_not_encode(x, live, tables, ROWS: tl.constexpr, FORM: tl.constexpr):
+    """Return 1 if one of live tokens, fp32 `[ROWS, padded]`, can't be encoded, else 0.
+
+    Only tokens beyond the limit have to be encoded to know. `tables`: signs, boundaries and levels
+    (see `EncodeTables`).
+    """
+    beyond = tl.where(tl.abs(x) <= FORM.limit, 0, 1)
+    bad = tl.max(tl.max(beyond, 1), 0)
+    if FORM.lenient:  # noqa: SIM102 (known when it is compiled; the other is not)
+        if bad > 0:
+            known = tl.where(tl.abs(x) < float("inf"), 0, 1)
+            if FORM.rotates:
+                x = rotated(x, tables[0], ROWS, FORM.padded, FORM.dim)
+            _, scale, zero = _coded(x, tables, ROWS, FORM)
+            GROUPS: tl.constexpr = FORM.padded_groups
+            COUNT: tl.constexpr = FORM.groups
+            bad = tl.max(tl.max(known, 1), 0)
+            bad = bad | _beyond(scale, live, GROUPS, COUNT)
+            bad = bad | _beyond(zero, live, GROUPS, COUNT)
+    return bad
+
+
+@triton.jit
+def encode_rows(
+    x, slots, tables, row, head, position, start, tokens, ROWS: tl.constexpr, FORM: tl.constexpr
+):
+    """Encode the tokens at `ROWS` positions, a multiple of `ROWS` the first one.
+
+    `x`: as of `load_tokens`; `slots`: as of `segment_at`; `tables`: as of `can_not_encode`.
+    """
+    token = position - start + tl.arange(0, ROWS)
+    live = (token >= 0) & (token < tokens)
+    segment, tile = segment_at(slots, position // 32)
+    first = position % 32
+    y = load_tokens(x, row, head, token, live, FORM)
+    if FORM.rotates and not FORM.staged:
+        y = rotated(y, tables[0], ROWS, FORM.padded, FORM.dim)
+    if FORM.kind == "channel":
+        codes = _on_grids(y, segment, tile, FORM)
+    else:
+        if FORM.staged:
+            y = y - by_group(units_of("mean", segment, FORM), tile, 0, FORM.padded, FORM)
+        codes, scale, zero = _coded(y, tables, ROWS, FORM)
+        GROUPS: tl.constexpr = FORM.padded_groups
+        COUNT: tl.constexpr = FORM.groups
+        if FORM.scaled:
+            units = units_of("scale", segment, FORM)
+            store_numbers(units, tile, scale, first, live, COUNT, ROWS, GROUPS)
+        if FORM.kind == "affine":
+            units = units_of("zero", segment, FORM)
+            store_numbers(units, tile, zero, first, live, COUNT, ROWS, GROUPS)
+    store_codes(units_of("codes", segment, FORM), tile, codes, first, live, ROWS, FORM)
+
+
+@triton.jit(do_not_specialize=["start", "tokens", "tiles_per_segment", "batch", "segments"])
+def encode_tokens(
+    X, x_row, x_head, x_token, TABLE, HEADS, SIGNS, BOUNDARIES, LEVELS, start, tokens,
+    tiles_per_segment, batch, segments, ROWS: tl.constexpr, SPAN: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """Encode the tokens of one row and head that stand at `SPAN` positions, `ROWS` at a time.
+
+    The grid has as many programs as spans that the tokens may be in, heads and rows.
+
+    `X`: to the first token: fp32, fp16 or bf16. Rotated ones where `FORM.staged`. `x_row`,
+    `x_head`, `x_token`: strides of `X`, in numbers. `TABLE`, `HEADS`, `batch`, `segments`,
+    `tiles_per_segment`: of `SLOT_FIELDS`; see `slots.segment_at`. `SIGNS`, `BOUNDARIES`, `LEVELS`:
+    see `EncodeTables`. `start`: position of the first token, counted from the first of the
+    segments. `ROWS`, `SPAN`: powers of two up to 32.
+    """
+    head, row = tl.program_id(1), tl.program_id(2)
+    x, tables = (X, x_row, x_head, x_token), (SIGNS, BOUNDARIES, LEVELS)
+    slots = (TABLE, HEADS, row, head, batch, segments, tiles_per_segment)
+    span = start // SPAN + tl.program_id(0)
+    low = tl.maximum(span * SPAN, start) // ROWS * ROWS
+    for position in range(low, tl.minimum(span * SPAN + SPAN, start + tokens), ROWS):
+        encode_rows(x, slots, tables, row, head, position, start, tokens, ROWS, FORM)
+        # Another thread may go on with the same words.
+        if SPAN != ROWS:
+            tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def check_tokens(
+    X, x_row, x_head, x_token, SIGNS, BOUNDARIES, LEVELS, GOOD, tokens, ROWS: tl.constexpr,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """Store 0 to `GOOD`, int8, where a token can't be encoded; parameters as of `encode_tokens`."""
+    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = block * ROWS + tl.arange(0, ROWS)
+    live = token < tokens
+    x = load_tokens((X, x_row, x_head, x_token), row, head, token, live, FORM)
+    bad = can_not_encode(x, live, (SIGNS, BOUNDARIES, LEVELS), ROWS, FORM)
+    tl.store(GOOD, 0, mask=bad != 0)

@@ -1,0 +1,71 @@
+"""Where encoding kernels find slots: tables of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpact.errors import GeometryError
+from kvpact.formats import TILE
+from kvpact.kernels.sources import SegmentSource, Where
+from kvpact.kernels.triton.encode.form import tables_of
+from kvpact.kernels.triton.forms import addresses_of
+from kvpact.methods import Codec
+
+_GAPS = "the storage of slots has gaps, or segments differ in strides"
+
+
+class EncodeSlots(NamedTuple):
+    """Where the slots of a batch lie, for encoders.
+
+    `table`, `heads`: on the device, of `SLOT_FIELDS`; as those of `forms.Places`.
+    """
+
+    table: Tensor
+    heads: Tensor
+    segments: int
+    tiles: int
+
+    @classmethod
+    def of(
+        cls, codec: Codec, sources: Sequence[SegmentSource], batch: int, device: torch.device
+    ) -> EncodeSlots:
+        """Return where slots lie. `sources`: one for all rows, or one for each."""
+        names = tables_of(codec, device).names
+        held = [
+            [None if name is None else source.where(name) for name in names] for source in sources
+        ]
+        for where in held:
+            pairs = zip(names, where, strict=True)
+            if any(name is not None and lies is None for name, lies in pairs):
+                raise GeometryError(_GAPS)
+        return slots_at(held, batch, device, sources[0].segment_tokens)
+
+    def row(self, index: int) -> EncodeSlots:
+        """Return where one row's slots lie."""
+        table = self.table[:, index : index + 1].contiguous()
+        return self._replace(table=table)
+
+
+def slots_at(
+    held: Sequence[Sequence[Where | None]], batch: int, device: torch.device, segment_tokens: int
+) -> EncodeSlots:
+    """Return where slots lie of one source for all rows, or of one for each.
+
+    Of a source `held` says where the fields lie that `SLOT_FIELDS` names; None for one that is not.
+    """
+    table, heads = addresses_of(held, batch, device)
+    return EncodeSlots(table, heads, table.shape[2], segment_tokens // TILE)
+
+
+def where_lie(parts: Sequence[Tensor]) -> Where:
+    """Return where a field of some segments lies."""
+    strides, size = parts[0].stride(), parts[0].element_size()
+    if any(part.stride() != strides or not part[0, 0].is_contiguous() for part in parts):
+        raise GeometryError(_GAPS)
+    addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
+    return Where.of(addresses, strides[0] * size, strides[1] * size)

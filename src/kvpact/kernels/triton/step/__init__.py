@@ -1,0 +1,1 @@
+"""A layer's step in launches that are the same each time."""

@@ -1,0 +1,247 @@
+"""A layer's step in a few launches that are the same each time: what a CUDA graph can replay.
+
+It stands for the calls that define it: `attend_triton`, the encoders' `write`, and the copy of the
+new tokens behind the tail. Counts and addresses stand on the device and advance there; the host
+sends them where a layer's tokens have come to lie elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kvpact.errors import KernelError
+from kvpact.kernels.alike import AlikeCalls
+from kvpact.kernels.base import AttendCall, StepRow, StepTokens, TokenMemory
+from kvpact.kernels.sources import SegmentSource
+from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
+from kvpact.kernels.triton.encode.encoder import encode_at, encode_reason
+from kvpact.kernels.triton.encode.form import tables_of
+from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.trellis import encode_trellis
+from kvpact.kernels.triton.forms import on_device
+from kvpact.kernels.triton.step.kernels import Counting
+from kvpact.kernels.triton.step.taking import Flag, Taker, same_flags, sent_flags, take, taking_of
+from kvpact.kernels.views import WAITING, StreamView
+
+
+def covers(call: AttendCall) -> bool:
+    """Whether steps like this call can be carried out on the device alone."""
+    view, k, v, q, config, _, latent = call
+    if view is None or k is None or v is None or latent or config.mask is not None:
+        return False
+    if config.padding is not None or config.origin is not None or not config.exact_new:
+        return False
+    if any(x.stride(3) != 1 or x.requires_grad for x in (k, v, q)):
+        return False
+    pairs = ((k, view.k), (v, view.v))
+    if any(encode_reason(side.codec) for _, side in pairs):
+        return False
+    return all(x.dtype is side.tail.dtype and side.offset is None for x, side in pairs)
+
+
+End = tuple[int, TokenMemory]
+"""Where a stream's exact tokens begin, and where they lie."""
+
+
+class _At(NamedTuple):
+    """Where a row's tokens stand; what they lie in by identity."""
+
+    held: int
+    k_exact_from: int
+    v_exact_from: int
+    k_memory: int
+    v_memory: int
+    k_slots: int
+    v_slots: int
+
+
+class TritonStep(AlikeCalls):
+    """What stays from one step of a layer to the next.
+
+    - `call`: a call like those to come, which `covers` lets pass; its view is of the slots that
+      they read and write.
+    - `good`: 0-d bool on the device, which becomes False where a number of a step can't be stored.
+    - `frozen`: whether the device alone knows how many tokens are held: while a graph is captured.
+    - `placed`: how often counts, addresses or flags were sent; a graph stands as long as this does.
+    """
+
+    def __init__(self, call: AttendCall, good: Tensor) -> None:
+        super().__init__(call)
+        assert call.view is not None and call.k is not None and call.v is not None
+        self.good = self._good = good
+        self.frozen = False
+        self.placed = 0
+        self._call, self._view = call, call.view
+        self._codecs = (call.view.k.codec, call.view.v.codec)
+        self._windows = (call.view.k.window, call.view.v.window)
+        self._loose = (call.k.data_ptr() | call.v.data_ptr()) % 16 > 0
+        self._taking = (
+            taking_of(self._codecs[0], call.k, False, self._windows[0] == WAITING),
+            taking_of(self._codecs[1], call.v, True, self._windows[1] == WAITING),
+        )
+        # Of the rows that this one leads.
+        self._at: list[_At] = []
+        self._memory: list[TokenMemory] = []
+        self._sources: list[tuple[SegmentSource, SegmentSource]] = []
+        self._slots: list[EncodeSlots] = []
+        self._known: Prepared | None = None
+        self._flags: tuple[list[Flag], Tensor] | None = None
+
+    def alike(self, other: object) -> bool:
+        """Whether two are for calls that are alike, but for their slots."""
+        if self is other:
+            return True
+        if not isinstance(other, TritonStep) or not super().alike(other):
+            return False
+        # Kernels are launched with the codecs of the first row.
+        pairs = zip(self._codecs, other._codecs, strict=True)
+        return self._windows == other._windows and all(a is b for a, b in pairs)
+
+    def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
+        """Check, attend, keep and encode new tokens; see `StepRunner`.
+
+        Tokens that lie less aligned than those before are left to the ordinary way.
+        """
+        runners = [_own(row) for row in rows]
+        loose = any(runner._loose for runner in runners)
+        if (k.data_ptr() | v.data_ptr()) % 16 and not loose:
+            return None
+        with on_device(q.device):
+            return runners[0]._run(rows, runners, k, v, q)
+
+    def _run(
+        self, rows: Sequence[StepRow], runners: list[TritonStep], k: Tensor, v: Tensor, q: Tensor
+    ) -> Tensor:
+        if not self.frozen:
+            self._place([(_own(row), row.held, _end(row.k), _end(row.v)) for row in rows])
+        assert self._known is not None
+        table = self._known.rows.table
+        # Nobody knows where tokens stand if this is interrupted.
+        at, self._at = self._at, []
+        takers = [
+            Taker(*each) for each in zip(self._codecs, self._slots, self._taking, strict=True)
+        ]
+        keeps = [
+            Flag(runner._good, row.k.keep, row.v.keep)
+            for row, runner in zip(rows, runners, strict=True)
+        ]
+        take(table, self._flags_of(keeps), takers, k, v, q)
+        for taker, x in zip(takers, (k, v), strict=True):
+            self._encode(taker, x, rows, table)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        counting = Counting(
+            k.shape[2],
+            self._known.fast is not None,
+            *(
+                count
+                for window, codec in zip(self._windows, self._codecs, strict=True)
+                for count in (window, codec.group)
+            ),
+        )
+        attend_prepared(self._known, [self._call._replace(k=k, v=v, q=q)], out, counting)
+        self._at = at if self.frozen else self._after(at, k.shape[2])
+        return out
+
+    def _flags_of(self, flags: list[Flag]) -> Tensor:
+        """Return what `take` is told of rows, sent where it is not what it was."""
+        if self._flags is None or not same_flags(self._flags[0], flags):
+            self._flags = (flags, sent_flags(flags))
+            self.placed += 1
+        return self._flags[1]
+
+    def place(self, held: int, k: End, v: End) -> None:
+        """Send counts and addresses, unless the device has them.
+
+        `k`, `v`: where exact tokens begin, and where they lie.
+        """
+        self._place([(self, held, k, v)])
+
+    def _place(self, rows: list[tuple[TritonStep, int, End, End]]) -> None:
+        """Send counts and addresses of rows, each with what knows where its slots lie."""
+        now = [
+            _At(held, k[0], v[0], id(k[1]), id(v[1]), *(id(source) for source in runner.sources))
+            for runner, held, k, v in rows
+        ]
+        if now == self._at:
+            return
+        self._at = []
+        calls = []
+        for runner, held, k, v in rows:
+            view = runner._view
+            view = view._replace(k=_moved(view.k, *k, held), v=_moved(view.v, *v, held))
+            calls.append(runner._call._replace(view=view))
+        self._known = prepared(calls, range(len(calls)))
+        sources = [runner.sources for runner, *_ in rows]
+        if not _same(sources, self._sources):
+            batch = sum(call.q.shape[0] for call in calls)
+            self._slots = [
+                EncodeSlots.of(codec, side, batch, calls[0].q.device)
+                for codec, side in zip(self._codecs, zip(*sources, strict=True), strict=True)
+            ]
+        self._memory = [memory for _, _, k, v in rows for memory in (k[1], v[1])]
+        self._sources, self._at = sources, now
+        self.placed += 1
+
+    def forget(self) -> None:
+        """Send counts and addresses again next time: the device has counted what was taken back."""
+        self._at = []
+
+    def count(self, new: int) -> None:
+        """Know where tokens stand after a step that the device carried out by itself."""
+        self._at = self._after(self._at, new)
+
+    def _after(self, rows: list[_At], new: int) -> list[_At]:
+        """Return where tokens stand after a step, as `advance` counts on the device."""
+        made = []
+        for at in rows:
+            held = at.held + new
+            ends = []
+            for window, codec, before in zip(self._windows, self._codecs, at[1:3], strict=True):
+                packed = min(held - held % codec.group, max(held - window, 0))
+                ends.append(before if window == WAITING else max(before, packed))
+            made.append(at._replace(held=held, k_exact_from=ends[0], v_exact_from=ends[1]))
+        return made
+
+    def _encode(self, taker: Taker, x: Tensor, rows: Sequence[StepRow], table: Tensor) -> None:
+        """Encode what `take` does not: what left the window, whole groups, and trellises."""
+        codec, slots, taking = taker
+        if codec.group == 1 and self._windows[taking.second] != WAITING:
+            if not taking.encodes:
+                encode_trellis(codec, tables_of(codec, x.device).form, x, slots, 0, table)
+            return
+        for index, row in enumerate(rows):
+            tokens = row.v if taking.second else row.k
+            if not tokens.encoded:
+                continue
+            if self.frozen:
+                raise KernelError("a step that packs a group of tokens can't be captured")
+            given = x if len(rows) == 1 else x[index : index + 1]
+            if tokens.inside:
+                given = tokens.memory.tokens(tokens.start, tokens.start + tokens.encoded)
+            own = slots if len(rows) == 1 else slots.row(index)
+            encode_at(codec, given, own, tokens.start)
+
+
+def _own(row: StepRow) -> TritonStep:
+    """Return a row's runner, which is one of these."""
+    assert isinstance(row.runner, TritonStep)
+    return row.runner
+
+
+def _end(tokens: StepTokens) -> End:
+    return tokens.exact_from, tokens.memory
+
+
+def _same(a: list[tuple[Any, Any]], b: list[tuple[Any, Any]]) -> bool:
+    """Whether pairs have the same objects."""
+    return len(a) == len(b) and all(
+        x is y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)
+    )
+
+
+def _moved(side: StreamView, exact_from: int, memory: TokenMemory, held: int) -> StreamView:
+    """Return a view of a stream as it is before a step."""
+    return side._replace(exact_from=exact_from, tail=memory.tokens(exact_from, held))
