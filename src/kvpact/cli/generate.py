@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvpact.calibration import Calibration
+    from kvpact.evaluate import Candidate
 
 
 @dataclass
@@ -111,6 +112,8 @@ def generate(
     if storage is not None and prefix_store is None:
         raise InputError("--storage goes with --prefix-store")
     candidate, text = candidate_of(spec), prompt_text(file, prompt, "continue")
+    if prefix_store is not None and calibration is None:
+        _require_shareable(candidate)
     network, tokenizer = open_model(model, dtype, threads)
     ids = encode(tokenizer, text, chat=chat)
     check_positions(network, ids.shape[1], max_new_tokens)
@@ -130,6 +133,18 @@ def generate(
         print_document("generate", spec=spec, text=stream.text(), **figures)
     else:
         show(spec, figures, prefix)
+
+
+def _require_shareable(candidate: Candidate) -> None:
+    """Raise `InputError` for a spec that learns from its prompt; recipes are told later."""
+    from kvpact.evaluate.runner import learns
+
+    if not candidate.is_recipe and learns(candidate.layers(1)[0]):
+        raise InputError(
+            f"{candidate.label} learns from its prompt, and prompts that share a store have to "
+            "code alike; give --calibration (see kvpact calibrate), or a --spec that learns "
+            "nothing, such as turboquant:bits=4"
+        )
 
 
 def figures_of(
