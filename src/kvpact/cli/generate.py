@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.console import note, print_document, print_pairs, size_text
-from kvpact.cli.inputs import (
-    InputError,
-    candidate_of,
-    check_positions,
-    continued,
-    encode,
-    load_calibration,
-    open_model,
-    prompt_text,
-)
+from kvpact.cli.inputs import InputError, candidate_of, continued, prompt_text, prompted
 from kvpact.cli.store import opened
 from kvpact.errors import StoreError
 
@@ -107,18 +98,14 @@ def generate(
     """Generate text on a compressed cache; prints memory and speed."""
     import torch
 
-    from kvpact.evaluate import compressed_cache
-
     if storage is not None and prefix_store is None:
         raise InputError("--storage goes with --prefix-store")
     candidate, text = candidate_of(spec), prompt_text(file, prompt, "continue")
     if prefix_store is not None and calibration is None:
         _require_shareable(candidate)
-    network, tokenizer = open_model(model, dtype, threads)
-    ids = encode(tokenizer, text, chat=chat)
-    check_positions(network, ids.shape[1], max_new_tokens)
-    known = load_calibration(calibration, network)
-    cache = compressed_cache(network, replace(candidate, calibration=known))
+    loaded = (model, dtype, threads)
+    given = prompted(candidate, text, loaded, calibration, chat=chat, new=max_new_tokens)
+    network, tokenizer, ids, cache, known = given
     sampling: dict[str, Any] = {}
     if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)
