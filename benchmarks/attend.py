@@ -7,8 +7,8 @@
 One token's queries over T cached tokens of one layer, fp32. A: 32 query heads, 8 KV heads, D = 128;
 B: 9, 3, 64. Every candidate has a ring of caches of at least --ring megabytes, so that nothing
 comes from the processor's caches; all candidates take turns in each round. Medians, quartiles and
-ratios in this run are written to DIR/attend.json, attend.md and attend.png. --short adds contexts
-of 32 to 256 tokens.
+ratios in this run are written to DIR/attend.json and attend.md. --short adds contexts of 32 to
+256 tokens.
 
 ``best torch`` is the fastest of scaled_dot_product_attention and an explicit grouped matmul, in
 fp32, bf16 and fp16, and the matmul compiled, over exact K and V. ``read`` is a plain read of as
@@ -37,7 +37,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import torch
 from attend_linearity import linearity
 from attend_ours import OURS, SHAPES, our_calls
-from attend_report import Row, markdown, plot, rows_of
+from attend_report import Row, markdown, rows_of
 from attend_rounds import measure, turn_of
 from attend_torch import AVX2, CAPS, NO_BF16, Capped, capped, torch_calls
 from machine import about, flags
@@ -126,8 +126,7 @@ def main() -> None:
     written = {"about": found, "cap": cap, "rows": rows}
     path.with_suffix(".json").write_text(json.dumps(written, indent=1))
     path.with_suffix(".md").write_text(markdown(rows, found, cap))
-    plot(rows, path.with_suffix(".png"))
-    print(f"written to {path}.json, .md and .png")
+    print(f"written to {path}.json and .md")
 
 
 if __name__ == "__main__":

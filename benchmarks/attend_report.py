@@ -1,9 +1,8 @@
-"""Rows, tables and plot of `attend.py`."""
+"""Rows and tables of `attend.py`."""
 
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 from typing import Any
 
 from attend_ours import OURS, read_name
@@ -85,30 +84,3 @@ def table(rows: list[Row], cap: str | None) -> list[str]:
         cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw milliseconds over tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = read_name("4 bits")
-    rows = [r for r in rows if not r["candidate"].startswith("read") or r["candidate"] == shown]
-    panels = list(dict.fromkeys((row["shape"], row["threads"]) for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.5), squeeze=False)
-    for axis, (shape, threads) in zip(axes[0], panels, strict=True):
-        part = [r for r in rows if (r["shape"], r["threads"]) == (shape, threads)]
-        axis.set_prop_cycle(color=plt.get_cmap("tab20").colors)
-        for name in dict.fromkeys(r["candidate"] for r in part):
-            points = [(r["tokens"], r["ms"]) for r in part if r["candidate"] == name]
-            style = "--" if name.startswith(TORCH) else "-"
-            axis.plot(*zip(*points, strict=True), style, marker=".", label=name)
-        axis.set(xscale="log", yscale="log", title=f"{shape}, {threads} thread(s)")
-        axis.set(xlabel="tokens", ylabel="ms a step")
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

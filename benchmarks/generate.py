@@ -6,7 +6,7 @@
 The text goes through the model once, in chunks, into transformers' `DynamicCache`. Every cache then
 gets these keys and values in a process of its own that holds a model and nothing else, and all
 processes take turns, a token each; medians, quartiles and ratios in this run are written to
-DIR/generate.json, generate.md and generate.png.
+DIR/generate.json and generate.md.
 
 Memory is the system's count. *Resident* is what the filled cache added to the process (freed memory
 given back before both readings); *peak* how much more was resident at any time of a step: the peak
@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from attend_rounds import quartiles
 from generate_process import Candidate, prefill, serve
-from generate_report import Row, lines, markdown, plot
+from generate_report import Row, lines, markdown
 from machine import about
 
 import kvpact
@@ -160,8 +160,7 @@ def main() -> None:
     written = {"about": head, "rows": rows, "lines": lines(rows, FOUR)}
     path.with_suffix(".json").write_text(json.dumps(written, indent=1))
     path.with_suffix(".md").write_text(markdown(rows, head, FOUR))
-    plot(rows, path.with_suffix(".png"))
-    print(markdown(rows, head, FOUR) + f"\nwritten to {path}.json, .md and .png")
+    print(markdown(rows, head, FOUR) + f"\nwritten to {path}.json and .md")
 
 
 if __name__ == "__main__":

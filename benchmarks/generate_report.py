@@ -1,8 +1,7 @@
-"""Tables, lines and plot of `generate.py`."""
+"""Tables and lines of `generate.py`."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from machine import head
@@ -76,34 +75,3 @@ def markdown(rows: list[Row], about: dict[str, object], spec: str) -> str:
 def memory(rows: list[Row]) -> list[Row]:
     """Return a row per candidate: memory does not depend on the threads."""
     return list({row["candidate"]: row for row in reversed(rows)}.values())[::-1]
-
-
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw tokens per second and memory as bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = [row["candidate"] for row in memory(rows)]
-    figure, (speed, held) = plt.subplots(1, 2, figsize=(11, 0.45 * len(names) + 1.5), sharey=True)
-    counts = list(dict.fromkeys(row["threads"] for row in rows))
-    for index, threads in enumerate(counts):
-        part = [1e3 / row["ms"] for row in rows if row["threads"] == threads]
-        places = [n + (index + 0.5) * 0.8 / len(counts) - 0.4 for n in range(len(names))]
-        speed.barh(places, part, 0.8 / len(counts), label=f"{threads} thread(s)")
-    grown = [(row["after"] - row["before"]) / 1e6 for row in memory(rows)]
-    held.barh(names, grown, label="resident for the cache")
-    held.barh(
-        names, [row["peak"] / 1e6 for row in memory(rows)], left=grown, label="peak of a step"
-    )
-    speed.set(xlabel="tokens/s")
-    held.set(xlabel="MB")
-    speed.set_yticks(range(len(names)), names, fontsize=8)
-    speed.invert_yaxis()
-    for axis in (speed, held):
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3, axis="x")
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

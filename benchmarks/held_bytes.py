@@ -5,8 +5,7 @@
 
 A layer of each model's shape gets one token after the other. `memory_usage` counts every tensor,
 room and what is learnt included; an exact cache holds K and V, and nothing else. Printed are the
-largest share of its bytes at any length, and the share at some lengths. With --out the shares are
-also drawn over all lengths, as a picture beside the figures.
+largest share of its bytes at any length, and the share at some lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from machine import about, head, save
 
 from kvpact import CacheGeometry, create_cache
-from kvpact.evaluate.canvas import new_figure, plain_axes
 
 MODELS = {"smollm2": (3, 64), "gemma3": (1, 256)}
 SPECS = (
@@ -67,29 +65,8 @@ def markdown(rows: list[Row], found: dict[str, object], tokens: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """Draw the shares over the lengths, a panel per model."""
-    figure = new_figure((9, 3.6))
-    panels = figure.subplots(1, len(MODELS), sharey=True)
-    for axes, model in zip(panels, MODELS, strict=True):
-        plain_axes(axes)
-        for row in rows:
-            if row["model"] == model:
-                lengths = [n for n in range(1, len(row["shares"]) + 1) if n <= 128 or n % 32 == 0]
-                held = [row["shares"][n - 1] for n in lengths]
-                axes.plot(lengths, held, label=row["spec"], linewidth=1.2)
-        axes.axhline(1, color="grey", linewidth=0.8, linestyle=":")
-        axes.set_xscale("log", base=2)
-        axes.set_title(model, fontsize=10)
-        axes.set_xlabel("tokens held")
-    panels[0].set_ylabel("share of an exact cache's bytes")
-    panels[0].set_ylim(0, 1.05)
-    panels[-1].legend(fontsize=7, frameon=False)
-    figure.savefig(path, bbox_inches="tight")
-
-
 def main() -> None:
-    """Measure and print; write DIR/held_bytes.json, .md and .svg."""
+    """Measure and print; write DIR/held_bytes.json and .md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--dtype", default="bfloat16")
@@ -112,7 +89,6 @@ def main() -> None:
             for row in rows
         ]
         save(options.out, "held_bytes", found, brief, report)
-        draw(rows, options.out / "held_bytes.svg")
 
 
 if __name__ == "__main__":

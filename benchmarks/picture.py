@@ -3,8 +3,7 @@
     python benchmarks/picture.py [--model smollm2] [--out docs/_static]
 
 Drawn from benchmarks/results/leaderboard, which `leaderboard.py` writes, as overview-light.svg and
-overview-dark.svg, and for phones as overview-narrow-light.svg and -dark.svg. Each file has the
-figures that it shows as its description.
+overview-dark.svg. Each file has the figures that it shows as its description.
 """
 
 from __future__ import annotations
@@ -66,14 +65,14 @@ def figures(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def draw(rows: list[Row], shown: dict[str, Any], mode: str, narrow: bool, path: Path) -> None:
-    """Draw both panels, beside each other or one above the other, and write an SVG."""
+def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
+    """Draw both panels beside each other, and write an SVG."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "kvpact"  # the same figures are the same file
     inks = INKS[mode]
-    figure = new_figure((5.8, 9.2) if narrow else (11.0, 5.2))
-    left, right = figure.subplots(2, 1) if narrow else figure.subplots(1, 2, width_ratios=(1.35, 1))
+    figure = new_figure((11.0, 5.2))
+    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
     for axes in (left, right):
         plain_axes(axes)
         axes.set_facecolor("none")
@@ -160,7 +159,7 @@ def colour_of(name: str, own: bool, mode: str) -> str:
 
 
 def main() -> None:
-    """Draw all four."""
+    """Draw both."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -172,10 +171,9 @@ def main() -> None:
     shown = figures(rows)
     options.out.mkdir(parents=True, exist_ok=True)
     for mode in INKS:
-        for narrow in (False, True):
-            path = options.out / f"overview{'-narrow' if narrow else ''}-{mode}.svg"
-            draw(rows, shown, mode, narrow, path)
-            print(f"written to {path}")
+        path = options.out / f"overview-{mode}.svg"
+        draw(rows, shown, mode, path)
+        print(f"written to {path}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from kvpact_pages.chart import Axis, Series, decades, draw
-from kvpact_pages.results import MODELS, ROOT, code, load, percent, table
+from kvpact_pages.results import MODELS, code, load, percent, table
 
 CONTEXTS = (1024, 4096, 16384, 65536)
 SHORT = (32, 64, 128, 256)
@@ -14,14 +13,6 @@ CAPPED = "times_best_torch_capped"
 SHAPES = {
     "A": "A: 32 query heads over 8 KV heads of width 128",
     "B": "B: 9 query heads over 3 KV heads of width 64, those of SmolLM2-135M",
-}
-BITS = (8, 4, 3, 2)
-PLAIN = "trellis:bits={},first=false,weights=false,blocks=false,center=0"
-COMPILED = {
-    "turboquant:bits={}": "`turboquant`",
-    "int:bits={}": "`int`",
-    "trellis:bits={}": "`trellis`",
-    PLAIN: "`trellis:first=false,weights=false,blocks=false,center=0`",
 }
 DRAWN = ("fp16, fused", "8 bits", "4 bits", "4 bits, fast", "2 bits, fast")
 
@@ -210,21 +201,6 @@ def encoding() -> str:
     return f"{table(columns, cells, left=2)}\n\nBillions of values per second. " + machine(name)
 
 
-def instructions() -> str:
-    """Return the instructions of decode steps that the golden table of Triton's kernels holds."""
-    golden = json.loads((ROOT / "tests/kernels/triton/golden/aot.json").read_text("utf-8"))
-    found = {
-        key.partition(" D=128 4x1: attend_")[0]: kernel["instructions"]
-        for key, kernel in golden["sm_90"].items()
-        if " D=128 4x1: attend_" in key and "instructions" in kernel
-    }
-    cells = [
-        [said, *(f"{found[s]:.1f}" if (s := spec.format(bits)) in found else "" for bits in BITS)]
-        for spec, said in COMPILED.items()
-    ]
-    return table(("spec", *(f"{bits} bits" for bits in BITS)), cells)
-
-
 def attention_chart(shape: str) -> str:
     """Draw ms of a step of attention over the context."""
     found = _attention()
@@ -280,5 +256,4 @@ BLOCKS = {
     "speed-linearity": linearity,
     "speed-prompts": prompts,
     "speed-encoding": encoding,
-    "speed-instructions": instructions,
 }

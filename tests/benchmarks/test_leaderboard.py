@@ -118,7 +118,7 @@ def test_the_pictures_show_the_committed_figures(module, found):
     picture = module("picture")
     rows = [row for row in module("leaderboard_table").rows_of(found) if row.model == "smollm2"]
     shown = picture.figures(rows)
-    assert len(PICTURES) == 4
+    assert len(PICTURES) == 2
     for path in PICTURES:
         said = ElementTree.parse(path).find(".//{http://purl.org/dc/elements/1.1/}description")
         assert json.loads(said.text) == json.loads(json.dumps(shown)), path.name

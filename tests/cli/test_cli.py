@@ -200,14 +200,6 @@ def test_bad_input_gets_one_line_and_exit_code_2(args, words, tmp_path, model_fo
     assert not result.stdout.strip()
 
 
-def test_no_arguments_print_the_help():
-    result = invoke()
-    assert result.exit_code == 0
-    for name in ("eval", "generate", "size", "methods", "doctor", "demo"):
-        assert name in result.stdout
-    assert kvpact.__version__ in good("--version")
-
-
 def test_without_typer_or_rich_the_pip_command_is_named(monkeypatch, capsys):
     monkeypatch.setattr(entry, "find_spec", lambda name: None)
     monkeypatch.setattr(sys, "argv", ["kvpact", "doctor"])

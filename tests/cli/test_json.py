@@ -187,6 +187,7 @@ def test_generate_snapshots_and_stores(model_folder, text, tmp_path):
     model = ("--model", model_folder)
     args = ("--file", text, *model, "--max-new-tokens", 4)
     assert document("generate", *args)["prefix"] is None
+    args += ("--spec", "turboquant:bits=4")
     found = document("generate", *args, "--prefix-store", tmp_path / "store")
     assert found["prefix"] == {"loaded_tokens": 0, "saved_tokens": 640}
     assert found["text"] == passed("generate", *args).stdout[: len(found["text"])] != ""

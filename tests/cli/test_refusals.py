@@ -5,17 +5,12 @@ import os
 import socket
 
 import pytest
-from typer.testing import CliRunner
-
-from kvpact.cli.app import app
+from commands import bad, invoke
 
 
 def refused(*args) -> str:
     """Return the one line of a command that fails."""
-    result = CliRunner().invoke(app, [str(arg) for arg in args])
-    assert result.exit_code == 2, result.output
-    lines = [x for x in result.stderr.strip().splitlines() if not x.startswith("loading model")]
-    (line,) = lines
+    (line,) = (x for x in bad(*args).strip().splitlines() if not x.startswith("loading model"))
     return line
 
 
@@ -99,7 +94,7 @@ def test_a_failed_command_leaves_no_folder(tmp_path):
 
 def test_every_model_and_text_is_looked_for_before_one_is_run(model_folder, tmp_path):
     models = ("--model", model_folder, "--model", tmp_path / "no-model")
-    result = CliRunner().invoke(app, [str(arg) for arg in ("eval", "int:bits=4", *models)])
+    result = invoke("eval", "int:bits=4", *models)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: no model folder") and "no-model" in result.stderr
     texts = ("--text", __file__, "--text", tmp_path / "no-text")

@@ -53,7 +53,8 @@ def test_verify(saved, tmp_path):
 
 def test_restore_goes_on_as_generate_does(saved, model_folder):
     options = ("--model", model_folder, "--max-new-tokens", 12)
-    whole = passed("generate", TEXT, *options, "--chunk", 20).stdout
+    spec = ("--spec", "turboquant:bits=4")
+    whole = passed("generate", TEXT, *options, *spec, "--chunk", 20).stdout
     on = passed("snapshot", "restore", saved, "--tenant", "alice", *options)
     assert "tokens restored" in on.stderr
     assert len(on.stdout.rstrip("\n")) == 12
@@ -151,12 +152,20 @@ def test_generate_with_a_prefix_store(model_folder, tmp_path):
 
 def test_a_store_that_can_not_be_reached_costs_nothing_but_time(model_folder):
     pytest.importorskip("redis")
-    options = ("--model", model_folder, "--max-new-tokens", 3, "--prefix-store")
+    options = ("--model", model_folder, "--spec", "none", "--max-new-tokens", 3, "--prefix-store")
     result = passed("generate", TEXT, *options, "redis://127.0.0.1:1")
     assert "the prefix was not saved" in result.stderr
     assert figure(result.stdout, "from the store") == "0"
 
 
-def test_methods_that_learn_have_no_prefixes(model_folder, tmp_path):
-    options = ("--model", model_folder, "--spec", "vq", "--prefix-store", tmp_path)
+@pytest.mark.parametrize("spec", [(), ("--spec", "vq")], ids=["the default", "vq"])
+def test_prefixes_of_methods_that_learn_need_a_calibration(model_folder, tmp_path, spec):
+    error = bad("generate", TEXT, "--model", model_folder, *spec, "--prefix-store", tmp_path)
+    assert "--calibration" in error and "turboquant" in error and "loading" not in error
+
+
+def test_what_the_layers_of_a_recipe_learn_is_told_too(model_folder, tmp_path):
+    recipe = tmp_path / "plan.toml"
+    recipe.write_text('default = "vq"\n', encoding="utf-8")
+    options = ("--model", model_folder, "--spec", recipe, "--prefix-store", tmp_path / "store")
     assert "not fitted" in bad("generate", TEXT, *options)

@@ -5,13 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from mooncake_cluster import frozen
+from store_outages import every_call_fails_gently, killed_in_the_middle_of_puts
 
 from kvpact.errors import StoreError, StoreUnavailable
 from kvpact.stores import BackgroundStore, MooncakeStore, StoreWarning
@@ -33,19 +33,6 @@ def connect(master, **options):
 def hasty(master, **options):
     """A store that waits for a second, beside one that gives memory."""
     return connect(master, timeout=1.0, **options)
-
-
-def every_call_fails_gently(store):
-    with pytest.warns(StoreWarning, match="taken as a miss"):
-        assert store.get("a") is None
-    with pytest.warns(StoreWarning, match="taken as a miss"):
-        assert "a" not in store
-    with pytest.warns(StoreWarning, match="taken as a miss"):
-        stats = store.stats()
-    assert stats.entries is None and stats.bytes is None and stats.errors >= 3
-    for call in (lambda: store.put("a", b"2"), lambda: store.delete("a"), lambda: list(store)):
-        with pytest.raises(StoreUnavailable):
-            call()
 
 
 def until(call):
@@ -72,33 +59,16 @@ def test_a_master_killed_and_started_again(master):
         store.put("a", b"1")
         assert store.get("a") == b"1"
         master.kill()
-        every_call_fails_gently(store)
+        every_call_fails_gently(store, "MooncakeStore")
         assert master.start()
         until(lambda: store.put("b", b"2"))
         assert store.get("b") == b"2" and store.get("a") is None
 
 
 def test_a_master_killed_in_the_middle_of_puts(master):
-    blobs = {f"k{i}": bytes([i]) * 300_000 for i in range(60)}
     with connect(master, segment_size=64 << 20) as peer:
         store = BackgroundStore(hasty(master, retry_after=0.5), max_pending=4)
-        begun = threading.Event()
-
-        def put():
-            for number, (key, blob) in enumerate(blobs.items()):
-                store.put(key, blob)
-                if number == 20:
-                    begun.set()
-
-        thread = threading.Thread(target=put)
-        thread.start()
-        assert begun.wait(60)
-        master.kill()
-        thread.join(60)
-        assert not thread.is_alive()
-        with pytest.raises(StoreUnavailable, match=r"writes? failed in the background"):
-            store.flush()
-        assert master.start()
+        blobs = killed_in_the_middle_of_puts(store, master)
         until(lambda: peer.put("new", b"1"))
         found = {key: peer.get(key) for key in blobs}
         assert all(blob in (None, blobs[key]) for key, blob in found.items())
@@ -110,7 +80,7 @@ def test_a_master_that_stands_still(master):
     with connect(master, segment_size=16 << 20), hasty(master) as store:
         store.put("a", b"1")
         with master.frozen():
-            every_call_fails_gently(store)
+            every_call_fails_gently(store, "MooncakeStore")
             with pytest.warns(StoreWarning, match="taken as a miss"):
                 hasty(master).close()
         assert until(lambda: store.put("b", b"2")) is None
@@ -217,7 +187,7 @@ def test_a_master_that_is_not_there(start_master):
     with pytest.warns(StoreWarning, match="the master does not answer"):
         store = MooncakeStore(f"mooncake://127.0.0.1:{port}", timeout=1.0, retry_after=0.0)
     with store:
-        every_call_fails_gently(store)
+        every_call_fails_gently(store, "MooncakeStore")
 
 
 def test_a_master_that_says_nothing(start_master):

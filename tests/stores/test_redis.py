@@ -4,9 +4,9 @@ import datetime
 import hashlib
 import ipaddress
 import socket
-import threading
 
 import pytest
+from store_outages import every_call_fails_gently, killed_in_the_middle_of_puts
 
 from kvpact.errors import StoreError, StoreFull, StoreUnavailable
 from kvpact.stores import BackgroundStore, RedisStore, StoreWarning, open_store
@@ -113,19 +113,6 @@ def test_a_password_changed_meanwhile_is_a_miss(own_server):
             store.put("a", b"2")
 
 
-def every_call_fails_gently(store):
-    with pytest.warns(StoreWarning, match="does not answer"):
-        assert store.get("a") is None
-    with pytest.warns(StoreWarning, match="does not answer"):
-        assert "a" not in store
-    with pytest.warns(StoreWarning, match="does not answer"):
-        stats = store.stats()
-    assert stats.entries is None and stats.bytes is None and stats.errors >= 3
-    for call in (lambda: store.put("a", b"2"), lambda: store.delete("a"), lambda: list(store)):
-        with pytest.raises(StoreUnavailable, match="does not answer"):
-            call()
-
-
 def test_a_server_killed_and_started_again(own_server):
     with connect(own_server) as store:
         store.put("a", b"1")
@@ -140,25 +127,8 @@ def test_a_server_killed_and_started_again(own_server):
 
 def test_a_server_killed_in_the_middle_of_puts(own_server):
     """Every entry that can be read afterwards is right; failed writes are named and counted."""
-    blobs = {f"k{i}": bytes([i]) * 300_000 for i in range(60)}
     store = BackgroundStore(connect(own_server), max_pending=4)
-    begun = threading.Event()
-
-    def put():
-        for number, (key, blob) in enumerate(blobs.items()):
-            store.put(key, blob)
-            if number == 20:
-                begun.set()
-
-    thread = threading.Thread(target=put)
-    thread.start()
-    assert begun.wait(60)
-    own_server.kill()
-    thread.join(60)
-    assert not thread.is_alive()
-    with pytest.raises(StoreUnavailable, match=r"writes? failed in the background"):
-        store.flush()
-    assert own_server.start()
+    blobs = killed_in_the_middle_of_puts(store, own_server)
     found = {key: store.get(key) for key in blobs}
     assert all(blob in (None, blobs[key]) for key, blob in found.items())
     assert found["k0"] == blobs["k0"] and None in found.values()

@@ -42,11 +42,7 @@ def error_console() -> Console:
 
 
 def printable(text: object) -> str:
-    """Return text from elsewhere (files, stores, arguments) as safe to print.
-
-    What steers a terminal, and all else that shows no character, is written as its escape
-    sequence.
-    """
+    """Return text from elsewhere as safe to print: what shows no character is escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 

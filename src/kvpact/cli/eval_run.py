@@ -130,10 +130,7 @@ def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> lis
 
 
 def known_cautions(specs: Sequence[str], network: Any) -> list[str]:
-    """Return what is known to do badly about specs on a model, each with the specs meant.
-
-    A large key bias is none of it: the model is there, so its caches store the bias apart.
-    """
+    """Return what is known to do badly about specs on a model, each with the specs meant."""
     from kvpact.integrations.transformers.offsets import normalises_keys
 
     model = [KEY_NORM] if normalises_keys(network) else []

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.console import note, print_document, print_pairs, size_text
-from kvpact.cli.inputs import (
-    InputError,
-    candidate_of,
-    check_positions,
-    continued,
-    encode,
-    load_calibration,
-    open_model,
-    prompt_text,
-)
+from kvpact.cli.inputs import InputError, candidate_of, continued, prompt_text, prompted
 from kvpact.cli.store import opened
 from kvpact.errors import StoreError
 
@@ -31,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvpact.calibration import Calibration
+    from kvpact.evaluate import Candidate
 
 
 @dataclass
@@ -106,16 +98,14 @@ def generate(
     """Generate text on a compressed cache; prints memory and speed."""
     import torch
 
-    from kvpact.evaluate import compressed_cache
-
     if storage is not None and prefix_store is None:
         raise InputError("--storage goes with --prefix-store")
     candidate, text = candidate_of(spec), prompt_text(file, prompt, "continue")
-    network, tokenizer = open_model(model, dtype, threads)
-    ids = encode(tokenizer, text, chat=chat)
-    check_positions(network, ids.shape[1], max_new_tokens)
-    known = load_calibration(calibration, network)
-    cache = compressed_cache(network, replace(candidate, calibration=known))
+    if prefix_store is not None and calibration is None:
+        _require_shareable(candidate)
+    loaded = (model, dtype, threads)
+    given = prompted(candidate, text, loaded, calibration, chat=chat, new=max_new_tokens)
+    network, tokenizer, ids, cache, known = given
     sampling: dict[str, Any] = {}
     if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)
@@ -130,6 +120,18 @@ def generate(
         print_document("generate", spec=spec, text=stream.text(), **figures)
     else:
         show(spec, figures, prefix)
+
+
+def _require_shareable(candidate: Candidate) -> None:
+    """Raise `InputError` for a spec that learns from its prompt; recipes are told later."""
+    from kvpact.evaluate.runner import learns
+
+    if not candidate.is_recipe and learns(candidate.layers(1)[0]):
+        raise InputError(
+            f"{candidate.label} learns from its prompt, and prompts that share a store have to "
+            "code alike; give --calibration (see kvpact calibrate), or a --spec that learns "
+            "nothing, such as turboquant:bits=4"
+        )
 
 
 def figures_of(

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpact.cli.console import note
 from kvpact.cli.options import DTYPES
@@ -176,11 +177,38 @@ def check_positions(model: Any, tokens: int, new: int = 0) -> None:
         raise InputError(f"{tokens} tokens{more} do not fit the model's {limit} positions{hint}")
 
 
-def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: Any) -> torch.Tensor:
-    """Let a model continue a text, ``[1, T]``, greedily unless options of its ``generate`` differ.
+class Prompted(NamedTuple):
+    """A model, the ids ``[1, T]`` of a prompt, and the empty cache that is to hold them."""
 
-    Tokens that the cache holds already are not computed again.
-    """
+    model: Any
+    tokenizer: Any
+    ids: torch.Tensor
+    cache: Any
+    calibration: Calibration | None
+
+
+def prompted(
+    candidate: Candidate,
+    text: str,
+    model: tuple[str, str, int | None],
+    calibration: Path | None,
+    *,
+    chat: bool = False,
+    new: int = 0,
+) -> Prompted:
+    """Load a model (see `open_model`), and see that it takes a text and `new` tokens after it."""
+    from kvpact.evaluate import compressed_cache
+
+    network, tokenizer = open_model(*model)
+    ids = encode(tokenizer, text, chat=chat)
+    check_positions(network, ids.shape[1], new)
+    known = load_calibration(calibration, network)
+    cache = compressed_cache(network, replace(candidate, calibration=known))
+    return Prompted(network, tokenizer, ids, cache, known)
+
+
+def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: Any) -> torch.Tensor:
+    """Continue a text, ``[1, T]``, greedily unless `options` differ; cached tokens are kept."""
     import torch
 
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

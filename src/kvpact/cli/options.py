@@ -69,10 +69,7 @@ MODEL_ARGUMENT = typer.Argument(
 )
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.", autocompletion=complete_dtype)
 THREADS = optional("CPU threads; torch's default if omitted.")
-# Not `DEFAULT_SPEC`: its keys learn, so a prefix store would need a calibration.
-SPEC = typer.Option(
-    "turboquant:bits=4", help="Spec or recipe of the cache.", autocompletion=complete_spec
-)
+SPEC = typer.Option(DEFAULT_SPEC, help="Spec or recipe of the cache.", autocompletion=complete_spec)
 STORAGE_SPEC = optional(
     metavar="SPEC",
     help="Store by this spec instead, such as pca:bits=1.5 (with --calibration).",

@@ -125,10 +125,7 @@ def _is_spec(text: str) -> bool:
 
 
 def show(told: dict[str, Any]) -> None:
-    """Print the document that ``--json`` prints as a table and bars.
-
-    A whole bar is the cache with K and V in 16 bits, or the largest one where that is larger.
-    """
+    """Print the document of ``--json`` as a table and bars."""
     console = output_console()
     rows = told["rows"]
     lengths = list(dict.fromkeys(row["tokens"] for row in rows))

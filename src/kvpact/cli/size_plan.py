@@ -68,10 +68,7 @@ def layers_of_numbers(numbers: Mapping[str, Any], v_head_dim: int | None, dtype:
 
 
 def _dtype(config: Any) -> torch.dtype:
-    """Return the dtype that a model is saved in, float16 where that is wider or not told.
-
-    A model that is saved in 32 bits is commonly served in 16.
-    """
+    """Return a model's dtype; float16, in which it is served, where that is wider or unknown."""
     named = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
     return named if isinstance(named, torch.dtype) and named.itemsize <= 2 else torch.float16
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,10 @@ from kvpact.cli.inputs import (
     check_parent,
     check_positions,
     continued,
-    encode,
     load_calibration,
     open_model,
     prompt_text,
+    prompted,
 )
 from kvpact.errors import SnapshotError
 from kvpact.spec import Spec
@@ -52,17 +51,13 @@ def save(
     import torch
 
     from kvpact.cache import recode
-    from kvpact.evaluate import compressed_cache
 
     candidate = candidate_of(spec)
     check_parent(out)
     text = prompt_text(file, prompt, "hold")
-    network, tokenizer = open_model(model, dtype, threads)
-    ids = encode(tokenizer, text).to(network.device)
-    length = ids.shape[1]
-    check_positions(network, length)
-    known = load_calibration(calibration, network)
-    cache = compressed_cache(network, replace(candidate, calibration=known))
+    given = prompted(candidate, text, (model, dtype, threads), calibration)
+    network, _, ids, cache, known = given
+    ids, length = ids.to(network.device), ids.shape[1]
     with progress("prefill") as report, torch.no_grad():
         for start in range(0, length, chunk):
             network(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)

@@ -200,7 +200,7 @@ def _row(
         layers_compressed=stats["layers"]["compressed"],
         layers_native=stats["layers"]["native"],
         **coverage(reference, cache, specs),
-        fitted=any(_learns(spec) for spec in specs),
+        fitted=any(learns(spec) for spec in specs),
     )
 
 
@@ -232,7 +232,7 @@ def _tensors(layer: Any) -> Iterator[Tensor]:
                     yield tensor
 
 
-def _learns(spec: Spec) -> bool:
+def learns(spec: Spec) -> bool:
     """Tell whether a codec of a spec learns from tokens; width and dtype are of no account."""
     codecs = spec.key.key_codec(64, torch.float32), spec.value.value_codec(64, torch.float32)
     return any(isinstance(codec, FittedCodec) for codec in codecs)

@@ -64,10 +64,7 @@ class _Source:
     random: Random
 
     def filler(self, inserted: Sequence[str]) -> tuple[list[str], list[int]]:
-        """Return consecutive sentences that fill the context up together with what is inserted.
-
-        With them come the tokens before each sentence and after the last one.
-        """
+        """Return sentences that fill the context up, and the tokens before each and after all."""
         room = self.tokens - sum(self.count(text) for text in inserted)
         start = self.random.randrange(len(self.sentences))
         found: list[str] = []

@@ -103,10 +103,7 @@ def measure_sensitivity(
 
 
 class _Stored:
-    """What the layers attend to of the past, in one chunk.
-
-    `coded`: tokens that a cache would hold as codes.
-    """
+    """What layers attend to of the past, in one chunk; a cache would code the tokens `coded`."""
 
     def __init__(self, coded: slice) -> None:
         self.coded = coded

@@ -10,10 +10,7 @@ from kvpact.errors import StoreUnavailable
 
 
 class Outage:
-    """Remembers a failure, so that an outage costs one timeout and not one per entry.
-
-    `retry_after`: seconds for which a server that failed is not asked again.
-    """
+    """Remembers a failure for `retry_after` seconds: an outage costs one timeout in all."""
 
     def __init__(self, retry_after: float) -> None:
         self._retry_after = retry_after

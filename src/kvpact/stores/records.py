@@ -63,10 +63,7 @@ def unseal(key: str, record: bytes) -> Entry:
 
 
 def peek(head: bytes, size: int) -> tuple[str, float]:
-    """Return key and time out of a record's first `LONGEST_HEADER` bytes, unverified.
-
-    `head`: the first bytes; more do no harm. Raises `IntegrityError`, `FormatError`.
-    """
+    """Return key and time out of a record's first `LONGEST_HEADER` bytes or more, unverified."""
     if len(head) < HEADER or head[: len(MAGIC)] != MAGIC:
         raise IntegrityError("no entry of a store")
     version, length, created, blob = _FIELDS.unpack_from(head, _START)
