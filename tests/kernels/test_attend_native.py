@@ -207,38 +207,6 @@ def test_pages(make):
         same(make, spec=spec, layout="paged", batch=3, held=290, new=1 if make is few else 20)
 
 
-def test_after_growth_rollback_fork_and_selection():
-    """Pointers to segments follow every change of the segments, also of long chunks."""
-    outputs = []
-    for kernel in ("torch", "cpu"):
-        generator = torch.Generator().manual_seed(3)
-        cache = create_cache(FOUR, CacheGeometry(1, 2, 64), backend=kernel)
-        found = []
-
-        def step(new, cache, generator=generator, found=found):
-            rows = cache.batch_size or 2
-            k, v = torch.randn(2, rows, 2, new, 64, generator=generator)
-            q = torch.randn(rows, 4, new, 64, generator=generator)
-            found.append(cache.attend(0, k, v, q))
-
-        for new in (100, 1, 60, 1, 130, 1):
-            step(new, cache)
-        fork = cache.fork()
-        cache.truncate(150)
-        for target in (cache, fork, cache):
-            step(1, target)
-        cache.reorder(torch.tensor([1, 0]))
-        step(1, cache)
-        cache.select(torch.tensor([1]))
-        for new in (2, 128, 100):
-            step(new, cache)
-        cache.truncate(330)
-        step(40, cache)
-        outputs.append(found)
-    for expected, found in zip(*outputs, strict=True):
-        assert error(expected, found) <= BOUND
-
-
 @settings(max_examples=600, deadline=None)
 @given(
     way=st.sampled_from([*WAYS]),

@@ -71,6 +71,7 @@ def test_every_change_between_two_calls(spec, layout):
         twins.same(_filler(new, twins.batch))
         twins.attend()
         twins.attend(5)
+    twins.attend(130)
     other = twins.fork(7)
     for _ in range(12):  # both sides write to what they share, windows further on
         twins.attend()
