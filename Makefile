@@ -30,13 +30,18 @@ MOONCAKE := .venv-mooncake
 # What builds and inspects wheels, and nothing of what kvpact needs to run.
 WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults bench bench-quanto leaderboard leaderboard-run fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto leaderboard leaderboard-run fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: $(READY) ## a real model on compressed caches: a table, a plot, texts side by side (build/demo)
 	@$(VENV)/bin/kvpact demo --out build/demo
+
+# tests/check.txt is chosen by the faults that a test catches (tools/faults/caught.json) in the least time.
+check: lint ## lint, the kit of caches at a spec of each class, kernels at one SIMD level: two minutes
+	@echo "checking …"
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadscope @tests/check.txt
 
 test: lint ## lint, types, layers, then the tests
 	@echo "testing …"

@@ -5,6 +5,9 @@ occurs goes through the whole of the kit for caches, all others through the chec
 the bytes that are stored. Methods go through the whole of theirs with their first example; other
 examples and variants through the checks of what is stored, at some of the shapes. The facts are
 read from the codecs, so a new method is in its class, and in every test of it, by being registered.
+
+What backends are compared over with torch (`ENCODED` and the like) are lists: these facts say
+nothing of the code that their options decide on.
 """
 
 from __future__ import annotations
@@ -44,6 +47,74 @@ CONTRACTS = {
 SOME_SHAPES = (SHAPES[1], SHAPES[4], SHAPES[5])
 """For further options: rows and heads, all widths, two dtypes, more tokens than two segments."""
 
+
+ENCODED = (
+    *(f"turboquant:bits={bits}" for bits in range(1, 9)),
+    "turboquant:bits=4,scale=l2,seed=5",
+    "turboquant:bits=3,scale=unbiased",
+    "turboquant:bits=4,center=64",
+    "turboquant:bits=2,center=128,scale=l2",
+    *(f"int:bits={bits}" for bits in range(2, 9)),
+    "int:bits=4,group=48",
+    "int:bits=6,zero=true",
+    "int:bits=8,zero=true,group=64",
+    "int:bits=4,group=64,rotate=true",
+    "int:bits=3,zero=true,rotate=true",
+    "fp8",
+    "fp8:format=e5m2",
+    "fp8:scale=none",
+    "fp8:scale=none,format=e5m2",
+    "kivi:bits=2",
+    "kivi:bits=4,group=64",
+    "kivi:bits=3,group=128",
+    "kvarn:bits=4",
+    "kvarn:bits=2,group=32",
+    "kvarn:bits=3,group=128",
+    "kvarn:bits=8,group=32,seed=3",
+)
+"""Specs whose K and V have native encodings, without trellises."""
+
+EXACT = ("none:dtype=fp32", "none:dtype=fp16", "none:dtype=bf16")
+ATTENDED = (
+    *(spec for spec in ENCODED if spec != "int:bits=4,group=48"),  # a width that torch attends over
+    *EXACT,
+    "none",
+    "turboquant:bits=3,center=128,scale=unbiased",
+    "int:bits=4,zero=true",
+    "int:bits=3,zero=true,rotate=true/int:bits=8,rotate=true",
+    "turboquant:bits=4/kivi:bits=2,window=17",
+    "kivi:bits=4,sinks=0/fp8",
+    "int:bits=8/turboquant:bits=3",
+)
+"""Specs that native attention is compared over: sides that are unlike, too."""
+
+UNTREATED = "center=0,first=false,weights=false,blocks=false"
+TRELLISES = (
+    *(f"trellis:bits={bits},{UNTREATED}" for bits in range(1, 7)),
+    *(f"trellis:bits={bits}" for bits in range(1, 7)),
+    f"trellis:bits=4,states=8,seed=3,{UNTREATED}",
+    "trellis:bits=3,states=8",
+    "trellis:bits=4,center=128",
+    "trellis:bits=3,center=0",
+    "trellis:bits=4,center=0,first=false",
+    "trellis:bits=2,weights=false,blocks=false,first=false",
+    "trellis:bits=4,weights=false,blocks=false",
+    "trellis:bits=5,blocks=false",
+    "trellis:bits=2,weights=false,seed=4",
+)
+"""Compared at fewer places than `ENCODED`: torch's search through a trellis takes its time."""
+LEARNT = (
+    "trellis",
+    "trellis:bits=3,center=0",
+    "trellis:bits=5,center=128",
+    "trellis:bits=6,first=false",
+    "trellis:bits=2,weights=false",
+    "trellis:bits=4,blocks=false",
+    "trellis:bits=1,center=0,first=false",
+    "trellis:bits=4,weights=false,blocks=false",
+    "trellis:bits=3,center=0,weights=false,blocks=false",
+)
+"""Specs whose keys learn, in every combination of what they may learn."""
 
 NOT_OF_PAGES = {"exact", "joint"}
 """Facts that change slots, which are compared with the contiguous cache's, and nothing of pages."""

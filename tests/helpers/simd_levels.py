@@ -1,18 +1,15 @@
-"""Comparisons of native kernels at every SIMD level, each in a process of its own."""
+"""The native kernels at every SIMD level."""
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from kvpact.kernels.cpu import LEVELS, library
-from kvpact.kernels.cpu.library import _load
-
-_SCRIPTS = Path(__file__).parent.parent / "kernels"
+from kvpact.kernels.cpu import LEVELS
+from kvpact.kernels.cpu.library import NativeLibrary, _load
 
 
 def levels() -> list[Any]:
@@ -25,22 +22,14 @@ def levels() -> list[Any]:
     ]
 
 
-def at_level(level: str, script: str) -> dict[str, Any]:
-    """Run a script of `tests/kernels` at a SIMD level and return what it tells, a line of JSON.
-
-    The test is skipped where there is no such level.
-    """
-    if level not in library().levels:
+@contextmanager
+def at_level(level: str) -> Iterator[None]:
+    """Let the native kernels compute at a SIMD level; the test is skipped where there is none."""
+    loaded = _load()
+    assert not isinstance(loaded, str)
+    if level not in loaded.levels:
         pytest.skip(f"{level}: not on this processor, or above KVPACT_SIMD")
-    run = subprocess.run(
-        [sys.executable, str(_SCRIPTS / script)],
-        env={**os.environ, "KVPACT_SIMD": level},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    told: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    assert told["level"] == level
-    return told
+    capped = NativeLibrary(loaded.path, loaded.levels[: loaded.levels.index(level) + 1])
+    module = sys.modules["kvpact.kernels.cpu.library"]
+    with patch.object(module, "_load", lambda: capped):
+        yield

@@ -1,51 +1,24 @@
-"""What the native kernel learns against what the torch body does; a script for SIMD levels."""
+"""What the native kernel learns against what the torch body does."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from typing import NamedTuple
 
 import torch
-from encode_compare import DTYPES, GUARD, codec_of
+from encode_compare import DTYPES, SPECIAL, codec_of
+from guards import guarded_outputs
+from matrix import LEARNT
 from torch import Tensor
 
 from kvpact.errors import KVPactError
 from kvpact.kernels.cpu import learn as native
-from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods.context import Context
 
-SPECS = (
-    "trellis",
-    "trellis:bits=3,center=0",
-    "trellis:bits=5,center=128",
-    "trellis:bits=6,first=false",
-    "trellis:bits=2,weights=false",
-    "trellis:bits=4,blocks=false",
-    "trellis:bits=1,center=0,first=false",
-    "trellis:bits=4,weights=false,blocks=false",
-    "trellis:bits=3,center=0,weights=false,blocks=false",
-)
 WIDTHS = (16, 32, 64, 80, 96, 128, 256)
 KINDS = ("bases", "empty channels", "large", "small", "uneven", "zeros", "equal", "special")
-SPECIAL = (
-    0.0,
-    -0.0,
-    1e-45,
-    -1e-40,
-    1.2e-38,
-    1e-30,
-    6e-8,
-    -3e-5,
-    0.5,
-    1.0,
-    -1.0,
-    2.5,
-    -400.0,
-    400.0,
-)
 
 
 class Case(NamedTuple):
@@ -102,23 +75,6 @@ def placed(x: Tensor, view: str) -> Tensor:
     return x
 
 
-def guarded_state(heads: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Return garbage between guards that `guards_hold` looks at."""
-    whole = torch.full((heads * width + 2 * GUARD,), -1, dtype=torch.int16)  # NaN in fp16
-    whole[:GUARD] = whole[-GUARD:] = 85
-    guarded_state.last.append(whole)
-    return whole[GUARD:-GUARD].view(dtype).view(heads, width)
-
-
-guarded_state.last = []
-
-
-def guards_hold() -> bool:
-    """Return whether nothing was written beside what `guarded_state` returned so far."""
-    found, guarded_state.last = guarded_state.last, []
-    return all((x[:GUARD] == 85).all() and (x[-GUARD:] == 85).all() for x in found)
-
-
 def learnt(backend, case: Case) -> dict[str, Tensor] | str:
     """Return what a backend learns, or the error that it raises."""
     codec = codec_of(case.spec, "k", case.dim, case.dtype)
@@ -140,13 +96,8 @@ def learnt(backend, case: Case) -> dict[str, Tensor] | str:
 def compare(case: Case) -> str:
     """Return what differs between what the native kernel and the torch body learn."""
     expected = learnt(TORCH, case)
-    new_state, native.new_state = native.new_state, guarded_state
-    try:
+    with guarded_outputs(native):
         found = learnt(CPU, case)
-    finally:
-        native.new_state = new_state
-    if not guards_hold():
-        return "guards overwritten"
     if isinstance(expected, str) or isinstance(found, str):
         return "" if expected == found else f"{expected} and {found}"
     if list(expected) != list(found):
@@ -172,17 +123,6 @@ def cases() -> list[Case]:
     return [
         Case(spec, dim, heads, kind, dtype, padding, sinks, queries, view)
         for (spec, dim, kind), (heads, dtype, padding, sinks, queries, view) in zip(
-            itertools.product(SPECS, WIDTHS, KINDS), turns, strict=False
+            itertools.product(LEARNT, WIDTHS, KINDS), turns, strict=False
         )
     ]
-
-
-def main() -> None:
-    """Compare all cases at this process's level; print a line."""
-    found = [(case, compare(case)) for case in cases()]
-    bad = [(str(case), difference) for case, difference in found if difference]
-    print(json.dumps({"level": library().level, "cases": len(found), "bad": bad}))
-
-
-if __name__ == "__main__":
-    main()

@@ -27,13 +27,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import compare
+import compare  # first: it finds what it needs in tests/helpers
 import decode_compare
 import encode_compare
 import learn_compare
 import torch
+from guards import guarded_outputs
+from matrix import ATTENDED, UNTREATED
 from torch import Tensor
-from trellis_compare import UNTREATED
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
@@ -130,14 +131,14 @@ class Recorder:
         slots._formats.clear()
         encoder._encoders.clear()
         trellis.block_arguments.cache_clear()
-        new_output = native.new_output
-        Tensor.data_ptr, native.new_output = data_ptr, compare.guarded_output
+        Tensor.data_ptr = data_ptr
         for name, call in real.items():
             setattr(found, name, self._watched(name, call))
         try:
-            yield self
+            with guarded_outputs(native):
+                yield self
         finally:
-            Tensor.data_ptr, native.new_output = original, new_output
+            Tensor.data_ptr = original
             for name, call in real.items():
                 setattr(found, name, call)
 
@@ -330,7 +331,7 @@ def record_all(recorder: Recorder) -> None:
         {"spec": "turboquant:bits=2", "batch": 3, "padding": torch.tensor([0, 5, 140])},
         {"spec": "int:bits=4", "layout": "paged", "sliding_window": 40},
         {"spec": "turboquant:bits=3", "dtype": torch.float16, "held": 700},
-        *({"spec": spec, "new": 21, "held": 270} for spec in compare.FORMATS),
+        *({"spec": spec, "new": 21, "held": 270} for spec in ATTENDED),
         {"spec": "turboquant:bits=4", "dtype": torch.bfloat16, "held": 31},
         {"spec": "turboquant:bits=4", "held": 0, "new": 150, "sliding_window": 60},
         {"spec": "none", "held": 0, "new": 70, "dim": 36, "value_dim": 100, "batch": 2},

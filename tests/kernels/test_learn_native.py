@@ -7,32 +7,31 @@ import torch
 from encode_compare import DTYPES, codec_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learn_compare import KINDS, SPECS, WIDTHS, Case, cases, compare
+from learn_compare import KINDS, Case, cases, compare
+from matrix import LEARNT
 from simd_levels import at_level, levels
 
-from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import KernelError, NonFiniteError
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.library import _load
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods.context import Context
-from kvpact.testing import random_offset
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
 
 @pytest.mark.parametrize("level", levels())
 def test_every_level(level):
-    told = at_level(level, "learn_compare.py")
-    assert told["cases"] == len(cases()) == len(SPECS) * len(WIDTHS) * len(KINDS)
-    assert told["bad"] == []
+    with at_level(level):
+        for case in cases():
+            assert compare(case) == "", case
 
 
 @settings(max_examples=150, deadline=None)
 @given(
     st.builds(
         Case,
-        st.sampled_from(SPECS),
+        st.sampled_from(LEARNT),
         st.integers(1, 20).map(lambda n: 16 * n),
         st.integers(1, 5),
         st.sampled_from(KINDS),
@@ -76,37 +75,7 @@ def test_what_is_no_number_in_fp16_is_refused_as_by_torch(size, energy, what):
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("offset", (False, True))
-@pytest.mark.parametrize(
-    "spec", ("trellis", "trellis:bits=3,center=128,sinks=9", "trellis:bits=2,center=0/int:bits=8")
-)
-def test_caches_learn_the_same(spec, offset):
-    """From rows with padding, in pieces, with the queries of the first ones."""
-    held = []
-    for kernel in ("torch", "auto"):
-        generator = torch.Generator().manual_seed(11)
-        offsets = {0: random_offset(3, 64, seed=3)} if offset else None
-        geometry = CacheGeometry(1, 3, 64, None, torch.bfloat16)
-        cache = create_cache(spec, geometry, backend=kernel, key_offsets=offsets)
-        config = AttendConfig(padding=torch.tensor([0, 11]))
-        for count in (30, 1, 20, 90, 1, 60):
-            tokens = torch.randn(2, 12, count, 64, generator=generator).to(torch.bfloat16)
-            cache.attend(0, tokens[:, :3], tokens[:, 3:6], tokens[:, 6:], config=config)
-        state = cache._layers[0].streams()[0].codec.state()
-        held.append([*state.values(), *(cache.dequantize(0, side) for side in "kv")])
-        assert cache.stats()["compute"]["learn"] == {"torch" if kernel == "torch" else "cpu": 1}
-    assert len(held[0]) == 6
-    for a, b in zip(*held, strict=True):
-        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
-
-
 def test_codecs_that_are_not_native_are_torchs():
-    cache = create_cache(
-        "turboquant:bits=3,first=true/trellis", CacheGeometry(1, 2, 64, None, torch.float32)
-    )
-    k, v = torch.randn(2, 1, 2, 128, 64, generator=torch.Generator().manual_seed(12))
-    cache.prefill(0, k, v)
-    assert cache.stats()["compute"]["learn"] == {"torch": 1}
     codec = codec_of("turboquant:bits=3,first=true", "k", 64, torch.float32)
     assert CPU.covers("learn", codec, torch.float32) == "no native learning for TurboQuantKeyCodec"
     codec = codec_of("trellis", "k", 64, torch.float32)

@@ -8,7 +8,8 @@ from ctypes import sizeof
 
 import pytest
 import torch
-from compare import BOUND, check_guards, error, guarded_output
+from compare import BOUND, error
+from guards import guarded_outputs
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.kernels.cpu import attend as native
@@ -20,11 +21,6 @@ pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernel
 HEADS, GROUPS, DIM = 2, 2, 32
 GEOMETRY = CacheGeometry(1, HEADS, DIM, dtype=torch.float32)
 SPECS = ("turboquant:bits=4,window=8,sinks=2", "kivi:bits=2,group=32", "none:dtype=fp16")
-
-
-@pytest.fixture(autouse=True)
-def guards(monkeypatch):
-    monkeypatch.setattr(native, "new_output", guarded_output)
 
 
 class Twins:
@@ -40,8 +36,8 @@ class Twins:
     def attend(self, new=1):
         k, v = torch.randn(2, self.batch, HEADS, new, DIM, generator=self.generator)
         q = torch.randn(self.batch, HEADS * GROUPS, new, DIM, generator=self.generator)
-        expected, found = (cache.attend(0, k, v, q, AttendConfig()) for cache in self.caches)
-        check_guards()
+        with guarded_outputs(native):
+            expected, found = (cache.attend(0, k, v, q, AttendConfig()) for cache in self.caches)
         assert error(expected, found) <= BOUND
 
     def same(self, change):
@@ -75,6 +71,7 @@ def test_every_change_between_two_calls(spec, layout):
         twins.same(_filler(new, twins.batch))
         twins.attend()
         twins.attend(5)
+    twins.attend(130)
     other = twins.fork(7)
     for _ in range(12):  # both sides write to what they share, windows further on
         twins.attend()

@@ -2,93 +2,85 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from compare import BOUND, check_guards, error, guarded_output
+from compare import latents, same
+from decode_compare import decoded
 from encode_compare import codec_of
+from matrix import LEARNT, TRELLISES, UNTREATED
 from simd_levels import at_level, levels
-from trellis_compare import (
-    CACHES,
-    FORMATS,
-    PLAIN,
-    TREATED,
-    UNTREATED,
-    both,
-    cases,
-    decoded,
-    latents,
-)
 
-from kvpact.kernels.cpu import attend as native
-from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.library import _load
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
-
-@pytest.fixture(autouse=True)
-def guards(monkeypatch):
-    monkeypatch.setattr(native, "new_output", guarded_output)
-
-
-def same(**case):
-    expected, found, calls = both(**case)
-    assert calls == {"cpu": 1}
-    check_guards()
-    assert error(expected, found) <= BOUND
-
-
-@pytest.mark.parametrize("spec", FORMATS)
-def test_decoding_to_the_bit(spec):
-    for dim in (32, 64):
-        assert decoded(spec, "k", dim) == ""
-        assert decoded(spec, "v", dim) == ""
+SPECS = (
+    *dict.fromkeys((*TRELLISES, *LEARNT)),
+    f"trellis:bits=3,states=8,{UNTREATED}",
+    "trellis:bits=4,center=128,states=8",
+)
+CACHES = (
+    *SPECS,
+    "trellis:bits=4,window=0,sinks=0",
+    "turboquant:bits=4/trellis:bits=3,window=17",
+    "trellis:bits=3,sinks=0/kivi:bits=4",
+)
+PLAIN = TRELLISES[:6]
+# Whoever encodes: attention is what is compared.
+attended = partial(same, backend="auto", heads=1, held=200)
 
 
-@pytest.mark.parametrize("dim", (8, 9, 20, 33, 100))
-@pytest.mark.parametrize("bits", (1, 3, 4, 6))
-def test_values_of_every_width(bits, dim):
-    assert decoded(f"trellis:bits={bits}", "v", dim) == ""
+@pytest.mark.parametrize("level", levels())
+def test_every_level(level):
+    with at_level(level):
+        for spec in SPECS:
+            for side, dim in (("k", 32), ("k", 64), ("v", 64)):
+                assert decoded(spec, side, dim) == "", (spec, side, dim)
+        for many in (32, 1):
+            for spec in CACHES:
+                attended(spec=spec, heads=2, many=many)
+            for dim in (32, 96, 128):
+                for spec in ("trellis:bits=4", "trellis:bits=3"):
+                    attended(spec=spec, dim=dim, many=many)
+            for groups in (1, 2, 4, 5, 8):
+                for spec in ("trellis:bits=2", PLAIN[3]):
+                    attended(spec=spec, groups=groups, held=97 + groups, many=many)
+            attended(spec="trellis:bits=4", new=5, sliding_window=70, many=many)
+        for spec in ("trellis:bits=4", "trellis:bits=3", PLAIN[2]):
+            attended(latents, spec=spec)
 
 
-@pytest.mark.parametrize("dim", (16, 24, 48, 80))
-def test_narrow_words_of_keys(dim):
+def test_values_of_every_width():
+    for bits in (1, 3, 4, 6):
+        for dim in (8, 9, 20, 33, 100):
+            assert decoded(f"trellis:bits={bits}", "v", dim) == "", (bits, dim)
+
+
+def test_narrow_words_of_keys():
     """Words that begin and end with the same few steps."""
     for bits in (4, 5, 6):
-        assert decoded(f"trellis:bits={bits},{UNTREATED}", "k", dim) == ""
-
-
-@pytest.mark.parametrize("spec", CACHES)
-def test_attention(spec, monkeypatch):
-    same(spec=spec, heads=2)
-    monkeypatch.setattr(native, "MANY_ROWS", 1)
-    same(spec=spec, seed=1)
+        for dim in (16, 24, 48, 80):
+            assert decoded(f"trellis:bits={bits},{UNTREATED}", "k", dim) == "", (bits, dim)
 
 
 @pytest.mark.parametrize("dim", (16, 24, 32, 96, 128))
-@pytest.mark.parametrize("bits", (4, 5))
-def test_attention_at_every_width(bits, dim):
-    same(spec=f"trellis:bits={bits},{UNTREATED}", dim=dim, value_dim=dim + 4)
-    if dim % 16 == 0:
-        same(spec=f"trellis:bits={bits - 1}", dim=dim, groups=1, held=129)
-
-
-@pytest.mark.parametrize("groups", (1, 2, 4, 5, 8))
-@pytest.mark.parametrize("spec", ("trellis:bits=2", "trellis:bits=5", PLAIN[3]))
-def test_every_number_of_query_heads(spec, groups):
-    same(spec=spec, groups=groups, held=97 + groups, batch=2)
+def test_attention_at_every_width(dim):
+    for bits in (4, 5):
+        attended(spec=f"trellis:bits={bits},{UNTREATED}", dim=dim, value_dim=dim + 4)
+        if dim % 16 == 0:
+            attended(spec=f"trellis:bits={bits - 1}", dim=dim, groups=1, held=129)
 
 
 @pytest.mark.parametrize("spec", ("trellis:bits=4", PLAIN[2]))
-def test_rules_pages_and_latents(spec, monkeypatch):
-    same(spec=spec, new=3, sliding_window=70, softcap=2.0, dim=32)
-    same(spec=spec, batch=3, padding=torch.tensor([0, 5, 140]), dim=32)
+def test_rules_pages_and_latents(spec):
+    attended(spec=spec, new=3, sliding_window=70, softcap=2.0, dim=32)
+    attended(spec=spec, batch=3, padding=torch.tensor([0, 5, 140]), dim=32)
     if spec in PLAIN:  # paged caches want codecs that have learnt
-        expected, found, calls = both(spec, layout="paged", batch=2, held=200, dim=32)
-        assert calls == {"cpu": 2} and error(expected, found) <= BOUND
-    expected, found, calls = latents(spec, rank=64, rope=16, held=200)
-    assert calls == {"cpu": 1} and error(expected, found) <= BOUND
+        attended(spec=spec, layout="paged", batch=2, dim=32)
+    attended(latents, spec=spec, dim=64, value_dim=16)
 
 
 @pytest.mark.parametrize(
@@ -99,25 +91,3 @@ def test_widths_that_are_torchs(spec, side, dim):
     for operation in ("attend", "decode"):
         reason = CPU.covers(operation, codec_of(spec, side, dim, torch.float32), torch.float32)
         assert "channels" in reason
-
-
-@pytest.mark.skipif(
-    isinstance(_load(), str) or "avx512" not in library().levels, reason="int8 needs AVX-512 VNNI"
-)
-@pytest.mark.parametrize("spec", ("trellis:bits=4", "trellis:bits=3", PLAIN[1], PLAIN[5]))
-@pytest.mark.parametrize("shape", ((1, 64), (3, 80), (4, 128), (8, 32), (6, 256)))
-def test_integers_of_8_bits_add_one_percent(spec, shape):
-    groups, dim = shape
-    case = {"spec": f"{spec},window=0,sinks=0", "groups": groups, "dim": dim, "held": 300}
-    expected, found, calls = both(**case, precision="int8")
-    assert calls == {"cpu": 1}
-    check_guards()
-    assert 1e-4 < error(expected, found) < 0.02
-
-
-@pytest.mark.parametrize("level", levels())
-def test_every_level(level):
-    told = at_level(level, "trellis_compare.py")
-    assert told["cases"] == 2 * len(cases()) + 2
-    assert told["bad"] == [] and told["worst"] <= BOUND
-    assert set(TREATED) <= set(CACHES)

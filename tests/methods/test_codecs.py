@@ -7,9 +7,13 @@ import torch
 from one_layer import fill, kvq, normal, shown
 from torch import Tensor
 
+from kvpact import parse_spec
 from kvpact.arithmetic import hadamard
 from kvpact.methods.turboquant_codec import TurboQuantCodec
+from kvpact.testing import method_specs, variant_specs
 from kvpact.transforms.hadamard import random_signs
+
+FP32 = torch.float32
 
 # Signs come before the Hadamard transform; after it, offsets end up in one coordinate.
 
@@ -99,3 +103,15 @@ def test_attention_weights_on_keys_that_differ(spec):
     kl = (exact.exp() * (exact - got)).sum(-1).mean().item()
     # Logits of variance 4 with an error of relative size e: KL of about 4 e^2 / 2.
     assert 0 < kl < 2.5 * LOGITS[spec] ** 2
+
+
+@pytest.mark.parametrize("spec", [*method_specs(fitted=False), *variant_specs(fitted=False)])
+def test_zeros_stay_zeros_and_bytes_do_not_depend_on_the_memory(spec):
+    for dim in (64, 80):
+        method = parse_spec(spec)
+        for codec in (method.key.key_codec(dim, FP32), method.value.value_codec(dim, FP32)):
+            assert not codec.decode(codec.encode(torch.zeros(1, 1, codec.group * 8, dim))).any()
+            x = normal(2, 3, 37 if codec.group == 1 else 2 * codec.group, dim)
+            whole = codec.encode(x)
+            scattered = codec.encode(x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0))
+            assert all(torch.equal(scattered[name], array) for name, array in whole.items())

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_layer import normal
 
 from kvpact import CacheGeometry, create_cache, parse_spec
 from kvpact.errors import FormatError, SpecError
@@ -12,10 +13,6 @@ from kvpact.spec import Spec
 
 DIM = 64
 SPEC = "turboquant:bits=3,center=64,first=true"
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 MIDDLE = 40 * normal(DIM, seed=1)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from one_layer import normal
 
 from kvpact.methods.trellis_codec import TrellisCodec, places, steps
 from kvpact.quantizers import trellis
@@ -19,10 +20,6 @@ DISTORTION = {
 }
 TAPS = {8: ((0, 1, 3), (2,)), 16: ((0, 1, 4), (2,))}
 CPU = torch.device("cpu")
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("dim", "states"), DISTORTION)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kvpact.cache import create_cache
+from kvpact.cache.segments import ListSource
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels.base import OPERATIONS, AttendCall, Backend, Operation
-from kvpact.kernels.sources import Segment, SegmentSource, Where
+from kvpact.kernels.sources import Segment, SegmentSource
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -61,29 +61,6 @@ def _learns(spec: str) -> bool:
 class _Slots(NamedTuple):
     codec: Codec
     source: SegmentSource
-
-
-class _Source:
-    """Segments as a `SegmentSource`."""
-
-    segment_tokens = SEGMENT
-
-    def __init__(self, segments: list[Segment]) -> None:
-        self._segments = segments
-        self.prepared: dict[str, Any] = {}
-        self._where: dict[str, Where] = {}
-
-    def gather(self, name: str, first: int, last: int) -> Tensor:
-        return torch.cat([segment[name] for segment in self._segments[first:last]], 2)
-
-    def where(self, name: str) -> Where | None:
-        if name not in self._where:
-            parts = [segment[name] for segment in self._segments]
-            size = parts[0].element_size()
-            row, head = (parts[0].stride(axis) * size for axis in (0, 1))
-            addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
-            self._where[name] = Where.of(addresses, row, head)
-        return self._where[name]
 
 
 @contextmanager
@@ -235,7 +212,9 @@ class BackendContract:
             backend = self._covered("decode", codec, dtype)
             count = -(-200 // codec.group) * codec.group
             x = random_tokens(ROWS, HEADS, count, dim, seed=dim, dtype=dtype).to(self.device)
-            slots = _Slots(codec, _Source(self._slots(TORCH, codec, x, (count,))))
+            slots = _Slots(
+                codec, ListSource(tuple(self._slots(TORCH, codec, x, (count,))), SEGMENT)
+            )
             for start, end in ((0, 1), (37, 38), (30, 33), (5, 150), (0, count)):
                 for inverse in (True, False):
                     expected = self._decoded(TORCH, slots, start, end, dim, dtype, inverse)

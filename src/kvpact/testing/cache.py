@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from kvpact.testing.cache_append import AppendChecks
+from kvpact.testing.cache_append import AppendChecks, ByteChecks, ExactChecks
 from kvpact.testing.cache_attention import AttentionChecks
-from kvpact.testing.cache_bytes import ByteChecks
-from kvpact.testing.cache_exact import ExactChecks
-from kvpact.testing.cache_fork import ForkChecks
+from kvpact.testing.cache_changes import ForkChecks, RollbackChecks, RowChecks, SnapshotChecks
 from kvpact.testing.cache_input import InputChecks
 from kvpact.testing.cache_modes import ModeChecks
-from kvpact.testing.cache_rollback import RollbackChecks
-from kvpact.testing.cache_rows import RowChecks
-from kvpact.testing.cache_snapshot import SnapshotChecks
 
 
 class CacheContract(

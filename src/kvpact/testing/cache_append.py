@@ -1,13 +1,15 @@
-"""Checks of appending: the contract's five calls, pieces and the whole, what is exact."""
+"""Checks of appending: pieces and the whole, what is exact, what is held and counted."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from math import isnan
 from typing import Any
 
 import pytest
 import torch
 
+from kvpact.cache import bytes_per_token, planned_bytes
 from kvpact.contract import (
     AttendConfig,
     CompressedKVCache,
@@ -15,10 +17,11 @@ from kvpact.contract import (
     DequantResult,
     Fused,
 )
-from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
-from kvpact.testing.data import Shape
+from kvpact.spec import parse_spec
+from kvpact.testing.cache_base import SMALL, CacheKit, every_shape, in_pieces
+from kvpact.testing.data import Shape, integers
 from kvpact.testing.depends import depends_on
-from kvpact.testing.held import held_tensors, same_bytes
+from kvpact.testing.held import held_bytes, held_tensors, same_bytes
 
 
 class AppendChecks(CacheKit):
@@ -133,3 +136,156 @@ class AppendChecks(CacheKit):
         cache = self.make_cache(SMALL.geometry(3))
         self.append(cache, self.tokens(SMALL, 70), layer=layer)
         assert [cache.seq_len(i) for i in range(3)] == [70 * (i == layer) for i in range(3)]
+
+
+class ExactChecks(CacheKit):
+    """Which tokens read back as they were given."""
+
+    @depends_on("bytes")
+    def test_new_tokens_sinks_and_window_are_exact(self) -> None:
+        """`prefill` shows new tokens, sinks and the window as they were given."""
+        given, cache = self.tokens(SMALL, 330), self.make_cache(SMALL.geometry())
+        start = 0
+        for part in in_pieces(given, (70, 1, 129, 130)):
+            end = start + part[0].shape[2]
+            result = cache.prefill(0, *part, None)
+            assert result.total == end
+            shown = (result.k, result.v)
+            for x, got, (sinks, window) in zip(given[:2], shown, self.exact_tokens(), strict=True):
+                exact = [slice(start, end), slice(0, min(sinks, end))]
+                exact.append(slice(max(start - window, 0), start))
+                for where in exact:
+                    assert same_bytes(got[:, :, where], x[:, :, where])
+            start = end
+
+    @depends_on("bytes")
+    def test_a_stored_token_never_changes(self) -> None:
+        """Once a token is shown as stored, it is shown the same for ever: no requantisation."""
+        self.needs("fork")
+        cache = self.make_cache(SMALL.geometry())
+        units, exact = self.units(), self.exact_tokens()
+        held: list[torch.Tensor] = []
+        for seed, count in enumerate((300, 1, 31, 64, 1, 129)):
+            self.append(cache, self.tokens(SMALL, count, seed))
+            now = self.read(cache, SMALL)
+            for before, after in zip(held, now, strict=False):
+                kept = before.shape[2]
+                assert same_bytes(after[:, :, :kept], before)
+            stored = [cache.seq_len(0) - e[1] - g + 1 for e, g in zip(exact, units, strict=True)]
+            held = [x[:, :, : max(end, 0)].clone() for x, end in zip(now, stored, strict=True)]
+
+    @depends_on("bytes")
+    def test_padding_is_never_a_sink(self) -> None:
+        """Sinks are each row's first tokens behind its padding, in whatever pieces they come."""
+        padding = integers(0, 5)
+        config = AttendConfig(padding=padding)
+        given = self.tokens(SMALL, 200)
+        caches = [self.make_cache(SMALL.geometry()) for _ in range(2)]
+        for part in in_pieces(given, (3, 4, 1, 192)):
+            self.append(caches[0], part, config)
+        self.append(caches[1], given, config)
+        self.assert_same(*caches)
+        # What is known of a row that holds real tokens isn't changed by a later call.
+        more, other = self.tokens(SMALL, 9, seed=2), AttendConfig(padding=padding + 1)
+        self.append(caches[0], more, other)
+        self.append(caches[1], more)
+        self.assert_same(*caches)
+        result = caches[0].prefill(0, *self.tokens(SMALL, 1, seed=1), config)
+        for x, got, (sinks, _) in zip(
+            given[:2], (result.k, result.v), self.exact_tokens(), strict=True
+        ):
+            for row, first in enumerate(padding.tolist()):
+                sunk = slice(first, first + sinks)
+                assert same_bytes(got[row, :, sunk], x[row, :, sunk])
+
+    @depends_on("bytes")
+    def test_attended_as_stored_is_stored_the_same(self) -> None:
+        """`exact_new=False` changes what is attended, not what is stored; padding included."""
+        self.needs("attend")
+        caches = [self.make_cache(SMALL.geometry()) for _ in range(2)]
+        for seed, count in enumerate((3, 70, 1, 130)):
+            padding = integers(0, 5) if seed < 2 else None
+            for exact, cache in zip((True, False), caches, strict=True):
+                config = AttendConfig(padding=padding, exact_new=exact)
+                cache.attend(0, *self.tokens(SMALL, count, seed), config)
+        self.assert_same(*caches)
+
+
+LONG = Shape(1, 1, (4096, 1, 127, 1), 64, 64, torch.float16)
+
+
+class ByteChecks(CacheKit):
+    """`memory_usage`, `stats` and the plan against what can be reached from the cache."""
+
+    def assert_counted(self, cache: Any, shape: Shape) -> int:
+        """Check a cache's own count; return it."""
+        counted = int(cache.memory_usage())
+        # What a new cache holds too (tables made once) belongs to the process.
+        held = held_bytes(cache, constants=self.make_cache(shape.geometry()))
+        assert counted == held, f"memory_usage() says {counted} bytes, {held} are held"
+        if "stats" in self.operations:
+            stats = cache.stats()
+            sizes = dict(stats["bytes"])
+            assert sizes.pop("total") == counted
+            assert sum(sizes.values()) == counted
+            assert min(sizes.values()) >= 0
+            if stats["values"]:
+                assert abs(stats["bits_per_value"] * stats["values"] - 8 * counted) < 1e-6 * counted
+            else:
+                assert isnan(stats["bits_per_value"])
+        return counted
+
+    @depends_on("bytes")
+    @every_shape
+    def test_memory_is_what_is_held(self, shape: Shape) -> None:
+        """After each piece, a rollback and a fork, all bytes held are counted."""
+        cache = self.make_cache(shape.geometry())
+        for part in in_pieces(self.tokens(shape, shape.tokens), shape.pieces):
+            self.append(cache, part)
+            if (held := cache.seq_len(0)) < 3 or held in (63, 65) or part[0].shape[2] > 1:
+                self.assert_counted(cache, shape)
+        # What codecs learn decides on their fields: nothing can be planned before.
+        if (streams := self.streams(cache)) and not self.calibration(shape.geometry()):
+            plan = planned_bytes(parse_spec(self.spec), shape.geometry(), shape.tokens, shape.batch)
+            assert plan["total"] == cache.memory_usage() - sum(stream.room for stream in streams)
+        if "fork" in self.operations:
+            fork = cache.fork()
+            self.append(fork, self.tokens(shape, 1, seed=1))
+            self.assert_counted(fork, shape)
+        if "truncate" in self.operations:
+            for kept in (shape.tokens // 2 + 1, shape.tokens // 2, 0):
+                cache.truncate(kept)
+                self.assert_counted(cache, shape)
+
+    def test_padding_is_counted(self) -> None:
+        """What a cache keeps about padding is held too."""
+        cache = self.filled(SMALL, config=AttendConfig(padding=integers(0, 3)))
+        self.assert_counted(cache, SMALL)
+
+    @depends_on("bytes")
+    def test_stats_name_what_is_there(self) -> None:
+        """Tokens, values and the parts of the bytes."""
+        self.needs("stats")
+        cache = self.filled(SMALL, layers=2)
+        stats = cache.stats()
+        assert stats["tokens"] == SMALL.tokens
+        assert stats["values"] == 2 * SMALL.batch * SMALL.heads * SMALL.tokens * (32 + 48)
+        if streams := self.streams(cache):
+            assert stats["spec"] == str(parse_spec(self.spec))
+            held = bytes_per_token(parse_spec(self.spec), SMALL.geometry(2))
+            k, v = (sum(stream.packed for stream in streams[side::2]) for side in (0, 1))
+            # What codecs learn takes bytes besides.
+            if k + v and not any(stream.codec.state() for stream in streams):
+                used, values = k * held["key_bytes"] + v * held["value_bytes"], k * 32 + v * 48
+                assert abs(stats["slot_bits_per_value"] - 8 * used / (2 * values)) < 1e-9
+
+    @depends_on("bytes")
+    def test_little_is_unused(self) -> None:
+        """Above 4,096 tokens at most 5 % of the bytes are unused."""
+        self.needs("stats")
+        cache = self.make_cache(LONG.geometry())
+        for seed, count in enumerate(LONG.pieces):
+            self.append(cache, self.tokens(LONG, count, seed))
+            sizes = cache.stats()["bytes"]
+            if cache.seq_len(0) > 4096:
+                assert sizes["unused"] <= 0.05 * sizes["total"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,6 +25,11 @@ SMALL = Shape(2, 2, (70, 1, 64), 32, 48, torch.float32)
 
 Tokens = tuple[Tensor, Tensor, Tensor]
 Learnt = tuple[dict[str, Tensor], dict[str, Tensor]]
+
+
+def in_pieces(tokens: Tokens, pieces: Iterable[int]) -> Iterator[Tokens]:
+    """Yield k, v and q piece by piece."""
+    return zip(*(torch.split(x, list(pieces), 2) for x in tokens), strict=True)
 
 
 class CacheKit:
@@ -134,13 +139,10 @@ class CacheKit:
     ) -> Any:
         """Return a cache that holds the shape's first tokens in all layers, appended in pieces."""
         cache = self.make_cache(shape.geometry(layers))
-        k, v, q = self.tokens(shape, shape.tokens if count is None else count, seed)
-        start = 0
-        for piece in shape.pieces if pieces is None else pieces:
-            part = slice(start, start + piece)
+        given = self.tokens(shape, shape.tokens if count is None else count, seed)
+        for part in in_pieces(given, shape.pieces if pieces is None else pieces):
             for layer in range(layers):
-                self.append(cache, (k[:, :, part], v[:, :, part], q[:, :, part]), config, layer)
-            start += piece
+                self.append(cache, part, config, layer)
         return cache
 
     def read(self, cache: Any, shape: Shape, layer: int = 0) -> tuple[Tensor, Tensor]:

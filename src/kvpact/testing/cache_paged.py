@@ -20,7 +20,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import CacheFull
 from kvpact.geometry import CacheGeometry
 from kvpact.testing.cache import CacheContract
-from kvpact.testing.cache_base import SMALL, every_shape
+from kvpact.testing.cache_base import SMALL, every_shape, in_pieces
 from kvpact.testing.data import Shape, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference
@@ -76,13 +76,8 @@ class PagedCacheContract(CacheContract):
         return self._view(geometry, self.num_pages)
 
     def _view(self, geometry: CacheGeometry, num_pages: int) -> Any:
-        return create_cache(
-            self.spec,
-            geometry,
-            layout="paged",
-            num_pages=num_pages,
-            **self.options(geometry),
-        )
+        options = self.options(geometry)
+        return create_cache(self.spec, geometry, layout="paged", num_pages=num_pages, **options)
 
     def row_tensors(self, view: Any) -> dict[str, Tensor]:
         """Return what the rows of a view hold: which pages it stands on is no part of it."""
@@ -117,13 +112,9 @@ class PagedCacheContract(CacheContract):
         geometry = shape.geometry()
         paged = self.make_cache(geometry)
         flat = create_cache(self.spec, geometry, **self.options(geometry))
-        k, v, q = self.tokens(shape, shape.tokens)
-        start = 0
-        for piece in shape.pieces:
-            part = slice(start, start + piece)
+        for part in in_pieces(self.tokens(shape, shape.tokens), shape.pieces):
             for cache in (paged, flat):
-                self.append(cache, (k[:, :, part], v[:, :, part], q[:, :, part]))
-            start += piece
+                self.append(cache, part)
         self._assert_same_slots(paged, flat)
         for cache in (paged, flat):
             cache.truncate(shape.tokens // 2 + 1)

@@ -14,6 +14,7 @@ from kvpact.testing.data import Shape, floats, integers, random_tokens
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference, held_bytes, same_bytes
 from kvpact.testing.method_base import (
+    Arrays,
     MethodKit,
     allocate,
     both_sides,
@@ -98,14 +99,18 @@ class SlotChecks(MethodKit):
                 unused.fill_(torch.nan if field.dtype.is_floating_point else 0xAA - 0x55)
             assert same_bytes(decode_storage(codec, storage)[:, :, :used], wanted)
 
+    def _grouped(self, side: str, dim: int, heads: int = 1) -> Codec:
+        codec = self.codec(side, dim, heads=heads)
+        if codec.group == 1:
+            pytest.skip("no groups of tokens")
+        return codec
+
     @depends_on("groups")
     @both_sides
     def test_a_cut_group_continues(self, side: str) -> None:
         """After a rollback into a group its side information stays and codes new tokens."""
         for dim in (64, 80):
-            codec = self.codec(side, dim, heads=2)
-            if codec.group == 1:
-                pytest.skip("no groups of tokens")
+            codec = self._grouped(side, dim, heads=2)
             x = random_tokens(2, 2, 2 * codec.group, dim, offset=2.0)
             new = random_tokens(2, 2, codec.group, dim, seed=1, offset=2.0)
             for kept in (1, codec.group // 2 + 1, codec.group - 1):
@@ -131,14 +136,11 @@ class SlotChecks(MethodKit):
     @both_sides
     def test_a_cut_group_of_any_kind_continues(self, side: str) -> None:
         """Whatever a group held, ordinary and hard tokens after a cut are finite or refused."""
-        codec = self.codec(side, 64)
-        if codec.group == 1:
-            pytest.skip("no groups of tokens")
+        codec = self._grouped(side, 64)
         ordinary = random_tokens(1, 1, codec.group, 64)
         for held in (0.0, 1e-30, 1e-6, 1e3, 3.0 + 0 * ordinary, ordinary * 1e-6):
             arrays = codec.encode(ordinary * 0 + held)
-            per_group = {f.name for f in codec.fields if f.per_group}
-            frozen = {name: arrays[name] for name in per_group}
+            frozen = _side_information(codec, arrays)
             for scale in (0.0, 1e-30, 1.0, 6e4, 1e30):
                 try:
                     later = codec.encode(ordinary * scale, frozen)
@@ -152,15 +154,13 @@ class SlotChecks(MethodKit):
     def test_what_is_in_range_fits_every_group(self, side: str) -> None:
         """A codec with groups encodes later than tokens come: `check_range` has to suffice."""
         for dim in (1, 64, 80):
-            codec = self.codec(side, dim)
-            if codec.group == 1:
-                pytest.skip("no groups of tokens")
+            codec = self._grouped(side, dim)
             for x in _largest(codec, dim):
                 codec.check_range(x)
                 arrays = codec.encode(x)
                 assert torch.isfinite(codec.decode(arrays)).all()
                 ordinary = codec.encode(x * 0 + 1.0)
-                frozen = {f.name: ordinary[f.name] for f in codec.fields if f.per_group}
+                frozen = _side_information(codec, ordinary)
                 assert torch.isfinite(codec.decode({**codec.encode(x, frozen), **frozen})).all()
                 with pytest.raises(NonFiniteError):
                     codec.check_range(x * 1.01)
@@ -172,13 +172,11 @@ class SlotChecks(MethodKit):
     def test_a_cut_group_of_tiny_tokens_takes_ordinary_ones(self, side: str) -> None:
         """What a group held before a rollback never makes ordinary tokens impossible."""
         for dim in (64, 80):
-            codec = self.codec(side, dim, heads=2)
-            if codec.group == 1:
-                pytest.skip("no groups of tokens")
+            codec = self._grouped(side, dim, heads=2)
             ordinary = random_tokens(1, 2, codec.group, dim)
             for held in (0.0, 1e-30, 1e-8, 1e-6, 1e-4, 1e-2):
                 arrays = codec.encode(random_tokens(1, 2, codec.group, dim, seed=1) * held)
-                frozen = {f.name: arrays[f.name] for f in codec.fields if f.per_group}
+                frozen = _side_information(codec, arrays)
                 for scale in (1.0, 50.0):
                     later = codec.encode(ordinary * scale, frozen)
                     assert torch.isfinite(codec.decode({**later, **frozen})).all()
@@ -195,6 +193,11 @@ class SlotChecks(MethodKit):
         assert bias.shape == codec.decode(arrays).shape
         assert torch.isfinite(bias).all()
         assert bool(bias.any())
+
+
+def _side_information(codec: Codec, arrays: Arrays) -> Arrays:
+    """Return what a group holds beside its codes."""
+    return {field.name: arrays[field.name] for field in codec.fields if field.per_group}
 
 
 def _largest(codec: Codec, dim: int) -> list[Tensor]:

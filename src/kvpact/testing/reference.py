@@ -59,6 +59,8 @@ def _visible(config: AttendConfig, batch: int, new: int, total: int) -> Tensor:
         visible = visible & (tokens > queries - config.sliding_window)
     if config.padding is not None:
         visible = visible & (tokens >= config.padding.view(-1, 1, 1, 1))
-    if config.mask is not None and config.mask.dtype == torch.bool:
-        visible = visible & config.mask
+    if config.mask is not None:
+        mask = config.mask
+        boolean = mask.dtype == torch.bool
+        visible = visible & (mask if boolean else mask > torch.finfo(mask.dtype).min / 2)
     return visible

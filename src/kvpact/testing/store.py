@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from kvpact.testing.store_entries import EntryChecks
-from kvpact.testing.store_limits import DamageChecks, LimitChecks
+from kvpact.testing.store_checks import DamageChecks, EntryChecks, LimitChecks
 
 
 class StoreContract(EntryChecks, DamageChecks, LimitChecks):

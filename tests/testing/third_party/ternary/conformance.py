@@ -9,6 +9,7 @@ from kvpact.testing import (
     FittedPagedCacheContract,
     MethodContract,
     PagedCacheContract,
+    without,
 )
 
 
@@ -21,47 +22,16 @@ class TestTernaryInACache(CacheContract):
     spec = "ternary:window=8/turboquant:bits=4"
 
 
+class TestScaled(FittedMethodContract):
+    spec = "scaled"
+    max_relative_error = 0.6
+
+
 class TestListCache(CacheContract):
     operations = ("truncate", "fork")
 
     def make_cache(self, geometry, max_tokens=None):
         return kvpact_listcache.ListCache(geometry, max_tokens)
-
-
-class TestDrifting(MethodContract):
-    spec = "ternary_drifting"
-
-
-class TestDriftingInACache(CacheContract):
-    spec = "ternary_drifting:window=8"
-
-
-class TestHiding(MethodContract):
-    spec = "ternary_hiding"
-
-
-class TestHidingInACache(CacheContract):
-    spec = "ternary_hiding"
-
-
-class TestNotANumber(MethodContract):
-    spec = "ternary_nan"
-
-
-class TestUndeclared(MethodContract):
-    spec = "ternary_undeclared"
-
-
-class TestThawed(MethodContract):
-    spec = "ternary_thawed"
-
-
-class TestBlank(MethodContract):
-    spec = "ternary_blank"
-
-
-class TestDirty(MethodContract):
-    spec = "ternary_dirty"
 
 
 class TestSharingFork(TestListCache):
@@ -79,42 +49,33 @@ class TestHalfStoring(TestListCache):
         return kvpact_listcache.HalfStoring(geometry, max_tokens)
 
 
-class TestTernaryOnPages(PagedCacheContract):
-    spec = "ternary"
+def stored(contract, spec):
+    """Make the checks of a second spec: those that depend on what is stored."""
+    return type(contract.__name__, (contract,), without(contract, bool) | {"spec": spec})
 
 
-class TestScaled(FittedMethodContract):
-    spec = "scaled"
-    max_relative_error = 0.6
+TestScaledInACache = stored(FittedCacheContract, "scaled:window=8")
+TestTernaryOnPages = stored(PagedCacheContract, "ternary")
+TestScaledOnPages = stored(FittedPagedCacheContract, "scaled/turboquant:bits=4")
 
-
-class TestScaledInACache(FittedCacheContract):
-    spec = "scaled:window=8"
-
-
-class TestScaledOnPages(FittedPagedCacheContract):
-    spec = "scaled/turboquant:bits=4"
-
-
-class TestRelearning(FittedMethodContract):
-    spec = "scaled_relearning"
-
-
-class TestRelearningOnPages(FittedPagedCacheContract):
-    spec = "scaled_relearning"
-
-
-class TestInPlace(FittedMethodContract):
-    spec = "scaled_in_place"
-
-
-class TestSecret(FittedMethodContract):
-    spec = "scaled_secret"
-
-
-class TestSecretInACache(FittedCacheContract):
-    spec = "scaled_secret"
-
-
-class TestTrusting(FittedMethodContract):
-    spec = "scaled_trusting"
+BROKEN = {
+    "Drifting": (MethodContract, "ternary_drifting"),
+    "DriftingInACache": (CacheContract, "ternary_drifting:window=8"),
+    "Hiding": (MethodContract, "ternary_hiding"),
+    "HidingInACache": (CacheContract, "ternary_hiding"),
+    "NotANumber": (MethodContract, "ternary_nan"),
+    "Undeclared": (MethodContract, "ternary_undeclared"),
+    "Thawed": (MethodContract, "ternary_thawed"),
+    "Blank": (MethodContract, "ternary_blank"),
+    "Dirty": (MethodContract, "ternary_dirty"),
+    "Relearning": (FittedMethodContract, "scaled_relearning"),
+    "RelearningOnPages": (FittedPagedCacheContract, "scaled_relearning"),
+    "InPlace": (FittedMethodContract, "scaled_in_place"),
+    "Secret": (FittedMethodContract, "scaled_secret"),
+    "SecretInACache": (FittedCacheContract, "scaled_secret"),
+    "Trusting": (FittedMethodContract, "scaled_trusting"),
+}
+globals().update(
+    (f"Test{name}", type(f"Test{name}", (contract,), {"spec": spec}))
+    for name, (contract, spec) in BROKEN.items()
+)

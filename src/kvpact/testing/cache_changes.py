@@ -1,4 +1,4 @@
-"""Checks of truncate."""
+"""Checks of what changes a cache: truncate, rows, fork, snapshots."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, StaleResult
+from kvpact.snapshot import Snapshot
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
-from kvpact.testing.data import Shape, integers
+from kvpact.testing.data import Shape, floats, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import same_bytes
 
@@ -167,3 +170,181 @@ def rollbacks(kit: CacheKit) -> list[Callable[[Any], None]]:
     if "select" in kit.operations:
         changes.append(lambda c: c.select(integers(1)))
     return changes
+
+
+ROWS = Shape(3, 2, (66, 1, 64), 32, 48, torch.float32)
+
+
+class RowChecks(CacheKit):
+    """Rows of the batch rearranged."""
+
+    def _check(self, operation: str, argument: Any, rows: list[int]) -> None:
+        self.needs("fork", operation)
+        config = AttendConfig(padding=integers(0, 3, 40))
+        cache = self.filled(ROWS, config=config, layers=2)
+        before = [self.read(cache, ROWS, layer) for layer in range(2)]
+        getattr(cache, operation)(argument)
+        for layer in range(2):
+            for was, now in zip(before[layer], self.read(cache, ROWS, layer), strict=True):
+                assert same_bytes(now, was[rows])
+        self._continues(cache, config, rows)
+
+    def _continues(self, cache: Any, config: AttendConfig, rows: list[int]) -> None:
+        """Tokens that come later give what a cache gives that held these rows from the start."""
+        given = _rows(self.tokens(ROWS, ROWS.tokens), rows)
+        assert config.padding is not None
+        fresh = self.make_cache(ROWS.geometry(2))
+        for layer in range(2):
+            self.append(fresh, given, AttendConfig(padding=config.padding[rows]), layer)
+        more = _rows(self.tokens(ROWS, 70, seed=1), rows)
+        for one in (cache, fresh):
+            for layer in range(2):
+                self.append(one, more, layer=layer)
+        self.assert_same(fresh, cache)
+
+    def test_reorder(self) -> None:
+        """Beam search: rows change places and may repeat."""
+        self._check("reorder", integers(2, 0, 0), [2, 0, 0])
+
+    @depends_on("bytes")
+    def test_select(self) -> None:
+        """Some rows stay, in the order asked for."""
+        self._check("select", integers(2, 1), [2, 1])
+
+    def test_select_more(self) -> None:
+        """Rows may be selected more than once."""
+        self._check("select", integers(1, 1, 0, 2, 1).int(), [1, 1, 0, 2, 1])
+
+    def test_repeat(self) -> None:
+        """Every row, several times, next to each other."""
+        self._check("repeat", 2, [0, 0, 1, 1, 2, 2])
+
+    def test_wrong_rows_are_refused(self) -> None:
+        """A named error, and nothing changes."""
+        self.needs("select", "reorder", "repeat")
+        cache = self.filled(ROWS, layers=2)
+        before = self.state(cache)
+        wrong: list[tuple[str, Any]] = [
+            ("select", integers(3)),
+            ("select", integers(-1)),
+            ("select", integers()),
+            ("select", floats(0.0)),
+            ("select", integers(0)[None]),
+            ("select", [0]),
+            ("reorder", integers(0)),
+            ("reorder", integers(0, 1, 3)),
+            ("reorder", None),
+            ("repeat", 0),
+            ("repeat", 1.0),
+        ]
+        for operation, argument in wrong:
+            with pytest.raises(KVPactError):
+                getattr(cache, operation)(argument)
+            self.assert_same(before, cache)
+
+    def test_rows_of_an_empty_cache(self) -> None:
+        """Nothing held, nothing to rearrange."""
+        self.needs("select", "repeat")
+        cache = self.make_cache(ROWS.geometry())
+        cache.select(integers(0))
+        cache.repeat(3)
+        assert cache.seq_len(0) == 0
+
+
+def _rows(tokens: tuple[Tensor, Tensor, Tensor], rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    k, v, q = tokens
+    return k[rows], v[rows], q[rows]
+
+
+class ForkChecks(CacheKit):
+    """A cache that was forked."""
+
+    def _replace(self, cache: Any, kept: int, count: int) -> None:
+        cache.truncate(kept)
+        self.append(cache, self.tokens(SMALL, count, seed=7))
+
+    @pytest.mark.parametrize("writer", ["original", "fork"])
+    def test_forks_are_independent(self, writer: str) -> None:
+        """Whatever one side does, the other's bytes stay."""
+        self.needs("fork", "truncate")
+        operations: list[Callable[[Any], None]] = [
+            *rollbacks(self),
+            lambda c: self.append(c, self.tokens(SMALL, 1, seed=5)),
+            lambda c: self.append(c, self.tokens(SMALL, 200, seed=6)),
+            lambda c: self._replace(c, 65, 5),
+            lambda c: self._replace(c, 0, 70),
+        ]
+        for operation in operations:
+            original = self.filled(SMALL)
+            fork = original.fork()
+            self.assert_same(original, fork)
+            active, other = (original, fork) if writer == "original" else (fork, original)
+            before, alone = self.state(other), self.filled(SMALL)
+            operation(active)
+            self.assert_same(before, other)
+            operation(alone)
+            # Slots that the two share may hold tokens that are gone, until one writes.
+            rows = replace(SMALL, batch=self.rows(active, SMALL))
+            for one in (alone, active):
+                self.append(one, self.tokens(rows, 130, seed=8))
+            self.assert_same(alone, active)
+            self.append(other, self.tokens(SMALL, 3, seed=9))
+            self.assert_same(alone, active)
+
+    def test_forks_of_a_short_cache(self) -> None:
+        """Two tokens, fewer than there are sinks: each side goes on with its own."""
+        self.needs("fork")
+        original = self.filled(SMALL, (2,), count=2)
+        forks = [original.fork() for _ in range(3)]
+        before = self.state(original)
+        for seed, fork in enumerate(forks):
+            self.append(fork, self.tokens(SMALL, 3, seed))
+        self.assert_same(before, original)
+        for seed, fork in enumerate(forks):
+            alone = self.filled(SMALL, (2,), count=2)
+            self.append(alone, self.tokens(SMALL, 3, seed))
+            self.assert_same(alone, fork)
+
+    def test_forks_of_forks(self) -> None:
+        """A fork outlives what it was made from."""
+        self.needs("fork", "truncate")
+        first = self.filled(SMALL)
+        second = first.fork()
+        third = second.fork()
+        state = self.state(third)
+        self.append(second, self.tokens(SMALL, 9, seed=1))
+        first.reset()
+        second.truncate(3)
+        self.assert_same(state, third)
+
+
+class SnapshotChecks(CacheKit):
+    """`snapshot` and `restore`."""
+
+    @depends_on("bytes")
+    def test_a_snapshot_is_the_cache(self) -> None:
+        """Saved, read and restored: the same bytes now, and after more tokens."""
+        self.needs("snapshot")
+        config = AttendConfig(padding=integers(0, 5))
+        cache = self.filled(SMALL, config=config, layers=2)
+        before = self.state(cache)
+        saved = cache.snapshot().to_bytes()
+        self.assert_same(before, cache)
+        other = self.make_cache(SMALL.geometry(2))
+        other.restore(Snapshot.from_bytes(saved))
+        for seed, count in enumerate((1, 70)):
+            self.assert_same(cache, other)
+            for one in (cache, other):
+                for layer in range(2):
+                    self.append(one, self.tokens(SMALL, count, seed=seed + 1), layer=layer)
+        self.assert_same(cache, other)
+
+    def test_a_snapshot_of_another_geometry_is_refused(self) -> None:
+        """A named error, and the cache holds what it held."""
+        self.needs("snapshot")
+        saved = self.filled(SMALL).snapshot()
+        cache = self.filled(SMALL, layers=2)
+        before = self.state(cache)
+        with pytest.raises(KVPactError):
+            cache.restore(saved)
+        self.assert_same(before, cache)
