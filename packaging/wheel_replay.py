@@ -79,7 +79,13 @@ def driver(platform: Platform, wheel: Path) -> Path:
         (folder / platform.library).write_bytes(packed.read(f"{FOLDER}/{platform.library}"))
     made = folder / ("driver.exe" if platform.system == "win32" else "driver")
     command = [zig(), "c++", "-target", platform.target, "-std=gnu++17", "-O1", "-g0"]
-    command += ["-I", ROOT / "src" / FOLDER / "native", ROOT / "tests" / "kernels" / "driver.cpp"]
+    command += [
+        "-I",
+        ROOT / "src" / FOLDER,
+        "-I",
+        ROOT / "src" / FOLDER / "native",
+        ROOT / "tests" / "kernels" / "driver.cpp",
+    ]
     command += [folder / platform.library, "-o", made]
     if platform.system == "linux":
         command.append(f"-Wl,-rpath,{folder}")

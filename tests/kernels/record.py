@@ -217,6 +217,10 @@ class Recorder:
                 case.pointers.append((block, at, table, 0))
                 for index, pointer in enumerate(pointers):
                     self._point(case, table, 8 * index, pointer, check)
+            elif isinstance(value, ctypes.Array):
+                for index, item in enumerate(value):
+                    place = at + index * ctypes.sizeof(item)
+                    self._follow(case, block, item, place, segments, {})
             elif isinstance(value, ctypes.Structure) and not isinstance(value, structs.Field):
                 written = checks if isinstance(value, structs.Append) else {}
                 self._follow(case, block, value, at, segments, written)

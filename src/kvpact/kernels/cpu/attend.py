@@ -72,7 +72,7 @@ def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, .
     """Return the arguments of a stream that holds nothing: new tokens only."""
     dim = fresh.shape[3]
     fixed = structs.Stream(
-        kind=structs.RAW,
+        kind=structs.KINDS["raw"],
         bits=32,
         dim=dim,
         number=structs.F32,

@@ -16,14 +16,6 @@ from kvpact.transforms.hadamard import RandomHadamard
 
 MOST_GROUPS = 32
 DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
-_KINDS = {
-    "table": structs.TABLE,
-    "linear": structs.LINEAR,
-    "raw": structs.RAW,
-    "e4m3": structs.E4M3,
-    "e5m2": structs.E5M2,
-    "trellis": structs.TRELLIS,
-}
 _FIELDS = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
 
 
@@ -63,7 +55,7 @@ class SlotFormat:
         if channels < dim and (channels % 32 or -(-dim // channels) > MOST_GROUPS):
             self.attend_reason = self.reason or f"groups of {channels} channels"
         stream = self.stream
-        stream.kind, stream.bits, stream.dim = _KINDS[form.kind], form.bits, dim
+        stream.kind, stream.bits, stream.dim = structs.KINDS[form.kind], form.bits, dim
         stream.group, stream.channels = form.group, channels
         stream.shift_scaled, stream.middle = form.shift_scaled, form.middle
         if form.trellis is not None:

@@ -1,283 +1,135 @@
-"""The structures of ``native/abi.h``, in ctypes."""
+"""The structures and constants of ``abi.h``, which is read: the C interface is written once."""
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Iterator
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
-ABI = 7
-MOST_DIM, MOST_GROUP = 1024, 128
-"""Channels of the widest vectors, and tokens of the largest group that is encoded together."""
-
-F32, F16, BF16 = 0, 1, 2
-TABLE, LINEAR, RAW, E4M3, E5M2, TRELLIS = range(6)
-ENCODINGS = {
-    "codebook": 0,
-    "symmetric": 1,
-    "affine": 2,
-    "channel": 3,
-    "float8": 4,
-    "balanced": 5,
-    "trellis": 6,
+_HEADER = re.sub(r"//.*", "", (Path(__file__).parent / "abi.h").read_text("utf-8"))
+_NUMBERS = {
+    name: int(number)
+    for name, number in re.findall(r"\bKVP_(\w+)(?: =)? (\d+)\b", _HEADER)  # enums and #define
 }
-CHOICES = {"ls": 0, "l2": 1, "unbiased": 2, "e4m3": 0, "e5m2": 1, "": 0}
+_TYPES: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float}
+
+ABI, MOST_DIM, MOST_GROUP = (_NUMBERS[name] for name in ("ABI", "MOST_DIM", "MOST_GROUP"))
+F32, F16, BF16 = (_NUMBERS[name] for name in ("F32", "F16", "BF16"))
+KINDS = {
+    "table": _NUMBERS["TABLE"],
+    "linear": _NUMBERS["LINEAR"],
+    "raw": _NUMBERS["RAW"],
+    "e4m3": _NUMBERS["E4M3"],
+    "e5m2": _NUMBERS["E5M2"],
+    "trellis": _NUMBERS["TRELLIS_CODES"],
+}
+ENCODINGS = {
+    kind: _NUMBERS[kind.upper()]
+    for kind in ("codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis")
+}
+CHOICES = {
+    "ls": _NUMBERS["LEAST_SQUARES"],
+    "l2": _NUMBERS["NORM"],
+    "unbiased": _NUMBERS["UNBIASED"],
+    "e4m3": 0,
+    "e5m2": 1,
+    "": 0,
+}
 
 
+def _members(body: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and ctypes' type of each member of a structure."""
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        if "*" in declaration:
+            yield declaration.rpartition("*")[2].strip(), c_void_p
+            continue
+        kind, names = declaration.split(maxsplit=1)
+        for name in map(str.strip, names.split(",")):
+            plain, _, count = name.rstrip("]").partition("[")
+            yield plain, _TYPES[kind] * int(count) if count else _TYPES[kind]
+
+
+def _of_c(cls: type[Structure]) -> type[Structure]:
+    """Give a class the members that the structure of its name has in C."""
+    name = "kvp" + re.sub(r"([A-Z])", r"_\1", cls.__name__).lower()
+    found = re.search(rf"typedef struct \{{([^{{}}]*)\}} {name};", _HEADER)
+    assert found is not None, f"abi.h has no {name}"
+    cls._fields_ = list(_members(found[1]))
+    _TYPES[name] = cls
+    return cls
+
+
+@_of_c
 class Field(Structure):
     """Storage of a field: a pointer per segment, strides in bytes."""
 
-    _fields_: ClassVar = [("base", c_void_p), ("row", c_int64), ("head", c_int64)]
 
-
+@_of_c
 class Exact(Structure):
     """Exact tokens, strides in bytes."""
 
-    _fields_: ClassVar = [
-        ("data", c_void_p),
-        ("row", c_int64),
-        ("head", c_int64),
-        ("token", c_int64),
-    ]
 
-
+@_of_c
 class Offset(Structure):
     """What keys are stored without."""
 
-    _fields_: ClassVar = [
-        ("pairs", c_int64),
-        ("channels", c_void_p),
-        ("bias", c_void_p),
-        ("table", c_void_p),
-        ("length", c_int64),
-        ("origin", c_void_p),
-    ]
 
-
+@_of_c
 class Block(Structure):
     """Channels with a rotation and a trellis of their own."""
 
-    _fields_: ClassVar = [
-        ("dim", c_int32),
-        ("bits", c_int32),
-        ("memory", c_int32),
-        ("unit", c_float),
-        ("levels", c_void_p),
-        ("signs", c_void_p),
-        ("cells", c_void_p),
-    ]
 
-
+@_of_c
 class Trellis(Structure):
     """What depends on the codec alone, of codes of a trellis."""
 
-    _fields_: ClassVar = [
-        ("blocks", c_int32),
-        ("interleave", c_int32),
-        ("block0", Block),
-        ("block1", Block),
-        ("block2", Block),
-        ("weight", c_void_p),
-        ("order", c_void_p),
-        ("deviation", c_void_p),
-        ("first", c_void_p),
-        ("center", c_int32),
-        ("unused", c_int32),
-    ]
 
-
+@_of_c
 class Stream(Structure):
     """K or V of one layer."""
 
-    _fields_: ClassVar = [
-        ("kind", c_int32),
-        ("bits", c_int32),
-        ("dim", c_int32),
-        ("number", c_int32),
-        ("group", c_int32),
-        ("channels", c_int32),
-        ("shift_scaled", c_int32),
-        ("dtype", c_int32),
-        ("middle", c_float),
-        ("unit", c_float),
-        ("treated", c_int32),
-        ("unused", c_int32),
-        ("table", c_void_p),
-        ("signs", c_void_p),
-        ("segment_tokens", c_int64),
-        ("codes", Field),
-        ("scale", Field),
-        ("zero", Field),
-        ("fold", Field),
-        ("shift", Field),
-        ("trellis", c_void_p),
-        ("base", Field),
-        ("mean", Field),
-        ("step", Field),
-        ("exact_from", c_int64),
-        ("tail", Exact),
-        ("fresh", Exact),
-        ("sinks", Exact),
-        ("sink_positions", c_void_p),
-        ("n_sinks", c_int64),
-        ("offset", Offset),
-    ]
 
-
+@_of_c
 class AttendArgs(Structure):
     """One call of attention."""
 
-    _fields_: ClassVar = [
-        ("k", Stream),
-        ("v", Stream),
-        ("batch", c_int64),
-        ("heads", c_int64),
-        ("groups", c_int64),
-        ("queries", c_int64),
-        ("held", c_int64),
-        ("fresh", c_int64),
-        ("first", c_int64),
-        ("q", c_void_p),
-        ("q_row", c_int64),
-        ("q_head", c_int64),
-        ("q_token", c_int64),
-        ("out", c_void_p),
-        ("q_dtype", c_int32),
-        ("causal", c_int32),
-        ("window", c_int64),
-        ("padding", c_void_p),
-        ("sink_logits", c_void_p),
-        ("mask", c_void_p),
-        ("mask_row", c_int64),
-        ("mask_head", c_int64),
-        ("mask_query", c_int64),
-        ("mask_float", c_int32),
-        ("fast", c_int32),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("threads", c_int64),
-    ]
 
-
+@_of_c
 class EncodeArgs(Structure):
     """Tokens of one stream, and where they go."""
 
-    _fields_: ClassVar = [
-        ("kind", c_int32),
-        ("bits", c_int32),
-        ("dim", c_int32),
-        ("by_channel", c_int32),
-        ("choice", c_int32),
-        ("dtype", c_int32),
-        ("group", c_int32),
-        ("channels", c_int32),
-        ("signs", c_void_p),
-        ("levels", c_void_p),
-        ("steps", c_void_p),
-        ("x", Exact),
-        ("batch", c_int64),
-        ("heads", c_int64),
-        ("tokens", c_int64),
-        ("start", c_int64),
-        ("segment_tokens", c_int64),
-        ("codes", Field),
-        ("scale", Field),
-        ("zero", Field),
-        ("mean", Field),
-        ("balance", Field),
-        ("base", Field),
-        ("step", Field),
-        ("trellis", c_void_p),
-        ("threads", c_int64),
-    ]
 
-
+@_of_c
 class LearnArgs(Structure):
     """A cache's first keys, and where goes what is learnt from them."""
 
-    _fields_: ClassVar = [
-        ("dim", c_int32),
-        ("dtype", c_int32),
-        ("x", Exact),
-        ("batch", c_int64),
-        ("heads", c_int64),
-        ("tokens", c_int64),
-        ("trellis", c_void_p),
-        ("padding", c_void_p),
-        ("sinks", c_int64),
-        ("query_energy", c_void_p),
-        ("weighted", c_int32),
-        ("sorted", c_int32),
-        ("first", c_void_p),
-        ("weight", c_void_p),
-        ("order", c_void_p),
-        ("deviation", c_void_p),
-        ("threads", c_int64),
-    ]
 
-
+@_of_c
 class DecodeArgs(Structure):
     """Packed tokens of one stream, and where their numbers go."""
 
-    _fields_: ClassVar = [
-        ("slots", Stream),
-        ("by_channel", c_int32),
-        ("dtype", c_int32),
-        ("batch", c_int64),
-        ("heads", c_int64),
-        ("first", c_int64),
-        ("last", c_int64),
-        ("out", c_void_p),
-        ("row", c_int64),
-        ("head", c_int64),
-        ("token", c_int64),
-        ("threads", c_int64),
-    ]
 
-
+@_of_c
 class Store(Structure):
     """How K or V is stored."""
 
-    _fields_: ClassVar = [("form", EncodeArgs), ("limit", c_float), ("unused", c_int32)]
 
-
+@_of_c
 class StepPlan(Structure):
     """What stays from one step of a layer to the next."""
 
-    _fields_: ClassVar = [
-        ("attend", AttendArgs),
-        ("k", Store),
-        ("v", Store),
-        ("kernel", c_int64),
-    ]
 
-
+@_of_c
 class Append(Structure):
     """K or V of one step."""
 
-    _fields_: ClassVar = [
-        ("exact_from", c_int64),
-        ("tail", Exact),
-        ("fresh", c_void_p),
-        ("spare", c_void_p),
-        ("start", c_int64),
-        ("tokens", c_int64),
-        ("x", c_void_p),
-    ]
 
-
+@_of_c
 class StepArgs(Structure):
     """One step; `plan` is the address of a `StepPlan`."""
-
-    _fields_: ClassVar = [
-        ("plan", c_void_p),
-        ("k", Append),
-        ("v", Append),
-        ("q", c_void_p),
-        ("out", c_void_p),
-        ("held", c_int64),
-        ("threads", c_int64),
-    ]
 
 
 _CODES = {c_int32: "i", c_int64: "q", c_float: "f", c_void_p: "q"}

@@ -1,4 +1,4 @@
-"""`kvp_trellis` of ``native/abi.h``: what kernels are told of a trellis and of K's treatment."""
+"""`kvp_trellis` of ``abi.h``: what kernels are told of a trellis and of K's treatment."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TrellisArguments:
         self._args = args = structs.Trellis(len(form.blocks), form.interleave, center=form.center)
         for index, block in enumerate(form.blocks):
             made, tensors = block_arguments(block)
-            setattr(args, f"block{index}", made)
+            args.block[index] = made
             self._alive += tensors
         self._set(state)
 

@@ -1,4 +1,4 @@
-// The C interface of the native kernels. Mirrored by ../structs.py; KVP_ABI counts changes.
+// The C interface of the native kernels. Read by structs.py, member by member; KVP_ABI counts changes.
 #pragma once
 #include <stdint.h>
 
