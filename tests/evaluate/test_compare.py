@@ -147,21 +147,16 @@ def test_a_report_with_a_wrong_baseline_writes_nothing(kls, tmp_path):
 
 # --- coverage --------------------------------------------------------------------------------
 
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
+}  # fmt: skip
+
 
 def test_sliding_windows_are_not_compressed_and_counted_so():
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        sliding_window=16,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
-        max_position_embeddings=256,
-    )
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    config = Gemma3TextConfig(**SMALL, num_hidden_layers=4, sliding_window=16, layer_types=types)
     model = Gemma3ForCausalLM(config).eval()
     ids = torch.randint(0, 64, (150,), generator=torch.Generator().manual_seed(1))
     none, coded, half = evaluate(
@@ -187,21 +182,8 @@ def _protocol(rows):
 
 def test_states_of_linear_attention_are_counted_beside_keys_and_values():
     torch.manual_seed(0)
-    config = FalconH1Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        mamba_d_ssm=32,
-        mamba_n_heads=2,
-        mamba_d_head=16,
-        mamba_d_state=8,
-        mamba_n_groups=1,
-        max_position_embeddings=256,
-    )
+    mamba = {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8}
+    config = FalconH1Config(**SMALL, **mamba, num_hidden_layers=2, mamba_n_groups=1)
     model = FalconH1ForCausalLM(config).eval()
     ids = torch.randint(0, 64, (100,), generator=torch.Generator().manual_seed(1))
     _, coded = evaluate(model, ids, ["none", "int:bits=4"], chunk=32).rows

@@ -22,13 +22,14 @@ def lab(*args):
     return json.loads(done.stdout)
 
 
-def test_200_kills_leave_a_store_in_which_all_is_well(tmp_path):
-    result = lab("kills", tmp_path / "store", 200, 7)
-    assert result["kills"] == 200 and result["read"] > 400
+@pytest.mark.parametrize("count", [80, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_leave_a_store_in_which_all_is_well(tmp_path, count):
+    result = lab("kills", tmp_path / "store", count, 7)
+    assert result["kills"] == count and result["read"] > 2 * count
     bad = ("wrong", "damaged", "ghosts", "stray", "over")
     assert {name: result[name] for name in bad} == dict.fromkeys(bad, 0)
     assert result["leftovers"] > 0, "no kill hit a write: the test shows nothing"
-    assert result["rebuilt"] == 10
+    assert result["rebuilt"] == count // 20
 
 
 def crowd(folder, seconds):
