@@ -309,18 +309,6 @@ def test_tokens_that_cannot_be_stored_leave_the_cache_as_it_was(llama, prompt):
     assert cache.get_seq_length() == 43
 
 
-def test_a_model_that_chooses_its_tokens_keeps_its_attention(llama, fallbacks, monkeypatch):
-    from kvpact.integrations.transformers import facts
-
-    types = ["full_attention", "indexed_attention"]
-    monkeypatch.setattr(facts, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
-    made, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
-    assert llama.config._attn_implementation == "sdpa"
-    assert type(made.layers[1]).__name__ == "DynamicIndexedLayer"
-    assert len(said) == 1
-    assert "choose the tokens" in said[0]
-
-
 @pytest.mark.parametrize("spec", ["none", "kivi:bits=2,window=0,sinks=0"])
 def test_attention_that_refuses_a_mask_stores_nothing(llama, prompt, spec):
     """The next call goes on as if the refused one had never come."""

@@ -9,7 +9,7 @@ from transformers.models.minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers import CompressedCache, attention, register_attention
+from kvpact.integrations.transformers import CompressedCache, attention, facts, register_attention
 
 CHOSEN = 3 * 8
 """Tokens that a query of the tiny MiniMax M3 attends to: blocks times their size."""
@@ -90,6 +90,16 @@ def test_indices_of_sparse_attention_are_refused_by_name(make_model, sizes):
     model = make_model(config, "kvpact")
     with pytest.raises(KVPactError, match="passes 'indices' to attention"):
         model(torch.zeros(1, 40, dtype=torch.long), past_key_values=DynamicCache(config=config))
+
+
+def test_a_model_that_chooses_its_tokens_keeps_its_attention(llama, fallbacks, monkeypatch):
+    types = ["full_attention", "indexed_attention"]
+    monkeypatch.setattr(facts, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
+    made, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
+    assert llama.config._attn_implementation == "sdpa"
+    assert type(made.layers[1]).__name__ == "DynamicIndexedLayer"
+    assert len(said) == 1
+    assert "choose the tokens" in said[0]
 
 
 def test_every_argument_that_models_pass_to_attention_is_classified():
