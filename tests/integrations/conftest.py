@@ -66,7 +66,7 @@ def prompt():
 @pytest.fixture
 def greedy():
     """Return options of greedy generation that never stops early."""
-    return {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import CohereConfig, DynamicCache, Gemma3TextConfig, LlamaConfig, Qwen2Config
+from tiny_configs import gemma3
+from transformers import CohereConfig, DynamicCache, LlamaConfig, Qwen2Config
 
 from kvpact import Snapshot, parse_spec, recode
 from kvpact.errors import GeometryError, SpecError
@@ -55,9 +56,7 @@ def test_keys_before_rope_are_what_the_projection_gives(make_model, sizes, kind)
 
 def test_rope_of_a_models_full_attention_layers(make_model, sizes):
     """Gemma 3's sliding layers turn faster; only the others are compressed."""
-    sizes = {**sizes, "num_hidden_layers": 3, "head_dim": 16}
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    model = make_model(Gemma3TextConfig(**sizes, layer_types=kinds, sliding_window=32))
+    model = make_model(gemma3(sizes, "sliding", "full", "sliding", sliding_window=32))
     rotations = key_rotations(model)
     full = model.model.rotary_emb.full_attention_inv_freq
     assert torch.equal(rotations[1].frequencies, full.float())

@@ -57,13 +57,6 @@ def test_prompt_lookup(llama, prompt, greedy):
     assert torch.equal(wanted, got)
 
 
-def test_assisted_decoding_equals_the_target_alone(llama, make_model, prompt, greedy):
-    draft = make_model(copy.deepcopy(llama.config), seed=1)
-    alone = llama.generate(**one_row(prompt), **greedy)
-    _, got = both(llama, {**greedy, "assistant_model": draft}, **one_row(prompt))
-    assert torch.equal(alone, got)
-
-
 def test_assisted_decoding_with_a_compressed_cache_rolls_back(llama, prompt, greedy):
     """A lossy cache with rollbacks ends with the tokens that it says it holds."""
     cache = CompressedCache(llama.config, "turboquant:bits=4,window=16")

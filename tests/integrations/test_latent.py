@@ -7,33 +7,23 @@ import weakref
 
 import pytest
 import torch
+from tiny_configs import deepseek
 from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
 
 from kvpact import MLACache
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, handles
 
-LATENT = {
-    "kv_lora_rank": 32,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 24,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
-    "n_shared_experts": 1,
-}
+
+@pytest.fixture
+def config():
+    return DeepseekV3Config
 
 
-@pytest.fixture(params=[DeepseekV2Config, DeepseekV3Config], ids=["v2", "v3"])
-def model(request, make_model, sizes, monkeypatch):
+@pytest.fixture
+def model(config, make_model, sizes, monkeypatch):
     monkeypatch.setattr(handles, "_said", set())
-    made = make_model(request.param(**{**sizes, **LATENT}), "sdpa")
+    made = make_model(deepseek(sizes, config))
     with torch.no_grad():
         for weight in made.parameters():
             weight.mul_(3)  # away from the ties of a new model
@@ -57,6 +47,7 @@ def expanded_tokens(model, monkeypatch):
     return counts
 
 
+@pytest.mark.parametrize("config", [DeepseekV2Config, DeepseekV3Config])
 def test_uncompressed_latents_give_the_same_tokens(model, prompt, greedy, fallbacks, monkeypatch):
     wanted = model.generate(**prompt, **greedy, past_key_values=DynamicCache(config=model.config))
     counts = expanded_tokens(model, monkeypatch)
@@ -167,8 +158,7 @@ def hook(projection):
     return projection
 
 
-@pytest.mark.parametrize("change", [adapt, hook])
-@pytest.mark.parametrize("after_a_run", [False, True])
+@pytest.mark.parametrize(("change", "after_a_run"), [(adapt, True), (hook, False), (hook, True)])
 def test_a_projection_that_can_not_be_absorbed_is_run_as_it_is(
     model, prompt, greedy, fallbacks, change, after_a_run
 ):
@@ -218,7 +208,7 @@ def test_gradients_and_training_are_refused(model, prompt):
 
 
 def test_two_models_do_not_take_each_others_tokens(model, prompt, make_model, sizes):
-    eager = make_model(DeepseekV3Config(**{**sizes, **LATENT}), "eager", seed=1)
+    eager = make_model(deepseek(sizes), "eager", seed=1)
     held = CompressedCache(eager.config, "none", attention="keep")
     exact = CompressedCache(model.config, "none")
     with torch.no_grad():

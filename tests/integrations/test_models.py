@@ -1,8 +1,11 @@
 """The model loader: packaged models converted once and kept, other models by path or id."""
 
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,27 +20,20 @@ from kvpact.integrations.packaged import GEMMA3, SMOLLM2, packaged_folder
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """A cache folder that two processes filled at the same time, and what they printed."""
+    """A cache folder with the model that is packaged."""
     cache = tmp_path_factory.mktemp("cache")
-    code = (
-        "import os, sys; os.environ['KVPACT_CACHE'] = sys.argv[1]\n"
-        "from kvpact.integrations.packaged import SMOLLM2, packaged_folder\n"
-        "print(packaged_folder(SMOLLM2))"
-    )
-    command = [sys.executable, "-c", code, str(cache)]
-    running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = [process.communicate() for process in running]
-    assert [process.returncode for process in running] == [0, 0], printed
-    return cache, printed
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said:
+        patch.setenv("KVPACT_CACHE", str(cache))
+        packaged_folder(SMOLLM2)
+    assert said.getvalue().count("converting SmolLM2") == 1
+    assert "GGUF" not in said.getvalue(), "no progress bar of the reader"
+    return cache
 
 
 @pytest.fixture
 def cache(converted, monkeypatch):
-    monkeypatch.setenv("KVPACT_CACHE", str(converted[0]))
-    return converted[0]
+    monkeypatch.setenv("KVPACT_CACHE", str(converted))
+    return converted
 
 
 @pytest.fixture
@@ -56,14 +52,38 @@ def small_cache(tmp_path, monkeypatch):
     return written
 
 
-def test_two_processes_at_once_convert_once(converted):
-    cache, printed = converted
-    folders = {out.strip() for out, _ in printed}
-    assert len(folders) == 1
+SLOW_CONVERSION = """
+import os, sys, time
+from kvpact.integrations import packaged
+
+def write_model(gguf, folder):
+    time.sleep(1)
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+packaged._write_model = write_model
+print("ready", flush=True)
+sys.stdin.readline()
+print(packaged.packaged_folder(packaged.SMOLLM2))
+"""
+
+
+def test_two_processes_at_once_convert_once(tmp_path):
+    command, pipe = [sys.executable, "-c", SLOW_CONVERSION], subprocess.PIPE
+    options = {"text": True, "env": os.environ | {"KVPACT_CACHE": str(tmp_path)}}
+    running = [
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, **options) for _ in "12"
+    ]
+    assert [process.stdout.readline() for process in running] == ["ready\n"] * 2
+    for process in running:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    printed = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], printed
+    (folder,) = {out.strip() for out, _ in printed}
     assert sum(err.count("converting SmolLM2") for _, err in printed) == 1
-    assert "GGUF" not in "".join(err for _, err in printed), "no progress bar of the reader"
-    left = {path.name for path in (cache / "models").iterdir() if path.suffix != ".lock"}
-    assert left == {Path(folders.pop()).name}
+    left = {path.name for path in (tmp_path / "models").iterdir() if path.suffix != ".lock"}
+    assert left == {Path(folder).name}
 
 
 def test_smollm2_loads_quietly_and_ready_to_use(cache, capfd):

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig
+from tiny_configs import deepseek, gemma3
+from transformers import LlamaConfig
 
 from kvpact.errors import GeometryError, SnapshotError, SpecError
 from kvpact.integrations.fingerprint import model_fingerprint
@@ -44,14 +45,14 @@ def generate(model, store, ids, greedy, spec="none", **options):
 
 
 def test_only_the_rest_is_computed_and_the_tokens_are_the_same(
-    tmp_path, llama, make_model, ids, greedy, computed
+    tmp_path, llama, make_model, sizes, ids, greedy, computed
 ):
     wanted = llama.generate(ids, **greedy)
     with DirectoryStore(tmp_path) as store:
         first, loaded, written = generate(llama, store, ids, greedy)
         assert (loaded, written) == (0, 3)
         assert torch.equal(first, wanted)
-    again = make_model(LlamaConfig(**_sizes(llama)))
+    again = make_model(LlamaConfig(**sizes))
     with DirectoryStore(tmp_path) as store:
         (second, loaded, written), count = computed(
             again, lambda: generate(again, store, ids, greedy)
@@ -61,18 +62,11 @@ def test_only_the_rest_is_computed_and_the_tokens_are_the_same(
     assert count == 1 + (200 - 192) + greedy["max_new_tokens"] - 1, "a probe, the rest, new tokens"
 
 
-def _sizes(model):
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "vocab_size", "max_position_embeddings", "bos_token_id",
-             "eos_token_id", "pad_token_id")  # fmt: skip
-    return {name: getattr(model.config, name) for name in names}
-
-
 def test_a_chat_goes_on_from_its_own_answers(llama, ids, greedy):
     with MemoryStore() as store:
         first, _, written = generate(llama, store, ids, greedy)
         assert written == 3
-        turn = torch.cat([first, ids[:, :60]], dim=1)  # 284 tokens
+        turn = torch.cat([first, ids[:, :60]], dim=1)  # 272 tokens
         second, loaded, written = generate(llama, store, turn, greedy)
         assert (loaded, written) == (192, 1)
         assert torch.equal(second, llama.generate(turn, **greedy))
@@ -101,13 +95,7 @@ def test_what_a_compressed_prefix_holds_is_what_was_stored(llama, ids, spec):
 
 
 def test_latent_attention(make_model, sizes, ids, greedy):
-    sizes.pop("num_key_value_heads")
-    config = DeepseekV3Config(
-        **sizes, num_key_value_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
-        qk_rope_head_dim=8, v_head_dim=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
-        topk_group=1, n_shared_experts=1, moe_intermediate_size=32, first_k_dense_replace=1,
-    )  # fmt: skip
-    model = make_model(config)
+    model = make_model(deepseek(sizes))
     wanted = model.generate(ids, **greedy)
     with MemoryStore() as store:
         assert torch.equal(generate(model, store, ids, greedy)[0], wanted)
@@ -164,8 +152,7 @@ def test_what_is_refused(llama, make_model, sizes, ids, prompt):
             prefix_cache(store, llama, row).save(padded[0])
         with pytest.raises(SpecError, match="not fitted"):
             prefix_cache(store, llama, CompressedCache(llama.config, "vq"))
-        types = ["sliding_attention", "full_attention"]
-        gemma = make_model(Gemma3TextConfig(**sizes, head_dim=16, layer_types=types))
+        gemma = make_model(gemma3(sizes, "sliding", "full"))
         with pytest.raises(SnapshotError, match="cached by transformers itself"):
             prefix_cache(store, gemma, CompressedCache(gemma.config, "none"))
         assert len(store) == 0
@@ -181,9 +168,8 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 def test_rope_that_depends_on_the_length_is_refused(make_model, sizes, rope, by_layer):
     if by_layer:
         plain = {"rope_type": "default", "rope_theta": 1e4}
-        config = Gemma3TextConfig(**sizes, head_dim=16, layer_types=["full_attention"] * 2,
-                                  rope_parameters={"sliding_attention": plain,
-                                                   "full_attention": rope})  # fmt: skip
+        ropes = {"sliding_attention": plain, "full_attention": rope}
+        config = gemma3(sizes, "full", "full", rope_parameters=ropes)
     else:
         config = LlamaConfig(**sizes, rope_parameters=rope)
     model = make_model(config)

@@ -3,42 +3,21 @@
 import pytest
 import torch
 from attention_arguments import attention_arguments
+from tiny_configs import deepseek
 from transformers import DeepseekV32Config, DynamicCache
 from transformers.models.minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers import CompressedCache, attention, register_attention
+from kvpact.integrations.transformers import CompressedCache, attention, facts, register_attention
 
 CHOSEN = 3 * 8
 """Tokens that a query of the tiny MiniMax M3 attends to: blocks times their size."""
-OF_ATTENTION = {
-    "scaling",
-    "dropout",
-    "is_causal",
-    "attention_mask",
-    "query",
-    "key",
-    "value",
-}
-REFUSED = {
-    "block_indices",
-    "cu_seq_lens_k",
-    "cu_seq_lens_q",
-    "indices",
-    "max_length_k",
-    "max_length_q",
-    "sinks",
-}
-NEVER = {
-    "decoder_attention_mask",
-    "decoder_input_ids",
-    "decoder_inputs_embeds",
-    "decoder_position_ids",
-    "encoder_outputs",
-    "grid_thw",
-    "reverse",
-}
+OF_ATTENTION = {"scaling", "dropout", "is_causal", "attention_mask", "query", "key", "value"}
+REFUSED = {"block_indices", "indices", "sinks"}
+REFUSED |= {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "kq"}
+NEVER = {f"decoder_{x}" for x in ("attention_mask", "input_ids", "inputs_embeds", "position_ids")}
+NEVER |= {"encoder_outputs", "grid_thw", "reverse"}
 """The walk takes one of two classes in a variable for the other: these have a taker on the way."""
 
 
@@ -105,28 +84,22 @@ def test_minimax_m3_with_attention_kvpact_is_refused_by_name(m3):
 
 
 def test_indices_of_sparse_attention_are_refused_by_name(make_model, sizes):
-    config = DeepseekV32Config(
-        **{**sizes, "num_key_value_heads": 4},
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=32,
-        q_lora_rank=16,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        first_k_dense_replace=2,
-        n_shared_experts=1,
-        index_head_dim=32,
-        index_n_heads=2,
-        index_topk=8,
-    )
+    index = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
+    config = deepseek(sizes, DeepseekV32Config, **index)
     register_attention()
     model = make_model(config, "kvpact")
     with pytest.raises(KVPactError, match="passes 'indices' to attention"):
         model(torch.zeros(1, 40, dtype=torch.long), past_key_values=DynamicCache(config=config))
+
+
+def test_a_model_that_chooses_its_tokens_keeps_its_attention(llama, fallbacks, monkeypatch):
+    types = ["full_attention", "indexed_attention"]
+    monkeypatch.setattr(facts, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
+    made, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
+    assert llama.config._attn_implementation == "sdpa"
+    assert type(made.layers[1]).__name__ == "DynamicIndexedLayer"
+    assert len(said) == 1
+    assert "choose the tokens" in said[0]
 
 
 def test_every_argument_that_models_pass_to_attention_is_classified():

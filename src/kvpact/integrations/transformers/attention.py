@@ -67,31 +67,11 @@ def attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers' interface asks for it.
+    """Compute attention as transformers' interface asks for it; the weights never exist.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The attention layer.
-    query, key, value : Tensor
-        `[B, H_q, S, D]`, `[B, H_kv, T, D]`, `[B, H_kv, T, D_v]`; handles or tensors.
-    attention_mask : Tensor or None
-        `[B, 1 or H_q, S, T]`, boolean or additive.
-    dropout, scaling, is_causal
-        As in transformers; dropout is for training, which is refused.
-    **kwargs
-        ``softcap``, ``s_aux`` (sink logits), ``sliding_window`` and ``position_bias`` are
-        honoured. Any that is not known to change nothing is refused.
-
-    Returns
-    -------
-    tuple
-        Output `[B, S, H_q, D_v]`, and None for the weights, which never exist.
-
-    Raises
-    ------
-    KVPactError
-        Training with a compressed cache, or an argument that is not honoured.
+    `query`: `[B, H_q, S, D]`; `key`, `value`: `[B, H_kv, T, D or D_v]`, handles or tensors. Returns
+    `[B, S, H_q, D_v]`. Raises `KVPactError` for training with a compressed cache, and for an
+    argument that is not known to be honoured or to change nothing.
     """
     if not kwargs.keys() <= _KNOWN:
         _refuse_others(kwargs)
@@ -183,15 +163,7 @@ def call_config(
     is_causal: bool,
     kwargs: dict[str, Any],
 ) -> AttendConfig:
-    """Return how to attend, made once for all layers and steps that are called alike.
-
-    Parameters
-    ----------
-    tokens : NewTokens
-        A layer's new tokens.
-    mask, scaling, is_causal, kwargs
-        As `attention_forward` was given them.
-    """
+    """Return how to attend, made once for all layers and steps that are called alike."""
     shared, get = tokens.shared, kwargs.get
     version = 0 if mask is None or mask.is_inference() else mask._version
     plain = scaling, is_causal, get("softcap"), get("sliding_window"), version
@@ -235,13 +207,7 @@ def _with_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
 
 
 def left_padding(mask: Tensor | None) -> Tensor | None:
-    """Return `[B]`: first tokens of each row that no query may see; None where there are none.
-
-    Parameters
-    ----------
-    mask : Tensor or None
-        `[B, 1 or H_q, S, T]`, boolean or additive.
-    """
+    """Return `[B]`: first tokens of each row that no query may see; None where there are none."""
     if mask is None:
         return None
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2

@@ -31,18 +31,8 @@ from kvpact.integrations.transformers.shared import SharedState, remove_last
 class EngineCache(Cache):
     """transformers' `Cache` whose compressed layers are the layers of one kvpact cache.
 
-    Parameters
-    ----------
-    layers : list
-        transformers' cache layers, compressed ones and others.
-    shared : SharedState
-        What the compressed ones share.
-    attention : {"auto", "keep"}
-        As in `CompressedCache`.
-    sparse : bool
-        Whether some layers choose the tokens that they attend to (see `choose_attention`).
-    crosses : bool
-        Whether the config tells of cross-attention (`may_cross_attend`).
+    `crosses`: whether the config tells of cross-attention (`may_cross_attend`); `sparse`: whether
+    some layers choose the tokens that they attend to (`choose_attention`).
     """
 
     __reduce_ex__ = refuse_pickling
@@ -85,15 +75,10 @@ class EngineCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Give a layer new tokens; return what stands for K and V of all (see `CompressedLayer`).
+        """Give a layer new tokens; return what stands for K and V of all.
 
-        Raises
-        ------
-        LayerIndexError
-            The cache was made for a model of fewer layers.
-        GeometryError
-            The cache was given to a model with cross-attention without one for that. The cache is
-            as before the call then.
+        Raises `GeometryError` where a model with cross-attention has no cache for that; the cache
+        is as before the call then.
         """
         if layer_idx >= len(self.layers):
             raise LayerIndexError(
@@ -138,13 +123,7 @@ class EngineCache(Cache):
             self._shared.remove(-tokens_to_remove)
 
     def _take_back(self, first: FirstLayer) -> None:
-        """Let a call's first layer hold what it held before, exactly: as if nobody had called.
-
-        Raises
-        ------
-        KVPactError
-            A layer of transformers has let go of tokens that it held before the call.
-        """
+        """Let a call's first layer hold what it held before, exactly: as if nobody had called."""
         layer, held, moment = first
         if held == 0:
             self.reset()

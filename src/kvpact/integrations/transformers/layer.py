@@ -20,13 +20,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """transformers' cache layer over one layer of a kvpact cache.
 
     Rollbacks, beams and the like concern all layers at once: `EngineCache` carries them out.
-
-    Parameters
-    ----------
-    shared : SharedState
-        Of the cache that the layer belongs to.
-    index : int
-        Which of the compressed layers it is.
+    `index`: which of the compressed layers it is.
     """
 
     is_sliding = False
@@ -83,13 +77,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take new tokens; return what stands for K and V of all.
-
-        Parameters
-        ----------
-        key_states, value_states : Tensor
-            `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`.
-        """
+        """Append tokens `[B, H_kv, S, D or D_v]`; return what stands for K and V of all."""
         shared, index = self._shared, self._index
         before = shared.waiting[index]
         if index == 0 or shared.held[index] is None:
@@ -150,13 +138,6 @@ class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ign
     """A layer with full attention, compressed, and a linear one, whose states stay as they are.
 
     What transformers does to a layer (`crop`, `reset`, `reorder_cache`, …) it does to the states.
-
-    Parameters
-    ----------
-    shared, index
-        As of `CompressedLayer`.
-    number_of_states : int
-        As transformers wants it.
     """
 
     is_compileable = False

@@ -44,41 +44,18 @@ class SharedState:
     It refers to neither the cache nor its layers: slots are freed when the cache is gone, without
     waiting for the garbage collector.
 
-    Parameters
-    ----------
-    config : PreTrainedConfig
-        The decoder's; it names the attention that reads what `update` returns.
-    exact_new : bool
-        As in `AttendConfig`.
-    specs : list of Spec
-        One per compressed layer, from which a `ContiguousCache` for all of them is made when the
-        first layer brings its shape; empty over a paged cache.
-    compute : Compute, optional
-        What was asked to compute in it.
-    key_offsets : mapping, optional
-        Compressed layer -> `KeyOffset`; None where nobody was asked for any.
-    calibration : Calibration, optional
-        By compressed layer, on the device of the tokens.
-
-    Attributes
-    ----------
-    latent_widths : frozenset of int
-        Of the latents of a model with latent attention (MLA).
-    held : list
-        What holds each layer's tokens; None before the first. Nearly always one cache; layers with
-        K and V of another shape have one of their own.
-    waiting : list
-        Each layer's tokens that nothing has used yet.
-    may_wait : bool
-        Whether the model's attention takes exact K and V as they are, without softcap and the like.
-    attention : str or None
-        The implementation that reads what `update` returns, as the config named it when the first
-        layer was called: reading a config is slow.
-    asked : Asked or None
-        How the last layer was called; the next ones, mostly, are called alike, and so are those of
-        the next step where there is no mask.
-    handles : HandlePair or None
-        What the last layer's `update` returned.
+    - `specs`: one per compressed layer, from which a `ContiguousCache` for all of them is made when
+      the first layer brings its shape; empty over a paged cache.
+    - `held`: what holds each layer's tokens; None before the first. Nearly always one cache; layers
+      with K and V of another shape have one of their own.
+    - `waiting`: each layer's tokens that nothing has used yet.
+    - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap and
+      the like.
+    - `attention`: the implementation that reads what `update` returns, as the config named it when
+      the first layer was called: reading a config is slow.
+    - `asked`: how the last layer was called; the next ones, mostly, are called alike, and so are
+      those of the next step where there is no mask.
+    - `handles`: what the last layer's `update` returned.
     """
 
     def __init__(
@@ -179,15 +156,7 @@ class SharedState:
             cache.truncate(length)
 
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
-        """Return what is to hold a layer's first tokens; made for all layers that are alike.
-
-        Parameters
-        ----------
-        layer : int
-            Which of the compressed layers.
-        k, v : Tensor
-            `[B, H_kv, S, D]` and `[B, H_kv, S, D_v]`, in the dtype that is stored.
-        """
+        """Return what is to hold a layer's first tokens; made for all layers that are alike."""
         shape = k.shape[1], k.shape[3], v.shape[3], k.dtype
         if self.latest is None or self.latest[0] != shape:
             latent = k.shape[1] == 1 and k.shape[3] in self.latent_widths

@@ -54,17 +54,8 @@ class NewTokens:
     for whichever comes first: attention, decompression, or the next call to the layer. Attention
     that refuses a call stores nothing.
 
-    Parameters
-    ----------
-    shared : SharedState
-        Of the layer's cache.
-    layer : int
-        Which of the compressed layers.
-    k, v : Tensor
-        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`.
-    again : bool
-        Whether other layers attend to these tokens, too. They see the same past as the first one:
-        not yet without what these tokens push out of the window.
+    `again`: whether other layers attend to these tokens, too. They see the same past as the first
+    one: not yet without what these tokens push out of the window.
     """
 
     # Made in every layer of every step: with slots it takes less time.
@@ -138,12 +129,7 @@ class NewTokens:
         """Let a cache's first tokens wait, and be read, as they are; False where they can't.
 
         As long as none is to be packed the layer is an exact cache, whose K and V any attention
-        takes; those of the next calls join them (`grow`).
-
-        Parameters
-        ----------
-        k, v : Tensor
-            These tokens as the model gave them.
+        takes; those of the next calls join them (`grow`). `k`, `v`: as the model gave them.
         """
         shared, cache = self.shared, self._cache
         if not shared.may_wait or not isinstance(cache, ContiguousCache):
@@ -164,13 +150,7 @@ class NewTokens:
         return True
 
     def grow(self, k: Tensor, v: Tensor) -> bool:
-        """Take the tokens of another call to those that wait as they are; False where they can't.
-
-        Parameters
-        ----------
-        k, v : Tensor
-            As the model gives them.
-        """
+        """Append the tokens of another call to those that wait; False where they can't wait."""
         wait = self._wait
         if wait is None or not wait.holds(self.total, k, v):
             return False
@@ -185,13 +165,7 @@ class NewTokens:
         return True
 
     def look(self, held: int) -> None:
-        """Store the tokens if, of those after the first `held`, some can't surely be stored later.
-
-        Raises
-        ------
-        NonFiniteError
-            They can't be stored.
-        """
+        """Store the tokens if some, after the first `held`, can't surely be stored later."""
         wait = self._wait
         if wait is not None and not wait.fits(self.k[:, :, held:], self.v[:, :, held:]):
             self.store()
@@ -203,17 +177,8 @@ class NewTokens:
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over the past and these tokens, and store them; all or nothing.
 
-        Parameters
-        ----------
-        q : Tensor
-            `[B, H_q, new, D]`.
-        config : AttendConfig
-            As `attention.call_config` makes it.
-
-        Raises
-        ------
-        KVPactError
-            Wrong input (see `ContiguousCache.attend`), or a second use in a paged cache.
+        Raises what `ContiguousCache.attend` does, and `KVPactError` for a second use in a paged
+        cache.
         """
         if q.dtype not in DTYPES:
             return self.attend(q.float(), config).to(q.dtype)
