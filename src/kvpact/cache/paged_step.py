@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvpact.cache.held import LayerPlan, exchange
+from kvpact.cache.sequence_pages import SequencePages
 from kvpact.cache.sequences import PagedSequence
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig
-
-if TYPE_CHECKING:
-    from kvpact.cache.paged import PagedKVCache
 
 Tokens = Mapping[int, tuple[Tensor, Tensor]]
 Before = Callable[[list[LayerPlan]], None]
 
 
 def store_rows(
-    cache: PagedKVCache,
+    cache: SequencePages,
     layer: int,
     tokens: Tokens,
     configs: Mapping[int, AttendConfig],
@@ -75,7 +72,7 @@ def _store(
 
 
 def give_back(
-    cache: PagedKVCache, layer: int, sequences: list[PagedSequence], pages: list[int]
+    cache: SequencePages, layer: int, sequences: list[PagedSequence], pages: list[int]
 ) -> None:
     """Give pages back that were reserved for tokens which are not stored after all."""
 

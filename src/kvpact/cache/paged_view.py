@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpact.cache.checks import check_layer, check_query, known_snapshot
 from kvpact.cache.held import LayerPlan
 from kvpact.cache.modes import detached
-from kvpact.cache.paged import PagedKVCache
+from kvpact.cache.paged_sequences import PagedSequences
 from kvpact.cache.quick_rows import make_runners, quick_rows
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step, attend_steps
@@ -44,7 +44,7 @@ class PagedView(BatchRows):
 
     layout = "paged"
 
-    def __init__(self, cache: PagedKVCache, seqs: Sequence[int] | None = None) -> None:
+    def __init__(self, cache: PagedSequences, seqs: Sequence[int] | None = None) -> None:
         self.cache, self.geometry = cache, cache.geometry
         self._owns = seqs is None
         self.seqs: list[int] | None = None if seqs is None else list(seqs)

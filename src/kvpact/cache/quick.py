@@ -6,26 +6,21 @@ the state has a `StepRunner`, made for calls that are alike, and no group was cu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
-from kvpact.cache.held import Held, next_seen
+from kvpact.cache.held import Held, Holder, next_seen
 from kvpact.cache.stream import Stream
 from kvpact.cache.tail import MOST_STEP, SLACK, next_memory
-from kvpact.cache.units import out_of_window, unit_of
+from kvpact.cache.units import out_of_window
 from kvpact.contract import AttendConfig
-from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
+from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens, exact_from
 from kvpact.methods.context import Context
-
-if TYPE_CHECKING:
-    from kvpact.cache.layer import CacheLayer
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own constructor
 
 
 def quick_attend(
-    layer: CacheLayer,
+    layer: Holder,
     k: Tensor,
     v: Tensor,
     q: Tensor,
@@ -54,7 +49,7 @@ def quick_attend(
 
 
 def first_step(
-    layer: CacheLayer,
+    layer: Holder,
     k: Tensor,
     v: Tensor,
     q: Tensor,
@@ -71,7 +66,7 @@ def first_step(
 
 
 def _run_step(
-    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
     step, plan = quick_step(layer, k, v, q, config), layer._held.plan
     if step is None or plan is None:
@@ -92,7 +87,7 @@ def encodes(row: StepRow) -> int:
 
 
 def quick_step(
-    layer: CacheLayer,
+    layer: Holder,
     k: Tensor,
     v: Tensor,
     q: Tensor,
@@ -137,7 +132,7 @@ def quick_step(
     return after, _new(StepRow, (runner, held, k_tokens, v_tokens))
 
 
-def counted(layer: CacheLayer, new: int) -> Held | None:
+def counted(layer: Holder, new: int) -> Held | None:
     """Return what a layer holds after a step that a device carried out by itself.
 
     `new`: new tokens, for which there was room. None for a step that packs a group of tokens, or
@@ -169,14 +164,13 @@ def next_stream(
         stream
     )
     group, length = codec.group, held + new
-    unit = unit_of(group, window)
-    out = (length - window) // unit * unit if length > window else 0
+    out = out_of_window(codec, window, length)
     if out > packed and not codec.ready:
         if out >= codec.learns_from:
             return None  # it learns now
         out = 0
     after = max(packed, out)
-    fresh, start = after - packed, max(tail_start, min(after, out))
+    fresh, start = after - packed, exact_from(tail_start, after, out)
     if start and count and sinks is None:
         return None  # sinks are still to be copied
     if fresh:
@@ -200,13 +194,14 @@ def next_stream(
     if keep and start < length:
         spare -= new
     else:
-        memory, spare = next_memory(stream, x if index is None else x[index : index + 1], start)
+        x = x if index is None else x[index : index + 1]
+        memory, spare = next_memory(memory, tail_start, held, spare, x, start)
     known = (codec, window, plan, store, after, memory, start, length, spare)
     return _new(Stream, (*known, sinks, count, offset)), side
 
 
 def _made(
-    layer: CacheLayer,
+    layer: Holder,
     held: Held,
     k: Tensor,
     v: Tensor,
@@ -231,7 +226,7 @@ def _plain(stream: Stream, padding: Tensor | None) -> bool:
 
 
 def make_runner(
-    layer: CacheLayer,
+    layer: Holder,
     k: Tensor,
     v: Tensor,
     q: Tensor,
@@ -249,7 +244,7 @@ def make_runner(
     for x, stream in (k, held.k), (v, held.v):
         if x.shape[:2] != stream.memory.tensor.shape[:2]:
             return False
-        if stream.sinks is not None and stream.length < stream.sink_end(held.padding):
+        if stream.sinks is not None and stream.length < stream.sink_positions(held.padding)[1]:
             return False  # sink tokens are still to come
     runner = _made(layer, held, k, v, q, config, like)
     if runner is not None:

@@ -3,65 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.held import exchange
-from kvpact.cache.layer import CacheLayer
 from kvpact.cache.paged_step import give_back
-from kvpact.cache.pages import PagePool
 from kvpact.cache.quick import encodes, make_runner, quick_step
-from kvpact.cache.sequences import PagedSequence
+from kvpact.cache.sequence_pages import SequencePages
+from kvpact.cache.sequences import KnownRows
 from kvpact.contract import AttendConfig
 from kvpact.errors import CacheFull
-from kvpact.kernels import StepRunner
-
-if TYPE_CHECKING:
-    from kvpact.cache.paged import PagedKVCache
-
-
-class KnownRows(NamedTuple):
-    """Rows that took a step of a layer together, and what was found out about their pages.
-
-    - `sequences`, `layers`: the sequences, and what each holds in the layer.
-    - `runners`: what carries out their next steps; alike. A layer that took any other step has
-      another one.
-    - `room`: so many tokens fit the pages of every row, before one is written to that others hold,
-      too.
-    - `changes`: `PagePool.changes` when the room was counted.
-    """
-
-    seqs: list[int]
-    sequences: list[PagedSequence]
-    layers: list[CacheLayer]
-    runners: list[StepRunner]
-    room: int = -1
-    changes: int = -1
-
-    def stand(self) -> bool:
-        """Whether no layer took another step in the meantime."""
-        for layer, runner in zip(self.layers, self.runners, strict=True):
-            if layer._held.runner is not runner or not layer._clean:
-                return False
-        return True
-
-    def after(self, new: int) -> KnownRows:
-        """Return the rows after a step of so many tokens."""
-        seqs, sequences, layers, _, room, changes = self
-        runners = [runner for layer in layers if (runner := layer._held.runner) is not None]
-        return KnownRows(seqs, sequences, layers, runners, room - new, changes)
-
-    def counted(self, pool: PagePool) -> KnownRows:
-        """Return the rows with the room that they have now; the pool's lock is held."""
-        if self.changes == pool.changes and pool.counted:
-            return self
-        return self._replace(room=_room(pool, self), changes=pool.changes)
 
 
 def quick_rows(
-    cache: PagedKVCache,
+    cache: SequencePages,
     layer: int,
     seqs: Sequence[int],
     k: Tensor,
@@ -106,7 +62,7 @@ def quick_rows(
         return output
 
 
-def _find(cache: PagedKVCache, layer: int, seqs: Sequence[int]) -> KnownRows | None:
+def _find(cache: SequencePages, layer: int, seqs: Sequence[int]) -> KnownRows | None:
     """Return the rows, if all of them take the same step as before."""
     found = [cache._sequences.get(seq) for seq in seqs]
     sequences = [sequence for sequence in found if sequence is not None]
@@ -118,20 +74,6 @@ def _find(cache: PagedKVCache, layer: int, seqs: Sequence[int]) -> KnownRows | N
     if not all(runner.alike(runners[0]) for runner in runners):
         return None
     return KnownRows(list(seqs), sequences, layers, runners)
-
-
-def _room(pool: PagePool, rows: KnownRows) -> int:
-    """Return how many new tokens fit each row's pages, before one that others hold is written."""
-    size, references, room = pool.page_size, pool.references, []
-    for sequence, entry in zip(rows.sequences, rows.layers, strict=True):
-        table = sequence.table
-        room.append(len(table) * size - entry.length)
-        for stream in entry.streams():
-            for index in range(stream.packed // size, len(table)):
-                if references[table[index]] != 1:
-                    room.append(stream.room_before(index * size))
-                    break
-    return min(room) if pool.counted else -1
 
 
 def _run(
@@ -157,7 +99,7 @@ def _run(
 
 
 def make_runners(
-    cache: PagedKVCache,
+    cache: SequencePages,
     layer: int,
     seqs: Sequence[int],
     k: Tensor,

@@ -18,7 +18,6 @@ from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.energies import E5M2
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.sinks import first_tokens
 from kvpact.cache.stream import Stream
 from kvpact.cache.units import out_of_window
 from kvpact.errors import (
@@ -88,7 +87,7 @@ def layer_state(layer: CacheLayer) -> LayerState:
         rows = None if padding is None else tuple(padding.tolist())
         # Files have sinks also while the tail has all tokens, as they always had.
         k, v = (
-            replace(stream_state(stream), sinks=first_tokens(stream, padding))
+            replace(stream_state(stream), sinks=stream.first_tokens(padding))
             for stream in (layer.k, layer.v)
         )
         seen = layer._held.seen
@@ -118,7 +117,7 @@ def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
         ]
         slots[field.name] = part
     fields = tuple(field_info(field) for field in stream.codec.fields)
-    sinks = first_tokens(stream, None)
+    sinks = stream.first_tokens(None)
     sinks = None if sinks is None else sinks[:, :, first:last]
     return StreamState(
         fields,

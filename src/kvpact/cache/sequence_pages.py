@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.modes import detached
 from kvpact.cache.pages import PagePool, PageStore
 from kvpact.cache.prefixes import PrefixTable
 from kvpact.cache.segments import MakeStore
-from kvpact.cache.sequences import PagedSequence, packed_tokens
-from kvpact.errors import SequenceError
-from kvpact.geometry import CacheGeometry
+from kvpact.cache.sequences import KnownRows, Page, PagedSequence, packed_tokens
+from kvpact.errors import GeometryError, SequenceError
+from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
-
-if TYPE_CHECKING:
-    from kvpact.cache.quick_rows import KnownRows
 
 T = TypeVar("T")
 
@@ -164,6 +163,31 @@ class SequencePages:
         if self.pool.release(page):
             self._prefixes.drop(page)
 
+    @detached
+    def reserve(
+        self, seqs: Sequence[int], tokens: int | Sequence[int], layer: int | None = None
+    ) -> None:
+        """Take all pages that these sequences need for `tokens` more tokens each, in all layers.
+
+        Pages that a sequence shares and would write to are copied now. With `layer` the tokens are
+        counted from that layer's end, else from the end of the shortest.
+
+        Raises
+        ------
+        CacheFull
+            The pool has too few; nothing is taken from it and no sequence changed.
+        SequenceError
+            An unknown or freed sequence, or one named twice.
+        """
+        counts = list(tokens) if isinstance(tokens, Sequence) else [tokens] * len(seqs)
+        if len(counts) != len(seqs):
+            raise GeometryError(f"{len(counts)} numbers of tokens for {len(seqs)} sequences")
+        for count in counts:
+            check_count("tokens", count)
+        if len(set(seqs)) != len(seqs):
+            raise SequenceError("a sequence is named twice in one call")
+        self._with_pages(lambda: self._reserve(seqs, counts, layer))
+
     def _reserve(self, seqs: Sequence[int], counts: Sequence[int], layer: int | None) -> None:
         sequences = [self._sequence(seq) for seq in seqs]
         wanted = [
@@ -208,3 +232,28 @@ class SequencePages:
             layer.outdate()  # unread results would read a page that is no longer this one's
         sequence.table[index] = page
         self._release(old)
+
+    def iter_pages(self, seq: int) -> Iterator[Page]:
+        """Iterate over a sequence's pages and the tokens that stand on them."""
+        sequence, size = self._sequence(seq), self.pool.page_size
+        for index, page in enumerate(sequence.table):
+            yield Page(page, index * size, min((index + 1) * size, sequence.length))
+
+    def block_table(self, seqs: int | Sequence[int]) -> Tensor:
+        """Return pages: int32 `[N, pages]`, -1 behind a row's end; `[pages]` for one sequence."""
+        tables = [self._sequence(s).table for s in ([seqs] if isinstance(seqs, int) else seqs)]
+        width = max((len(table) for table in tables), default=0)
+        rows = [table + [-1] * (width - len(table)) for table in tables]
+        result = torch.tensor(rows, dtype=torch.int32, device=self.device).view(len(rows), width)
+        return result[0] if isinstance(seqs, int) else result
+
+    def slot_mapping(self, seq: int, start: int = 0, end: int | None = None) -> Tensor:
+        """Return where tokens stand: int64, `page * page_size + offset` for `start <= t < end`."""
+        sequence, size = self._sequence(seq), self.pool.page_size
+        limit = len(sequence.table) * size
+        end = sequence.length if end is None else end
+        if not 0 <= start <= end <= limit:
+            raise GeometryError(f"tokens {start} to {end} are not within the {limit} reserved")
+        tokens = torch.arange(start, end, dtype=torch.int64, device="cpu")
+        pages = torch.tensor(sequence.table, dtype=torch.long, device="cpu")
+        return (pages[tokens // size] * size + tokens % size).to(self.device)

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from kvpact.cache.held import Held, exchange
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.pages import PagePool
+from kvpact.geometry import CacheGeometry
+from kvpact.kernels import StepRunner
 
 
 class Page(NamedTuple):
@@ -52,6 +55,78 @@ class PagedSequence:
     def packed(self) -> int:
         """Tokens packed in every stream of every layer."""
         return min(packed_tokens(layer) for layer in self.layers)
+
+
+class KnownRows(NamedTuple):
+    """Rows that took a step of a layer together, and what was found out about their pages.
+
+    - `sequences`, `layers`: the sequences, and what each holds in the layer.
+    - `runners`: what carries out their next steps; alike. A layer that took any other step has
+      another one.
+    - `room`: so many tokens fit the pages of every row, before one is written to that others hold,
+      too.
+    - `changes`: `PagePool.changes` when the room was counted.
+    """
+
+    seqs: list[int]
+    sequences: list[PagedSequence]
+    layers: list[CacheLayer]
+    runners: list[StepRunner]
+    room: int = -1
+    changes: int = -1
+
+    def stand(self) -> bool:
+        """Whether no layer took another step in the meantime."""
+        for layer, runner in zip(self.layers, self.runners, strict=True):
+            if layer._held.runner is not runner or not layer._clean:
+                return False
+        return True
+
+    def after(self, new: int) -> KnownRows:
+        """Return the rows after a step of so many tokens."""
+        seqs, sequences, layers, _, room, changes = self
+        runners = [runner for layer in layers if (runner := layer._held.runner) is not None]
+        return KnownRows(seqs, sequences, layers, runners, room - new, changes)
+
+    def counted(self, pool: PagePool) -> KnownRows:
+        """Return the rows with the room that they have now; the pool's lock is held."""
+        if self.changes == pool.changes and pool.counted:
+            return self
+        return self._replace(room=self._room(pool), changes=pool.changes)
+
+    def _room(self, pool: PagePool) -> int:
+        """Return how many new tokens fit each row's pages, before one others hold is written."""
+        size, references, room = pool.page_size, pool.references, []
+        for sequence, entry in zip(self.sequences, self.layers, strict=True):
+            table = sequence.table
+            room.append(len(table) * size - entry.length)
+            for stream in entry.streams():
+                for index in range(stream.packed // size, len(table)):
+                    if references[table[index]] != 1:
+                        room.append(stream.room_before(index * size))
+                        break
+        return min(room) if pool.counted else -1
+
+
+def hold_packed(
+    layer: CacheLayer,
+    tokens: int,
+    geometry: CacheGeometry,
+    like: Tensor,
+    sinks: tuple[Tensor | None, Tensor | None],
+) -> None:
+    """Let a new layer hold `tokens` tokens that are packed in its stores already, and their sinks.
+
+    `like` has their dtype and device. Nobody else knows the layer yet: no lock is taken.
+    """
+    streams = []
+    for key, dim in ((True, geometry.head_dim), (False, geometry.value_dim)):
+        x = like.new_zeros(1, geometry.num_kv_heads, 0, dim)
+        empty, given = layer.new_stream(x, key), sinks[0 if key else 1]
+        streams.append(
+            empty.restore(tokens, tokens, empty.tail, empty.sinks if given is None else given)
+        )
+    layer._held = Held(streams[0], streams[1], None, 0)
 
 
 def packed_tokens(layer: CacheLayer) -> int:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kvpact.cache.stream import Stream
 
 
 @lru_cache(maxsize=64)
@@ -42,30 +38,8 @@ def filled_sinks(sinks: Tensor, x: Tensor, place: Tensor) -> Tensor:
     return torch.where(among[:, None, :, None], taken.to(sinks.dtype), sinks)
 
 
-def next_sinks(stream: Stream, x: Tensor, start: int, padding: Tensor | None) -> Tensor | None:
-    """Return a stream's sinks once its tail begins at `start`, behind new tokens."""
-    if not start or not stream.num_sinks:
-        return stream.sinks
-    if stream.sinks is None:
-        whole = padding is None and not stream.length and x.shape[2] >= stream.num_sinks
-        return x[:, :, : stream.num_sinks].clone() if whole else first_tokens(stream, padding, x)
-    positions, end = stream.sink_positions(padding)
-    if stream.length >= end:
-        return stream.sinks
-    return filled_sinks(stream.sinks, x, positions - stream.length)
-
-
-def first_tokens(stream: Stream, padding: Tensor | None, x: Tensor | None = None) -> Tensor | None:
-    """Return a stream's sinks, also while the tail has them, or new tokens `x` behind it."""
-    if stream.sinks is not None or not stream.num_sinks:
-        return stream.sinks
-    count = stream.num_sinks
-    positions, end = stream.sink_positions(padding)
-    known = stream.tail[:, :, :end]
-    if x is not None and stream.length < end:
-        known = torch.cat([known, x[:, :, : end - stream.length]], 2)
+def sinks_among(known: Tensor, positions: Tensor) -> Tensor:
+    """Return sinks that stand at `positions` among the first tokens, zero where these are fewer."""
     batch, heads, held, dim = known.shape
-    if held == count and padding is None:
-        return known.clone()
-    zeros = known.new_zeros(batch, heads, count, dim)
+    zeros = known.new_zeros(batch, heads, positions.shape[1], dim)
     return filled_sinks(zeros, known, positions) if held else zeros

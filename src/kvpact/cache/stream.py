@@ -12,9 +12,6 @@ keeps its side information, with which its later tokens are coded when they leav
 Somebody may want slots of tokens that are in the window (a page to be shared): they are *sealed*,
 packed in advance, while the tail still has them. Attention then goes on to read the tail.
 
-Segments are fixed numbers of tokens. A fork shares them: each side copies a segment before it
-writes to it.
-
 A stream never changes. An append is planned (checked, encoded, allocated), which gives the stream
 as it will be; then the new slots are written, behind those that anybody reads; then the layer holds
 the new stream. So whatever goes wrong on the way, the stream that the layer holds is right.
@@ -23,21 +20,39 @@ the new stream. So whatever goes wrong on the way, the stream that the layer hol
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.append import AppendPlan, Piece
 from kvpact.cache.energies import mean_energy
 from kvpact.cache.segments import FEW, MakeStore, SegmentStore
-from kvpact.cache.sinks import next_sinks, sink_positions
+from kvpact.cache.sinks import filled_sinks, sink_positions, sinks_among
 from kvpact.cache.tail import next_memory
 from kvpact.cache.units import learning, out_of_window, unit_of
-from kvpact.kernels import WAITING, KnownByPosition, Segment, StreamPlan, StreamView, TokenMemory
+from kvpact.kernels import (
+    WAITING,
+    Encoder,
+    KnownByPosition,
+    PlacedSegments,
+    Segment,
+    StreamPlan,
+    StreamView,
+    TokenMemory,
+    exact_from,
+)
 from kvpact.kernels.finite import check_arrival
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
+
+
+class Piece(NamedTuple):
+    """Whole groups (or the rest of one), prepared by an encoder, and the tokens they are."""
+
+    start: int
+    end: int
+    encoder: Encoder
+    prepared: Any
 
 
 class Stream(NamedTuple):
@@ -132,9 +147,8 @@ class Stream(NamedTuple):
         `[B, H, n, D]`, what queries are like, see `Held`; `size`: the largest magnitude in `x`,
         where it is known. Raises `NonFiniteError`.
         """
-        coded = x if self.offset is None else self.coded(x, self.length)
-        x = x.to(self.memory.tensor.dtype)
-        coded = x if self.offset is None else coded
+        given, x = x, x.to(self.memory.tensor.dtype)
+        coded = x if self.offset is None else self.coded(given, self.length)
         held, codec, window = self.length, self.codec, self.window
         length = held + x.shape[2]
         context = Context(padding, self.num_sinks)
@@ -150,9 +164,9 @@ class Stream(NamedTuple):
         # What waited may be larger: only where nothing did is that the size of what is encoded.
         pieces = self._encode(plan, x, coded, out, context, None if held else size)
         packed = max(self.packed, out)
-        start = max(self.tail_start, min(packed, out))
-        memory, spare = next_memory(self, x, start)
-        sinks = next_sinks(self, x, start, padding)
+        start = exact_from(self.tail_start, packed, out)
+        memory, spare = next_memory(self.memory, self.tail_start, held, self.spare, x, start)
+        sinks = self._next_sinks(x, start, padding)
         # What a codec stores may depend on what it has learnt.
         store = self.store if plan is self.plan else self.store.made_for(codec)
         store, offset, count = store.grown(packed, self.packed), self.offset, self.num_sinks
@@ -163,8 +177,8 @@ class Stream(NamedTuple):
 
     def sealed(self, tokens: int, padding: Tensor | None) -> AppendPlan:
         """Pack tokens up to a whole group, `tokens`, although the tail has them, and keeps them."""
-        none = self.memory.tensor[:, :, :0]
-        pieces = self._encode(self.plan, none, none, tokens, Context(padding, self.num_sinks))
+        none, context = self.memory.tensor[:, :, :0], Context(padding, self.num_sinks)
+        pieces = self._encode(self.plan, none, none, tokens, context)
         packed = max(self.packed, tokens)
         store = self.store.grown(packed, self.packed)
         return AppendPlan(self._replace(store=store, packed=packed), pieces)
@@ -253,6 +267,31 @@ class Stream(NamedTuple):
         tail = self.memory.tensor
         return sink_positions(tail.shape[0], self.num_sinks, tail.device, padding)
 
+    def _next_sinks(self, x: Tensor, start: int, padding: Tensor | None) -> Tensor | None:
+        """Return the sinks once the tail begins at `start`, behind new tokens."""
+        if not start or not self.num_sinks:
+            return self.sinks
+        if self.sinks is None:
+            return self.first_tokens(padding, x)
+        positions, end = self.sink_positions(padding)
+        if self.length >= end:
+            return self.sinks
+        return filled_sinks(self.sinks, x, positions - self.length)
+
+    def first_tokens(self, padding: Tensor | None, x: Tensor | None = None) -> Tensor | None:
+        """Return the sinks, also while the tail has them, or new tokens `x` behind it."""
+        if self.sinks is not None or not self.num_sinks:
+            return self.sinks
+        positions, end = self.sink_positions(padding)
+        known = self.tail[:, :, :end]
+        if x is not None and self.length < end:
+            known = torch.cat([known, x[:, :, : end - self.length]], 2)
+        return (
+            known.clone()
+            if padding is None and known.shape[2] == end
+            else sinks_among(known, positions)
+        )
+
     def view(self, padding: Tensor | None, check: Callable[[], None]) -> StreamView:
         """Return what attention sees; `check` raises once the slots lie there no more."""
         positions, end = (None, 0) if self.sinks is None else self.sink_positions(padding)
@@ -260,16 +299,11 @@ class Stream(NamedTuple):
         exact = self.codec, self.store.source(), start, self.tail, self.sinks
         return StreamView(*exact, positions, end, check, self.offset, window)
 
-    def sink_end(self, padding: Tensor | None) -> int:
-        """Return the position behind the last sink token."""
-        return self.num_sinks if padding is None else self.sink_positions(padding)[1]
-
     def truncate(self, length: int, padding: Tensor | None) -> Stream:
         """Return the stream without the tokens from `length` on (at most what is held).
 
-        Their slots are still to be cleared: `store.clear_from(packed)`.
-
-        `padding`: `[B]` left-padding tokens of each row.
+        Their slots are still to be cleared: `store.clear_from(packed)`. `padding`: `[B]`
+        left-padding tokens of each row.
         """
         start, packed, sinks = min(self.tail_start, length), self.packed, self.sinks
         tail = self.memory.tokens(start, length).clone()
@@ -340,3 +374,27 @@ class Stream(NamedTuple):
             f"tail={self.tail_start}:{self.length}, spare={self.spare}, "
             f"sinks={self.num_sinks}, window={self.window})"
         )
+
+
+class AppendPlan(NamedTuple):
+    """An append that changed nothing yet: the stream as it will be, and what its slots lack."""
+
+    after: Stream
+    pieces: list[Piece]
+
+    def write(self) -> None:
+        """Write the new slots, which are zero and lie behind all that the stream holds now.
+
+        Raises `KernelError` where the native encoder refuses; some slots may be written.
+        """
+        if not self.pieces:
+            return
+        source, size = self.after.store.source(), self.after.store.segment_tokens
+        segments = PlacedSegments(source, -(-self.after.packed // size))
+        for piece in self.pieces:
+            piece.encoder.write(piece.prepared, segments, size, piece.start)
+
+    def __repr__(self) -> str:
+        """Tell where slots are going to be written, and what the stream will hold then."""
+        spans = ", ".join(f"{piece.start}:{piece.end}" for piece in self.pieces)
+        return f"AppendPlan(writes=[{spans}], after={self.after!r})"

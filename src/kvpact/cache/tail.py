@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from kvpact.cache.segments import FEW
 from kvpact.kernels import TokenMemory
-
-if TYPE_CHECKING:
-    from kvpact.cache.stream import Stream
 
 MOST_STEP = 8
 """Appends of so many tokens to what is held leave room behind the tail for the next ones."""
@@ -21,16 +16,19 @@ PAID = 64
 """Packed tokens that have saved more bytes than that room takes."""
 
 
-def next_memory(stream: Stream, x: Tensor, start: int) -> tuple[TokenMemory, int]:
+def next_memory(
+    memory: TokenMemory, tail_start: int, held: int, spare: int, x: Tensor, start: int
+) -> tuple[TokenMemory, int]:
     """Return where the tail from `start` on lies with new tokens, and the room behind them.
 
-    Room is written to at once: no view reaches there.
+    `memory`, `tail_start`, `held`, `spare`: as the stream has them (`held` is its length). Room is
+    written to at once: no view reaches there.
     """
-    new, held, memory = x.shape[2], stream.length, stream.memory
+    new = x.shape[2]
     length, kept = held + new, max(held - start, 0)
-    if kept and stream.spare >= new and (start == stream.tail_start or stream.spare > SLACK):
+    if kept and spare >= new and (start == tail_start or spare > SLACK):
         memory.tokens(held, length).copy_(x)
-        return memory, stream.spare - new
+        return memory, spare - new
     if start > held:
         x = x[:, :, start - held :]
     if new > MOST_STEP or start < PAID or start == length:

@@ -10,10 +10,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.compressor import files
 from kvpact.compressor.checks import check_pair
 from kvpact.compressor.stream import PackedStream, flat
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.kernels import Compute
+from kvpact.snapshot import Container
 from kvpact.spec import Spec
 
 Layout = Literal["batched", "unbatched"]
@@ -157,15 +159,15 @@ class CompressedKV:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file with a manifest in its metadata; see `compressor.files`."""
-        from kvpact.compressor.files import container
-
-        container(self).save(path)
+        self._container().save(path)
 
     def to_bytes(self) -> bytes:
         """Return what `save` would write."""
-        from kvpact.compressor.files import container
+        return self._container().to_bytes()
 
-        return container(self).to_bytes()
+    def _container(self) -> Container:
+        parts = files.Parts(self.spec, self.layout, self.batch, self.k, self.v)
+        return files.container(parts, list(self.tensors().items()))
 
     @staticmethod
     def load(path: str | PathLike[str]) -> CompressedKV:
@@ -180,13 +182,9 @@ class CompressedKV:
         SpecError
             It was made with a method that is not there.
         """
-        from kvpact.compressor.files import load
-
-        return load(path)
+        return CompressedKV(*files.load(path))
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> CompressedKV:
         """Read what `to_bytes` gave; the tensors are on the CPU. Errors as of `load`."""
-        from kvpact.compressor.files import from_bytes
-
-        return from_bytes(data)
+        return CompressedKV(*files.from_bytes(data))

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.checks import DTYPES
 from kvpact.cache.saved import check_stream, field_info
-from kvpact.compressor.compressed import CompressedKV
 from kvpact.compressor.stream import PackedStream, room
 from kvpact.errors import FormatError, IntegrityError, KVPactError
 from kvpact.formats.base import FORMAT_VERSION
@@ -58,33 +57,42 @@ def _stream_entry(stream: PackedStream) -> dict[str, Any]:
     return dict(zip(_STREAM, numbers, strict=True))
 
 
-def container(compressed: CompressedKV) -> Container:
+class Parts(NamedTuple):
+    """What a `CompressedKV` is made of."""
+
+    spec: Spec
+    layout: Literal["batched", "unbatched"]
+    batch: int
+    k: PackedStream
+    v: PackedStream
+
+
+def container(parts: Parts, tensors: list[tuple[str, Tensor]]) -> Container:
     """Return what is stored; equal contents give equal bytes."""
-    tensors = list(compressed.tensors().items())
     manifest = {
         "slots": FORMAT_VERSION,
-        "spec": compressed.spec.to_json(),
-        "layout": compressed.layout,
-        "batch": compressed.batch,
-        "dtype": str(compressed.dtype).removeprefix("torch."),
-        "k": _stream_entry(compressed.k),
-        "v": _stream_entry(compressed.v),
+        "spec": parts.spec.to_json(),
+        "layout": parts.layout,
+        "batch": parts.batch,
+        "dtype": str(parts.k.stream.tail.dtype).removeprefix("torch."),
+        "k": _stream_entry(parts.k),
+        "v": _stream_entry(parts.v),
     }
     runs = [(1, [tensor.nbytes for _, tensor in tensors])]
     return Container.build(FORMAT, VERSION, manifest, tensors, runs)
 
 
-def load(path: str | PathLike[str]) -> CompressedKV:
+def load(path: str | PathLike[str]) -> Parts:
     """Read a file; errors as of `CompressedKV.load`."""
     return _read(Container.open(path, FORMAT, VERSION), str(path))
 
 
-def from_bytes(data: bytes | memoryview) -> CompressedKV:
+def from_bytes(data: bytes | memoryview) -> Parts:
     """Read bytes; errors as of `CompressedKV.from_bytes`."""
     return _read(Container(data, FORMAT, VERSION), "the bytes")
 
 
-def _read(file: Container, name: str) -> CompressedKV:
+def _read(file: Container, name: str) -> Parts:
     """Read what lies in `file`; errors begin with its `name`."""
     manifest = file.manifest
     try:
@@ -112,7 +120,7 @@ def _read(file: Container, name: str) -> CompressedKV:
         raise FormatError(f"{name}: the manifest is damaged: {error!r}") from error
 
 
-def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> CompressedKV:
+def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Parts:
     spec, dtype = Spec.from_json(manifest["spec"]), _DTYPES[manifest["dtype"]]
     need(all(name[:2] in ("k.", "v.") for name in tensors), "unknown tensors")
     k, v = manifest["k"], manifest["v"]
@@ -125,7 +133,7 @@ def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Compressed
             ("v", v, spec.value.value_codec(v["dim"], dtype)),
         )
     ]
-    return CompressedKV(spec, manifest["layout"], manifest["batch"], *streams)
+    return Parts(spec, manifest["layout"], manifest["batch"], *streams)
 
 
 def _stream(

@@ -19,7 +19,7 @@ from kvpact.kernels.sources import PlacedSegments, Segment, SegmentSource, Where
 from kvpact.kernels.torch.attend import attend_exact
 from kvpact.kernels.torch.latent import absorb_query, expand_output
 from kvpact.kernels.torch.queries import check_latent_config, check_queries, query_groups
-from kvpact.kernels.views import CHUNK, WAITING, LayerView, StreamView
+from kvpact.kernels.views import CHUNK, WAITING, LayerView, StreamView, exact_from
 
 __all__ = [
     "BACKENDS",
@@ -56,6 +56,7 @@ __all__ = [
     "choose",
     "coverage",
     "devices",
+    "exact_from",
     "expand_output",
     "known_by_position",
     "largest",

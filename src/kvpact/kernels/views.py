@@ -21,6 +21,15 @@ WAITING = -1
 """Instead of a number of exact tokens: they wait."""
 
 
+def exact_from(before: int, packed: int, out: int) -> int:
+    """Return where a stream's tail begins after an append; device kernels count likewise.
+
+    `before`: where it began; `packed`: tokens that have slots then; `out`: tokens that have left
+    the window, which have slots but while a codec is to learn. What is sealed stays in the tail.
+    """
+    return max(before, min(packed, out))
+
+
 class StreamView(NamedTuple):
     """K or V of one layer at one moment.
 

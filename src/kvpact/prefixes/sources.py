@@ -9,6 +9,7 @@ import torch
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.offsets import KeyOffsets
+from kvpact.cache.paged_sequences import PagedSequences
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
@@ -76,7 +77,7 @@ class _Contiguous:
 class _Paged:
     """The sequences of a `PagedKVCache`."""
 
-    def __init__(self, cache: PagedKVCache) -> None:
+    def __init__(self, cache: PagedSequences) -> None:
         self._cache = cache
         self.specs, self.geometry = cache.specs, cache.token_geometry
         self.key_offsets: KeyOffsets = cache.key_offsets

@@ -77,14 +77,12 @@ class NativeLibrary:
 
 def _find() -> Path | None:
     """Return the library that was installed, or the one that ``KVPACT_NATIVE`` names."""
-    from kvpact.kernels import cpu
-
     named = os.environ.get("KVPACT_NATIVE")
     if named:
         return Path(named)
 
     # An editable install has two folders: the sources, and what was built from them.
-    for folder in cpu.__path__:
+    for folder in sys.modules[__name__.rpartition(".")[0]].__path__:
         path = Path(folder) / file_name()
         if path.is_file():
             return path

@@ -24,7 +24,7 @@ from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import on_device
 from kvpact.kernels.triton.step.kernels import Counting
 from kvpact.kernels.triton.step.taking import Flag, Taker, same_flags, sent_flags, take, taking_of
-from kvpact.kernels.views import WAITING, StreamView
+from kvpact.kernels.views import WAITING, StreamView, exact_from
 
 
 def covers(call: AttendCall) -> bool:
@@ -200,8 +200,8 @@ class TritonStep(AlikeCalls):
             held = at.held + new
             ends = []
             for window, codec, before in zip(self._windows, self._codecs, at[1:3], strict=True):
-                packed = min(held - held % codec.group, max(held - window, 0))
-                ends.append(before if window == WAITING else max(before, packed))
+                packed, out = held - held % codec.group, max(held - window, 0)
+                ends.append(before if window == WAITING else exact_from(before, packed, out))
             made.append(at._replace(held=held, k_exact_from=ends[0], v_exact_from=ends[1]))
         return made
 
