@@ -207,9 +207,8 @@ class ChunkKind:
                 tail = torch.zeros(1, heads, 0, dim, dtype=self.geometry.dtype, device="cpu")
                 learnt = {name: x.detach().cpu() for name, x in codec.state().items()}
                 exact = sinks[2 * index + side]
-                known = None
-                if not side and not codec.exact and codec.rotation is None:
-                    known = self.offsets.get(index)
+                offset = not side and not codec.exact and codec.rotation is None
+                known = self.offsets.get(index) if offset else None
                 streams.append(
                     StreamState(fields[side], slots[side], end, end, tail, exact, learnt, known)
                 )
