@@ -5,39 +5,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from plain_caches import (
+    DTYPES,
+    LAYERS,
+    ROOM,
+    WIDTH,
+    assert_refused,
+    assert_same,
+    filled,
+    rows,
+    state,
+)
 from safetensors.torch import load
 
 import kvpact
 from kvpact import errors
-
-LAYERS, ROOM, WIDTH = 2, 8, 5
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def rows(count: int, seed: int = 0, width: int = WIDTH) -> torch.Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
-
-
-def filled(tokens: int, dtype: torch.dtype = torch.float32, room: int = ROOM) -> kvpact.KVCache:
-    cache = kvpact.KVCache(LAYERS, room, WIDTH, dtype)
-    if tokens:
-        for layer in range(LAYERS):
-            cache.store_kv(layer, rows(tokens, layer), rows(tokens, 10 + layer))
-        cache.advance(tokens)
-    return cache
-
-
-def state(cache: kvpact.KVCache) -> list:
-    sides = (cache.get_keys, cache.get_values)
-    return [cache.seq_len, [side(layer).tolist() for side in sides for layer in range(LAYERS)]]
-
-
-def assert_refused(cache, error, call, given, match=None):
-    before = state(cache)
-    with pytest.raises(error, match=match) as caught:
-        call(given)
-    assert isinstance(caught.value, errors.KVPactError)
-    assert state(cache) == before
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +34,7 @@ def test_restored_as_it_was(tokens, dtype):
             other.restore_from_snapshot(form)
         else:
             other.restore_from_payload(form)
-        assert state(cache) == state(other)
+        assert_same(state(cache), state(other))
         assert other.to_payload() == payload
 
 
