@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_layer import normal
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +24,6 @@ from kvpact.testing.held import held_bytes, same_bytes
 HEADS, NOPE, ROPE, V_DIM, RANK = 4, 16, 8, 12, 32
 SCALE = (NOPE + ROPE) ** -0.5
 CONFIG = AttendConfig(softmax_scale=SCALE)
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 W_UK = normal(HEADS, NOPE, RANK, seed=100) * RANK**-0.5

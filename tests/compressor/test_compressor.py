@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from one_layer import normal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,10 +40,6 @@ METHODS = {
 }
 GROUPED = {"turboquant:bits=3,center=64": 64, "kivi:bits=4": 32, "kvarn:bits=4": 128}
 each_method = pytest.mark.parametrize("method", METHODS)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @each_method

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from one_layer import normal
 
 from kvpact import CacheGeometry, Hybrid, LowRank, VectorQuantization, create_cache, parse_spec
 from kvpact.errors import FormatError, GeometryError, NonFiniteError, SpecError
@@ -13,10 +13,6 @@ METHODS = [LowRank(rank=8), LowRank(rank=8, per_head=False), LowRank(energy=0.9)
            Hybrid(rank=99), VectorQuantization(), VectorQuantization(codebook_size=300, stages=2),
            VectorQuantization(codebook_size=5, dims=3)]  # fmt: skip
 each_method = pytest.mark.parametrize("method", METHODS, ids=str)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @each_method

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from one_layer import normal
 from torch import Tensor
 
 from kvpact import KVCacheCompressor, VectorQuantization
@@ -12,10 +13,6 @@ from kvpact.quantizers.kmeans import kmeans, nearest
 
 SIZE = 65_536
 LLOYD_MAX_4_BITS = 0.009501  # least distortion of a scalar quantiser with 16 levels on N(0, 1)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def oracle(x: Tensor, words: Tensor) -> Tensor:

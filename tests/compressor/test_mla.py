@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compressed import same
 from one_layer import normal
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from kvpact import (
     create_cache,
 )
 from kvpact.errors import CacheFull, DtypeError, GeometryError, LayerIndexError, SequenceError
-from kvpact.testing.held import held_bytes, same_bytes
+from kvpact.testing.held import held_bytes
 
 RANK, ROPE = 64, 32
 # Groups of a cache leave its sinks out, so with groups slots stay as they are without sinks alone.
@@ -33,11 +34,6 @@ def latents(count: int, seed: int = 0, batch: int = 2) -> tuple[Tensor, Tensor]:
     shapes = ((batch, 1, count, RANK), (batch, 1, count, ROPE))
     c_kv, k_rope = (torch.randn(*shape, generator=generator) for shape in shapes)
     return c_kv, k_rope
-
-
-def same(a: CompressedKV, b: CompressedKV) -> bool:
-    x, y = a.tensors(), b.tensors()
-    return x.keys() == y.keys() and all(same_bytes(x[name], y[name]) for name in x)
 
 
 @pytest.mark.parametrize("spec", METHODS)

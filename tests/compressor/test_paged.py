@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from one_layer import normal
+from compressed import same
 from torch import Tensor
 
 from kvpact import CacheGeometry, CompressedKV, KVCacheCompressor, PagedKVCache, parse_spec
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.testing import method_specs
-from kvpact.testing.held import same_bytes
 
 GEOMETRY = CacheGeometry(2, 3, 64, 80)
 # Groups of a cache leave its sinks out, so with groups slots stay as they are without sinks alone.
@@ -32,11 +31,6 @@ def filled(spec: str, count: int, pages: int = 32) -> tuple[PagedKVCache, int]:
     for layer in range(2):
         cache.append(layer, {seq: tokens(count, layer)})
     return cache, seq
-
-
-def same(a: CompressedKV, b: CompressedKV) -> bool:
-    x, y = a.tensors(), b.tensors()
-    return x.keys() == y.keys() and all(same_bytes(x[name], y[name]) for name in x)
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -120,18 +114,6 @@ def test_heads_and_widths_that_do_not_fit_are_named_and_change_nothing(shape, sp
     with pytest.raises(GeometryError, match=r"has .*, the cache"):
         compressor.decompress_to_paged_cache(compressed, cache, 0, seq)
     assert (cache.seq_len(seq), cache.num_free_pages) == (0, 4)
-
-
-def test_slots_of_pages_are_not_quantised_again():
-    cache = PagedKVCache("turboquant:bits=4", CacheGeometry(2, 2, 64), num_pages=8)
-    seq, k, v = cache.allocate(), normal(2, 200, 64), normal(2, 200, 64, seed=1)
-    for layer in range(2):
-        cache.append(layer, {seq: (k, v)})
-    compressor = KVCacheCompressor("turboquant:bits=4")
-    copied = compressor.compress_paged_cache(cache, 1, seq).tensors()
-    direct = compressor.compress_kv_3d(k, v).tensors()
-    assert copied.keys() == direct.keys()
-    assert all(torch.equal(copied[name], direct[name]) for name in direct)
 
 
 @pytest.mark.parametrize("spec", GROUPED)

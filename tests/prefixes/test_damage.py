@@ -41,10 +41,12 @@ def test_every_kind_of_damage_shortens_the_prefix(store, ids, saved, index):
     other = store.get(keys[(index + 1) % 4])
     middle = len(good) // 2
     bad = [good[:-1], good[:middle], b"", b"no chunk at all", other, good + b"\0"]
-    bad += [
-        good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]
-        for at in (*range(0, 400, 37), middle, len(good) - 1)
-    ]
+    generator = torch.Generator().manual_seed(index)
+    sampled = torch.randint(0, len(good) * 8, (15,), generator=generator).tolist()
+    for bit in (*range(0, 3200, 296), 8 * middle, 8 * (len(good) - 1), *sampled):
+        flipped = bytearray(good)
+        flipped[bit // 8] ^= 1 << bit % 8
+        bad.append(bytes(flipped))
     for blob in bad:
         store.put(keys[index], blob)
         with pytest.warns(StoreWarning, match=f"chunk {index} of 4"):
@@ -141,19 +143,6 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path, ids):
     with open_store(tmp_path, max_bytes=size * 3 // 4) as store:
         store.gc()
         assert 0 < load(store, ids)[0] < 256
-
-
-def test_a_bit_of_every_kind_reaches_no_cache(store, ids, saved):
-    """What is loaded is finite and equal, or not there: sampled bits over a whole chunk."""
-    keys, _ = saved
-    good = store.get(keys[0])
-    generator = torch.Generator().manual_seed(0)
-    for at in torch.randint(0, len(good) * 8, (60,), generator=generator).tolist():
-        flipped = bytearray(good)
-        flipped[at // 8] ^= 1 << at % 8
-        store.put(keys[0], bytes(flipped))
-        with pytest.warns(StoreWarning):
-            assert load(store, ids)[0] == 0
 
 
 def test_an_entry_that_is_there_and_never_read_is_written_anew(store, ids):

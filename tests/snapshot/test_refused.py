@@ -9,6 +9,7 @@ import torch
 from kvpact import CacheGeometry, PagedKVCache, Snapshot, create_cache
 from kvpact.errors import FormatError, MismatchError
 from kvpact.formats.base import FORMAT_VERSION
+from kvpact.snapshot import LayerState
 from kvpact.testing import random_tokens
 
 
@@ -47,18 +48,33 @@ def test_a_page_alone_with_fields_at_odd_offsets_is_restored(spec, dim):
 LEARN = ["vq:codebook_size=20", "lowrank:rank=3", "hybrid:rank=3"]
 
 
+def rebuilt(held: Snapshot, layers: list[LayerState]) -> Snapshot:
+    """Return a snapshot of other states, with checksums of its own."""
+    m = held.manifest
+    return Snapshot.build(
+        layers, slots=FORMAT_VERSION, geometry=m.geometry, layout=m.layout, page_size=m.page_size
+    )
+
+
+def test_exact_tokens_that_could_not_be_packed_are_refused():
+    cache = filled("kivi:bits=4", 16, dtype=torch.bfloat16)
+    held = cache.snapshot()
+    first, second = (held.layer(index) for index in range(2))
+    k, v = first.streams
+    large = replace(k, tail=torch.full_like(k.tail, 1e6))
+    with pytest.raises(FormatError, match="beyond the 65504"):
+        cache.restore(rebuilt(held, [replace(first, streams=(large, v)), second]))
+
+
 def without_state(held: Snapshot) -> Snapshot:
-    """Return a snapshot that lacks what its codecs learnt, with checksums of its own."""
+    """Return a snapshot that lacks what its codecs learnt."""
     layers = []
     for index in range(held.num_layers):
         layer = held.layer(index)
         assert layer.streams is not None and layer.streams[0].learnt
         k, v = (replace(stream, learnt={}) for stream in layer.streams)
         layers.append(replace(layer, streams=(k, v)))
-    m = held.manifest
-    return Snapshot.build(
-        layers, slots=FORMAT_VERSION, geometry=m.geometry, layout=m.layout, page_size=m.page_size
-    )
+    return rebuilt(held, layers)
 
 
 @pytest.mark.parametrize("spec", LEARN)

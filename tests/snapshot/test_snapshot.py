@@ -1,8 +1,10 @@
 """What a snapshot is, what it is refused for, and that a refusal changes nothing."""
 
 import hashlib
+import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,8 +98,6 @@ def test_the_safetensors_library_reads_it(snapshot: Snapshot, tmp_path: Path):
 
 def test_the_document_says_how_to_read_it(snapshot: Snapshot):
     """A reader of its own, written from docs/snapshot-format.md."""
-    import json
-
     data = snapshot.to_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -208,8 +208,6 @@ def test_other_slots_and_parts_are_refused(snapshot: Snapshot):
 
 
 def test_a_state_that_no_cache_could_be_in_is_refused(snapshot: Snapshot):
-    from dataclasses import replace
-
     layers = [snapshot.layer(i) for i in range(2)]
     k, v = layers[0].streams
     junk = {name: torch.full_like(x, 1) for name, x in k.slots.items()}
@@ -377,21 +375,6 @@ def test_latents(spec: str):
     plain = create_cache(spec, CacheGeometry(2, 1, 32, 16))
     with pytest.raises(errors.GeometryError):
         plain.restore(snapshot)
-
-
-def test_exact_tokens_that_could_not_be_packed_are_refused():
-    from dataclasses import replace
-
-    geometry = CacheGeometry(1, 2, 16, 8, torch.bfloat16)
-    states = [filled(200, SPEC, geometry).snapshot().layer(0)]
-    k, v = states[0].streams
-    large = replace(k, tail=torch.full_like(k.tail, 1e6))
-    made = Snapshot.build(
-        [replace(states[0], streams=(large, v))],
-        slots=1, geometry=geometry, layout="x", page_size=64,
-    )  # fmt: skip
-    with pytest.raises(errors.FormatError, match="beyond the 65504"):
-        create_cache(SPEC, geometry).restore(made)
 
 
 def test_rows_go_into_as_many_different_sequences(snapshot: Snapshot):

@@ -19,6 +19,8 @@ from kvpact.errors import (
 from kvpact.testing import method_specs, random_tokens, same_bytes
 
 SPECS = [*method_specs(fitted=False), "turboquant:bits=3,center=64"]
+# One of each kind: no group, groups of K, of both, and a bias.
+KINDS = ("int:bits=4", "kivi:bits=2", "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod")
 GEOMETRY = CacheGeometry(2, 2, 32, 48)
 
 
@@ -125,7 +127,7 @@ def test_a_sequence_named_twice():
     assert_same(state(cache), before)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_an_append_that_fails_changes_nothing(spec):
     cache = PagedKVCache(spec, GEOMETRY, 6, 64)
     first, second, empty = (cache.allocate() for _ in range(3))
@@ -225,7 +227,7 @@ def test_slots_are_those_of_the_contiguous_cache(spec, page_size):
         assert_equals_contiguous(cache, seqs[0], twins[0])
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", KINDS)
 def test_batched_decode_equals_each_sequence_alone(spec):
     cache = PagedKVCache(spec, GEOMETRY, 32)
     lengths = (1, 70, 200, 33)
