@@ -37,21 +37,6 @@ class SequencePages:
 
     Pages belong to the tables of sequences. Counts of references and the list of free pages only
     repeat what the tables say: after an interrupted call they are made again from them.
-
-    Parameters
-    ----------
-    specs : list of Spec
-        One per layer.
-    geometry : CacheGeometry
-        Shape of K and V.
-    pool : PagePool
-        Holds the pages.
-    device : torch.device
-        Where the pool lives.
-    compute : Compute
-        What was asked to compute.
-    key_offsets : dict
-        Layer -> `KeyOffset`.
     """
 
     layout = "paged"

@@ -263,7 +263,7 @@ def _fields(entry: list[dict[str, Any]], page_size: int) -> tuple[FieldInfo, ...
         need(page_size % field["tokens"] == 0, "a field's tokens")
     need(len({field["name"] for field in entry}) == len(entry), "fields")
     return tuple(
-        FieldInfo(f["name"], DTYPES[f["dtype"]], tuple(f["shape"]), f["tokens"]) for f in entry
+        FieldInfo(**{**f, "dtype": DTYPES[f["dtype"]], "shape": tuple(f["shape"])}) for f in entry
     )
 
 
