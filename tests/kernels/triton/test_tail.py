@@ -11,7 +11,7 @@ import triton
 
 from kvpact.kernels import WAITING, exact_from
 from kvpact.kernels.triton.columns import COLUMNS, HELD, K_EXACT_FROM, V_EXACT_FROM
-from kvpact.kernels.triton.step_kernels import Counting, advance
+from kvpact.kernels.triton.step.kernels import Counting, advance
 
 
 @triton.jit
