@@ -12,7 +12,7 @@ import kvpact
 import kvpact.cli as entry
 from kvpact import registry
 from kvpact.cli.demo import first_difference
-from kvpact.cli.generate import Stream
+from kvpact.cli.generate import TextStream
 from kvpact.cli.options import SPECS
 from kvpact.data import book_path
 
@@ -58,7 +58,7 @@ def test_streamed_characters_are_never_split(capsys):
         def decode(self, ids, skip_special_tokens):
             return bytes(ids).decode("utf-8", errors="replace")
 
-    stream = Stream(Bytes())
+    stream = TextStream(Bytes())
     stream.put(torch.tensor([[1, 2]]))
     seen = []
     for byte in "é→x".encode():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.connector_counts import Counts
+from kvpact.integrations.vllm.connector_counts import ConnectorCounts
 from kvpact.integrations.vllm.connector_form import Form
 from kvpact.integrations.vllm.connector_options import options_of
 from kvpact.integrations.vllm.connector_pages import PackedPages
@@ -56,7 +56,7 @@ class Engine:
             name: torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
             for name in LAYERS
         }
-        self.counts, self.told = Counts(), []
+        self.counts, self.told = ConnectorCounts(), []
         self.scheduler = PrefixScheduler(
             form,
             options,

@@ -174,8 +174,8 @@ class Recorder:
         """Copy the steps of a call, and their plans without what the steps say themselves."""
         case = Case("step", [Block(0, b"".join(map(bytes, rows)))], [])
         for row, args in enumerate(rows):
-            place, size = row * ctypes.sizeof(args), ctypes.sizeof(structs.StepPlan)
-            plan = structs.StepPlan.from_buffer_copy(ctypes.string_at(args.plan, size))
+            place, size = row * ctypes.sizeof(args), ctypes.sizeof(structs.StepStruct)
+            plan = structs.StepStruct.from_buffer_copy(ctypes.string_at(args.plan, size))
             attend = plan.attend
             attend.q = attend.out = args.plan = None
             for stream, append, store in ((attend.k, args.k, plan.k), (attend.v, args.v, plan.v)):
@@ -190,7 +190,7 @@ class Recorder:
             case.blocks.append(Block(0, bytes(plan)))
             case.pointers.append((0, place, at, 0))
             for side, store in (("k", plan.k), ("v", plan.v)):
-                offset = getattr(structs.StepPlan, side).offset
+                offset = getattr(structs.StepStruct, side).offset
                 self._follow(case, at, store.form, offset, 0, CHECKS["encode"])
             self._follow(case, at, attend, 0, 0, {})
             self._follow(case, 0, args, place, 0, CHECKS["step"])
@@ -210,7 +210,7 @@ class Recorder:
         for name, kind in part._fields_:
             at, value = offset + getattr(type(part), name).offset, getattr(part, name)
             check = checks.get(name, INPUT)
-            if isinstance(value, structs.Field) and value.base:
+            if isinstance(value, structs.FieldStruct) and value.base:
                 pointers = (ctypes.c_void_p * segments).from_address(value.base)
                 table = len(case.blocks)
                 case.blocks.append(Block(value.base, bytes(pointers)))
@@ -221,11 +221,11 @@ class Recorder:
                 for index, item in enumerate(value):
                     place = at + index * ctypes.sizeof(item)
                     self._follow(case, block, item, place, segments, {})
-            elif isinstance(value, ctypes.Structure) and not isinstance(value, structs.Field):
+            elif isinstance(value, ctypes.Structure) and not isinstance(value, structs.FieldStruct):
                 written = checks if isinstance(value, structs.Append) else {}
                 self._follow(case, block, value, at, segments, written)
             elif name == "trellis" and value:
-                trellis = structs.Trellis.from_address(value)
+                trellis = structs.TrellisStruct.from_address(value)
                 case.pointers.append((block, at, len(case.blocks), 0))
                 case.blocks.append(Block(value, bytes(trellis)))
                 self._follow(case, len(case.blocks) - 1, trellis, 0, 0, {})

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvpact.stores import DirectoryStore
 from kvpact.stores.directory_files import Blobs
-from kvpact.stores.directory_index import Rows
+from kvpact.stores.directory_index import IndexRows
 
 KEYS = [f"key{i}" for i in range(12)]
 
@@ -159,7 +159,7 @@ def put_until(folder, left):
 
     with DirectoryStore(folder) as store:
         os.fsync, os.replace, os.write = step(os.fsync), step(os.replace), step(os.write)
-        for owner, name in ((Blobs, "remove"), (Rows, "put"), (Rows, "get")):
+        for owner, name in ((Blobs, "remove"), (IndexRows, "put"), (IndexRows, "get")):
             setattr(owner, name, step(getattr(owner, name)))
         store.put("a", b"second" * 100)
     os._exit(0)

@@ -10,14 +10,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import kvpact
-from kvpact.cli.commands import COMMANDS, Entry
+from kvpact.cli.commands import COMMANDS, CommandEntry
 from kvpact.errors import KVPactError
 
 
 class Deferred(TyperCommand):
     """A command whose module is imported when it is called, or asked for its help."""
 
-    def __init__(self, name: str, entry: Entry) -> None:
+    def __init__(self, name: str, entry: CommandEntry) -> None:
         super().__init__(name, short_help=entry.summary, help=entry.summary)
         self._entry = entry
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Entry(NamedTuple):
+class CommandEntry(NamedTuple):
     """One command, or a group of them: a group has no target and no examples."""
 
     summary: str  # the first line of the function's docstring
@@ -18,7 +18,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
-    "size": Entry(
+    "size": CommandEntry(
         "Print the bytes that caches of a model take; no weights are loaded.",
         "size:size",
         (
@@ -27,17 +27,17 @@ COMMANDS = {
             "kvpact size none q8_0 --layers 32 --kv-heads 8 --head-dim 128",
         ),
     ),
-    "recommend": Entry(
+    "recommend": CommandEntry(
         "Recommend a spec, or a recipe by layer: gradients predict KL, one evaluation verifies.",
         "recommend:recommend_command",
         ("kvpact recommend smollm2 --budget 30% --context 32768 --out smollm2-recipe",),
     ),
-    "recipes": Entry(
+    "recipes": CommandEntry(
         "List the recipes that kvpact ships, or print one.",
         "recipes:recipes",
         ("kvpact recipes", "kvpact recipes smollm2-3bit"),
     ),
-    "eval": Entry(
+    "eval": CommandEntry(
         "Measure perplexity, KL and top-1 agreement against the exact cache.",
         "eval:evaluate_command",
         (
@@ -45,60 +45,62 @@ COMMANDS = {
             "kvpact eval kivi:bits=2 --text notes.txt --out results",
         ),
     ),
-    "generate": Entry(
+    "generate": CommandEntry(
         "Generate text on a compressed cache; prints memory and speed.",
         "generate:generate",
         ('kvpact generate "Once upon a time" --spec trellis:bits=4 --max-new-tokens 64',),
     ),
-    "demo": Entry(
+    "demo": CommandEntry(
         "Evaluate eight caches on a book, then let three of them continue it side by side.",
         "demo:demo",
         ("kvpact demo --tokens 1024 --out kvpact-demo",),
     ),
-    "methods": Entry(
+    "methods": CommandEntry(
         "List the methods, or explain one.",
         "methods:methods",
         ("kvpact methods", "kvpact methods turboquant:bits=3"),
     ),
-    "doctor": Entry(
+    "doctor": CommandEntry(
         "Print versions, processor, backends and optional packages; always exits with 0.",
         "doctor:doctor",
         ("kvpact doctor --json",),
     ),
-    "calibrate": Entry(
+    "calibrate": CommandEntry(
         "Calibrate methods to a model, for prefixes, pages and pca.",
         "calibrate:calibrate_command",
         ("kvpact calibrate smollm2 --text notes.txt --out smollm2.calibration",),
     ),
-    "snapshot": Entry("Save caches as files; show, verify and restore them."),
-    "snapshot save": Entry(
+    "snapshot": CommandEntry("Save caches as files; show, verify and restore them."),
+    "snapshot save": CommandEntry(
         "Run a text through a model and save the cache.",
         "snapshot:save",
         ("kvpact snapshot save notes.kv --file notes.txt --spec trellis:bits=4",),
     ),
-    "snapshot show": Entry(
+    "snapshot show": CommandEntry(
         "Print what a snapshot holds; only its header is read.",
         "snapshot:show",
         ("kvpact snapshot show notes.kv",),
     ),
-    "snapshot verify": Entry(
+    "snapshot verify": CommandEntry(
         "Verify every checksum; exit with code 2 at the first damaged file.",
         "snapshot:verify",
         ("kvpact snapshot verify notes.kv more.kv",),
     ),
-    "snapshot restore": Entry(
+    "snapshot restore": CommandEntry(
         "Continue a snapshot by greedy decoding, with the model that it was made with.",
         "snapshot:restore",
         ('kvpact snapshot restore notes.kv "In short:" --max-new-tokens 64',),
     ),
-    "store": Entry("List, measure and clean stores of cache entries."),
-    "store ls": Entry("Print every key, one per line.", "store:list_keys", ("kvpact store ls kv",)),
-    "store stats": Entry(
+    "store": CommandEntry("List, measure and clean stores of cache entries."),
+    "store ls": CommandEntry(
+        "Print every key, one per line.", "store:list_keys", ("kvpact store ls kv",)
+    ),
+    "store stats": CommandEntry(
         "Print the number of entries and their bytes.",
         "store:stats",
         ("kvpact store stats redis://localhost:6379",),
     ),
-    "store gc": Entry(
+    "store gc": CommandEntry(
         "Remove expired and surplus entries, leftovers and, with --verify, damaged entries.",
         "store:gc",
         ("kvpact store gc kv --verify --max-bytes 1000000000",),

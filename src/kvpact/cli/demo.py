@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvpact.cli import options
 from kvpact.cli.console import output_console, print_document, progress, show_files, size_text
-from kvpact.cli.eval_run import Plan, run
+from kvpact.cli.eval_run import RunPlan, run
 from kvpact.cli.inputs import continued
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
@@ -44,7 +44,7 @@ def demo(
     """Evaluate eight caches on a book, then let three of them continue it side by side."""
     book = book_path().read_text("utf-8")
     candidates, texts = [Candidate(spec) for spec in options.SPECS], [("Northanger Abbey", book)]
-    plan = Plan(candidates, texts, tokens, chunk, out=out, tables=not as_json)
+    plan = RunPlan(candidates, texts, tokens, chunk, out=out, tables=not as_json)
     outcome = run(plan, [model], "float32", threads)
     tokenizer = outcome.tokenizer
     start = max(book.find(PROMPT_START), 0)

@@ -57,7 +57,7 @@ def evaluate_command(
 
     With several models or texts, each model reads each text, and a summary follows.
     """
-    from kvpact.cli.eval_run import Plan, candidates_of, run, show_ratios
+    from kvpact.cli.eval_run import RunPlan, candidates_of, run, show_ratios
     from kvpact.evaluate.files import report_data
 
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
@@ -67,7 +67,7 @@ def evaluate_command(
         raise InputError(f"--free-running {free_running_steps} is not possible; take 1 or more")
     if calibration is not None and len(set(model)) > 1:
         raise InputError("--calibration is of one model; evaluate the others without it")
-    plan = Plan(
+    plan = RunPlan(
         candidates,
         texts_of(text),
         tokens,

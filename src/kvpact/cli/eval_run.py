@@ -51,7 +51,7 @@ from kvpact.spec import parse_spec
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to.
 
     No step means no free running, and no task sample means no tasks. `told` are specs and recipes
@@ -82,7 +82,7 @@ class Outcome:
     tokenizer: Any
 
 
-def run(plan: Plan, models: list[str], dtype: str, threads: int | None) -> Outcome:
+def run(plan: RunPlan, models: list[str], dtype: str, threads: int | None) -> Outcome:
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
     if plan.out is not None:
@@ -145,7 +145,7 @@ def known_cautions(specs: Sequence[str], network: Any) -> list[str]:
 
 
 def _run_one(
-    plan: Plan,
+    plan: RunPlan,
     network: Any,
     tokenizer: Any,
     text: str,
@@ -168,7 +168,7 @@ def _run_one(
     return result
 
 
-def _run_free(plan: Plan, network: Any, tokenizer: Any, text: str) -> FreeRunningResult:
+def _run_free(plan: RunPlan, network: Any, tokenizer: Any, text: str) -> FreeRunningResult:
     with progress("free running") as report:
         free = free_running(
             network,
@@ -184,7 +184,7 @@ def _run_free(plan: Plan, network: Any, tokenizer: Any, text: str) -> FreeRunnin
     return free
 
 
-def _cases(plan: Plan, tokenizer: Any, text: str) -> list[TaskCase]:
+def _cases(plan: RunPlan, tokenizer: Any, text: str) -> list[TaskCase]:
     if not plan.task_samples:
         return []
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Stream:
+class TextStream:
     """A streamer for `generate` of transformers: prints text, unless `quiet`, and takes times."""
 
     tokenizer: Any
@@ -110,7 +110,7 @@ def generate(
     if temperature > 0 or top_p is not None:
         torch.manual_seed(seed)
         sampling = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
-    stream, started = Stream(tokenizer, as_json), time.perf_counter()
+    stream, started = TextStream(tokenizer, as_json), time.perf_counter()
     with prefix_of(prefix_store, network, cache, tenant, password, storage, known) as prefix:
         prefix.load(ids)
         sampling |= {"prefill_chunk_size": chunk, "streamer": stream}
@@ -135,7 +135,7 @@ def _require_shareable(candidate: Candidate) -> None:
 
 
 def figures_of(
-    cache: Any, stream: Stream, length: int, dtype: Any, prefix: Prefix, started: float
+    cache: Any, stream: TextStream, length: int, dtype: Any, prefix: Prefix, started: float
 ) -> dict[str, Any]:
     """Return what the cache holds after a prompt of `length` tokens and how fast it went."""
     stats = cache.stats()

@@ -9,7 +9,7 @@ import typer
 
 from kvpact.cli import options
 from kvpact.cli.console import note, print_document, print_pairs, printable, progress, size_text
-from kvpact.cli.generate import Stream
+from kvpact.cli.generate import TextStream
 from kvpact.cli.inputs import (
     candidate_of,
     check_parent,
@@ -172,7 +172,7 @@ def restore(
         cache.crop(-1)  # the last token is computed again: a snapshot holds no logits
     check_positions(network, ids.shape[1], max_new_tokens)
     note(f"{held.tokens} tokens restored")
-    stream = Stream(tokenizer, as_json)
+    stream = TextStream(tokenizer, as_json)
     continued(network, ids, cache, max_new_tokens, streamer=stream)
     if as_json:
         counts = {"restored_tokens": held.tokens, "new_tokens": len(stream.tokens)}

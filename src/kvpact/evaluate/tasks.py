@@ -54,7 +54,7 @@ class TaskCase:
 
 
 @dataclass
-class _Source:
+class _TaskSource:
     """A text's sentences and words, and what is drawn from them."""
 
     sentences: list[str]
@@ -139,7 +139,7 @@ def make_cases(
     cases = []
     for task, make in TASKS.items():
         for sample in range(samples):
-            source = _Source(
+            source = _TaskSource(
                 sentences, words, count_tokens, tokens, Random(f"{seed}/{task}/{sample}")
             )
             context, questions = make(source, sorted(depths))
@@ -154,7 +154,7 @@ def _question(depth: float, asked: str, begin: str, answer: str, gap: str = "\n\
     return Question(depth, f"{gap}Question: {asked}\nAnswer: {begin}", f" {answer}")
 
 
-def _needles(source: _Source, depths: list[float]) -> Made:
+def _needles(source: _TaskSource, depths: list[float]) -> Made:
     names, numbers = source.draw(len(depths)), [source.number() for _ in depths]
     needles, questions = [], []
     for depth, name, number in zip(depths, names, numbers, strict=True):
@@ -164,7 +164,7 @@ def _needles(source: _Source, depths: list[float]) -> Made:
     return _woven(source, depths, needles), questions
 
 
-def _variables(source: _Source, depths: list[float]) -> Made:
+def _variables(source: _TaskSource, depths: list[float]) -> Made:
     letters = [a + b for a in "ABCDEFGHJK" for b in "LMNPQRSTUV"]
     names = source.random.sample(letters, CHAIN * len(depths))
     chains, questions = [], []
@@ -177,7 +177,7 @@ def _variables(source: _Source, depths: list[float]) -> Made:
     return _woven(source, depths, chains), questions
 
 
-def _common_words(source: _Source, depths: list[float]) -> Made:
+def _common_words(source: _TaskSource, depths: list[float]) -> Made:
     lists, questions = [], []
     for i, depth in enumerate(depths):
         common, *others = source.draw(OTHERS + 1)
@@ -190,7 +190,7 @@ def _common_words(source: _Source, depths: list[float]) -> Made:
     return _woven(source, depths, lists), questions
 
 
-def _key_value(source: _Source, depths: list[float]) -> Made:
+def _key_value(source: _TaskSource, depths: list[float]) -> Made:
     lines: dict[str, str] = {}
     room = source.tokens
     while True:
@@ -212,7 +212,7 @@ def _key_value(source: _Source, depths: list[float]) -> Made:
     return "".join(f"{key}: {number}\n" for key, number in lines.items()), questions
 
 
-TASKS: dict[str, Callable[[_Source, list[float]], Made]] = {
+TASKS: dict[str, Callable[[_TaskSource, list[float]], Made]] = {
     "needle": _needles,
     "variables": _variables,
     "common words": _common_words,
@@ -220,7 +220,7 @@ TASKS: dict[str, Callable[[_Source, list[float]], Made]] = {
 }
 
 
-def _woven(source: _Source, depths: list[float], groups: list[list[str]]) -> str:
+def _woven(source: _TaskSource, depths: list[float], groups: list[list[str]]) -> str:
     """Return a context: sentences, and at each depth a group of inserts, some sentences apart."""
     filler, before = source.filler([f"{text} " for group in groups for text in group])
     if len(filler) < len(depths):
@@ -238,7 +238,7 @@ def _woven(source: _Source, depths: list[float], groups: list[list[str]]) -> str
     return " ".join(woven).rstrip()
 
 
-def _too_short(source: _Source, depths: list[float]) -> EvaluationError:
+def _too_short(source: _TaskSource, depths: list[float]) -> EvaluationError:
     return EvaluationError(
         f"{source.tokens} tokens are too few for tasks at {len(depths)} depths; take more"
     )

@@ -41,7 +41,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor: dtype, shape, and its bytes `begin <= i < end` behind the header."""
 
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Header:
     """What a header says: text by key, tensors by name in the order of their bytes."""
 
     metadata: dict[str, str]
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
 
 
 def dump_json(value: Any) -> str:
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
     return value
 
 
-def header_bytes(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:
+def header_bytes(metadata: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> bytes:
     """Return a header, its length in front, padded so that tensors begin at a multiple of 8."""
     tensors = {
         name: {
@@ -133,7 +133,7 @@ def parse_header(text: bytes, room: int) -> Header:
     return Header(metadata, entries)
 
 
-def _entry(name: str, given: Any, begin: int) -> Entry:
+def _entry(name: str, given: Any, begin: int) -> TensorEntry:
     if len(name) > 200 or not _NAME.fullmatch(name):
         raise FormatError(f"{name[:50]!r} is no name of a tensor")
     if not isinstance(given, dict) or list(given) != ["dtype", "shape", "data_offsets"]:
@@ -148,14 +148,14 @@ def _entry(name: str, given: Any, begin: int) -> Entry:
         raise FormatError(f"tensor {name!r} does not begin where the one before ends")
     if offsets[1] - begin != prod(shape) * dtype.itemsize:
         raise FormatError(f"tensor {name!r} has other bytes than its shape needs")
-    return Entry(dtype, tuple(shape), begin, offsets[1])
+    return TensorEntry(dtype, tuple(shape), begin, offsets[1])
 
 
 def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < 1 << 62 for x in value)
 
 
-def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
+def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, TensorEntry]:
     """Return the entries of tensors that lie one after the other."""
     entries, begin = {}, 0
     for name, dtype, shape in tensors:
@@ -164,6 +164,6 @@ def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[
         if dtype not in DTYPE_NAMES:
             raise FormatError(f"tensors of {dtype} can't be saved")
         end = begin + prod(shape) * dtype.itemsize
-        entries[name] = Entry(dtype, tuple(shape), begin, end)
+        entries[name] = TensorEntry(dtype, tuple(shape), begin, end)
         begin = end
     return entries

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, KVPactError
 from kvpact.key_offset import KeyOffset
-from kvpact.snapshot.header import Entry
+from kvpact.snapshot.header import TensorEntry
 from kvpact.snapshot.manifest import OFFSET_TENSORS, OffsetEntry
 from kvpact.snapshot.state import SIDES, LayerState
 
@@ -89,7 +89,7 @@ def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
     return one.keys() == other.keys() and all(torch.equal(x, other[n]) for n, x in one.items())
 
 
-def sizes(entries: Mapping[str, Entry], total: int) -> dict[str, int]:
+def sizes(entries: Mapping[str, TensorEntry], total: int) -> dict[str, int]:
     """Return bytes of a snapshot's tensors by what they are for, and of what is around them."""
     found = {"packed slots": 0, "sinks": 0, "window": 0, "learnt": 0, "token ids": 0}
     found |= {"key offsets": 0} if any(".offset." in name for name in entries) else {}

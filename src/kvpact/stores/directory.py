@@ -21,7 +21,7 @@ from kvpact.errors import FormatError, StoreError, StoreFull
 from kvpact.files import read_regular
 from kvpact.stores.base import GCReport, StoreWarning
 from kvpact.stores.directory_files import Blobs
-from kvpact.stores.directory_index import Index, Row, Rows
+from kvpact.stores.directory_index import Index, IndexRow, IndexRows
 from kvpact.stores.record_store import RecordStore
 
 _MARKER = "kvpact-store.json"
@@ -126,16 +126,16 @@ class DirectoryStore(RecordStore):
 
     def _write(self, name: str, head: bytes, blob: memoryview, created: float) -> None:
         size = len(head) + blob.nbytes
-        dropped: list[Row] = []
+        dropped: list[IndexRow] = []
         file = ""
         with self._named_errors(), self._files.written(head, blob) as written:
 
-            def publish(rows: Rows) -> list[Row]:
+            def publish(rows: IndexRows) -> list[IndexRow]:
                 nonlocal file
                 rows.touch(self._take_used())
                 old = rows.get(name)
                 file = file or self._files.publish(written, name)
-                rows.put(Row(name, file, size, created))
+                rows.put(IndexRow(name, file, size, created))
                 removed = [old] if old is not None else []
                 if self._max_bytes is not None:
                     removed += rows.make_room(self._max_bytes)
@@ -165,7 +165,7 @@ class DirectoryStore(RecordStore):
             with suppress(StoreError), self._named_errors():
                 self._index.write(lambda rows: rows.touch(used))
 
-    def _read(self, name: str, *, use: bool = True) -> tuple[bytes, Row] | None:
+    def _read(self, name: str, *, use: bool = True) -> tuple[bytes, IndexRow] | None:
         with self._named_errors():
             row = self._row(name)
             while row is not None:
@@ -188,7 +188,7 @@ class DirectoryStore(RecordStore):
                 self._flush()
         return record, row
 
-    def _row(self, name: str) -> Row | None:
+    def _row(self, name: str) -> IndexRow | None:
         try:
             return self._index.read(lambda rows: rows.get(name))
         except sqlite3.Error:
@@ -196,13 +196,13 @@ class DirectoryStore(RecordStore):
             if not (files := self._files.of_key(name)):
                 return None
             found = self._files.describe(files[0])
-            return None if found is None else Row(name, files[0], found[2], found[1])
+            return None if found is None else IndexRow(name, files[0], found[2], found[1])
 
-    def _discard(self, name: str, token: Row) -> None:
+    def _discard(self, name: str, token: IndexRow) -> None:
         with suppress(StoreError), self._named_errors():
             self._remove(token)
 
-    def _remove(self, row: Row) -> bool:
+    def _remove(self, row: IndexRow) -> bool:
         # The file goes first: room for the index to say so, and no way back for a deleted entry.
         freed = self._files.remove(row.file)
         return self._index.write(lambda rows: rows.remove(row)) or bool(freed)
@@ -212,7 +212,7 @@ class DirectoryStore(RecordStore):
             row = self._row(name)
             return row is not None and not self._expired(row.created) and self._has(row)
 
-    def _has(self, row: Row) -> bool:
+    def _has(self, row: IndexRow) -> bool:
         return self._files.exists(row.file)
 
     def _delete(self, name: str) -> bool:
@@ -237,7 +237,7 @@ class DirectoryStore(RecordStore):
             leftovers, freed = self._files.sweep()
             files = set(self._files.names())
 
-            def collect(rows: Rows) -> tuple[list[Row], list[Row], list[str], int]:
+            def collect(rows: IndexRows) -> tuple[list[IndexRow], list[IndexRow], list[str], int]:
                 # Files are renamed inside the transactions of puts. So one that was there before
                 # this transaction began, and has no row now, has no writer any more.
                 rows.touch(self._take_used())

@@ -34,7 +34,7 @@ CREATE TRIGGER removed AFTER DELETE ON entries BEGIN
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-class Row(NamedTuple):
+class IndexRow(NamedTuple):
     """One entry as the index has it."""
 
     key: str
@@ -43,24 +43,24 @@ class Row(NamedTuple):
     created: float
 
 
-class Rows:
+class IndexRows:
     """The statements; valid inside `Index.write` and `Index.read` only."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._run = connection.execute
 
-    def get(self, key: str) -> Row | None:
+    def get(self, key: str) -> IndexRow | None:
         """Return a key's row."""
         query = "SELECT key, file, size, created FROM entries WHERE key = ?"
         row = self._run(query, (key,)).fetchone()
-        return None if row is None else Row(*row)
+        return None if row is None else IndexRow(*row)
 
-    def all(self) -> list[Row]:
+    def all(self) -> list[IndexRow]:
         """Return every row, the least recently used first."""
         query = "SELECT key, file, size, created FROM entries ORDER BY used"
-        return [Row(*row) for row in self._run(query)]
+        return [IndexRow(*row) for row in self._run(query)]
 
-    def put(self, row: Row) -> None:
+    def put(self, row: IndexRow) -> None:
         """Set a key's row; it is the most recently used one."""
         self._run("DELETE FROM entries WHERE key = ?", (row.key,))
         self._run(
@@ -75,7 +75,7 @@ class Rows:
                 (key,),
             )
 
-    def remove(self, row: Row) -> bool:
+    def remove(self, row: IndexRow) -> bool:
         """Remove a row if it still names the same file."""
         query = "DELETE FROM entries WHERE key = ? AND file = ?"
         return self._run(query, (row.key, row.file)).rowcount > 0
@@ -85,12 +85,12 @@ class Rows:
         entries, held = self._run("SELECT entries, bytes FROM totals").fetchone()
         return entries, held
 
-    def make_room(self, limit: int) -> list[Row]:
+    def make_room(self, limit: int) -> list[IndexRow]:
         """Remove the least recently used rows until all take `limit` bytes; return them."""
-        removed: list[Row] = []
+        removed: list[IndexRow] = []
         query = "SELECT key, file, size, created FROM entries ORDER BY used LIMIT 1"
         while self.totals()[1] > limit and (found := self._run(query).fetchone()):
-            removed.append(Row(*found))
+            removed.append(IndexRow(*found))
             self.remove(removed[-1])
         return removed
 
@@ -112,16 +112,16 @@ class Index:
         # SQLite's connections must not even be closed in a forked process.
         self._inherited: list[sqlite3.Connection] = []
 
-    def read(self, work: Callable[[Rows], T]) -> T:
+    def read(self, work: Callable[[IndexRows], T]) -> T:
         """Run `work` on the rows as they are."""
-        return self._repaired(lambda: work(Rows(self._open())))
+        return self._repaired(lambda: work(IndexRows(self._open())))
 
-    def write(self, work: Callable[[Rows], T]) -> T:
+    def write(self, work: Callable[[IndexRows], T]) -> T:
         """Run `work` in a transaction that no other writer enters; an error undoes it all."""
 
         def run() -> T:
             with _transaction(self._open()) as connection:
-                return work(Rows(connection))
+                return work(IndexRows(connection))
 
         return self._repaired(run)
 
@@ -195,19 +195,19 @@ class Index:
             with _transaction(connection):
                 for statement in _SCHEMA.replace("\n    ", " ").split(";\n"):
                     connection.execute(statement)
-                self._adopt(Rows(connection))
+                self._adopt(IndexRows(connection))
                 connection.execute(f"PRAGMA user_version = {VERSION}")
         elif version != VERSION:
             raise FormatError(
                 f"{self.path} has version {version}; this reads {VERSION}: use another directory"
             )
 
-    def _adopt(self, rows: Rows) -> None:
+    def _adopt(self, rows: IndexRows) -> None:
         """Fill an empty index from the files; of two with one key the newer one counts."""
         found = [(self._blobs.describe(file), file) for file in self._blobs.names()]
         known = [(e[1], file, e) for e, file in found if e is not None]
         for created, file, (key, _, size) in sorted(known):
-            rows.put(Row(key, file, size, created))
+            rows.put(IndexRow(key, file, size, created))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

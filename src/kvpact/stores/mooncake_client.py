@@ -48,7 +48,7 @@ class _Lane:
 
 
 @dataclass
-class _Call:
+class _StoreCall:
     lane: _Lane | None = None
     done: threading.Event = field(default_factory=threading.Event)
     reply: Any = None
@@ -70,7 +70,7 @@ class MooncakeClient:
         self, settings: dict[str, Any], memory_size: int, timeout: float, log: str | None = None
     ) -> None:
         self.lane_size = memory_size // LANES
-        self._calls: dict[int, _Call] = {0: _Call()}
+        self._calls: dict[int, _StoreCall] = {0: _StoreCall()}
         self._next, self._ended, self._lock = 0, False, threading.Lock()
         self._lanes: queue.LifoQueue[int] = queue.LifoQueue()
         for lane in range(LANES):
@@ -175,7 +175,7 @@ class MooncakeClient:
             if self._ended:
                 raise NoAnswer(_ENDED)
             self._next += 1
-            number, call = self._next, _Call(lane)
+            number, call = self._next, _StoreCall(lane)
             self._calls[number] = call
         try:
             self._send([number, operation, *arguments])
@@ -194,7 +194,7 @@ class MooncakeClient:
         except OSError as error:
             raise NoAnswer(_ENDED) from error
 
-    def _answer(self, call: _Call, timeout: float) -> Any:
+    def _answer(self, call: _StoreCall, timeout: float) -> Any:
         if not call.done.wait(max(timeout, 0)):
             with self._lock:
                 if not call.done.is_set():

@@ -23,7 +23,7 @@ from kvpact.stores.base import (
     check_blob,
     check_key,
 )
-from kvpact.stores.records import Entry, seal, unseal
+from kvpact.stores.records import RecordEntry, seal, unseal
 
 
 class RecordStore(Store):
@@ -184,7 +184,7 @@ class RecordStore(Store):
         self._count("errors")
         warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=3)
 
-    def _verified(self, name: str, record: bytes, token: Any) -> Entry | None:
+    def _verified(self, name: str, record: bytes, token: Any) -> RecordEntry | None:
         try:
             entry = unseal(name, record)
         except FormatError as error:

@@ -33,7 +33,7 @@ LONGEST_HEADER = HEADER + 200
 
 
 @dataclass(frozen=True)
-class Entry:
+class RecordEntry:
     """What a record says: its key, when it was put, its blob."""
 
     key: str
@@ -50,7 +50,7 @@ def seal(key: str, blob: memoryview, created: float) -> tuple[bytes, memoryview]
     return MAGIC + digest.digest() + fields, blob
 
 
-def unseal(key: str, record: bytes) -> Entry:
+def unseal(key: str, record: bytes) -> RecordEntry:
     """Check a record and return what is in it. Raises `IntegrityError`, `FormatError`."""
     view = memoryview(record)
     digest = blake2b(view[_START:], digest_size=_DIGEST).digest()
@@ -59,7 +59,7 @@ def unseal(key: str, record: bytes) -> Entry:
     name, created = peek(record, len(record))
     if name != key:
         raise IntegrityError(f"the entry of {key} is that of {name}")
-    return Entry(key, created, bytes(view[HEADER + len(name.encode()) :]))
+    return RecordEntry(key, created, bytes(view[HEADER + len(name.encode()) :]))
 
 
 def peek(head: bytes, size: int) -> tuple[str, float]:

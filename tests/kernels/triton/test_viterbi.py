@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.encode.viterbi import viterbi
-from kvpact.kernels.triton.trellis.steps import Plane, Steps
+from kvpact.kernels.triton.trellis.steps import Plane, TrellisSteps
 from kvpact.quantizers import trellis
 
 
@@ -21,7 +21,7 @@ from kvpact.quantizers import trellis
 class One:
     """A form of one block."""
 
-    steps: tuple[Steps, ...]
+    steps: tuple[TrellisSteps, ...]
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def encode(numbers, back, codes, cells, FORM: tl.constexpr):
 
 def codes_of(z: torch.Tensor, bits: int, states: int) -> torch.Tensor:
     """Return the kernel's codes of `[32, D]` numbers."""
-    block = Steps(
+    block = TrellisSteps(
         0, z.shape[1], bits, states.bit_length() - 1, 0, 1, Plane(), Plane(), 0, trellis.UNITS[bits]
     )
     codes = torch.full((z.shape[1], 32), 255, dtype=torch.uint8)

@@ -40,7 +40,7 @@ class _TextPrefixes(PrefixCache):
         return super().keys(ids[:first])
 
 
-class _Source:
+class _PrefixSource:
     """The one sequence of a `CompressedCache`, see `kvpact.prefixes.PrefixSource`."""
 
     def __init__(self, cache: CompressedCache, model: Any) -> None:
@@ -146,7 +146,7 @@ def prefix_cache(
     _require_rope_by_position(config)
     prefixes = _TextPrefixes(
         store,
-        _Source(cache, model),
+        _PrefixSource(cache, model),
         model=fingerprint or model_fingerprint(model, adapter=adapter),
         adapter=adapter,
         tenant=tenant,

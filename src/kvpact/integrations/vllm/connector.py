@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvpact.integrations.vllm.connector_counts import COUNTED, Counts, line, logger
+from kvpact.integrations.vllm.connector_counts import COUNTED, ConnectorCounts, line, logger
 from kvpact.integrations.vllm.connector_form import StepPlan
 from kvpact.integrations.vllm.connector_options import (
-    Options,
+    ConnectorOptions,
     options_of,
     release_store,
     share_store,
@@ -99,9 +99,9 @@ class KVPactConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._options: Options = options_of(transfer.kv_connector_extra_config)
+        self._options: ConnectorOptions = options_of(transfer.kv_connector_extra_config)
         self._form = form_of(vllm_config, kv_cache_config, self._options.storage)
-        self._counts = Counts()
+        self._counts = ConnectorCounts()
         store = share_store(self._options)
         self._open = True
         if role == KVConnectorRole.SCHEDULER:

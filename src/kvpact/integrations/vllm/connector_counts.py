@@ -26,7 +26,7 @@ COUNTED = {
 """Names of the counters, and what they count."""
 
 
-class Counts:
+class ConnectorCounts:
     """Counters; may be used from any thread."""
 
     def __init__(self) -> None:

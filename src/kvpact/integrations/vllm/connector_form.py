@@ -67,7 +67,7 @@ def in_order(layers: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChunkPiece:
     """A chunk of a request's tokens. `key`: in the store, without the rank."""
 
     key: str
@@ -86,7 +86,7 @@ class Load:
 
     request: str
     identity: Identity
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPiece, ...]
     pages: tuple[int, ...]
     skip: int
 
@@ -96,7 +96,7 @@ class Save:
     """Chunks that this step completes, and their pages, in order."""
 
     identity: Identity
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ChunkPiece, ...]
     pages: tuple[int, ...]
 
 

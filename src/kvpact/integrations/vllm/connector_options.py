@@ -13,7 +13,7 @@ from kvpact.stores import Store, open_store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ConnectorOptions:
     """The connector's options.
 
     - `store`: URL or path, see `kvpact.stores.open_store`.
@@ -55,14 +55,14 @@ class Options:
                 raise StoreError(f"kv_connector_extra_config: {name} can't be {value!r}")
 
 
-def options_of(extra: Mapping[str, Any]) -> Options:
-    """Read ``kv_connector_extra_config``; see `Options` for what it raises."""
-    known = [field.name for field in fields(Options)]
+def options_of(extra: Mapping[str, Any]) -> ConnectorOptions:
+    """Read ``kv_connector_extra_config``; see `ConnectorOptions` for what it raises."""
+    known = [field.name for field in fields(ConnectorOptions)]
     unknown = [name for name in extra if name not in known]
     if unknown or "store" not in extra:
         what = f"there is no {unknown[0]!r}" if unknown else "it needs a store"
         raise StoreError(f"kv_connector_extra_config: {what}; the options are {', '.join(known)}")
-    return Options(**extra)
+    return ConnectorOptions(**extra)
 
 
 def _above_zero(value: Any) -> bool:
@@ -73,7 +73,7 @@ _shared: dict[tuple[str, str | None], tuple[Store, int]] = {}
 _lock = threading.Lock()
 
 
-def share_store(options: Options) -> Store:
+def share_store(options: ConnectorOptions) -> Store:
     """Open the store, or return that which this process has open; give it back by `release_store`.
 
     vLLM makes a connector for its scheduler and one for its worker, mostly in one process.
@@ -89,7 +89,7 @@ def share_store(options: Options) -> Store:
         return store
 
 
-def release_store(options: Options) -> None:
+def release_store(options: ConnectorOptions) -> None:
     """Close a store that nobody else uses."""
     which = options.store, options.secret_file
     with _lock:

@@ -17,7 +17,7 @@ from kvpact.kernels import Plan, Segment, StreamPlan
 from kvpact.methods import Codec
 
 
-class _Slots(NamedTuple):
+class _BlockSlots(NamedTuple):
     codec: Codec
     source: PageSource
 
@@ -82,7 +82,9 @@ class PlainPages:
         copied = torch.empty(count, *self._pages.shape[1:], dtype=self._pages.dtype, device="cpu")
         halves = copied.view(count, self._heads, 2, -1)
         for side, (plan, fields, order) in enumerate(self._sides(memory)):
-            slots = _Slots(plan.codec, PageSource(fields, tuple(range(count)), self._form.tokens))
+            slots = _BlockSlots(
+                plan.codec, PageSource(fields, tuple(range(count)), self._form.tokens)
+            )
             x = torch.empty(1, self._heads, tokens, self._dim, dtype=copied.dtype, device="cpu")
             plan.decode_slots(slots, 0, tokens, x)
             by_page = x[0].view(self._heads, count, -1).transpose(0, 1)

@@ -11,10 +11,17 @@ from functools import cache, partial
 from typing import Any
 
 from kvpact.cache.prefixes import page_keys
-from kvpact.integrations.vllm.connector_counts import Counts
-from kvpact.integrations.vllm.connector_form import Form, Load, Piece, Save, StepPlan, entry_name
+from kvpact.integrations.vllm.connector_counts import ConnectorCounts
+from kvpact.integrations.vllm.connector_form import (
+    ChunkPiece,
+    Form,
+    Load,
+    Save,
+    StepPlan,
+    entry_name,
+)
 from kvpact.integrations.vllm.connector_lane import Job, Lane
-from kvpact.integrations.vllm.connector_options import Options
+from kvpact.integrations.vllm.connector_options import ConnectorOptions
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store
@@ -65,11 +72,11 @@ class PrefixScheduler:
     def __init__(
         self,
         form: Form,
-        options: Options,
+        options: ConnectorOptions,
         store: Store,
         model: str,
         adapter: Callable[[Any], str | None],
-        counts: Counts,
+        counts: ConnectorCounts,
         *,
         loads: bool = True,
         saves: bool = True,
@@ -248,10 +255,11 @@ class PrefixScheduler:
             return key.hex()
         return hashlib.blake2b(key + json.dumps(shown).encode(), digest_size=32).hexdigest()
 
-    def _pieces(self, one: _Tracked, first: int, last: int) -> tuple[Piece, ...]:
+    def _pieces(self, one: _Tracked, first: int, last: int) -> tuple[ChunkPiece, ...]:
         size, ids, names = self.chunk, one.request.all_token_ids, self._names(one, last)
         return tuple(
-            Piece(names[i], i, tuple(ids[i * size : (i + 1) * size])) for i in range(first, last)
+            ChunkPiece(names[i], i, tuple(ids[i * size : (i + 1) * size]))
+            for i in range(first, last)
         )
 
     def _completed(self, one: _Tracked, computed: int, output: Any) -> list[Save]:

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreFull
-from kvpact.integrations.vllm.connector_counts import Counts
+from kvpact.integrations.vllm.connector_counts import ConnectorCounts
 from kvpact.integrations.vllm.connector_form import (
+    ChunkPiece,
     Form,
     Load,
-    Piece,
     Save,
     StepPlan,
     entry_name,
     of_rank,
 )
 from kvpact.integrations.vllm.connector_lane import Job, Lane
-from kvpact.integrations.vllm.connector_options import Options
+from kvpact.integrations.vllm.connector_options import ConnectorOptions
 from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
 from kvpact.integrations.vllm.connector_plain import PlainPages
 from kvpact.prefixes.chunks import Chunk, ChunkKind
@@ -49,7 +49,9 @@ class _Loaded:
 class PrefixWorker:
     """Loads and saves chunks of one rank. Threads talk to the store, vLLM's touch the pages."""
 
-    def __init__(self, form: Form, options: Options, store: Store, counts: Counts) -> None:
+    def __init__(
+        self, form: Form, options: ConnectorOptions, store: Store, counts: ConnectorCounts
+    ) -> None:
         self._form, self._options, self._store, self._counts = form, options, store, counts
         self._chunk = form.chunk(options.chunk)
         self._each = self._chunk // form.page
@@ -186,7 +188,7 @@ class PrefixWorker:
         own = of_rank(identity, self._form.rank, self._form.ranks)
         return self._form.kind(own, self._chunk)
 
-    def _entry(self, piece: Piece) -> str:
+    def _entry(self, piece: ChunkPiece) -> str:
         return entry_name(piece.key, self._form.rank, self._form.ranks)
 
     def _fetch(self, load: Load, job: Job) -> _Loaded | None:
@@ -211,7 +213,7 @@ class PrefixWorker:
         layers = zip(self._pages.values(), torch.split(slots, kind.slot_bytes, dim=1), strict=True)
         return _Loaded([x.unpack(part, self._each) for x, part in layers], len(found), size)
 
-    def _opened(self, kind: ChunkKind, piece: Piece, blob: bytes) -> Chunk | None:
+    def _opened(self, kind: ChunkKind, piece: ChunkPiece, blob: bytes) -> Chunk | None:
         try:
             return kind.unpack(blob, piece.index, piece.tokens)
         except (FormatError, IntegrityError) as error:
@@ -222,7 +224,7 @@ class PrefixWorker:
     def _accepted(self, save: Save) -> Save:
         """Return a save without those chunks that wait already, or find no room in the queue."""
         size = self._page_bytes * self._each
-        pieces: list[Piece] = []
+        pieces: list[ChunkPiece] = []
         pages: list[int] = []
         with self._lock:
             waiting = sum(self._queued.values())
@@ -255,7 +257,7 @@ class PrefixWorker:
             for piece in save.pieces:
                 self._queued.pop(self._entry(piece), None)
 
-    def _put_one(self, kind: ChunkKind, piece: Piece, chunk: Chunk) -> None:
+    def _put_one(self, kind: ChunkKind, piece: ChunkPiece, chunk: Chunk) -> None:
         name = self._entry(piece)
         try:
             if name in self._unreadable or not self._store.contains(name):

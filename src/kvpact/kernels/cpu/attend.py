@@ -46,7 +46,7 @@ def fixed_arguments(view: StreamView) -> bytes:
         or (not found.learnt and codec.ready)
     ):
         form = slot_format(codec)
-        stream = structs.Stream.from_buffer_copy(form.stream)
+        stream = structs.StreamStruct.from_buffer_copy(form.stream)
         stream.segment_tokens, stream.dtype = view.source.segment_tokens, DTYPES[dtype]
         if not form.place(stream, view.source):
             raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
@@ -71,7 +71,7 @@ _NO_TOKENS = (0, 0, 0, 0)
 def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, ...]]:
     """Return the arguments of a stream that holds nothing: new tokens only."""
     dim = fresh.shape[3]
-    fixed = structs.Stream(
+    fixed = structs.StreamStruct(
         kind=structs.KINDS["raw"],
         bits=32,
         dim=dim,

@@ -107,14 +107,14 @@ def codec_encoder(codec: Codec) -> CodecEncoder:
     return found
 
 
-def exact_tokens(x: Tensor) -> tuple[structs.Exact, Tensor]:
+def exact_tokens(x: Tensor) -> tuple[structs.ExactStruct, Tensor]:
     """Return where tokens `[B, H, T, D]` lie, and what keeps them there: a copy if D has gaps."""
     row, head, token, channel = x.stride()
     if channel != 1 and x.shape[3] != 1:
         x = x.contiguous()
         row, head, token, _ = x.stride()
     size = x.element_size()
-    return structs.Exact(x.data_ptr(), row * size, head * size, token * size), x
+    return structs.ExactStruct(x.data_ptr(), row * size, head * size, token * size), x
 
 
 def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]:

@@ -54,7 +54,7 @@ class _Table:
             return self._numbers
 
 
-class _Numbers(NamedTuple):
+class _RowNumbers(NamedTuple):
     """An offset's `[P, 3]` int32 (both channels, row of the table) and `[H, P, 2]` biases."""
 
     channels: Tensor
@@ -63,10 +63,10 @@ class _Numbers(NamedTuple):
 
 
 _tables: dict[tuple[float, torch.dtype], _Table] = {}
-_made: WeakKeyDictionary[KeyOffset, _Numbers] = WeakKeyDictionary()
+_made: WeakKeyDictionary[KeyOffset, _RowNumbers] = WeakKeyDictionary()
 
 
-def _numbers(offset: KeyOffset) -> _Numbers:
+def _numbers(offset: KeyOffset) -> _RowNumbers:
     found = _made.get(offset)
     if found is None:
         given = offset.scaling, offset.dtype
@@ -76,7 +76,7 @@ def _numbers(offset: KeyOffset) -> _Numbers:
             [[*pair, row] for pair, row in pairs], dtype=torch.int32, device="cpu"
         )
         bias = torch.tensor(offset.bias, dtype=torch.float32, device="cpu")
-        found = _made[offset] = _Numbers(channels, bias, table)
+        found = _made[offset] = _RowNumbers(channels, bias, table)
     return found
 
 

@@ -32,7 +32,7 @@ class SlotFormat:
 
     def __init__(self, codec: Codec) -> None:
         self.reason, self.by_channel, self.learnt = "", False, codec.ready
-        self.stream = structs.Stream()
+        self.stream = structs.StreamStruct()
         self._names: list[tuple[str, str]] = []
         self._alive: list[Tensor] = []
         self._trellis: trellis.TrellisArguments | None = None
@@ -80,7 +80,7 @@ class SlotFormat:
         """Know the format of a codec of trellises that has learnt, from the one before."""
         other = object.__new__(SlotFormat)
         other.__dict__.update(self.__dict__)
-        other.stream, other.learnt = structs.Stream.from_buffer_copy(self.stream), True
+        other.stream, other.learnt = structs.StreamStruct.from_buffer_copy(self.stream), True
         other._trellis, other.stream.trellis = arguments, arguments.address
         _formats[codec] = other
 
@@ -88,7 +88,7 @@ class SlotFormat:
         self._alive.append(tensor)
         return tensor.data_ptr()
 
-    def place(self, stream: structs.Stream, source: SegmentSource) -> bool:
+    def place(self, stream: structs.StreamStruct, source: SegmentSource) -> bool:
         """Write down where the slots lie; False if not as kernels need them."""
         for name, field in self._names:
             found = source.where(field)

@@ -79,7 +79,7 @@ class CpuStep(AlikeCalls):
         memory = [x.untyped_storage() for x in made.alive]
         self._alive: Any = (memory, call.view.k.codec, call.view.v.codec, call.padding)
         self._sinks: Any = (call.view.k.sinks, call.view.v.sinks)
-        args = self._args = structs.StepPlan()
+        args = self._args = structs.StepStruct()
         ctypes.memmove(ctypes.byref(args.attend), made.args, len(made.args))
         _fill(args.k, call.view.k)
         _fill(args.v, call.view.v)
@@ -101,7 +101,7 @@ class CpuStep(AlikeCalls):
         memory: list[Any] = []
         other._alive = (memory, view.k.codec, view.v.codec)
         other._sinks = (view.k.sinks, view.v.sinks)
-        args = other._args = structs.StepPlan.from_buffer_copy(self._args)
+        args = other._args = structs.StepStruct.from_buffer_copy(self._args)
         other._address = ctypes.addressof(args)
         for side, stream, store in (
             (view.k, args.attend.k, args.k),
@@ -109,7 +109,7 @@ class CpuStep(AlikeCalls):
         ):
             fixed = native.fixed_arguments(side)
             ctypes.memmove(ctypes.addressof(stream), fixed, len(fixed))
-            stream.sinks, stream.sink_positions, stream.n_sinks = structs.Exact(), 0, 0
+            stream.sinks, stream.sink_positions, stream.n_sinks = structs.ExactStruct(), 0, 0
             if side.sinks is not None and side.sink_positions is not None:
                 stream.sinks, sinks = exact_tokens(side.sinks)
                 memory.append(sinks.untyped_storage())
@@ -175,7 +175,7 @@ def _append(tokens: StepTokens, held: int, new: int) -> tuple[int, ...]:
     )
 
 
-def _fill(store: structs.Store, side: StreamView) -> None:
+def _fill(store: structs.StoreStruct, side: StreamView) -> None:
     codec, encoder, dim = side.codec, codec_encoder(side.codec), side.tail.shape[3]
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
     if isinstance(side.offset, RowOffset):

@@ -63,7 +63,9 @@ class TrellisArguments:
     def __init__(self, form: TrellisForm, state: Mapping[str, Tensor]) -> None:
         assert len(form.blocks) <= _MOST_BLOCKS
         self._alive: list[Tensor] = []
-        self._args = args = structs.Trellis(len(form.blocks), form.interleave, center=form.center)
+        self._args = args = structs.TrellisStruct(
+            len(form.blocks), form.interleave, center=form.center
+        )
         for index, block in enumerate(form.blocks):
             made, tensors = block_arguments(block)
             args.block[index] = made
@@ -73,7 +75,10 @@ class TrellisArguments:
     def learnt(self, state: Mapping[str, Tensor]) -> TrellisArguments:
         """Return the arguments of a codec that has learnt, from those before."""
         other = object.__new__(TrellisArguments)
-        other._args, other._alive = structs.Trellis.from_buffer_copy(self._args), [*self._alive]
+        other._args, other._alive = (
+            structs.TrellisStruct.from_buffer_copy(self._args),
+            [*self._alive],
+        )
         other._set(state)
         return other
 

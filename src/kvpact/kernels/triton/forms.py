@@ -21,7 +21,7 @@ from kvpact.formats.bitpack import WORD, block_words, planes
 from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisForm
 from kvpact.kernels.sources import SegmentSource, Where
-from kvpact.kernels.triton.trellis.steps import Steps, steps_of
+from kvpact.kernels.triton.trellis.steps import TrellisSteps, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -102,7 +102,7 @@ class SlotForm(Planes):
     whole: bool
     signed: bool
     trellis: TrellisForm | None = None
-    steps: tuple[Steps, ...] = ()
+    steps: tuple[TrellisSteps, ...] = ()
 
     def has(self, name: str) -> bool:
         """Whether there is a field of that name."""

@@ -13,7 +13,7 @@ from kvpact.kernels.base import AttendCall, Precision
 from kvpact.kernels.triton.attend.general import Variant, attend_general
 from kvpact.kernels.triton.attend.merge import merge_parts
 from kvpact.kernels.triton.attend.prompt import (
-    NewTokens,
+    PromptTokens,
     attend_new,
     attend_prompt,
     is_chunk,
@@ -21,7 +21,7 @@ from kvpact.kernels.triton.attend.prompt import (
 )
 from kvpact.kernels.triton.attend.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.attend.rows import UNBOUNDED, Rows, rows_of
-from kvpact.kernels.triton.attend.streams import Stream
+from kvpact.kernels.triton.attend.streams import StreamForm
 from kvpact.kernels.triton.digits.fast import Fast, attend_fast, fast_of, fast_range
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.step.kernels import Counting
@@ -164,7 +164,7 @@ def variant_of(call: AttendCall, rows: Rows) -> Variant:
     held = min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS, most)
     choice = general_choice(held, widest, thrice)
     k, v = (
-        Stream(
+        StreamForm(
             slots and slots.form,
             dim,
             width_of(dim),
@@ -260,7 +260,7 @@ def attend_prepared(
     )  # fmt: skip
     if fast is not None:
         attend_fast(fast, calls, _scale(call), rows.table, packed, lse, splits)
-    new = attend_new(calls, _scale(call)) if chunk else NewTokens(exact, lse)
+    new = attend_new(calls, _scale(call)) if chunk else PromptTokens(exact, lse)
     steps = [step for x in new for step in x.stride()[:3]] if chunk else [0] * 6
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
     each, at_once = merged_at_once(count, values.width)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from kvpact.kernels.triton.attend.products import add_logits, add_values, no_sums, times
-from kvpact.kernels.triton.attend.streams import TILE, Stream, rounded
+from kvpact.kernels.triton.attend.streams import TILE, StreamForm, rounded
 from kvpact.kernels.triton.columns import (
     CAUSAL,
     FIRST_QUERY,
@@ -44,8 +44,8 @@ class Variant:
     `latent`: whether they are latents and rotated keys; `mask`: None, boolean or additive.
     """
 
-    k: Stream
-    v: Stream
+    k: StreamForm
+    v: StreamForm
     latent: bool
     rows: int
     softcap: bool
@@ -53,7 +53,7 @@ class Variant:
     warps: int
 
     @property
-    def values(self) -> Stream:
+    def values(self) -> StreamForm:
         """The stream whose tokens are summed."""
         return self.k if self.latent else self.v
 

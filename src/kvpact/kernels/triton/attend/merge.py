@@ -28,8 +28,8 @@ def merge_parts(
     PACKED, LSE: `parts` of them; EXACT: the first `splits` (see `attend_general`). SIGNS: of V's
     transform. OUT: `[rows, heads * groups, q_len, DIM]`. A row that saw no token gets zeros.
 
-    NEW, NEW_LSE: if APART, one part more (see `prompt.NewTokens`), with the steps from batch row to
-    row, query head to head, query to query.
+    NEW, NEW_LSE: if APART, one part more (see `prompt.PromptTokens`), with the steps from batch row
+    to row, query head to head, query to query.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     if COUNTING is not None:  # noqa: SIM102 (known when it is compiled; the other is not)

@@ -20,7 +20,7 @@ from kvpact.kernels.triton.attend.streams import (
 )
 
 if TYPE_CHECKING:
-    from kvpact.kernels.triton.attend.streams import Stream
+    from kvpact.kernels.triton.attend.streams import StreamForm
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _queries(Q, at_row, live, channel, there, STRIDE: tl.constexpr):
 
 
 @triton.constexpr_function
-def block_piece(stream: Stream, index: int) -> int:
+def block_piece(stream: StreamForm, index: int) -> int:
     """Return how many channels of a block of a trellis are multiplied at a time."""
     assert stream.form is not None
     width = 1 << (stream.form.steps[index].dim - 1).bit_length()

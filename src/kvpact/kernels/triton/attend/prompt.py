@@ -71,7 +71,7 @@ def attend_prompt(call: AttendCall) -> Tensor:
     )
 
 
-class NewTokens(NamedTuple):
+class PromptTokens(NamedTuple):
     """What new tokens are to each other.
 
     `output`: `[B, H_q, q_len, D_v]`, by their own sum of weights; `lse`: `[B, H_q, q_len]` fp32,
@@ -82,13 +82,13 @@ class NewTokens(NamedTuple):
     lse: Tensor
 
 
-def attend_new(calls: Sequence[AttendCall], scale: float) -> NewTokens:
+def attend_new(calls: Sequence[AttendCall], scale: float) -> PromptTokens:
     """Attend over the new tokens of calls that are chunks and alike, with this factor on logits."""
     aten = torch.ops.aten
     causal = {call.config.is_causal for call in calls}
     if len(causal) > 1:
         made = [attend_new((call,), scale) for call in calls]
-        return NewTokens(*(torch.cat(part) for part in zip(*made, strict=True)))
+        return PromptTokens(*(torch.cat(part) for part in zip(*made, strict=True)))
     parts: list[Tensor] = []
     for given in zip(*((call.q, call.k, call.v) for call in calls), strict=True):
         x = given[0] if len(given) == 1 else torch.cat(given)
@@ -97,4 +97,4 @@ def attend_new(calls: Sequence[AttendCall], scale: float) -> NewTokens:
     if not parts[0].is_cuda:
         flash = aten._scaled_dot_product_flash_attention_for_cpu
     output, lse, *_ = flash(*parts, 0.0, causal.pop(), scale=scale)
-    return NewTokens(output, lse)
+    return PromptTokens(output, lse)

@@ -30,7 +30,7 @@ def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:
     return random_signs(transform.dim + transform.block, transform.seed, device)
 
 
-class Queries(NamedTuple):
+class QueryForm(NamedTuple):
     """The queries of a launch, fp32 without gaps; rounded to tf32 unless `Stream.thrice`.
 
     `packed`, `exact`: `[B, H_kv, G * q_len, D]`, scaled, for packed tokens and for exact ones.
@@ -43,7 +43,7 @@ class Queries(NamedTuple):
     first: Tensor
 
 
-def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> Queries:
+def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> QueryForm:
     """Return the scaled queries for packed tokens and for exact ones, of calls that are alike."""
     call = calls[0]
     q = call.q if len(calls) == 1 else torch.cat([each.q for each in calls])
@@ -69,7 +69,7 @@ def query_rows(calls: Sequence[AttendCall], scale: float, variant: Variant) -> Q
         )  # fmt: skip
     if treated(call):
         return _treated(calls, for_exact, variant)
-    return Queries(for_packed, for_exact, for_exact)
+    return QueryForm(for_packed, for_exact, for_exact)
 
 
 def treated(call: AttendCall) -> bool:
@@ -77,7 +77,7 @@ def treated(call: AttendCall) -> bool:
     return call.view is not None and isinstance(call.view.k.codec, TreatedKeys)
 
 
-def _treated(calls: Sequence[AttendCall], rows: Tensor, variant: Variant) -> Queries:
+def _treated(calls: Sequence[AttendCall], rows: Tensor, variant: Variant) -> QueryForm:
     """Return queries for packed keys that each call's codec treats as it has learnt to."""
     parts: list[tuple[Tensor, Tensor]] = []
     done = 0
@@ -92,4 +92,4 @@ def _treated(calls: Sequence[AttendCall], rows: Tensor, variant: Variant) -> Que
     )
     if not variant.k.thrice:
         packed = ((packed.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
-    return Queries(packed.contiguous(), rows, first.contiguous())
+    return QueryForm(packed.contiguous(), rows, first.contiguous())

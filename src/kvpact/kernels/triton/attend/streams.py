@@ -34,7 +34,7 @@ TILE = tl.constexpr(32)
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamForm:
     """What kernels are told of K or of V when they are compiled.
 
     - `form`: of the slots; None where there are none.

@@ -14,7 +14,7 @@ from kvpact.formats import TILE, CodesField, Field
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.trellis import TrellisForm
 from kvpact.kernels.triton.forms import LEAST_WIDTH, MOST_WIDTH, Planes, power_of_two
-from kvpact.kernels.triton.trellis.steps import Steps, steps_of
+from kvpact.kernels.triton.trellis.steps import TrellisSteps, steps_of
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers.trellis import LEAST
@@ -60,7 +60,7 @@ class EncodeForm(Planes):
     limit: float
     scaled: bool
     trellis: TrellisForm | None = None
-    steps: tuple[Steps, ...] = ()
+    steps: tuple[TrellisSteps, ...] = ()
     treated: bool = False
     bases: bool = False
     first: bool = False

@@ -148,8 +148,8 @@ def viterbi(numbers, back, codes, factor, empty, cells, FORM: tl.constexpr, INDE
     `numbers`: `[steps, 32]` fp32; `back`: `[steps, 32]` int16, overwritten; `codes`: `[steps, 32]`
     uint8; `factor`: fp32 `[32]`: makes numbers those in steps of the levels; `empty`: bool `[32]`:
     vectors whose codes are 0; `cells`: int32, `trellis.cells` of the block's bits: levels, then
-    points; `FORM`, `INDEX`: something with `trellis.steps.Steps`, and the place of the block among
-    these.
+    points; `FORM`, `INDEX`: something with `trellis.steps.TrellisSteps`, and the place of the block
+    among these.
     """
     BLOCK: tl.constexpr = FORM.steps[INDEX]
     STATES: tl.constexpr = 1 << BLOCK.memory

@@ -15,7 +15,7 @@ from kvpact.kernels.triton.forms import SlotForm, power_of_two
 from kvpact.kernels.triton.trellis.keys import key_places
 from kvpact.kernels.triton.trellis.levels import CONSTANTS
 from kvpact.kernels.triton.trellis.queries import packed_queries
-from kvpact.kernels.triton.trellis.steps import Steps
+from kvpact.kernels.triton.trellis.steps import TrellisSteps
 from kvpact.kernels.triton.tuning import Choice
 from kvpact.quantizers import trellis
 
@@ -52,7 +52,7 @@ def trellis_reason(form: SlotForm, order: str) -> str:
     return ""
 
 
-def _levels(block: Steps) -> Tensor:
+def _levels(block: TrellisSteps) -> Tensor:
     """Return the level of each index, in the order of bits that `levels8` looks up."""
     index, bits = torch.arange(2 << block.bits, dtype=torch.int64, device="cpu"), block.bits
     if bits <= 3:

@@ -30,7 +30,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Steps:
+class TrellisSteps:
     """A block of channels, which are the steps of one trellis.
 
     - `begin`, `dim`, `bits`: first channel, channels, bits of a code.
@@ -54,7 +54,7 @@ class Steps:
     unit: float
 
 
-def steps_of(form: TrellisForm, by_token: bool) -> tuple[Steps, ...]:
+def steps_of(form: TrellisForm, by_token: bool) -> tuple[TrellisSteps, ...]:
     """Return the blocks that have bits. `by_token`: whether a word holds codes of one token (K)."""
     held: dict[int, list[Plane]] = {}
     row = 0
@@ -64,7 +64,7 @@ def steps_of(form: TrellisForm, by_token: bool) -> tuple[Steps, ...]:
             held.setdefault(index, []).append(Plane(width, shift, row, before))
             before += dim
         row += -(-before * width // WORD) if by_token else width
-    made: list[Steps] = []
+    made: list[TrellisSteps] = []
     begin = levels = 0
     for index, block in enumerate(form.blocks):
         if block.bits:
@@ -72,7 +72,7 @@ def steps_of(form: TrellisForm, by_token: bool) -> tuple[Steps, ...]:
             width = planes(block.bits)[0] if block.bits > 1 else form.interleave
             words, rest = divmod(block.dim * width, WORD)
             made.append(
-                Steps(
+                TrellisSteps(
                     begin,
                     block.dim,
                     block.bits,
