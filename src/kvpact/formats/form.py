@@ -140,8 +140,9 @@ class Form:
         found = (x.name for x in self.sides if x.op == op and (x.tokens == 1) == by_token)
         return next(found, None)
 
+    @cached_property
     def packed_format(self) -> PackedFormat:
-        """Return how kernels decode the slots."""
+        """How kernels decode the slots."""
         levels, ops = self.levels, [(side.op, side.tokens == 1) for side in self.sides]
         shift = self._name("add", False)
         names: dict[str, Any] = {
@@ -163,8 +164,9 @@ class Form:
         kind: Literal["e4m3", "e5m2"] = "e4m3" if levels.number == "e4m3" else "e5m2"
         return PackedFormat(kind, levels.bits, **names)
 
+    @cached_property
     def encoding(self) -> Encoding | None:
-        """Return how kernels encode; None where none knows the rule for such levels."""
+        """How kernels encode; None where none knows the rule for such levels."""
         levels, group = self.levels, self.group
         bits, limit, channels = levels.bits, self.limit, self.channels
         what = levels.kind, self.rule

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -73,11 +74,11 @@ class FormCodec(Codec):
 
     def packed_format(self) -> PackedFormat | None:
         """As the form says."""
-        return self.form.packed_format()
+        return self.form.packed_format
 
     def encoding(self) -> Encoding | None:
         """As the form says."""
-        return self.form.encoding()
+        return self.form.encoding
 
 
 def numbers_of(levels: Levels, codes: Tensor) -> Tensor:
@@ -189,6 +190,7 @@ def rounded(form: Form, y: Tensor) -> dict[str, Tensor]:
     return {"codes": codes, "scale": half(scale, "scale of a token")}
 
 
+@lru_cache(maxsize=64)
 def book_limit(levels: Levels, dim: int, choice: str) -> float:
     """Return up to which magnitude no scale of rotated vectors is beyond fp16.
 

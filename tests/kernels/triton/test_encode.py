@@ -231,7 +231,7 @@ def test_what_is_not_covered_says_why(spec, dim, reason):
 def test_appends_to_the_same_segments_make_no_new_table():
     codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
     tokens, own, tables = torch.ones(1, 1, 129, 64), encoder(codec), []
-    (segment, other), _ = encoded_slots(own, codec, [tokens], 0)
+    segment, other = encoded_slots(own, codec, [tokens], 0)
     for where in (segment, segment, other):
         own.write(tokens[:, :, :1], [where], 128, 0)
         tables.append(own._slots)

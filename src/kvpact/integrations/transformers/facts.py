@@ -81,7 +81,7 @@ def layer_facts(config: Any) -> LayerFacts:
     latent = frozenset(width for width in widths if width)
     facts = LayerFacts(tuple(types), tuple(options), latent, sparse, again)
     key = id(config)
-    _known[key] = ref(config, lambda _: _known.pop(key, None)), state, facts
+    _known[key] = ref(config, lambda _, known=_known: known.pop(key, None)), state, facts
     return facts
 
 
