@@ -11,9 +11,9 @@ from torch import Tensor
 from kvpact.cache.held import Held, Holder, next_seen
 from kvpact.cache.stream import Stream
 from kvpact.cache.tail import MOST_STEP, SLACK, next_memory
-from kvpact.cache.units import out_of_window
+from kvpact.cache.units import out_of_window, unit_of
 from kvpact.contract import AttendConfig
-from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens, exact_from
+from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.methods.context import Context
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own constructor
@@ -164,13 +164,15 @@ def next_stream(
         stream
     )
     group, length = codec.group, held + new
-    out = out_of_window(codec, window, length)
+    # `out_of_window` and `exact_from`, in place: this runs in every layer of every step.
+    unit = unit_of(group, window)
+    out = (length - window) // unit * unit if length > window else 0
     if out > packed and not codec.ready:
         if out >= codec.learns_from:
             return None  # it learns now
         out = 0
     after = max(packed, out)
-    fresh, start = after - packed, exact_from(tail_start, after, out)
+    fresh, start = after - packed, max(tail_start, min(after, out))
     if start and count and sinks is None:
         return None  # sinks are still to be copied
     if fresh:

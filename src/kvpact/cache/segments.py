@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from math import lcm
 from operator import itemgetter
 from typing import Any, Protocol
@@ -173,7 +174,7 @@ class SegmentList(ListSource):
 
     def _empty(self, size: int, count: int) -> list[Segment]:
         """Return new segments."""
-        segments: list[Segment] = [{} for _ in range(count)]
+        segments: list[Segment] = list(map(dict, repeat((), count)))
         for field in self._codec.fields:
             shape = (*self._shape, size // field.tokens, *field.shape)
             for segment in segments:

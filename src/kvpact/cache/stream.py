@@ -272,7 +272,9 @@ class Stream(NamedTuple):
         if not start or not self.num_sinks:
             return self.sinks
         if self.sinks is None:
-            return self.first_tokens(padding, x)
+            count, alone = self.num_sinks, padding is None and not self.length
+            whole = alone and x.shape[2] >= count
+            return x[:, :, :count].clone() if whole else self.first_tokens(padding, x)
         positions, end = self.sink_positions(padding)
         if self.length >= end:
             return self.sinks
@@ -286,11 +288,8 @@ class Stream(NamedTuple):
         known = self.tail[:, :, :end]
         if x is not None and self.length < end:
             known = torch.cat([known, x[:, :, : end - self.length]], 2)
-        return (
-            known.clone()
-            if padding is None and known.shape[2] == end
-            else sinks_among(known, positions)
-        )
+        whole = padding is None and known.shape[2] == end
+        return known.clone() if whole else sinks_among(known, positions)
 
     def view(self, padding: Tensor | None, check: Callable[[], None]) -> StreamView:
         """Return what attention sees; `check` raises once the slots lie there no more."""

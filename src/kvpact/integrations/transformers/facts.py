@@ -80,8 +80,8 @@ def layer_facts(config: Any) -> LayerFacts:
     again = frozenset(i for i, mode in enumerate(modes) if mode == "store" and "reuse" in modes)
     latent = frozenset(width for width in widths if width)
     facts = LayerFacts(tuple(types), tuple(options), latent, sparse, again)
-    key = id(config)
-    _known[key] = ref(config, lambda _, known=_known: known.pop(key, None)), state, facts
+    key, everyone = id(config), _known  # a module's names are None when an interpreter ends
+    _known[key] = ref(config, lambda _: everyone.pop(key, None)), state, facts
     return facts
 
 
