@@ -12,6 +12,7 @@ from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.reserve import room_for
 from kvpact.cache.stream import Stream
+from kvpact.cache.tail import SLACK
 from kvpact.cache.units import out_of_window
 from kvpact.kernels import TokenMemory
 
@@ -87,10 +88,11 @@ class Moment(NamedTuple):
 def _reserved(stream: Stream, tokens: int) -> Stream:
     packed = out_of_window(stream.codec, stream.window, stream.length + tokens)
     store = stream.store.grown(max(packed, stream.packed), stream.packed)
-    if stream.tail_start == stream.length or stream.spare >= tokens:
+    room = tokens + SLACK  # with less than that behind it a tail moves when tokens are packed
+    if not tokens or stream.tail_start == stream.length or stream.spare >= room:
         return stream._replace(store=store)
     like, count = stream.memory.tensor, stream.length - stream.tail_start
-    tail = like.new_zeros(*like.shape[:2], count + tokens, like.shape[3])
+    tail = like.new_zeros(*like.shape[:2], count + room, like.shape[3])
     tail[:, :, :count] = stream.tail
     memory = TokenMemory(tail, stream.tail_start)
-    return stream._replace(store=store, memory=memory, spare=tokens)
+    return stream._replace(store=store, memory=memory, spare=room)
