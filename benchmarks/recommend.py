@@ -21,7 +21,7 @@ from kvpact.data import book_path
 from kvpact.evaluate import evaluate
 from kvpact.evaluate.feed import first_tokens
 from kvpact.evaluate.metrics import mean_and_error
-from kvpact.evaluate.report import kl_text, markdown
+from kvpact.evaluate.text import kl_text, markdown
 from kvpact.integrations.models import load_model
 from kvpact.recommend import plan, survey
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
-from kvpact.integrations.transformers import handles
+from kvpact.integrations.transformers import fallback
 
 logging.set_verbosity_error()
 
@@ -74,11 +74,11 @@ def fallbacks():
     """Return a function that runs a call and gives the messages of its fallbacks."""
 
     def record(call):
-        handles._said.clear()
+        fallback._said.clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             result = call()
-        said = [w for w in caught if issubclass(w.category, handles.FallbackWarning)]
+        said = [w for w in caught if issubclass(w.category, fallback.FallbackWarning)]
         return result, [str(w.message) for w in said]
 
     return record

@@ -12,7 +12,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
 
 from kvpact import MLACache
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers import CompressedCache, PagedBatch, handles
+from kvpact.integrations.transformers import CompressedCache, PagedBatch, fallback
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def config():
 
 @pytest.fixture
 def model(config, make_model, sizes, monkeypatch):
-    monkeypatch.setattr(handles, "_said", set())
+    monkeypatch.setattr(fallback, "_said", set())
     made = make_model(deepseek(sizes, config))
     with torch.no_grad():
         for weight in made.parameters():

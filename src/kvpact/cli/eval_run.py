@@ -38,7 +38,6 @@ from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.report import (
     PAIRED,
-    kl_text,
     protocol_text,
     run_name,
     signed,
@@ -46,6 +45,7 @@ from kvpact.evaluate.report import (
     summary_columns,
     whole_share,
 )
+from kvpact.evaluate.text import kl_text
 from kvpact.methods.cautions import KEY_NORM, cautions
 from kvpact.spec import parse_spec
 

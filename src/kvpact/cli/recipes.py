@@ -37,7 +37,7 @@ def recipes(
 
 
 def _overview(held: dict[str, dict[str, Any]]) -> None:
-    from kvpact.evaluate.report import kl_text
+    from kvpact.evaluate.text import kl_text
 
     columns = "recipe|layers|of exact\n%|text|KL|KL of one\nspec|which"
     grid = table(columns.split("|"), left=1)

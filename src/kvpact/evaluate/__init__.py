@@ -1,6 +1,6 @@
 """Quality on a real model: perplexity and KL divergence, teacher-forced through the cache."""
 
-from kvpact.evaluate.base import Candidate, EvalProtocol, EvalResult, EvalRow, EvaluationError
+from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, EvaluationError
 from kvpact.evaluate.compare import Difference, SummaryRow, differences, summarize
 from kvpact.evaluate.contender import Contender
 from kvpact.evaluate.feed import compressed_cache
@@ -10,6 +10,7 @@ from kvpact.evaluate.held import held_bytes
 from kvpact.evaluate.metrics import MetricAccumulator, Metrics, TokenScores, score_tokens
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import markdown_table
+from kvpact.evaluate.result import EvalResult
 from kvpact.evaluate.runner import evaluate, evaluate_text
 from kvpact.evaluate.task_scores import TaskResult, TaskRow, TaskScore, score_tasks
 from kvpact.evaluate.tasks import Question, TaskCase, make_cases

@@ -6,17 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from kvpact.calibration import Calibration
 from kvpact.errors import KVPactError
-from kvpact.evaluate.metrics import TokenScores
 from kvpact.recipe import SpecLike, is_recipe, layer_specs
 from kvpact.spec import Spec
-
-if TYPE_CHECKING:
-    from kvpact.evaluate.free_running import FreeRunningResult
-    from kvpact.evaluate.task_scores import TaskResult
 
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)`` after each step."""
@@ -191,10 +186,6 @@ class Probe(Protocol):
         """Draw a panel of the chart, for the run of that name."""
 
 
-PROBES = ("free_running", "tasks")
-"""Fields of `EvalResult` that are a `Probe`; also names of files and of keys of a report."""
-
-
 @dataclass(frozen=True)
 class EvalProtocol:
     """What was measured, on what, with what: the header of a report.
@@ -226,34 +217,3 @@ class EvalProtocol:
     threads: int
     versions: Mapping[str, str]
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """What was measured of one model on one text.
-
-    Parameters
-    ----------
-    rows : list of EvalRow
-        In the order of the candidates.
-    protocol : EvalProtocol
-        How they were measured.
-    scores : tuple of TokenScores
-        Of each row, token by token: what paired differences are made of (see `differences`).
-    free_running : FreeRunningResult, optional
-        Along the exact cache's greedy text after the same tokens (see `free_running`).
-    tasks : TaskResult, optional
-        Of tasks made out of the text (see `score_tasks`).
-    """
-
-    rows: list[EvalRow]
-    protocol: EvalProtocol
-    scores: tuple[TokenScores, ...] = ()
-    free_running: FreeRunningResult | None = None
-    tasks: TaskResult | None = None
-
-    @property
-    def probes(self) -> dict[str, Probe]:
-        """What was measured beside the text's own scores, by name."""
-        found = {name: getattr(self, name) for name in PROBES}
-        return {name: probe for name, probe in found.items() if probe is not None}

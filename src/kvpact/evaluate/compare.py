@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpact.evaluate.base import EvalResult, EvalRow, EvaluationError, row_name
+from kvpact.evaluate.base import EvalRow, EvaluationError, row_name
 from kvpact.evaluate.metrics import mean_and_error
+from kvpact.evaluate.result import EvalResult
 
 CLEAR = 2  # standard errors beyond which a difference is counted as one
 

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvpact.evaluate.base import PROBES, EvalResult, row_name
+from kvpact.evaluate.base import row_name
 from kvpact.evaluate.compare import baseline_index, differences, summarize
 from kvpact.evaluate.plot import save_panels, save_plot, save_summary_plot
 from kvpact.evaluate.report import (
@@ -22,6 +22,7 @@ from kvpact.evaluate.report import (
     run_name,
     summary_table,
 )
+from kvpact.evaluate.result import PROBES, EvalResult
 from kvpact.files import json_ready
 
 

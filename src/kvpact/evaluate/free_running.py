@@ -19,7 +19,7 @@ from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progres
 from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
 from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed, positions
 from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, mean_and_error, score_tokens
-from kvpact.evaluate.report import kl_text, markdown
+from kvpact.evaluate.text import kl_text, markdown
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from kvpact.evaluate.base import EvalResult, EvalRow, Probe, row_name
+from kvpact.evaluate.base import EvalRow, Probe, row_name
 from kvpact.evaluate.canvas import (
     COLOURS,
     INK,
@@ -19,6 +19,7 @@ from kvpact.evaluate.canvas import (
     plain_axes,
 )
 from kvpact.evaluate.report import run_name
+from kvpact.evaluate.result import EvalResult
 
 FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
 

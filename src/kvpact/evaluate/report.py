@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvpact.evaluate.base import EvalProtocol, EvalRow, row_name
 from kvpact.evaluate.compare import Difference, SummaryRow
+from kvpact.evaluate.text import kl_text, markdown
 
 READING = (
     "KL: nats per token, exact cache against this one, the smaller the better (perplexity is "
@@ -23,13 +24,6 @@ LEARNING = (
     "first chunk alone, layer by layer, and keep that, unless a calibration was given; what they "
     "learnt counts among bytes and slots."
 )
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return a Markdown table whose first `left` columns are text and the others numbers."""
-    rule = ["---"] * left + ["---:"] * (len(columns) - left)
-    lines = [columns, rule, *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def markdown_table(rows: Sequence[EvalRow]) -> str:
@@ -133,13 +127,6 @@ def whole_share(row: EvalRow) -> str:
     if not row.exact_bytes:
         return "-"
     return f"{100 * (row.bytes + row.native_bytes) / row.exact_bytes:.1f}"
-
-
-def kl_text(value: float) -> str:
-    """Return a KL with three digits that count: as a decimal, or with an exponent if tiny."""
-    if 0 < abs(value) < 1e-5:
-        return f"{value:.0e}"
-    return f"{value:.5f}"
 
 
 _COLUMNS: dict[str, Callable[[EvalRow], str]] = {

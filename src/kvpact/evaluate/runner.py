@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvpact.evaluate.base import Candidate, EvalProtocol, EvalResult, EvalRow, Progress
+from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
     Steps,
@@ -28,6 +28,7 @@ from kvpact.evaluate.feed import (
     positions,
 )
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
+from kvpact.evaluate.result import EvalResult
 from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
 from kvpact.spec import Spec

@@ -18,8 +18,8 @@ from kvpact.evaluate.base import CacheScore, Candidate, EvaluationError, Progres
 from kvpact.evaluate.canvas import INK, error_bars
 from kvpact.evaluate.feed import CacheFactory, Steps, cache_of, entries_of, feed, forward, positions
 from kvpact.evaluate.metrics import mean_and_error
-from kvpact.evaluate.report import markdown
 from kvpact.evaluate.tasks import TaskCase
+from kvpact.evaluate.text import markdown
 from kvpact.recipe import SpecLike
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.calibrate import calibrate
 from kvpact.integrations.transformers.draft import CachedDraft
 from kvpact.integrations.transformers.enable import Enabled, disable, enable
-from kvpact.integrations.transformers.handles import FallbackWarning
+from kvpact.integrations.transformers.fallback import FallbackWarning
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.paged import PagedBatch
 from kvpact.integrations.transformers.prefix import prefix_cache

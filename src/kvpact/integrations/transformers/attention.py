@@ -15,7 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients, say_once, untraced
+from kvpact.integrations.transformers.fallback import say_once
+from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients, untraced
 from kvpact.integrations.transformers.latent import meet_class
 from kvpact.integrations.transformers.shared import Asked
 from kvpact.integrations.transformers.tokens import NewTokens, read_before_stored

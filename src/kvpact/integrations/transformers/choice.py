@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.attention import ATTENTION, register_attention
 from kvpact.integrations.transformers.facts import modeling_module
-from kvpact.integrations.transformers.handles import say_once
+from kvpact.integrations.transformers.fallback import say_once
 
 
 class Loan:

@@ -9,39 +9,20 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvpact.cache.tail import MOST_STEP
+from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
-
-if TYPE_CHECKING:
-    from kvpact.integrations.transformers.latent import HeadTokens
-    from kvpact.integrations.transformers.tokens import NewTokens
-
-
-class FallbackWarning(UserWarning):
-    """Something takes the slower way; the results are right."""
-
+from kvpact.integrations.transformers.fallback import say_once
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_said: set[str] = set()
 
 _make = torch.Tensor._make_wrapper_subclass
-
-_TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
-
-
-def say_once(key: str, message: str) -> None:
-    """Warn with a `FallbackWarning`, once per `key` and process."""
-    if key not in _said:
-        _said.add(key)
-        warnings.warn(message, FallbackWarning, stacklevel=3)
 
 
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
@@ -68,16 +49,32 @@ def _refuse(gradient: Tensor) -> None:
     raise KVPactError("there are no gradients through a compressed cache; run without one")
 
 
+class Pending(Protocol):
+    """What a handle stands for: the tokens of one `update`."""
+
+    @property
+    def fresh(self) -> bool:
+        """Whether they are read as they are."""
+
+    @property
+    def origin(self) -> Any:
+        """The same tokens as they are stored (`tokens.NewTokens`)."""
+
+    def part(self, side: str) -> Tensor:
+        """Return K (``k``) or V (``v``) of all tokens, decompressed."""
+
+    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
+        """Attend over the past and these tokens."""
+
+
 class KVHandle(Tensor):
     """K or V of all tokens of a layer, without the numbers."""
 
-    pending: NewTokens | HeadTokens
+    pending: Pending
     side: str
 
     @staticmethod
-    def of(
-        pending: NewTokens | HeadTokens, side: str, shape: tuple[int, ...], like: Tensor
-    ) -> KVHandle:
+    def of(pending: Pending, side: str, shape: tuple[int, ...], like: Tensor) -> KVHandle:
         """Make a handle for ``k`` or ``v``, on the device and in the dtype of `like`."""
         handle: KVHandle = _make(KVHandle, shape, dtype=like.dtype, device=like.device)
         handle.pending, handle.side = pending, side
@@ -127,9 +124,8 @@ class HandlePair(NamedTuple):
         )
 
 
-def _new_pair(
-    tokens: Any, k: Tensor, v: Tensor, total: int, like: tuple[object, ...]
-) -> HandlePair:
+def new_pair(tokens: Any, k: Tensor, v: Tensor, total: int, like: tuple[object, ...]) -> HandlePair:
+    """Return handles of tokens whose new ones are `k` and `v`, `total` in all."""
     (batch, heads, _, width), (v_batch, v_heads, _, v_width) = k.shape, v.shape
     return HandlePair(
         like,
@@ -139,34 +135,8 @@ def _new_pair(
 
 
 _x = torch.empty(1, 1, 1, 1, dtype=torch.float32, device="cpu")
-_UNUSED = _new_pair(None, _x, _x, 1, ()).references()
+UNUSED = new_pair(None, _x, _x, 1, ()).references()
 """References to the handles of a pair that nothing else refers to."""
-
-
-def returned_pair(tokens: NewTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `update` returns for K and V of all tokens.
-
-    Attention that is known to run on any tensor gets handles. Any other (``flex_attention``
-    compiles its inputs, ``flash_attention_2`` reads their memory) gets decompressed K and V.
-    """
-    shared = tokens.shared
-    differentiable = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
-    made: tuple[Tensor, Tensor]
-    if shared.attention not in _TAKES_HANDLES:
-        made = tokens.part("k"), tokens.part("v")
-    else:
-        like = tokens.total, k.shape, v.shape, k.dtype, v.dtype, k.device
-        # Taken away first, so that no other thread gets the same.
-        pair, shared.handles = shared.handles, None
-        if pair is None or pair.like != like or pair.references() != _UNUSED:
-            pair = _new_pair(tokens, k, v, tokens.total, like)
-        pair.k.pending = pair.v.pending = tokens
-        made = pair.k, pair.v
-        if not differentiable and k.shape[2] <= MOST_STEP:
-            shared.handles = pair
-    if differentiable:
-        made = refuse_gradients(made[0]), refuse_gradients(made[1])
-    return made
 
 
 def _decompressed(func: Any) -> str:

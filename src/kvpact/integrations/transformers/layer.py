@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.room import Moment
-from kvpact.integrations.transformers.handles import returned_pair
+from kvpact.cache.tail import MOST_STEP
+from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.tokens import NewTokens
 from kvpact.spec import Spec
+
+_TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -92,7 +96,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return tokens.k, tokens.v
         if index + 1 == len(shared.waiting):
             shared.look(tokens.total - key_states.shape[2])
-        return returned_pair(tokens, key_states, value_states)
+        return _returned_pair(tokens, key_states, value_states)
 
     def _whole(self, side: str) -> Tensor | None:
         cache = self.cache
@@ -145,3 +149,29 @@ class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ign
     def __init__(self, shared: SharedState, index: int, number_of_states: int = 1) -> None:
         CompressedLayer.__init__(self, shared, index)
         LinearAttentionLayer.__init__(self, number_of_states)
+
+
+def _returned_pair(tokens: NewTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `update` returns for K and V of all tokens.
+
+    Attention that is known to run on any tensor gets handles. Any other (``flex_attention``
+    compiles its inputs, ``flash_attention_2`` reads their memory) gets decompressed K and V.
+    """
+    shared = tokens.shared
+    differentiable = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    made: tuple[Tensor, Tensor]
+    if shared.attention not in _TAKES_HANDLES:
+        made = tokens.part("k"), tokens.part("v")
+    else:
+        like = tokens.total, k.shape, v.shape, k.dtype, v.dtype, k.device
+        # Taken away first, so that no other thread gets the same.
+        pair, shared.handles = shared.handles, None
+        if pair is None or pair.like != like or pair.references() != UNUSED:
+            pair = new_pair(tokens, k, v, tokens.total, like)
+        pair.k.pending = pair.v.pending = tokens
+        made = pair.k, pair.v
+        if not differentiable and k.shape[2] <= MOST_STEP:
+            shared.handles = pair
+    if differentiable:
+        made = refuse_gradients(made[0]), refuse_gradients(made[1])
+    return made

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvpact.integrations.transformers.handles import say_once
+from kvpact.integrations.transformers.fallback import say_once
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
 
 _BY_LENGTH = ("dynamic", "longrope", "su")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -12,7 +12,7 @@ from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.wait import Wait
 from kvpact.calibration import Calibration
-from kvpact.contract import AttendConfig
+from kvpact.contract import AttendConfig, DequantResult
 from kvpact.errors import NonFiniteError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import layer_facts
@@ -22,10 +22,33 @@ from kvpact.spec import Spec
 
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.handles import HandlePair
-    from kvpact.integrations.transformers.tokens import NewTokens
 
 BatchCache = ContiguousCache | PagedView
 """What holds the tokens of one batch."""
+
+
+class WaitingTokens(Protocol):
+    """Tokens of one layer that nothing has used yet (`tokens.NewTokens`)."""
+
+    k: Tensor
+    v: Tensor
+    total: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether these are all tokens of an exact layer, which wait as they are."""
+
+    def grow(self, k: Tensor, v: Tensor) -> bool:
+        """Take those of another call; False where they can't wait."""
+
+    def look(self, held: int) -> None:
+        """Store them if some behind the first `held` can't surely be stored later."""
+
+    def cut(self, length: int) -> None:
+        """Forget those from `length` on."""
+
+    def store(self, padding: Tensor | None = None) -> DequantResult:
+        """Store them; return K and V of all."""
 
 
 class Asked(NamedTuple):
@@ -71,7 +94,7 @@ class SharedState:
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
         self.latent_widths = layer_facts(config).latent_widths
         self.held: list[BatchCache | None] = [None] * len(specs)
-        self.waiting: list[NewTokens | None] = [None] * len(specs)
+        self.waiting: list[WaitingTokens | None] = [None] * len(specs)
         self.asked: Asked | None = None
         self.latest: tuple[Any, BatchCache] | None = None
         self.may_wait = True
