@@ -10,7 +10,7 @@ from kvpact.testing import example_specs
 ERRORS = {**example_specs(), "turboquant:bits=3,mode=prod": 0.28}
 
 
-@pytest.mark.parametrize("dim", [80, 96, 224, 288])
+@pytest.mark.parametrize("dim", [80, 96, 160, 192, 224, 288])
 @pytest.mark.parametrize("spec", METHODS)
 def test_any_head_dim(dim, spec):
     k, v, q = kvq(140, dim=dim)

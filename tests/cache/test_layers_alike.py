@@ -21,7 +21,7 @@ def cache_of(spec, layers, **options):
     return create_cache(spec, CacheGeometry(layers, 2, 64), **options)
 
 
-@pytest.mark.parametrize("tokens", (1, 71, 96))
+@pytest.mark.parametrize("tokens", (1, 71, 95, 96))
 @pytest.mark.parametrize("spec", SPECS)
 def test_layers_hold_what_each_would_alone(spec, tokens):
     together = cache_of(spec, LAYERS)

@@ -32,4 +32,5 @@ def at_level(level: str) -> Iterator[None]:
     capped = NativeLibrary(loaded.path, loaded.levels[: loaded.levels.index(level) + 1])
     module = sys.modules["kvpact.kernels.cpu.library"]
     with patch.object(module, "_load", lambda: capped):
+        assert module.library().level == level
         yield

@@ -160,6 +160,30 @@ def test_a_refused_call_leaves_nothing_where_the_last_layer_does_not_wait(llama,
     assert cache.stats()["layers"]["compressed"] == 2
 
 
+@pytest.mark.parametrize("sizes", [(2e4, torch.nan, 1.0), (1.0, torch.nan, 6e4)])
+def test_no_layer_keeps_a_token_of_a_call_that_is_refused(make_model, sizes):
+    """Nor one that was stored, for it might have been too large, before another was refused."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
+    )
+    specs = {"default": "trellis:bits=4", "layers": {"2": "int:bits=8,window=0"}}
+    cache = CompressedCache(make_model(config), specs)
+    k = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
+    for layer in range(3):
+        cache.update(k, k, layer)
+    new = torch.ones(1, 2, 1, 16)
+    with pytest.raises(NonFiniteError):
+        for layer, size in enumerate(sizes):
+            cache.update(new * size, new, layer)
+    assert [layer.get_seq_length() for layer in cache.layers] == [9, 9, 9]
+    assert torch.equal(cache.layers[0].keys, k) and torch.equal(cache.layers[1].values, k)
+
+
 @pytest.mark.parametrize(("calls", "removed"), [([20, 1, 1], 5), ([9], 1), ([9], 9), ([9], 30)])
 def test_crop_cuts_what_waits(llama, calls, removed):
     cache, exact = compressed(llama, "trellis:bits=4"), DynamicCache(config=llama.config)

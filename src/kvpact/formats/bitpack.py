@@ -56,11 +56,6 @@ def pack_by_token(codes: Tensor, bits: int, interleave: int = 0) -> Tensor:
     return pack_blocks_by_token(codes, ((codes.shape[-1], bits),), interleave)
 
 
-def unpack_by_token(words: Tensor, bits: int, dim: int, interleave: int = 0) -> Tensor:
-    """Undo `pack_by_token`: `[..., 32, dim]` uint8."""
-    return unpack_blocks_by_token(words, ((dim, bits),), interleave)
-
-
 def plane_runs(blocks: Blocks) -> list[tuple[int, list[tuple[int, int, int]]]]:
     """Return what lies together, in its order: a width, and the parts (block, shift, channels).
 

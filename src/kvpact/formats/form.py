@@ -10,17 +10,47 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 
-from kvpact.formats.base import Field
+from kvpact.errors import RegistrationError
+from kvpact.formats.base import TILE, Field
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.fields import CodesField, GroupField, TokenField
 from kvpact.formats.packed import PackedFormat, integer_format
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CODEBOOK_RULES = ("ls", "l2", "unbiased")
+
+# A side as rules and kernels see it: name, what is done, whether it belongs to a token.
+_SCALE, _ZERO, _BALANCE = ("scale", "mul", True), ("zero", "add", True), ("balance", "mul", True)
+_GROUP_SCALE, _GROUP_ZERO = ("scale", "mul", False), ("zero", "add", False)
+_GROUP_MEAN, _GROUP_BALANCE = ("mean", "add", False), ("balance", "mul", False)
+
+RULES_OF: dict[str, dict[str, tuple[tuple[tuple[str, str, bool], ...], ...]]] = {
+    "cast": {"raw": ((),)},
+    "absmax": {"grid": ((_SCALE,),), "float": ((), (_SCALE,))},
+    "minmax": {"grid": ((_SCALE, _ZERO), (_GROUP_SCALE, _GROUP_ZERO))},
+    "balance": {
+        "grid": ((_GROUP_SCALE, _GROUP_ZERO, _BALANCE), (_SCALE, _ZERO, _GROUP_BALANCE)),
+    },
+    **{rule: {"book": ((_SCALE,), (_SCALE, _GROUP_MEAN))} for rule in CODEBOOK_RULES},
+}
+"""The rules of kvpact: for each kind of levels, which sides they choose, in which order."""
+
+_TOKEN_ORDERS = ((), ("mul t",), ("mul t", "add t"))
+_ORDERS = {
+    "token": (*_TOKEN_ORDERS, ("mul g", "add g"), ("mul g", "add g", "mul t"), ("mul t", "add g")),
+    "channel": (*_TOKEN_ORDERS, ("mul t", "add t", "mul g")),
+}
+"""Sides in an order that kernels know: of a token, or of a group of tokens."""
+
+
+def _require(good: bool, what: str, wanted: str) -> None:
+    if not good:
+        raise RegistrationError(f"{what} should be {wanted}; see kvpact.formats.form")
 
 
 @dataclass(frozen=True)
@@ -52,6 +82,28 @@ class Levels:
     zero_code: int = 0
     number: str = ""
 
+    def check(self) -> None:
+        """Raise `RegistrationError` unless there are such levels."""
+        kind, bits, values = self.kind, self.bits, self.values
+        _require(
+            kind in ("grid", "book", "float", "raw"), f"levels of kind {kind!r}", "one of four"
+        )
+        if kind == "grid":
+            _require(2 <= bits <= 8, f"a grid of {bits} bits", "of 2 to 8")
+            _require(0 <= self.zero_code < 1 << bits, f"zero_code={self.zero_code}", "a code")
+        elif kind == "book":
+            _require(1 <= bits <= 8 and len(values) == 1 << bits, "the values of a book", "2**bits")
+            rising = all(a < b for a, b in pairwise(values))
+            even = all(a == -b != 0 for a, b in zip(values, reversed(values), strict=True))
+            _require(rising and even, "a book", "ascending, symmetric and without 0")
+        elif kind == "float":
+            good = self.number in ("e4m3", "e5m2") and bits == 8
+            _require(good, f"floats {self.number!r} of {bits} bits", "e4m3 or e5m2, of 8")
+        else:
+            dtype = DTYPES.get(self.number)
+            good = dtype is not None and bits == 8 * dtype.itemsize
+            _require(good, f"raw numbers {self.number!r} of {bits} bits", "fp16, bf16 or fp32")
+
 
 @dataclass(frozen=True)
 class Side:
@@ -74,6 +126,14 @@ class Side:
     channels: int = 0
     tokens: int = 1
 
+    def check(self) -> None:
+        """Raise `RegistrationError` unless there is such a side."""
+        what = f"side {self.name!r}"
+        _require(self.op in ("mul", "add"), f"{what}: op={self.op!r}", "'mul' or 'add'")
+        grouped = self.tokens > 1 and self.tokens % TILE == 0 and not self.channels
+        good = self.channels >= 0 and (self.tokens == 1 or grouped)
+        _require(good, what, f"of channels of one token, or of a multiple of {TILE} tokens")
+
 
 @dataclass(frozen=True)
 class Form:
@@ -91,9 +151,16 @@ class Form:
         In the order of decoding.
     rule : str
         How codes and sides are chosen, by its name in `kvpact.methods.rules`. A rule that no kernel
-        knows is computed by torch.
+        knows is computed by torch, and so is attention over sides in an order that none knows:
+        kernels take numbers per token, multiplied before they are added, before (V) or after (K)
+        those per group of tokens.
     limit : float
         Tokens without a larger magnitude can be encoded, whatever else they are.
+
+    Raises
+    ------
+    RegistrationError
+        Levels or sides are none that there are, or the rule chooses others.
     """
 
     dim: int
@@ -102,6 +169,32 @@ class Form:
     sides: tuple[Side, ...]
     rule: str
     limit: float = math.inf
+
+    def __post_init__(self) -> None:
+        levels, sides = self.levels, self.sides
+        _require(self.order in _ORDERS, f"order={self.order!r}", "'token' or 'channel'")
+        levels.check()
+        names = [side.name for side in sides]
+        _require(
+            len({*names, self.codes}) == len(names) + 1, f"sides {names}", "of different names"
+        )
+        for side in sides:
+            side.check()
+        groups = {side.tokens for side in sides} - {1}
+        _require(len(groups) < 2, f"groups of {groups}", "of equally many tokens")
+        widths = {side.channels for side in sides if side.tokens == 1}
+        _require(len(widths) < 2, f"groups of {widths} channels", "equally wide")
+        adds = any(side.op == "add" for side in sides)
+        _require(not (adds and levels.zero_code), "zero_code beside a side that is added", "0")
+        if self.rule in RULES_OF:
+            found = tuple((side.name, side.op, side.tokens == 1) for side in sides)
+            wanted = RULES_OF[self.rule].get(levels.kind)
+            what = f"rule {self.rule!r} for a {levels.kind}"
+            kinds = ", ".join(RULES_OF[self.rule])
+            _require(wanted is not None, what, f"for one of: {kinds}")
+            _require(found in (wanted or ()), f"{what} with sides {found}", f"one of {wanted}")
+            one = levels.kind != "grid" or self.rule == "balance"
+            _require(not (one and self.channels), f"{what} with channels", "one scale per token")
 
     @property
     def codes(self) -> str:
@@ -141,10 +234,14 @@ class Form:
         return next(found, None)
 
     @cached_property
-    def packed_format(self) -> PackedFormat:
-        """How kernels decode the slots."""
-        levels, ops = self.levels, [(side.op, side.tokens == 1) for side in self.sides]
-        shift = self._name("add", False)
+    def packed_format(self) -> PackedFormat | None:
+        """How kernels decode the slots; None where they know no such order of sides."""
+        ops = tuple(f"{side.op} {'t' if side.tokens == 1 else 'g'}" for side in self.sides)
+        if ops not in _ORDERS[self.order] or (self.group > 1 and self.channels):
+            return None
+        if ops == ("mul t", "add g") and self.levels.kind == "grid":
+            return None  # what kernels take off a grid's codes is not multiplied there
+        levels, shift = self.levels, self._name("add", False)
         names: dict[str, Any] = {
             "scale": self._name("mul", True),
             "zero": self._name("add", True),
@@ -152,10 +249,10 @@ class Form:
             "shift": shift,
             "channels": self.channels,
             "group": 0 if self.group == 1 else self.group,
-            "shift_scaled": shift is not None and ("mul", True) in ops[ops.index(("add", False)) :],
+            "shift_scaled": ops == ("mul g", "add g", "mul t"),
         }
         if levels.kind == "grid":
-            adds = any(op == "add" for op, _ in ops)
+            adds = any(side.op == "add" for side in self.sides)
             return integer_format(levels.bits, None if adds else levels.zero_code, **names)
         if levels.kind == "book":
             return PackedFormat("table", levels.bits, levels.values, unit=levels.unit, **names)
@@ -167,7 +264,7 @@ class Form:
     @cached_property
     def encoding(self) -> Encoding | None:
         """How kernels encode; None where none knows the rule for such levels."""
-        levels, group = self.levels, self.group
+        levels, group = self.levels, self.group  # sides are those of the rule: it was checked
         bits, limit, channels = levels.bits, self.limit, self.channels
         what = levels.kind, self.rule
         if what == ("grid", "absmax"):

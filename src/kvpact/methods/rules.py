@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
+from kvpact.errors import RegistrationError
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.form import CODEBOOK_RULES, DTYPES, Form, Levels, Side
 from kvpact.formats.packed import PackedFormat
@@ -31,6 +32,8 @@ def rule(name: str) -> Callable[[Rule], Rule]:
     """Let forms name a rule; a decorator."""
 
     def added(function: Rule) -> Rule:
+        if RULES.get(name, function).__module__ != function.__module__:
+            raise RegistrationError(f"a rule named {name!r} is there already; choose another name")
         RULES[name] = function
         return function
 
@@ -48,6 +51,11 @@ class FormCodec(Codec):
         What is stored are transformed vectors.
     max_abs, max_norm : float
         As in `Codec`; of rules over groups of tokens.
+
+    Raises
+    ------
+    RegistrationError
+        Nobody registered the form's rule.
     """
 
     def __init__(
@@ -57,6 +65,11 @@ class FormCodec(Codec):
         max_abs: float = math.inf,
         max_norm: float = math.inf,
     ) -> None:
+        if form.rule not in RULES:
+            known = ", ".join(sorted(RULES))
+            raise RegistrationError(
+                f"no rule {form.rule!r}: decorate it with @rule. Known: {known}"
+            )
         self.form, self.transform = form, transform
         self.fields, self.group = form.fields, form.group
         self.max_abs, self.max_norm = max_abs, max_norm

@@ -10,7 +10,6 @@ from kvpact.quantizers.checks import are_finite, require, require_finite
 
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 HALF_MAX = torch.finfo(torch.float16).max
-CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def all_finite(x: Tensor) -> bool:

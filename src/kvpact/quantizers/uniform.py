@@ -46,11 +46,6 @@ def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, half(scale, "scale of a group")
 
 
-def dequantize_symmetric(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Undo `quantize_symmetric`: `[..., n]` fp32."""
-    return (codes.to(torch.float32) - (1 << (bits - 1))) * scale.to(torch.float32)
-
-
 def affine_grid(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return scale and zero, `[..., 1]` fp16 each, that span the values of `[..., n]`."""
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -67,8 +62,3 @@ def quantize_affine(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor
     scale, zero = scale.to(torch.float32), zero.to(torch.float32)
     codes = ((x - zero) * _reciprocal(scale)).round()
     return codes.clamp(0, (1 << bits) - 1).to(torch.uint8)
-
-
-def dequantize_affine(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Undo `quantize_affine`: fp32."""
-    return codes.to(torch.float32) * scale.to(torch.float32) + zero.to(torch.float32)

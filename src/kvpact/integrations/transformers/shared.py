@@ -13,7 +13,6 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.cache.wait import Wait
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig, DequantResult
-from kvpact.errors import NonFiniteError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.kernels import Compute
@@ -41,8 +40,11 @@ class WaitingTokens(Protocol):
     def grow(self, k: Tensor, v: Tensor) -> bool:
         """Take those of another call; False where they can't wait."""
 
-    def look(self, held: int) -> None:
-        """Store them if some behind the first `held` can't surely be stored later."""
+    def fits(self, held: int) -> bool:
+        """Return whether those behind the first `held` can surely be stored later."""
+
+    def wait_again(self) -> None:
+        """Let them wait that waited whole and were stored just now."""
 
     def cut(self, length: int) -> None:
         """Forget those from `length` on."""
@@ -152,11 +154,14 @@ class SharedState:
             Some can't be stored: in no layer does one of them wait any longer.
         """
         waiting = [tokens for tokens in self.waiting if tokens is not None]
+        doubtful = [tokens for tokens in waiting if not tokens.fits(held)]
         try:
+            for tokens in doubtful:
+                tokens.store()
+        except BaseException:
             for tokens in waiting:
-                tokens.look(held)
-        except NonFiniteError:
-            for tokens in waiting:
+                if tokens in doubtful:
+                    tokens.wait_again()
                 tokens.cut(held)
             raise
 

@@ -164,11 +164,16 @@ class NewTokens:
         _read.last = self._as_read
         return True
 
-    def look(self, held: int) -> None:
-        """Store the tokens if some, after the first `held`, can't surely be stored later."""
+    def fits(self, held: int) -> bool:
+        """Return whether the tokens after the first `held` can surely be stored later."""
         wait = self._wait
-        if wait is not None and not wait.fits(self.k[:, :, held:], self.v[:, :, held:]):
-            self.store()
+        return wait is None or wait.fits(self.k[:, :, held:], self.v[:, :, held:])
+
+    def wait_again(self) -> None:
+        """Let tokens wait that waited whole and were stored just now."""
+        assert isinstance(self._cache, ContiguousCache)
+        self._cache.reset(self._layer)
+        self.shared.waiting[self._layer] = self
 
     def read_as(self, k: Tensor) -> None:
         """Note that attention is about to read `k`, which was made of these tokens."""
