@@ -55,7 +55,7 @@ def test_forms_that_are_none_are_refused_by_name(levels, sides, rule, said):
 def test_a_rule_that_nobody_registered_is_refused():
     with pytest.raises(RegistrationError, match="no rule 'nosuch'"):
         FormCodec(Form(64, "token", GRID, (SCALE,), "nosuch"))
-    with pytest.raises(RegistrationError, match="'absmax' is there already"):
+    with pytest.raises(RegistrationError, match="has a rule named 'absmax'"):
         rule("absmax")(lambda form, y, frozen: {})
 
 

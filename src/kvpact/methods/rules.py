@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import RegistrationError
 from kvpact.formats.encoding import Encoding
-from kvpact.formats.form import CODEBOOK_RULES, DTYPES, Form, Levels, Side
+from kvpact.formats.form import CODEBOOK_RULES, DTYPES, RULES_OF, Form, Levels, Side
 from kvpact.formats.packed import PackedFormat
 from kvpact.methods.base import Arrays, Codec
 from kvpact.quantizers import codebooks, numbers, uniform
@@ -32,8 +32,8 @@ def rule(name: str) -> Callable[[Rule], Rule]:
     """Let forms name a rule; a decorator."""
 
     def added(function: Rule) -> Rule:
-        if RULES.get(name, function).__module__ != function.__module__:
-            raise RegistrationError(f"a rule named {name!r} is there already; choose another name")
+        if name in RULES_OF and not function.__module__.startswith("kvpact."):
+            raise RegistrationError(f"kvpact has a rule named {name!r}; choose another name")
         RULES[name] = function
         return function
 
