@@ -29,13 +29,11 @@ class Candidate:
 
     spec: str
     dtype: str
-    precision: str = "full"
 
     @property
     def name(self) -> str:
         """Return the name in the tables."""
-        fast = ", fast" if self.precision == "int8" else ""
-        return f"{self.spec}{fast}, {self.dtype}"
+        return f"{self.spec}, {self.dtype}"
 
     def make(self, model: PreTrainedModel) -> Cache:
         """Return an empty cache."""
@@ -43,7 +41,7 @@ class Candidate:
             return DynamicCache(config=model.config)
         if self.spec == "QuantizedCache":
             return QuantizedCache("quanto", model.config, nbits=4)
-        return CompressedCache(model.config, self.spec, precision=self.precision)
+        return CompressedCache(model.config, self.spec)
 
 
 def prefill(model_name: str, text: str, tokens: int, path: Path, threads: int) -> None:

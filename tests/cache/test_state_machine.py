@@ -53,10 +53,6 @@ SPECS = {
     "vq:codebook_size=16,dims=4,sinks=2,window=20": torch.float32,
     "lowrank:rank=4,window=0/hybrid:rank=4,group=4,sinks=3,window=9": torch.float32,
 }
-INT8 = {
-    "turboquant:bits=4,sinks=2,window=9": torch.float32,
-    "int:bits=8": torch.float16,
-}
 OFFSETS = (
     ("turboquant:bits=4,sinks=2,window=9", torch.float32),
     pytest.param("kivi:bits=2,sinks=3,window=40", torch.float16, marks=pytest.mark.slow),
@@ -69,7 +65,6 @@ class Histories(RuleBasedStateMachine):
 
     spec = "none"
     dtype = torch.float32
-    precision = "full"
     offset = None
 
     def __init__(self):
@@ -82,9 +77,7 @@ class Histories(RuleBasedStateMachine):
 
     def _new_cache(self):
         offsets = None if self.offset is None else {0: self.offset}
-        return kvpact.create_cache(
-            self.spec, self.geometry, precision=self.precision, key_offsets=offsets
-        )
+        return kvpact.create_cache(self.spec, self.geometry, key_offsets=offsets)
 
     @property
     def cache(self):
@@ -142,10 +135,9 @@ class Histories(RuleBasedStateMachine):
             output = self.cache.attend(0, k, v, q, config)
         config = kvpact.AttendConfig(padding=torch.tensor(self.oracle.padding))
         wanted = reference_attention(q, *expected, config)
-        tolerance = {torch.float32: 2e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}[self.dtype]
-        if self.precision == "int8":
-            # About 1 % of the output's norm, which is what that precision promises.
-            assert (output.double() - wanted).norm() <= 0.02 * wanted.norm()
+        tolerance = {torch.float16: 5e-3, torch.bfloat16: 3e-2}.get(self.dtype)
+        if self.dtype is torch.float32:  # what a backend promises where levels are whole numbers
+            assert (output.double() - wanted).norm() <= 5e-4 * wanted.norm()
             return
         torch.testing.assert_close(output.double(), wanted, atol=tolerance, rtol=tolerance)
 
@@ -258,13 +250,9 @@ class Histories(RuleBasedStateMachine):
                         assert same_bytes(wanted, getattr(oracle, side).given)
 
 
-CASES = [(spec, dtype, "full") for spec, dtype in SPECS.items()]
-CASES += [(spec, dtype, "int8") for spec, dtype in INT8.items()]
-
-
-@pytest.mark.parametrize(("spec", "dtype", "precision"), CASES)
-def test_histories(spec, dtype, precision):
-    run(spec, dtype, precision)
+@pytest.mark.parametrize(("spec", "dtype"), SPECS.items())
+def test_histories(spec, dtype):
+    run(spec, dtype)
 
 
 @pytest.mark.parametrize(("spec", "dtype"), OFFSETS)
@@ -272,8 +260,8 @@ def test_histories_of_keys_with_an_offset(spec, dtype):
     run(spec, dtype, offset=random_offset(HEADS, DIM, seed=1), how_many=FEWER)
 
 
-def run(spec, dtype, precision="full", offset=None, how_many=SETTINGS):
-    members = {"spec": spec, "dtype": dtype, "precision": precision, "offset": offset}
+def run(spec, dtype, offset=None, how_many=SETTINGS):
+    members = {"spec": spec, "dtype": dtype, "offset": offset}
     case = type("Machine", (Histories,), members).TestCase
     case.settings = how_many
     case("runTest").runTest()

@@ -49,9 +49,9 @@ def decode_calls(
     made: list[AttendCall] = []
     attend = TORCH.attend
 
-    def seen(calls, precision):
+    def seen(calls):
         made.extend(calls)
-        return attend(calls, precision)
+        return attend(calls)
 
     monkeypatch.setattr(TORCH, "attend", seen)
     q = normal(batch, heads * groups, queries, dim, seed=3)

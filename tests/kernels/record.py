@@ -61,7 +61,6 @@ TRELLISES = (
     *("trellis:bits=5", "trellis:bits=4", "trellis:bits=2,states=8"),
     f"trellis:bits=3,{UNTREATED}",
 )
-FAST = ("turboquant:bits=4", "turboquant:bits=2", "int:bits=8,group=64")
 
 
 @dataclass
@@ -265,10 +264,10 @@ def _segments(part: ctypes.Structure) -> int:
 
 
 def record_attend(recorder: Recorder, **case: Any) -> None:
-    """Record one call of `compare.both`: one step where it is one, with its `bound` or int8's."""
+    """Record one call of `compare.both`: one step where it is one."""
     before = len(recorder.cases)
     expected, _, _ = compare.both(**case)
-    bound = 0.03 if case.get("precision") == "int8" else compare.BOUND
+    bound = compare.bound_of(case["spec"])
     if "dtype" in case:
         bound = torch.finfo(case["dtype"]).eps / 2  # what is expected was rounded to it
     attends = ("attend", "attend_rows", "step")
@@ -320,7 +319,7 @@ def record_steps(recorder: Recorder, spec: str, layout: str = "contiguous", rows
     made = [one for one in recorder.cases[before:] if one.operation == "step"]
     assert made, spec
     for one in made:
-        one.label, one.bound = f"{spec} {layout} {rows}", compare.BOUND
+        one.label, one.bound = f"{spec} {layout} {rows}", compare.bound_of(spec)
     recorder.cases[before:] = made
 
 
@@ -329,7 +328,7 @@ def record_all(recorder: Recorder) -> None:
     mask = torch.arange(303).expand(1, 1, 3, 303) % 3 > 0
     for case in (
         *compare.cases(),
-        *({"spec": spec, "backend": "cpu", "precision": "int8"} for spec in FAST),
+        *({"spec": spec} for spec in ("turboquant:bits=2", "int:bits=8,group=64")),
         {"spec": "turboquant:bits=4", "new": 3, "mask": mask, "softcap": 1.5},
         {"spec": "kivi:bits=2", "new": 16, "sink_logits": torch.linspace(-2, 4, 6)},
         {"spec": "turboquant:bits=2", "batch": 3, "padding": torch.tensor([0, 5, 140])},

@@ -21,7 +21,6 @@ def create_cache(
     *,
     max_tokens: int | None = None,
     backend: str = "auto",
-    precision: str = "full",
     check: str = "now",
     num_pages: int | None = None,
     page_size: int | None = None,
@@ -46,10 +45,6 @@ def create_cache(
         Who computes: the native kernels (``cpu``), or torch. By name a backend computes everything
         or raises; ``auto`` takes for each operation the first one that covers it.
         ``stats()["compute"]`` tells what ran, and why.
-    precision : {"full", "int8"}
-        How attention computes: ``full`` agrees with torch to rounding; ``int8`` uses 8-bit integers
-        where the backend has such kernels, at an error of about 1 % of the output (codes are exact,
-        queries have 8 bits).
     check : {"now", "deferred"}
         When tokens are checked for NaN, infinity and numbers beyond the method's range: before
         they are stored (``now``), so that the cache stays as it was; or with a flag that stays on
@@ -83,7 +78,7 @@ def create_cache(
     BackendUnavailable
         The backend asked for can't run here, or does not cover the spec's methods.
     """
-    compute = choose(backend, precision, check)
+    compute = choose(backend, check)
     if layout not in ("contiguous", "paged"):
         raise SpecError(f"layout {layout!r} is not known; there are 'contiguous' and 'paged'")
     if max_tokens is not None:
@@ -99,7 +94,6 @@ def create_cache(
             calibration=calibration,
             key_offsets=key_offsets,
             backend=backend,
-            precision=precision,
             check=check,
         ).view()
     if num_pages is not None or page_size is not None:

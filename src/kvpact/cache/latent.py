@@ -49,7 +49,7 @@ class MLACache(ContiguousCache):
         Dtype of the latents; that of the first ones if omitted.
     max_tokens : int, optional
         Tokens per layer after which `CacheFull` is raised.
-    backend, precision, calibration
+    backend, calibration
         As in `create_cache`.
 
     Raises
@@ -75,11 +75,10 @@ class MLACache(ContiguousCache):
         dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
         backend: str = "auto",
-        precision: str = "full",
         calibration: Calibration | None = None,
     ) -> None:
         geometry = CacheGeometry.mla(num_layers, latent_dim, rope_dim, dtype)
-        compute = choose(backend, precision)
+        compute = choose(backend)
         super().__init__(_specs(spec, num_layers, rope), geometry, max_tokens, calibration, compute)
 
     @classmethod
@@ -95,7 +94,6 @@ class MLACache(ContiguousCache):
         rope: str | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
-        precision: str = "full",
         calibration: Calibration | Snapshot | None = None,
     ) -> PagedKVCache:
         """Return a `PagedKVCache` of latents: parameters as above and as there."""
@@ -108,7 +106,6 @@ class MLACache(ContiguousCache):
             page_size,
             calibration=calibration,
             backend=backend,
-            precision=precision,
         )
 
     def attend_heads(

@@ -43,8 +43,8 @@ class PagedKVCache(PagedSequences):
         (``kvpact calibrate``), layer -> K and V, `[B, H_kv, T, D]`, to learn from, or the states of
         codecs that learnt before. Such methods can't be paged without. A `Snapshot` gives what the
         cache that it is from had learnt.
-    backend, precision, check : str
-        Who computes, and how (see `create_cache`).
+    backend, check : str
+        Who computes, and when tokens are checked (see `create_cache`).
     key_offsets : mapping, optional
         Layer -> `KeyOffset` (see `create_cache`).
 
@@ -66,11 +66,10 @@ class PagedKVCache(PagedSequences):
         device: torch.device | str = "cpu",
         calibration: Calibration | Snapshot | None = None,
         backend: str = "auto",
-        precision: str = "full",
         check: str = "now",
         key_offsets: KeyOffsets | None = None,
     ) -> None:
-        compute = choose(backend, precision, check)
+        compute = choose(backend, check)
         specs, place = cache_specs(spec, geometry), torch.device(device)
         offsets = check_offsets(key_offsets, geometry)
         check_covered(compute, specs, geometry, bool(offsets))

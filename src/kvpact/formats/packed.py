@@ -79,6 +79,16 @@ class PackedFormat:
         )
 
     @property
+    def integer_unit(self) -> float:
+        """What levels are whole numbers of 8 bits of, or 0.0; grids around a middle have halves."""
+        if self.whole:
+            return self.unit
+        halves = bool(self.levels) and all(
+            float(2 * level).is_integer() and -64 <= level < 64 for level in self.levels
+        )
+        return self.unit / 2 if halves else 0.0
+
+    @property
     def signed(self) -> bool:
         """Whether a code is its level in two's complement, but for its top bit."""
         half = len(self.levels) // 2

@@ -8,7 +8,7 @@ import torch
 
 from kvpact.errors import BackendUnavailable
 from kvpact.geometry import CacheGeometry
-from kvpact.kernels.base import OPERATIONS, PRECISIONS
+from kvpact.kernels.base import OPERATIONS
 from kvpact.kernels.cpu.library import cap
 from kvpact.kernels.plan import BACKENDS, Compute
 from kvpact.kernels.report import devices
@@ -19,21 +19,15 @@ CHECKS = ("now", "deferred")
 _CPU = torch.device("cpu")
 
 
-def choose(backend: str = "auto", precision: str = "full", check: str = "now") -> Compute:
+def choose(backend: str = "auto", check: str = "now") -> Compute:
     """Return what computes for a cache.
 
     `backend`: who computes. By name it computes everything or raises; ``auto`` takes, operation by
-    operation, the first backend that covers it, torch at last. `precision`: ``full`` agrees with
-    the torch bodies to rounding; ``int8`` lets attention compute in 8-bit integers where a backend
-    has such kernels (about 1 % of the output's norm). `check`: when NaN, infinity and numbers
-    beyond a method's range are looked for (see `create_cache`).
+    operation, the first backend that covers it, torch at last. `check`: when NaN, infinity
+    and numbers beyond a method's range are looked for (see `create_cache`).
     """
     if backend not in NAMES:
         raise BackendUnavailable(f"backend {backend!r} is not known; there are {', '.join(NAMES)}")
-    if precision not in PRECISIONS:
-        raise BackendUnavailable(
-            f"precision {precision!r} is not known; there are {', '.join(PRECISIONS)}"
-        )
     if check not in CHECKS:
         raise BackendUnavailable(f"check {check!r} is not known; there are {', '.join(CHECKS)}")
     cap()  # a misspelt KVPACT_SIMD is an error, not a reason to be slow
@@ -41,7 +35,7 @@ def choose(backend: str = "auto", precision: str = "full", check: str = "now") -
     reasons = [one.runs_here(device) for one in found for device in devices()]
     if all(reasons):
         raise BackendUnavailable(f"backend {backend!r}: {reasons[0]}; use 'auto' or 'torch'")
-    return Compute(backend, precision, check == "deferred")
+    return Compute(backend, check == "deferred")
 
 
 def check_covered(

@@ -22,7 +22,6 @@ from kvpact.kernels.base import (
     Backend,
     Encoder,
     Operation,
-    Precision,
     SlotReader,
     StepRunner,
 )
@@ -57,14 +56,11 @@ class Compute:
     """What was asked to compute for one cache, and what did.
 
     - `requested`: ``auto``, or a backend's name.
-    - `precision`: how attention may compute.
     - `deferred`: whether checks of numbers leave a flag on the device instead of reading it.
     """
 
-    def __init__(
-        self, requested: str = "auto", precision: Precision = "full", deferred: bool = False
-    ) -> None:
-        self.requested, self.precision, self.deferred = requested, precision, deferred
+    def __init__(self, requested: str = "auto", deferred: bool = False) -> None:
+        self.requested, self.deferred = requested, deferred
         self.counts = Counts()
         self._reasons: dict[tuple[Operation, str], str] = {}
         # Of codecs that learnt nothing, in common to layers.
@@ -155,15 +151,14 @@ class Compute:
     def stats(self) -> dict[str, Any]:
         """Return what ran and why.
 
-        Returns ``name``, ``requested`` and ``precision``; ``attend``, ``encode``, ``decode``,
-        ``learn``: how many of them each backend carried out, with the reason where it was not the
-        first choice; ``reasons``: ``operation: backend`` -> why no better backend.
+        Returns ``name`` and ``requested``; ``attend``, ``encode``, ``decode``, ``learn``: how many
+        of them each backend carried out, with the reason where it was not the first choice;
+        ``reasons``: ``operation: backend`` -> why no better backend.
         """
         reasons = {f"{op}: {name}": why for (op, name), why in self._reasons.items() if why}
         return {
             "name": self.name,
             "requested": self.requested,
-            "precision": self.precision,
             "reasons": reasons,
             **self.counts.as_dict(),
         }
@@ -273,11 +268,10 @@ class Plan:
     def _choose(self, offset: bool, latent: bool) -> None:
         compute, k, codecs = self.compute, self.k, (self.k.codec, self.v.codec)
         self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset, latent)
-        self._precision, less = self._attend.precision(compute.precision, *codecs)
         self._name = self._attend.name
         self.alike = self._attend is k._encode is self.v._encode and self._attend is not TORCH
         self._new: Backend | None = None
-        compute.note("attend", self._attend, "; ".join(filter(None, (why, less))))
+        compute.note("attend", self._attend, why)
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend: `[sum of B, H_q, q_len, D_v]`; see `Backend.attend`."""
@@ -287,7 +281,7 @@ class Plan:
         if calls[0].view is None and (len(calls) == 1 or all(call.view is None for call in calls)):
             backend = self._for_new(calls[0])
             name = backend.name
-        output = backend.attend(calls, self._precision)
+        output = backend.attend(calls)
         self.compute.counts.add("attend", name, len(calls))
         return output
 
@@ -319,7 +313,7 @@ class Plan:
         check_call(call)
         if self.compute.deferred and good is None:
             good = torch.ones((), dtype=torch.bool, device=self.k.device)
-        runner = self._attend.step(call, self._precision, good if self.compute.deferred else None)
+        runner = self._attend.step(call, good if self.compute.deferred else None)
         if runner is not None and call.padding is None and not self.compute.deferred:
             self._runners["last"] = ref(runner)
         return runner
@@ -341,4 +335,4 @@ class Plan:
 
     def __repr__(self) -> str:
         parts = [f"{line.operation} {line.backend}" for line in self.explain()]
-        return f"Plan({', '.join(parts)}, precision {self._precision})"
+        return f"Plan({', '.join(parts)})"

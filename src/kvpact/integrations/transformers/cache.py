@@ -99,8 +99,8 @@ class CompressedCache(EngineCache):
         the last cache made for it is gone. ``keep`` leaves the config alone.
     exact_new : bool
         Whether new tokens are attended as given or as stored (see `AttendConfig`).
-    backend, precision, check : str
-        Who computes, how, and when tokens are checked (see `create_cache`). On a GPU take
+    backend, check : str
+        Who computes, and when tokens are checked (see `create_cache`). On a GPU take
         ``check="deferred"``, with which no step makes the host wait, and call `verify` at the end.
     key_offsets : {"auto"}, mapping or None
         What keys have by their positions alone, by layer of the model (see `create_cache`):
@@ -127,7 +127,6 @@ class CompressedCache(EngineCache):
         attention: str = "auto",
         exact_new: bool = True,
         backend: str = "auto",
-        precision: str = "full",
         check: str = "now",
         key_offsets: Mapping[int, KeyOffset] | Literal["auto"] | None = "auto",
         calibration: Calibration | str | PathLike[str] | None = None,
@@ -139,7 +138,7 @@ class CompressedCache(EngineCache):
         kept = [specs[layer] for layer in compressed]
         offsets = _offsets(model, len(specs), compressed, key_offsets)
         known = _calibration(calibration, compressed, kept, getattr(model, "device", "cpu"))
-        compute = choose(backend, precision, check)
+        compute = choose(backend, check)
         shared = SharedState(decoder, exact_new, kept, compute, offsets, known)
         indices = count()
         layers: list[Any] = []

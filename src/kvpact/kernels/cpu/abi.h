@@ -2,7 +2,7 @@
 #pragma once
 #include <stdint.h>
 
-#define KVP_ABI 7
+#define KVP_ABI 8
 
 #if defined(_WIN32)
 #define KVP_EXPORT __declspec(dllexport)
@@ -116,7 +116,7 @@ typedef struct {
     const float *sink_logits;    // [H_q] or NULL
     const char *mask;            // bytes (1: may be seen) or floats, or NULL
     int64_t mask_row, mask_head, mask_query;  // strides in bytes; tokens have no gaps
-    int32_t mask_float, fast;
+    int32_t mask_float, unused;
     float scale, softcap;        // softcap 0: none
     int64_t threads;
 } kvp_attend_args;

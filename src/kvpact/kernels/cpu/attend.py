@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.errors import CorruptState, GeometryError, KernelError
-from kvpact.kernels.base import AttendCall, Precision
+from kvpact.kernels.base import AttendCall
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import NO_OFFSET, native_offset
@@ -132,7 +132,7 @@ class NativeCall(NamedTuple):
     query_rows: int  # of a KV head
 
 
-def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
+def native_call(call: AttendCall, out: int) -> NativeCall:
     """Return the arguments of a checked call.
 
     The view and the tokens have to stay as long as the arguments are used, and nobody may write to
@@ -196,7 +196,7 @@ def native_call(call: AttendCall, out: int, int8: bool) -> NativeCall:
         mask_head,
         mask_query,
         mask_float,
-        int8,
+        0,
         dim**-0.5 if config.softmax_scale is None else config.softmax_scale,
         config.softcap or 0.0,
         torch.get_num_threads(),
@@ -213,32 +213,19 @@ With AVX-512 the two are even at about 64 rows in 2, 3, 4 and 8 bits (5 % apart 
 in other formats; with AVX2 at about 20 (`benchmarks/rows.py`).
 """
 
-MANY_ROWS_INT8 = 64
-"""The same where the kernel for few rows computes in 8-bit integers, as far as the format allows:
-that is a quarter faster still at 64 to 128 rows in 4 bits, no faster in 8, and less exact.
-"""
 
-
-def query_rows_for_many(int8: bool) -> int:
-    """Return how many query rows of a KV head make the kernel for many rows the faster one."""
-    return MANY_ROWS_INT8 if int8 else MANY_ROWS
-
-
-def attend_native(
-    library: NativeLibrary, calls: Sequence[AttendCall], precision: Precision
-) -> Tensor:
+def attend_native(library: NativeLibrary, calls: Sequence[AttendCall]) -> Tensor:
     """Attend natively; parameters as of `Backend.attend`. Raises `MemoryError`."""
     first = calls[0]
     _, q_heads, queries, _ = first.q.shape
     rows = first.q.shape[0] if len(calls) == 1 else sum(call.q.shape[0] for call in calls)
     out = new_output(rows, q_heads, queries, first.output_dim)
     place, size = out.data_ptr(), out.stride(0) * out.itemsize
-    int8 = precision == "int8"
-    least = 1 if first.latent else query_rows_for_many(int8)
+    least = 1 if first.latent else MANY_ROWS
     few: list[NativeCall] = []
     many: list[NativeCall] = []
     for call in calls:
-        native = native_call(call, place, int8)
+        native = native_call(call, place)
         (many if native.query_rows >= least else few).append(native)
         place += size * call.q.shape[0]
     status = 0

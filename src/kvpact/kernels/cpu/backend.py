@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.base import AttendCall, Encoder, Operation, Precision, SlotReader
+from kvpact.kernels.base import AttendCall, Encoder, Operation, SlotReader
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.decode import decode
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder
@@ -74,21 +74,13 @@ class CpuBackend:
             return f"dtype {dtype}"
         return f"width {dim} is above {MOST_DIM}" if dim > MOST_DIM else ""
 
-    def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
-        """Compute in 8-bit integers with AVX-512 VNNI, over 2, 4 or 8 bits and over trellises."""
-        if precision == "int8" and "avx512" not in library().levels:
-            return "full", f"8-bit arithmetic needs AVX-512 VNNI, this is {library().level}"
-        return precision, ""
-
-    def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+    def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend over all calls at once."""
-        return native.attend_native(library(), calls, precision)
+        return native.attend_native(library(), calls)
 
-    def step(
-        self, call: AttendCall, precision: Precision, good: Tensor | None = None
-    ) -> CpuStep | None:
+    def step(self, call: AttendCall, good: Tensor | None = None) -> CpuStep | None:
         """Return what carries out steps like a call, each in one native call."""
-        return CpuStep(library(), call, precision == "int8") if covers(call) else None
+        return CpuStep(library(), call) if covers(call) else None
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder."""

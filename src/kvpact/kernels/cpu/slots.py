@@ -63,7 +63,7 @@ class SlotFormat:
             stream.trellis, stream.treated = self._trellis.address, codec.transform is IDENTITY
         if form.kind == "raw":
             stream.number = DTYPES[codes.dtype]
-        stream.unit = form.unit if form.whole else 0.0
+        stream.unit = form.integer_unit
         levels = [level * form.unit for level in form.levels] or [0.0]
         if form.kind == "table":
             # At least 16: a vector register of levels is filled up with repetitions.

@@ -62,10 +62,10 @@ class CpuStep(AlikeCalls):
     """What stays from one step of a layer to the next: shapes, rules, where the slots lie.
 
     `call`: a call like those to come, which `covers` lets pass; its view is of the slots that they
-    read and write. `int8`: whether attention may compute in 8-bit integers.
+    read and write.
     """
 
-    def __init__(self, library: NativeLibrary, call: AttendCall, int8: bool) -> None:
+    def __init__(self, library: NativeLibrary, call: AttendCall) -> None:
         assert call.view is not None and call.k is not None and call.v is not None
         super().__init__(call)
         self._library, self._out = library, (*call.q.shape[:3], call.output_dim)
@@ -74,7 +74,7 @@ class CpuStep(AlikeCalls):
         self._most = None
         if isinstance(offset, RowOffset):
             self._most = native_offset(offset, call.view.length).most
-        made = native.native_call(call, 0, int8)
+        made = native.native_call(call, 0)
         # What the arguments point to: where sink tokens stand, logits of sinks, offsets.
         memory = [x.untyped_storage() for x in made.alive]
         self._alive: Any = (memory, call.view.k.codec, call.view.v.codec, call.padding)
@@ -83,7 +83,7 @@ class CpuStep(AlikeCalls):
         ctypes.memmove(ctypes.byref(args.attend), made.args, len(made.args))
         _fill(args.k, call.view.k)
         _fill(args.v, call.view.v)
-        many = made.query_rows >= native.query_rows_for_many(int8)
+        many = made.query_rows >= native.MANY_ROWS
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
         self._address = ctypes.addressof(args)
         out_row = math.prod(self._out[1:]) * _F32.itemsize

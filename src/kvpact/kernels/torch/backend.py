@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import AttendCall, Operation, Precision, SlotReader
+from kvpact.kernels.base import AttendCall, Operation, SlotReader
 from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.decode import decode_slots
 from kvpact.kernels.torch.encode import TorchEncoder
@@ -49,16 +49,12 @@ class TorchBackend:
         """Cover everything."""
         return ""
 
-    def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
-        """Compute in fp32, whatever was asked for."""
-        return "full", "" if precision == "full" else "torch computes in fp32"
-
-    def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+    def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend, one call after the other."""
         outputs = [attend(call) for call in calls]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def step(self, call: AttendCall, precision: Precision, good: Tensor | None = None) -> None:
+    def step(self, call: AttendCall, good: Tensor | None = None) -> None:
         """Return nothing: a step's parts are carried out one by one."""
         return
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import AttendCall, Encoder, Operation, Precision, SlotReader, StepRunner
+from kvpact.kernels.base import AttendCall, Encoder, Operation, SlotReader, StepRunner
 from kvpact.kernels.dense import DTYPES
 from kvpact.kernels.torch.encode import TorchEncoder
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
@@ -122,20 +122,14 @@ class TritonBackend:
             return f"dtype {dtype}"
         return _too_wide(dim, dtype)
 
-    def precision(self, precision: Precision, k: Codec, v: Codec) -> tuple[Precision, str]:
-        """Compute in whole numbers wherever levels are, whatever was asked for."""
-        return "full", "" if precision == "full" else "triton has one precision"
-
-    def attend(self, calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+    def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend over all calls in one launch."""
         from kvpact.kernels.triton.attend.attend import attend_triton
 
         with on_device(calls[0].q.device):
-            return attend_triton(calls, precision)
+            return attend_triton(calls)
 
-    def step(
-        self, call: AttendCall, precision: Precision, good: Tensor | None = None
-    ) -> StepRunner | None:
+    def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
         """Return what carries out steps on the device, where checks are deferred."""
         from kvpact.kernels.triton.step.step import TritonStep, covers
 

@@ -7,6 +7,7 @@
 
 struct Table {
     // attend/attend.cpp: few query rows per KV head.
+    int64_t (*whole_query)(const Job &job); // numbers of memory that a head's queries need as whole numbers
     void (*prepare)(const Job &job);
     // False: there is no memory.
     bool (*task)(const Job &job, int64_t index);

@@ -7,12 +7,7 @@ namespace KVP_NS {
 
 constexpr int MOST_BLOCKS = 3;
 constexpr int WIDE_TILE = 8 * MOST_DIM; // words of the widest tile
-constexpr int LEVEL_ZERO = 128; // the byte of level 0, where bytes have no sign
-#if defined(KVP_AVX512)
-constexpr int VALUE_ZERO = 0; // the same where it is V's
-#else
-constexpr int VALUE_ZERO = LEVEL_ZERO;
-#endif
+constexpr int LEVEL_ZERO = 128; // the byte of level 0
 constexpr float LEVEL_OFFSET[] = {-LEVEL_ZERO}; // the table of such bytes
 
 // Calls run with a format's bits and the bits of its wider codes, as constants.
@@ -41,7 +36,7 @@ struct TrellisBlock {
     KeyBlock key;
     const kvp_block *from;
     alignas(64) float table[MOST_INDEX];
-    alignas(64) uint8_t bytes[MOST_INDEX]; // the same in units, and `zero` more
+    alignas(64) uint8_t bytes[MOST_INDEX]; // the same in units, and LEVEL_ZERO more
     alignas(64) float whole[16];           // the same in units, of indices of 4 bits
     float unit;
 };
@@ -56,8 +51,8 @@ struct Trellis {
     // What loops of fp32 turn V's wider words into levels with.
     INLINE const float *level_table() const { return wide == 4 ? block[0].whole : LEVEL_OFFSET; }
 
-    // `zero`: the byte of level 0. Levels are whole numbers from -128 to 127, in units.
-    INLINE void read(const kvp_trellis &t, int zero = LEVEL_ZERO) {
+    // Levels are whole numbers from -128 to 127, in units.
+    INLINE void read(const kvp_trellis &t) {
         blocks = dim = 0;
         wide = t.interleave;
         half = 0;
@@ -94,7 +89,7 @@ struct Trellis {
                 const int point = (x >> 1 & below) | x >> (low + 1) << (low - 1);
                 const float level = from.levels[4 * point + 2 * (x & 1) + (x >> low & 1)];
                 b.table[index] = level * from.unit;
-                b.bytes[index] = (uint8_t)((int)level + zero);
+                b.bytes[index] = (uint8_t)((int)level + LEVEL_ZERO);
                 if (index < 16) b.whole[index] = level;
             }
             b.unit = from.unit;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.base import AttendCall, Precision
+from kvpact.kernels.base import AttendCall
 from kvpact.kernels.triton.attend.general import Variant, attend_general
 from kvpact.kernels.triton.attend.merge import merge_parts
 from kvpact.kernels.triton.attend.prompt import (
@@ -54,7 +54,7 @@ class _Call(NamedTuple):
     first: int
 
 
-def attend_triton(calls: Sequence[AttendCall], precision: Precision) -> Tensor:
+def attend_triton(calls: Sequence[AttendCall]) -> Tensor:
     """Attend; parameters as of `Backend.attend`."""
     first = calls[0]
     if first.q.is_cuda and len(calls) == 1 and is_plain_prompt(first):

@@ -1,6 +1,7 @@
 // Decode attention over packed slots: blocks of tokens, an online softmax, two accumulators (exact
 // values, and values in the codec's space). The torch body is kernels/torch/attend.py.
 #include "attend/exact_tokens.h"
+#include "attend/weights.h"
 #include "simd/rotate.h"
 #include "attend/rules.h"
 #include "scratch.h"
@@ -24,38 +25,9 @@ INLINE float raise_peak(float *state, const float *score, int64_t n, int64_t wid
     return most;
 }
 
-#if defined(KVP_AVX512)
-// Weights and weighted sums of a block in 8-bit integers, with no fp32 weights in between.
-static void fast_block(Pass &p, float *partial, int64_t t, int64_t n) {
-    const int64_t stride = p.job.partial_row();
-    ValueTiles tiles(p, partial + 2, t);
-    tiles.take(p, n);
-    const int tokens = tiles.run.tiles * TILE, groups = p.v_size.groups;
-    const BlockScales scales(p.scratch.weights, tiles.scale, groups, tokens);
-    by_fast_bits(p.a.v.bits, [&](auto f) {
-        constexpr int bits = decltype(f)::bits;
-        FastValues &fast = p.scratch.values;
-        // The block's weights are relative to its own highest score, for the digits' sake.
-        alignas(64) float top[W], decay[W];
-        for (int r = 0; r < p.passed; r++) {
-            float *state = partial + r * stride;
-            top[r] = r < p.rows ? raise_peak(state, p.score[r], tokens, p.job.v_width) : -INFINITY;
-            decay[r] = (top[r] - state[0]) * LOG2E;
-        }
-        store(decay, exp2_(load_first(decay, p.passed)));
-        for (int r = 0; r < p.passed; r++) {
-            if (top[r] == -INFINITY) top[r] = decay[r] = 0; // nothing is seen: all weights are 0
-            partial[r * stride + 1] += weigh_digits<bits>(fast, groups, r, p.score[r], top[r], decay[r], scales, tokens);
-        }
-        f.v(p.passed)(tiles.run, fast);
-        return 0;
-    });
-}
-#endif
-
 static void scores(Pass &p, int64_t t, int64_t n) {
     const int64_t packed = upto(p.a.k.exact_from - t, n);
-    if (packed > 0) packed_scores(p, t, packed);
+    if (packed > 0) (p.a.k.kind == KVP_TRELLIS_CODES ? packed_scores<true> : packed_scores<false>)(p, t, packed);
     if (packed > 0 && p.a.k.offset.pairs) add_offsets(p, t, packed);
     exact_scores(p, t, n);
     for (int r = 0; r < p.rows; r++) apply_rules(p.a, p.b, p.h, p.r0 + r, p.score[r], t, n);
@@ -63,19 +35,36 @@ static void scores(Pass &p, int64_t t, int64_t n) {
 
 static void values(Pass &p, float *partial, int64_t t, int64_t n) {
     const kvp_attend_args &a = p.a;
-    const int64_t stride = p.job.partial_row(), width = p.job.v_width;
+    const int64_t stride = p.job.partial_row(), width = p.job.v_width, padded = whole(n, TILE);
     const int64_t packed = upto(a.v.exact_from - t, n);
     const ExactTokens exact(a.v, a, p.b, p.h, t, n);
-#if defined(KVP_AVX512)
-    if (a.fast && !exact.count && fast_format(a.v)) return fast_block(p, partial, t, n);
+    float top[MAX_ROWS];
+    for (int r = 0; r < p.passed; r++)
+        top[r] = r < p.rows ? raise_peak(partial + r * stride, p.score[r], padded, width) : -INFINITY;
+#if defined(KVP_WHOLE)
+    const bool whole_levels = packed > 0 && whole_format(a.v);
+    RowWeights rows;
+    rows.stored = exact.count;
+    if (whole_levels && !rows.stored) {
+        // The block's weights are relative to its own highest score, for the rounding's sake.
+        alignas(64) float decay[MAX_ROWS + W];
+        for (int r = 0; r < MAX_ROWS + W; r++) {
+            const bool seen = r < p.passed && top[r] != -INFINITY;
+            if (r < MAX_ROWS) rows.minus[r] = seen ? top[r] * LOG2E : 0;
+            decay[r] = seen ? (top[r] - partial[r * stride]) * LOG2E : -INFINITY;
+        }
+        for (int r = 0; r < MAX_ROWS; r += W) store(decay + r, exp2_(load(decay + r)));
+        memcpy(rows.share, decay, sizeof rows.share);
+        return whole_values(p, rows, partial + 2, t, packed);
+    }
+    for (int r = 0; r < MAX_ROWS; r++) rows.share[r] = 1;
 #endif
-    const int64_t padded = whole(n, TILE);
     for (int r = 0; r < p.passed; r++) {
-        float *state = partial + r * stride;
-        if (r >= p.rows || raise_peak(state, p.score[r], padded, width) == -INFINITY) {
+        if (top[r] == -INFINITY) {
             memset(p.weight[r], 0, sizeof(float) * BLOCK);
             continue;
         }
+        float *state = partial + r * stride;
         vf total = zero();
         const vf high = set1(state[0]), factor = set1(LOG2E);
         for (int64_t i = 0; i < padded; i += W) {
@@ -86,6 +75,9 @@ static void values(Pass &p, float *partial, int64_t t, int64_t n) {
         state[1] += sum(total);
     }
     exact_values(p, partial + 2 + width, exact);
+#if defined(KVP_WHOLE)
+    if (whole_levels) return whole_values(p, rows, partial + 2, t, packed);
+#endif
     if (packed > 0) packed_values(p, partial + 2, t, packed);
 }
 
@@ -138,14 +130,11 @@ static bool task(const Job &job, int64_t index) {
         scratch.widened = own_scratch<Widened>();
         if (!scratch.widened) return false;
         if (a.k.kind == KVP_TRELLIS_CODES) scratch.widened->key.read(*a.k.trellis);
-        if (a.v.kind == KVP_TRELLIS_CODES) scratch.widened->value.read(*a.v.trellis, VALUE_ZERO);
+        if (a.v.kind == KVP_TRELLIS_CODES) scratch.widened->value.read(*a.v.trellis);
     }
-#if defined(KVP_AVX512)
-    if (a.fast && fast_format(a.k)) scratch.key_table = level_bytes(a.k);
-    if (a.fast && fast_format(a.v)) {
-        scratch.values.table = level_bytes(a.v);
-        scratch.values.unit = a.v.unit;
-    }
+#if defined(KVP_WHOLE)
+    if (whole_format(a.k)) scratch.key_levels.read(a.k);
+    if (whole_format(a.v)) scratch.value_levels.read(a.v);
 #endif
     for (int64_t t = begin; t < end;) {
         const int64_t next = upto((t / job.block + 1) * job.block, end), first = t / TILE * TILE;
@@ -198,6 +187,14 @@ static void into_words(float *q, const kvp_stream &k, const Trellis &x, int64_t 
     }
 }
 
+static int64_t whole_query(const Job &job) {
+#if defined(KVP_WHOLE)
+    if (whole_format(job.args->k) && !job.args->k.fold.base) return WholeQuery::floats(job.rows + MAX_ROWS, job.k_width);
+#endif
+    (void)job;
+    return 0;
+}
+
 static void prepare(const Job &job) {
     const kvp_attend_args &a = *job.args;
     Trellis trellis;
@@ -223,19 +220,11 @@ static void prepare(const Job &job) {
             else rotate(row, a.k.signs, a.k.dim);
         }
     }
-#if defined(KVP_AVX512)
-    if (packed && a.k.kind == KVP_TRELLIS_CODES)
-        for (int64_t i = 0; i < job.pairs(); i++) {
-            const int64_t rows = (job.rows + 3) / 4 * 4;
-            (a.fast ? make_query_digits<1> : make_query_digits<3>)(QueryDigits(job, i, 0), job.rotated + i * job.q_size(), job.k_width, rows);
-        }
-    if (!a.fast || !fast_format(a.k) || a.k.exact_from <= job.begin) return;
-    for (int64_t i = 0; i < job.pairs(); i++)
-        by_fast_bits(a.k.bits, [&](auto f) {
-            const FastKeys keys(job, i, 0, level_bytes(a.k));
-            make_fast_keys<decltype(f)::bits>(keys, a.k, job.rotated + i * job.q_size(), (job.rows + 3) / 4 * 4);
-            return 0;
-        });
+#if defined(KVP_WHOLE)
+    if (job.whole_size && a.k.exact_from > job.begin)
+        for (int64_t i = 0; i < job.pairs(); i++)
+            make_whole_query(WholeQuery(job.whole + i * job.whole_size, job.rows + MAX_ROWS, 0, job.k_width), a.k,
+                              job.rotated + i * job.q_size(), (job.rows + 3) / 4 * 4);
 #endif
 }
 
@@ -284,6 +273,7 @@ static uint64_t read(const char *data, int64_t bytes) {
 }
 
 void fill_attend(Table &table) {
+    table.whole_query = whole_query;
     table.prepare = prepare;
     table.task = task;
     table.finish = finish;

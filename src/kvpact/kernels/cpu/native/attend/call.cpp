@@ -47,8 +47,8 @@ void see(Job &job, const kvp_attend_args &a) {
     job.rows = a.groups * a.queries;
     job.k_width = whole(a.k.dim, TILE);
     job.v_width = whole(a.v.dim, TILE);
-    // What is prefetched of wide slots would drive out what is read; 8-bit integers wait for it sooner.
-    job.block = row_bytes(a.k) + row_bytes(a.v) > (a.fast ? 96 : 192) ? BLOCK / 2 : BLOCK;
+    // What is prefetched of wide slots would drive out what is read.
+    job.block = row_bytes(a.k) + row_bytes(a.v) > 192 ? BLOCK / 2 : BLOCK;
     const int64_t total = a.held + a.fresh;
     job.begin = 0;
     if (a.window) job.begin = a.first - a.window + 1 > 0 ? a.first - a.window + 1 : 0;
@@ -94,6 +94,7 @@ int kvp_attend(int level, const kvp_attend_args *args, int64_t count) {
         if (k.dim < 1 || v.dim < 1 || k.dim > MOST_DIM || v.dim > MOST_DIM || k.bits < 1 || v.bits < 1) return 2;
         Job &job = batch.jobs[(size_t)i];
         see(job, a);
+        job.whole_size = table->whole_query(job);
         bytes += (job.end - job.begin) * job.pairs() * (row_bytes(k) + row_bytes(v));
         rows += a.batch;
     }
@@ -112,7 +113,7 @@ int kvp_attend(int level, const kvp_attend_args *args, int64_t count) {
         job.q = memory;
         job.rotated = job.rotates() ? job.q + job.pairs() * job.q_size() : job.q;
         job.partial = job.rotated + job.pairs() * job.q_size();
-        job.bytes = job.partial + job.pairs() * job.splits * job.partial_size();
+        job.whole = job.partial + job.pairs() * job.splits * job.partial_size();
         memory += job.floats();
         batch.table->prepare(job);
     }

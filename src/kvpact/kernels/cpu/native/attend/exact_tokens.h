@@ -22,11 +22,11 @@ struct ExactTokens {
         index[count] = (int)i;
         at[count++] = data;
     }
-    // Prefetches tokens: processors don't guess that the next row is read from its beginning.
+    // Prefetches tokens that don't follow the one before: processors don't guess where they are.
     INLINE void ask(int first, int n, const kvp_stream &x) const {
         const int64_t bytes = x.dim * (x.dtype == KVP_F32 ? 4 : 2);
         for (int i = first; i < upto(first + n, count); i++)
-            for (int64_t c = 0; c < bytes; c += 64) prefetch(at[i] + c);
+            for (int64_t c = 0; c < bytes && !(i && at[i] == at[i - 1] + bytes); c += 64) prefetch(at[i] + c);
     }
     // Tokens from `first` on as fp32 rows of `width`, zeros behind dim: where they lie if they are
     // such there, else as copies.
@@ -45,21 +45,23 @@ struct ExactTokens {
 
 constexpr int AT_ONCE = 16;
 constexpr int AHEAD = 2 * AT_ONCE; // tokens from one that is read to one that is asked for
-constexpr int TOGETHER = 2; // tokens whose products with four query rows are summed
+constexpr int TOGETHER = 4; // tokens whose products are summed
+constexpr int ROWS_TOGETHER = REGISTERS == 32 ? 4 : 2; // query rows of these
 
-template <int N> INLINE void dot_tokens(float *(&out)[N], const float *const *x, const float *q, int64_t width) {
-    vf acc[N][4];
-    for (int i = 0; i < N; i++)
-        for (int k = 0; k < 4; k++) acc[i][k] = zero();
+// The products of four tokens with some query rows, [rows][4].
+INLINE void dot_tokens(float (*out)[TOGETHER], const float *const *x, const float *q, int64_t width) {
+    vf acc[ROWS_TOGETHER][TOGETHER];
+    for (int r = 0; r < ROWS_TOGETHER; r++)
+        for (int i = 0; i < TOGETHER; i++) acc[r][i] = zero();
     for (int64_t c = 0; c < width; c += W) {
-        vf y[4];
-        for (int k = 0; k < 4; k++) y[k] = load(q + k * width + c);
-        for (int i = 0; i < N; i++) {
+        vf y[ROWS_TOGETHER];
+        for (int r = 0; r < ROWS_TOGETHER; r++) y[r] = load(q + r * width + c);
+        for (int i = 0; i < TOGETHER; i++) {
             const vf t = load(x[i] + c);
-            for (int k = 0; k < 4; k++) acc[i][k] = fma(t, y[k], acc[i][k]);
+            for (int r = 0; r < ROWS_TOGETHER; r++) acc[r][i] = fma(t, y[r], acc[r][i]);
         }
     }
-    for (int i = 0; i < N; i++) store_sums(out[i], BLOCK, acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+    for (int r = 0; r < ROWS_TOGETHER; r++) sum4(out[r], acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
 }
 
 static void exact_scores(Pass &p, int64_t t, int64_t n) {
@@ -73,18 +75,20 @@ static void exact_scores(Pass &p, int64_t t, int64_t n) {
         const int count = (int)upto(AT_ONCE, tokens.count - first);
         tokens.ask(first + AHEAD, AT_ONCE, p.a.k);
         tokens.read(x, copy, first, count, p.a.k, width);
-        for (int r = 0; r < p.rows; r += 4) {
-            int i = 0;
-            for (; i + TOGETHER <= count; i += TOGETHER) {
-                float *out[TOGETHER];
-                for (int j = 0; j < TOGETHER; j++) out[j] = &p.score[r][tokens.index[first + i + j]];
-                dot_tokens(out, x + i, q + r * width, width);
+        for (int i = count; i < whole(count, TOGETHER); i++) x[i] = x[count - 1];
+        for (int r = 0; r < p.rows; r += ROWS_TOGETHER)
+            for (int i = 0; i < count; i += TOGETHER) {
+                alignas(16) float sums[ROWS_TOGETHER][TOGETHER];
+                dot_tokens(sums, x + i, q + r * width, width);
+                const int *index = tokens.index + first + i;
+                const bool row = i + TOGETHER <= count && index[TOGETHER - 1] == index[0] + TOGETHER - 1;
+                for (int k = 0; k < ROWS_TOGETHER; k++) {
+                    float *to = p.score[r + k];
+                    if (row) memcpy(to + index[0], sums[k], sizeof sums[k]);
+                    else
+                        for (int j = 0; j < upto(TOGETHER, count - i); j++) to[index[j]] = sums[k][j];
+                }
             }
-            for (; i < count; i++) {
-                float *out[1] = {&p.score[r][tokens.index[first + i]]};
-                dot_tokens(out, x + i, q + r * width, width);
-            }
-        }
     }
 }
 

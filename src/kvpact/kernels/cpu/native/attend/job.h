@@ -19,11 +19,8 @@ struct Job {
     int64_t partial_row() const { return 2 + 2 * v_width; }
     // A pass may compute more rows than there are: those behind them are of this task alone.
     int64_t partial_size() const { return (rows + MAX_ROWS) * partial_row(); }
-    float *bytes;             // see FastKeys and QueryDigits: [B * H][byte_size()]
-    int64_t byte_size() const {
-        if (args->k.kind == KVP_TRELLIS_CODES) return (rows + MAX_ROWS) * (k_width + 4);
-        return args->fast ? (rows + MAX_ROWS) * (k_width / 4 + 33) : 0;
-    }
+    float *whole;             // queries as whole numbers, see WholeQuery: [B * H][whole_size]
+    int64_t whole_size;
     // Whether packed keys are products of other queries than exact ones.
     bool rotates() const { return args->k.signs || args->k.kind == KVP_TRELLIS_CODES; }
     int64_t pairs() const { return args->batch * args->heads; }
@@ -31,6 +28,6 @@ struct Job {
     int64_t tasks() const { return args->batch * parts() * splits; }
     // Memory that a call needs beside its arguments.
     int64_t floats() const {
-        return pairs() * ((rotates() ? 2 : 1) * q_size() + splits * partial_size() + byte_size());
+        return pairs() * ((rotates() ? 2 : 1) * q_size() + splits * partial_size() + whole_size);
     }
 };

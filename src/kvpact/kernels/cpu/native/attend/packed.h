@@ -34,9 +34,63 @@ INLINE void fold_keys(Pass &p, const float *q, int64_t t, float *inner, float *o
     }
 }
 
-static void packed_scores(Pass &p, int64_t t, int64_t n) {
+// The loops over tiles of K.
+#if defined(KVP_WHOLE)
+struct KeyLoops {
+    Pass &p;
+    KFunction one = nullptr, two = nullptr;
+    WholeFunctions<8>::K whole_one = nullptr, whole_two = nullptr;
+    WholeQuery whole;
+
+    KeyLoops(Pass &pass, int groups) : p(pass), whole(query(pass)) {
+        const kvp_stream &k = p.a.k;
+        if (whole_format(k)) {
+            by_whole_format(k, [&](auto f) {
+                whole_one = f.k(p.passed, groups);
+                whole_two = f.pair(p.passed, groups);
+            });
+            return;
+        }
+        one = by_format(k, [&](auto f) { return f.k(p.passed); });
+        two = by_format(k, [&](auto f) { return groups == 1 ? f.pair(p.passed) : nullptr; });
+    }
+    static WholeQuery query(const Pass &p) {
+        const Job &job = p.job;
+        if (p.a.k.fold.base) return WholeQuery(p.scratch.query, MAX_ROWS, 0, job.k_width);
+        return WholeQuery(job.whole + (p.b * p.a.heads + p.h) * job.whole_size, job.rows + MAX_ROWS, p.r0, job.k_width);
+    }
+    bool pairs() const { return two || whole_two; }
+    // A group of channels has other factors: so has the query.
+    INLINE void fold() {
+        if (whole_one) make_whole_query(whole, p.a.k, p.scratch.folded, p.passed);
+    }
+    INLINE void operator()(const KTile &tile, bool pair) const {
+        if (whole_one) (pair ? whole_two : whole_one)(tile, p.scratch.key_levels, whole);
+        else (pair ? two : one)(tile);
+    }
+};
+#else
+struct KeyLoops {
+    KFunction one, two = nullptr;
+
+    KeyLoops(Pass &p, int groups) {
+        const kvp_stream &k = p.a.k;
+        if (k.kind == KVP_TRELLIS_CODES) {
+            one = Functions<Linear<8>, 8, true>::k(p.passed);
+            return;
+        }
+        one = by_format(k, [&](auto f) { return f.k(p.passed); });
+        two = by_format(k, [&](auto f) { return groups == 1 ? f.pair(p.passed) : nullptr; });
+    }
+    bool pairs() const { return two; }
+    INLINE void fold() {}
+    INLINE void operator()(const KTile &tile, bool pair) const { (pair ? two : one)(tile); }
+};
+#endif
+
+// Writes the scores of n packed tokens from t on. TRELLIS: their codes are of one.
+template <bool TRELLIS> static void packed_scores(Pass &p, int64_t t, int64_t n) {
     const kvp_stream &k = p.a.k;
-    if (k.kind == KVP_TRELLIS_CODES) return widened_scores(p, t, n);
     const int groups = p.k_size.groups;
     const float *q = p.job.rotated + (p.b * p.a.heads + p.h) * p.job.q_size() + p.r0 * p.job.k_width;
     float inner[MAX_ROWS] = {0}, outer[MAX_ROWS] = {0}, sums[MAX_ROWS * MOST_GROUPS];
@@ -48,17 +102,6 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
                     total += q[r * p.job.k_width + c];
                 sums[r * groups + g] = total;
             }
-    const KFunction one = by_format(k, [&](auto f) { return f.k(p.passed); });
-    const KFunction two = by_format(k, [&](auto f) { return groups == 1 ? f.pair(p.passed) : nullptr; });
-#if defined(KVP_AVX512)
-    const bool in_bytes = p.a.fast && fast_format(k);
-    const auto fast = by_fast_bits(k.bits, [&](auto f) { return f.k(p.passed); });
-    const auto fast_pair = by_fast_bits(k.bits, [&](auto f) { return f.pair(p.passed, groups); });
-    const FastKeys keys(p.job, p.b * p.a.heads + p.h, p.r0, p.scratch.key_table);
-    const bool pairs = in_bytes ? fast_pair != nullptr : two != nullptr;
-#else
-    const bool pairs = two != nullptr;
-#endif
     KTile tile;
     tile.table = k.table;
     tile.q = k.fold.base ? p.scratch.folded : q;
@@ -70,6 +113,8 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
     tile.channels = k.channels;
     tile.middle = k.middle;
     tile.more = false;
+    KeyLoops loops(p, groups);
+    std::conditional_t<TRELLIS, WidenedKeys, NotWidened> keys(p, tile);
     int64_t folded = -1;
     Place place(k, t);
     Ahead ahead(k, p.k_size, p, t);
@@ -77,20 +122,18 @@ static void packed_scores(Pass &p, int64_t t, int64_t n) {
         if (k.group && (t + i) / k.group != folded) {
             folded = (t + i) / k.group;
             fold_keys(p, q, t + i, inner, outer);
+            loops.fold();
         }
-        const bool pair = pairs && i + TILE < n && (!k.group || (t + i + TILE) / k.group == folded);
+        const bool pair = loops.pairs() && i + TILE < n && (!k.group || (t + i + TILE) / k.group == folded);
         for (int j = 0; j <= pair; j++, place.step(k)) {
             tile.words[j] = (const uint32_t *)place.tile(k.codes, p.b, p.h, p.k_size.tile);
             tile.scale[j] = (const uint16_t *)place.tile(k.scale, p.b, p.h, p.k_size.side);
             tile.zero[j] = (const uint16_t *)place.tile(k.zero, p.b, p.h, p.k_size.side);
             tile.ahead[j] = ahead.next(tile.words[j]);
+            keys.widen(tile, j, place, t + i + j * TILE, p.score[0] + i + j * TILE);
         }
         tile.out = p.score[0] + i;
-#if defined(KVP_AVX512)
-        if (in_bytes) (pair ? fast_pair : fast)(tile, keys);
-        else
-#endif
-            (pair ? two : one)(tile);
+        loops(tile, pair);
         i += pair ? 2 * TILE : TILE;
     }
 }
@@ -163,6 +206,20 @@ struct ValueTiles {
     }
 };
 
+// Runs with the tiles of n tokens from t on: those of a group of tokens, or all; `i`: tokens of the block before.
+template <class F> INLINE void each_piece(const Pass &p, ValueTiles &tiles, int64_t t, int64_t n, F &&run) {
+    const kvp_stream &v = p.a.v;
+    const int64_t step = v.group && v.group < BLOCK ? v.group : BLOCK, unit = 2 * (int64_t)v.dim;
+    for (int64_t i = 0; i < n;) {
+        const int64_t end = upto(i + step - (t + i) % step, n);
+        memset(p.scratch.shift, 0, sizeof(float) * p.v_size.groups * MAX_ROWS);
+        tiles.take(p, end - i);
+        tiles.run.fold = (const uint16_t *)Place(v, t + i).group(v.fold, p.b, p.h, v.group ? v.group : 1, unit);
+        run(i);
+        i = end;
+    }
+}
+
 // The weights of R rows from token `i` of the block on, times the scales of a group of channels; and
 // the sums of weights times zeros.
 template <int R> static void weigh(Pass &p, const ValueTiles &tiles, int g, int r0, int64_t i) {
@@ -185,33 +242,21 @@ template <int R> static void weigh(Pass &p, const ValueTiles &tiles, int g, int 
 static void packed_values(Pass &p, float *acc, int64_t t, int64_t n) {
     const kvp_stream &v = p.a.v;
     const int groups = p.v_size.groups;
-    const int64_t step = v.group && v.group < BLOCK ? v.group : BLOCK;
     ValueTiles tiles(p, acc, t);
     VRun &a = tiles.run;
-    for (int64_t i = 0; i < n;) {
-        const int64_t end = upto(i + step - (t + i) % step, n);
-        memset(p.scratch.shift, 0, sizeof(float) * groups * MAX_ROWS);
-        tiles.take(p, end - i);
+    each_piece(p, tiles, t, n, [&](int64_t i) {
         for (int g = 0; g < groups; g++)
             for (int r = 0; r < p.passed; r += 4) {
                 const int rows = (int)upto(4, p.passed - r);
                 (rows == 1 ? weigh<1> : rows == 2 ? weigh<2> : rows == 3 ? weigh<3> : weigh<4>)(p, tiles, g, r, i);
             }
-        a.fold = (const uint16_t *)Place(v, t + i).group(v.fold, p.b, p.h, v.group ? v.group : 1, 2 * (int64_t)v.dim);
-        i = end;
-#if defined(KVP_AVX512)
-        if (p.a.fast && fast_format(v)) {
-            FastValues &fast = p.scratch.values;
-            by_fast_bits(v.bits, [&](auto f) {
-                make_digits<decltype(f)::bits>(fast, a, p.passed);
-                f.v(p.passed)(a, fast);
-                return 0;
-            });
-            continue;
-        }
-#endif
-        if (v.kind == KVP_TRELLIS_CODES) widened_values(p, a);
-        else by_format(v, [&](auto f) { return f.v(p.passed); })(a);
-    }
+        if (v.kind == KVP_TRELLIS_CODES) {
+            Widened &own = *p.scratch.widened;
+            const Widening widening(own.value, own.words, own.edges);
+            a.widening = &widening;
+            a.table = own.value.level_table();
+            by_wide(own.value.wide, [&](auto f) { return f.v(p.passed); })(a);
+        } else by_format(v, [&](auto f) { return f.v(p.passed); })(a);
+    });
 }
 } // namespace KVP_NS

@@ -1,10 +1,8 @@
 // What the query rows of one pass over the slots share.
 #pragma once
 #include "attend/exact.h"
-#if defined(KVP_AVX512)
-#include "attend/digits.h"
-#endif
 #include "attend/formats.h"
+#include "attend/whole_loops.h"
 #include "trellis_numbers.h"
 
 namespace KVP_NS {
@@ -20,9 +18,6 @@ struct Widened {
     Edges edges[2];
     alignas(64) uint16_t scale[BLOCK];
     alignas(64) float mean[MOST_DIM];
-#if defined(KVP_AVX512)
-    WeightDigits weights;
-#endif
 };
 
 // Memory of one thread for its task.
@@ -32,9 +27,10 @@ struct TaskScratch {
     alignas(64) float weights[MOST_GROUPS * MAX_ROWS * BLOCK]; // weight times scale, by channel group
     alignas(64) float shift[MOST_GROUPS * MAX_ROWS];
     Widened *widened; // where K or V are codes of a trellis
-#if defined(KVP_AVX512)
-    vi key_table;
-    FastValues values;
+#if defined(KVP_WHOLE)
+    LevelTable key_levels, value_levels;
+    WholeWeights whole;
+    alignas(64) float query[WholeQuery::floats(MAX_ROWS, MOST_DIM)]; // `folded` as factors
 #endif
 };
 

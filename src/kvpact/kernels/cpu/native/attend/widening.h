@@ -1,23 +1,13 @@
-// Tiles of a trellis's K; words of V, made wider a few channels at a time, just before they are read.
+// Words of V of a trellis, made wider a few channels at a time, just before they are read.
 #pragma once
 #include "attend/job.h"
-#include "trellis.h"
+#include "attend/whole.h"
 
 namespace KVP_NS {
 
-// A tile of K, what belongs to it, and what to prefetch.
-struct KeyTile {
-    const char *codes, *ahead;
-    const uint8_t *scale;
-    const uint32_t *flags; // of the bases, or NULL
-    float *out;            // [rows][BLOCK]
-    // [rows]: the products of q and the mean, q and the first key, q and nothing
-    alignas(16) float base[MAX_ROWS][4];
-};
-
 typedef void (*WidenChannels)(uint32_t *, int64_t, const uint32_t *, const Edges &, int64_t, int64_t, int64_t, int64_t, const uint8_t *);
 
-#if defined(KVP_AVX512)
+#if defined(KVP_WHOLE)
 template <int BITS, int C> using Wider = LevelBytes<BITS, C>;
 #else
 template <int BITS, int C> using Wider = LevelWords<BITS, C>;

@@ -81,18 +81,13 @@ INLINE vf load_e4m3(const uint8_t *p) {
     return _mm512_cvtph_ps(_mm256_or_si256(magnitude, sign));
 }
 
-// Powers of two up to this one are 0. Below the least normal number scalef takes hundreds of cycles, and so
-// does each product of a weight and a scale.
+// Powers of two up to this one are 0. Below the least normal number scalef would take hundreds of cycles, and so
+// would each product of a weight and a scale.
 constexpr float LEAST_POWER = -100;
-// y * 2**whole, where x is above the least power: it is that one where it was less, or NaN.
-INLINE vf times_exp2(vf y, vf whole, vf x) {
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, set1(LEAST_POWER), _CMP_GT_OQ), y, whole);
-}
-// 2**x for x <= 0.
+// 2**x for x <= 0; NaN where x is. Adding 1.5 * 2**23 rounds to whole numbers, which stand in the lowest bits then.
 INLINE vf exp2_(vf x) {
-    x = max(x, set1(LEAST_POWER));
-    vf whole = _mm512_roundscale_ps(x, 8);
-    vf f = sub(x, whole);
+    const __mmask16 some = _mm512_cmp_ps_mask(x, set1(LEAST_POWER), _CMP_NLE_UQ);
+    const vf magic = set1(12582912.0f), moved = add(x, magic), f = sub(x, sub(moved, magic));
     vf y = set1(1.535336188e-4f);
     y = fma(y, f, set1(1.339887440e-3f));
     y = fma(y, f, set1(9.618437357e-3f));
@@ -100,7 +95,7 @@ INLINE vf exp2_(vf x) {
     y = fma(y, f, set1(2.402264791e-1f));
     y = fma(y, f, set1(6.931472028e-1f));
     y = fma(y, f, set1(1.0f));
-    return times_exp2(y, whole, x);
+    return as_float(_mm512_maskz_add_epi32(some, (vi)y, _mm512_slli_epi32((vi)moved, 23)));
 }
 
 // Levels by code; bits of the index above the code are ignored.
