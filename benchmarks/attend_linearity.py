@@ -17,7 +17,7 @@ from attend_torch import QUICK, exact_ring, grouped
 from machine import head
 from torch.nn.functional import scaled_dot_product_attention
 
-OURS = ("4 bits", "4 bits, fast", "8 bits", "3 bits", "2 bits", "2 bits, fast", "fp16, fused")
+OURS = ("4 bits", "8 bits", "3 bits", "2 bits", "trellis 4", "fp16, fused")
 LONGEST_TORCH = 65536
 BOUND = 0.15
 

@@ -27,29 +27,18 @@ def attend_lines(rows: Rows) -> list[Line]:
     figure, over = rows.figure, rows.over
     three = "kivi 4", "kvarn 4", "centred 4"
     return [
-        Line("4 bits, exact: times best torch", figure("4 bits", BEST), (5.5, 6.8, 6.8)),
-        Line("4 bits, fast: times best torch", figure("4 bits, fast", BEST), (6.5, 8, 8)),
-        Line("4 bits, exact: distance to the read", figure("4 bits", READ), (1.6,) * 3, True),
-        Line("4 bits, fast: distance to the read", figure("4 bits, fast", READ), (1.35,) * 3, True),
-        Line("4 bits, exact: times own fused fp16", figure("4 bits", FP16)),
-        Line("4 bits, fast: times own fused fp16", figure("4 bits, fast", FP16)),
-        Line("8 bits, exact: times best torch", figure("8 bits", BEST), (4.9,) * 3),
-        Line("8 bits, fast: times best torch", figure("8 bits, fast", BEST), (4.9,) * 3),
-        Line("8 bits, exact: distance to the read", figure("8 bits", READ), (1.2,) * 3, True),
-        Line("8 bits, fast: distance to the read", figure("8 bits, fast", READ), (1.2,) * 3, True),
+        Line("4 bits: times best torch", figure("4 bits", BEST), (6.5, 8, 8)),
+        Line("4 bits: distance to the read", figure("4 bits", READ), (2.0, 2.0, 1.9), True),
+        Line("4 bits: times own fused fp16", figure("4 bits", FP16)),
+        Line("8 bits: times best torch", figure("8 bits", BEST), (4.9,) * 3),
+        Line("8 bits: distance to the read", figure("8 bits", READ), (1.2,) * 3, True),
         Line("3 bits over 4 bits, time", over("3 bits", "4 bits"), (1.1,) * 3, True),
-        Line("2 bits, exact: times best torch", figure("2 bits", BEST), (10,) * 2, False, LATE),
-        Line(
-            "2 bits, fast: times best torch", figure("2 bits, fast", BEST), (10,) * 2, False, LATE
-        ),
-        Line("2 bits, exact: times 4 bits, exact", over("4 bits", "2 bits"), (1.3,) * 3),
-        Line("2 bits, fast: times 4 bits, fast", over("4 bits, fast", "2 bits, fast"), (1.3,) * 3),
+        Line("2 bits: times best torch", figure("2 bits", BEST), (10,) * 2, False, LATE),
+        Line("2 bits: times 4 bits", over("4 bits", "2 bits"), (1.3,) * 3),
         *(Line(f"{n} over 4 bits, time", over(n, "4 bits"), (1.2,) * 3, True) for n in three),
-        Line("4 bits, exact: two threads over one", rows.two_threads("4 bits"), (1.75,) * 3),
-        Line("4 bits, fast: two threads over one", rows.two_threads("4 bits, fast"), (1.75,) * 3),
+        Line("4 bits: two threads over one", rows.two_threads("4 bits"), (1.75,) * 3),
         Line("pages over contiguous, time", over("4 bits, paged", "4 bits"), (1.1,) * 3, True),
-        Line(f"4 bits, exact: times best torch {NO_BF16}", figure("4 bits", CAPPED)),
-        Line(f"4 bits, fast: times best torch {NO_BF16}", figure("4 bits, fast", CAPPED)),
+        Line(f"4 bits: times best torch {NO_BF16}", figure("4 bits", CAPPED)),
     ]
 
 
@@ -77,19 +66,18 @@ def crossover(rows: Rows, places: Sequence[Place]) -> list[str]:
 def linear(rows: list[dict], places: Sequence[Place]) -> list[list[str]]:
     """Return the lines over linearity.json: off a straight line, and off a flat ns per token."""
     lines = []
-    for name in ("4 bits", "4 bits, fast"):
-        found = {(r["shape"], r["threads"]): r for r in rows if r["candidate"] == name}
-        here = [found.get(place) for place in places]
-        for what, key in (("a straight line", "off_line"), ("flat ns per token", "off_median")):
-            cells = ["-" if r is None else strong(f"{r[key]:.1%}", r[key] > BOUND) for r in here]
-            kept = [r[key] <= BOUND for r in here if r is not None]
-            if key == "off_median":
-                cells = [
-                    cell if r is None else f"{cell} (flat from {short(r['flat_from'])})"
-                    for cell, r in zip(cells, here, strict=True)
-                ]
-            title = f"{name}: furthest from {what}, all contexts"
-            lines.append([title, f"<= {BOUND:.0%}", *cells, verdict(kept)])
+    found = {(r["shape"], r["threads"]): r for r in rows if r["candidate"] == "4 bits"}
+    here = [found.get(place) for place in places]
+    for what, key in (("a straight line", "off_line"), ("flat ns per token", "off_median")):
+        cells = ["-" if r is None else strong(f"{r[key]:.1%}", r[key] > BOUND) for r in here]
+        kept = [r[key] <= BOUND for r in here if r is not None]
+        if key == "off_median":
+            cells = [
+                cell if r is None else f"{cell} (flat from {short(r['flat_from'])})"
+                for cell, r in zip(cells, here, strict=True)
+            ]
+        title = f"4 bits: furthest from {what}, all contexts"
+        lines.append([title, f"<= {BOUND:.0%}", *cells, verdict(kept)])
     return lines
 
 

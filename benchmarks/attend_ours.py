@@ -14,21 +14,19 @@ from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import library
 
 SHAPES = {"A": (8, 4, 128), "B": (3, 3, 64)}  # KV heads, query heads per KV head, width
+PAGED = "4 bits, paged"
 OURS = {
-    "fp16, fused": ("none:dtype=fp16", "full"),
-    "4 bits": ("turboquant:bits=4", "full"),
-    "4 bits, fast": ("turboquant:bits=4", "int8"),
-    "8 bits": ("int:bits=8", "full"),
-    "8 bits, fast": ("int:bits=8", "int8"),
-    "3 bits": ("turboquant:bits=3", "full"),
-    "2 bits": ("turboquant:bits=2", "full"),
-    "trellis 4": ("trellis:bits=4", "full"),
-    "trellis 3": ("trellis:bits=3", "full"),
-    "2 bits, fast": ("turboquant:bits=2", "int8"),
-    "kivi 4": ("kivi:bits=4", "full"),
-    "kvarn 4": ("kvarn:bits=4", "full"),
-    "centred 4": ("turboquant:bits=4,center=64", "full"),
-    "4 bits, paged": ("turboquant:bits=4", "paged"),
+    "fp16, fused": "none:dtype=fp16",
+    "4 bits": "turboquant:bits=4",
+    "8 bits": "int:bits=8",
+    "3 bits": "turboquant:bits=3",
+    "2 bits": "turboquant:bits=2",
+    "trellis 4": "trellis:bits=4",
+    "trellis 3": "trellis:bits=3",
+    "kivi 4": "kivi:bits=4",
+    "kvarn 4": "kvarn:bits=4",
+    "centred 4": "turboquant:bits=4,center=64",
+    PAGED: "turboquant:bits=4",
 }
 Call = Callable[[], object]
 
@@ -40,7 +38,7 @@ def copies(size: int, ring: int) -> int:
 
 def read_name(name: str) -> str:
     """Return the candidate that reads the bytes of candidate `name`'s slots."""
-    return f"read, {OURS[name][0]}"
+    return f"read, {OURS[name]}"
 
 
 def our_calls(tokens: int, shape: str, ring: int, names: list[str]) -> dict[str, list[Call]]:
@@ -56,17 +54,16 @@ def our_calls(tokens: int, shape: str, ring: int, names: list[str]) -> dict[str,
 def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call], int]:
     """Return a call per cache of the ring, and the bytes of one cache."""
     heads, groups, dim = SHAPES[shape]
-    spec, how = OURS[name]
-    precision = "full" if how == "paged" else how
+    spec = OURS[name]
     geometry = CacheGeometry(1, heads, dim, dtype=torch.float32)
     generator = torch.Generator().manual_seed(tokens)
-    cache = create_cache(spec, geometry, backend="cpu", precision=precision)
+    cache = create_cache(spec, geometry, backend="cpu")
     for start in range(0, tokens, 2048):
         size = (1, heads, min(2048, tokens - start), dim)
         cache.store(0, *(torch.randn(size, generator=generator) for _ in "kv"))
     held = sum(tensor.nbytes for tensor in cache._layers[0].tensors())
     count = copies(held, ring)
-    if how == "paged":
+    if name == PAGED:
         views = paged_views(spec, geometry, tokens, count, generator)
     else:
         caches = [cache]

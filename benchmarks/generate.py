@@ -37,13 +37,15 @@ from generate_report import Row, lines, markdown
 from machine import about
 
 import kvpact
+from kvpact.spec import DEFAULT_SPEC
 
 TEXT = Path(kvpact.__file__).parent / "data" / "northanger_abbey.txt"
 FOUR, QUANTO = "turboquant:bits=4", "QuantizedCache"
 CANDIDATES = [
     Candidate("DynamicCache", "fp32"),
     Candidate("DynamicCache", "bf16"),
-    *(Candidate(FOUR, dtype, how) for dtype in ("fp32", "bf16") for how in ("full", "int8")),
+    *(Candidate(FOUR, dtype) for dtype in ("fp32", "bf16")),
+    Candidate(DEFAULT_SPEC, "fp32"),
     Candidate("turboquant:bits=3", "fp32"),
     Candidate("int:bits=8", "fp32"),
     Candidate(QUANTO, "fp32"),

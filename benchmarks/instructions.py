@@ -35,17 +35,15 @@ from kvpact.kernels.cpu import library
 ROOT = Path(__file__).parents[1]
 SHAPES = {"A": {"groups": 4, "dim": 128}, "B": {"groups": 3, "dim": 64}}
 ATTEND = {
-    "4 bits": ("turboquant:bits=4", "full"),
-    "4 bits, fast": ("turboquant:bits=4", "int8"),
-    "3 bits": ("turboquant:bits=3", "full"),
-    "2 bits": ("turboquant:bits=2", "full"),
-    "2 bits, fast": ("turboquant:bits=2", "int8"),
-    "8 bits": ("int:bits=8", "full"),
-    "8 bits, fast": ("int:bits=8", "int8"),
-    "kivi 4": ("kivi:bits=4", "full"),
-    "kvarn 4": ("kvarn:bits=4", "full"),
-    "centred 4": ("turboquant:bits=4,center=64", "full"),
-    "fp16": ("none:dtype=fp16", "full"),
+    "4 bits": "turboquant:bits=4",
+    "3 bits": "turboquant:bits=3",
+    "2 bits": "turboquant:bits=2",
+    "8 bits": "int:bits=8",
+    "trellis 4": "trellis:bits=4",
+    "kivi 4": "kivi:bits=4",
+    "kvarn 4": "kvarn:bits=4",
+    "centred 4": "turboquant:bits=4,center=64",
+    "fp16": "none:dtype=fp16",
 }
 ENCODE = {
     "4 bits": "turboquant:bits=4",
@@ -66,12 +64,10 @@ def record(path: Path) -> list[Row]:
     rows: list[Row] = []
     recorder = Recorder()
     with recorder.recording():
-        record_attend(recorder, spec=ATTEND["4 bits"][0])
-        for (name, (spec, precision)), shape in itertools.product(ATTEND.items(), SHAPES):
+        record_attend(recorder, spec=ATTEND["4 bits"])
+        for (name, spec), shape in itertools.product(ATTEND.items(), SHAPES):
             for held in LENGTHS:
-                record_attend(
-                    recorder, spec=spec, precision=precision, held=held, heads=1, **SHAPES[shape]
-                )
+                record_attend(recorder, spec=spec, held=held, heads=1, **SHAPES[shape])
             rows.append({"name": f"attend, {name}, {shape}", "units": LENGTHS[1] - LENGTHS[0]})
         for (name, spec), side in itertools.product(ENCODE.items(), "kv"):
             for count in COUNTS:

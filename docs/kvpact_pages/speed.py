@@ -14,7 +14,7 @@ SHAPES = {
     "A": "A: 32 query heads over 8 KV heads of width 128",
     "B": "B: 9 query heads over 3 KV heads of width 64, those of SmolLM2-135M",
 }
-DRAWN = ("fp16, fused", "8 bits", "4 bits", "4 bits, fast", "2 bits, fast")
+DRAWN = ("fp16, fused", "8 bits", "4 bits", "2 bits", "trellis 4")
 
 
 def machine(name: str) -> str:
@@ -33,7 +33,7 @@ def summary() -> str:
     times = [
         found[shape, 1, 16384, name]["times_best_torch"]
         for shape in SHAPES
-        for name in ("8 bits", "4 bits", "4 bits, fast", "2 bits, fast")
+        for name in ("8 bits", "4 bits", "2 bits", "trellis 4")
     ]
     return (
         "After 6,000 tokens of context SmolLM2-135M generates "
@@ -42,7 +42,7 @@ def summary() -> str:
         f"{ms['QuantizedCache, fp32'] / own:.1f} times as fast as on its `QuantizedCache` of 4 "
         "bits (quanto). With AVX-512 one step of attention over 16,384 tokens is "
         f"{min(times):.1f} to {max(times):.1f} times as fast as the fastest way that torch has, "
-        "depending on bits, arithmetic and shape. Below a few hundred tokens there is little to "
+        "depending on bits and shape. Below a few hundred tokens there is little to "
         "gain. **Every figure here is from a CPU**; the kernels for GPUs have not been timed."
     )
 
@@ -72,7 +72,7 @@ def _candidate(name: str) -> str:
     cache, _, rest = name.partition(", ")
     if cache == "QuantizedCache":
         return f"`QuantizedCache` (quanto, 4 bits), {rest}"
-    return f"{code(cache)}, {rest.replace('fast', 'int8 arithmetic')}"
+    return f"{code(cache)}, {rest}"
 
 
 def latency() -> str:
@@ -116,8 +116,7 @@ def _times(contexts: tuple[int, ...], shape: str, key: str, names: tuple[str, ..
 
 
 NAMES = (
-    "8 bits", "8 bits, fast", "4 bits", "4 bits, fast", "3 bits", "2 bits", "2 bits, fast",
-    "kivi 4", "kvarn 4", "centred 4", "4 bits, paged", "fp16, fused",
+    "8 bits", "4 bits", "3 bits", "2 bits", "trellis 4", "kivi 4", "kvarn 4", "centred 4", "4 bits, paged", "fp16, fused",
 )  # fmt: skip
 
 
@@ -131,12 +130,12 @@ def attention() -> str:
 
 def without_bf16() -> str:
     """Return the same against torch without bf16 instructions."""
-    return _times(CONTEXTS, "A", CAPPED, ("8 bits", "4 bits", "4 bits, fast", "2 bits, fast"))
+    return _times(CONTEXTS, "A", CAPPED, ("8 bits", "4 bits", "2 bits", "trellis 4"))
 
 
 def short() -> str:
     """Return the same for short contexts."""
-    names = ("4 bits", "4 bits, fast", "8 bits", "2 bits")
+    names = ("4 bits", "8 bits", "2 bits")
     parts = []
     for shape in SHAPES:
         parts += [f"Shape {shape}:", _times(SHORT, shape, "times_best_torch", names)]

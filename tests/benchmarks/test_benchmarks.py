@@ -146,7 +146,7 @@ def test_attention(run, module, monkeypatch, tmp_path):
             )
     assert written["cap"] is None
     table = (tmp_path / "attend.md").read_text("utf-8")
-    assert table.count("| 4 bits, fast |") == printed.count("| 4 bits, fast |") == 2
+    assert table.count("| trellis 4 |") == printed.count("| trellis 4 |") == 2
 
 
 @native
