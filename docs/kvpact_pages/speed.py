@@ -116,7 +116,8 @@ def _times(contexts: tuple[int, ...], shape: str, key: str, names: tuple[str, ..
 
 
 NAMES = (
-    "8 bits", "4 bits", "3 bits", "2 bits", "trellis 4", "kivi 4", "kvarn 4", "centred 4", "4 bits, paged", "fp16, fused",
+    "8 bits", "4 bits", "3 bits", "2 bits", "trellis 4", "kivi 4", "kvarn 4",
+    "centred 4", "4 bits, paged", "fp16, fused",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,29 +12,13 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))  # for scripts
 
 import torch
+from closeness import bound_of, error
 from guards import guarded_outputs
 from matrix import ATTENDED
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
-from kvpact.spec import parse_spec
 from kvpact.testing import random_offset
-from kvpact.testing.backend import whole_levels
-
-BOUND = 1e-6
-"""Norm of the difference over the norm of the torch body's output, fp32 in and out."""
-WHOLE_BOUND = 5e-4
-"""The same where levels are whole numbers of 8 bits: queries and weights have 16."""
-
-
-@cache
-def bound_of(spec: str, way: str = "few") -> float:
-    """Return which of the two bounds holds."""
-    if way != "few":
-        return BOUND
-    k, v = parse_spec(spec).key, parse_spec(spec).value
-    codecs = k.key_codec(64, torch.float32), v.value_codec(64, torch.float32)
-    return WHOLE_BOUND if any(map(whole_levels, codecs)) else BOUND
 
 
 def random_tokens(
@@ -101,11 +85,6 @@ latents = partial(both, latent=True, heads=1, groups=16, dim=512, value_dim=64)
 prompts = partial(both, held=0)
 WAYS = {"few": few, "many": many, "latents": latents, "prompts": prompts}
 """The native kernels of attention, by what is asked of them."""
-
-
-def error(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Return the relative error of the norm; NaN where there is one."""
-    return float((expected - found).norm() / expected.norm().clamp(min=1e-30))
 
 
 def same(make: Callable[..., Any] = few, bound: float | None = None, **case: Any) -> None:

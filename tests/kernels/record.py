@@ -32,6 +32,7 @@ import decode_compare
 import encode_compare
 import learn_compare
 import torch
+from closeness import bound_of
 from guards import guarded_outputs
 from matrix import ATTENDED, UNTREATED
 from torch import Tensor
@@ -267,7 +268,7 @@ def record_attend(recorder: Recorder, **case: Any) -> None:
     """Record one call of `compare.both`: one step where it is one."""
     before = len(recorder.cases)
     expected, _, _ = compare.both(**case)
-    bound = compare.bound_of(case["spec"])
+    bound = bound_of(case["spec"])
     if "dtype" in case:
         bound = torch.finfo(case["dtype"]).eps / 2  # what is expected was rounded to it
     attends = ("attend", "attend_rows", "step")
@@ -319,7 +320,7 @@ def record_steps(recorder: Recorder, spec: str, layout: str = "contiguous", rows
     made = [one for one in recorder.cases[before:] if one.operation == "step"]
     assert made, spec
     for one in made:
-        one.label, one.bound = f"{spec} {layout} {rows}", compare.bound_of(spec)
+        one.label, one.bound = f"{spec} {layout} {rows}", bound_of(spec)
     recorder.cases[before:] = made
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from compare import BOUND, WHOLE_BOUND, error
+from closeness import WHOLE_BOUND, error
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache
 from kvpact.errors import GeometryError
@@ -76,7 +76,8 @@ def test_the_same_numbers_alone_and_together(threads):
         found = together.attend(0, k, v, q)
         for i, seq in enumerate(alone.seqs):
             one = cache.view([seq]).attend(0, k[i : i + 1], v[i : i + 1], q[i : i + 1])
-            assert error(one, found[i : i + 1]) <= BOUND
+            # Weights are rounded beside the greatest of a task's tokens: tasks differ.
+            assert error(one, found[i : i + 1]) <= 1e-5
     finally:
         torch.set_num_threads(before)
 

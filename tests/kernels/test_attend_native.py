@@ -8,17 +8,8 @@ import math
 
 import pytest
 import torch
-from compare import (
-    BOUND,
-    WAYS,
-    bound_of,
-    cases,
-    error,
-    few,
-    latents,
-    many,
-    same,
-)
+from closeness import BOUND, bound_of, error
+from compare import WAYS, cases, few, latents, many, same
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matrix import ATTENDED, TRELLISES

@@ -226,14 +226,19 @@ def test_a_compressed_cache_attends_over_what_it_stores():
     config = AttendConfig(
         softcap=6.0, sliding_window=280, sink_logits=torch.randn(6, generator=g), padding=padding
     )
-    for spec in ("turboquant:bits=3", "kivi:bits=2,window=10/int:bits=4", "kvarn:sinks=0"):
+    specs = {
+        "turboquant:bits=3": 1e-6,
+        "kivi:bits=2,window=10/int:bits=4": 5e-4,
+        "kvarn:sinks=0": 5e-4,
+    }
+    for spec, bound in specs.items():
         output = attended(q, k, v, config, spec)
         cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
         cache.prefill(0, k[:, :, :297], v[:, :, :297], None, AttendConfig(padding=padding))
         shown = cache.prefill(0, k[:, :, 297:], v[:, :, 297:], None, config)
         assert not torch.allclose(shown.k, k, atol=1e-2)
         wanted = reference(q, shown.k, shown.v, config)
-        torch.testing.assert_close(output.double(), wanted, rtol=1e-4, atol=2e-6)
+        assert (output - wanted).norm() <= bound * wanted.norm()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from ctypes import sizeof
 
 import pytest
 import torch
-from compare import WHOLE_BOUND, error
+from closeness import WHOLE_BOUND, error
 from guards import guarded_outputs
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache

@@ -60,9 +60,9 @@ struct KeyLoops {
         return WholeQuery(job.whole + (p.b * p.a.heads + p.h) * job.whole_size, job.rows + MAX_ROWS, p.r0, job.k_width);
     }
     bool pairs() const { return two || whole_two; }
-    // A group of channels has other factors: so has the query.
+    // A group of tokens has other factors of channels: so has the query.
     INLINE void fold() {
-        if (whole_one) make_whole_query(whole, p.a.k, p.scratch.folded, p.passed);
+        if (whole_one && p.a.k.fold.base) make_whole_query(whole, p.a.k, p.scratch.folded, p.passed);
     }
     INLINE void operator()(const KTile &tile, bool pair) const {
         if (whole_one) (pair ? whole_two : whole_one)(tile, p.scratch.key_levels, whole);
