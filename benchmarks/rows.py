@@ -57,44 +57,44 @@ def forced(rows: int, call: Callable[[], object]) -> Callable[[], object]:
     """Return a call whose kernel for many rows begins at `rows`."""
 
     def run() -> object:
-        before, native.MANY_ROWS = native.MANY_ROWS, rows
+        before, native.many_rows = native.many_rows, lambda *_: rows
         try:
             return call()
         finally:
-            native.MANY_ROWS = before
+            native.many_rows = before
 
     return run
 
 
 def calls(
     spec: str, shape: str, tokens: int, queries: int, ring: int
-) -> dict[str, list[Callable[[], object]]]:
-    """Return the candidates, a call per cache of the ring."""
+) -> tuple[dict[str, list[Callable[[], object]]], str]:
+    """Return the candidates, a call per cache of the ring, and which one the dispatcher takes."""
     heads, groups, dim, rope = SHAPES[shape]
     generator = torch.Generator().manual_seed(queries)
     q = torch.randn(1, heads * groups, queries, dim + (rope or 0), generator=generator)
     k, v = (torch.randn(1, heads, queries, d, generator=generator) for d in (dim, rope or dim))
     config = AttendConfig(softmax_scale=dim**-0.5)
 
-    def over(kernel: str) -> list[Callable[[], object]]:
+    def over(kernel: str) -> tuple[list[Callable[[], object]], AttendCall]:
         found = views(spec, shape, tokens, ring, kernel)
         made = [(plan, AttendCall(view, k, v, q, config, None, bool(rope))) for plan, view in found]
-        return [lambda plan=plan, call=call: plan.attend((call,)) for plan, call in made]
+        attending = [lambda plan=plan, call=call: plan.attend((call,)) for plan, call in made]
+        return attending, made[0][1]
 
-    natives = over("cpu")
-    result = {"torch": over("torch"), "many": [forced(1, call) for call in natives]}
+    natives, first = over("cpu")
+    result = {"torch": over("torch")[0], "many": [forced(1, call) for call in natives]}
     if not rope:
         result["few"] = [forced(NEVER, call) for call in natives]
-    return result
+    many = groups * queries >= native.many_rows(library(), first)
+    return result, "many" if many else "few"
 
 
 def row_of(times: dict[str, list[float]], **about: Any) -> dict[str, Any]:
-    """Return medians and quartiles in milliseconds, and what the dispatcher takes."""
+    """Return medians and quartiles in milliseconds."""
     medians = {name: statistics.median(found) * 1e3 for name, found in times.items()}
     quartiles = {n: [x * 1e3 for x in statistics.quantiles(t, n=4)[::2]] for n, t in times.items()}
-    groups = SHAPES[about["shape"]][1]
-    many = "few" not in times or about["queries"] * groups >= native.MANY_ROWS
-    return {**about, "ms": medians, "ms_quartiles": quartiles, "taken": "many" if many else "few"}
+    return {**about, "ms": medians, "ms_quartiles": quartiles}
 
 
 def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
@@ -156,10 +156,10 @@ def main() -> None:
                 for threads in options.threads:
                     torch.set_num_threads(threads)
                     for queries in options.queries:
-                        found = calls(spec, shape, tokens, queries, options.ring)
+                        found, taken = calls(spec, shape, tokens, queries, options.ring)
                         turns = {name: turn_of(ring) for name, ring in found.items()}
                         times = measure(turns, options.rounds)
-                        case = {"shape": shape, "spec": spec, "tokens": tokens}
+                        case = {"shape": shape, "spec": spec, "tokens": tokens, "taken": taken}
                         rows.append(row_of(times, **case, threads=threads, queries=queries))
                         print(markdown(rows[-1:], about).splitlines()[-1], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def both(
     backend: str = "cpu",
     offset: float = 0,
     latent: bool = False,
-    many: int = native.MANY_ROWS,
+    many: int | None = None,
     **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
     """Return the torch body's output, the native one, and how the native cache's calls went.
@@ -71,7 +71,8 @@ def both(
         )
         given.append(random_tokens(generator, batch, heads * groups, new, query_dim, dtype=dtype))
         rules = {key: config[key] for key in ("padding",) if key in config}
-        with guarded_outputs(native), patch.object(native, "MANY_ROWS", many):
+        chosen = native.many_rows if many is None else lambda *_: many
+        with guarded_outputs(native), patch.object(native, "many_rows", chosen):
             if held:
                 cache.prefill(0, *past, config=AttendConfig(**rules))
             rules = AttendConfig(**scale | config)

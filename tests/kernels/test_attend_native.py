@@ -158,7 +158,7 @@ def test_masks(way):
 def test_weights_below_the_normal_numbers_are_nothing(kernel, monkeypatch):
     """Processors take a hundred times as long over them; a large value would show them."""
     if kernel is many:
-        monkeypatch.setattr(native, "MANY_ROWS", 1)
+        monkeypatch.setattr(native, "many_rows", lambda *_: 1)
     cache = create_cache("none", CacheGeometry(1, 1, 32, dtype=torch.float32), backend="cpu")
     k, v, q = torch.zeros(1, 1, 40, 32), torch.ones(1, 1, 40, 32), torch.zeros(1, 1, 40, 32)
     k[..., 0], q[..., 0] = -130 * math.log(2), 1.0  # 2**-130 beside the first token's 1

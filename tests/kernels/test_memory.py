@@ -143,7 +143,7 @@ def test_a_decode_call_allocates_little_and_no_more_for_a_long_cache(spec, backe
 @pytest.mark.parametrize("spec", ["turboquant:bits=4", "kivi:bits=2"])
 def test_a_chunk_allocates_no_more_for_a_long_cache(spec, backend):
     peaks = []
-    for held in (1024, 8192):
+    for held in (2048, 8192):
         cache = filled(spec, held, backend=backend)
         cache.attend(0, *tokens(256, 5))
         allocations = measured(lambda c=cache: c.attend(0, *tokens(256, 9)))

@@ -209,9 +209,22 @@ MANY_ROWS = 32
 
 The kernel for few rows reads the slots once for up to eight rows; the one for many decodes a block
 of tokens once and multiplies matrices, for chunks of a prompt, speculative checks and latents.
-With AVX-512 the two are even at about 64 rows in 2, 3, 4 and 8 bits (5 % apart at 32), at 16 to 32
-in other formats; with AVX2 at about 20 (`benchmarks/rows.py`).
 """
+MANY_WHOLE = {"avx2": 64, "avx512": 1 << 62, "avx512vbmi": 1 << 62}
+"""The same where levels are multiplied as whole numbers, by level, for calls whose queries are not
+more than an eighth of the tokens held: new tokens are exact, and there the kernel for many is the
+quicker one (`benchmarks/rows.py`)."""
+
+
+def many_rows(library: NativeLibrary, call: AttendCall) -> int:
+    """Return from how many query rows of a KV head the kernel for many rows takes this call."""
+    if call.latent:
+        return 1
+    view = call.view
+    if view is None or view.length < 8 * call.q.shape[2]:
+        return MANY_ROWS
+    whole = slot_format(view.k.codec).whole and slot_format(view.v.codec).whole
+    return MANY_WHOLE.get(library.level, MANY_ROWS) if whole else MANY_ROWS
 
 
 def attend_native(library: NativeLibrary, calls: Sequence[AttendCall]) -> Tensor:
@@ -221,12 +234,11 @@ def attend_native(library: NativeLibrary, calls: Sequence[AttendCall]) -> Tensor
     rows = first.q.shape[0] if len(calls) == 1 else sum(call.q.shape[0] for call in calls)
     out = new_output(rows, q_heads, queries, first.output_dim)
     place, size = out.data_ptr(), out.stride(0) * out.itemsize
-    least = 1 if first.latent else MANY_ROWS
     few: list[NativeCall] = []
     many: list[NativeCall] = []
     for call in calls:
         native = native_call(call, place)
-        (many if native.query_rows >= least else few).append(native)
+        (many if native.query_rows >= many_rows(library, call) else few).append(native)
         place += size * call.q.shape[0]
     status = 0
     if few:

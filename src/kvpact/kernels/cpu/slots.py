@@ -27,11 +27,14 @@ class SlotFormat:
     - `stream`: the arguments, but for where slots and tokens lie.
     - `by_channel`: whether a word of codes holds consecutive tokens of a channel; whether of a
       trellis.
+    - `whole`: whether the kernel for few query rows multiplies levels as whole numbers, where the
+      processor can: `whole_format` in C.
     - `learnt`: whether the codec had learnt when this was made.
     """
 
     def __init__(self, codec: Codec) -> None:
         self.reason, self.by_channel, self.learnt = "", False, codec.ready
+        self.whole = False
         self.stream = structs.StreamStruct()
         self._names: list[tuple[str, str]] = []
         self._alive: list[Tensor] = []
@@ -64,6 +67,7 @@ class SlotFormat:
         if form.kind == "raw":
             stream.number = DTYPES[codes.dtype]
         stream.unit = form.integer_unit
+        self.whole = form.trellis is not None or (form.integer_unit > 0 and form.bits in (2, 4, 8))
         levels = [level * form.unit for level in form.levels] or [0.0]
         if form.kind == "table":
             # At least 16: a vector register of levels is filled up with repetitions.

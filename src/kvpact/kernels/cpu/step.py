@@ -83,7 +83,7 @@ class CpuStep(AlikeCalls):
         ctypes.memmove(ctypes.byref(args.attend), made.args, len(made.args))
         _fill(args.k, call.view.k)
         _fill(args.v, call.view.v)
-        many = made.query_rows >= native.MANY_ROWS
+        many = made.query_rows >= native.many_rows(library, call)
         args.kernel = _LATENT if call.latent else _MANY if many else _FEW
         self._address = ctypes.addressof(args)
         out_row = math.prod(self._out[1:]) * _F32.itemsize
