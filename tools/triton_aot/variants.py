@@ -143,7 +143,7 @@ class Variant(NamedTuple):
         """Return what is launched to attend."""
         call = self.call()
         with recorded() as made:
-            attend_triton([call], "full")
+            attend_triton([call])
         return made
 
 
