@@ -100,12 +100,7 @@ class MLACache(ContiguousCache):
         geometry = CacheGeometry.mla(num_layers, latent_dim, rope_dim, dtype)
         specs = _specs(spec, num_layers, rope)
         return PagedKVCache(
-            specs,
-            geometry,
-            num_pages,
-            page_size,
-            calibration=calibration,
-            backend=backend,
+            specs, geometry, num_pages, page_size, calibration=calibration, backend=backend
         )
 
     def attend_heads(

@@ -206,11 +206,7 @@ class CacheLayer:
         self._clean = all([stream.store.clear_from(stream.packed) for stream in streams])
 
     def restore(
-        self,
-        k: Stream | None,
-        v: Stream | None,
-        padding: Tensor | None,
-        seen: Tensor | None = None,
+        self, k: Stream | None, v: Stream | None, padding: Tensor | None, seen: Tensor | None = None
     ) -> None:
         """Hold other streams from now on, whose slots are clean, and queries seen (see `Held`)."""
         with self.lock:

@@ -70,13 +70,7 @@ def attend(
 
 @attend.register_fake
 def _(
-    cache: int,
-    layer: int,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    *rules: object,
-    **named: object,
+    cache: int, layer: int, k: Tensor, v: Tensor, q: Tensor, *rules: object, **named: object
 ) -> Tensor:
     geometry = getattr(_caches.get(cache), "geometry", None)
     latent = geometry is not None and geometry.latent

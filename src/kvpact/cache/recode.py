@@ -97,10 +97,7 @@ def _offset(state: LayerState) -> KeyOffset | None:
 
 def _config(state: LayerState) -> AttendConfig:
     assert state.streams is not None
-    return AttendConfig(
-        padding=_rows(state.padding),
-        origin=_rows(state.streams[0].origin),
-    )
+    return AttendConfig(padding=_rows(state.padding), origin=_rows(state.streams[0].origin))
 
 
 def _rows(numbers: tuple[int, ...] | None) -> Tensor | None:

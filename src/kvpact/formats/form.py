@@ -33,9 +33,7 @@ RULES_OF: dict[str, dict[str, tuple[tuple[tuple[str, str, bool], ...], ...]]] = 
     "cast": {"raw": ((),)},
     "absmax": {"grid": ((_SCALE,),), "float": ((), (_SCALE,))},
     "minmax": {"grid": ((_SCALE, _ZERO), (_GROUP_SCALE, _GROUP_ZERO))},
-    "balance": {
-        "grid": ((_GROUP_SCALE, _GROUP_ZERO, _BALANCE), (_SCALE, _ZERO, _GROUP_BALANCE)),
-    },
+    "balance": {"grid": ((_GROUP_SCALE, _GROUP_ZERO, _BALANCE), (_SCALE, _ZERO, _GROUP_BALANCE))},
     **{rule: {"book": ((_SCALE,), (_SCALE, _GROUP_MEAN))} for rule in CODEBOOK_RULES},
 }
 """The rules of kvpact: for each kind of levels, which sides they choose, in which order."""

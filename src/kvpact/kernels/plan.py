@@ -17,14 +17,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.base import (
-    AttendCall,
-    Backend,
-    Encoder,
-    Operation,
-    SlotReader,
-    StepRunner,
-)
+from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
 from kvpact.kernels.counts import Counts
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.empty import Empty

@@ -35,10 +35,7 @@ class FP8(Method):
 
     name: ClassVar[str] = "fp8"
     paper: ClassVar[str] = "arXiv:2209.05433"
-    examples: ClassVar[Mapping[str, float]] = {
-        "fp8": 0.028,
-        "fp8:format=e5m2,scale=none": 0.06,
-    }
+    examples: ClassVar[Mapping[str, float]] = {"fp8": 0.028, "fp8:format=e5m2,scale=none": 0.06}
     format: str = "e4m3"
     scale: str = "token"
 

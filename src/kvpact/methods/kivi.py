@@ -41,9 +41,7 @@ class KIVI(Method):
         "kivi:bits=4,sinks=0,window=0": 0.09,
         "kivi:bits=4,group=128,window=128": 0.12,
     }
-    variants: ClassVar[Mapping[str, float]] = {
-        "kivi:bits=2,group=64": 0.56,
-    }
+    variants: ClassVar[Mapping[str, float]] = {"kivi:bits=2,group=64": 0.56}
     bits: int = 2
     group: int = 32
 

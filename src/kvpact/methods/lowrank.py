@@ -150,10 +150,7 @@ class LowRank(FittedMethod):
     """
 
     name: ClassVar[str] = "lowrank"
-    examples: ClassVar[Mapping[str, float]] = {
-        "lowrank:rank=16": 0.99,
-        "lowrank:energy=0.9": 0.62,
-    }
+    examples: ClassVar[Mapping[str, float]] = {"lowrank:rank=16": 0.99, "lowrank:energy=0.9": 0.62}
     variants: ClassVar[Mapping[str, float]] = {
         "lowrank:rank=1000": 0.0003,
         "lowrank:rank=16,per_head=false,sinks=0,window=0": 0.99,

@@ -45,9 +45,7 @@ class Exact(Method):
         "none": 0.0001,
         "none:sinks=4,window=64,dtype=fp16": 0.0003,
     }
-    variants: ClassVar[Mapping[str, float]] = {
-        "none:dtype=bf16": 0.002,
-    }
+    variants: ClassVar[Mapping[str, float]] = {"none:dtype=bf16": 0.002}
     sinks: int = 0
     window: int = 0
     dtype: str = "auto"

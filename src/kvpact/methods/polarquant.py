@@ -172,9 +172,7 @@ class PolarQuant(Method):
 
     name: ClassVar[str] = "polarquant"
     paper: ClassVar[str] = "arXiv:2502.02617"
-    examples: ClassVar[Mapping[str, float]] = {
-        "polarquant": 0.187,
-    }
+    examples: ClassVar[Mapping[str, float]] = {"polarquant": 0.187}
     variants: ClassVar[Mapping[str, float]] = {
         "polarquant:levels=6,first=3,sinks=0,window=0": 0.277,
         "polarquant:levels=1,first=6/polarquant:levels=5": 0.187,

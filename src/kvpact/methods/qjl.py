@@ -103,11 +103,9 @@ class QJL(Method):
     name: ClassVar[str] = "qjl"
     paper: ClassVar[str] = "arXiv:2406.03482"
     key_only: ClassVar[tuple[str, ...]] = ("sketch", "seed")
-    examples: ClassVar[Mapping[str, float]] = {
-        "qjl": 0.55,
-    }
+    examples: ClassVar[Mapping[str, float]] = {"qjl": 0.55}
     variants: ClassVar[Mapping[str, float]] = {
-        "qjl:sketch=3,sinks=0,window=0/qjl:value_bits=4": 0.45,
+        "qjl:sketch=3,sinks=0,window=0/qjl:value_bits=4": 0.45
     }
     sketch: int = 2
     value_bits: int = 2

@@ -76,7 +76,7 @@ class Trellis(FittedMethod):
         "trellis:bits=3": 0.19,
     }
     variants: ClassVar[Mapping[str, float]] = {
-        "trellis:bits=2,states=8,weights=false,blocks=false,first=false": 0.305,
+        "trellis:bits=2,states=8,weights=false,blocks=false,first=false": 0.305
     }
     learnt_by: ClassVar[tuple[str, ...] | None] = key_only
     bits: int = 4

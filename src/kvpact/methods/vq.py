@@ -150,9 +150,7 @@ class VectorQuantization(FittedMethod):
     """
 
     name: ClassVar[str] = "vq"
-    examples: ClassVar[Mapping[str, float]] = {
-        "vq:codebook_size=16": 0.61,
-    }
+    examples: ClassVar[Mapping[str, float]] = {"vq:codebook_size=16": 0.61}
     variants: ClassVar[Mapping[str, float]] = {
         "vq:codebook_size=256": 0.33,
         "vq:codebook_size=300,dims=4": 0.33,

@@ -46,10 +46,7 @@ class StoredSource:
             raise GeometryError("prefixes begin at position 0; this cache's tokens begin elsewhere")
         known = states_of(self._calibration, self.specs, self.geometry, streams[0].tail.device)
         stored = ContiguousCache(
-            self.specs,
-            self.geometry,
-            calibration=known,
-            key_offsets=self.key_offsets,
+            self.specs, self.geometry, calibration=known, key_offsets=self.key_offsets
         )
         for index, layer in enumerate(held):
             if layer.length:

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from kvpact.cache import bytes_per_token, planned_bytes
-from kvpact.contract import (
-    AttendConfig,
-    CompressedKVCache,
-    Dequantized,
-    DequantResult,
-    Fused,
-)
+from kvpact.contract import AttendConfig, CompressedKVCache, Dequantized, DequantResult, Fused
 from kvpact.spec import parse_spec
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape, in_pieces
 from kvpact.testing.data import Shape, integers

@@ -191,12 +191,7 @@ class LayerOracle:
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        dim: int,
-        v_dim: int,
-        dtype: torch.dtype,
-        offset: KeyOffset | None = None,
+        self, spec: Spec, dim: int, v_dim: int, dtype: torch.dtype, offset: KeyOffset | None = None
     ) -> None:
         self._offset = offset
         self._spec, self._widths, self._dtype = spec, (dim, v_dim), dtype

@@ -70,10 +70,7 @@ def _examples(name: str, method: type) -> dict[str, float]:
 
 def _is(text: str, fitted: bool | None, grouped: bool | None) -> bool:
     spec = parse_spec(text)
-    codecs = [
-        spec.key.key_codec(64, torch.float32),
-        spec.value.value_codec(64, torch.float32),
-    ]
+    codecs = [spec.key.key_codec(64, torch.float32), spec.value.value_codec(64, torch.float32)]
     learns = any(isinstance(codec, FittedCodec) for codec in codecs)
     groups = any(codec.group > 1 for codec in codecs)
     return fitted in (None, learns) and grouped in (None, groups)

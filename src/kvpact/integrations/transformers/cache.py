@@ -32,10 +32,7 @@ from kvpact.spec import DEFAULT_SPEC, Spec
 
 
 def _offsets(
-    model: Any,
-    layers: int,
-    compressed: Sequence[int],
-    given: Mapping[int, KeyOffset] | str | None,
+    model: Any, layers: int, compressed: Sequence[int], given: Mapping[int, KeyOffset] | str | None
 ) -> dict[int, KeyOffset] | None:
     """Return the offsets by compressed layer; None where nobody was asked for any."""
     if given == "auto":

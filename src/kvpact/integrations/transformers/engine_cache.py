@@ -18,13 +18,7 @@ from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.handles import untraced
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.pairs import (
-    REMEDY,
-    REPEATED,
-    FirstLayer,
-    NoPair,
-    UpdateOrder,
-)
+from kvpact.integrations.transformers.pairs import REMEDY, REPEATED, FirstLayer, NoPair, UpdateOrder
 from kvpact.integrations.transformers.shared import SharedState, remove_last
 
 

@@ -200,11 +200,7 @@ class SharedState:
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
         offsets = None if geometry.latent else self.key_offsets
         return ContiguousCache(
-            specs,
-            geometry,
-            calibration=self.calibration,
-            compute=self.compute,
-            key_offsets=offsets,
+            specs, geometry, calibration=self.calibration, compute=self.compute, key_offsets=offsets
         )
 
 

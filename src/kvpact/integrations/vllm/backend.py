@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionImpl,
-    AttentionType,
-    MultipleOf,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,

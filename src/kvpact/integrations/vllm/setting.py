@@ -83,11 +83,7 @@ def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec,
 
 
 def native_plan(
-    k: Codec,
-    v: Codec,
-    dtype: torch.dtype,
-    device: torch.device = _CPU,
-    latent: bool = False,
+    k: Codec, v: Codec, dtype: torch.dtype, device: torch.device = _CPU, latent: bool = False
 ) -> Plan:
     """Return who computes on a device: the kernels made for it, all of it.
 

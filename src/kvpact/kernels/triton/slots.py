@@ -77,9 +77,7 @@ def _plane_by_channel(
     PER: tl.constexpr = 32 // WIDTH
     r, d, k = tl.arange(0, WIDTH), first + tl.arange(0, COUNT), tl.arange(0, PER)
     words = tl.load(
-        tile + ((FIRST + r) * FORM.dim)[:, None] + d[None, :],
-        mask=(d < FORM.dim)[None, :],
-        other=0,
+        tile + ((FIRST + r) * FORM.dim)[:, None] + d[None, :], mask=(d < FORM.dim)[None, :], other=0
     )
     codes = (words[:, None, :] >> (k * WIDTH)[None, :, None]) & ((1 << WIDTH) - 1)
     return codes.reshape(32, COUNT)
