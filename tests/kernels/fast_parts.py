@@ -12,8 +12,8 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
+from kvpact.kernels.torch.latent import tokens
 from kvpact.kernels.torch.logits import LogitRules
-from kvpact.kernels.torch.tokens import tokens
 from kvpact.kernels.triton.attend.rows import rows_of
 from kvpact.kernels.triton.digits.fast import (
     Fast,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from kvpact.contract import TOO_LARGE, AttendConfig, check_dense
 from kvpact.errors import DeviceError, DtypeError, GeometryError, LayerIndexError, NonFiniteError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_latent_config, largest, query_groups
+from kvpact.key_offset import KeyOffset
 from kvpact.quantizers.checks import checks_are_deferred, require_finite
 from kvpact.snapshot import Snapshot
 
@@ -122,3 +124,21 @@ def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:
         raise GeometryError(f"{name} is empty: shape {tuple(x.shape)}")
     if x.dtype not in DTYPES:
         raise DtypeError(f"{name} is {x.dtype}; fp32, fp16 and bf16 can be stored")
+
+
+KeyOffsets = Mapping[int, KeyOffset]
+"""Layer -> what is known of its keys by their positions."""
+
+
+def check_offsets(offsets: KeyOffsets | None, geometry: CacheGeometry) -> dict[int, KeyOffset]:
+    """Return the offsets by layer. Raises `DtypeError`, `GeometryError`, `LayerIndexError`."""
+    if not isinstance(offsets, Mapping | None):
+        raise DtypeError(f"key_offsets should be layer -> KeyOffset, not {offsets!r}")
+    for layer, offset in (offsets or {}).items():
+        check_layer(layer, geometry.num_layers)
+        if not isinstance(offset, KeyOffset):
+            raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
+        if geometry.latent:
+            raise GeometryError("latents (MLA) have no key offsets: leave key_offsets out")
+        offset.check_fits(geometry.num_kv_heads, geometry.head_dim)
+    return dict(offsets or {})

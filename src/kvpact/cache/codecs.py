@@ -8,8 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_layer
-from kvpact.cache.offsets import KeyOffsets
+from kvpact.cache.checks import KeyOffsets, check_layer
 from kvpact.calibration import Calibration as ModelCalibration
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry

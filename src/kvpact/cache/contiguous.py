@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import room
-from kvpact.cache.checks import check_layer, check_query, check_tokens
+from kvpact.cache.checks import KeyOffsets, check_layer, check_offsets, check_query, check_tokens
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.quick import quick_attend
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.contiguous import ContiguousCache
-from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.specs import cache_specs

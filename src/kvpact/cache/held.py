@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvpact.cache.energies import energies
+from kvpact.cache.parts import energies
 from kvpact.cache.step import Step
 from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig

@@ -7,9 +7,9 @@ from typing import SupportsIndex
 
 import torch
 
+from kvpact.cache.checks import KeyOffsets, check_offsets
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.modes import detached
-from kvpact.cache.offsets import KeyOffsets, check_offsets
 from kvpact.cache.paged_sequences import PagedSequences
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.pages import PagePool

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
-from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.reserve import room_for
 from kvpact.cache.saved import check_fits, learnt_states
 from kvpact.cache.segments import clear_segment

@@ -9,9 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpact.cache.held import Held, Holder, next_seen
+from kvpact.cache.parts import MOST_STEP, SLACK, next_memory, out_of_window, unit_of
 from kvpact.cache.stream import Stream
-from kvpact.cache.tail import MOST_STEP, SLACK, next_memory
-from kvpact.cache.units import out_of_window, unit_of
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.methods.context import Context

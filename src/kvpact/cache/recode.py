@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, states_of
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.modes import detached
-from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.specs import cache_specs
 from kvpact.contract import AttendConfig
 from kvpact.errors import FormatError

@@ -10,10 +10,9 @@ import torch
 
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.parts import SLACK, out_of_window
 from kvpact.cache.reserve import room_for
 from kvpact.cache.stream import Stream
-from kvpact.cache.tail import SLACK
-from kvpact.cache.units import out_of_window
 from kvpact.kernels import TokenMemory
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration
-from kvpact.cache.energies import E5M2
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.parts import E5M2, out_of_window
 from kvpact.cache.stream import Stream
-from kvpact.cache.units import out_of_window
 from kvpact.errors import (
     DtypeError,
     FormatError,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.parts import learning, out_of_window
 from kvpact.cache.segments import segment_tokens
 from kvpact.cache.stream import Stream
-from kvpact.cache.units import learning, out_of_window
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
 from kvpact.methods import Codec, Method, bytes_per_slot

@@ -22,7 +22,7 @@ from kvpact.kernels import (
     StreamView,
     query_groups,
 )
-from kvpact.kernels.torch.decode import read
+from kvpact.kernels.torch.slots import read
 
 
 class Step(NamedTuple):

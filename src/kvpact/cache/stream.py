@@ -25,11 +25,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvpact.cache.energies import mean_energy
+from kvpact.cache.parts import (
+    filled_sinks,
+    learning,
+    mean_energy,
+    next_memory,
+    out_of_window,
+    sink_positions,
+    sinks_among,
+    unit_of,
+)
 from kvpact.cache.segments import FEW, MakeStore, SegmentStore
-from kvpact.cache.sinks import filled_sinks, sink_positions, sinks_among
-from kvpact.cache.tail import next_memory
-from kvpact.cache.units import learning, out_of_window, unit_of
 from kvpact.kernels import (
     WAITING,
     Encoder,

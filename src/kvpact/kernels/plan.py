@@ -7,9 +7,11 @@ layer keeps the `Plan`, whose calls go straight to the backends chosen.
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from weakref import ref
 
 import torch
@@ -18,17 +20,50 @@ from torch import Tensor
 from kvpact.arithmetic import saturated
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
-from kvpact.kernels.counts import Counts
 from kvpact.kernels.cpu.backend import CPU
-from kvpact.kernels.empty import Empty
 from kvpact.kernels.torch.backend import TORCH
-from kvpact.kernels.torch.encode import TorchEncoder
-from kvpact.kernels.torch.queries import check_call
+from kvpact.kernels.torch.logits import check_call
+from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.kernels.triton.backend import TRITON
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays, Codec
 from kvpact.methods.context import Context
 from kvpact.quantizers.checks import deferred
+
+
+class Empty(dict[Any, Any]):
+    """Streams that hold no token yet, by what they are made for."""
+
+    def held_parts(self) -> tuple[()]:
+        """Hold no memory (see `kvpact.testing.held_tensors`)."""
+        return ()
+
+
+class Counts:
+    """How many operations each backend carried out; for many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[Operation, Counter[str]] = {
+            name: Counter() for name in get_args(Operation)
+        }
+
+    def add(self, operation: Operation, who: str, count: int = 1) -> None:
+        """Count operations."""
+        with self._lock:
+            self._counts[operation][who] += count
+
+    def add_step(self, who: str, attends: int, encodes: int) -> None:
+        """Count what steps did that were carried out at once."""
+        with self._lock:
+            self._counts["attend"][who] += attends
+            self._counts["encode"][who] += encodes
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Return the counts by operation and backend."""
+        with self._lock:
+            return {name: dict(counter) for name, counter in self._counts.items()}
+
 
 BACKENDS: tuple[Backend, ...] = (CPU, TRITON, TORCH)
 """In the order in which ``backend="auto"`` tries them. The last one covers everything."""

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
+from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.offsets import KeyOffsets
 from kvpact.cache.paged_sequences import PagedSequences
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry

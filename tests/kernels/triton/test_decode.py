@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import DtypeError, GeometryError
-from kvpact.kernels.torch.decode import decode_slots
+from kvpact.kernels.torch.slots import decode_slots
 from kvpact.kernels.triton.decode.decode import decode_triton
 
 NARROW = (64, 20, 33, 80, 1, 3, 96)

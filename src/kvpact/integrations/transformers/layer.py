@@ -10,8 +10,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvpact.cache import ContiguousCache
 from kvpact.cache.layer import CacheLayer
+from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.room import Moment
-from kvpact.cache.tail import MOST_STEP
 from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.tokens import NewTokens

@@ -17,7 +17,7 @@ from kvpact.kernels.cpu.library import library
 from kvpact.kernels.cpu.slots import DTYPES, slot_format
 from kvpact.kernels.cpu.step import CpuStep, covers
 from kvpact.kernels.cpu.structs import MOST_DIM
-from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
 

@@ -23,7 +23,7 @@ from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
 from kvpact.kernels.cpu.structs import CHOICES, ENCODINGS, MOST_DIM, MOST_GROUP, EncodeArgs
 from kvpact.kernels.sources import PlacedSegments, Segment, SegmentSource, Where
-from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvpact.kernels.base import AttendCall, Operation, SlotReader
 from kvpact.kernels.torch.attend import attend
-from kvpact.kernels.torch.decode import decode_slots
-from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.torch.slots import TorchEncoder, decode_slots
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvpact.kernels.base import AttendCall, Encoder, Operation, SlotReader, StepRunner
 from kvpact.kernels.dense import DTYPES
-from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
 from kvpact.methods.context import Context

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.kernels.sources import Segment
-from kvpact.kernels.torch.encode import TorchEncoder
+from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
 from kvpact.kernels.triton.encode.slots import EncodeSlots, slots_at, where_lie
 from kvpact.kernels.triton.encode.trellis import encode_trellis

@@ -1,8 +1,8 @@
-"""Decoding: the numbers that every backend has to give, to the bit."""
+"""Slots written and read by the torch bodies: the bytes and numbers that every backend gives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +10,43 @@ from torch import Tensor
 from kvpact.arithmetic import saturated
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.offset import RowRotation
+from kvpact.kernels.sources import Segment
 from kvpact.kernels.views import StreamView
-from kvpact.methods import Arrays
+from kvpact.methods import Arrays, Codec
+
+
+class TorchEncoder:
+    """Encodes with the codec's own `encode`; its fields write the arrays."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    def prepare(
+        self, x: Tensor, size: float | None = None, frozen: Arrays | None = None
+    ) -> dict[str, Tensor]:
+        """Return the encoded arrays of `[B, H, T, D]` (see `Codec.encode`)."""
+        return self._codec.encode(x.to(torch.float32), frozen)
+
+    def write(
+        self,
+        prepared: dict[str, Tensor],
+        segments: Sequence[Segment],
+        segment_tokens: int,
+        start: int,
+    ) -> None:
+        """Write arrays into segments."""
+        for field in self._codec.fields:
+            if field.name not in prepared:
+                continue
+            values, done = prepared[field.name], 0
+            unit = field.tokens if field.per_group else 1
+            while done < values.shape[2]:
+                index, inside = divmod(start + done * unit, segment_tokens)
+                take = min((segment_tokens - inside) // unit, values.shape[2] - done)
+                part = values[:, :, done : done + take]
+                field.write(segments[index][field.name], inside, part)
+                done += take
+
 
 Decode = Callable[[Arrays], Tensor]
 

@@ -1,0 +1,137 @@
+"""What a stream's tokens are: units packed together, sinks, energies of queries, and the tail."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvpact.arithmetic import divide
+from kvpact.cache.segments import FEW
+from kvpact.formats import TILE
+from kvpact.kernels import TokenMemory
+from kvpact.methods import Codec
+from kvpact.methods.context import Context
+
+QUERIES = 32
+"""A codec learns from the queries of so many tokens, the last ones before it learns."""
+
+
+@lru_cache(maxsize=64)
+def unit_of(group: int, window: int) -> int:
+    """Return how many tokens are packed together: whole groups, a tile of them behind a window."""
+    return group * -(-TILE // group) if window else group
+
+
+def out_of_window(codec: Codec, window: int, length: int) -> int:
+    """Return how many of the first `length` tokens have left the window, in whole units."""
+    unit = unit_of(codec.group, window)
+    return max(length - window, 0) // unit * unit
+
+
+@lru_cache(maxsize=64)
+def learning(learns_from: int, group: int, window: int) -> tuple[int, int]:
+    """Return the first token whose queries a codec learns from, and how many tokens there are then.
+
+    It learns when as many tokens as it wants have left the window.
+    """
+    unit = unit_of(group, window)
+    held = window + -(-learns_from // unit) * unit
+    return max(held - QUERIES, 0), held
+
+
+@lru_cache(maxsize=64)
+def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device=device).expand(batch, -1).contiguous()
+
+
+def sink_positions(
+    batch: int, count: int, device: torch.device, padding: Tensor | None
+) -> tuple[Tensor, int]:
+    """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last.
+
+    `batch`, `count`: rows, and sinks of each; `padding`: `[B]` left-padding tokens of each row.
+    """
+    if padding is None:
+        return _first_tokens(batch, count, device), count
+    positions = padding.unsqueeze(1) + torch.arange(count, dtype=torch.int64, device="cpu")
+    return positions.to(device), int(padding.max()) + count
+
+
+def filled_sinks(sinks: Tensor, x: Tensor, place: Tensor) -> Tensor:
+    """Return sinks with those of the tokens `x` (`[B, H, T, D]`) among which they stand at `place`.
+
+    `place` is `[B, S]`; what is no number from 0 to T - 1 is not among them.
+    """
+    among = (place >= 0) & (place < x.shape[2])
+    # No host read: every sink takes a token, and those that are not among these keep their own.
+    index = torch.where(among, place, 0)[:, None, :, None]
+    taken = x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3]))
+    return torch.where(among[:, None, :, None], taken.to(sinks.dtype), sinks)
+
+
+def sinks_among(known: Tensor, positions: Tensor) -> Tensor:
+    """Return sinks that stand at `positions` among the first tokens, zero where these are fewer."""
+    batch, heads, held, dim = known.shape
+    zeros = known.new_zeros(batch, heads, positions.shape[1], dim)
+    return filled_sinks(zeros, known, positions) if held else zeros
+
+
+E5M2 = torch.float8_e5m2
+_LARGEST = torch.finfo(E5M2).max
+
+
+def energies(q: Tensor, kv_heads: int) -> Tensor:
+    """Return the mean squares over the query heads of each KV head, `[B, H_kv, T, D]` uint8."""
+    batch, _, tokens, dim = q.shape
+    each = q.to(torch.float32).square().reshape(batch, kv_heads, -1, tokens, dim)
+    first, *others = each.unbind(2)
+    mean = divide(sum(others, start=first), float(1 + len(others)))
+    return mean.clamp_(max=_LARGEST).to(E5M2).view(torch.uint8)
+
+
+def mean_energy(seen: Tensor, start: int, context: Context) -> Tensor:
+    """Return the mean over rows and tokens, those from `start` on, that count: `[H_kv, D]` fp32."""
+    # Sums of so few 8-bit floats are exact in fp64, in whatever order.
+    each = seen.view(E5M2).to(torch.float64)
+    if start >= context.end:
+        return divide(each.sum((0, 2)), float(each.shape[0] * each.shape[2])).to(torch.float32)
+    counted = context.counted(each, start).to(torch.float64)
+    return ((each * counted).sum((0, 2)) / counted.sum().clamp(min=1)).to(torch.float32)
+
+
+MOST_STEP = 8
+"""Appends of so many tokens to what is held leave room behind the tail for the next ones."""
+SLACK = 8
+"""Tokens of that room."""
+PAID = 64
+"""Packed tokens that have saved more bytes than that room takes."""
+
+
+def next_memory(
+    memory: TokenMemory, tail_start: int, held: int, spare: int, x: Tensor, start: int
+) -> tuple[TokenMemory, int]:
+    """Return where the tail from `start` on lies with new tokens, and the room behind them.
+
+    `memory`, `tail_start`, `held`, `spare`: as the stream has them (`held` is its length). Room is
+    written to at once: no view reaches there.
+    """
+    new = x.shape[2]
+    length, kept = held + new, max(held - start, 0)
+    if kept and spare >= new and (start == tail_start or spare > SLACK):
+        memory.tokens(held, length).copy_(x)
+        return memory, spare - new
+    if start > held:
+        x = x[:, :, start - held :]
+    if new > MOST_STEP or start < PAID or start == length:
+        # A slice would keep the whole of `x` alive behind it.
+        tail = torch.cat([memory.tokens(start, held), x], 2) if kept else x.clone()
+        return TokenMemory(tail, start), 0
+    shape, count = x.shape, length - start
+    room = SLACK if start > FEW else 2  # which is next to nothing of what few tokens take
+    tail = x.new_zeros(*shape[:2], count + room, shape[3])
+    if kept:
+        tail[:, :, :kept] = memory.tokens(start, held)
+    tail[:, :, kept:count] = x
+    return TokenMemory(tail, start), room
