@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpact.errors import FormatError
-from kvpact.formats.bitstring import pack_bits, unpack_bits
+from kvpact.formats.bitpack import pack_bits, unpack_bits
 
 
 @settings(deadline=None, max_examples=60)

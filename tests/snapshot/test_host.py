@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kvpact.snapshot.host import on_host
-from kvpact.snapshot.pages import pack_pages, unpack_pages
+from kvpact.snapshot.pages import on_host, pack_pages, unpack_pages
 from kvpact.snapshot.state import FieldInfo, StreamState
 
 DEVICES = [

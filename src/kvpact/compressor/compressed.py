@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from kvpact.compressor import files
-from kvpact.compressor.checks import check_pair
-from kvpact.compressor.stream import PackedStream, flat
+from kvpact.compressor.stream import PackedStream, check_pair, flat
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.kernels import Compute
 from kvpact.snapshot import Container

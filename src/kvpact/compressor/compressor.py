@@ -11,9 +11,8 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache, PagedKVCache
 from kvpact.cache.specs import latent_spec
 from kvpact.compressor import caches
-from kvpact.compressor.checks import check_pair
 from kvpact.compressor.compressed import CompressedKV, Layout
-from kvpact.compressor.stream import PackedStream, flat
+from kvpact.compressor.stream import PackedStream, check_pair, flat
 from kvpact.errors import DtypeError, GeometryError, SpecError
 from kvpact.kernels import Compute, choose
 from kvpact.methods import Codec, Method

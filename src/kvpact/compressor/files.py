@@ -23,7 +23,7 @@ from kvpact.kernels import Compute
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.snapshot import Container, StreamState
-from kvpact.snapshot.schema import COUNT, SIZE, check, need
+from kvpact.snapshot.header import COUNT, SIZE, check, need
 from kvpact.spec import Spec
 
 FORMAT = "kvpact.compressed_kv"

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import GeometryError
 from kvpact.formats import TokenField
-from kvpact.formats.bitstring import pack_bits, unpack_bits
+from kvpact.formats.bitpack import pack_bits, unpack_bits
 from kvpact.key_rotation import KeyRotation
 from kvpact.methods.base import Arrays
 from kvpact.methods.fitted import Calibrating, FittedCodec

@@ -30,7 +30,7 @@ from kvpact.snapshot.header import (
     parse_header,
     parse_json,
 )
-from kvpact.snapshot.host import on_host
+from kvpact.snapshot.pages import on_host
 
 TABLE = "checksums"
 _SUM = 16

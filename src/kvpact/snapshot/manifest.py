@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from kvpact.geometry import CacheGeometry
-from kvpact.snapshot.header import DTYPE_NAMES, DTYPES
+from kvpact.snapshot.header import ANY, COUNT, DTYPE_NAMES, DTYPES, SIZE, check, need
 from kvpact.snapshot.pages import page_bytes
-from kvpact.snapshot.schema import ANY, COUNT, SIZE, check, need
 from kvpact.snapshot.state import (
     SIDES,
     FieldInfo,

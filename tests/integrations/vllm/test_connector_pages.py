@@ -8,8 +8,7 @@ from kvpact import PrefixCache, create_cache
 from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.connector_pages import PackedPages
-from kvpact.integrations.vllm.connector_plain import PlainPages
+from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
 from kvpact.integrations.vllm.window import Row

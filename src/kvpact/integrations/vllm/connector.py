@@ -28,8 +28,7 @@ from kvpact.integrations.vllm.connector_options import (
     share_store,
 )
 from kvpact.integrations.vllm.connector_order import orders_of
-from kvpact.integrations.vllm.connector_pages import PackedPages
-from kvpact.integrations.vllm.connector_plain import PlainPages
+from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
 from kvpact.integrations.vllm.connector_setup import Adapters, form_of, model_fingerprint
 from kvpact.integrations.vllm.connector_worker import Pages, PrefixWorker

@@ -1,13 +1,19 @@
-"""Pages of one layer and chunks: the same bytes in another order."""
+"""Pages of one layer and chunks: kvpact's slots, or vLLM's tokens, encoded and decoded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpact.cache.pages import PageSource
+from kvpact.errors import GeometryError
 from kvpact.integrations.vllm.page import PageForm
+from kvpact.kernels import Plan, Segment, StreamPlan
+from kvpact.methods import Codec
 
 Copied = list[Tensor]
 """A layer's part of some pages: a tensor per field, `[pages, H, units, *shape]`."""
@@ -59,3 +65,87 @@ class PackedPages:
             copied.append(by_head.transpose(1, 2).flatten(0, 1))
             place += size
         return copied
+
+
+class _BlockSlots(NamedTuple):
+    codec: Codec
+    source: PageSource
+
+
+class PlainPages:
+    """The pages of a layer that hold tokens as they are; otherwise as `PackedPages`.
+
+    - `form`: what chunks hold of a page.
+    - `pages`: `[P, H, N, 2 * D]` of the model's dtype. Of a head's bytes the first half is K.
+    - `orders`: of K and V, `[N * D]` int64: where in its half the number ``token * D + channel``
+      lies.
+    """
+
+    def __init__(
+        self, form: PageForm, plan: Plan, pages: Tensor, orders: tuple[Tensor, Tensor]
+    ) -> None:
+        heads, tokens, both = pages.shape[1:] if pages.dim() == 4 else (0, 0, 0)
+        dim = both // 2
+        if (
+            pages.dim() != 4
+            or not pages.dtype.is_floating_point
+            or tokens != form.tokens
+            or any(order.shape != (tokens * dim,) for order in orders)
+            or pages.stride()[1:] != (tokens * both, both, 1)
+        ):
+            raise GeometryError(
+                f"vLLM hands over pages {tuple(pages.shape)} {pages.dtype} of strides "
+                f"{pages.stride()}; kvpact reads [P, H, {form.tokens}, 2 D] with the tokens of a "
+                "head side by side (VLLM_KV_CACHE_LAYOUT=LBHNC)"
+            )
+        self._form, self._plan, self._pages, self._orders = form, plan, pages, orders
+        self._dim, self._heads = dim, heads
+        self.page_bytes = prod(pages.shape[1:]) * pages.element_size()
+
+    def copy(self, pages: Sequence[int]) -> Copied:
+        """Return a copy of some pages; see `PackedPages.copy`."""
+        return [self._pages[torch.tensor(pages, dtype=torch.int64, device="cpu")]]
+
+    def paste(self, pages: Sequence[int], copied: Copied, first: int) -> None:
+        """Write copies to pages; see `PackedPages.paste`."""
+        index = torch.tensor(pages, dtype=torch.int64, device="cpu")
+        self._pages[index] = copied[0][first : first + len(pages)]
+
+    def pack(self, copied: Copied, each: int) -> Tensor:
+        """Encode; see `PackedPages.pack`. Raises `NonFiniteError`."""
+        halves = copied[0].view(len(copied[0]), self._heads, 2, -1)
+        packed, memory = self._packed(len(halves))
+        for side, (plan, fields, order) in enumerate(self._sides(memory)):
+            x = halves[:, :, side][:, :, order]
+            x = x.view(*x.shape[:2], self._form.tokens, self._dim)
+            encoder, what = plan.prepare(x.transpose(0, 1).flatten(1, 2).unsqueeze(0))
+            pages = [{k: v[i : i + 1] for k, v in fields.items()} for i in range(len(x))]
+            encoder.write(what, pages, self._form.tokens, 0)
+        return packed.pack(packed.copy(range(len(halves))), each)
+
+    def unpack(self, chunks: Tensor, each: int) -> Copied:
+        """Decode; see `PackedPages.unpack`."""
+        count = len(chunks) * each
+        packed, memory = self._packed(count)
+        packed.paste(range(count), packed.unpack(chunks, each), 0)
+        tokens = count * self._form.tokens
+        copied = torch.empty(count, *self._pages.shape[1:], dtype=self._pages.dtype, device="cpu")
+        halves = copied.view(count, self._heads, 2, -1)
+        for side, (plan, fields, order) in enumerate(self._sides(memory)):
+            slots = _BlockSlots(
+                plan.codec, PageSource(fields, tuple(range(count)), self._form.tokens)
+            )
+            x = torch.empty(1, self._heads, tokens, self._dim, dtype=copied.dtype, device="cpu")
+            plan.decode_slots(slots, 0, tokens, x)
+            by_page = x[0].view(self._heads, count, -1).transpose(0, 1)
+            halves[:, :, side, order] = by_page
+        return [copied]
+
+    def _packed(self, count: int) -> tuple[PackedPages, Tensor]:
+        shape = (count, self._heads, self._form.tokens, self._form.content)
+        memory = torch.zeros(shape, dtype=torch.uint8, device="cpu")
+        return PackedPages(self._form, memory), memory
+
+    def _sides(self, memory: Tensor) -> list[tuple[StreamPlan, Segment, Tensor]]:
+        k, v = self._form.fields(memory)
+        return [(self._plan.k, k, self._orders[0]), (self._plan.v, v, self._orders[1])]

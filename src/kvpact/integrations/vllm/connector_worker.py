@@ -24,8 +24,7 @@ from kvpact.integrations.vllm.connector_form import (
 )
 from kvpact.integrations.vllm.connector_lane import Job, Lane
 from kvpact.integrations.vllm.connector_options import ConnectorOptions
-from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
-from kvpact.integrations.vllm.connector_plain import PlainPages
+from kvpact.integrations.vllm.connector_pages import Copied, PackedPages, PlainPages
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store

@@ -8,8 +8,7 @@ from kvpact.errors import GeometryError
 from kvpact.formats import TILE, CodesField
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.dense import check_out
-from kvpact.kernels.triton.decode.kernel import decode_tiles
-from kvpact.kernels.triton.decode.keys import decode_keys
+from kvpact.kernels.triton.decode.kernel import decode_keys, decode_tiles
 from kvpact.kernels.triton.forms import Places, SlotForm, Slots, places_of, slots_of
 from kvpact.kernels.triton.trellis.tables import key_tables
 from kvpact.methods import Codec

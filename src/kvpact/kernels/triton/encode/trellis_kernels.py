@@ -8,7 +8,7 @@ leaves to the next kernel lies in memory of its own, `[channels, 32]`.
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.decode.keys import block_begin, block_signs, block_width
+from kvpact.kernels.triton.decode.kernel import block_begin, block_signs, block_width
 from kvpact.kernels.triton.encode.kernel import as_fp32
 from kvpact.kernels.triton.encode.viterbi import viterbi
 from kvpact.kernels.triton.slots import segment_at, units_of
