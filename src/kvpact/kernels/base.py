@@ -228,7 +228,11 @@ class SlotReader(Protocol):
 
 
 class Backend(Protocol):
-    """One implementation of the operations; it holds no state of any cache."""
+    """One implementation of the operations; it holds no state of any cache.
+
+    What inherits this covers offsets, latents and new tokens, has nothing to remark, steps nothing
+    at once, and learns as torch does, unless it says otherwise.
+    """
 
     name: str
     kind: str
@@ -261,15 +265,15 @@ class Backend(Protocol):
 
         See `StreamView.offset`: the logits of packed tokens lack `q · R_t b`.
         """
-        ...
+        return ""
 
     def covers_latents(self, codec: Codec) -> str:
         """Return why attention over latents in slots of this codec is not there; "" if it is."""
-        ...
+        return ""
 
     def remark(self, k: Codec, v: Codec) -> str:
         """Return why a slower kernel than others here attends over K and V; "" if none does."""
-        ...
+        return ""
 
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Return why attention over new tokens without a past is not there; "" if it is.
@@ -281,7 +285,7 @@ class Backend(Protocol):
         dtype : torch.dtype
             Of the tokens.
         """
-        ...
+        return ""
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend, one call after the other or all at once.
@@ -311,7 +315,7 @@ class Backend(Protocol):
         good : Tensor, optional
             Given where checks are deferred: 0-d bool, whether all that is held passed them.
         """
-        ...
+        return None
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder for one stream."""
@@ -334,7 +338,7 @@ class Backend(Protocol):
         NonFiniteError
             What was learnt is beyond fp16.
         """
-        ...
+        return codec.learn(x.to(torch.float32), context)
 
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.base import AttendCall, Encoder, Operation, SlotReader
+from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.decode import decode
 from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder
@@ -22,7 +22,7 @@ from kvpact.methods import Codec
 from kvpact.methods.context import Context
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """A C++ library, at the best instruction set that the processor has."""
 
     name = native.NAME
@@ -55,18 +55,6 @@ class CpuBackend:
             return reason(codec)
         form = slot_format(codec)
         return form.attend_reason if operation == "attend" else form.reason
-
-    def covers_offset(self) -> str:
-        """Cover everything."""
-        return ""
-
-    def covers_latents(self, codec: Codec) -> str:
-        """Cover everything."""
-        return ""
-
-    def remark(self, k: Codec, v: Codec) -> str:
-        """Have nothing to say."""
-        return ""
 
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Cover new tokens without a past up to `MOST_DIM` channels."""

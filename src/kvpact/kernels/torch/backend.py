@@ -7,14 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import AttendCall, Operation, SlotReader
+from kvpact.kernels.base import AttendCall, Backend, Operation, SlotReader
 from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.slots import TorchEncoder, decode_slots
 from kvpact.methods import Codec
-from kvpact.methods.context import Context
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """Defines the results of all operations."""
 
     name = "torch"
@@ -32,38 +31,14 @@ class TorchBackend:
         """Cover everything."""
         return ""
 
-    def covers_offset(self) -> str:
-        """Cover everything."""
-        return ""
-
-    def covers_latents(self, codec: Codec) -> str:
-        """Cover everything."""
-        return ""
-
-    def remark(self, k: Codec, v: Codec) -> str:
-        """Have nothing to say."""
-        return ""
-
-    def covers_new(self, dim: int, dtype: torch.dtype) -> str:
-        """Cover everything."""
-        return ""
-
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend, one call after the other."""
         outputs = [attend(call) for call in calls]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def step(self, call: AttendCall, good: Tensor | None = None) -> None:
-        """Return nothing: a step's parts are carried out one by one."""
-        return
-
     def encoder(self, codec: Codec) -> TorchEncoder:
         """Return an encoder."""
         return TorchEncoder(codec)
-
-    def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
-        """Return a codec that learnt."""
-        return codec.learn(x.to(torch.float32), context)
 
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool

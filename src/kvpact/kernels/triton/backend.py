@@ -10,12 +10,11 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import AttendCall, Encoder, Operation, SlotReader, StepRunner
+from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
 from kvpact.kernels.dense import DTYPES
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
-from kvpact.methods.context import Context
 from kvpact.methods.trellis_keys import TreatedKeys
 
 _CPU = torch.device("cpu")
@@ -45,7 +44,7 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """Kernels for CUDA devices.
 
     `on_cpu`: compute on the CPU instead, where Triton interprets its kernels: slowly, for tests.
@@ -142,10 +141,6 @@ class TritonBackend:
         from kvpact.kernels.triton.encode.encoder import TritonEncoder
 
         return TritonEncoder(codec)
-
-    def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
-        """Return a codec that learnt by the torch body."""
-        return codec.learn(x.to(torch.float32), context)
 
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
