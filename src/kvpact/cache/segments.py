@@ -8,7 +8,6 @@ from math import lcm
 from operator import itemgetter
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,18 +88,6 @@ def clear_segment(codec: Codec, segment: Segment, start: int) -> None:
         field.clear_from(segment[field.name], start)
 
 
-def where_segments_lie(tensors: list[Tensor]) -> Where | None:
-    """Return where a field's segments `[B, H, units, …]` lie; None if they are not alike."""
-    segments = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
-    row, head, *_ = tensors[0].stride() if tensors else (0, 0)
-    size = tensors[0].itemsize if tensors else 0
-    alike = all(map(Tensor.is_contiguous, tensors)) or (
-        len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
-    )
-    address = segments.__array_interface__["data"][0]
-    return Where(segments, row * size, head * size, address) if alike else None
-
-
 class ListSource:
     """Reads segments by joining them. `segments`: field -> `[B, H, units, …]` each."""
 
@@ -121,7 +108,7 @@ class ListSource:
     def where(self, name: str) -> Where | None:
         """Return where a field's segments lie."""
         if name not in self._where:
-            self._where[name] = where_segments_lie(list(map(itemgetter(name), self._segments)))
+            self._where[name] = Where.of_segments(list(map(itemgetter(name), self._segments)))
         return self._where[name]
 
 

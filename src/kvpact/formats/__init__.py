@@ -1,6 +1,6 @@
 """The bytes of slots: fields, bit order, sizes, version."""
 
-from kvpact.formats.base import FORMAT_VERSION, TILE, Field
+from kvpact.formats.base import FORMAT_VERSION, TILE, Field, Order
 from kvpact.formats.fields import CodesField, GroupField, TokenField
 
-__all__ = ["FORMAT_VERSION", "TILE", "CodesField", "Field", "GroupField", "TokenField"]
+__all__ = ["FORMAT_VERSION", "TILE", "CodesField", "Field", "GroupField", "Order", "TokenField"]

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 TILE = 32
 FORMAT_VERSION = 1
+Order = Literal["token", "channel"]
+"""What a word of codes holds: channels of a token (K), or tokens of a channel (V)."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpact.formats.base import TILE, Field
+from kvpact.formats.base import TILE, Field, Order
 from kvpact.formats.bitpack import (
     Blocks,
     block_words,
@@ -54,7 +54,7 @@ class CodesField(Field):
 
     bits: int
     dim: int
-    order: Literal["token", "channel"]
+    order: Order
     interleave: int = 0
     blocks: Blocks = ()
 

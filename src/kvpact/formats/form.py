@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from kvpact.errors import RegistrationError
-from kvpact.formats.base import TILE, Field
+from kvpact.formats.base import TILE, Field, Order
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.fields import CodesField, GroupField, TokenField
 from kvpact.formats.packed import PackedFormat, integer_format
@@ -162,7 +162,7 @@ class Form:
     """
 
     dim: int
-    order: Literal["token", "channel"]
+    order: Order
     levels: Levels
     sides: tuple[Side, ...]
     rule: str

@@ -16,6 +16,8 @@ from kvpact.methods.context import Context
 if TYPE_CHECKING:
     from kvpact.kernels.views import LayerView
 
+Prepared = Tensor | dict[str, Tensor]
+"""Tokens that can't fail any more, or arrays by field name: what most encoders write."""
 Operation = Literal["attend", "encode", "decode", "learn"]
 OPERATIONS: tuple[Operation, ...] = ("attend", "encode", "decode")
 """On slots. Who encodes a stream also learns for it, or else torch does."""

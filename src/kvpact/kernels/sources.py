@@ -30,6 +30,17 @@ class Where(NamedTuple):
         """Return where a field lies, with the address of the addresses."""
         return cls(segments, row, head, segments.__array_interface__["data"][0])
 
+    @classmethod
+    def of_segments(cls, tensors: list[Tensor]) -> Where | None:
+        """Return where a field's segments `[B, H, units, …]` lie; None if they are not alike."""
+        segments = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+        row, head, *_ = tensors[0].stride() if tensors else (0, 0)
+        size = tensors[0].itemsize if tensors else 0
+        alike = all(map(Tensor.is_contiguous, tensors)) or (
+            len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
+        )
+        return cls.of(segments, row * size, head * size) if alike else None
+
 
 class SegmentSource(Protocol):
     """Reads the storage of a stream's slots, which lies in segments.

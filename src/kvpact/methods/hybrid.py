@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvpact.formats import Field, TokenField
+from kvpact.formats import Field, Order, TokenField
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.fitted import FittedCodec, FittedMethod
 from kvpact.methods.integer import integers
@@ -43,13 +43,7 @@ class HybridCodec(FittedCodec):
     """
 
     def __init__(
-        self,
-        dim: int,
-        rank: int,
-        quant_bits: int,
-        group: int,
-        per_head: bool,
-        order: Literal["token", "channel"],
+        self, dim: int, rank: int, quant_bits: int, group: int, per_head: bool, order: Order
     ) -> None:
         super().__init__(dim)
         self._rank, self._per_head = min(rank, dim), per_head
@@ -205,5 +199,5 @@ class Hybrid(FittedMethod):
         """Return a codec for values, not fitted yet."""
         return self._codec(dim, "channel")
 
-    def _codec(self, dim: int, order: Literal["token", "channel"]) -> Codec:
+    def _codec(self, dim: int, order: Order) -> Codec:
         return HybridCodec(dim, self.rank, self.quant_bits, self.group, self.per_head, order)

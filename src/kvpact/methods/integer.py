@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
+from kvpact.formats import Order
 from kvpact.formats.form import Form, Levels, Side
 from kvpact.methods.base import Codec, Method
 from kvpact.methods.rules import FormCodec
@@ -29,12 +30,7 @@ from kvpact.transforms import IDENTITY, RandomHadamard, Transform
 
 
 def integers(
-    dim: int,
-    bits: int,
-    group: int,
-    zero: bool,
-    order: Literal["token", "channel"],
-    transform: Transform = IDENTITY,
+    dim: int, bits: int, group: int, zero: bool, order: Order, transform: Transform = IDENTITY
 ) -> FormCodec:
     """Return the codec of codes in groups of channels; the last group may be shorter.
 
@@ -105,6 +101,6 @@ class Integer(Method):
         """Return the codec for values."""
         return self._codec(dim, "channel")
 
-    def _codec(self, dim: int, order: Literal["token", "channel"]) -> Codec:
+    def _codec(self, dim: int, order: Order) -> Codec:
         transform = RandomHadamard(dim, self.seed) if self.rotate else IDENTITY
         return integers(dim, self.bits, self.group, self.zero, order, transform)

@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
+from kvpact.formats import Order
 from kvpact.formats.form import Form, Levels, Side
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.methods.rules import FormCodec, rule
@@ -191,8 +192,6 @@ class KVarN(Method):
         columns = Side("balance", "mul", tokens=self.group)
         return self._codec(dim, "channel", (Side("scale", "mul"), Side("zero", "add"), columns))
 
-    def _codec(
-        self, dim: int, order: Literal["token", "channel"], sides: tuple[Side, ...]
-    ) -> Codec:
+    def _codec(self, dim: int, order: Order, sides: tuple[Side, ...]) -> Codec:
         form = Form(dim, order, Levels("grid", self.bits), sides, "balance")
         return FormCodec(form, RandomHadamard(dim, self.seed), max_norm=LONGEST)

@@ -21,13 +21,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import square_root
-from kvpact.formats import CodesField, TokenField
+from kvpact.formats import CodesField, Order, TokenField
 from kvpact.methods.base import Arrays, Codec, Method
 from kvpact.quantizers.numbers import half
 from kvpact.transforms import RandomHadamard
@@ -100,9 +100,7 @@ def _assign(x: Tensor, y: Tensor, level: int, first: int) -> Tensor:
 class PolarCodec(Codec):
     """One stream. `dim`, `levels`, `first`, `seed`: as in `PolarQuant`."""
 
-    def __init__(
-        self, dim: int, levels: int, first: int, order: Literal["token", "channel"], seed: int = 0
-    ) -> None:
+    def __init__(self, dim: int, levels: int, first: int, order: Order, seed: int = 0) -> None:
         self._dim, self._first = dim, first
         self.transform = RandomHadamard(dim, seed)
         self._pairs: list[int] = []  # angles of each level

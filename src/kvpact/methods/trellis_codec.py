@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
-from kvpact.formats import CodesField, TokenField
+from kvpact.formats import CodesField, Order, TokenField
 from kvpact.formats.bitpack import WORD, Blocks, planes
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
@@ -58,12 +58,7 @@ class TrellisVectors:
     """
 
     def __init__(
-        self,
-        blocks: Blocks,
-        states: int,
-        order: Literal["token", "channel"],
-        seed: int = 0,
-        center: int = 0,
+        self, blocks: Blocks, states: int, order: Order, seed: int = 0, center: int = 0
     ) -> None:
         self._widths = [dim for dim, _ in blocks]
         if len(blocks) == 1:
@@ -131,9 +126,7 @@ class TrellisVectors:
 class TrellisCodec(Codec):
     """One stream, rotated as a whole. `dim`, `bits`, `states`, `seed`: as in `Trellis`."""
 
-    def __init__(
-        self, dim: int, bits: int, states: int, order: Literal["token", "channel"], seed: int = 0
-    ) -> None:
+    def __init__(self, dim: int, bits: int, states: int, order: Order, seed: int = 0) -> None:
         self._vectors = TrellisVectors(((dim, bits),), states, order, seed)
         (self.transform,) = self._vectors.rotations
         self.fields, self.form = self._vectors.fields, self._vectors.form

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import square_root, tree_sum
-from kvpact.formats import CodesField, TokenField
+from kvpact.formats import CodesField, Order, TokenField
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.form import Form, Levels, Side
 from kvpact.formats.packed import PackedFormat
@@ -32,7 +31,7 @@ class TurboQuantCodec(FormCodec):
         dim: int,
         bits: int,
         scale: str,
-        order: Literal["token", "channel"],
+        order: Order,
         center: int = 0,
         residual_signs: bool = False,
         seed: int = 0,

@@ -17,14 +17,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvpact.arithmetic import square_root, tree_sum
 from kvpact.errors import NonFiniteError
-from kvpact.formats import CodesField, Field, TokenField
+from kvpact.formats import CodesField, Field, Order, TokenField
 from kvpact.methods.base import Arrays, Codec
 from kvpact.methods.fitted import FittedCodec, FittedMethod
 from kvpact.quantizers.kmeans import kmeans, nearest
@@ -42,13 +42,7 @@ class VectorCodec(FittedCodec):
     """
 
     def __init__(
-        self,
-        dim: int,
-        codebook_size: int,
-        dims: int,
-        stages: int,
-        seed: int,
-        order: Literal["token", "channel"],
+        self, dim: int, codebook_size: int, dims: int, stages: int, seed: int, order: Order
     ) -> None:
         super().__init__(dim)
         self._size, self._dims, self._stages, self._seed = codebook_size, dims, stages, seed
@@ -177,5 +171,5 @@ class VectorQuantization(FittedMethod):
         """Return a codec for values, not fitted yet."""
         return self._codec(dim, "channel")
 
-    def _codec(self, dim: int, order: Literal["token", "channel"]) -> Codec:
+    def _codec(self, dim: int, order: Order) -> Codec:
         return VectorCodec(dim, self.codebook_size, self.dims, self.stages, self.seed, order)

@@ -14,6 +14,7 @@ from kvpact.errors import BackendUnavailable, DtypeError, StoreError, StoreKeyEr
 Key = str | bytes
 Progress = Callable[[int, int, str], None]
 Blob = bytes | bytearray | memoryview
+Clock = Callable[[], float]
 KEY_PATTERN = "[A-Za-z0-9_-]{1,200}"
 _KEY = re.compile(KEY_PATTERN)
 _PREFIX = re.compile(r"[A-Za-z0-9_:.-]{0,100}")

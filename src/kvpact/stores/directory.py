@@ -12,14 +12,14 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 
 from kvpact.errors import FormatError, StoreError, StoreFull
 from kvpact.files import read_regular
-from kvpact.stores.base import GCReport, StoreWarning
+from kvpact.stores.base import Clock, GCReport, StoreWarning
 from kvpact.stores.directory_files import Blobs
 from kvpact.stores.directory_index import Index, IndexRow, IndexRows
 from kvpact.stores.record_store import RecordStore
@@ -74,7 +74,7 @@ class DirectoryStore(RecordStore):
         *,
         max_bytes: int | None = None,
         ttl: float | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Clock = time.time,
         patience: float = 30.0,
         create: bool = True,
     ) -> None:

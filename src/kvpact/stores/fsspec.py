@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from kvpact.errors import FormatError, IntegrityError, StoreError
-from kvpact.stores.base import GCReport, is_key, optional
+from kvpact.stores.base import Clock, GCReport, is_key, optional
 from kvpact.stores.record_store import RecordStore
 from kvpact.stores.records import LONGEST_HEADER, peek
 
@@ -49,12 +49,7 @@ class FsspecStore(RecordStore):
     """
 
     def __init__(
-        self,
-        url: str,
-        *,
-        ttl: float | None = None,
-        clock: Callable[[], float] = time.time,
-        **options: Any,
+        self, url: str, *, ttl: float | None = None, clock: Clock = time.time, **options: Any
     ) -> None:
         super().__init__(ttl=ttl, clock=clock)
         core = optional("fsspec.core", "remote")

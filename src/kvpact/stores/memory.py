@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from kvpact.stores.base import GCReport
+from kvpact.stores.base import Clock, GCReport
 from kvpact.stores.record_store import RecordStore
 
 
@@ -25,11 +25,7 @@ class MemoryStore(RecordStore):
     """
 
     def __init__(
-        self,
-        *,
-        max_bytes: int | None = None,
-        ttl: float | None = None,
-        clock: Callable[[], float] = time.time,
+        self, *, max_bytes: int | None = None, ttl: float | None = None, clock: Clock = time.time
     ) -> None:
         super().__init__(ttl=ttl, max_bytes=max_bytes, clock=clock)
         self._records: OrderedDict[str, tuple[bytes, float]] = OrderedDict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from kvpact.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from kvpact.stores.base import KEY_PATTERN, GCReport, StoreWarning, check_prefix
+from kvpact.stores.base import KEY_PATTERN, Clock, GCReport, StoreWarning, check_prefix
 from kvpact.stores.mooncake_client import LANES, CannotStart, MooncakeClient, NoAnswer
 from kvpact.stores.mooncake_url import Options, local_address, options_of
 from kvpact.stores.outage import Outage
@@ -105,7 +105,7 @@ class MooncakeStore(RecordStore):
         retry_after: float = 5.0,
         ttl: float | None = None,
         log: str | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Clock = time.time,
     ) -> None:
         super().__init__(ttl=ttl, clock=clock)
         self._options: Options = options_of(

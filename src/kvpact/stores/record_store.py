@@ -7,13 +7,14 @@ import time
 import warnings
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from kvpact.errors import FormatError, IntegrityError, StoreError, StoreFull
 from kvpact.stores.base import (
     Blob,
+    Clock,
     GCReport,
     Key,
     Progress,
@@ -40,11 +41,7 @@ class RecordStore(Store):
     """
 
     def __init__(
-        self,
-        *,
-        ttl: float | None = None,
-        max_bytes: int | None = None,
-        clock: Callable[[], float] = time.time,
+        self, *, ttl: float | None = None, max_bytes: int | None = None, clock: Clock = time.time
     ) -> None:
         if ttl is not None and not ttl > 0:
             raise StoreError(f"ttl={ttl!r} should be a number of seconds above 0")

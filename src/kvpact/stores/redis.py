@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlsplit
 
 from kvpact.errors import StoreError, StoreFull, StoreUnavailable
-from kvpact.stores.base import GCReport, StoreWarning, check_prefix, is_key, optional
+from kvpact.stores.base import Clock, GCReport, StoreWarning, check_prefix, is_key, optional
 from kvpact.stores.outage import Outage
 from kvpact.stores.record_store import RecordStore
 
@@ -76,7 +76,7 @@ class RedisStore(RecordStore):
         ttl: float | None = None,
         timeout: float = 2.0,
         retry_after: float = 5.0,
-        clock: Callable[[], float] = time.time,
+        clock: Clock = time.time,
     ) -> None:
         super().__init__(ttl=ttl, clock=clock)
         check_prefix(prefix)

@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError, KernelError
 from kvpact.formats import CodesField, Field
 from kvpact.formats.encoding import search_tree
+from kvpact.kernels.base import Prepared
 from kvpact.kernels.cpu import structs, trellis
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
@@ -158,7 +158,7 @@ class CpuEncoder:
         self._torch = TorchEncoder(codec)
         self._known = ref(codec_encoder(codec))  # the codec has it, and what it learnt
 
-    def prepare(self, x: Tensor, size: float | None = None) -> Tensor | dict[str, Tensor]:
+    def prepare(self, x: Tensor, size: float | None = None) -> Prepared:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
 
         Where a magnitude might be beyond the format, the torch body decides, and names it; it also
@@ -182,11 +182,7 @@ class CpuEncoder:
         return found
 
     def write(
-        self,
-        prepared: Tensor | dict[str, Tensor],
-        segments: Sequence[Segment],
-        segment_tokens: int,
-        start: int,
+        self, prepared: Prepared, segments: Sequence[Segment], segment_tokens: int, start: int
     ) -> None:
         """Encode tokens into segments.
 
@@ -200,7 +196,7 @@ class CpuEncoder:
         if isinstance(segments, PlacedSegments):
             places, args = placed(self._codec, form, segments.source)
         else:
-            places = [_where(segments, name) for name in form.names]
+            places = [Where.of_segments([x[name] for x in segments]) for name in form.names]
             args = _args(form, places)
         args = EncodeArgs.from_buffer_copy(args)
         for name, _ in form.fields:  # the kernel counts from where it begins
@@ -216,12 +212,3 @@ class CpuEncoder:
                 f"the native encoder refused its arguments (status {status}); nothing was stored. "
                 "This is a defect of kvpact: report it, and use backend='torch' until then"
             )
-
-
-def _where(segments: Sequence[Segment], name: str) -> Where | None:
-    tensors = [segment[name] for segment in segments]
-    strides, size = tensors[0].stride(), tensors[0].element_size()
-    if any(tensor.stride() != strides or not tensor[0, 0].is_contiguous() for tensor in tensors):
-        return None
-    addresses = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-    return Where.of(addresses, strides[0] * size, strides[1] * size)

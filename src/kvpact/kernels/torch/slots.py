@@ -28,11 +28,7 @@ class TorchEncoder:
         return self._codec.encode(x.to(torch.float32), frozen)
 
     def write(
-        self,
-        prepared: dict[str, Tensor],
-        segments: Sequence[Segment],
-        segment_tokens: int,
-        start: int,
+        self, prepared: Arrays, segments: Sequence[Segment], segment_tokens: int, start: int
     ) -> None:
         """Write arrays into segments."""
         for field in self._codec.fields:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.errors import NonFiniteError
+from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.formats import TILE
-from kvpact.kernels.sources import Segment
+from kvpact.kernels.base import Prepared
+from kvpact.kernels.sources import Segment, Where
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
-from kvpact.kernels.triton.encode.slots import EncodeSlots, slots_at, where_lie
+from kvpact.kernels.triton.encode.slots import GAPS, EncodeSlots, slots_at
 from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import on_device
 from kvpact.methods import Codec
@@ -74,7 +75,7 @@ class TritonEncoder:
         self._known: list[tuple[int, tuple[int, ...]]] = []
         self._slots: EncodeSlots | None = None
 
-    def prepare(self, x: Tensor, size: float | None = None) -> Tensor | dict[str, Tensor]:
+    def prepare(self, x: Tensor, size: float | None = None) -> Prepared:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
 
         The torch body refuses tokens, and names what is wrong with them. Where checks are deferred
@@ -94,11 +95,7 @@ class TritonEncoder:
         return x
 
     def write(
-        self,
-        prepared: Tensor | dict[str, Tensor],
-        segments: Sequence[Segment],
-        segment_tokens: int,
-        start: int,
+        self, prepared: Prepared, segments: Sequence[Segment], segment_tokens: int, start: int
     ) -> None:
         """Encode tokens into segments.
 
@@ -120,7 +117,9 @@ class TritonEncoder:
         tensors = [tensor for parts in held if parts for tensor in parts]
         known = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
         if self._slots is None or known != self._known:
-            where = [where_lie(parts) if parts else None for parts in held]
+            where = [None if parts is None else Where.of_segments(parts) for parts in held]
+            if any(parts and lies is None for parts, lies in zip(held, where, strict=True)):
+                raise GeometryError(GAPS)
             self._slots = slots_at([where], tensors[0].shape[0], device, segment_tokens)
             self._known = known
         return self._slots

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.kernels.triton.forms import addresses_of
 from kvpact.methods import Codec
 
-_GAPS = "the storage of slots has gaps, or segments differ in strides"
+GAPS = "the storage of slots has gaps, or segments differ in strides"
 
 
 class EncodeSlots(NamedTuple):
@@ -42,7 +41,7 @@ class EncodeSlots(NamedTuple):
         for where in held:
             pairs = zip(names, where, strict=True)
             if any(name is not None and lies is None for name, lies in pairs):
-                raise GeometryError(_GAPS)
+                raise GeometryError(GAPS)
         return slots_at(held, batch, device, sources[0].segment_tokens)
 
     def row(self, index: int) -> EncodeSlots:
@@ -60,12 +59,3 @@ def slots_at(
     """
     table, heads = addresses_of(held, batch, device)
     return EncodeSlots(table, heads, table.shape[2], segment_tokens // TILE)
-
-
-def where_lie(parts: Sequence[Tensor]) -> Where:
-    """Return where a field of some segments lies."""
-    strides, size = parts[0].stride(), parts[0].element_size()
-    if any(part.stride() != strides or not part[0, 0].is_contiguous() for part in parts):
-        raise GeometryError(_GAPS)
-    addresses = np.array([part.data_ptr() for part in parts], dtype=np.int64)
-    return Where.of(addresses, strides[0] * size, strides[1] * size)
