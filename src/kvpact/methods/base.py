@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import NonFiniteError, RegistrationError, SpecError
-from kvpact.formats import Field
+from kvpact.formats import Field, Order
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
 from kvpact.key_rotation import KeyRotation
@@ -229,13 +229,17 @@ class Method(ABC):
         given = ",".join(f"{name}={getattr(self, name)}" for name in options)
         return f"{self.name}/{self.version}" + (f":{given}" if given else "")
 
-    @abstractmethod
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys (``token``) or values (``channel``), where both are alike."""
+        raise NotImplementedError(f"{type(self).__name__} has neither codec nor {order!r} codecs")
+
     def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for keys of width `dim`, given in `dtype`."""
+        return self.codec(dim, dtype, "token")
 
-    @abstractmethod
     def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for values of width `dim`, given in `dtype`."""
+        return self.codec(dim, dtype, "channel")
 
 
 def bytes_per_slot(codec: Codec) -> float:

@@ -191,13 +191,6 @@ class Hybrid(FittedMethod):
         self.check_choice("quant_bits", (4, 8))
         self.check("group", self.group >= 1, "at least 1")
 
-    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return a codec for keys, not fitted yet."""
-        return self._codec(dim, "token")
-
-    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return a codec for values, not fitted yet."""
-        return self._codec(dim, "channel")
-
-    def _codec(self, dim: int, order: Order) -> Codec:
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys or for values, not fitted yet."""
         return HybridCodec(dim, self.rank, self.quant_bits, self.group, self.per_head, order)

@@ -93,14 +93,7 @@ class Integer(Method):
         self.check("group", self.group >= 1, "at least 1")
         self.check("seed", self.rotate or not self.seed, "left out, or beside rotate=true")
 
-    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return the codec for keys."""
-        return self._codec(dim, "token")
-
-    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return the codec for values."""
-        return self._codec(dim, "channel")
-
-    def _codec(self, dim: int, order: Order) -> Codec:
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys or for values."""
         transform = RandomHadamard(dim, self.seed) if self.rotate else IDENTITY
         return integers(dim, self.bits, self.group, self.zero, order, transform)

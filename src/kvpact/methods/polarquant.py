@@ -184,10 +184,6 @@ class PolarQuant(Method):
         self.check_choice("levels", range(1, 7))
         self.check_choice("first", range(1, 9))
 
-    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return the codec for keys."""
-        return PolarCodec(dim, self.levels, self.first, "token", self.seed)
-
-    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return the codec for values."""
-        return PolarCodec(dim, self.levels, self.first, "channel", self.seed)
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys or for values."""
+        return PolarCodec(dim, self.levels, self.first, order, self.seed)

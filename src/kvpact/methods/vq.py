@@ -163,13 +163,6 @@ class VectorQuantization(FittedMethod):
         self.check_choice("stages", (1, 2))
         self.check("seed", 0 <= self.seed < 1 << 63, "a number from 0 to 2**63 - 1")
 
-    def key_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return a codec for keys, not fitted yet."""
-        return self._codec(dim, "token")
-
-    def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
-        """Return a codec for values, not fitted yet."""
-        return self._codec(dim, "channel")
-
-    def _codec(self, dim: int, order: Order) -> Codec:
+    def codec(self, dim: int, dtype: torch.dtype, order: Order) -> Codec:
+        """Return the codec for keys or for values, not fitted yet."""
         return VectorCodec(dim, self.codebook_size, self.dims, self.stages, self.seed, order)
