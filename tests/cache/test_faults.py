@@ -231,7 +231,7 @@ def test_states_in_one_line():
         assert part in repr(entry)
     assert "spare=0" in repr(entry.k)
     k = tokens(20, 1)[0]
-    plan = repr(entry.k.prepare(k, None))
+    plan = repr(entry.k.prepare(k, None, None))
     assert plan.startswith("AppendPlan(writes=[96:128], after=Stream(")
     assert "length=170" in plan
     assert "\n" not in plan

@@ -116,7 +116,7 @@ class CacheLayer:
     ) -> Tensor:
         """Attend over the tokens held and the new ones, and store these; all or nothing."""
         with self.lock:
-            output = first_step(self, k, v, q, config) if self._held.plan else None
+            output = first_step(self, k, v, q, config, None) if self._held.plan else None
             if output is not None:
                 return output
             plan = self.prepare(k, v, config, q, sizes)

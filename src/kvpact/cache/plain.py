@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvpact.cache.checks import check_layer
 from kvpact.cache.plain_state import (
+    DType,
     KVSnapshot,
     Rows,
     as_rows,
@@ -60,11 +61,7 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        max_seq_len: int,
-        kv_dim: int,
-        dtype: torch.dtype | str = torch.float32,
+        self, num_layers: int, max_seq_len: int, kv_dim: int, dtype: DType = torch.float32
     ) -> None:
         sizes = {"num_layers": num_layers, "max_seq_len": max_seq_len, "kv_dim": kv_dim}
         for name, size in sizes.items():

@@ -18,6 +18,7 @@ from kvpact.snapshot import Container
 
 KIND, VERSION = "kvpact-plain-cache", 1
 _NAMES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DType = torch.dtype | str
 Rows = Tensor | np.ndarray[Any, Any]
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvpact.errors import GeometryError
 
-Sinks = list[tuple[Tensor | None, Tensor | None]]
+SinkPair = tuple[Tensor | None, Tensor | None]
+Sinks = list[SinkPair]
 
 
 @dataclass(frozen=True)

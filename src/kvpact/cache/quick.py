@@ -19,12 +19,7 @@ _new = tuple.__new__  # takes a third of the time of a NamedTuple's own construc
 
 
 def quick_attend(
-    layer: Holder,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    config: AttendConfig,
-    max_tokens: int | None = None,
+    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, max_tokens: int | None
 ) -> Tensor | None:
     """Carry out `CacheLayer.attend` in one call of a backend.
 
@@ -48,12 +43,7 @@ def quick_attend(
 
 
 def first_step(
-    layer: Holder,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    config: AttendConfig,
-    like: StepRunner | None = None,
+    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, like: StepRunner | None
 ) -> Tensor | None:
     """Carry out a step, and those after it that are like it, in one call each.
 
@@ -227,12 +217,7 @@ def _plain(stream: Stream, padding: Tensor | None) -> bool:
 
 
 def make_runner(
-    layer: Holder,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    config: AttendConfig,
-    like: StepRunner | None = None,
+    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, like: StepRunner | None
 ) -> bool:
     """Let a layer take steps like this one in one call each; False where it can't, or does."""
     held = layer._held

@@ -111,4 +111,4 @@ def make_runners(
     tokens = zip(*(torch.split(x, 1) for x in (k, v, q)), strict=True)
     for seq, (k_row, v_row, q_row) in zip(seqs, tokens, strict=True):
         entry = cache._sequence(seq).layers[layer]
-        make_runner(entry, k_row, v_row, q_row, config)
+        make_runner(entry, k_row, v_row, q_row, config, None)

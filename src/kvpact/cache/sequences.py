@@ -10,6 +10,7 @@ from torch import Tensor
 from kvpact.cache.held import Held, exchange
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.pages import PagePool
+from kvpact.cache.prefixes import SinkPair
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import StepRunner
 
@@ -109,11 +110,7 @@ class KnownRows(NamedTuple):
 
 
 def hold_packed(
-    layer: CacheLayer,
-    tokens: int,
-    geometry: CacheGeometry,
-    like: Tensor,
-    sinks: tuple[Tensor | None, Tensor | None],
+    layer: CacheLayer, tokens: int, geometry: CacheGeometry, like: Tensor, sinks: SinkPair
 ) -> None:
     """Let a new layer hold `tokens` tokens that are packed in its stores already, and their sinks.
 

@@ -141,11 +141,7 @@ class Stream(NamedTuple):
         return self._replace(memory=memory, tail_start=start, length=length, spare=0)
 
     def prepare(
-        self,
-        x: Tensor,
-        padding: Tensor | None,
-        seen: Tensor | None = None,
-        size: float | None = None,
+        self, x: Tensor, padding: Tensor | None, seen: Tensor | None, size: float | None = None
     ) -> AppendPlan:
         """Encode tokens and allocate what they need.
 

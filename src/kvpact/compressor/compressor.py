@@ -241,7 +241,7 @@ class KVCacheCompressor:
         caches.decompress(self._own(compressed), cache, layer, seq_id)
 
     def compress_mla_cache(
-        self, cache: ContiguousCache | PagedKVCache, layer: int, seq_id: int | None = None
+        self, cache: caches.AnyCache, layer: int, seq_id: int | None = None
     ) -> CompressedKV:
         """Compress the latents of a layer as they are; heads are never expanded.
 
@@ -270,7 +270,7 @@ class KVCacheCompressor:
     def decompress_to_mla_cache(
         self,
         compressed: CompressedKV,
-        cache: ContiguousCache | PagedKVCache,
+        cache: caches.AnyCache,
         layer: int,
         seq_id: int | None = None,
     ) -> None:

@@ -132,7 +132,7 @@ class PackedStream:
         """Return a stream with more tokens, `[1, N, new, D]`; full segments are shared with it."""
         self.codec.check_range(x)
         stream = self._extended(x, bound)
-        plan = stream.shared()._replace(plan=self._plan(stream.codec)).prepare(x, None)
+        plan = stream.shared()._replace(plan=self._plan(stream.codec)).prepare(x, None, None)
         plan.write()
         longer, packed = replace(self, stream=plan.after), self.stream.packed
         if math.isnan(self.energy):

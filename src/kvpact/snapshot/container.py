@@ -36,6 +36,7 @@ TABLE = "checksums"
 _SUM = 16
 _ROOT_AT = 8 + len('{"__metadata__":{"blake2b":"')
 _ZEROS = "0" * 64
+Named = Sequence[tuple[str, Tensor]]
 Runs = Sequence[tuple[int, Sequence[int]]]
 
 
@@ -148,12 +149,7 @@ class Container:
 
     @classmethod
     def build(
-        cls,
-        kind: str,
-        version: int,
-        manifest: Mapping[str, Any],
-        tensors: Sequence[tuple[str, Tensor]],
-        runs: Runs,
+        cls, kind: str, version: int, manifest: Mapping[str, Any], tensors: Named, runs: Runs
     ) -> Self:
         """Make a container in memory.
 

@@ -32,12 +32,7 @@ class EngineCache(Cache):
     __reduce_ex__ = refuse_pickling
 
     def __init__(
-        self,
-        layers: list[Any],
-        shared: SharedState,
-        attention: str,
-        crosses: bool,
-        sparse: bool = False,
+        self, layers: list[Any], shared: SharedState, attention: str, crosses: bool, sparse: bool
     ) -> None:
         super().__init__(layers=layers)
         # In T5's configs, and in those like it, the other numbers of layers are the encoder's.

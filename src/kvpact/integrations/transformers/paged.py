@@ -72,7 +72,7 @@ class PagedBatch(EngineCache):
         shared.hold(PagedView(cache, seqs), len(types))
         layers = [CompressedLayer(shared, i) for i in range(len(types))]
         crosses = may_cross_attend(config, decoder)
-        super().__init__(layers, shared, attention, crosses)
+        super().__init__(layers, shared, attention, crosses, sparse=False)
 
     @property
     def view(self) -> PagedView:

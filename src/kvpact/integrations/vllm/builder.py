@@ -9,11 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.logger import init_logger
-from vllm.v1.attention.backend import (
-    AttentionMetadata,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -64,10 +61,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         _log_start(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: Batch, fast_build: bool = False
     ) -> KVPactMetadata:
         """Return the rows of a batch."""
         batch = common_attn_metadata
@@ -90,7 +84,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         parts = [(part, scratch.plan(part) if scratch else []) for part in waves(rows, size)]
         return KVPactMetadata(parts)
 
-    def _read(self, batch: CommonAttentionMetadata, size: int) -> tuple[list[int], Tensor]:
+    def _read(self, batch: Batch, size: int) -> tuple[list[int], Tensor]:
         """Return the tokens of each sequence, and the pages of all, where the host can read."""
         lengths: list[int] = batch.seq_lens[: batch.num_reqs].tolist()
         return lengths, batch.block_table_tensor

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, logger
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
@@ -31,10 +32,7 @@ class CudaBuilder(KVPactBuilder):
     reorder_batch_threshold: int | None = 1
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: Batch, fast_build: bool = False
     ) -> KVPactMetadata:
         """Return the rows of a batch; tell of tokens of the last one that could not be stored."""
         watch = watch_of(self.device.type)
@@ -52,7 +50,7 @@ class CudaBuilder(KVPactBuilder):
         watch.rows = self._rows
         return made
 
-    def _read(self, batch: CommonAttentionMetadata, size: int) -> tuple[list[int], Tensor]:
+    def _read(self, batch: Batch, size: int) -> tuple[list[int], Tensor]:
         """Return the tokens of each sequence, and the pages of all, where the host can read."""
         # Exact as long as nobody speculates, which is refused.
         on_host = batch.seq_lens_cpu_upper_bound

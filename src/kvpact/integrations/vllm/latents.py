@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
 from kvpact.cache.specs import latent_spec
@@ -54,10 +54,7 @@ class LatentBuilder(KVPactBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
+        self, common_prefix_len: int, common_attn_metadata: Batch, fast_build: bool = False
     ) -> LatentMetadata:
         """Return the rows of a batch."""
         made = super().build(common_prefix_len, common_attn_metadata, fast_build)

@@ -29,11 +29,7 @@ class OnlineSoftmax:
     """
 
     def __init__(
-        self,
-        rows: tuple[int, ...],
-        dim: int,
-        device: torch.device,
-        sink_logits: Tensor | None = None,
+        self, rows: tuple[int, ...], dim: int, device: torch.device, sink_logits: Tensor | None
     ) -> None:
         self.peak = torch.full((*rows, 1), -torch.inf, dtype=torch.float32, device=device)
         self.total = torch.zeros(*rows, 1, dtype=torch.float32, device=device)
