@@ -42,8 +42,8 @@ class KVPactMetadata(AttentionMetadata):
 class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
     """Tells attention which sequences a batch is made of."""
 
-    # Whether vLLM's CPU kernel may attend prompts.
-    prompts_by_own_kernel: ClassVar[bool] = True
+    # Whether tokens are latents: vLLM's CPU kernel attends none of their prompts.
+    latent: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _check(vllm_config)
+        _check(vllm_config, self.latent)
         self._rows: list[Row] = []
         self._scratch = None
-        if device.type == "cpu" and self.prompts_by_own_kernel:
+        if device.type == "cpu" and not self.latent:
             self._scratch = _scratch(kv_cache_spec, layer_names, vllm_config)
         _log_start(kv_cache_spec, layer_names, vllm_config, device)
 
@@ -122,7 +122,7 @@ def _shared_scratch(
     return Scratch(OwnKernel(q_heads, heads, dim, dtype), heads, dim, dtype, longest)
 
 
-def _check(config: Any) -> None:
+def _check(config: Any, latent: bool) -> None:
     """Refuse what was never run, or could not be right."""
     parallel = config.parallel_config
     for there, what in (
@@ -131,6 +131,7 @@ def _check(config: Any) -> None:
         (_foreign_connector(config.kv_transfer_config), "KV connectors but KVPactConnector"),
         (parallel.decode_context_parallel_size > 1, "context parallelism"),
         (parallel.prefill_context_parallel_size > 1, "context parallelism"),
+        (latent and parallel.tensor_parallel_size > 1, "tensor parallelism with latents (MLA)"),
     ):
         if there:
             refuse(what)

@@ -40,18 +40,7 @@ class LatentMetadata(KVPactMetadata):
 class LatentBuilder(KVPactBuilder):
     """Tells attention which sequences a batch is made of; parameters as of `KVPactBuilder`."""
 
-    prompts_by_own_kernel: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: Any,
-        device: torch.device,
-    ) -> None:
-        if vllm_config.parallel_config.tensor_parallel_size > 1:
-            refuse("tensor parallelism with multi-head latent attention (MLA)")
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    latent: ClassVar[bool] = True
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Batch, fast_build: bool = False
