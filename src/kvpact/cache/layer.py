@@ -51,9 +51,9 @@ class CacheLayer:
         lock: AbstractContextManager[Any] | None = None,
         offset: KeyOffset | None = None,
     ) -> None:
-        self.spec, self._make_store, self._codecs = spec, make_store, codecs
+        self.spec, self._make_store, self.codecs = spec, make_store, codecs
         self.lock, self._latent = lock or threading.RLock(), latent
-        self.compute, self._offset = compute or Compute(), offset
+        self.compute, self.offset = compute or Compute(), offset
         self._held = Held(None, None, None, 0)
         self._clean = True  # False before anything is written behind the slots held, or left there
         self._moved = 0  # how often slots came to lie elsewhere; changed under a pool's lock
@@ -77,16 +77,6 @@ class CacheLayer:
     def padding(self) -> Tensor | None:
         """Left-padding tokens of each row, `[B]`."""
         return self._held.padding
-
-    @property
-    def codecs(self) -> tuple[Codec, Codec] | None:
-        """The codecs for K and V, where they were given and not made for the first tokens."""
-        return self._codecs
-
-    @property
-    def offset(self) -> KeyOffset | None:
-        """What is taken off keys before they are encoded."""
-        return self._offset
 
     @property
     def padding_bytes(self) -> int:
@@ -216,8 +206,8 @@ class CacheLayer:
     def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
         """Return an empty stream for K or V like `x`, not yet the layer's own."""
         method, (batch, heads, _, dim) = self.spec.key if key else self.spec.value, x.shape
-        if codec is None and self._codecs is not None:
-            codec = self._codecs[0 if key else 1]
+        if codec is None and self.codecs is not None:
+            codec = self.codecs[0 if key else 1]
         codec, known = codec or codec_of(method, key, dim, x.dtype), self.compute.empty
         # Layers begin alike, and a stream never changes.
         alike = codec, method, self._make_store, batch, heads, dim, x.dtype, x.device
@@ -228,14 +218,14 @@ class CacheLayer:
             stream = Stream.empty(codec, x, method.sinks, method.window, store, plan)
             if self._make_store == SegmentList.new and not codec.state():
                 known[alike] = stream
-        if self._offset is None and codec.rotation is None:
+        if self.offset is None and codec.rotation is None:
             return stream
-        return stream._replace(offset=known_by_position(codec, key, self._offset))
+        return stream._replace(offset=known_by_position(codec, key, self.offset))
 
     def empty(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
-        kept = self.spec, self._make_store, self._codecs, self._latent, self.compute
-        return CacheLayer(*kept, offset=self._offset)
+        kept = self.spec, self._make_store, self.codecs, self._latent, self.compute
+        return CacheLayer(*kept, offset=self.offset)
 
     def _view(self, held: Held, padding: Tensor | None) -> LayerView | None:
         if held.k is None or held.v is None:
@@ -359,7 +349,7 @@ class CacheLayer:
     def waiting_state(self) -> list[Tensor]:
         """Return what the layer's own codecs learnt, and are to learn, where no stream holds it."""
         held = [stream.codec for stream in self.streams()]
-        codecs = [own for own in self._codecs or () if all(own is not codec for codec in held)]
+        codecs = [own for own in self.codecs or () if all(own is not codec for codec in held)]
         seen = [] if self._held.seen is None else [self._held.seen]
         return [*seen, *(tensor for codec in codecs for tensor in codec.state().values())]
 
