@@ -154,11 +154,11 @@ def codes2(word, ASM: tl.constexpr):
 
 
 @triton.jit
-def table_word(TABLE, INDEX: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
-    """Load a word of a table, one copy for each of the four threads of a row, which stand at AXIS.
+def row_of(TABLE, ROW: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
+    """Load a row of a table: a number for each of the four threads of a row, which stand at AXIS.
 
     What has the same address for all threads, and what is a constant, is copied to another register
     before each use.
     """
     shape: tl.constexpr = (1,) * AXIS + (4,) + (1,) * (RANK - AXIS - 1)
-    return tl.load(TABLE + INDEX * 4 + tl.arange(0, 4)).reshape(shape)
+    return tl.load(TABLE + ROW * 4 + tl.arange(0, 4)).reshape(shape)

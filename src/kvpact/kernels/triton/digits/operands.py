@@ -18,8 +18,8 @@ from kvpact.kernels.triton.digits.levels import (
     levels2,
     levels3,
     levels4,
+    row_of,
     signed4,
-    table_word,
 )
 from kvpact.kernels.triton.digits.tiles import field_words, load_keys, load_values, tiles_together
 
@@ -69,14 +69,14 @@ def key_operand(
     C: tl.constexpr = key_width(FORM)
     N: tl.constexpr = tiles.shape[0] * 32
     W: tl.constexpr = FORM.words
-    t0 = table_word(TABLE, 0, 5, 7)
+    t0 = row_of(TABLE, 0, 5, 7)
     if BITS == 3:
         low: tl.constexpr = field_words(FORM, 2)
         high: tl.constexpr = field_words(FORM, 1)
         even = load_keys(tiles, live, 0, 2, C // 32, (low + 1) // 2, W, VBITS)
         odd = load_keys(tiles, live, 1, 2, C // 32, low // 2, W, VBITS)
         third = load_keys(tiles, live, low, 1, C // 32, high, W, VBITS)
-        x = levels3(even, odd, third, t0, table_word(TABLE, 1, 5, 7), ASM)
+        x = levels3(even, odd, third, t0, row_of(TABLE, 1, 5, 7), ASM)
         if KW == 4:
             x = x.permute(0, 2, 6, 3, 4, 1, 11, 10, 9, 5, 8, 7)
         else:
@@ -109,8 +109,8 @@ def key_operand(
             else:
                 x = x.permute(0, 2, 6, 3, 4, 1, 5, 9, 8, 7)
         else:
-            t1, t2 = table_word(TABLE, 1, 5, 7), table_word(TABLE, 2, 5, 7)
-            x = levels4(words, t0, t1, t2, table_word(TABLE, 3, 5, 7), ASM)
+            t1, t2 = row_of(TABLE, 1, 5, 7), row_of(TABLE, 2, 5, 7)
+            x = levels4(words, t0, t1, t2, row_of(TABLE, 3, 5, 7), ASM)
             if KW == 4:
                 x = x.permute(0, 2, 6, 3, 4, 1, 9, 5, 8, 7)
             else:
@@ -133,12 +133,12 @@ def value_operand(
     D: tl.constexpr = FORM.dim
     N: tl.constexpr = tiles.shape[0] * 32
     S: tl.constexpr = tiles.shape[0] // tiles_together(BITS)
-    t0 = table_word(TABLE, 0, 4, 6)
+    t0 = row_of(TABLE, 0, 4, 6)
     if BITS == 3:
         low = load_values(tiles, live, 0, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
         high = load_values(tiles, live, 1, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
         third = load_values(tiles, live, 2, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
-        x = levels3(low, high, third, t0, table_word(TABLE, 1, 4, 6), ASM)
+        x = levels3(low, high, third, t0, row_of(TABLE, 1, 4, 6), ASM)
         if KW == 4:
             x = x.permute(2, 5, 3, 0, 1, 10, 9, 8, 4, 7, 6)
         else:
@@ -165,8 +165,8 @@ def value_operand(
             elif in_bytes(FORM):
                 x = codes4(words, ASM)
             else:
-                t1, t2 = table_word(TABLE, 1, 4, 6), table_word(TABLE, 2, 4, 6)
-                x = levels4(words, t0, t1, t2, table_word(TABLE, 3, 4, 6), ASM)
+                t1, t2 = row_of(TABLE, 1, 4, 6), row_of(TABLE, 2, 4, 6)
+                x = levels4(words, t0, t1, t2, row_of(TABLE, 3, 4, 6), ASM)
             if KW == 4:
                 x = x.permute(2, 5, 3, 0, 1, 8, 4, 7, 6)
             else:

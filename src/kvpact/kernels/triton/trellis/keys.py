@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.digits.levels import bytes_of, prmt
+from kvpact.kernels.triton.digits.levels import bytes_of, prmt, row_of
 from kvpact.kernels.triton.digits.tiles import grouped, token_places
 from kvpact.kernels.triton.trellis.levels import (
     KEEP,
@@ -23,7 +23,6 @@ from kvpact.kernels.triton.trellis.levels import (
     block_table,
     first_word,
     levels8,
-    row_of,
     spread,
     words_of,
 )
@@ -255,11 +254,9 @@ def _operand(shape, width):
 @triton.constexpr_function
 def key_places(form: SlotForm, index: int, kw: int) -> tuple[int, ...]:
     """Return the channel at each place k of `key_levels`, -1 where there is none."""
-    block = form.steps[index]
-    width = block.low.width
-    turn = width if block.bits > 1 else form.trellis.interleave
-    stride, half = max(block.words // 4, 1), 2 if block.words >= 4 else 1
-    fields = 2 if width == 2 else 1
+    block, turn = form.steps[index], _turn(form, index)
+    stride, half = max(block.words // 4, 1), halves(form, index)
+    fields = eights(form, index) // stride
     count = max(stride * fields * half, 2)
     places = []
     for place in range(count * 16):

@@ -8,7 +8,7 @@ longer tables are told apart by `prmt` too, with one bit of each index in the se
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.digits.levels import prmt
+from kvpact.kernels.triton.digits.levels import prmt, row_of
 
 CONSTANTS = (
     (0x4040, 0x5151, 0x6262, 0x7373),
@@ -37,21 +37,6 @@ def first_word(form, index):
 def words_of(bits):
     """Return the words of a table of levels."""
     return (2 << bits) // 4
-
-
-@triton.constexpr_function
-def _four_at(axis, rank):
-    return (1,) * axis + (4,) + (1,) * (rank - axis - 1)
-
-
-@triton.jit
-def row_of(TABLE, ROW: tl.constexpr, AXIS: tl.constexpr, RANK: tl.constexpr):
-    """Load a row of a table: a number for each of the four threads of a row, which stand at AXIS.
-
-    What has the same address for all threads, and what is a constant, is copied to another register
-    before each use.
-    """
-    return tl.load(TABLE + ROW * 4 + tl.arange(0, 4)).reshape(_four_at(AXIS, RANK))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.digits.levels import bytes_of
+from kvpact.kernels.triton.digits.levels import bytes_of, row_of
 from kvpact.kernels.triton.digits.tiles import grouped, tiles_together
 from kvpact.kernels.triton.trellis.levels import (
     BY_2,
@@ -27,7 +27,6 @@ from kvpact.kernels.triton.trellis.levels import (
     block_table,
     first_word,
     levels8,
-    row_of,
     spread,
     words_of,
 )
