@@ -14,7 +14,7 @@ from kvpact.cache.checks import check_layer, check_query, known_snapshot
 from kvpact.cache.held import LayerPlan
 from kvpact.cache.modes import detached
 from kvpact.cache.paged_sequences import PagedSequences
-from kvpact.cache.quick_rows import make_runners, quick_rows
+from kvpact.cache.paged_step import make_runners, quick_rows
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config

@@ -26,8 +26,7 @@ from kvpact.errors import (
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.chunks import ChunkKind
-from kvpact.prefixes.sources import PrefixSource, source_of
-from kvpact.prefixes.storage import StoredSource
+from kvpact.prefixes.sources import PrefixSource, StoredSource, source_of
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Identity
 from kvpact.snapshot.tensors import same_tensors

@@ -20,8 +20,7 @@ from kvpact.errors import (
 from kvpact.stores.base import KEY_PATTERN, Clock, GCReport, StoreWarning, check_prefix
 from kvpact.stores.mooncake_client import LANES, CannotStart, MooncakeClient, NoAnswer
 from kvpact.stores.mooncake_url import Options, local_address, options_of
-from kvpact.stores.outage import Outage
-from kvpact.stores.record_store import RecordStore
+from kvpact.stores.record_store import Outage, RecordStore
 from kvpact.stores.records import LONGEST_HEADER, peek
 
 _NO_ROOM, _INVALID, _NOT_READY, _MISSING = -200, -600, -703, -704

@@ -11,8 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvpact.errors import StoreError, StoreFull, StoreUnavailable
 from kvpact.stores.base import Clock, GCReport, StoreWarning, check_prefix, is_key, optional
-from kvpact.stores.outage import Outage
-from kvpact.stores.record_store import RecordStore
+from kvpact.stores.record_store import Outage, RecordStore
 
 _LARGEST = 512 << 20  # what a server takes as one value, unless it was told otherwise
 _BATCH = 500

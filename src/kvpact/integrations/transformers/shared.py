@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.cache.paged_view import PagedView
-from kvpact.cache.wait import Wait
+from kvpact.cache.room import Wait
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig, DequantResult
 from kvpact.geometry import CacheGeometry

@@ -10,7 +10,7 @@ from kvpact.kernels.base import SlotReader
 from kvpact.kernels.dense import check_out
 from kvpact.kernels.triton.decode.kernel import decode_keys, decode_tiles
 from kvpact.kernels.triton.forms import Places, SlotForm, Slots, places_of, slots_of
-from kvpact.kernels.triton.trellis.tables import key_tables
+from kvpact.kernels.triton.trellis.queries import key_tables
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.transforms import RandomHadamard

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvpact.formats import TILE
 from kvpact.kernels.triton.encode.form import EncodeForm
 from kvpact.kernels.triton.encode.slots import EncodeSlots
-from kvpact.kernels.triton.trellis.tables import KeyTables, key_tables
+from kvpact.kernels.triton.trellis.queries import KeyTables, key_tables
 from kvpact.methods import Codec
 
 _AT_A_TIME = 1 << 24

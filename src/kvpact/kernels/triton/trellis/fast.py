@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvpact.kernels.base import AttendCall
-from kvpact.kernels.triton.digits.query_digits import query_digits
 from kvpact.kernels.triton.digits.tables import LEAST_ROWS, LOG2_E, Queries
+from kvpact.kernels.triton.digits.two_digits import query_digits
 from kvpact.kernels.triton.forms import SlotForm, power_of_two
 from kvpact.kernels.triton.trellis.keys import key_places
 from kvpact.kernels.triton.trellis.levels import CONSTANTS
