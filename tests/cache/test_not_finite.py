@@ -1,10 +1,8 @@
-"""NaN, infinity and what overflows fp16 is refused, and changes nothing (defect A8)."""
-
-import math
+"""What overflows fp16 side information is refused, and changes nothing."""
 
 import pytest
 import torch
-from one_layer import fill, kvq, normal, shown
+from one_layer import kvq, normal, shown
 from torch import Tensor
 
 import kvpact
@@ -14,21 +12,6 @@ from kvpact.errors import NonFiniteError
 
 def state(cache) -> list[Tensor]:
     return [tensor.clone() for layer in cache._layers for tensor in layer.tensors()]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("call", ["attend", "prefill", "decode"])
-def test_what_is_not_finite_is_refused_and_changes_nothing(bad, which, call):
-    k, v, q = kvq(140)
-    cache = fill("turboquant:bits=4", k, v)
-    before = state(cache)
-    given = [x[:, :, :1].clone() for x in (k, v, q)]
-    given[which][0, 1, 0, 5] = bad
-    with pytest.raises(NonFiniteError, match="kvq"[which] + " holds NaN or infinity"):
-        getattr(cache, call)(0, *given)
-    assert cache.seq_len(0) == 140
-    assert all(map(torch.equal, state(cache), before))
 
 
 # Values that are finite, but whose side information is beyond fp16; and values just below.

@@ -223,6 +223,16 @@ def test_memory_is_claimed_as_it_is_used():
     assert resident() - before < 8e6
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_16_bits_take_half_of_the_memory_and_none_is_taken_up_front(dtype):
+    cache, given = kvpact.KVCache(2, 1 << 16, 1024, dtype), torch.ones(64, 1024)
+    assert cache.memory_usage() == 0
+    for layer in range(2):
+        cache.store_kv(layer, given, given)
+    cache.advance(64)
+    assert cache.memory_usage() == 4 * 64 * 1024 * dtype.itemsize
+
+
 def test_neighbours_share_a_page_and_it_is_counted_once():
     assert filled(ROOM).memory_usage() == mmap.PAGESIZE  # 2 layers x 2 x 8 x 20 bytes
 
