@@ -87,26 +87,19 @@ static void whole_values(Pass &p, const RowWeights &rows, float *acc, int64_t t,
             for (int r = 0; r < p.passed; r++) {
                 const float *score = p.score[r] + i;
                 float *weight = p.weight[r] + i;
-                vf total = zero();
-                const auto power = [&](int k) __attribute__((always_inline)) {
-                    const vf w = exp2_(fma(load(score + k), set1(LOG2E), set1(-rows.minus[r])));
+                vf total = zero(), most = zero();
+                for (int k = 0; k < tokens; k += W) {
+                    if (!rows.stored) store(weight + k, exp2_(fma(load(score + k), set1(LOG2E), set1(-rows.minus[r]))));
+                    const vf w = load(weight + k);
                     total = add(total, w);
-                    return w;
-                };
-                if (!rows.stored && groups == 1 && !v.zero.base) {
-                    put_row<ORDER>(whole, 0, r, scales.scale, tokens, power);
-                    whole.step[0][r] = scales.range[0] / MOST_WEIGHT * unit * rows.share[r];
-                } else {
-                    for (int k = 0; k < tokens && !rows.stored; k += W) store(weight + k, power(k));
-                    vf most = zero();
-                    for (int k = 0; k < tokens; k += W) most = max(most, mul(load(weight + k), load(scales.greatest + k)));
-                    const float high = highest(most);
-                    const vf inverse = set1(high > 1e-30f ? MOST_WEIGHT / high : 0);
-                    for (int g = 0; g < groups; g++) {
-                        put_row<ORDER>(whole, g, r, scales.scale + g * BLOCK, tokens, [&](int k) __attribute__((always_inline)) { return mul(load(weight + k), inverse); });
-                        whole.step[g][r] = scales.range[g] / MOST_WEIGHT * (high / MOST_WEIGHT) * unit * rows.share[r];
-                        if (v.zero.base) p.scratch.shift[g * MAX_ROWS + r] = moved(p, tiles, g, weight) * rows.share[r];
-                    }
+                    most = max(most, mul(w, load(scales.greatest + k)));
+                }
+                const float high = highest(most);
+                const vf inverse = set1(high > 1e-30f ? MOST_WEIGHT / high : 0);
+                for (int g = 0; g < groups; g++) {
+                    put_row<ORDER>(whole, g, r, scales.scale + g * BLOCK, tokens, [&](int k) __attribute__((always_inline)) { return mul(load(weight + k), inverse); });
+                    whole.step[g][r] = scales.range[g] / MOST_WEIGHT * (high / MOST_WEIGHT) * unit * rows.share[r];
+                    if (v.zero.base) p.scratch.shift[g * MAX_ROWS + r] = moved(p, tiles, g, weight) * rows.share[r];
                 }
                 if (!rows.stored) acc[r * stride - 1] += sum(total) * rows.share[r];
             }
