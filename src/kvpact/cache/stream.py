@@ -1,20 +1,9 @@
-"""One stream (K or V of a layer): packed slots in segments, exact sink tokens, exact tail.
+"""A stream: K or V of one layer, as packed slots and exact tokens, an immutable value.
 
-New tokens join the exact *tail*, and are packed once, when they leave the window: in whole groups,
-at least a tile at a time. So up to its window a cache holds what an exact cache holds, and no more.
-Of packed tokens the *sinks* (each row's first ones) are held exactly, too:
-
-    tokens:  0 ……………………… tail_start ……………………… length
-             [ packed slots ][ tail: the window, and a unit that is filling up ]
-
-A rollback inside the tail is exact. Behind it, what was packed stays packed: a group that is cut
-keeps its side information, with which its later tokens are coded when they leave the window.
-Somebody may want slots of tokens that are in the window (a page to be shared): they are *sealed*,
-packed in advance, while the tail still has them. Attention then goes on to read the tail.
-
-A stream never changes. An append is planned (checked, encoded, allocated), which gives the stream
-as it will be; then the new slots are written, behind those that anybody reads; then the layer holds
-the new stream. So whatever goes wrong on the way, the stream that the layer holds is right.
+ARCHITECTURE.md ("What is stored") says what is where, and when; `kvpact.testing.StreamOracle`
+defines it. An append is planned (checked, encoded, allocated), which gives the stream as it will
+be; then the new slots are written, behind those that anybody reads; then the layer holds the new
+stream. So whatever goes wrong on the way, the stream that the layer holds is right.
 """
 
 from __future__ import annotations

@@ -6,29 +6,18 @@ from kvpact.testing import CacheContract, MethodContract
 class TestMine(MethodContract):        # the codecs, their slots, their bytes
     spec = "mine:bits=4"
 
-class TestMineInACache(CacheContract):  # the same method in kvpact's own cache
-    spec = "mine:bits=4"
-
-class TestMineOnPages(PagedCacheContract):
-    spec = "mine:bits=4"
-
 class TestMyCache(CacheContract):       # a cache of one's own
     def make_cache(self, geometry, max_tokens=None):
         return MyCache(geometry, max_tokens)
-
-class TestMyStore(StoreContract):       # a store of one's own
-    def make_store(self, place, **options):
-        return MyStore(place, **options)
 ```
 
-A method that learns from tokens first (`kvpact.methods.fitted`) inherits `FittedMethodContract`,
-`FittedCacheContract` and `FittedPagedCacheContract` in their place.
-
-A second spec of the same kind need not go through what depends on no number: `without` makes the
-members of a subclass that leaves checks out, by what they depend on (`depends_on`).
+`CacheContract` and `PagedCacheContract` with a `spec` test a method inside kvpact's own caches. A
+method that learns from tokens first inherits `FittedMethodContract`, `FittedCacheContract` and
+`FittedPagedCacheContract`. A second spec of the same kind need not go through what depends on no
+number: `without` leaves checks out, by what they depend on (`depends_on`).
 
 Needs pytest. Every check is a method whose name begins with ``test_``; a subclass sets a few class
-attributes (`MethodContract`, `CacheContract`, `StoreContract` list them) and changes nothing else.
+attributes, which each contract lists, and changes nothing else.
 """
 
 from kvpact.testing._asserts import CHECKED as CHECKED
