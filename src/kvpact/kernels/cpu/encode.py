@@ -107,7 +107,7 @@ def codec_encoder(codec: Codec) -> CodecEncoder:
     return found
 
 
-def exact_tokens(x: Tensor) -> tuple[structs.ExactStruct, Tensor]:
+def exact_tokens(x: Tensor) -> tuple[ctypes.Structure, Tensor]:
     """Return where tokens `[B, H, T, D]` lie, and what keeps them there: a copy if D has gaps."""
     row, head, token, channel = x.stride()
     if channel != 1 and x.shape[3] != 1:
@@ -126,9 +126,9 @@ def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]
     return found
 
 
-def _args(encoder: CodecEncoder, places: Sequence[Where | None]) -> EncodeArgs:
+def _args(encoder: CodecEncoder, places: Sequence[Where | None]) -> ctypes.Structure:
     """Return the arguments with where the fields lie."""
-    args = EncodeArgs.from_buffer_copy(encoder.args)
+    args: ctypes.Structure = EncodeArgs.from_buffer_copy(encoder.args)
     for (name, field), where in zip(encoder.fields, places, strict=True):
         if where is None:
             raise GeometryError(f"storage of {field.name} has gaps")
@@ -138,7 +138,7 @@ def _args(encoder: CodecEncoder, places: Sequence[Where | None]) -> EncodeArgs:
 
 def placed(
     codec: Codec, encoder: CodecEncoder, source: SegmentSource
-) -> tuple[list[Where | None], EncodeArgs]:
+) -> tuple[list[Where | None], ctypes.Structure]:
     """Return where the fields of a source lie, and the arguments that say so; found out once."""
     known = source.prepared.get(_NAME)
     if known is None or known[0] is not codec:

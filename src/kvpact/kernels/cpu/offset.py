@@ -81,7 +81,7 @@ def _numbers(offset: KeyOffset) -> _RowNumbers:
 
 
 class NativeOffset(NamedTuple):
-    """A structure's numbers (`structs.Offset`), what they point to, and the tokens they reach."""
+    """Numbers of a `kvp_offset` of ``abi.h``, what they point to, and the tokens they reach."""
 
     args: tuple[int, ...]
     alive: list[Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import Structure
 from weakref import WeakKeyDictionary
 
 import torch
@@ -92,7 +93,7 @@ class SlotFormat:
         self._alive.append(tensor)
         return tensor.data_ptr()
 
-    def place(self, stream: structs.StreamStruct, source: SegmentSource) -> bool:
+    def place(self, stream: Structure, source: SegmentSource) -> bool:
         """Write down where the slots lie; False if not as kernels need them."""
         for name, field in self._names:
             found = source.where(field)

@@ -175,7 +175,7 @@ def _append(tokens: StepTokens, held: int, new: int) -> tuple[int, ...]:
     )
 
 
-def _fill(store: structs.StoreStruct, side: StreamView) -> None:
+def _fill(store: ctypes.Structure, side: StreamView) -> None:
     codec, encoder, dim = side.codec, codec_encoder(side.codec), side.tail.shape[3]
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
     if isinstance(side.offset, RowOffset):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from pathlib import Path
 from typing import Any
@@ -52,88 +52,17 @@ def _members(body: str) -> Iterator[tuple[str, Any]]:
             yield plain, _TYPES[kind] * int(count) if count else _TYPES[kind]
 
 
-def _of_c(name: str) -> Callable[[type[Structure]], type[Structure]]:
-    """Give a class the members that a structure of this name has in C; a decorator."""
-    found = re.search(rf"typedef struct \{{([^{{}}]*)\}} {name};", _HEADER)
-    assert found is not None, f"abi.h has no {name}"
+for _body, _name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", _HEADER):
+    _TYPES[_name] = type(_name, (Structure,), {"_fields_": list(_members(_body))})
 
-    def filled(cls: type[Structure]) -> type[Structure]:
-        cls._fields_ = list(_members(found[1]))
-        _TYPES[name] = cls
-        return cls
-
-    return filled
-
-
-@_of_c("kvp_field")
-class FieldStruct(Structure):
-    """Storage of a field: a pointer per segment, strides in bytes."""
-
-
-@_of_c("kvp_exact")
-class ExactStruct(Structure):
-    """Exact tokens, strides in bytes."""
-
-
-@_of_c("kvp_offset")
-class Offset(Structure):
-    """What keys are stored without."""
-
-
-@_of_c("kvp_block")
-class Block(Structure):
-    """Channels with a rotation and a trellis of their own."""
-
-
-@_of_c("kvp_trellis")
-class TrellisStruct(Structure):
-    """What depends on the codec alone, of codes of a trellis."""
-
-
-@_of_c("kvp_stream")
-class StreamStruct(Structure):
-    """K or V of one layer."""
-
-
-@_of_c("kvp_attend_args")
-class AttendArgs(Structure):
-    """One call of attention."""
-
-
-@_of_c("kvp_encode_args")
-class EncodeArgs(Structure):
-    """Tokens of one stream, and where they go."""
-
-
-@_of_c("kvp_learn_args")
-class LearnArgs(Structure):
-    """A cache's first keys, and where goes what is learnt from them."""
-
-
-@_of_c("kvp_decode_args")
-class DecodeArgs(Structure):
-    """Packed tokens of one stream, and where their numbers go."""
-
-
-@_of_c("kvp_store")
-class StoreStruct(Structure):
-    """How K or V is stored."""
-
-
-@_of_c("kvp_step_plan")
-class StepStruct(Structure):
-    """What stays from one step of a layer to the next."""
-
-
-@_of_c("kvp_append")
-class Append(Structure):
-    """K or V of one step."""
-
-
-@_of_c("kvp_step_args")
-class StepArgs(Structure):
-    """One step; `plan` is the address of a `StepStruct`."""
-
+FieldStruct, ExactStruct, Block = (_TYPES[f"kvp_{name}"] for name in ("field", "exact", "block"))
+TrellisStruct, StreamStruct, StoreStruct = (
+    _TYPES[f"kvp_{name}"] for name in ("trellis", "stream", "store")
+)
+AttendArgs, EncodeArgs, LearnArgs, DecodeArgs, StepArgs = (
+    _TYPES[f"kvp_{name}_args"] for name in ("attend", "encode", "learn", "decode", "step")
+)
+StepStruct, Append = _TYPES["kvp_step_plan"], _TYPES["kvp_append"]
 
 _CODES = {c_int32: "i", c_int64: "q", c_float: "f", c_void_p: "q"}
 

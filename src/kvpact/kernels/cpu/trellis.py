@@ -41,7 +41,7 @@ def reason(form: TrellisForm, by_token: bool) -> str:
 
 
 @lru_cache(maxsize=64)
-def block_arguments(block: TrellisBlock) -> tuple[structs.Block, list[Tensor]]:
+def block_arguments(block: TrellisBlock) -> tuple[ctypes.Structure, list[Tensor]]:
     """Return a `kvp_block`, which depends on no codec, and the tensors that it points to."""
     made = structs.Block(block.dim, block.bits, block.states.bit_length() - 1)
     tensors = [signs(RandomHadamard(block.dim, block.seed))]
