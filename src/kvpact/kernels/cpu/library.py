@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 
 from kvpact.errors import BackendUnavailable
-from kvpact.kernels.cpu.structs import ABI, DecodeArgs
+from kvpact.kernels.cpu.structs import ABI, FUNCTIONS
 
 LEVELS = {"none": 1, "neon": 8, "avx2": 2, "avx512": 4, "avx512vbmi": 16}
 """Instruction sets by the names that ``KVPACT_SIMD`` takes: a cap, not a demand. The one named and
@@ -31,33 +31,14 @@ class NativeLibrary:
     def __init__(self, path: Path, levels: list[str]) -> None:
         self.path, self.levels, self.level = path, levels, levels[-1]
         loaded = ctypes.CDLL(str(path))
-        self.attend = loaded.kvp_attend
-        self.attend.argtypes = [c_int, c_void_p, c_int64]
-        self.attend.restype = c_int
-        self.attend_rows = loaded.kvp_attend_rows
-        self.attend_rows.argtypes = [c_int, c_void_p, c_int]
-        self.attend_rows.restype = c_int
-        self._read = loaded.kvp_read
-        self._read.argtypes = [c_int, c_int64, c_int64, POINTER(c_void_p), c_int64]
-        self._read.restype = c_uint64
-        self.encode = loaded.kvp_encode
-        self.encode.argtypes = [c_int, c_void_p, c_int64]
-        self.encode.restype = c_int
-        self.learn = loaded.kvp_learn
-        self.learn.argtypes = [c_int, c_void_p]
-        self.learn.restype = c_int
-        self.decode = loaded.kvp_decode
-        self.decode.argtypes = [c_int, POINTER(DecodeArgs)]
-        self.decode.restype = c_int
-        self.step = loaded.kvp_step
-        self.step.argtypes = [c_int, c_void_p, c_int64]
-        self.step.restype = c_int
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
+        self.attend, self.attend_rows = loaded.kvp_attend, loaded.kvp_attend_rows
+        self.encode, self.decode = loaded.kvp_encode, loaded.kvp_decode
+        self.learn, self.step = loaded.kvp_learn, loaded.kvp_step
         self.magnitude = loaded.kvp_magnitude
-        self.magnitude.argtypes = [c_int, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64]
-        self.magnitude.restype = c_float
-        self._scratch = loaded.kvp_scratch
-        self._scratch.argtypes = [POINTER(c_int64)]
-        self._scratch.restype = c_int64
+        self._read, self._scratch = loaded.kvp_read, loaded.kvp_scratch
         self.bit = LEVELS[self.level]
 
     def scratch(self) -> tuple[int, int]:

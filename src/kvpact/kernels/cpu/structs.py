@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,13 @@ _NUMBERS = {
     name: int(number)
     for name, number in re.findall(r"\bKVP_(\w+)(?: =)? (\d+)\b", _HEADER)  # enums and #define
 }
-_TYPES: dict[str, Any] = {"int32_t": c_int32, "int64_t": c_int64, "float": c_float}
+_TYPES: dict[str, Any] = {
+    "int": c_int,
+    "int32_t": c_int32,
+    "int64_t": c_int64,
+    "uint64_t": c_uint64,
+    "float": c_float,
+}
 
 ABI, MOST_DIM, MOST_GROUP = (_NUMBERS[name] for name in ("ABI", "MOST_DIM", "MOST_GROUP"))
 F32, F16, BF16 = (_NUMBERS[name] for name in ("F32", "F16", "BF16"))
@@ -63,6 +69,16 @@ AttendArgs, EncodeArgs, LearnArgs, DecodeArgs, StepArgs = (
     _TYPES[f"kvp_{name}_args"] for name in ("attend", "encode", "learn", "decode", "step")
 )
 StepStruct, Append = _TYPES["kvp_step_plan"], _TYPES["kvp_append"]
+
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    name: (
+        _TYPES[result],
+        [c_void_p if "*" in x else _TYPES[x.split()[0]] for x in arguments.split(",")],
+    )
+    for result, name, arguments in re.findall(r"KVP_EXPORT (\w+) (\w+)\(([^)]*)\);", _HEADER)
+    if arguments != "void"
+}
+"""What functions of the library return and take."""
 
 _CODES = {c_int32: "i", c_int64: "q", c_float: "f", c_void_p: "q"}
 
