@@ -170,37 +170,14 @@ def native_call(call: AttendCall, out: int) -> NativeCall:
         mask_row, mask_head, mask_query = (step * seen.itemsize for step in seen.stride()[:3])
     address, q_row, q_head, q_token = _exact(q, alive)
     args = structs.CALL.pack(
-        k_fixed,
-        *k_moving,
-        v_fixed,
-        *v_moving,
-        batch,
-        heads,
-        q_heads // heads,
-        queries,
-        held,
-        new,
-        held + new - queries,
-        address,
-        q_row,
-        q_head,
-        q_token,
-        out,
-        DTYPES[q.dtype],
-        config.is_causal,
-        config.sliding_window or 0,
-        starts,
-        rows,
-        mask,
-        mask_row,
-        mask_head,
-        mask_query,
-        mask_float,
-        0,
+        k_fixed, *k_moving, v_fixed, *v_moving,
+        batch, heads, q_heads // heads, queries, held, new, held + new - queries,
+        address, q_row, q_head, q_token, out, DTYPES[q.dtype],
+        config.is_causal, config.sliding_window or 0, starts, rows,
+        mask, mask_row, mask_head, mask_query, mask_float, 0,
         dim**-0.5 if config.softmax_scale is None else config.softmax_scale,
-        config.softcap or 0.0,
-        torch.get_num_threads(),
-    )
+        config.softcap or 0.0, torch.get_num_threads(),
+    )  # fmt: skip
     return NativeCall(args, alive, q_heads // heads * queries)
 
 

@@ -194,25 +194,13 @@ def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
     if isinstance(codes, CodesField):
         blocks = codes.blocks or ((dim, codes.bits),)
         words = block_words(blocks) if order == "token" else codes.bits
+    types = tuple(NUMBERS[fields[name].dtype] if name else "" for name in names)
+    steps = steps_of(form.trellis, order == "token") if form.trellis else ()
     made = SlotForm(
-        form.kind,
-        form.bits,
-        order,
-        dim,
-        max(power_of_two(dim), LEAST_WIDTH),
-        words,
-        form.channels or dim,
-        form.group,
-        form.shift_scaled,
-        form.middle,
-        form.unit,
-        value,
-        tuple(NUMBERS[fields[name].dtype] if name else "" for name in names),
-        form.whole,
-        form.signed,
-        form.trellis,
-        steps_of(form.trellis, order == "token") if form.trellis else (),
-    )
+        form.kind, form.bits, order, dim, max(power_of_two(dim), LEAST_WIDTH), words,
+        form.channels or dim, form.group, form.shift_scaled, form.middle, form.unit,
+        value, types, form.whole, form.signed, form.trellis, steps,
+    )  # fmt: skip
     return Slots(made, "", names, _levels(form).to(device), codec.ready, form.levels)
 
 

@@ -148,13 +148,9 @@ def attend_general(
     at_head = (row * heads + head).to(tl.int64)
     first_query = count_of_row(ROWS, row, FIRST_QUERY)
     begin, end, gap, gap_size = _tiles(
-        ROWS,
-        row,
-        first_query + first_row // groups,
-        first_query + tl.minimum(first_row + VARIANT.rows - 1, count - 1) // groups,
-        part,
-        splits,
-    )
+        ROWS, row, first_query + first_row // groups,
+        first_query + tl.minimum(first_row + VARIANT.rows - 1, count - 1) // groups, part, splits,
+    )  # fmt: skip
     QP += at_head * count * VARIANT.query_dim
     QE += at_head * count * VARIANT.query_dim
     FIRST += at_head * count
@@ -195,16 +191,9 @@ def attend_general(
         weight = weight * decay + tl.sum(weights, 1)
         peak = top
         exact, packed = add_values(
-            times(exact, decay),
-            times(packed, decay),
-            weights,
-            ROWS,
-            row,
-            head,
-            K_LEVELS if VARIANT.latent else V_LEVELS,
-            tile,
-            VALUES,
-        )
+            times(exact, decay), times(packed, decay), weights, ROWS, row, head,
+            K_LEVELS if VARIANT.latent else V_LEVELS, tile, VALUES,
+        )  # fmt: skip
 
     safe = tl.where(weight == 0.0, 1.0, weight)
     exact_at = (at_head * splits + part) * count + at_row

@@ -165,20 +165,12 @@ def _form(codec: Codec) -> tuple[EncodeForm, Encoding]:
     codes = _codes(codec, form)
     dim = _width(codes)
     by_token = isinstance(codes, CodesField) and codes.order == "token"
+    order = codes.order if isinstance(codes, CodesField) else "number"
     made = EncodeForm(
-        form.kind,
-        form.bits,
-        codes.order if isinstance(codes, CodesField) else "number",
-        dim,
-        max(power_of_two(dim), LEAST_WIDTH),
-        codes.shape[1] if by_token else 0,
-        form.choice,
-        min(form.channels or dim, dim),
-        form.group,
-        isinstance(codec.transform, RandomHadamard),
-        form.limit,
-        form.scale is not None,
-    )
+        form.kind, form.bits, order, dim, max(power_of_two(dim), LEAST_WIDTH),
+        codes.shape[1] if by_token else 0, form.choice, min(form.channels or dim, dim), form.group,
+        isinstance(codec.transform, RandomHadamard), form.limit, form.scale is not None,
+    )  # fmt: skip
     if form.trellis is not None:
         made = replace(
             made,
