@@ -71,20 +71,12 @@ def steps_of(form: TrellisForm, by_token: bool) -> tuple[TrellisSteps, ...]:
             low, *others = sorted(held[index], key=lambda plane: plane.shift)
             width = planes(block.bits)[0] if block.bits > 1 else form.interleave
             words, rest = divmod(block.dim * width, WORD)
-            made.append(
-                TrellisSteps(
-                    begin,
-                    block.dim,
-                    block.bits,
-                    block.states.bit_length() - 1,
-                    0 if rest else words,
-                    form.interleave // width,
-                    low,
-                    others[0] if others else Plane(),
-                    levels,
-                    trellis.UNITS[block.bits],
-                )
-            )
+            high = others[0] if others else Plane()
+            one = TrellisSteps(
+                begin, block.dim, block.bits, block.states.bit_length() - 1, 0 if rest else words,
+                form.interleave // width, low, high, levels, trellis.UNITS[block.bits],
+            )  # fmt: skip
+            made.append(one)
             levels += 2 << block.bits
         begin += block.dim
     return tuple(made)
