@@ -1,22 +1,10 @@
 """Lets pytest explain the assertions of the kit: it has to be told before they are imported."""
 
+from pathlib import Path
+
 import pytest
 
-CHECKED = (
-    "backend",
-    "cache_append",
-    "cache_attention",
-    "cache_changes",
-    "cache_input",
-    "cache_paged",
-    "fitted",
-    "method",
-    "method_codec",
-    "method_slots",
-    "store",
-    "store_checks",
-    "store_machine",
-)
-"""Modules of the kit that assert."""
+CHECKED = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
+"""Modules of the kit."""
 
 pytest.register_assert_rewrite(*(f"kvpact.testing.{name}" for name in CHECKED))
