@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvpact.errors import FormatError
 from kvpact.files import read_regular
 from kvpact.snapshot.container import Container
+from kvpact.snapshot.header import COUNT, SIZE, check, need
 
 KIND = "kvpact.calibration"
 VERSION = 1
@@ -34,8 +36,12 @@ def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return header and tensors of a file, every byte checked."""
     held = Container(read_regular(path), KIND, VERSION)
     header = {name: value for name, value in held.manifest.items() if name != "sections"}
-    if not _is_header(header):
-        raise FormatError(f"{path}: the calibration's header is damaged")
+    check(header, {"layers": dict, "model": str, "tokens": SIZE}, f"{path}: header")
+    for number, layer in header["layers"].items():
+        check(number, re.compile("0|[1-9][0-9]{0,5}"), f"{path}: a layer's number")
+        check(layer, {"k": dict, "shape": [COUNT], "v": dict}, f"{path}: layer {number}")
+        need(len(layer["shape"]) == 3, f"{path}: the shape of layer {number}")
+        check([*layer["k"].values(), *layer["v"].values()], [[str]], f"{path}: what was learnt")
     layers = len(header["layers"])
     if held.num_sections != layers:
         raise FormatError(f"{path}: {held.num_sections} sections for {layers} layers")
@@ -52,30 +58,3 @@ def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if list(tensors) != wanted:
         raise FormatError(f"{path}: the tensors are not those that the header names")
     return header, tensors
-
-
-def _is_header(header: Mapping[str, Any]) -> bool:
-    if set(header) != {"layers", "model", "tokens"}:
-        return False
-    layers, model, tokens = header["layers"], header["model"], header["tokens"]
-    good = isinstance(layers, dict) and isinstance(model, str) and type(tokens) is int
-    good = good and tokens >= 0
-    return good and all(map(_is_layer, layers.items()))
-
-
-def _is_layer(item: tuple[str, Any]) -> bool:
-    number, data = item
-    if len(number) > 6 or not (number.isascii() and number.isdigit()):
-        return False
-    if str(int(number)) != number or not isinstance(data, dict):
-        return False
-    shape = data.get("shape")
-    if set(data) != {"shape", *SIDES} or not isinstance(shape, list) or len(shape) != 3:
-        return False
-    if any(type(x) is not int or x < 1 for x in shape):
-        return False
-    return all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names)
-        for side in SIDES
-        for names in (data[side].values() if isinstance(data[side], dict) else [None])
-    )
