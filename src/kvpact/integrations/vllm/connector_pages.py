@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -29,9 +28,11 @@ class PackedPages:
     """
 
     def __init__(self, form: PageForm, pages: Tensor) -> None:
-        self._device = pages.device
-        self._fields = [tensor for side in form.fields(pages) for tensor in side.values()]
-        self.page_bytes = sum(x[0].numel() * x.element_size() for x in self._fields)
+        self._hold([tensor for side in form.fields(pages) for tensor in side.values()])
+
+    def _hold(self, fields: list[Tensor]) -> None:
+        self._device, self._fields = fields[0].device, fields
+        self.page_bytes = sum(x[0].numel() * x.element_size() for x in fields)
         """Bytes that `copy` takes for a page."""
 
     def copy(self, pages: Sequence[int]) -> Copied:
@@ -72,7 +73,7 @@ class _BlockSlots(NamedTuple):
     source: PageSource
 
 
-class PlainPages:
+class PlainPages(PackedPages):
     """The pages of a layer that hold tokens as they are; otherwise as `PackedPages`.
 
     - `form`: what chunks hold of a page.
@@ -100,16 +101,7 @@ class PlainPages:
             )
         self._form, self._plan, self._pages, self._orders = form, plan, pages, orders
         self._dim, self._heads = dim, heads
-        self.page_bytes = prod(pages.shape[1:]) * pages.element_size()
-
-    def copy(self, pages: Sequence[int]) -> Copied:
-        """Return a copy of some pages; see `PackedPages.copy`."""
-        return [self._pages[torch.tensor(pages, dtype=torch.int64, device="cpu")]]
-
-    def paste(self, pages: Sequence[int], copied: Copied, first: int) -> None:
-        """Write copies to pages; see `PackedPages.paste`."""
-        index = torch.tensor(pages, dtype=torch.int64, device="cpu")
-        self._pages[index] = copied[0][first : first + len(pages)]
+        self._hold([pages])
 
     def pack(self, copied: Copied, each: int) -> Tensor:
         """Encode; see `PackedPages.pack`. Raises `NonFiniteError`."""
