@@ -11,8 +11,8 @@ from kvpact.integrations.models import load_model
 
 TOKENS, QUERIES = 1500, 4
 SPECS = ("turboquant:bits=4", "int:bits=8", "trellis:bits=4", "kivi:bits=2", "kvarn:bits=4")
-# Root mean square and worst of a query row's error. Gemma's queries have a few large channels, which
-# nothing rotates here, and 16 bits are shared by all.
+# Root mean square and worst of a query row's error. Gemma's queries have a few large channels,
+# which nothing rotates here, and 16 bits are shared by all.
 BOUNDS = {("gemma3", "int:bits=8"): (1.1e-4, 5e-4), ("gemma3", "kivi:bits=2"): (1.4e-4, 1e-3)}
 
 
