@@ -12,7 +12,7 @@ from kvpact.cache.protocol import EngineCache
 from kvpact.cache.recode import recode
 from kvpact.cache.sequences import Page
 from kvpact.cache.specs import cache_specs
-from kvpact.cache.stats import bytes_per_token, planned_bytes, unplanned
+from kvpact.cache.stats import bytes_per_token, planned_bytes, stream_facts, unplanned
 from kvpact.cache.step import Step
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "create_cache",
     "planned_bytes",
     "recode",
+    "stream_facts",
     "unplanned",
 ]

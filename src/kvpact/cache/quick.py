@@ -9,11 +9,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpact.cache.held import Held, Holder, next_seen
-from kvpact.cache.parts import MOST_STEP, SLACK, next_memory, out_of_window, unit_of
+from kvpact.cache.parts import MOST_STEP, SLACK, next_memory
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.methods.context import Context
+from kvpact.units import out_of_window, unit_of
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own constructor
 
@@ -130,7 +131,7 @@ def counted(layer: Holder, new: int) -> Held | None:
     held, streams = layer._held, []
     for stream in held.streams():
         length = stream.length + new
-        packed = max(out_of_window(stream.codec, stream.window, length), stream.packed)
+        packed = max(out_of_window(stream.codec.group, stream.window, length), stream.packed)
         several = stream.codec.group > 1 or stream.window
         full = stream.store.grown(packed, stream.packed) is not stream.store
         kept = stream.tail_start < stream.length

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.parts import SLACK, out_of_window
+from kvpact.cache.parts import SLACK
 from kvpact.cache.reserve import room_for
 from kvpact.cache.stream import Stream
 from kvpact.kernels import TokenMemory, largest
 from kvpact.quantizers.numbers import HALF_MAX
+from kvpact.units import out_of_window
 
 
 def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
@@ -88,7 +89,7 @@ class Moment(NamedTuple):
 
 
 def _reserved(stream: Stream, tokens: int) -> Stream:
-    packed = out_of_window(stream.codec, stream.window, stream.length + tokens)
+    packed = out_of_window(stream.codec.group, stream.window, stream.length + tokens)
     store = stream.store.grown(max(packed, stream.packed), stream.packed)
     room = tokens + SLACK  # with less than that behind it a tail moves when tokens are packed
     if not tokens or stream.tail_start == stream.length or stream.spare >= room:

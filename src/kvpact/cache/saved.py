@@ -17,7 +17,7 @@ from torch import Tensor
 from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.parts import E5M2, out_of_window
+from kvpact.cache.parts import E5M2
 from kvpact.cache.stream import Stream
 from kvpact.errors import (
     DtypeError,
@@ -36,6 +36,7 @@ from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState
 from kvpact.spec import Spec
+from kvpact.units import out_of_window
 
 PAGE_TOKENS = 64
 """Least tokens per page of a snapshot: smaller pages cost checksums, larger ones empty slots."""
@@ -222,7 +223,7 @@ def check_stream(
     except NonFiniteError as error:
         raise FormatError(f"the snapshot can't be right: {error}") from error
     _need(state.start <= state.packed <= state.length, "tokens without slots in front of the tail")
-    left = out_of_window(codec, window, state.length)
+    left = out_of_window(codec.group, window, state.length)
     # A codec that was calibrated takes tokens that wait for one that is to learn from them.
     if codec.ready and (state.learnt or not codec.state()):
         _need(state.packed >= left, "tokens that left the window and have no slots")

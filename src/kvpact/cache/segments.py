@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import repeat
-from math import lcm
 from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvpact.formats import TILE
 from kvpact.kernels import Segment, Where, WritableSource
 from kvpact.methods import Codec
-
-SEGMENT_TOKENS = 128
-FEW = 512
-"""As long as a stream has no more packed tokens, a segment is a tile: room costs bytes."""
-
-
-def segment_tokens(codec: Codec, tokens: int, device: str = "cpu") -> int:
-    """Return the tokens of a segment where so many are packed.
-
-    Kernels of a GPU want segments of K and of V of one size, which these have from the start.
-    """
-    return lcm(TILE if tokens <= FEW and device == "cpu" else SEGMENT_TOKENS, codec.group)
+from kvpact.units import segment_tokens
 
 
 class SegmentStore(Protocol):
@@ -131,7 +118,7 @@ class SegmentList(ListSource):
     ) -> None:
         if not size:
             field = codec.fields[0]
-            size = segment_tokens(codec, 0, device.type)
+            size = segment_tokens(codec.group, 0, device.type)
             size = segments[0][field.name].shape[2] * field.tokens if segments else size
         super().__init__(segments, size)
         self._codec, self._shape, self._device, self._shared = codec, (batch, heads), device, shared
@@ -145,7 +132,9 @@ class SegmentList(ListSource):
 
     def grown(self, tokens: int, kept: int) -> SegmentList:
         """Copy what is shared and will be written, allocate what is missing."""
-        size = max(segment_tokens(self._codec, tokens, self._device.type), self.segment_tokens)
+        size = max(
+            segment_tokens(self._codec.group, tokens, self._device.type), self.segment_tokens
+        )
         first, shared, larger = kept // size, self._shared, size > self.segment_tokens
         missing = -(-tokens // size) - len(self._segments)
         if tokens == kept or (missing <= 0 and first >= shared and not larger):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from math import nan
 from typing import Any
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.parts import learning, out_of_window
-from kvpact.cache.segments import segment_tokens
 from kvpact.cache.stream import Stream
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
 from kvpact.methods import Codec, Method, bytes_per_slot
 from kvpact.spec import Spec
+from kvpact.units import StreamFacts
 
 
 def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> dict[str, Any]:
@@ -145,22 +145,25 @@ def planned_bytes(
         `unplanned` names, and the room for a few tokens (`Stream.room`) that later appends of
         single tokens leave behind the window.
     """
-    rows = batch * geometry.num_kv_heads * geometry.num_layers
     itemsize = (geometry.dtype or torch.float16).itemsize
-    sizes = dict.fromkeys(("slots", "factors", "sinks", "window", "unused"), 0)
-    for method, codec, dim in _codecs(spec, geometry):
-        packed = out_of_window(codec, method.window, tokens)
-        packed = packed if packed >= codec.learns_from else 0
-        segment = segment_tokens(codec, packed)
-        held = -(-packed // segment) * segment
-        used = round(bytes_per_slot(codec) * packed * rows)
-        sizes["slots"] += used
-        sizes["unused"] += round(bytes_per_slot(codec) * held * rows) - used
-        factors = codec.state_bytes(geometry.num_kv_heads) if packed else 0
-        sizes["factors"] += factors * geometry.num_layers
-        if not packed and codec.learns_from:  # energies of the queries that it learns from
-            seen = max(tokens - learning(codec.learns_from, codec.group, method.window)[0], 0)
-            sizes["factors"] += seen * dim * rows
-        sizes["window"] += (tokens - packed) * dim * itemsize * rows
-        sizes["sinks"] += method.sinks * dim * itemsize * rows if packed else 0
+    found: Counter[str] = Counter()
+    for facts in stream_facts(spec, geometry):
+        found.update(facts.held(tokens, batch, geometry.num_kv_heads, itemsize))
+    sizes = {name: count * geometry.num_layers for name, count in found.items()}
     return {**sizes, "total": sum(sizes.values())}
+
+
+def stream_facts(spec: Spec, geometry: CacheGeometry) -> list[StreamFacts]:
+    """Return what the bytes of K and of V of one layer depend on."""
+    return [
+        StreamFacts(
+            bytes_per_slot(codec),
+            dim,
+            codec.group,
+            method.sinks,
+            method.window,
+            codec.learns_from,
+            codec.state_bytes(geometry.num_kv_heads),
+        )
+        for method, codec, dim in _codecs(spec, geometry)
+    ]

@@ -16,15 +16,12 @@ from torch import Tensor
 
 from kvpact.cache.parts import (
     filled_sinks,
-    learning,
     mean_energy,
     next_memory,
-    out_of_window,
     sink_positions,
     sinks_among,
-    unit_of,
 )
-from kvpact.cache.segments import FEW, MakeStore, SegmentStore
+from kvpact.cache.segments import MakeStore, SegmentStore
 from kvpact.kernels import (
     WAITING,
     Encoder,
@@ -39,6 +36,7 @@ from kvpact.kernels import (
 from kvpact.kernels.finite import check_arrival
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
+from kvpact.units import FEW, learning, out_of_window, unit_of
 
 
 class Piece(NamedTuple):
@@ -143,7 +141,7 @@ class Stream(NamedTuple):
         held, codec, window = self.length, self.codec, self.window
         length = held + x.shape[2]
         context = Context(padding, self.num_sinks)
-        out = out_of_window(codec, window, length)
+        out = out_of_window(codec.group, window, length)
         plan, ready = self.plan, codec.ready
         if not ready and out and out >= codec.learns_from:
             plan = self._learnt(x, coded, out, context, seen)

@@ -16,7 +16,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-TILE = 32
 FORMAT_VERSION = 1
 Order = Literal["token", "channel"]
 """What a word of codes holds: channels of a token (K), or tokens of a channel (V)."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvpact.formats.base import TILE, Field, Order
+from kvpact.formats.base import Field, Order
 from kvpact.formats.bitpack import (
     Blocks,
     block_words,
@@ -18,6 +18,7 @@ from kvpact.formats.bitpack import (
     unpack_blocks_by_token,
     unpack_by_channel,
 )
+from kvpact.units import TILE
 
 HALF = TILE // 2
 

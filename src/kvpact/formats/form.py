@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 
 from kvpact.errors import RegistrationError
-from kvpact.formats.base import TILE, Field, Order
+from kvpact.formats.base import Field, Order
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.fields import CodesField, GroupField, TokenField
 from kvpact.formats.packed import PackedFormat, integer_format
+from kvpact.units import TILE
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 CODEBOOK_RULES = ("ls", "l2", "unbiased")

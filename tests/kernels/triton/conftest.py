@@ -34,9 +34,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def segments_of_a_device(monkeypatch):
     """Segments as a GPU has them: of one size for K and V, from the first token on."""
-    from kvpact.cache import segments
+    from kvpact import units
 
-    monkeypatch.setattr(segments, "FEW", -1)
+    monkeypatch.setattr(units, "FEW", -1)
 
 
 @pytest.fixture
