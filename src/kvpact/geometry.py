@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from kvpact.errors import GeometryError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_SIZE = 1 << 20
 """Largest number of layers or heads, and largest width."""

@@ -120,7 +120,7 @@ def test_specs_models_and_dtypes_complete_by_name():
     assert completed("kvpact eval turboquant_") == complete_spec("turboquant_") != []
     assert completed("kvpact methods tre") == ["trellis"]
     assert completed("kvpact generate --spec kv") == ["kvarn"]
-    assert completed("kvpact size sm") == ["smollm2"]
+    assert completed("kvpact size sm") == ["smollm2", "smollm3-3b"]
     assert completed("kvpact size smollm2 --dtype b") == ["bfloat16"]
     assert completed("kvpact demo --model g") == ["gemma3"]
     assert "--json" in completed("kvpact doctor --")
@@ -132,7 +132,7 @@ def test_what_completes():
     assert complete_recipe("") == recipe_names()
     assert complete_spec("int:bits=8/ki") == ["int:bits=8/kivi"]
     assert complete_model("x") == [] and complete_model("") == ["smollm2", "gemma3"]
-    assert complete_size("g") == ["gemma3"] and "int" in complete_size("i")
+    assert complete_size("qwen3-8") == ["qwen3-8b"] and "int" in complete_size("i")
     assert complete_dtype("float") == ["float32", "float16"]
 
 

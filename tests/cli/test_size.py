@@ -1,6 +1,9 @@
 """``kvpact size``: the bytes that it tells are those that caches hold."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +20,16 @@ from transformers import (
 )
 
 import kvpact
+from kvpact.cli import size_plan
 from kvpact.cli.options import SPECS
-from kvpact.cli.size_plan import PARTS, layers_of_numbers, planned
+from kvpact.cli.size_plan import (
+    PARTS,
+    known_models,
+    layers_of_model,
+    layers_of_numbers,
+    not_planned,
+    planned,
+)
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.shapes import layer_shapes
 
@@ -189,6 +200,80 @@ def test_a_shape_leaves_the_config_alone():
     first = layer_shapes(config, torch.float16)[0]
     assert config.to_dict() == before
     assert (first.latent, first.heads, first.key_dim, first.value_dim) == (True, 1, 32, 16)
+
+
+# --- models that are known -------------------------------------------------------------------
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import models as tool  # noqa: E402
+
+WRITTEN = json.loads(tool.PATH.read_text("utf-8"))
+OF_EACH_KIND = ("qwen3-8b", "gemma-4-31b-it", "qwen3.5-27b", "mimo-v2-flash", "kimi-k3", "glm-5.2")
+
+
+def test_the_file_of_models_is_what_its_tool_writes():
+    some = {**WRITTEN, "models": {name: WRITTEN["models"][name] for name in OF_EACH_KIND}}
+    assert tool.filled(some)["models"] == some["models"]
+    widths = tool.widths_of(WRITTEN["models"])
+    for spec, slots in WRITTEN["slots"].items():
+        assert slots == {f"{k},{v},{x:d}": tool.slots_of(spec, k, v, x) for k, v, x in widths}
+    assert list(WRITTEN["slots"]) == list(SPECS)
+    assert tool.text_of(WRITTEN) == tool.PATH.read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_layers_of_all_models_are_those_of_their_configs():
+    assert tool.filled(WRITTEN) == WRITTEN
+
+
+def test_every_model_names_its_source():
+    assert len(known_models()) >= 40
+    for model in known_models().values():
+        assert model["source"] in WRITTEN["sources"] and model["hub"].count("/") == 1
+        assert len(model["order"]) == model["config"].get("num_hidden_layers", len(model["order"]))
+
+
+@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("tokens", [100, 600, 32768])
+def test_sizes_of_the_file_are_those_of_the_codecs(name, tokens, monkeypatch):
+    held = layers_of_model(name)
+    found = {spec: planned(spec, held, tokens, 2) for spec in SPECS}
+    monkeypatch.setitem(size_plan._table(), "slots", {})
+    assert found == {spec: planned(spec, held, tokens, 2) for spec in SPECS}
+    assert [not_planned(spec, held) for spec in SPECS] == [[]] * len(SPECS)
+
+
+def test_a_known_model_needs_no_torch_and_no_network():
+    code = (
+        "import sys; from kvpact.cli.app import app\n"
+        "try: app(['size', 'qwen3-8b'])\n"
+        "finally: print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.endswith("[]\n") and "36 x full attention: 8 KV heads" in out.stdout
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "qwen3-8b", "QWEN3-8B"])
+def test_a_known_model_has_its_name_and_its_hub_id(name):
+    (row,) = json.loads(good("size", name, "none", "--tokens", "32k", "--json"))["rows"]
+    # 36 layers, 8 heads, K and V of 128 numbers in 16 bits.
+    assert row["total"] == row["exact"] == 32768 * 36 * 8 * 2 * 128 * 2
+
+
+def test_a_folder_goes_before_a_known_name(tmp_path, monkeypatch):
+    MODELS["llama"]().save_pretrained(tmp_path / "qwen3-8b")
+    monkeypatch.chdir(tmp_path)
+    assert "3 x full attention: 2 KV heads, widths 24 and 24" in good("size", "qwen3-8b")
+
+
+def test_a_known_model_in_four_bytes_is_asked_of_its_config():
+    args = ("size", "qwen3.5-35b-a3b", "none", "--tokens", "4k", "--json")
+    (two,), (four,) = (
+        json.loads(good(*args, "--dtype", dtype))["rows"] for dtype in ("bfloat16", "float32")
+    )
+    # The recurrent states have four bytes in either, the 8,192 channels of three tokens have not.
+    assert four["compressed"] == 2 * two["compressed"]
+    assert four["own"] - two["own"] == 30 * 8192 * 4 * 2
 
 
 SHAPE = ("--layers", 1, "--kv-heads", 1, "--head-dim", 8)

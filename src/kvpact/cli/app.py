@@ -111,7 +111,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Compress KV caches, and measure what that costs in quality and saves in memory.",
-    epilog="\b\nTo begin with:\n  kvpact size smollm2\n  kvpact COMMAND --help",
+    epilog="\b\nTo begin with:\n  kvpact size qwen3-8b\n  kvpact COMMAND --help",
 )
 
 

@@ -22,7 +22,7 @@ COMMANDS = {
         "Print the bytes that caches of a model take; no weights are loaded.",
         "size:size",
         (
-            "kvpact size smollm2",
+            "kvpact size qwen3-8b",
             "kvpact size path/to/model turboquant:bits=4 --tokens 64k --batch 8",
             "kvpact size none q8_0 --layers 32 --kv-heads 8 --head-dim 128",
         ),

@@ -31,8 +31,10 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_size(incomplete: str) -> list[str]:
-    """Return models and specs that begin so."""
-    return complete_model(incomplete) + complete_spec(incomplete)
+    """Return models whose sizes are known, and specs, that begin so."""
+    from kvpact.cli.size_plan import known_models
+
+    return [x for x in known_models() if x.startswith(incomplete)] + complete_spec(incomplete)
 
 
 def complete_dtype(incomplete: str) -> list[str]:

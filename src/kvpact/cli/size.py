@@ -20,8 +20,15 @@ from kvpact.cli.console import (
     table,
 )
 from kvpact.cli.inputs import InputError
+from kvpact.cli.size_plan import (
+    known_name,
+    layers_of_model,
+    layers_of_numbers,
+    not_planned,
+    planned,
+)
 from kvpact.errors import SpecError
-from kvpact.spec import parse_spec
+from kvpact.geometry import MAX_SIZE
 
 TOKENS = ["4k", "32k", "128k"]
 _BAR = 48  # cells of the longest bar at most
@@ -34,8 +41,9 @@ def size(
     words: list[str] = typer.Argument(
         [],
         metavar="MODEL SPEC",
-        help="A config.json, the folder of a model, smollm2, gemma3 or a hub id; then specs or "
-        "recipes, a common selection if omitted. With --layers give no MODEL.",
+        help="One of some 45 models by name, such as qwen3-8b, or a config.json, a model's folder "
+        "or a hub id; then specs or recipes, a common selection if omitted. With --layers give no "
+        "MODEL.",
         show_default=False,
         autocompletion=options.complete_size,
     ),
@@ -59,8 +67,6 @@ def size(
     One --tokens shows where the bytes go, several show how they grow. The bytes are those that
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
-    from kvpact.geometry import MAX_SIZE  # here, so that --help does not wait for torch
-
     lengths = [length_of(text) for text in dict.fromkeys(tokens)]
     if not 1 <= batch <= MAX_SIZE:
         raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
@@ -72,8 +78,6 @@ def size(
         raise InputError(f"the geometry is incomplete; add {more}, or give a MODEL instead")
     model, specs = (None, words) if by_number else (_model(words), words[1:])
 
-    from kvpact.cli.size_plan import layers_of_model, layers_of_numbers, not_planned, planned
-
     if model is not None:
         held = layers_of_model(model, dtype)
     else:
@@ -82,7 +86,7 @@ def size(
     told = {
         "model": model,
         "positions": held.positions,
-        "dtype": str(held.dtype).removeprefix("torch."),
+        "dtype": held.dtype,
         "batch": batch,
         "layers": held.counted(),
         "rows": [
@@ -111,12 +115,16 @@ def _model(words: list[str]) -> str:
     choice = "give a MODEL first, or --layers N --kv-heads N --head-dim N"
     if not words:
         raise InputError(f"no model is named; {choice}")
+    if known_name(words[0]) is not None:
+        return words[0]
     if not Path(words[0]).expanduser().exists() and _is_spec(words[0]):
         raise InputError(f"{words[0]!r} is a spec and no model; {choice}")
     return words[0]
 
 
 def _is_spec(text: str) -> bool:
+    from kvpact.spec import parse_spec
+
     try:
         parse_spec(text)
     except SpecError:

@@ -1,22 +1,31 @@
-"""What caches would hold, counted from formats and shapes; nothing is allocated."""
+"""What caches would hold, counted from formats and shapes; nothing is allocated.
+
+What models that people run cache, and what slots of usual specs take, stands in data/models.json:
+of these, sizes are known without transformers and torch, which take seconds to import.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kvpact.cache import cache_specs, planned_bytes, unplanned
 from kvpact.cli.inputs import dtype_of, require
+from kvpact.data import models_path
 from kvpact.errors import GeometryError
-from kvpact.geometry import CacheGeometry
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.spec import Spec
+from kvpact.units import StreamFacts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from kvpact.geometry import CacheGeometry
+    from kvpact.spec import Spec
 
 PARTS = ("slots", "factors", "sinks", "window", "unused")
 """Of compressed layers: packed slots, what codecs learn, exact tokens, allocated and not used."""
@@ -29,12 +38,17 @@ class Layers:
     """The layers of a model's cache; `dtype` is that of all that is not compressed."""
 
     shapes: Sequence[LayerShape]
-    dtype: torch.dtype
+    dtype: str
     positions: int | None = None
 
     def counted(self) -> list[dict[str, Any]]:
         """Return each shape once, with the number of layers that have it as ``count``."""
         return [{"count": n, **shape._asdict()} for shape, n in Counter(self.shapes).items()]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number that is not compressed."""
+        return 4 if self.dtype == "float32" else 2
 
     def values(self, tokens: int, batch: int) -> int:
         """Return how many numbers of K and V the compressed layers hold."""
@@ -42,33 +56,73 @@ class Layers:
         return batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
 
 
-def layers_of_model(name: str, dtype: str | None) -> Layers:
-    """Return the layers of a model, of which the config alone is loaded."""
+@cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(models_path().read_text("utf-8"))
+    return table
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    """Return what data/models.json says of each model, by the names that `size` takes."""
+    models: dict[str, dict[str, Any]] = _table()["models"]
+    return models
+
+
+def known_name(name: str) -> str | None:
+    """Return a model's name in data/models.json, given this or its hub id; a folder goes first."""
+    names = {model["hub"].lower(): known for known, model in known_models().items()}
+    known = names.get(name.lower(), name.lower())
+    return known if known in known_models() and not Path(name).exists() else None
+
+
+def layers_of_model(name: str, dtype: str | None = None) -> Layers:
+    """Return the layers of a model, of which the config alone is loaded, or none of it."""
+    known = known_name(name)
+    if known is None or dtype == "float32":
+        return _layers_of_config(name, known, dtype)
+    if dtype is not None:
+        dtype_of(dtype)
+    model = known_models()[known]
+    kinds = [LayerShape(**kind) for kind in model["kinds"]]
+    shapes = [kinds[int(digit)] for digit in model["order"]]
+    return Layers(shapes, dtype or "bfloat16", model["config"].get("max_position_embeddings"))
+
+
+def _layers_of_config(name: str, known: str | None, dtype: str | None) -> Layers:
     chosen = dtype_of(dtype) if dtype is not None else None
     require("transformers", extra="transformers")
+    from transformers import AutoConfig
+
     from kvpact.integrations.models import load_config
     from kvpact.integrations.transformers.shapes import layer_shapes
 
-    config = load_config(name)
+    if known is None:
+        config: PreTrainedConfig = load_config(name)
+    else:
+        config = AutoConfig.for_model(**known_models()[known]["config"])
     chosen = chosen or _dtype(config)
     decoder = config.get_text_config(decoder=True)
     layers = getattr(decoder, "num_hidden_layers", 1)
     if not 1 <= layers <= MOST_LAYERS:
         raise GeometryError(f"{name} tells of {layers} layers; 1 to {MOST_LAYERS} can be looked at")
     positions = getattr(decoder, "max_position_embeddings", None)
-    return Layers(layer_shapes(config, chosen), chosen, positions)
+    return Layers(layer_shapes(config, chosen), str(chosen).removeprefix("torch."), positions)
 
 
 def layers_of_numbers(numbers: Mapping[str, Any], v_head_dim: int | None, dtype: str) -> Layers:
     """Return equal layers with full attention, of ``layers``, ``kv_heads`` and ``head_dim``."""
     layers, heads, width = (numbers[name] for name in ("layers", "kv_heads", "head_dim"))
+    from kvpact.geometry import CacheGeometry
+
     geometry = CacheGeometry(layers, heads, width, v_head_dim, dtype_of(dtype))
     shape = LayerShape("full_attention", True, heads, width, geometry.value_dim)
-    return Layers([shape] * layers, dtype_of(dtype))
+    return Layers([shape] * layers, dtype)
 
 
-def _dtype(config: Any) -> torch.dtype:
+def _dtype(config: Any) -> Any:
     """Return a model's dtype; float16, in which it is served, where that is wider or unknown."""
+    import torch
+
     named = getattr(config, "dtype", None) or config.get_text_config(decoder=True).dtype
     return named if isinstance(named, torch.dtype) and named.itemsize <= 2 else torch.float16
 
@@ -81,11 +135,13 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     K and V in 16 bits; ``bits_per_value`` of the compressed layers (None without values).
     """
     found = Counter(dict.fromkeys(PARTS, 0))
-    for each, shape in _pairs(spec, layers):
-        found.update(_layer_bytes(each, shape.geometry(layers.dtype), tokens, batch))
+    for part in _known_parts(spec, layers, tokens, batch) or [
+        _layer_bytes(each, shape.geometry(dtype_of(layers.dtype)), tokens, batch)
+        for each, shape in _pairs(spec, layers)
+    ]:
+        found.update(part)
     compressed, values = sum(found.values()), layers.values(tokens, batch)
-    width = layers.dtype.itemsize
-    own = sum(shape.own_bytes(tokens, batch, width) for shape in layers.shapes)
+    own = sum(shape.own_bytes(tokens, batch, layers.itemsize) for shape in layers.shapes)
     return {
         **found,
         "compressed": compressed,
@@ -96,19 +152,41 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     }
 
 
+def _known_parts(
+    spec: SpecLike, layers: Layers, tokens: int, batch: int
+) -> list[dict[str, int]] | None:
+    """Return the parts of each compressed layer; None where data/models.json lacks its slots."""
+    slots = _table()["slots"].get(spec) if isinstance(spec, str) and layers.itemsize == 2 else None
+    shapes = [x for x in layers.shapes if x.compressed]
+    widths = [f"{x.key_dim},{x.value_dim},{x.latent:d}" for x in shapes]
+    if slots is None or not slots.keys() >= set(widths):
+        return None
+    parts = []
+    for shape, width in zip(shapes, widths, strict=True):
+        for side in slots[width]:
+            facts = StreamFacts(*side)
+            facts = facts._replace(state=facts.state * shape.heads)
+            parts.append(facts.held(tokens, batch, shape.heads, layers.itemsize))
+    return parts
+
+
 def not_planned(spec: SpecLike, layers: Layers) -> list[str]:
     """Return what only the tokens decide, in words."""
-    pairs = dict.fromkeys(_pairs(spec, layers))
-    return sorted(
-        {x for each, shape in pairs for x in unplanned(each, shape.geometry(layers.dtype))}
-    )
+    if _known_parts(spec, layers, 0, 1) is not None:
+        return []
+    from kvpact.cache import unplanned
+
+    pairs, dtype = dict.fromkeys(_pairs(spec, layers)), dtype_of(layers.dtype)
+    return sorted({x for each, shape in pairs for x in unplanned(each, shape.geometry(dtype))})
 
 
 def _pairs(spec: SpecLike, layers: Layers) -> list[tuple[Spec, LayerShape]]:
     """Return the spec and the shape of each compressed layer."""
-    specs = layer_specs(spec, len(layers.shapes))
+    from kvpact.cache import cache_specs
+
+    specs, dtype = layer_specs(spec, len(layers.shapes)), dtype_of(layers.dtype)
     return [
-        (cache_specs(each, shape.geometry(layers.dtype))[0], shape)
+        (cache_specs(each, shape.geometry(dtype))[0], shape)
         for each, shape in zip(specs, layers.shapes, strict=True)
         if shape.compressed
     ]
@@ -116,5 +194,7 @@ def _pairs(spec: SpecLike, layers: Layers) -> list[tuple[Spec, LayerShape]]:
 
 @lru_cache(maxsize=256)
 def _layer_bytes(spec: Spec, geometry: CacheGeometry, tokens: int, batch: int) -> dict[str, int]:
+    from kvpact.cache import planned_bytes
+
     found = planned_bytes(spec, geometry, tokens, batch)
     return {name: found[name] for name in PARTS}

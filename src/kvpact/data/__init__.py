@@ -3,12 +3,17 @@
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-__all__ = ["book_path", "recipe_names", "recipe_path"]
+__all__ = ["book_path", "models_path", "recipe_names", "recipe_path"]
 
 
 def book_path() -> Traversable:
     """Return the excerpt of *Northanger Abbey*; ``book_path().read_text("utf-8")`` reads it."""
     return files(__name__) / "northanger_abbey.txt"
+
+
+def models_path() -> Traversable:
+    """Return the file of models that people run: their layers, and the bytes of slots."""
+    return files(__name__) / "models.json"
 
 
 def recipe_names() -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpact.geometry import CacheGeometry
+
+if TYPE_CHECKING:
+    import torch
 
 
 class LayerShape(NamedTuple):
