@@ -20,16 +20,15 @@ from transformers import (
 )
 
 import kvpact
-from kvpact.cli import size_plan
 from kvpact.cli.options import SPECS
 from kvpact.cli.size_plan import (
     PARTS,
-    known_models,
     layers_of_model,
     layers_of_numbers,
     not_planned,
     planned,
 )
+from kvpact.data import model_table
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.shapes import layer_shapes
 
@@ -227,18 +226,18 @@ def test_layers_of_all_models_are_those_of_their_configs():
 
 
 def test_every_model_names_its_source():
-    assert len(known_models()) >= 40
-    for model in known_models().values():
+    assert len(WRITTEN["models"]) >= 40
+    for model in WRITTEN["models"].values():
         assert model["source"] in WRITTEN["sources"] and model["hub"].count("/") == 1
         assert len(model["order"]) == model["config"].get("num_hidden_layers", len(model["order"]))
 
 
-@pytest.mark.parametrize("name", known_models())
+@pytest.mark.parametrize("name", WRITTEN["models"])
 @pytest.mark.parametrize("tokens", [100, 600, 32768])
 def test_sizes_of_the_file_are_those_of_the_codecs(name, tokens, monkeypatch):
     held = layers_of_model(name)
     found = {spec: planned(spec, held, tokens, 2) for spec in SPECS}
-    monkeypatch.setitem(size_plan._table(), "slots", {})
+    monkeypatch.setitem(model_table(), "slots", {})
     assert found == {spec: planned(spec, held, tokens, 2) for spec in SPECS}
     assert [not_planned(spec, held) for spec in SPECS] == [[]] * len(SPECS)
 

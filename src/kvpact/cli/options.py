@@ -4,7 +4,7 @@ from typing import Any
 
 import typer
 
-from kvpact.data import recipe_names
+from kvpact.data import model_table, recipe_names
 from kvpact.registry import known_names
 from kvpact.spec import DEFAULT_SPEC, RECIPE_PREFIX
 
@@ -32,9 +32,8 @@ def complete_model(incomplete: str) -> list[str]:
 
 def complete_size(incomplete: str) -> list[str]:
     """Return models whose sizes are known, and specs, that begin so."""
-    from kvpact.cli.size_plan import known_models
-
-    return [x for x in known_models() if x.startswith(incomplete)] + complete_spec(incomplete)
+    known = [name for name in model_table()["models"] if name.startswith(incomplete)]
+    return known + complete_spec(incomplete)
 
 
 def complete_dtype(incomplete: str) -> list[str]:

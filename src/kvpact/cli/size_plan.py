@@ -6,16 +6,15 @@ of these, sizes are known without transformers and torch, which take seconds to 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpact.cli.inputs import dtype_of, require
-from kvpact.data import models_path
+from kvpact.data import model_table
 from kvpact.errors import GeometryError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.recipe import SpecLike, layer_specs
@@ -56,23 +55,11 @@ class Layers:
         return batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
 
 
-@cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(models_path().read_text("utf-8"))
-    return table
-
-
-def known_models() -> dict[str, dict[str, Any]]:
-    """Return what data/models.json says of each model, by the names that `size` takes."""
-    models: dict[str, dict[str, Any]] = _table()["models"]
-    return models
-
-
 def known_name(name: str) -> str | None:
     """Return a model's name in data/models.json, given this or its hub id; a folder goes first."""
-    names = {model["hub"].lower(): known for known, model in known_models().items()}
+    names = {model["hub"].lower(): known for known, model in model_table()["models"].items()}
     known = names.get(name.lower(), name.lower())
-    return known if known in known_models() and not Path(name).exists() else None
+    return known if known in model_table()["models"] and not Path(name).exists() else None
 
 
 def layers_of_model(name: str, dtype: str | None = None) -> Layers:
@@ -82,7 +69,7 @@ def layers_of_model(name: str, dtype: str | None = None) -> Layers:
         return _layers_of_config(name, known, dtype)
     if dtype is not None:
         dtype_of(dtype)
-    model = known_models()[known]
+    model = model_table()["models"][known]
     kinds = [LayerShape(**kind) for kind in model["kinds"]]
     shapes = [kinds[int(digit)] for digit in model["order"]]
     return Layers(shapes, dtype or "bfloat16", model["config"].get("max_position_embeddings"))
@@ -99,7 +86,7 @@ def _layers_of_config(name: str, known: str | None, dtype: str | None) -> Layers
     if known is None:
         config: PreTrainedConfig = load_config(name)
     else:
-        config = AutoConfig.for_model(**known_models()[known]["config"])
+        config = AutoConfig.for_model(**model_table()["models"][known]["config"])
     chosen = chosen or _dtype(config)
     decoder = config.get_text_config(decoder=True)
     layers = getattr(decoder, "num_hidden_layers", 1)
@@ -156,10 +143,10 @@ def _known_parts(
     spec: SpecLike, layers: Layers, tokens: int, batch: int
 ) -> list[dict[str, int]] | None:
     """Return the parts of each compressed layer; None where data/models.json lacks its slots."""
-    slots = _table()["slots"].get(spec) if isinstance(spec, str) and layers.itemsize == 2 else None
+    slots = model_table()["slots"].get(spec) if isinstance(spec, str) else None
     shapes = [x for x in layers.shapes if x.compressed]
     widths = [f"{x.key_dim},{x.value_dim},{x.latent:d}" for x in shapes]
-    if slots is None or not slots.keys() >= set(widths):
+    if layers.itemsize != 2 or slots is None or not slots.keys() >= set(widths):
         return None
     parts = []
     for shape, width in zip(shapes, widths, strict=True):

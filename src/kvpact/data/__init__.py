@@ -1,9 +1,12 @@
 """Files that are shipped with the package."""
 
+import json
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from typing import Any
 
-__all__ = ["book_path", "models_path", "recipe_names", "recipe_path"]
+__all__ = ["book_path", "model_table", "recipe_names", "recipe_path"]
 
 
 def book_path() -> Traversable:
@@ -11,9 +14,11 @@ def book_path() -> Traversable:
     return files(__name__) / "northanger_abbey.txt"
 
 
-def models_path() -> Traversable:
-    """Return the file of models that people run: their layers, and the bytes of slots."""
-    return files(__name__) / "models.json"
+@cache
+def model_table() -> dict[str, Any]:
+    """Return models.json: ``models`` that people run, their ``sources``, ``slots`` by spec."""
+    table: dict[str, Any] = json.loads((files(__name__) / "models.json").read_text("utf-8"))
+    return table
 
 
 def recipe_names() -> list[str]:
