@@ -30,7 +30,7 @@ MOONCAKE := .venv-mooncake
 # What builds and inspects wheels, and nothing of what kvpact needs to run.
 WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto leaderboard leaderboard-run fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard leaderboard-run fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -101,6 +101,9 @@ bench-quanto: $(READY) ## a real model beside transformers' QuantizedCache: inst
 	@$(PIP) install -c constraints.txt optimum-quanto==0.2.7
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@test ! -f $(BENCH)/attend.json || $(PY) benchmarks/attend_lines.py $(BENCH)
+
+bench-anchors: $(READY) ## attention over 8 and 4 bits beside ONNX Runtime, llama.cpp, OpenVINO and torch: builds them into build/peers
+	@$(PY) benchmarks/anchors.py
 
 leaderboard: $(READY) ## caches of kvpact and of other packages on the same work, as a page (build/leaderboard)
 	@$(PY) benchmarks/leaderboard_page.py

@@ -61,23 +61,40 @@ def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call],
     for start in range(0, tokens, 2048):
         size = (1, heads, min(2048, tokens - start), dim)
         cache.store(0, *(torch.randn(size, generator=generator) for _ in "kv"))
-    held = sum(tensor.nbytes for tensor in cache._layers[0].tensors())
-    count = copies(held, ring)
+    held = held_by(cache)
     if name == PAGED:
+        count = copies(held, ring)
         views = paged_views(spec, geometry, tokens, count, generator)
     else:
-        caches = [cache]
-        for _ in range(count - 1):
-            caches.append(cache.fork())
-            caches[-1].select(torch.tensor([0]))
-        views = [past(c.entry(0)) for c in caches]
+        views = views_of(cache, ring)
     q = torch.randn(1, heads * groups, 1, dim, generator=generator)
-    new, config = torch.randn(1, heads, 1, dim, generator=generator), AttendConfig()
-    made = [(plan, (AttendCall(view, new, new, q, config),)) for plan, view in views]
-    calls = [lambda plan=plan, given=given: plan.attend(given) for plan, given in made]
+    new = torch.randn(1, heads, 1, dim, generator=generator)
+    calls = calls_of(views, new, new, q)
     for call in calls:
         call()  # a step finds what the step before it has kept beside the slots
     return calls, held
+
+
+def held_by(cache: Any) -> int:
+    """Return the bytes of all tensors of the first layer."""
+    return sum(tensor.nbytes for tensor in cache._layers[0].tensors())
+
+
+def views_of(cache: Any, ring: int) -> list[tuple[Any, Any]]:
+    """Return plans and views of a cache and of as many copies of it as the ring needs."""
+    caches = [cache]
+    for _ in range(copies(held_by(cache), ring) - 1):
+        caches.append(cache.fork())
+        caches[-1].select(torch.tensor([0]))
+    return [past(c.entry(0)) for c in caches]
+
+
+def calls_of(
+    views: list[tuple[Any, Any]], k: torch.Tensor, v: torch.Tensor, q: torch.Tensor
+) -> list[Call]:
+    """Return calls that attend over views and new tokens."""
+    made = [(plan, (AttendCall(view, k, v, q, AttendConfig()),)) for plan, view in views]
+    return [lambda plan=plan, given=given: plan.attend(given) for plan, given in made]
 
 
 def past(layer: CacheLayer) -> tuple[Any, Any]:

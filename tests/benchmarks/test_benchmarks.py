@@ -292,6 +292,19 @@ def test_prompts(run, tmp_path):
 
 
 @native
+def test_anchors_without_other_packages(run, module, tmp_path):
+    size = ("--tokens", 128, 256, "--queries", 1, 8, "--shapes", "C", "--threads", 1)
+    run("anchors", "--peers", "kept", *size, "--rounds", 1, "--ring", 0, "--out", tmp_path)
+    rows = json.loads((tmp_path / "anchors.json").read_text("utf-8"))["rows"]
+    most = {"torch fp32": 1e-6, "torch bf16": 0.02, "int:bits=8": 0.02}
+    most |= dict.fromkeys(module("anchors_kept").SPECS[1:], 0.2)
+    assert len(rows) == 2 * 2 * len(most) and {row["what"] for row in rows} == set(most)
+    assert all(0 < row["error"] < most[row["what"]] and row["ms"] > 0 for row in rows)
+    table = (tmp_path / "anchors.md").read_text("utf-8")
+    assert table.count("9/3 x 64") == 4 and table.count("**") == 2 * 4 * 3
+
+
+@native
 def test_many_query_rows(run, tmp_path):
     size = ("--tokens", 64, "--rounds", 2, "--queries", 2, 40, "--threads", 1, "--ring", 0)
     run("rows", *size, "--specs", "int:bits=8", "--out", tmp_path)

@@ -1,0 +1,178 @@
+"""Attention over caches of 8 and 4 bits: kvpact beside ONNX Runtime, llama.cpp, OpenVINO and torch.
+
+    python benchmarks/anchors.py [--shapes A B C] [--tokens 2048 8192 32768] [--queries 1 256]
+        [--threads 1 2] [--peers kept onnxruntime ggml openvino] [--rounds 15] [--seconds .4]
+        [--longest 5] [--ring 96] [--out DIR]
+
+One layer, random K, V and queries in fp32, which follow --tokens held ones. Each peer quantises K
+and V in its own way and attends by its own kernel. All take turns in each round; each has a ring of
+caches of at least --ring megabytes, so that nothing comes from the processor's caches. Who has had
+--seconds in a cell waits for the next cell: of a call that takes longer only the first one counts.
+What would take more than --longest seconds a call, by its time with fewer tokens, is left out.
+Errors are norms of the difference to fp64 over the norm, of 8 queries. Peers are installed into
+build/peers/anchors, where ggml is compiled. Medians go to DIR/anchors.md, quartiles to
+DIR/anchors.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+from anchors_case import Maker, Ring, case_of
+from attend_rounds import quartiles
+from leaderboard_contenders import installed
+from machine import about, head, save
+from torch import Tensor
+
+from kvpact.kernels.cpu import library
+
+Row = dict[str, Any]
+Work = tuple[str, int, int]
+"""A shape, tokens that are held, and tokens that have queries."""
+SHAPES = {"A": (8, 4, 128), "B": (8, 8, 64), "C": (3, 3, 64)}
+"""KV heads, query heads per KV head, width."""
+REQUIRES = (
+    "onnxruntime==1.32.0", "onnx==1.23.2", "ml_dtypes", "flatbuffers", "protobuf",
+    "ggml-python==0.0.45", "openvino==2026.4.1",
+)  # fmt: skip
+PEERS = ("kept", "onnxruntime", "ggml", "openvino")
+CLASSES = (
+    ("int:bits=8", "ONNX Runtime int8", "llama.cpp q8_0", "OpenVINO u8"),
+    (
+        "int:bits=4", "turboquant:bits=4", "trellis:bits=4",
+        "ONNX Runtime int4", "llama.cpp q4_0", "OpenVINO u4",
+    ),
+    ("torch fp32", "torch bf16", "ONNX Runtime fp32", "llama.cpp f16"),
+)  # fmt: skip
+"""Of 8 bits, of 4 bits, and exact ones."""
+RESULTS = Path(__file__).parent / "results" / "anchors"
+
+
+def in_turns(
+    rings: dict[str, Ring], rounds: int, seconds: float
+) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
+    """Return the seconds of calls, the first of each left out if there are others, and outputs."""
+    times: dict[str, list[float]] = {name: [] for name in rings}
+    outputs: dict[str, Tensor] = {}
+    for turn in range(rounds + 1):
+        for name, ring in rings.items():
+            if sum(times[name]) < seconds:
+                again = min(12, len(ring), int(1e-2 / times[name][0])) if turn else 1
+                begun = time.perf_counter()
+                for index in range(max(1, again)):
+                    outputs[name] = ring[(turn + index) % len(ring)]()
+                times[name].append((time.perf_counter() - begun) / max(1, again))
+    return {name: found[1:] or found for name, found in times.items()}, outputs
+
+
+def cells(options: argparse.Namespace, work: Work, before: list[Row]) -> list[Row]:
+    """Measure all candidates of a shape, a past and queries, at every number of threads."""
+    shape, tokens, queries = work
+    torch.set_num_threads(max(options.threads))
+    case = case_of(*SHAPES[shape], tokens, queries, options.ring)
+    makers: dict[str, Maker] = {}
+    for peer in options.peers:
+        makers |= import_module(f"anchors_{peer}").makers(case)
+    rows: list[Row] = []
+    errors: dict[str, float] = {}
+    for threads in options.threads:
+        torch.set_num_threads(threads)
+        place = {"shape": shape, "tokens": tokens, "queries": queries, "threads": threads}
+        rings = {
+            name: made(threads)
+            for name, made in makers.items()
+            if expected({**place, "what": name}, before) < options.longest
+        }
+        times, outputs = in_turns(rings, options.rounds, options.seconds)
+        errors |= {name: case.error(x) for name, x in outputs.items() if name not in errors}
+        for name, found in times.items():
+            low, middle, high = (1e3 * x for x in quartiles(found))
+            told = {"ms": middle, "low": low, "high": high, "calls": len(found)}
+            rows.append({**place, "what": name, **told, "error": errors[name]})
+        print(place, {name: f"{1e3 * median(x):.3g}" for name, x in times.items()}, flush=True)
+    return rows
+
+
+def expected(row: Row, before: list[Row]) -> float:
+    """Return the seconds that a call will take if they grow with the tokens; 0 if not known."""
+    same = ("shape", "queries", "threads", "what")
+    for r in before[::-1]:
+        if all(r[name] == row[name] for name in same):
+            return r["ms"] / 1e3 * (row["tokens"] + row["queries"]) / (r["tokens"] + r["queries"])
+    return 0.0
+
+
+def report(rows: list[Row], found: dict[str, object]) -> str:
+    """Return the tables: a row per work and a column per candidate; the quickest ones are bold."""
+    names = [n for of in CLASSES for n in of if any(r["what"] == n for r in rows)]
+    lines = ["# Attention over caches of 8 and 4 bits", "", head(found)]
+    for queries in dict.fromkeys(r["queries"] for r in rows):
+        some = [r for r in rows if r["queries"] == queries]
+        keys = sorted({(r["shape"], r["tokens"], r["threads"]) for r in some})
+        at = {(r["shape"], r["tokens"], r["threads"], r["what"]): r for r in some}
+        lines += ["", f"Milliseconds of {queries} {'query' if queries == 1 else 'queries'}:", ""]
+        lines += ["| heads, tokens, threads | " + " | ".join(f"`{n}`" for n in names) + " |"]
+        lines += ["|---" + "|--:" * len(names) + "|"]
+        for key in keys:
+            ms = {n: at[*key, n]["ms"] for n in names if (*key, n) in at}
+            best = [min((n for n in of if n in ms), key=ms.get, default="") for of in CLASSES]
+            told = [f"{ms[n]:.3g}" if n in ms else "–" for n in names]
+            told = [f"**{x}**" if n in best else x for n, x in zip(names, told, strict=True)]
+            lines.append(f"| {said(key[0])}, {key[1]:,}, {key[2]} | " + " | ".join(told) + " |")
+        errors = {n: max(r["error"] for r in some if r["what"] == n) for n in names}
+        lines.append("| largest error | " + " | ".join(f"{errors[n]:.1e}" for n in names) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def said(shape: str) -> str:
+    """Return query heads, KV heads and width of a shape."""
+    heads, groups, dim = SHAPES[shape]
+    return f"{heads * groups}/{heads} x {dim}"
+
+
+def main() -> None:
+    """Install, measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768])
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 256])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=0.4)
+    parser.add_argument("--longest", type=float, default=5.0, help="seconds of a call")
+    parser.add_argument("--ring", type=int, default=96, help="megabytes of each candidate's ring")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if options.peers != ["kept"]:
+        sys.path.append(str(installed("anchors", REQUIRES)))
+    versions = {
+        name: version(name)
+        for peer, name in zip(PEERS[1:], ("onnxruntime", "ggml-python", "openvino"), strict=True)
+        if peer in options.peers
+    }
+    told = about(kvpact=version("kvpact"), level=library().level, **versions)
+    rows: list[Row] = []
+    for queries in options.queries:
+        for shape in options.shapes:
+            for tokens in options.tokens:
+                rows += cells(options, (shape, tokens, queries), rows)
+                gc.collect()
+                save(options.out, "anchors", told, rows, report(rows, told))
+    print(report(rows, told))
+
+
+if __name__ == "__main__":
+    main()
