@@ -12,7 +12,7 @@ BOUND = 1e-6
 """Norm of the difference over the norm of the torch body's output, fp32 in and out."""
 WHOLE_BOUND = 5e-4
 """The same where the CPU's kernels attend in whole numbers: queries and weights have 16 bits."""
-WHOLE_BITS = 2, 4, 8
+WHOLE_BITS = 2, 3, 4, 8
 """Of codes whose levels are whole numbers; those of a trellis have any."""
 
 

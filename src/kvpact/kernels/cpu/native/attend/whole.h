@@ -27,6 +27,9 @@ constexpr float most_whole(int64_t) { return 32639; }
 
 typedef vi Operand; // of levels
 INLINE Operand bytes_of(vi x) { return x; }
+INLINE vi shuffle_bytes(vi x, const uint8_t *places) { // within 16 bytes
+    return _mm512_shuffle_epi8(x, _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)places)));
+}
 
 struct WholeSum {
     vi high, low;
@@ -94,6 +97,9 @@ struct Operand {
     vi even, odd;
 };
 INLINE Operand bytes_of(vi x) { return {and_(x, 0x00ff00ff), _mm256_srli_epi16(x, 8)}; }
+INLINE vi shuffle_bytes(vi x, const uint8_t *places) {
+    return _mm256_shuffle_epi8(x, _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)places)));
+}
 
 struct WholeSum {
     vi sum;

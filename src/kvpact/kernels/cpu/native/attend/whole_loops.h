@@ -6,12 +6,12 @@
 
 namespace KVP_NS {
 
-// What levels are served: in words of 2, 4 or 8 bits, or behind a trellis.
+// What levels are served: in words of 2, 3, 4 or 8 bits, or behind a trellis.
 INLINE bool whole_format(const kvp_stream &x) {
 #if defined(KVP_WHOLE)
     if (x.kind == KVP_TRELLIS_CODES) return true;
     if (x.unit == 0) return false;
-    return x.kind == KVP_TABLE ? x.bits == 2 || x.bits == 4 : x.kind == KVP_LINEAR && x.bits == 8;
+    return x.kind == KVP_TABLE ? x.bits <= 4 && x.bits > 1 : x.kind == KVP_LINEAR && x.bits == 8;
 #else
     (void)x;
     return false;
@@ -22,11 +22,23 @@ INLINE bool whole_format(const kvp_stream &x) {
 #if defined(KVP_WHOLE)
 namespace KVP_NS {
 
-// Runs with the bits of codes as a constant.
+// Codes of 3 bits stand as those of 2, with a plane of third bits beside them.
+constexpr int order_of(int bits) { return bits == 3 ? 2 : bits; }
+
+// Runs with the order of items as a constant.
 template <class F> INLINE auto by_order(int bits, F &&run) {
-    if (bits == 2) return run(std::integral_constant<int, 2>());
+    if (order_of(bits) == 2) return run(std::integral_constant<int, 2>());
     if (bits == 4) return run(std::integral_constant<int, 4>());
     return run(std::integral_constant<int, 8>());
+}
+
+// The third bits of the items of word `part` of two, made those of bytes that are shifted as the word is, but by one
+// bit: bit 2 of byte j is that of item 4 * j.
+INLINE vi third_bits(vi word, int part) {
+    alignas(16) static constexpr uint8_t places[2][16] = {{0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13},
+                                                          {2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15}};
+    const vi x = shuffle_bytes(word, places[part]);
+    return select<0x00ff00ff>(shl<2>(x), shr<2>(x));
 }
 
 // Levels in units, and LEVEL_ZERO more, by code, as often as they fit. The division leaves the whole number
@@ -39,6 +51,19 @@ struct LevelTable {
         if (x.kind != KVP_TABLE) return;
         for (int i = 0; i < 16; i++) bytes[i] = (uint8_t)(LEVEL_ZERO + lrintf(x.table[i] / x.unit));
         for (int i = 16; i < MOST_INDEX; i += 16) memcpy(bytes + i, bytes, 16);
+    }
+};
+
+// Levels by the codes of items: of bytes, of words that are shifted from item to item, or of two planes.
+template <int BITS> struct LevelsOf {
+    const ByteLookup<4> level;
+    explicit LevelsOf(const LevelTable &table) : level(table.bytes) {}
+    INLINE Operand operator()(vi &word, vi &third, bool first) const {
+        if constexpr (BITS == 8) return bytes_of(word);
+        if (!first) word = shr<order_of(BITS)>(word);
+        if constexpr (BITS != 3) return bytes_of(level(word));
+        if (!first) third = shr<1>(third);
+        return bytes_of(level(select<0x03030303>(word, third)));
     }
 };
 
@@ -87,16 +112,17 @@ static void make_whole_query(const WholeQuery &to, const kvp_stream &k, const fl
 // Scores of one or two tiles of K. SCRATCH: words are bytes of levels in scratch memory, see trellis.h.
 template <int BITS, int RB, int TILES, bool ONE, bool SCRATCH>
 void whole_k_tile(const KTile &a, const LevelTable &table, const WholeQuery &q) {
-    constexpr int N = 8 / BITS, TV = RB > 4 ? 1 : W == 16 ? 2 * TILES : RB > 2 ? 2 : 4;
-    const int words = (a.dim * BITS + 31) / 32, groups = ONE ? 1 : channel_groups(a.dim, a.channels);
-    const int64_t half = SCRATCH ? a.half : words * 64, piece = SCRATCH ? a.half / words : 64;
-    const ByteLookup<4> level(table.bytes);
+    constexpr int ORDER = order_of(BITS), N = 8 / ORDER, TV = RB > 4 ? 1 : W == 16 ? 2 * TILES : RB > 2 ? 2 : 4;
+    const int words = (a.dim * ORDER + 31) / 32, groups = ONE ? 1 : channel_groups(a.dim, a.channels);
+    const int all = words + (BITS == 3 ? (a.dim + 31) / 32 : 0);
+    const int64_t half = SCRATCH ? a.half : all * 64, piece = SCRATCH ? a.half / words : 64;
+    const LevelsOf<BITS> levels(table);
     for (int t = 0; t < TILES * TILE; t += TV * W) {
         const uint32_t *at[TV];
         const char *ahead[TV];
         for (int k = 0; k < TV; k++) {
             const int tile = (t + k * W) / TILE, inside = (t + k * W) % TILE;
-            at[k] = a.words[tile] + inside / 16 * words * 16 + inside % 16;
+            at[k] = a.words[tile] + inside / 16 * all * 16 + inside % 16;
             ahead[k] = a.ahead[tile] + inside / 16 * half;
         }
         vf total[TV][RB];
@@ -108,19 +134,20 @@ void whole_k_tile(const KTile &a, const LevelTable &table, const WholeQuery &q) 
             for (int r = 0; r < RB; r++)
                 for (int k = 0; k < TV; k++) sum[k][r].start(q.row[r].sum[g]);
             const char *factors = q.factors + i * N * FACTORS;
-            for (const int end = ONE || g == groups - 1 ? words : (g + 1) * (a.channels / 32) * BITS; i < end; i++) {
-                vi w[TV];
+            for (const int end = ONE || g == groups - 1 ? words : (g + 1) * (a.channels / 32) * ORDER; i < end; i++) {
+                vi w[TV], third[TV];
                 for (int k = 0; k < TV; k++) {
                     w[k] = load_words(at[k] + i * 16);
                     if ((t + k * W) % 16 == 0) prefetch(ahead[k] + i * piece);
+                    if constexpr (BITS == 3) {
+                        third[k] = third_bits(load_words(at[k] + (words + i / 2) * 16), i % 2);
+                        if ((t + k * W) % 16 == 0 && i % 2) prefetch(ahead[k] + (words + i / 2) * piece);
+                    }
                 }
 #pragma GCC unroll 4
                 for (int n = 0; n < N; n++, factors += FACTORS) {
                     Operand x[TV];
-                    for (int k = 0; k < TV; k++) {
-                        if constexpr (BITS == 8) x[k] = bytes_of(w[k]);
-                        else x[k] = bytes_of(level(w[k] = n ? shr<BITS>(w[k]) : w[k]));
-                    }
+                    for (int k = 0; k < TV; k++) x[k] = levels(w[k], third[k], n == 0);
                     for (int r = 0; r < RB; r++) add_products<TV>(&sum[0][r], RB, x, factors + r * q.width);
                 }
             }
@@ -155,9 +182,9 @@ struct WholeWeights {
 
 template <int BITS, int RB, int CV, bool SCRATCH>
 INLINE void whole_v_channels(const VRun &a, const LevelTable &table, const WholeWeights &w, int c, int n) {
-    constexpr int N = 8 / BITS;
+    constexpr int ORDER = order_of(BITS), N = 8 / ORDER;
     const int g = c / a.channels;
-    const ByteLookup<4> level(table.bytes);
+    const LevelsOf<BITS> levels(table);
     WholeSum sum[CV][RB];
     for (int r = 0; r < RB; r++)
         for (int k = 0; k < CV; k++) sum[k][r].start(w.sum[g][r]);
@@ -173,20 +200,22 @@ INLINE void whole_v_channels(const VRun &a, const LevelTable &table, const Whole
             row = PIECE;
             words = a.widening->channels(a.words, a.tiles, tile, c, c + n, PIECE);
         }
-        for (int i = 0; i < BITS; i++, words += row) {
-            vi v[CV];
+        for (int i = 0; i < ORDER; i++) {
+            vi v[CV], third[CV];
             for (int k = 0; k < CV; k++) {
                 const bool whole = SCRATCH || k < CV - 1 || n == PIECE;
-                v[k] = whole ? load_words(words + k * W) : load_words_first(words + k * W, n - k * W);
-                if (k % (16 / W) == 0 && (!SCRATCH || i < a.bits)) prefetch(ahead + (i * CV + k) * W * 4);
+                const auto read = [&](int word) __attribute__((always_inline)) {
+                    const uint32_t *at = words + word * row + k * W;
+                    if (k % (16 / W) == 0 && (!SCRATCH || word < a.bits)) prefetch(ahead + (word * CV + k) * W * 4);
+                    return whole ? load_words(at) : load_words_first(at, n - k * W);
+                };
+                v[k] = read(i);
+                if constexpr (BITS == 3) third[k] = third_bits(read(2), i);
             }
 #pragma GCC unroll 4
             for (int m = 0; m < N; m++, factors += FACTORS) {
                 Operand x[CV];
-                for (int k = 0; k < CV; k++) {
-                    if constexpr (BITS == 8) x[k] = bytes_of(v[k]);
-                    else x[k] = bytes_of(level(v[k] = m ? shr<BITS>(v[k]) : v[k]));
-                }
+                for (int k = 0; k < CV; k++) x[k] = levels(v[k], third[k], m == 0);
                 for (int r = 0; r < RB; r++) add_products<CV>(&sum[0][r], RB, x, factors + r * 2 * BLOCK);
             }
         }
@@ -233,6 +262,7 @@ template <int BITS, bool SCRATCH = false> struct WholeFunctions {
 // Those of a format.
 template <class F> INLINE auto by_whole_format(const kvp_stream &x, F &&run) {
     if (x.kind == KVP_TRELLIS_CODES) return run(WholeFunctions<8, true>());
+    if (x.bits == 3) return run(WholeFunctions<3>());
     return by_order(x.bits, [&](auto bits) { return run(WholeFunctions<bits()>()); });
 }
 } // namespace KVP_NS
