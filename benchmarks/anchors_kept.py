@@ -42,7 +42,7 @@ def _ours(case: Case, spec: str) -> Maker:
     k, v, q = (x[None] for x in (case.k, case.v, case.q))
     for start in range(0, case.past, 2048):
         end = min(start + 2048, case.past)
-        cache.store(0, k[:, :, start:end], v[:, :, start:end])
+        cache.store(0, k=k[:, :, start:end], v=v[:, :, start:end])
     new = [x[:, :, case.past :].contiguous() for x in (k, v)]
     calls = calls_of(views_of(cache, case.ring), *new, q)
 

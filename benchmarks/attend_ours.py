@@ -12,6 +12,7 @@ from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.cache.layer import CacheLayer
 from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import library
+from kvpact.testing.data import by_name
 
 SHAPES = {"A": (8, 4, 128), "B": (3, 3, 64)}  # KV heads, query heads per KV head, width
 PAGED = "4 bits, paged"
@@ -60,7 +61,7 @@ def our_ring(name: str, tokens: int, shape: str, ring: int) -> tuple[list[Call],
     cache = create_cache(spec, geometry, backend="cpu")
     for start in range(0, tokens, 2048):
         size = (1, heads, min(2048, tokens - start), dim)
-        cache.store(0, *(torch.randn(size, generator=generator) for _ in "kv"))
+        cache.store(0, **by_name(*(torch.randn(size, generator=generator) for _ in "kv")))
     held = held_by(cache)
     if name == PAGED:
         count = copies(held, ring)

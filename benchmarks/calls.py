@@ -72,7 +72,7 @@ def bare(spec: str) -> Call:
     def run(tokens: int) -> None:
         for layer in range(LAYERS):
             k, v = (torch.randn(1, 2, tokens, 64, generator=generator) for _ in "kv")
-            cache.attend(layer, k, v, torch.randn(1, 4, tokens, 64, generator=generator))
+            cache.attend(layer, k=k, v=v, q=torch.randn(1, 4, tokens, 64, generator=generator))
 
     return run
 

@@ -30,6 +30,7 @@ from kvpact.kernels import CHUNK, StreamView, choose
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
 from kvpact.methods.fitted import FittedCodec
+from kvpact.testing.data import by_name
 
 SPECS = (
     "turboquant:bits=4",
@@ -140,8 +141,8 @@ def one_token(spec: str, held: tuple[int, ...], rounds: int) -> Row:
         cache = create_cache(spec, geometry, backend=kernel)
         for start in range(0, count, 4096):
             part = torch.randn(2, 1, HEADS, min(4096, count - start), 128)
-            cache.store(0, *part)
-        calls[f"{kernel} at {count}"] = lambda cache=cache: cache.store(0, k, v)
+            cache.store(0, **by_name(*part))
+        calls[f"{kernel} at {count}"] = lambda cache=cache: cache.store(0, k=k, v=v)
     times = rounds_of(calls, rounds, warm=2)
     found: Row = {name: seconds * 1e6 for name, seconds in times.items()}
     first, last, body = times.values()

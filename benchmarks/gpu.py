@@ -50,7 +50,7 @@ def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
             torch.randn(*shape, dim, device=DEVICE, generator=generator, dtype=torch.bfloat16)
             for dim in dims
         )
-        cache.store(0, k, v)
+        cache.store(0, k=k, v=v)
     return cache
 
 
@@ -141,11 +141,11 @@ def encode(options: argparse.Namespace, read: float) -> list[Row]:
     rows = []
     for spec in options.specs:
         cache = create_cache(spec, geometry, check="deferred")
-        cache.store(0, x, x)
+        cache.store(0, k=x, v=x)
 
         def work(cache: Any = cache) -> None:
             cache.reset()
-            cache.store(0, x, x)
+            cache.store(0, k=x, v=x)
 
         rows += table("encode", "16384", {spec: work}, {spec: 2 * x.nbytes}, set(), read, options)
     return rows

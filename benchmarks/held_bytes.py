@@ -37,7 +37,7 @@ def shares(spec: str, heads: int, dim: int, tokens: int, dtype: torch.dtype) -> 
     found = []
     for count in range(1, tokens + 1):
         k, v, q = torch.randn(3, 1, heads, 1, dim, generator=generator).to(dtype)
-        cache.attend(0, k, v, q)
+        cache.attend(0, k=k, v=v, q=q)
         found.append(cache.memory_usage() / (2 * count * heads * dim * dtype.itemsize))
     return found
 

@@ -27,6 +27,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
+from kvpact.testing.data import by_name
 
 SPECS = ("trellis:bits=4", "turboquant:bits=4", "int:bits=8", "kivi:bits=2")
 HEADS, QUERIES, DIM, LAYERS = 8, 32, 128, 3
@@ -53,9 +54,9 @@ def measure(specs: list[str], tokens: int) -> dict[str, float]:
 
         def attend(layer: int, new: int, cache=cache) -> object:
             given = (x[:, :, :new] for x in (k, v, q))
-            return cache.attend(layer, *given, AttendConfig())
+            return cache.attend(layer, **by_name(*given), config=AttendConfig())
 
-        found[f"{spec}, packing"] = seconds(lambda layer, cache=cache: cache.store(layer, k, v))
+        found[f"{spec}, packing"] = seconds(lambda layer, cache=cache: cache.store(layer, k=k, v=v))
         for what, new, rounds in (("step", 1, 12), ("chunk of 64", 64, 3)):
             times = [seconds(lambda layer, new=new: attend(layer, new)) for _ in range(rounds)]
             found[f"{spec}, {what}"] = median(times)

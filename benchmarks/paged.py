@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 
 from kvpact import CacheGeometry, PagedKVCache, create_cache
+from kvpact.testing.data import by_name
 
 SPECS = ("none", "int:bits=8", "turboquant:bits=4", "turboquant:bits=3,center=64", "kivi:bits=2")
 HEADS, DIM, PIECE = 8, 128, 64
@@ -66,10 +67,10 @@ def step_of(layout: str, batch: int, length: int) -> Callable[[], object]:
         cache = paged.view(seqs)
     else:
         cache = create_cache("turboquant:bits=4", geometry)
-        cache.store(0, *torch.randn(2, batch, HEADS, length, DIM, generator=generator))
+        cache.store(0, **by_name(*torch.randn(2, batch, HEADS, length, DIM, generator=generator)))
     k, v = torch.randn(2, batch, HEADS, 1, DIM, generator=generator)
     q = torch.randn(batch, 4 * HEADS, 1, DIM, generator=generator)
-    return lambda: cache.attend(0, k, v, q)
+    return lambda: cache.attend(0, k=k, v=v, q=q)
 
 
 def batches(sizes: list[int], length: int, repeats: int) -> None:
@@ -112,7 +113,10 @@ def main() -> None:
                 cache = make(spec, layout, options.tokens + 2)
                 for what, call in (
                     ("append", lambda cache=cache: append_all(cache, k, v)),
-                    ("attend", lambda cache=cache: cache.attend(0, k[:, :, :1], v[:, :, :1], q)),
+                    (
+                        "attend",
+                        lambda cache=cache: cache.attend(0, k=k[:, :, :1], v=v[:, :, :1], q=q),
+                    ),
                     ("gather", lambda cache=cache: gather(cache, k[:, :, :1], v[:, :, :1])),
                 ):
                     times.setdefault((what, layout), []).append(timed(call))

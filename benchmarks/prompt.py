@@ -61,7 +61,7 @@ def turns_of(spec: str, shape: str, past: int, new: int) -> dict[str, Turn]:
     for start in range(0, past, 1024):
         size = min(1024, past - start)
         k, v, _ = tokens_of(shape, size, generator)
-        held.store(0, k, v)
+        held.store(0, k=k, v=v)
         for all_tokens, x in zip(whole, (k, v), strict=True):
             all_tokens[:, :, start : start + size] = x
     k, v, q = tokens_of(shape, new, generator)
@@ -70,7 +70,7 @@ def turns_of(spec: str, shape: str, past: int, new: int) -> dict[str, Turn]:
 
     def ours() -> float:
         cache = held.fork() if past else create_cache(spec, geometry)
-        return timed(lambda: cache.attend(0, k, v, q))
+        return timed(lambda: cache.attend(0, k=k, v=v, q=q))
 
     def theirs(**options: Any) -> Turn:
         return lambda: timed(

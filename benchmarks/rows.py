@@ -30,6 +30,7 @@ from kvpact.errors import BackendUnavailable
 from kvpact.kernels import AttendCall
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import library
+from kvpact.testing.data import by_name
 
 SHAPES = {"A": (8, 4, 128, None), "B": (3, 3, 64, None), "MLA": (1, 16, 512, 64)}
 NEVER = 1 << 30
@@ -45,7 +46,9 @@ def views(spec: str, shape: str, tokens: int, ring: int, kernel: str) -> list[An
     first = create_cache(spec, geometry, backend=kernel)
     for start in range(0, tokens, 1024):
         size = (1, heads, min(1024, tokens - start))
-        first.store(0, *(torch.randn(*size, d, generator=generator) for d in (dim, rope or dim)))
+        first.store(
+            0, **by_name(*(torch.randn(*size, d, generator=generator) for d in (dim, rope or dim)))
+        )
     caches = [first]
     for _ in range(copies(first.memory_usage(), ring) - 1):
         caches.append(first.fork())

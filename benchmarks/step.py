@@ -94,7 +94,7 @@ def steps(
     times = []
     for k, v, q in triples:
         begin, before = perf_counter_ns(), spent[0]
-        cache.attend(0, k, v, q)
+        cache.attend(0, k=k, v=v, q=q)
         times.append((perf_counter_ns() - begin - (spent[0] - before)) / 1000)
     return times
 

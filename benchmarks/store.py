@@ -34,7 +34,7 @@ def filled(spec: str, geometry: CacheGeometry, tokens: int) -> ContiguousCache:
     shape = (1, geometry.num_kv_heads, tokens, geometry.head_dim)
     for layer in range(geometry.num_layers):
         k, v = torch.randn(2, *shape, generator=generator)
-        cache.store(layer, k, v)
+        cache.store(layer, k=k, v=v)
     return cache
 
 

@@ -43,7 +43,7 @@ class Decoder:
             y = rms_norm(x, (WIDTH,))
             q, k, v = ((y @ w[n].T).unflatten(-1, (-1, HEAD_DIM)).movedim(1, 2) for n in "qkv")
             q, k = rotated(q, start), rotated(k, start)
-            heads = cache.attend(index, k, v, q)  # *
+            heads = cache.attend(index, k=k, v=v, q=q)  # *
             x = x + heads.movedim(1, 2).flatten(2) @ w["o"].T
             y = rms_norm(x, (WIDTH,))
             x = x + (silu(y @ w["gate"].T) * (y @ w["up"].T)) @ w["down"].T

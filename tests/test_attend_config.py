@@ -47,7 +47,7 @@ def output(backend: str, config: AttendConfig, new: int) -> torch.Tensor:
     cache.prefill(0, *torch.randn(2, 2, HEADS, 301, DIM, generator=generator))
     k, v = torch.randn(2, 2, HEADS, new, DIM, generator=generator)
     q = torch.randn(2, HEADS * GROUPS, new, DIM, generator=generator)
-    return cache.attend(0, k, v, q, config)
+    return cache.attend(0, k=k, v=v, q=q, config=config)
 
 
 @pytest.mark.skipif(isinstance(_load(), str), reason="the native kernels are not built")

@@ -19,7 +19,7 @@ def share(spec: str, count: int) -> float:
     assert isinstance(cache, ContiguousCache)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, count, 128, generator=generator).to(torch.bfloat16)
-    cache.store(0, x, x)
+    cache.store(0, k=x, v=x)
     return cache.memory_usage() / (2 * x.nbytes)
 
 

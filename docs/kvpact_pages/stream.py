@@ -96,7 +96,7 @@ def store(cache: ContiguousCache, given: Tensor) -> None:
     """Give a cache tokens one by one."""
     for index in range(given.shape[2]):
         token = given[:, :, index : index + 1]
-        cache.store(0, token, token)
+        cache.store(0, k=token, v=token)
 
 
 def rolled_back(spec: str, keep: int, then: int) -> tuple[ContiguousCache, Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpact.errors import GeometryError
 
@@ -12,6 +13,15 @@ if TYPE_CHECKING:
 
 MAX_SIZE = 1 << 20
 """Largest number of layers or heads, and largest width."""
+
+
+_ALIKE = (
+    *("cohere", "cohere2", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3_text"),
+    *("glm4", "gpt_oss", "granite", "llama", "mistral", "mixtral"),
+    *("olmo2", "olmo3", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("stablelm", "starcoder2"),
+)
+"""Types of models all of whose layers hold K and V of one shape, which their configs tell."""
 
 
 def check_count(name: str, value: object, least: int = 0) -> None:
@@ -89,6 +99,30 @@ class CacheGeometry:
             Dtype of both.
         """
         return cls(num_layers, 1, latent_dim, rope_dim, dtype, latent=True)
+
+    @classmethod
+    def from_config(cls, config: Any, dtype: torch.dtype | None = None) -> CacheGeometry:
+        """Return the geometry of a model by its config (of transformers, or a ``config.json``).
+
+        Raises `GeometryError` where layers may differ, or the config does not tell.
+        """
+        told = config
+        if not isinstance(config, Mapping):
+            found = config.get_text_config(decoder=True)
+            told = {**vars(found), "model_type": found.model_type}
+        told = told.get("text_config", told)
+        kind, layers = told.get("model_type"), told.get("num_hidden_layers")
+        heads = told.get("num_attention_heads")
+        width = told.get("head_dim") or (heads and told.get("hidden_size", 0) // heads)
+        if kind not in _ALIKE or not layers or not width:
+            raise GeometryError(
+                f"a config of type {kind!r} tells no shape of K and V: write CacheGeometry("
+                "num_layers, num_kv_heads, head_dim) for the layers that hold such K and V"
+            )
+        if told.get("kv_lora_rank"):
+            return cls.mla(layers, told["kv_lora_rank"], told["qk_rope_head_dim"], dtype)
+        kv_heads = told.get("num_key_value_heads") or heads
+        return cls(layers, kv_heads, width, told.get("v_head_dim"), dtype)
 
     @property
     def value_dim(self) -> int:

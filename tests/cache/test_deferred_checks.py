@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import BackendUnavailable, NonFiniteError
+from kvpact.testing.data import by_name
 
 GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)
 SPECS = (
@@ -37,7 +38,7 @@ def make(spec, layout="contiguous", **options):
 
 def step(cache, count, generator):
     k, v, q = (tokens(count, generator, heads) for heads in (2, 2, 4))
-    return cache.attend(0, k, v, q)
+    return cache.attend(0, k=k, v=v, q=q)
 
 
 @pytest.mark.parametrize("layout", ("contiguous", "paged"))
@@ -76,7 +77,7 @@ def test_what_was_not_checked_is_told_at_the_next_natural_point(bad, layout):
     cache.verify()
     k, v, q = (tokens(1, generator, heads) for heads in (2, 2, 4))
     v[0, 1, 0, 5] = bad
-    cache.attend(0, k, v, q)
+    cache.attend(0, k=k, v=v, q=q)
     step(cache, 1, generator)
     fork = cache.fork()
     for look in (cache.verify, cache.stats, cache.snapshot, fork.verify):
@@ -93,7 +94,7 @@ def test_numbers_beyond_the_range_of_a_method_are_told():
     for spec, size in (("turboquant:bits=4", 1e6), ("fp8:scale=none", 500.0), ("kivi:bits=2", 1e5)):
         cache = make(spec, check="deferred")
         x = tokens(1, generator) * size
-        cache.store(0, x, x)
+        cache.store(0, k=x, v=x)
         with pytest.raises(NonFiniteError, match="deferred"):
             cache.verify()
 
@@ -101,7 +102,7 @@ def test_numbers_beyond_the_range_of_a_method_are_told():
 def test_checks_are_at_once_by_default():
     cache = make("turboquant:bits=4")
     with pytest.raises(NonFiniteError, match="nothing was stored"):
-        cache.store(0, *torch.full((2, 1, 2, 1, 64), torch.nan))
+        cache.store(0, **by_name(*torch.full((2, 1, 2, 1, 64), torch.nan)))
     assert cache.seq_len() == 0
     with pytest.raises(BackendUnavailable, match="now, deferred"):
         make("fp8", check="later")
@@ -122,7 +123,7 @@ def test_what_one_sequence_holds_is_told_of_that_one_alone(bad, call):
     k[1, 1, 5] = bad
     if call == "attend":
         q = torch.randn(3, 4, 40, 64, generator=generator)
-        cache.view(seqs).attend(0, k, v, q)
+        cache.view(seqs).attend(0, k=k, v=v, q=q)
     else:
         cache.append(0, {seq: (k[i], v[i]) for i, seq in enumerate(seqs)})
     for good in (seqs[0], seqs[2]):

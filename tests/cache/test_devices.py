@@ -11,6 +11,7 @@ from kvpact.cache import contiguous
 from kvpact.errors import DeviceError
 from kvpact.methods import Codec
 from kvpact.quantizers import codebooks, numbers
+from kvpact.testing.data import by_name
 from kvpact.transforms.hadamard import random_signs
 
 
@@ -44,19 +45,19 @@ def test_a10_layers_may_live_on_different_devices(spec, monkeypatch):
     spec += ",sinks=0" if ":" in spec else ":sinks=0"
     cache = kvpact.create_cache(spec, CacheGeometry(3, 2, 80))
     k, v, q = kvq(160, dim=80)
-    output = cache.attend(0, k, v, q)  # the first layer, and the first use of every constant
+    output = cache.attend(0, k=k, v=v, q=q)  # the first layer, and the first use of every constant
     with monkeypatch.context() as patch:
         patch.setattr(numbers, "cast", lambda x, dtype, what: x.to(dtype))
         patch.setattr(contiguous, "check_tokens", lambda *_: None)
         far = [x.to("meta") for x in (k, v, q)]
         for _ in range(2):
-            assert cache.attend(1, *far).device.type == "meta"
+            assert cache.attend(1, **by_name(*far)).device.type == "meta"
         result = cache.prefill(1, *far)
         assert result.k.device.type == result.v.device.type == "meta"
         assert cache.seq_len(1) == 480
         assert {t.device.type for t in cache._layers[1].tensors()} == {"meta"}
     # Layers on the first device go on as before, bit for bit.
-    assert torch.equal(cache.attend(2, k, v, q), output)
+    assert torch.equal(cache.attend(2, k=k, v=v, q=q), output)
     for layer in (0, 2):
         assert {t.device.type for t in cache._layers[layer].tensors()} == {"cpu"}
 
@@ -76,7 +77,7 @@ def test_a10_tensors_of_one_call_on_two_devices_are_refused():
         given = [k, v, q]
         given[i] = given[i].to("meta")
         with pytest.raises(DeviceError):
-            cache.attend(0, *given)
+            cache.attend(0, **by_name(*given))
     assert cache.seq_len(0) == 8
 
 
@@ -87,8 +88,8 @@ def test_a10_a_model_over_two_real_devices_stores_the_same_bytes(spec):
     k, v, q = kvq(300, dim=128)
     for start, end in ((0, 200), (200, 300)):
         part = [x[:, :, start:end] for x in (k, v, q)]
-        near = cache.attend(0, *part)
-        far = cache.attend(1, *(x.cuda() for x in part))
+        near = cache.attend(0, **by_name(*part))
+        far = cache.attend(1, **by_name(*(x.cuda() for x in part)))
         torch.testing.assert_close(far.cpu(), near, rtol=1e-4, atol=1e-5)
     one, other = (layer.tensors() for layer in cache._layers)
     for near, far in zip(one, other, strict=True):

@@ -11,6 +11,7 @@ from kvpact.errors import CorruptState, KernelError, StaleResult
 from kvpact.kernels.cpu import library as native_library
 from kvpact.kernels.cpu.encode import CpuEncoder
 from kvpact.testing import random_tokens
+from kvpact.testing.data import by_name
 
 GEOMETRY = CacheGeometry(1, 2, 16, 8)
 PAGED = CacheGeometry(2, 2, 16, 8)
@@ -44,9 +45,9 @@ def state(cache):
 
 
 OPERATIONS = {
-    "one token": lambda cache: cache.attend(0, *tokens(1, 1)),
-    "a new segment": lambda cache: cache.attend(0, *tokens(140, 2)),
-    "store": lambda cache: cache.store(0, *tokens(33, 3)[:2]),
+    "one token": lambda cache: cache.attend(0, **by_name(*tokens(1, 1))),
+    "a new segment": lambda cache: cache.attend(0, **by_name(*tokens(140, 2))),
+    "store": lambda cache: cache.store(0, **by_name(*tokens(33, 3)[:2])),
     "truncate": lambda cache: cache.truncate(70),
     "select": lambda cache: cache.select(torch.tensor([0, 0])),
     "fork": lambda cache: cache.fork(),
@@ -66,7 +67,7 @@ def test_every_fault_leaves_a_layer_as_before_or_as_after(spec, name, fault):
         SNAPSHOTS[str(other.specs[0])] = other.snapshot()
     cache, _ = filled(spec)
     before = state(cache)
-    cache.store(0, *tokens(70, 7)[:2])
+    cache.store(0, **by_name(*tokens(70, 7)[:2]))
     going_on = state(cache)
     cache, _ = filled(spec)
     operation(cache)
@@ -82,7 +83,7 @@ def test_every_fault_leaves_a_layer_as_before_or_as_after(spec, name, fault):
         ends.add(unchanged)
         # The next call works, and writes where nothing was left.
         if unchanged:
-            cache.store(0, *tokens(70, 7)[:2])
+            cache.store(0, **by_name(*tokens(70, 7)[:2]))
             assert same_state(state(cache), going_on), f"after fault {n}"
         if not fired:
             break
@@ -105,11 +106,11 @@ def test_interrupt_between_k_and_v_leaves_neither_stored(spec, monkeypatch):
 
     monkeypatch.setattr(CpuEncoder, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cache.attend(0, *tokens(40, 2))
+        cache.attend(0, **by_name(*tokens(40, 2)))
     assert same_state(state(cache), before)
     monkeypatch.undo()
-    output = cache.attend(0, *tokens(40, 1))
-    assert torch.equal(output, filled(spec)[0].attend(0, *tokens(40, 1)))
+    output = cache.attend(0, **by_name(*tokens(40, 1)))
+    assert torch.equal(output, filled(spec)[0].attend(0, **by_name(*tokens(40, 1))))
 
 
 def test_streams_of_unlike_length_are_refused_by_name():
@@ -118,9 +119,9 @@ def test_streams_of_unlike_length_are_refused_by_name():
     longer = filled("int:bits=8", 151)[0].entry(0)
     entry._held = entry._held._replace(k=longer.k)
     with pytest.raises(CorruptState, match="151 tokens of K and 150 of V"):
-        cache.attend(0, *tokens(1))
+        cache.attend(0, **by_name(*tokens(1)))
     cache.reset()
-    cache.attend(0, *tokens(1))
+    cache.attend(0, **by_name(*tokens(1)))
 
 
 def test_status_of_the_encoder_is_a_named_error(monkeypatch):
@@ -128,10 +129,10 @@ def test_status_of_the_encoder_is_a_named_error(monkeypatch):
     before = state(cache)
     monkeypatch.setattr(native_library(), "encode", lambda *_: 3)
     with pytest.raises(KernelError, match="status 3"):
-        cache.attend(0, *tokens(9))  # too many for a step, which encodes by itself
+        cache.attend(0, **by_name(*tokens(9)))  # too many for a step, which encodes by itself
     monkeypatch.undo()
     assert same_state(state(cache), before)
-    cache.attend(0, *tokens(1))
+    cache.attend(0, **by_name(*tokens(1)))
     assert cache.seq_len() == 151
 
 
@@ -163,7 +164,7 @@ def pages_are_held_once(cache):
 
 PAGED_OPERATIONS = {
     "append": lambda cache, seqs: cache.append(0, {s: one(40, 9 + s) for s in seqs}),
-    "attend": lambda cache, seqs: cache.view(seqs).attend(0, *tokens(3, 4, batch=2)),
+    "attend": lambda cache, seqs: cache.view(seqs).attend(0, **by_name(*tokens(3, 4, batch=2))),
     "truncate": lambda cache, seqs: cache.truncate(seqs[1], 20),
     "fork": lambda cache, seqs: cache.fork(seqs[0]),
     "select": lambda cache, seqs: cache.view(seqs).select(torch.tensor([1, 1])),
@@ -215,11 +216,11 @@ def test_truncate_in_the_middle_of_a_step_is_not_undone(monkeypatch):
 
     monkeypatch.setattr(paged_view, "attend_steps", truncating)
     with pytest.raises(StaleResult, match="none of them is stored"):
-        cache.view(seqs).attend(0, *tokens(9, 4, batch=2))  # too many for a quick step
+        cache.view(seqs).attend(0, **by_name(*tokens(9, 4, batch=2)))  # too many for a quick step
     assert [cache.seq_len(seq) for seq in seqs] == [70, 20]
     assert pages_are_held_once(cache)
     monkeypatch.undo()
-    cache.view(seqs).attend(0, *tokens(9, 4, batch=2))
+    cache.view(seqs).attend(0, **by_name(*tokens(9, 4, batch=2)))
     assert [cache.seq_len(seq) for seq in seqs] == [79, 29]
 
 

@@ -15,7 +15,7 @@ ERRORS = {**example_specs(), "turboquant:bits=3,mode=prod": 0.28}
 def test_any_head_dim(dim, spec):
     k, v, q = kvq(140, dim=dim)
     cache = fill(without_exact_tokens(spec), k[:, :, :-2], v[:, :, :-2])
-    output = cache.fork().attend(0, k[:, :, -2:], v[:, :, -2:], q[:, :, -2:])
+    output = cache.fork().attend(0, k=k[:, :, -2:], v=v[:, :, -2:], q=q[:, :, -2:])
     result = cache.prefill(0, k[:, :, -2:], v[:, :, -2:])
     wanted = sdpa(q[:, :, -2:], result.k, result.v, causal(2, 140), enable_gqa=True)
     assert error(wanted, output) <= bound_of(spec)

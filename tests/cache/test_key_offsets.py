@@ -19,6 +19,7 @@ from kvpact.errors import (
 from kvpact.kernels import RowOffset
 from kvpact.stores import MemoryStore
 from kvpact.testing import CacheContract, PagedCacheContract, random_offset, same_bytes
+from kvpact.testing.data import by_name
 
 GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)
 SPECS = ["turboquant:bits=4,sinks=2,window=9", "kivi:bits=4,sinks=3,window=40"]
@@ -108,12 +109,12 @@ def test_attention_is_that_over_the_keys_shown(spec):
             cache.prefill(0, k[:, :, :300], v[:, :, :300], None, AttendConfig(padding=padding))
             new = k[:, :, 300 : 300 + last], v[:, :, 300 : 300 + last]
             config = AttendConfig(**options)
-            found = cache.fork().attend(0, *new, q[:, :, :last], config)
+            found = cache.fork().attend(0, **by_name(*new), q=q[:, :, :last], config=config)
             shown = cache.prefill(0, *new)
             exact = kvpact.create_cache("none", GEOMETRY, backend="torch")
             past = shown.k[:, :, :300], shown.v[:, :, :300]
             exact.prefill(0, *past, None, AttendConfig(padding=padding))
-            expected = exact.attend(0, *new, q[:, :, :last], config)
+            expected = exact.attend(0, **by_name(*new), q=q[:, :, :last], config=config)
             assert closeness.error(expected, found) <= closeness.WHOLE_BOUND
 
 
@@ -166,7 +167,7 @@ def test_pages_hold_the_same_bytes():
     for start, end in ((0, 90), (90, 91), (91, 150)):
         part = slice(start, end)
         one, other = (
-            x.attend(0, k[:, :, part], v[:, :, part], q[:, :, part]) for x in (cache, paged)
+            x.attend(0, k=k[:, :, part], v=v[:, :, part], q=q[:, :, part]) for x in (cache, paged)
         )
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
     a, b = cache.snapshot(), paged.snapshot()
@@ -334,7 +335,9 @@ def test_steps_go_on_where_the_table_of_positions_ends():
         cache.prefill(0, k[:, :, :1010], v[:, :, :1010], None, config)
     for t in range(1010, 1100):
         part = slice(t, t + 1)
-        one, other = (x.attend(0, k[:, :, part], v[:, :, part], q[:, :, part]) for x in caches)
+        one, other = (
+            x.attend(0, k=k[:, :, part], v=v[:, :, part], q=q[:, :, part]) for x in caches
+        )
         assert closeness.error(other, one) <= closeness.WHOLE_BOUND
     one, other = (cache.snapshot().layer(0).streams[0].slots for cache in caches)
     assert all(same_bytes(one[name], other[name]) for name in one)

@@ -6,6 +6,7 @@ from closeness import WHOLE_BOUND, bound_of, error
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import CacheFull, DtypeError, GeometryError, NonFiniteError
+from kvpact.testing.data import by_name
 
 LAYERS = 3
 SPECS = ("trellis:bits=4", "turboquant:bits=4", "int:bits=8,sinks=2,window=40", "kivi:bits=2")
@@ -30,7 +31,10 @@ def test_layers_hold_what_each_would_alone(spec, tokens):
     for step, new in enumerate((tokens, *[1] * 70)):
         for layer, one in enumerate(alone):
             given = qkv(new, 100 * step + layer)
-            output, right = together.attend(layer, *given), one.attend(0, *given)
+            output, right = (
+                together.attend(layer, **by_name(*given)),
+                one.attend(0, **by_name(*given)),
+            )
             assert error(right, output) <= bound_of(spec)
     for layer, one in enumerate(alone):
         for side in "kv":
@@ -43,39 +47,39 @@ def test_layers_hold_what_each_would_alone(spec, tokens):
 @pytest.mark.parametrize("side", (0, 1))
 def test_what_can_not_be_stored_is_refused_by_the_second_layer_too(number, side):
     cache = cache_of("trellis:bits=4", LAYERS)
-    cache.attend(0, *qkv(20, 0))
+    cache.attend(0, **by_name(*qkv(20, 0)))
     bad = qkv(20, 1)
     bad[side][1, 1, 7, 5] = number
     with pytest.raises(NonFiniteError):
-        cache.attend(1, *bad)
+        cache.attend(1, **by_name(*bad))
     assert cache.seq_len(1) == 0
-    right = cache_of("trellis:bits=4", 1).attend(0, *qkv(20, 1))
-    torch.testing.assert_close(cache.attend(1, *qkv(20, 1)), right, rtol=0, atol=1e-6)
+    right = cache_of("trellis:bits=4", 1).attend(0, **by_name(*qkv(20, 1)))
+    torch.testing.assert_close(cache.attend(1, **by_name(*qkv(20, 1))), right, rtol=0, atol=1e-6)
 
 
 def test_queries_of_no_number_are_refused_by_the_second_layer_too():
     cache = cache_of("trellis:bits=4", LAYERS)
-    cache.attend(0, *qkv(20, 0))
+    cache.attend(0, **by_name(*qkv(20, 0)))
     bad = qkv(20, 1)
     bad[2][0, 0, 0, 0] = torch.nan
     with pytest.raises(NonFiniteError, match="q holds"):
-        cache.attend(1, *bad)
+        cache.attend(1, **by_name(*bad))
     assert cache.seq_len(1) == 0
 
 
 def test_other_batches_and_dtypes_are_refused_by_the_second_layer_too():
     cache = cache_of("trellis:bits=4", LAYERS)
-    cache.attend(0, *qkv(20, 0))
+    cache.attend(0, **by_name(*qkv(20, 0)))
     with pytest.raises(GeometryError, match="batch 3"):
-        cache.attend(1, *qkv(20, 1, batch=3))
+        cache.attend(1, **by_name(*qkv(20, 1, batch=3)))
     k, v, q = qkv(20, 1)
     with pytest.raises(DtypeError):
-        cache.attend(1, k, v.half(), q)
+        cache.attend(1, k=k, v=v.half(), q=q)
     cache.reset()
-    cache.attend(0, *qkv(500, 0, batch=3))
+    cache.attend(0, **by_name(*qkv(500, 0, batch=3)))
     with pytest.raises(GeometryError, match="batch 2"):
-        cache.attend(1, *qkv(20, 1))
-    assert cache.attend(1, *qkv(20, 1, batch=3)).shape == (3, 6, 20, 64)
+        cache.attend(1, **by_name(*qkv(20, 1)))
+    assert cache.attend(1, **by_name(*qkv(20, 1, batch=3))).shape == (3, 6, 20, 64)
 
 
 def test_calls_with_other_rules_are_their_own():
@@ -89,17 +93,20 @@ def test_calls_with_other_rules_are_their_own():
     )
     for config in configs:
         cache, alone = cache_of("trellis:bits=4", 2), cache_of("trellis:bits=4", 1)
-        cache.attend(0, *qkv(20, 0))
-        outputs = [cache.attend(1, *qkv(20, 1), config), alone.attend(0, *qkv(20, 1), config)]
+        cache.attend(0, **by_name(*qkv(20, 0)))
+        outputs = [
+            cache.attend(1, **by_name(*qkv(20, 1)), config=config),
+            alone.attend(0, **by_name(*qkv(20, 1)), config=config),
+        ]
         torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
         assert torch.equal(cache.dequantize(1, "k"), alone.dequantize(0, "k"))
 
 
 def test_a_full_cache_stays_full():
     cache = cache_of("trellis:bits=4", LAYERS, max_tokens=25)
-    cache.attend(0, *qkv(20, 0))
+    cache.attend(0, **by_name(*qkv(20, 0)))
     with pytest.raises(CacheFull):
-        cache.attend(1, *qkv(26, 1))
+        cache.attend(1, **by_name(*qkv(26, 1)))
     assert cache.seq_len(1) == 0
 
 
@@ -108,13 +115,13 @@ def test_sinks_whose_channels_have_gaps_are_kept_for_the_second_layer():
     together, alone = cache_of("trellis:bits=4", 2), cache_of("trellis:bits=4", 1, backend="torch")
     for layer in range(2):
         k, v, q = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in qkv(130, layer))
-        together.attend(layer, k, v, q)
-    alone.attend(0, k, v, q)
+        together.attend(layer, k=k, v=v, q=q)
+    alone.attend(0, k=k, v=v, q=q)
     for step in range(1, 40):
         for layer in range(2):
             given = qkv(1, 2 * step + layer)
-            output = together.attend(layer, *given)
-        assert error(alone.attend(0, *given), output) <= WHOLE_BOUND
+            output = together.attend(layer, **by_name(*given))
+        assert error(alone.attend(0, **by_name(*given)), output) <= WHOLE_BOUND
 
 
 def test_sink_logits_of_another_dtype_are_kept_for_every_layer():
@@ -123,7 +130,9 @@ def test_sink_logits_of_another_dtype_are_kept_for_every_layer():
     for step, new in enumerate((20, *[1] * 5)):
         for layer in range(2):
             given = qkv(new, 2 * step + layer)
-            output = together.attend(layer, *given, config)
+            output = together.attend(layer, **by_name(*given), config=config)
         if step == 3:
             together.entry(0).truncate(5)
-        torch.testing.assert_close(output, alone.attend(0, *given, config), rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            output, alone.attend(0, **by_name(*given), config=config), rtol=0, atol=2e-6
+        )

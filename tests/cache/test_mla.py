@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from latent_heads import heads_of
 from one_layer import normal
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,6 +20,7 @@ from kvpact import (
 from kvpact.cache import bytes_per_token
 from kvpact.errors import CacheFull, DtypeError, GeometryError, NonFiniteError, SpecError
 from kvpact.kernels import absorb_query, expand_output
+from kvpact.testing.data import by_name
 from kvpact.testing.held import held_bytes, same_bytes
 
 HEADS, NOPE, ROPE, V_DIM, RANK = 4, 16, 8, 12, 32
@@ -65,7 +67,9 @@ def test_absorbed_is_expanded(layout):
         c_kv, k_rope, q_nope, q_rope = tokens(count, step)
         latents.append(c_kv)
         ropes.append(k_rope)
-        output = cache.attend(0, c_kv, k_rope, absorb_query(q_nope, q_rope, W_UK), CONFIG)
+        output = cache.attend(
+            0, k=c_kv, v=k_rope, q=absorb_query(q_nope, q_rope, W_UK), config=CONFIG
+        )
         wanted = reference(
             torch.cat(latents, 2), torch.cat(ropes, 2), torch.cat([q_nope, q_rope], -1)
         )
@@ -80,14 +84,14 @@ def test_absorbed_is_expanded(layout):
 def test_compressed_is_expanded_of_what_is_stored(spec):
     cache = MLACache(spec, 1, RANK, ROPE)
     c_kv, k_rope, *_ = tokens(300, 0)
-    cache.store(0, c_kv, k_rope)
+    cache.store(0, k=c_kv, v=k_rope)
     stored = cache.dequantize(0, "k"), cache.dequantize(0, "v")
     assert not torch.equal(stored[0], c_kv)
     assert torch.equal(stored[0][:, :, -64:], c_kv[:, :, -64:])
     new = tokens(3, 1)
     past = [torch.cat([x, y], 2) for x, y in zip(stored, new[:2], strict=True)]
     wanted = reference(*past, torch.cat(new[2:], -1))
-    got = cache.attend_heads(0, *new, W_UK, W_UV)
+    got = cache.attend_heads(0, **heads_of(*new, W_UK, W_UV))
     assert (got - wanted).norm() < 1e-5 * wanted.norm()
 
 
@@ -97,13 +101,13 @@ def test_latents_and_rotated_keys_leave_their_windows_apart(windows, backend):
     """Where one side is packed and the other exact, each meets queries in its own space."""
     spec = "turboquant:bits=4,window={}/turboquant:bits=8,window={}".format(*windows)
     cache = create_cache(spec, CacheGeometry.mla(1, RANK, ROPE, torch.float32), backend=backend)
-    cache.store(0, *tokens(300, 0)[:2])
+    cache.store(0, **by_name(*tokens(300, 0)[:2]))
     new = tokens(3, 1)
     past = [
         torch.cat([cache.dequantize(0, side), x], 2) for side, x in zip("kv", new, strict=False)
     ]
     wanted = reference(past[0], past[1], torch.cat(new[2:], -1))
-    output = cache.attend(0, *new[:2], absorb_query(*new[2:], W_UK), CONFIG)
+    output = cache.attend(0, **by_name(*new[:2]), q=absorb_query(*new[2:], W_UK), config=CONFIG)
     assert (expand_output(output, W_UV) - wanted).norm() < 1e-5 * wanted.norm()
 
 
@@ -113,13 +117,17 @@ def test_rules_of_the_call():
     mask = normal(2, 1, 40, 40, seed=5) > -1
     mask |= torch.eye(40, dtype=torch.bool)
     cache = MLACache("none", 1, RANK, ROPE)
-    got = cache.attend_heads(0, c_kv, k_rope, q_nope, q_rope, W_UK, W_UV, AttendConfig(mask=mask))
+    got = cache.attend_heads(
+        0, **heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV), config=AttendConfig(mask=mask)
+    )
     assert torch.allclose(got, reference(c_kv, k_rope, query, mask), atol=1e-5)
 
     padding = torch.tensor([0, 7])
     cache = MLACache("none", 1, RANK, ROPE)
     got = cache.attend_heads(
-        0, c_kv, k_rope, q_nope, q_rope, W_UK, W_UV, AttendConfig(padding=padding)
+        0,
+        **heads_of(c_kv, k_rope, q_nope, q_rope, W_UK, W_UV),
+        config=AttendConfig(padding=padding),
     )
     wanted = reference(c_kv[1:, :, 7:], k_rope[1:, :, 7:], query[1:, :, 7:])
     assert torch.allclose(got[1:, :, 7:], wanted, atol=1e-5)
@@ -134,7 +142,7 @@ def test_a_result_is_what_absorbed_attention_sees(exact_new):
     for step, count in enumerate((150, 1, 20)):
         c_kv, k_rope, q_nope, q_rope = tokens(count, step)
         query = absorb_query(q_nope, q_rope, W_UK)
-        wanted = attending.attend(0, c_kv, k_rope, query, config)
+        wanted = attending.attend(0, k=c_kv, v=k_rope, q=query, config=config)
         result = reading.prefill(0, c_kv, k_rope, query, config)
         assert result.logit_bias is None
         logits = query @ result.k.mT * SCALE
@@ -152,8 +160,8 @@ def test_bytes_of_a_token_by_hand():
     for layer in range(2):
         cache.store(
             layer,
-            normal(1, 1, 256, 512, seed=layer).bfloat16(),
-            normal(1, 1, 256, 64, seed=layer + 2).bfloat16(),
+            k=normal(1, 1, 256, 512, seed=layer).bfloat16(),
+            v=normal(1, 1, 256, 64, seed=layer + 2).bfloat16(),
         )
     assert by_hand == 326
     assert cache.memory_usage() == held_bytes(cache) == 2 * 256 * by_hand
@@ -178,10 +186,10 @@ def test_nothing_is_expanded_for_all_tokens():
     largest = []
     for count in (1024, 4096):
         cache = MLACache("turboquant:bits=4", 1, RANK, ROPE)
-        cache.store(0, *tokens(count, 0, batch=1)[:2])
+        cache.store(0, **by_name(*tokens(count, 0, batch=1)[:2]))
         new = tokens(1, 1, batch=1)
         with _Largest() as seen:
-            cache.attend_heads(0, *new, W_UK, W_UV)
+            cache.attend_heads(0, **heads_of(*new, W_UK, W_UV))
         largest.append(seen.numel)
     assert largest[0] == largest[1] < 1024 * HEADS * NOPE
 
@@ -196,8 +204,8 @@ def test_paged_is_contiguous_byte_for_byte(spec):
         for layer in range(2):
             c_kv, k_rope, q_nope, q_rope = tokens(count, step * 2 + layer, batch=1)
             query = absorb_query(q_nope, q_rope, W_UK)
-            wanted = plain.attend(layer, c_kv, k_rope, query, CONFIG)
-            assert torch.equal(view.attend(layer, c_kv, k_rope, query, CONFIG), wanted)
+            wanted = plain.attend(layer, k=c_kv, v=k_rope, q=query, config=CONFIG)
+            assert torch.equal(view.attend(layer, k=c_kv, v=k_rope, q=query, config=CONFIG), wanted)
         if step == 1:
             plain.truncate(150)
             view.truncate(150)
@@ -237,17 +245,17 @@ def test_the_method_of_the_rotated_key():
 
 def test_verbs_keep_the_cache_what_it_is():
     cache = MLACache("turboquant:bits=4", 1, RANK, ROPE)
-    cache.store(0, *tokens(100, 0)[:2])
+    cache.store(0, **by_name(*tokens(100, 0)[:2]))
     fork = cache.fork()
     assert isinstance(fork, MLACache)
     new = tokens(1, 1)
-    wanted = cache.attend_heads(0, *new, W_UK, W_UV)
-    assert torch.equal(fork.attend_heads(0, *new, W_UK, W_UV), wanted)
+    wanted = cache.attend_heads(0, **heads_of(*new, W_UK, W_UV))
+    assert torch.equal(fork.attend_heads(0, **heads_of(*new, W_UK, W_UV)), wanted)
     fork.select(torch.tensor([1]))
     row = [x[1:] for x in tokens(1, 2)]
     assert torch.allclose(
-        fork.attend_heads(0, *row, W_UK, W_UV),
-        cache.attend_heads(0, *tokens(1, 2), W_UK, W_UV)[1:],
+        fork.attend_heads(0, **heads_of(*row, W_UK, W_UV)),
+        cache.attend_heads(0, **heads_of(*tokens(1, 2), W_UK, W_UV))[1:],
         atol=1e-6,
     )
 
@@ -259,7 +267,7 @@ def test_wrong_input_changes_nothing(layout):
     cache = create_cache("int:bits=4", geometry, layout, **pages)
     c_kv, k_rope, q_nope, q_rope = tokens(80, 0)
     query = absorb_query(q_nope, q_rope, W_UK)
-    cache.attend(0, c_kv, k_rope, query, CONFIG)
+    cache.attend(0, k=c_kv, v=k_rope, q=query, config=CONFIG)
     before = held_bytes(cache)
     wrong = [
         (GeometryError, "softmax_scale", (c_kv, k_rope, query, None)),
@@ -274,7 +282,7 @@ def test_wrong_input_changes_nothing(layout):
     ]  # fmt: skip
     for error, words, (c, r, q, config) in wrong:
         with pytest.raises(error, match=words):
-            cache.attend(0, c, r, q, config)
+            cache.attend(0, k=c, v=r, q=q, config=config)
         assert cache.seq_len(0) == 80
         assert held_bytes(cache) == before
     with pytest.raises(GeometryError, match="latents have one head"):
@@ -290,15 +298,15 @@ def test_wrong_input_changes_nothing(layout):
     ]
     for error, words, given in wrong_parts:
         with pytest.raises(error, match=words):
-            heads.attend_heads(0, c_kv, k_rope, *given)
+            heads.attend_heads(0, **heads_of(c_kv, k_rope, *given))
         assert heads.seq_len(0) == 0
-    heads.attend_heads(0, c_kv, k_rope, *parts)
+    heads.attend_heads(0, **heads_of(c_kv, k_rope, *parts))
 
 
 def test_a_token_has_one_latent_and_one_rotated_key_for_all_heads():
     cache = MLACache("none", 1, 512, 64, dtype=torch.bfloat16)
     c_kv, k_rope = normal(1, 1, 40, 512, seed=0).bfloat16(), normal(1, 1, 40, 64, seed=1).bfloat16()
-    cache.store(0, c_kv, k_rope)
+    cache.store(0, k=c_kv, v=k_rope)
     # 128 heads or 4: what is held per token is r + d_rope numbers.
     assert cache.stats()["values"] == 40 * (512 + 64)
     assert torch.equal(cache.dequantize(0, "k"), c_kv)
@@ -313,5 +321,5 @@ def test_a_token_has_one_latent_and_one_rotated_key_for_all_heads():
             normal(1, heads, 1, 64, seed=4).bfloat16(),
         )
         new = c_kv[:, :, :1], k_rope[:, :, :1]
-        output = cache.fork().attend_heads(0, *new, q_nope, q_rope, w_uk, w_uv)
+        output = cache.fork().attend_heads(0, **heads_of(*new, q_nope, q_rope, w_uk, w_uv))
         assert output.shape == (1, heads, 1, 128)

@@ -8,6 +8,7 @@ from torch import Tensor
 import kvpact
 from kvpact import CacheGeometry
 from kvpact.errors import NonFiniteError
+from kvpact.testing.data import by_name
 
 
 def state(cache) -> list[Tensor]:
@@ -43,7 +44,7 @@ def test_overflow_of_side_information_is_refused_and_changes_nothing(spec, held)
     for given in ((x * too_large, x), (x, x * too_large)):
         for call in (cache.attend, cache.prefill):
             with pytest.raises(NonFiniteError, match=r"beyond|holds magnitudes up to"):
-                call(0, *given, q[:, :, :64])
+                call(0, **by_name(*given, q[:, :, :64]))
         assert cache.seq_len(0) == held
         assert all(map(torch.equal, state(cache), before))
     cache.prefill(0, x * fits, x * fits)

@@ -11,9 +11,11 @@ GEOMETRY = CacheGeometry(2, 2, 64, dtype=torch.float32)
 
 
 def two_layers(cache, k, v, q):
-    x = torch.ops.kvpact.attend(cache, 0, k, v, q)
-    torch.ops.kvpact.attend(cache, 1, k, v, q)  # its result is not used, its tokens are
-    return torch.ops.kvpact.attend(cache, 1, k * 2, v, q + x, 0.2, sliding_window=5)
+    x = torch.ops.kvpact.attend(cache, 0, k=k, v=v, q=q)
+    torch.ops.kvpact.attend(cache, 1, k=k, v=v, q=q)  # its result is not used, its tokens are
+    return torch.ops.kvpact.attend(
+        cache, 1, k=k * 2, v=v, q=q + x, softmax_scale=0.2, sliding_window=5
+    )
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -26,10 +28,10 @@ def test_a_compiled_program_has_no_break_and_the_same_results(backend):
     for _ in range(3):
         k, v = (torch.randn(1, 2, 3, 64, generator=generator) for _ in range(2))
         q = torch.randn(1, 4, 3, 64, generator=generator)
-        x = other.attend(0, k, v, q)
-        other.attend(1, k, v, q)
+        x = other.attend(0, k=k, v=v, q=q)
+        other.attend(1, k=k, v=v, q=q)
         config = AttendConfig(softmax_scale=0.2, sliding_window=5)
-        expected = other.attend(1, k * 2, v, q + x, config)
+        expected = other.attend(1, k=k * 2, v=v, q=q + x, config=config)
         assert torch.equal(compiled(number, k, v, q), expected)
     assert [cache.seq_len(layer) for layer in (0, 1)] == [9, 18]
 
@@ -53,4 +55,4 @@ def test_a_cache_has_one_number_and_is_not_kept_alive():
     del cache
     x = torch.ones(1, 2, 1, 64)
     with pytest.raises(KVPactError, match="gone"):
-        torch.ops.kvpact.attend(number, 0, x, x, x)
+        torch.ops.kvpact.attend(number, 0, k=x, v=x, q=x)

@@ -16,6 +16,7 @@ from kvpact.kernels.cpu import attend
 from kvpact.kernels.cpu import step as native
 from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_offset
+from kvpact.testing.data import by_name
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -113,7 +114,7 @@ def check_history(spec, dtype, watched, offsets):
                 k, v, q = random(count, 2, dtype, seed=seed)
                 outputs = []
                 for cache, watched.allowed in ((quick, True), (plain, False)):
-                    outputs.append(cache.attend(layer, k, v, q))
+                    outputs.append(cache.attend(layer, k=k, v=v, q=q))
                 assert torch.equal(*outputs)
         same_state(quick, plain)
         if turn == 4:
@@ -137,7 +138,7 @@ def test_sequences_on_pages(spec, watched):
         seqs = [pool.allocate() for _ in range(3)]
         for i, seq in enumerate(seqs):
             for layer in range(2):
-                pool.view([seq]).attend(layer, *random(20 + 30 * i, seed=i))
+                pool.view([seq]).attend(layer, **by_name(*random(20 + 30 * i, seed=i)))
         views.append(pool.view([*seqs, pool.fork(seqs[1])]))
     for step in range(120):
         if step == 60:
@@ -149,7 +150,7 @@ def test_sequences_on_pages(spec, watched):
         for layer in range(2):
             outputs = []
             for view, watched.allowed in zip(views, (True, False), strict=True):
-                outputs.append(view.attend(layer, *random(1, 4, seed=step)))
+                outputs.append(view.attend(layer, **by_name(*random(1, 4, seed=step))))
             assert torch.equal(*outputs)
     assert watched.taken > 0.75 * 2 * 120  # not while a group is cut
     for view in views:
@@ -172,7 +173,7 @@ def test_views_that_share_sequences_take_turns(watched):
     groups = ([0, 1], [1, 2], [2, 0, 1], [0, 1], [3, 1])
     for pool in pools:
         for seq in pool.allocate_rows(4):
-            pool.view([seq]).attend(0, *random(25 + seq, seed=seq))
+            pool.view([seq]).attend(0, **by_name(*random(25 + seq, seed=seq)))
     for step in range(60):
         if step == 40:
             for pool in pools:
@@ -181,14 +182,14 @@ def test_views_that_share_sequences_take_turns(watched):
         tokens = random(1, len(group), seed=step)
         outputs = []
         for pool, watched.allowed in zip(pools, (True, False), strict=True):
-            outputs.append(pool.view(group).attend(0, *tokens))
+            outputs.append(pool.view(group).attend(0, **by_name(*tokens)))
         assert torch.equal(*outputs)
     assert watched.taken > 40
     watched.allowed = True
     view = pools[0].view([0, 1])
     pools[0].free(1)
     with pytest.raises(SequenceError, match="was freed"):
-        view.attend(0, *random(1, 2))
+        view.attend(0, **by_name(*random(1, 2)))
     assert [pools[0].seq_len(seq) for seq in (0, 2)] == [pools[1].seq_len(seq) for seq in (0, 2)]
     for x, y in zip(*(pool.pool.tensors() for pool in pools), strict=True):
         for row in (0, 2, 3):
@@ -201,11 +202,11 @@ def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched,
     view = pool.view([pool.allocate(), pool.allocate()])
     for count in (29, 1, 1, 1):
         for layer in range(2):
-            view.attend(layer, *random(count, 2))
+            view.attend(layer, **by_name(*random(count, 2)))
     free, tensors = pool.pool.num_free, [x.clone() for x in pool.pool.tensors()]
     k, v, q = random(1, 2)
     with pytest.raises(NonFiniteError):
-        view.attend(0, k, torch.where(v == v[1, 1, 0, 1], torch.nan, v), q)
+        view.attend(0, k=k, v=torch.where(v == v[1, 1, 0, 1], torch.nan, v), q=q)
     real = native.run_steps
 
     def interrupted(*args):
@@ -214,19 +215,19 @@ def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched,
 
     monkeypatch.setattr(native, "run_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        view.attend(0, k, v, q)
+        view.attend(0, k=k, v=v, q=q)
     monkeypatch.undo()
     assert pool.pool.num_free == free and view.seq_len(0) == 32
     for x, y in zip(tensors, pool.pool.tensors(), strict=True):
         held = x.view(torch.uint8) != 0
         assert torch.equal(x.view(torch.uint8)[held], y.view(torch.uint8)[held])
-    view.attend(0, k, v, q)
+    view.attend(0, k=k, v=v, q=q)
     other = PagedKVCache("turboquant:bits=4", GEOMETRY, num_pages=9, page_size=32)
     rows = other.view([other.allocate(), other.allocate()])
     for count in (29, 1, 1, 1):
         for layer in range(2):
-            rows.attend(layer, *random(count, 2))
-    rows.attend(0, k, v, q)
+            rows.attend(layer, **by_name(*random(count, 2)))
+    rows.attend(0, k=k, v=v, q=q)
     for x, y in zip(other.pool.tensors(), pool.pool.tensors(), strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
 
@@ -255,7 +256,7 @@ def test_calls_of_other_shapes(case, watched):
             config = AttendConfig(padding=torch.tensor([0, 7]))
         outputs = []
         for cache, watched.allowed in zip(caches, (True, False), strict=True):
-            outputs.append(cache.attend(0, k, v, q, config))
+            outputs.append(cache.attend(0, k=k, v=v, q=q, config=config))
         assert torch.equal(*outputs)
     same_state(*caches)
     assert watched.taken >= 24
@@ -264,7 +265,7 @@ def test_calls_of_other_shapes(case, watched):
 def stepped(spec="turboquant:bits=4", **options):
     cache = create_cache(spec, GEOMETRY, **options)
     for count in (40, 1, 1, 1):
-        cache.attend(0, *random(count))
+        cache.attend(0, **by_name(*random(count)))
     return cache
 
 
@@ -276,14 +277,16 @@ def test_numbers_that_can_not_be_stored_change_nothing(which, wrong, watched):
     tokens[which][0, 1, 0, 3] = wrong
     taken = watched.taken
     if which == 2 and wrong == 1e30:
-        cache.attend(0, *tokens)  # a query may be large
-        other.attend(0, *tokens)
+        cache.attend(0, **by_name(*tokens))  # a query may be large
+        other.attend(0, **by_name(*tokens))
     else:
         with pytest.raises(NonFiniteError):
-            cache.attend(0, *tokens)
+            cache.attend(0, **by_name(*tokens))
         assert watched.taken == taken
     same_state(cache, other)
-    assert torch.equal(cache.attend(0, *random(1)), other.attend(0, *random(1)))
+    assert torch.equal(
+        cache.attend(0, **by_name(*random(1))), other.attend(0, **by_name(*random(1)))
+    )
 
 
 def test_an_interrupt_after_the_native_call_leaves_the_layer_as_it_was(watched, monkeypatch):
@@ -296,10 +299,13 @@ def test_an_interrupt_after_the_native_call_leaves_the_layer_as_it_was(watched, 
 
     monkeypatch.setattr(native, "run_steps", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cache.attend(0, *random(1, seed=1))
+        cache.attend(0, **by_name(*random(1, seed=1)))
     monkeypatch.undo()
     assert cache.seq_len() == other.seq_len()
-    assert torch.equal(cache.attend(0, *random(1, seed=2)), other.attend(0, *random(1, seed=2)))
+    assert torch.equal(
+        cache.attend(0, **by_name(*random(1, seed=2))),
+        other.attend(0, **by_name(*random(1, seed=2))),
+    )
     same_state(cache, other)
 
 
@@ -308,13 +314,15 @@ def test_other_calls_take_the_ordinary_way(watched):
     k, v, q = random(1)
     taken = watched.taken
     with pytest.raises(GeometryError):
-        cache.attend(0, k, v, q[..., :20])
+        cache.attend(0, k=k, v=v, q=q[..., :20])
     with pytest.raises(GeometryError):
-        cache.attend(0, k.expand(2, -1, -1, -1), v, q)
-    cache.attend(0, k, v, q, AttendConfig(mask=torch.ones(1, 1, 1, 44, dtype=torch.bool)))
+        cache.attend(0, k=k.expand(2, -1, -1, -1), v=v, q=q)
+    cache.attend(
+        0, k=k, v=v, q=q, config=AttendConfig(mask=torch.ones(1, 1, 1, 44, dtype=torch.bool))
+    )
     assert watched.taken == taken
     with pytest.raises(CacheFull):
-        cache.attend(0, k, v, q)
+        cache.attend(0, k=k, v=v, q=q)
     assert cache.seq_len() == 44
 
 
@@ -322,7 +330,7 @@ def test_a_quick_step_beyond_the_limit_is_refused(watched):
     cache = stepped(max_tokens=43)
     assert watched.taken
     with pytest.raises(CacheFull):
-        cache.attend(0, *random(1))
+        cache.attend(0, **by_name(*random(1)))
     assert cache.seq_len() == 43
 
 
@@ -333,7 +341,7 @@ def test_steps_that_attend_new_tokens_as_stored(watched):
     for step in range(5):
         tokens, outputs = random(1 if step else 40, seed=step), []
         for cache, watched.allowed in zip(caches, (True, False), strict=True):
-            outputs.append(cache.attend(0, *tokens, config))
+            outputs.append(cache.attend(0, **by_name(*tokens), config=config))
         assert torch.equal(*outputs)
     same_state(*caches)
 
@@ -343,6 +351,6 @@ def test_a_copy_and_a_pickle_have_plans_of_their_own(watched):
     other, held = copy.deepcopy(cache), cache._layers[0]._held
     assert held.runner is not None or cache._layers[0]._held.runner is None
     assert pickle.loads(pickle.dumps(held.runner)) is None
-    outputs = [one.attend(0, *random(1, seed=i)) for i, one in enumerate((cache, other))]
+    outputs = [one.attend(0, **by_name(*random(1, seed=i))) for i, one in enumerate((cache, other))]
     assert not torch.equal(*outputs)
     assert cache.seq_len() == other.seq_len() == 44

@@ -18,7 +18,7 @@ def filled(spec="turboquant:bits=4", tokens=200, padding=None, **options):
     config = AttendConfig(padding=None if padding is None else torch.tensor(padding))
     for layer in range(2):
         k = random_tokens(batch, 2, tokens, 32, seed=layer)
-        cache.store(layer, k, random_tokens(batch, 2, tokens, 16, seed=9), config)
+        cache.store(layer, k=k, v=random_tokens(batch, 2, tokens, 16, seed=9), config=config)
     return cache
 
 

@@ -6,6 +6,7 @@ from one_layer import METHODS
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.errors import CacheFull, GeometryError
+from kvpact.testing.data import by_name
 
 GEOMETRY = CacheGeometry(2, 2, 64, dtype=torch.float32)
 
@@ -34,7 +35,7 @@ def test_steps_stay_in_the_room_and_change_no_byte(spec, backend):
     prompt = [tokens(150, generator) for _ in range(2)]
     for one in (cache, plain):
         for layer, given in enumerate(prompt):
-            one.attend(layer, *given)
+            one.attend(layer, **by_name(*given))
     cache.reserve(75)
     assert cache.memory_usage() > plain.memory_usage()
     assert torch.equal(cache.dequantize(0, "k"), plain.dequantize(0, "k"))
@@ -42,7 +43,9 @@ def test_steps_stay_in_the_room_and_change_no_byte(spec, backend):
     for _ in range(15):
         for layer in range(2):
             given = tokens(5, generator)
-            assert torch.equal(cache.attend(layer, *given), plain.attend(layer, *given))
+            assert torch.equal(
+                cache.attend(layer, **by_name(*given)), plain.attend(layer, **by_name(*given))
+            )
     slots, tails = where(cache)
     assert slots == before[0]
     if ",window=0" not in spec:
@@ -61,7 +64,7 @@ def test_room_is_within_the_cache_and_may_be_none():
     cache = create_cache("int:bits=8", GEOMETRY, max_tokens=100)
     cache.reserve(50)
     assert cache.seq_len() == 0
-    cache.attend(0, *tokens(60, torch.Generator().manual_seed(1)))
+    cache.attend(0, **by_name(*tokens(60, torch.Generator().manual_seed(1))))
     cache.reserve(40)
     with pytest.raises(CacheFull, match="reserve fewer"):
         cache.reserve(41)

@@ -50,7 +50,7 @@ def test_a_rollback_to_nothing_forgets_padding():
     """Rows of the next text are as long as it says: all of their tokens are attended."""
     x = tokens(20, 0).repeat(2, 1, 1, 1)
     cache, fresh = (create_cache("int:bits=8", CacheGeometry(1, 2, 64)) for _ in range(2))
-    cache.attend(0, x, x, x, AttendConfig(padding=torch.tensor([7, 0])))
+    cache.attend(0, k=x, v=x, q=x, config=AttendConfig(padding=torch.tensor([7, 0])))
     cache.truncate(0)
-    assert torch.equal(cache.attend(0, x, x, x), fresh.attend(0, x, x, x))
+    assert torch.equal(cache.attend(0, k=x, v=x, q=x), fresh.attend(0, k=x, v=x, q=x))
     assert cache.entry(0).padding is None

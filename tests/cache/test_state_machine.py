@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
         if how == "decode":
             output = self.cache.decode(0, k, v, q, config).output
         else:
-            output = self.cache.attend(0, k, v, q, config)
+            output = self.cache.attend(0, k=k, v=v, q=q, config=config)
         config = kvpact.AttendConfig(padding=torch.tensor(self.oracle.padding))
         wanted = reference_attention(q, *expected, config)
         tolerance = {torch.float16: 5e-3, torch.bfloat16: 3e-2}.get(self.dtype)
@@ -204,8 +204,8 @@ class Histories(RuleBasedStateMachine):
         k, v, q = self._tokens(batch, count)
         kept, rows = max(length - count, 0), [batch - 1, 0][:batch]
         calls = {
-            "attend": lambda cache: cache.attend(0, k, v, q),
-            "store": lambda cache: cache.store(0, k, v),
+            "attend": lambda cache: cache.attend(0, k=k, v=v, q=q),
+            "store": lambda cache: cache.store(0, k=k, v=v),
             "truncate": lambda cache: cache.truncate(kept),
             "fork": lambda cache: cache.fork(),
             "select": lambda cache: cache.select(torch.tensor(rows)),

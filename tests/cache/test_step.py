@@ -26,8 +26,8 @@ def test_the_past_is_read_under_the_lock(how, kernel, monkeypatch):
     cache = create_cache(
         "turboquant:bits=4,sinks=0,window=0", CacheGeometry(1, 2, 64), backend=kernel
     )
-    cache.store(0, x, x)
-    step = cache.store(0, x[:, :, :1], x[:, :, :1])
+    cache.store(0, k=x, v=x)
+    step = cache.store(0, k=x[:, :, :1], v=x[:, :, :1])
     assert step.lock is cache._layers[0].lock
     lock, seen = Lock(), []
 

@@ -16,6 +16,7 @@ from kvpact.errors import StaleResult
 from kvpact.methods.none import Exact, ExactCodec
 from kvpact.registry import unregister_method
 from kvpact.testing import random_tokens
+from kvpact.testing.data import by_name
 
 PATIENCE = 60
 HEADS, DIM = 1, 4
@@ -105,7 +106,7 @@ def test_one_layer_takes_turns(meeting):
                 inside[0] -= 1
 
     meeting.barrier = Counting()
-    run_all(*(lambda i=i: cache.attend(0, *tokens(1, i)) for i in range(4)))
+    run_all(*(lambda i=i: cache.attend(0, **by_name(*tokens(1, i))) for i in range(4)))
     assert most == [1]
     assert cache.seq_len() == 4
 
@@ -125,7 +126,7 @@ def test_many_threads_on_one_layer_lose_nothing(spec):
             value = float(number * each + i + 1)
             k = torch.full((1, HEADS, 1, DIM), value)
             if i % 3 == 0:
-                cache.attend(0, k, -k, torch.zeros_like(k))
+                cache.attend(0, k=k, v=-k, q=torch.zeros_like(k))
             else:
                 cache.prefill(0, k, -k, torch.zeros_like(k))
             assert 0 < cache.seq_len() <= threads * each
@@ -176,14 +177,14 @@ def test_operations_on_the_whole_cache_meet_appends():
     def append(i):
         start.wait(PATIENCE)
         for step in range(steps):
-            cache.attend(i, *tokens(1, step, batch=2))
+            cache.attend(i, **by_name(*tokens(1, step, batch=2)))
 
     def forks():
         start.wait(PATIENCE)
         for step in range(steps):
             other = cache.fork()
             held = [other.seq_len(i) for i in range(layers)]
-            other.attend(0, *tokens(1, step, batch=2))
+            other.attend(0, **by_name(*tokens(1, step, batch=2)))
             other.reorder(torch.tensor([1, 0]))
             other.truncate(20)
             assert min(held) >= 40
@@ -251,14 +252,14 @@ def test_no_lock_is_held_while_another_is_taken(monkeypatch, exact_new):
     config = kvpact.AttendConfig(exact_new=exact_new)
     for i in range(3):
         result = cache.prefill(i, *tokens(70, i, batch=2), config)
-        cache.attend(i, *tokens(40, i, batch=2), config)
+        cache.attend(i, **by_name(*tokens(40, i, batch=2)), config=config)
         cache.decode(i, *tokens(1, i, batch=2), config)
         assert result.k.shape[2] == 70
-        cache.store(i, *tokens(1, i, batch=2)[:2], config)
+        cache.store(i, **by_name(*tokens(1, i, batch=2)[:2]), config=config)
         cache.dequantize(i, "k")
         cache.seq_len(i)
     with pytest.raises(kvpact.KVPactError):
-        cache.attend(0, *tokens(1, batch=1), config)
+        cache.attend(0, **by_name(*tokens(1, batch=1)), config=config)
     cache.memory_usage()
     cache.stats()
     fork = cache.fork()
@@ -294,7 +295,7 @@ def test_paged_locks_are_taken_in_one_order(monkeypatch):
     for config in (kvpact.AttendConfig(), kvpact.AttendConfig(exact_new=False)):
         for i in range(3):
             result = view.prefill(i, *tokens(70, i, batch=2), config)
-            view.attend(i, *tokens(3, i, batch=2), config)
+            view.attend(i, **by_name(*tokens(3, i, batch=2)), config=config)
             assert result.k.shape[2] >= 70
             cache.layer_of(view.seqs[0], i).dequantize("k")
     first, second = view.seqs

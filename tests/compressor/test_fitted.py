@@ -134,12 +134,12 @@ def test_in_a_cache(spec: str):
     exact = create_cache("none", CacheGeometry(1, 2, 64, 80))
     outputs = []
     for held in (cache, exact):
-        held.attend(0, k, v, q)
-        outputs.append(held.attend(0, k[:, :, :5], v[:, :, :5], q[:, :, :5]))
+        held.attend(0, k=k, v=v, q=q)
+        outputs.append(held.attend(0, k=k[:, :, :5], v=v[:, :, :5], q=q[:, :, :5]))
     assert torch.isfinite(outputs[0]).all()
     if spec == "hybrid:rank=64":
         torch.testing.assert_close(*outputs, rtol=0, atol=0.15)
     fork = cache.fork()
     fork.truncate(90)
-    fork.attend(0, k[:, :, :9], v[:, :, :9], q[:, :, :9])
+    fork.attend(0, k=k[:, :, :9], v=v[:, :, :9], q=q[:, :, :9])
     assert (cache.seq_len(0), fork.seq_len(0)) == (269, 99)

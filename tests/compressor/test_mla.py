@@ -16,6 +16,7 @@ from kvpact import (
     create_cache,
 )
 from kvpact.errors import CacheFull, DtypeError, GeometryError, LayerIndexError, SequenceError
+from kvpact.testing.data import by_name
 from kvpact.testing.held import held_bytes
 
 RANK, ROPE = 64, 32
@@ -41,7 +42,7 @@ def latents(count: int, seed: int = 0, batch: int = 2) -> tuple[Tensor, Tensor]:
 def test_packed_latents_go_there_and_back(spec: str, count: int, tmp_path):
     cache = MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
     c_kv, k_rope = latents(count)
-    cache.store(1, c_kv, k_rope)
+    cache.store(1, k=c_kv, v=k_rope)
     compressor = KVCacheCompressor(spec)
     first = compressor.compress_mla_cache(cache, 1)
     assert first.k_shape == (2, 1, count, RANK)
@@ -55,14 +56,14 @@ def test_packed_latents_go_there_and_back(spec: str, count: int, tmp_path):
     compressor.decompress_to_mla_cache(first, other, 1)
     assert other.seq_len(1) == count
     assert same(first, compressor.compress_mla_cache(other, 1))
-    other.store(1, *latents(40, 7))
+    other.store(1, **by_name(*latents(40, 7)))
     assert compressor.compress_mla_cache(other, 1).tokens == count + 40
 
 
 def test_between_layouts():
     spec = "turboquant:bits=4"
     plain = MLACache(spec, 1, RANK, ROPE, dtype=torch.float32)
-    plain.store(0, *latents(100, batch=1))
+    plain.store(0, **by_name(*latents(100, batch=1)))
     compressor = KVCacheCompressor(spec)
     packed = compressor.compress_mla_cache(plain, 0)
     paged = MLACache.paged(spec, 1, RANK, ROPE, 8, dtype=torch.float32)
@@ -80,7 +81,7 @@ def test_between_layouts():
 def test_another_method_takes_what_the_cache_gives():
     cache = MLACache("int:bits=8", 1, RANK, ROPE)
     c_kv, k_rope = latents(256)
-    cache.store(0, c_kv, k_rope)
+    cache.store(0, k=c_kv, v=k_rope)
     found = KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
     assert str(found.spec) == "turboquant:bits=4/int:bits=8"
     k, v = found.decompress()
@@ -90,7 +91,7 @@ def test_another_method_takes_what_the_cache_gives():
 
 def test_padding_is_not_lost_silently():
     cache = MLACache("int:bits=4", 1, RANK, ROPE)
-    cache.store(0, *latents(10), AttendConfig(padding=torch.tensor([0, 3])))
+    cache.store(0, **by_name(*latents(10)), config=AttendConfig(padding=torch.tensor([0, 3])))
     compressor = KVCacheCompressor("int:bits=4")
     with pytest.raises(GeometryError, match="rows with padding"):
         compressor.compress_mla_cache(cache, 0)
@@ -103,7 +104,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
     heads = create_cache("int:bits=4", CacheGeometry(1, 1, RANK, ROPE))
     cache = MLACache("int:bits=4", 2, RANK, ROPE, max_tokens=50)
     paged = PagedKVCache("int:bits=4", CacheGeometry.mla(1, RANK, ROPE), 4)
-    cache.store(0, *latents(10))
+    cache.store(0, **by_name(*latents(10)))
     packed = compressor.compress_mla_cache(cache, 0)
     with pytest.raises(GeometryError, match="no latents; use compress_kv"):
         compressor.compress_mla_cache(heads, 0)
@@ -135,6 +136,6 @@ def test_what_does_not_fit_is_named_and_changes_nothing():
 
 def test_latents_are_compressed_as_latents():
     cache = MLACache("none", 1, 512, 64)
-    cache.store(0, normal(1, 1, 128, 512), normal(1, 1, 128, 64, seed=1))
+    cache.store(0, k=normal(1, 1, 128, 512), v=normal(1, 1, 128, 64, seed=1))
     found = KVCacheCompressor("turboquant:bits=4").compress_mla_cache(cache, 0)
     assert found.nbytes == 128 * (512 // 2 + 2 + 64 + 4)

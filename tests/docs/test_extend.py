@@ -17,6 +17,7 @@ from kvpact.testing import (
     example_specs,
     random_tokens,
 )
+from kvpact.testing.data import by_name
 
 
 def shown(page: str, *names: str) -> dict:
@@ -98,7 +99,7 @@ def test_attention_over_it_is_native_and_right():
     for backend in ("auto", "torch"):
         cache = create_cache("sign", CacheGeometry(1, 2, 64), backend=backend)
         cache.prefill(0, k, v)
-        outputs[backend] = cache.attend(0, *one)
+        outputs[backend] = cache.attend(0, **by_name(*one))
         assert set(cache.stats()["compute"]["attend"]) == {"cpu" if backend == "auto" else "torch"}
     torch.testing.assert_close(outputs["auto"], outputs["torch"], rtol=1e-5, atol=1e-6)
 

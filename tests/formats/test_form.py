@@ -121,5 +121,5 @@ def test_every_order_of_sides_is_native_as_in_torch_or_not_native(side, name, le
     for backend in ("auto", "torch"):
         cache = kvpact.create_cache(spec, CacheGeometry(1, 2, 32), backend=backend)
         cache.prefill(0, k, v)
-        outputs.append(cache.attend(0, new, new, q))
+        outputs.append(cache.attend(0, k=new, v=new, q=q))
     assert error(outputs[1], outputs[0]) <= WHOLE_BOUND

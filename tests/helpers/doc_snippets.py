@@ -11,6 +11,7 @@ import torch
 from tiny_llama import ascii_tokenizer, tiny_llama
 
 import kvpact
+from kvpact.testing.data import by_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -118,8 +119,8 @@ def _caches() -> dict[str, Any]:
     seq, other = pool.allocate(), pool.allocate()
     draw = torch.Generator().manual_seed(2)
     tokens = [torch.randn(1, heads, 40, 64, generator=draw) for heads in (3, 3, 9)]
-    pool.view([seq]).attend(0, *tokens)
+    pool.view([seq]).attend(0, **by_name(*tokens))
     held = kvpact.create_cache("turboquant:bits=4", geometry)
     for layer in range(2):
-        held.attend(layer, *tokens)
+        held.attend(layer, **by_name(*tokens))
     return {"pool": pool, "seq": seq, "other": other, "engine_cache": held}

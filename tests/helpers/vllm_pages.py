@@ -110,10 +110,10 @@ class WindowBeside:
                 for stream, x in zip(entry.streams(), self.exact, strict=True)
             ]
             entry.restore(*streams, None)
-        self.stored.store(0, k, v)
+        self.stored.store(0, k=k, v=v)
         old = self.exact or (k[:, :, :0], v[:, :, :0])
         self.exact = [torch.cat(both, 2) for both in zip(old, (k, v), strict=True)]
-        return read.attend(0, k, v, q, config)
+        return read.attend(0, k=k, v=v, q=q, config=config)
 
 
 class SequenceBeside:
@@ -128,7 +128,7 @@ class SequenceBeside:
     def take(self, count):
         self.new = [x[self.held : self.held + count] for x in self.qkv]
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.new)
-        self.right = self.cache.attend(0, k, v, q, self.config)[0].transpose(0, 1)
+        self.right = self.cache.attend(0, k=k, v=v, q=q, config=self.config)[0].transpose(0, 1)
 
     def row(self, start):
         end, held = start + len(self.new[0]), self.held

@@ -186,7 +186,7 @@ def test_pickling_says_what_to_do_instead(llama, prompt):
 def test_pickling_a_bare_cache_says_what_to_do_instead():
     cache = create_cache("int:bits=8", CacheGeometry(1, 1, 16))
     x = torch.ones(1, 1, 3, 16)
-    cache.attend(0, x, x, x)
+    cache.attend(0, k=x, v=x, q=x)
     with pytest.raises(SnapshotError, match=r"snapshot\(\)"):
         pickle.dumps(cache)
     assert copy.deepcopy(cache).seq_len() == 3

@@ -105,7 +105,7 @@ def test_a_restored_cache_keeps_its_kernel_and_its_shape(llama, prompt):
         assert layer.cache.stats()["compute"]["requested"] == "torch"
     other = create_cache("int:bits=4", CacheGeometry(2, 1, 16, dtype=torch.float32))
     for index in range(2):
-        other.store(index, torch.zeros(2, 1, 5, 16), torch.zeros(2, 1, 5, 16))
+        other.store(index, k=torch.zeros(2, 1, 5, 16), v=torch.zeros(2, 1, 5, 16))
     length = again.get_seq_length()
     with pytest.raises(errors.GeometryError, match="the model's cache of"):
         again.restore(other.snapshot())

@@ -19,6 +19,7 @@ from matrix import ATTENDED
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.cpu import attend as native
 from kvpact.testing import random_offset
+from kvpact.testing.data import by_name
 
 
 def random_tokens(
@@ -76,7 +77,7 @@ def both(
             if held:
                 cache.prefill(0, *past, config=AttendConfig(**rules))
             rules = AttendConfig(**scale | config)
-            results.append(cache.attend(0, *map(change, given), rules).float())
+            results.append(cache.attend(0, **by_name(*map(change, given)), config=rules).float())
     return results[0], results[1], cache.stats()["compute"]["attend"]
 
 

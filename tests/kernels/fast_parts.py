@@ -55,7 +55,7 @@ def decode_calls(
 
     monkeypatch.setattr(TORCH, "attend", seen)
     q = normal(batch, heads * groups, queries, dim, seed=3)
-    cache.attend(0, k[:, :, tokens:], v[:, :, tokens:], q, config or AttendConfig())
+    cache.attend(0, k=k[:, :, tokens:], v=v[:, :, tokens:], q=q, config=config or AttendConfig())
     return made
 
 

@@ -316,7 +316,7 @@ def record_steps(recorder: Recorder, spec: str, layout: str = "contiguous", rows
     tokens = torch.randn(rows, 10, 134, 64, generator=torch.Generator().manual_seed(rows))
     cache.prefill(0, tokens[:, :2, :124], tokens[:, 2:4, :124])
     for k, v, q in (x.split((2, 2, 6), 1) for x in tokens[:, :, 124:].split(1, 2)):
-        cache.attend(0, k.contiguous(), v.contiguous(), q.contiguous())
+        cache.attend(0, k=k.contiguous(), v=v.contiguous(), q=q.contiguous())
     made = [one for one in recorder.cases[before:] if one.operation == "step"]
     assert made, spec
     for one in made:

@@ -12,6 +12,7 @@ from kvpact import AttendConfig, CacheGeometry, PagedKVCache
 from kvpact.errors import GeometryError
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.library import _load
+from kvpact.testing.data import by_name
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -55,10 +56,12 @@ def test_one_call_for_all_rows(monkeypatch, spec, exact_new):
     for kernel in ("torch", "cpu"):
         cache, view = filled(kernel, spec)
         k, v, q = given(len(LENGTHS), 9)  # too many for a step
-        found = [view.attend(0, k, v, q, config) for config in (configs[0], configs[1])]
+        found = [
+            view.attend(0, k=k, v=v, q=q, config=config) for config in (configs[0], configs[1])
+        ]
         cut = [max(cache.seq_len(seq) for seq in view.seqs) + 9, configs[2]]
         config = AttendConfig(exact_new=exact_new, mask=cut[1].mask[..., : cut[0]])
-        outputs.append([*found, view.attend(0, k, v, q, config)])
+        outputs.append([*found, view.attend(0, k=k, v=v, q=q, config=config)])
         calls = dict(cache.stats()["compute"]["attend"])
     assert counts == [len(LENGTHS)] * 3 and calls == {"cpu": 3 * len(LENGTHS)}
     for expected, found in zip(*outputs, strict=True):
@@ -73,9 +76,9 @@ def test_the_same_numbers_alone_and_together(threads):
         lengths = (3000, 5, 0, 900, 64, 1200, 40)[: 7 - threads]
         (_, together), (cache, alone) = (filled("cpu", "int:bits=4", lengths) for _ in "ab")
         k, v, q = given(len(lengths))
-        found = together.attend(0, k, v, q)
+        found = together.attend(0, k=k, v=v, q=q)
         for i, seq in enumerate(alone.seqs):
-            one = cache.view([seq]).attend(0, k[i : i + 1], v[i : i + 1], q[i : i + 1])
+            one = cache.view([seq]).attend(0, k=k[i : i + 1], v=v[i : i + 1], q=q[i : i + 1])
             # Weights are rounded beside the greatest of a task's tokens: tasks differ.
             assert error(one, found[i : i + 1]) <= 1e-5
     finally:
@@ -86,7 +89,7 @@ def test_an_empty_row_among_others():
     outputs = []
     for kernel in ("torch", "cpu"):
         cache, view = filled(kernel, lengths=(40, 0, 200))
-        outputs.append(view.attend(0, *given(3)).clone())
+        outputs.append(view.attend(0, **by_name(*given(3))).clone())
     assert error(*outputs) <= WHOLE_BOUND
     assert cache.stats()["compute"]["attend"] == {"cpu": 3}
 
@@ -94,7 +97,7 @@ def test_an_empty_row_among_others():
 def test_half_precision_queries_saturate():
     _, view = filled("cpu")
     k, v, q = given(len(LENGTHS))
-    assert view.attend(0, k, v, q.half()).dtype == torch.float16
+    assert view.attend(0, k=k, v=v, q=q.half()).dtype == torch.float16
 
 
 def test_a_wrong_mask_changes_no_row():
@@ -103,7 +106,7 @@ def test_a_wrong_mask_changes_no_row():
     before = [cache.seq_len(seq) for seq in view.seqs]
     mask = torch.ones(1, HEADS * GROUPS + 1, 1, max(LENGTHS) + 1, dtype=torch.bool)
     with pytest.raises(GeometryError):
-        view.attend(0, k, v, q, AttendConfig(mask=mask))
+        view.attend(0, k=k, v=v, q=q, config=AttendConfig(mask=mask))
     assert [cache.seq_len(seq) for seq in view.seqs] == before
 
 
@@ -115,7 +118,7 @@ def test_views_with_the_same_rows_in_other_orders_do_not_wait_for_each_other_for
 
     def work(one):
         for _ in range(40):
-            one.attend(0, k, v, q, config)
+            one.attend(0, k=k, v=v, q=q, config=config)
 
     workers = [threading.Thread(target=work, args=(one,), daemon=True) for one in views]
     for worker in workers:

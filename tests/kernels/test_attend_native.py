@@ -165,7 +165,7 @@ def test_weights_below_the_normal_numbers_are_nothing(kernel, monkeypatch):
     k[:, :, 0], v[:, :, 1:] = 0.0, 1e38
     cache.prefill(0, k[:, :, :-1], v[:, :, :-1])
     config = AttendConfig(softmax_scale=1.0)
-    output = cache.attend(0, k[:, :, -1:], v[:, :, -1:], q[:, :, -1:], config=config)
+    output = cache.attend(0, k=k[:, :, -1:], v=v[:, :, -1:], q=q[:, :, -1:], config=config)
     assert torch.equal(output, torch.ones(1, 1, 1, 32))
 
 

@@ -34,7 +34,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, config: AttendConfig, spec="none",
     if held:
         past = AttendConfig(padding=config.padding)
         cache.prefill(0, k[:, :, :held], v[:, :, :held], None, past)
-    output = cache.attend(0, k[:, :, held:], v[:, :, held:], q, config)
+    output = cache.attend(0, k=k[:, :, held:], v=v[:, :, held:], q=q, config=config)
     assert cache.seq_len(0) == k.shape[2]
     return output
 
@@ -193,7 +193,7 @@ def test_in_chunks_as_in_one_go(sizes):
     whole = attended(q, k, v, AttendConfig())
     cache = kvpact.create_cache("none", kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
     parts = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
-    pieces = [cache.attend(0, kp, vp, qp) for qp, kp, vp in parts]
+    pieces = [cache.attend(0, k=kp, v=vp, q=qp) for qp, kp, vp in parts]
     torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-5, atol=1e-6)
 
 
@@ -251,7 +251,7 @@ def test_configs_that_dont_fit_are_refused_and_nothing_is_stored(config, message
     q, k, v = tensors()
     cache = kvpact.create_cache("none", kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
     with pytest.raises(KVPactError, match=message):
-        cache.attend(0, k, v, q, config)
+        cache.attend(0, k=k, v=v, q=q, config=config)
     assert cache.seq_len(0) == 0 and cache.memory_usage() == 0
 
 
@@ -286,5 +286,5 @@ def test_wrong_sink_logits_store_nothing_even_when_new_tokens_are_attended_as_st
     x = torch.randn(1, 2, 3, 64, generator=torch.Generator().manual_seed(0))
     config = kvpact.AttendConfig(exact_new=False, sink_logits=torch.zeros(3))
     with pytest.raises(errors.GeometryError, match="sink_logits"):
-        cache.attend(0, x, x, x, config)
+        cache.attend(0, k=x, v=x, q=x, config=config)
     assert cache.seq_len(0) == 0

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import kvpact
 from kvpact import AttendConfig, CacheGeometry
+from kvpact.testing.data import by_name
 
 
 @pytest.mark.parametrize("scale", [None, 0.02, 0.3])
@@ -18,7 +19,7 @@ def test_bias_of_prod_is_in_units_of_the_scaled_logits(scale):
     config = AttendConfig(softmax_scale=scale)
     new = [x[:, :, 100:] for x in (k, v, q)]
     cache = fill(spec, k[:, :, :100], v[:, :, :100])
-    output = cache.fork().attend(0, *new, config)
+    output = cache.fork().attend(0, **by_name(*new), config=config)
     whole_key = cache.fork().prefill(0, *new[:2], None, config).k  # without q, K holds it all
     result = cache.prefill(0, *new, config)
     used = scale if scale is not None else 128**-0.5

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 import kvpact
 from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_tokens
+from kvpact.testing.data import by_name
 
 NATIVE = _load()
 BACKENDS = [
@@ -116,10 +117,10 @@ def test_the_meter_itself():
 @pytest.mark.skipif(isinstance(NATIVE, str), reason=str(NATIVE))
 def test_the_meter_sees_scratch_memory():
     cache = filled("turboquant:bits=4", 1024, backend="auto")
-    one = measured(lambda: cache.attend(0, *tokens(1, 5)))
+    one = measured(lambda: cache.attend(0, **by_name(*tokens(1, 5))))
     assert one.scratch > 2**16  # a block's scores and weights, the encoder's tile
     # Another kernel, of another size; which is larger depends on the instruction set.
-    many = measured(lambda: cache.attend(0, *tokens(256, 6)))
+    many = measured(lambda: cache.attend(0, **by_name(*tokens(256, 6))))
     assert many.scratch > 2**16 and many.scratch != one.scratch
 
 
@@ -145,8 +146,8 @@ def test_a_chunk_allocates_no_more_for_a_long_cache(spec, backend):
     peaks = []
     for held in (2048, 8192):
         cache = filled(spec, held, backend=backend)
-        cache.attend(0, *tokens(256, 5))
-        allocations = measured(lambda c=cache: c.attend(0, *tokens(256, 9)))
+        cache.attend(0, **by_name(*tokens(256, 5)))
+        allocations = measured(lambda c=cache: c.attend(0, **by_name(*tokens(256, 9))))
         peaks.append(allocations)
         # One tile of scores, [9 heads, 256 queries, 256 tokens] fp32, is the largest there is.
         assert allocations.largest <= 4 * QUERY_HEADS * 256 * 256

@@ -46,9 +46,9 @@ def test_each_row_of_each_layer(spec, model_layers):
         outputs = []
         for backend in ("cpu", "torch"):
             cache = create_cache(spec, CacheGeometry(1, *k.shape[1::2]), backend=backend)
-            cache.store(0, k[:, :, :-QUERIES], v[:, :, :-QUERIES])
+            cache.store(0, k=k[:, :, :-QUERIES], v=v[:, :, :-QUERIES])
             new = k[:, :, -QUERIES:], v[:, :, -QUERIES:]
-            outputs.append(cache.attend(0, *new, q).double())
+            outputs.append(cache.attend(0, k=new[0], v=new[1], q=q).double())
         lost = (outputs[0] - outputs[1]).norm(dim=-1) / outputs[1].norm(dim=-1)
         errors.append(lost.flatten())
     found = torch.cat(errors)

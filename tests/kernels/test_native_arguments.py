@@ -37,7 +37,9 @@ class Twins:
         k, v = torch.randn(2, self.batch, HEADS, new, DIM, generator=self.generator)
         q = torch.randn(self.batch, HEADS * GROUPS, new, DIM, generator=self.generator)
         with guarded_outputs(native):
-            expected, found = (cache.attend(0, k, v, q, AttendConfig()) for cache in self.caches)
+            expected, found = (
+                cache.attend(0, k=k, v=v, q=q, config=AttendConfig()) for cache in self.caches
+            )
         assert error(expected, found) <= WHOLE_BOUND
 
     def same(self, change):
@@ -122,7 +124,7 @@ def test_pages_that_other_sequences_take():
         outputs = []
         for cache in caches:
             view = cache.view(seqs)
-            outputs.append(view.attend(0, k, v, q))
+            outputs.append(view.attend(0, k=k, v=v, q=q))
             if turn % 3 == 2:  # pages go back, and come again in another order
                 cache.truncate(seqs[0], 31)
                 cache.free(seqs[1])
@@ -138,11 +140,11 @@ def test_a_view_lives_longer_than_its_cache_and_what_comes_later(spec):
     _filler(300, 2)(cache)
     k, v = torch.randn(2, 2, HEADS, 1, DIM, generator=torch.Generator().manual_seed(2))
     q = torch.randn(2, HEADS * GROUPS, 1, DIM, generator=torch.Generator().manual_seed(3))
-    step = cache.store(0, k, v)
+    step = cache.store(0, k=k, v=v)
     before = step.attend(q, AttendConfig())
     for _ in range(150):
-        cache.attend(0, v, k, q, AttendConfig())
-    cache.fork().attend(0, k, k, q, AttendConfig())
+        cache.attend(0, k=v, v=k, q=q, config=AttendConfig())
+    cache.fork().attend(0, k=k, v=k, q=q, config=AttendConfig())
     assert torch.equal(step.attend(q, AttendConfig()), before)
     del cache
     gc.collect()
@@ -159,7 +161,9 @@ def test_half_precision_tokens_and_strided_ones_stay_alive_during_the_call():
         q = torch.randn(2, DIM, HEADS * GROUPS, 1, generator=generator).permute(0, 2, 3, 1)
         padding = torch.tensor([0, 3], dtype=torch.int32)
         config = AttendConfig(padding=padding, sink_logits=torch.ones(HEADS * GROUPS).double())
-        expected, found = (cache.attend(0, k, v, q.half(), config) for cache in twins.caches)
+        expected, found = (
+            cache.attend(0, k=k, v=v, q=q.half(), config=config) for cache in twins.caches
+        )
         assert found.dtype == torch.float16
         assert error(expected.float(), found.float()) <= 1e-3
 
@@ -174,7 +178,7 @@ def test_layers_in_threads(monkeypatch):
         for _ in range(150):
             k, v = torch.randn(2, 1, HEADS, 1, DIM, generator=generator)
             q = torch.randn(1, HEADS * GROUPS, 1, DIM, generator=generator)
-            outputs.append(cache.attend(layer, k, v, q))
+            outputs.append(cache.attend(layer, k=k, v=v, q=q))
         return torch.cat(outputs)
 
     monkeypatch.setattr(native, "new_output", lambda *shape: torch.full(shape, torch.nan))

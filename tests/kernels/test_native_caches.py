@@ -10,6 +10,7 @@ import torch
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.cpu.library import _load
 from kvpact.testing import random_offset, same_bytes
+from kvpact.testing.data import by_name
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -40,7 +41,7 @@ def history(spec, kernel, dtype, layout, offsets=None):
     for count in (30, 1, 20, 90, *[1] * 60, 3, 140, 1):
         tokens = torch.randn(2, 12, count, 64, generator=generator).to(dtype)
         if count == 20:  # its queries are what keys learn their weights from
-            cache.attend(0, tokens[:, :3], tokens[:, 3:6], tokens[:, 6:], config=config)
+            cache.attend(0, k=tokens[:, :3], v=tokens[:, 3:6], q=tokens[:, 6:], config=config)
         else:
             result = cache.prefill(0, tokens[:, :3], tokens[:, 3:6], config=config)
         if count in (90, 140):
@@ -77,7 +78,9 @@ def test_latents():
     for kernel in ("torch", "cpu"):
         generator = torch.Generator().manual_seed(3)
         cache = create_cache("turboquant:bits=4", geometry, backend=kernel)
-        cache.store(0, *(torch.randn(2, 1, 150, d, generator=generator) for d in (96, 32)))
+        cache.store(
+            0, **by_name(*(torch.randn(2, 1, 150, d, generator=generator) for d in (96, 32)))
+        )
         found.append([cache.dequantize(0, side) for side in "kv"])
     assert all(map(same_bytes, *found))
     assert cache.stats()["compute"]["decode"] == {"cpu": 2}

@@ -7,12 +7,14 @@ import sys
 import pytest
 import torch
 from compare import both, latents, random_tokens
+from latent_heads import heads_of
 
 from kvpact import AttendConfig, CacheGeometry, MLACache, create_cache
 from kvpact.errors import BackendUnavailable, GeometryError, KVPactError
 from kvpact.kernels import choose
 from kvpact.kernels.cpu import LEVELS, library
 from kvpact.kernels.cpu.library import _load
+from kvpact.testing.data import by_name
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
@@ -37,7 +39,7 @@ def test_without_the_library(monkeypatch):
     module = sys.modules["kvpact.kernels.cpu.library"]
     monkeypatch.setattr(module, "_load", lambda: "not built: no compiler")
     cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64))
-    cache.store(0, *torch.zeros(2, 1, 2, 3, 64))
+    cache.store(0, **by_name(*torch.zeros(2, 1, 2, 3, 64)))
     stats = cache.stats()["compute"]
     assert stats["name"] == "torch"
     assert all("no compiler" in stats["reasons"][f"{op}: torch"] for op in ("attend", "encode"))
@@ -72,11 +74,11 @@ def test_what_does_not_fit_raises_before_the_kernel_runs():
         AttendConfig(n_kv_groups=3),
     ):
         with pytest.raises(GeometryError):
-            cache.attend(0, k[:, :, :1], v[:, :, :1], q, config)
+            cache.attend(0, k=k[:, :, :1], v=v[:, :, :1], q=q, config=config)
     assert cache.seq_len() == 50
     empty = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend="cpu")
     with pytest.raises(GeometryError, match="heads"):
-        empty.attend(0, k, v, torch.zeros(1, 5, 50, 64))
+        empty.attend(0, k=k, v=v, q=torch.zeros(1, 5, 50, 64))
     assert empty.seq_len(0) == 0
 
 
@@ -103,13 +105,14 @@ def test_heads_over_latents_are_counted_as_native():
     for count in (50, 1, 20):
         made = [random_tokens(generator, 1, 1, count, d) for d in (32, 8)]
         made += [random_tokens(generator, 1, 4, count, d) for d in (16, 8)]
-        cache.attend_heads(0, *made, *(random_tokens(generator, 4, d, 32) for d in (16, 12)))
+        made += [random_tokens(generator, 4, d, 32) for d in (16, 12)]
+        cache.attend_heads(0, **heads_of(*made))
     assert cache.stats()["compute"]["attend"] == {"cpu": 3}
     with pytest.raises(GeometryError, match="mask"):
         q = random_tokens(generator, 1, 4, 1, 40)
         mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
         config = AttendConfig(softmax_scale=1.0, mask=mask)
-        cache.attend(0, made[0][:, :, :1], made[1][:, :, :1], q, config)
+        cache.attend(0, k=made[0][:, :, :1], v=made[1][:, :, :1], q=q, config=config)
 
 
 def test_rows_decide_on_the_kernel(monkeypatch):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpact import AttendConfig
 from kvpact.testing import reference_attention
+from kvpact.testing.data import by_name
 
 
 def mask_of_a_tree(queries: int, total: int) -> Tensor:
@@ -34,8 +35,10 @@ def test_rules_are_honoured_on_packed_slots(rule):
     new = [x[:, :, 200:] for x in (k, v, q)]
     for spec in METHODS:
         cache = fill(spec, k[:, :, :200], v[:, :, :200], AttendConfig(padding=config.padding))
-        output = cache.fork().attend(0, *new, config)
-        plain = cache.fork().attend(0, *new, AttendConfig(padding=torch.tensor([0, 0])))
+        output = cache.fork().attend(0, **by_name(*new), config=config)
+        plain = cache.fork().attend(
+            0, **by_name(*new), config=AttendConfig(padding=torch.tensor([0, 0]))
+        )
         result = cache.prefill(0, *new[:2])
         wanted = reference_attention(new[2], result.k, result.v, config)
         assert error(wanted, output.double()) <= bound_of(spec), spec

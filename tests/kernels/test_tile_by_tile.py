@@ -6,6 +6,7 @@ from one_layer import fill, kvq
 from kvpact.kernels import CHUNK, StreamPlan
 from kvpact.kernels.cpu.library import _load
 from kvpact.methods.turboquant_codec import TurboQuantCodec
+from kvpact.testing.data import by_name
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_attending_never_materialises_the_cache(decoded_tokens, monkeypatch, spe
     assert decoded_tokens == []  # nothing is read to store
     monkeypatch.setattr(StreamPlan, "decode", lambda *_: pytest.fail("decompressed"))
     new = [x[:, :, :queries] for x in (k, v, q)]
-    cache.attend(0, *new)
+    cache.attend(0, **by_name(*new))
     if queries == 1:
         cache.decode(0, *new)
     assert max(decoded_tokens) <= CHUNK == 256

@@ -88,7 +88,9 @@ def test_logits_of_queries_that_are_not_zero(spec):
     # With q = 0 every K looks right.
     nothing = torch.zeros(1, 4, 1, 64)
     spoilt = fill(spec, torch.zeros_like(k), v)
-    outputs = [c.attend(0, k[:, :, :1], v[:, :, :1], nothing) for c in (fill(spec, k, v), spoilt)]
+    outputs = [
+        c.attend(0, k=k[:, :, :1], v=v[:, :, :1], q=nothing) for c in (fill(spec, k, v), spoilt)
+    ]
     assert torch.equal(*outputs)
 
 

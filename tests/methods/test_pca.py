@@ -57,7 +57,7 @@ def test_bits_are_all_included(bits, dim):
     assert 8 * sum(held) / (2 * dim) == bits
     assert held[1] > held[0]
     fitted = v.fit(random_tokens(1, 3, 600, dim))
-    assert 10 + sum(fitted.component_bits) == 8 * 3 * held[1]  # scale and flag are the ten
+    assert 10 + sum(fitted._bits) == 8 * 3 * held[1]  # scale and flag are the ten
     assert codec(bits, "key", dim, lean=0.0).fields[0].count * 8 / dim == bits
 
 
@@ -181,11 +181,11 @@ def test_attention_reads_rotated_keys():
     geometry = CacheGeometry(1, 2, 32, dtype=torch.float32)
     plain = low_rank(2, 200, 32, rank=10, seed=5)
     cache = create_cache("pca:bits=2,window=8", geometry, calibration=calibrated())
-    cache.store(0, turned(plain), plain)
+    cache.store(0, k=turned(plain), v=plain)
     k, v = cache.dequantize(0, "k"), cache.dequantize(0, "v")
     assert relative_error(turned(plain), k) < 0.035
     q, new = random_tokens(1, 4, 1, 32, seed=6), turned(low_rank(2, 1, 32, 10, seed=8), 200)
-    found = cache.attend(0, new, new, q)
+    found = cache.attend(0, k=new, v=new, q=q)
     keys, values = (torch.cat([x, new], 2).repeat_interleave(2, 1) for x in (k, v))
     wanted = torch.nn.functional.scaled_dot_product_attention(q, keys, values)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
@@ -196,11 +196,11 @@ def test_positions_begin_behind_the_padding():
     geometry = CacheGeometry(1, 2, 32, dtype=torch.float32)
     plain = low_rank(2, 190, 32, rank=10, seed=5)
     alone = create_cache("pca:bits=2", geometry, calibration=calibrated())
-    alone.store(0, turned(plain), plain)
+    alone.store(0, k=turned(plain), v=plain)
     both = create_cache("pca:bits=2", geometry, calibration=calibrated())
     k = torch.cat([torch.cat([plain[:, :, :20] * 0, turned(plain)[:, :, :170]], 2), turned(plain)])
     v = torch.cat([torch.cat([plain[:, :, :20] * 0, plain[:, :, :170]], 2), plain])
-    both.store(0, k, v, AttendConfig(padding=torch.tensor([20, 0])))
+    both.store(0, k=k, v=v, config=AttendConfig(padding=torch.tensor([20, 0])))
     restored = create_cache("pca:bits=2", geometry)
     restored.restore(both.snapshot())
     forked, selected = both.fork(), both.fork()

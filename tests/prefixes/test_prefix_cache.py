@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent_heads import heads_of
 
 from kvpact import MLACache, PrefixCache, create_cache, list_methods
 from kvpact.errors import CacheFull, DtypeError, GeometryError, MismatchError, SpecError
@@ -83,7 +84,7 @@ def test_restored_latents_are_attended_as_latents(store, make, ids):
         x = [torch.randn(1, h, 1, d, generator=generator) for h, d in
              ((1, 32), (1, 16), (4, 8), (4, 16))]  # fmt: skip
         w = [torch.randn(4, d, 32, generator=generator) for d in (8, 8)]
-        outputs.append(loaded.attend_heads(0, *x, *w))
+        outputs.append(loaded.attend_heads(0, **heads_of(*x, *w)))
     assert torch.equal(*outputs)
 
 
@@ -228,7 +229,7 @@ def test_what_is_refused_changes_nothing(store, make, ids):
     assert len(store) == 0 and cache.seq_len(0) == 300
     rows = create_cache("int:bits=4", GEOMETRY)
     for layer in range(2):
-        rows.store(layer, torch.zeros(2, 2, 70, 32), torch.zeros(2, 2, 70, 16))
+        rows.store(layer, k=torch.zeros(2, 2, 70, 32), v=torch.zeros(2, 2, 70, 16))
     with pytest.raises(GeometryError, match="one row"):
         prefix(store, rows).save(ids[:70])
 
@@ -239,7 +240,7 @@ def test_padding_is_refused(store, ids):
     cache = create_cache("int:bits=4", GEOMETRY)
     for layer in range(2):
         k, v = torch.zeros(1, 2, 70, 32), torch.zeros(1, 2, 70, 16)
-        cache.store(layer, k, v, AttendConfig(padding=torch.tensor([5])))
+        cache.store(layer, k=k, v=v, config=AttendConfig(padding=torch.tensor([5])))
     with pytest.raises(GeometryError, match="without padding"):
         prefix(store, cache).save(ids[:70])
 

@@ -6,6 +6,7 @@ import torch
 from kvpact import AttendConfig, Calibration, PrefixCache, parse_spec
 from kvpact.calibration import LayerTokens, calibrate_layer
 from kvpact.errors import GeometryError, SpecError
+from kvpact.testing.data import by_name
 from kvpact.testing.method_base import relative_error
 
 from .conftest import calibration, fill, kv
@@ -87,7 +88,9 @@ def test_storage_that_learns_needs_a_calibration(store, make):
 def test_rows_with_padding_are_refused(store, make, ids):
     cache = make("int:bits=8")
     for layer in range(2):
-        cache.store(layer, *kv(ids, layer), AttendConfig(padding=torch.tensor([20])))
+        cache.store(
+            layer, **by_name(*kv(ids, layer)), config=AttendConfig(padding=torch.tensor([20]))
+        )
     with pytest.raises(GeometryError, match="padding"):
         prefix(store, cache, storage="int:bits=4").save(ids)
 

@@ -28,7 +28,7 @@ def attend(cache, count: int, seed: int = 0, padding: list[int] | None = None) -
         k = random_tokens(2, 2, count, 32, seed=seed + layer, offset=1.0)
         v = random_tokens(2, 2, count, 16, seed=seed + 10 + layer)
         q = random_tokens(2, 4, count, 32, seed=seed + 20 + layer) * SHAPE ** (1 - 2 * layer)
-        cache.attend(layer, k, v, q, config)
+        cache.attend(layer, k=k, v=v, q=q, config=config)
 
 
 def started(tokens: int, spec: str = SPEC):

@@ -13,6 +13,7 @@ from kvpact import AttendConfig, CacheGeometry, PagedKVCache, Snapshot, create_c
 from kvpact.errors import SpecError
 from kvpact.spec import Spec
 from kvpact.testing import method_specs, random_tokens
+from kvpact.testing.data import by_name
 
 ROWS, LAYERS, HEADS, DIM, V_DIM = 2, 2, 2, 16, 8
 SPECS = dict.fromkeys(method_specs(), torch.float32) | {
@@ -56,7 +57,7 @@ def tokens(count: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...
 def attend(cache, count: int, seed: int, dtype: torch.dtype, padding=None) -> list[torch.Tensor]:
     config = AttendConfig(padding=padding)
     return [
-        cache.attend(layer, *tokens(count, seed + 100 * layer, dtype), config)
+        cache.attend(layer, **by_name(*tokens(count, seed + 100 * layer, dtype)), config=config)
         for layer in range(LAYERS)
     ]
 
@@ -144,8 +145,8 @@ def test_goes_on_as_if_it_had_never_stopped(layout, spec, first, padding, steps,
                 torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
         for layer in range(LAYERS):
             k, v, q = (x[1:] for x in tokens(step, 5000 + number + 100 * layer, dtype))
-            got = row.attend(layer, k, v, q)
-            assert torch.equal(got, alone.attend(layer, k, v, q))
+            got = row.attend(layer, k=k, v=v, q=q)
+            assert torch.equal(got, alone.attend(layer, k=k, v=v, q=q))
             if as_in_batch:
                 torch.testing.assert_close(got, wanted[layer][1:], rtol=2e-2, atol=2e-2)
     final = states(cache.snapshot())

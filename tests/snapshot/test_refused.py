@@ -105,7 +105,7 @@ def test_a_cache_that_holds_nothing_has_learnt_nothing(spec):
     assert again.seq_len(0) == 0 and again.memory_usage() == 0
     # What is learnt now is what the other cache learns of the same tokens.
     k, v, q = torch.randn(3, 1, 2, 160, 16, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(again.attend(0, k, v, q), empty.attend(0, k, v, q))
+    assert torch.equal(again.attend(0, k=k, v=v, q=q), empty.attend(0, k=k, v=v, q=q))
     assert again.snapshot().to_bytes() == empty.snapshot().to_bytes()
 
 

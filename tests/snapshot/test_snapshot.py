@@ -358,7 +358,7 @@ def test_latents(spec: str):
         generator = torch.Generator().manual_seed(seed)
         shapes = ((2, 1, count, 32), (2, 1, count, 16), (2, 4, count, 48))
         c, rope, q = (torch.randn(*shape, generator=generator) for shape in shapes)
-        return [to.attend(layer, c, rope, q, config) for layer in range(2)]
+        return [to.attend(layer, k=c, v=rope, q=q, config=config) for layer in range(2)]
 
     call(cache, 0, 150)
     snapshot = Snapshot.from_bytes(cache.snapshot().to_bytes())

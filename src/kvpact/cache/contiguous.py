@@ -109,35 +109,16 @@ class ContiguousCache(BatchRows):
         return sizes
 
     def attend(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
+        self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens and attend over all, for any number of queries.
 
-        New tokens are attended exactly by themselves and by each other, the past as it is stored.
+        Parameters, results and errors as in `EngineCache.attend`; tensors go by their names alone.
+        Over MLA latents `k` is `c_kv`, `v` is `k_rope` and `q` the absorbed query (see `MLACache`).
         K and V are never decompressed as a whole.
-
-        Parameters
-        ----------
-        layer : int
-            Layer index.
-        k, v, q : Tensor
-            `[B, H_kv, new, D]`, `[B, H_kv, new, D_v]`, `[B, H_q, new, D]`; fp32, fp16 or bf16.
-            Over MLA latents `c_kv`, `k_rope` and the absorbed query (see `MLACache`).
-        config : AttendConfig, optional
-            Scale, masks, padding.
-
-        Returns
-        -------
-        Tensor
-            `[B, H_q, new, D_v]` in q's dtype.
-
-        Raises
-        ------
-        KVPactError
-            Wrong input (see `kvpact.errors`); the cache is as before.
         """
         if torch.is_inference_mode_enabled():
-            return self._detached_attend(layer, k, v, q, config)
+            return self._detached_attend(layer, k=k, v=v, q=q, config=config)
         config = _DEFAULT if config is None else attend_config(config)
         if type(layer) is int and 0 <= layer < len(self._layers):
             entry = self._layers[layer]
@@ -163,6 +144,7 @@ class ContiguousCache(BatchRows):
     def store(
         self,
         layer: int,
+        *,
         k: Tensor,
         v: Tensor,
         config: AttendConfig | None = None,
@@ -193,7 +175,7 @@ class ContiguousCache(BatchRows):
         Parameters and errors as in `attend`; without `q` there is no `logit_bias`, K holds it all.
         """
         config = attend_config(config)
-        return self.store(layer, k, v, config, q).dequantize(q, config)
+        return self.store(layer, k=k, v=v, q=q, config=config).dequantize(q, config)
 
     def verify(self) -> None:
         """Raise `NonFiniteError` if a check that ``check="deferred"`` put off has failed."""
@@ -292,24 +274,9 @@ class ContiguousCache(BatchRows):
     def restore(self, snapshot: Snapshot, *, device: torch.device | str | None = None) -> None:
         """Hold what a snapshot holds, instead of what is held now.
 
-        Everything continues as if it had never stopped, byte for byte, whatever layout and row the
-        snapshot is from (`Snapshot.select` chooses rows).
-
-        Parameters
-        ----------
-        snapshot : Snapshot
-            Read and checked as a whole before the cache changes.
-        device : torch.device, optional
-            Where the tokens go: where the cache's are, or to the CPU, if omitted.
-
-        Raises
-        ------
-        GeometryError, SpecError, DtypeError
-            It is of another geometry, spec or dtype.
-        FormatError, IntegrityError
-            It is damaged, of another version, or a part.
-        CacheFull
-            It has more than `max_tokens` tokens.
+        Parameters and errors as in `EngineCache.restore`, whatever layout and row the snapshot is
+        from (`Snapshot.select` chooses rows). `device`: where the tokens go; where the cache's are,
+        or to the CPU, if omitted.
         """
         check_fits(snapshot, self.specs, self.geometry, self.geometry.dtype)
         if self.max_tokens is not None and snapshot.tokens > self.max_tokens:

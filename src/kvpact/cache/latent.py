@@ -106,6 +106,7 @@ class MLACache(ContiguousCache):
     def attend_heads(
         self,
         layer: int,
+        *,
         c_kv: Tensor,
         k_rope: Tensor,
         q_nope: Tensor,
@@ -145,7 +146,7 @@ class MLACache(ContiguousCache):
             width = q_nope.shape[-1] + q_rope.shape[-1]
             config = replace(config, softmax_scale=width**-0.5)
         query = absorb_query(q_nope, q_rope, w_uk)
-        return expand_output(self.attend(layer, c_kv, k_rope, query, config), w_uv)
+        return expand_output(self.attend(layer, k=c_kv, v=k_rope, q=query, config=config), w_uv)
 
     def _check_heads(self, q_nope: Tensor, q_rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
         """Raise before anything is stored what the projections would raise after it."""

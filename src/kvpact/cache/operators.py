@@ -65,7 +65,7 @@ def attend(
         mask=mask,
         sink_logits=sink_logits,
     )
-    return known.attend(layer, k, v, q, config).contiguous()
+    return known.attend(layer, k=k, v=v, q=q, config=config).contiguous()
 
 
 @attend.register_fake

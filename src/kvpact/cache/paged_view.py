@@ -167,11 +167,11 @@ class PagedView(BatchRows):
         return steps, rules, output[0] if output else None
 
     def attend(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
+        self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens of all rows and attend; see `ContiguousCache.attend`."""
         if torch.is_inference_mode_enabled():
-            return self._detached_attend(layer, k, v, q, config)
+            return self._detached_attend(layer, k=k, v=v, q=q, config=config)
         config, seqs = attend_config(config), self.seqs
         if (
             seqs

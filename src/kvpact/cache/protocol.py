@@ -26,14 +26,14 @@ class EngineCache(CompressedKVCache, Protocol):
     """
 
     def attend(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
+        self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens and attend over all tokens, for any number of queries.
 
         Parameters
         ----------
         layer, k, v
-            As in `CompressedKVCache.prefill`.
+            As in `CompressedKVCache.prefill`; tensors are given by their names alone.
         q : Tensor
             `[B, H_q, new, D]`, the queries of the new tokens; H_q is a multiple of H_kv.
         config : AttendConfig, optional
@@ -55,6 +55,7 @@ class EngineCache(CompressedKVCache, Protocol):
     def store(
         self,
         layer: int,
+        *,
         k: Tensor,
         v: Tensor,
         config: AttendConfig | None = None,

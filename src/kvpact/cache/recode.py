@@ -87,7 +87,7 @@ def recode(
         if state.streams[0].length != state.streams[1].length:
             raise FormatError(f"layer {index} holds unlike numbers of K and V")
         k, v = (source.dequantize(index, side) for side in ("k", "v"))
-        target.store(index, k, v, _config(state))
+        target.store(index, k=k, v=v, config=_config(state))
     return target.snapshot(token_ids=snapshot.token_ids, identity=m.identity)
 
 

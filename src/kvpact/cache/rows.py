@@ -37,7 +37,7 @@ class BatchRows(ABC):
 
     @abstractmethod
     def attend(
-        self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
+        self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
     ) -> Tensor:
         """Store new tokens and attend over all."""
 
@@ -51,7 +51,7 @@ class BatchRows(ABC):
         """Store one token a row and attend over all; parameters and errors as in `attend`."""
         if isinstance(k, Tensor) and k.dim() == 4 and k.shape[2] != 1:
             raise GeometryError(f"decode takes one token, not {k.shape[2]}; use attend or prefill")
-        return Fused(self.attend(layer, k, v, q, config))
+        return Fused(self.attend(layer, k=k, v=v, q=q, config=config))
 
     def select(self, indices: Tensor) -> None:
         """Keep the rows `indices` (`[N]` integers), in this order; rows may repeat."""

@@ -71,7 +71,7 @@ def decompress(compressed: CompressedKV, cache: AnyCache, layer: int, seq_id: in
         assert seq_id is not None
         cache.append(layer, {seq_id: (k[0], v[0])})
     else:
-        cache.store(layer, k, v)
+        cache.store(layer, k=k, v=v)
 
 
 def _entry(cache: AnyCache, layer: int, seq_id: int | None) -> CacheLayer:

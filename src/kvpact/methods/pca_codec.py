@@ -153,11 +153,6 @@ class PcaCodec(FittedCodec):
         if "frequencies" in state:
             self.rotation = KeyRotation(*(state[name] for name in _ROTATION))
 
-    @property
-    def component_bits(self) -> tuple[int, ...]:
-        """Bits of each component that has any, the largest first."""
-        return tuple(self._bits)
-
     def _tables(self) -> _Tables:
         """Return what encoding and decoding compute with, in fp32.
 

@@ -167,7 +167,7 @@ class StoredSource:
         for index, layer in enumerate(held):
             if layer.length:
                 config = AttendConfig(padding=layer.padding)
-                stored.store(index, layer.dequantize("k"), layer.dequantize("v"), config)
+                stored.store(index, k=layer.dequantize("k"), v=layer.dequantize("v"), config=config)
         return [stored.entry(index) for index in range(len(held))]
 
     def restore(self, snapshot: Snapshot, seq: int | None) -> None:

@@ -110,7 +110,7 @@ def code_layers(
                 geometry = layer_geometry(layer, layer.k.dtype)
                 cache = ContiguousCache([coded], geometry, key_offsets=offset)
                 try:
-                    cache.store(0, layer.k, layer.v, q=layer.q)
+                    cache.store(0, k=layer.k, v=layer.v, q=layer.q)
                 except NonFiniteError as error:
                     refused[spec] = f"layer {index}: {error}"
                     del costs[spec]

@@ -275,7 +275,7 @@ class BackendContract:
         k, v = tokens(HEADS, new, dim, 2), tokens(HEADS, new, v_dim, 3)
         q, config = tokens(HEADS * groups, new, dim, 4), AttendConfig(**rules)
         # `store` leaves the view of the past, to which the new tokens do not belong.
-        step = cache.store(0, k, v, AttendConfig(padding=padding))  # type: ignore[union-attr]
+        step = cache.store(0, k=k, v=v, config=AttendConfig(padding=padding))  # type: ignore[union-attr]
         return AttendCall(step.view, k, v, q, config, step.padding)
 
     def _attended(self, backend: Backend, calls: list[AttendCall]) -> Tensor:

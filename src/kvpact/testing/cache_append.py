@@ -13,7 +13,7 @@ from kvpact.cache import bytes_per_token, planned_bytes
 from kvpact.contract import AttendConfig, CompressedKVCache, Dequantized, DequantResult, Fused
 from kvpact.spec import parse_spec
 from kvpact.testing.cache_base import SMALL, CacheKit, every_shape, in_pieces
-from kvpact.testing.data import Shape, integers
+from kvpact.testing.data import Shape, by_name, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import held_bytes, held_tensors, same_bytes
 
@@ -65,7 +65,7 @@ class AppendChecks(CacheKit):
         for seed, count in enumerate((70, 1, 1, 130)):
             tokens = self.tokens(SMALL, count, seed)
             caches[0].prefill(0, *tokens[:2])
-            caches[1].attend(0, *tokens, None)
+            caches[1].attend(0, **by_name(*tokens), config=None)
             (caches[2].decode if count == 1 else caches[2].prefill)(0, *tokens, AttendConfig())
         self.assert_same(caches[0], caches[1])
         self.assert_same(caches[0], caches[2])
@@ -201,7 +201,7 @@ class ExactChecks(CacheKit):
             padding = integers(0, 5) if seed < 2 else None
             for exact, cache in zip((True, False), caches, strict=True):
                 config = AttendConfig(padding=padding, exact_new=exact)
-                cache.attend(0, *self.tokens(SMALL, count, seed), config)
+                cache.attend(0, **by_name(*self.tokens(SMALL, count, seed)), config=config)
         self.assert_same(*caches)
 
 

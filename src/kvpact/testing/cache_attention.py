@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpact.contract import AttendConfig, Dequantized, Fused
 from kvpact.errors import StaleResult
 from kvpact.testing.cache_base import CacheKit, Tokens
-from kvpact.testing.data import Shape, floats, integers, random_tokens
+from kvpact.testing.data import Shape, by_name, floats, integers, random_tokens
 from kvpact.testing.reference import reference_attention
 
 ROWS, HEADS, NEW, HELD = 2, 2, 5, 131
@@ -64,7 +64,7 @@ class AttentionChecks(CacheKit):
         cache = self.filled(SHAPE, config=padded)
         tokens = self.tokens(SHAPE, NEW, seed=1)
         expected = self._expected(cache, tokens, config)
-        output = cache.attend(0, *tokens, config)
+        output = cache.attend(0, **by_name(*tokens), config=config)
         assert output.dtype == tokens[2].dtype
         assert torch.isfinite(output).all()
         torch.testing.assert_close(output.double(), expected, atol=2e-4, rtol=2e-4)
@@ -95,7 +95,7 @@ class AttentionChecks(CacheKit):
                     output = answer.output
             else:
                 self.needs("attend")
-                output = cache.attend(0, *tokens, None)
+                output = cache.attend(0, **by_name(*tokens), config=None)
             assert output.dtype == dtype
             torch.testing.assert_close(
                 output.double(), expected, atol=tolerance, rtol=tolerance, check_dtype=False
@@ -109,8 +109,8 @@ class AttentionChecks(CacheKit):
         caches = [self.make_cache(SHAPE.geometry()) for _ in range(2)]
         for seed, new in enumerate((70, 1, 64)):
             k, v, q = self.tokens(SHAPE, new, seed)
-            wanted = caches[0].attend(0, k, v, q, config)
-            output = caches[1].store(0, k, v, config).attend(q, config)
+            wanted = caches[0].attend(0, k=k, v=v, q=q, config=config)
+            output = caches[1].store(0, k=k, v=v, config=config).attend(q, config)
             torch.testing.assert_close(output, wanted, atol=1e-5, rtol=1e-5)
             self.assert_same(*caches)
 
@@ -119,7 +119,7 @@ class AttentionChecks(CacheKit):
         self.needs("store", "truncate")
         cache = self.filled(SHAPE)
         k, v, q = self.tokens(SHAPE, NEW, seed=1)
-        step = cache.store(0, k, v)
+        step = cache.store(0, k=k, v=v)
         cache.truncate(40)
         with pytest.raises(StaleResult):
             step.attend(q, AttendConfig())
@@ -147,6 +147,6 @@ class AttentionChecks(CacheKit):
         self.needs("attend")
         cache = self.make_cache(SHAPE.geometry())
         config = AttendConfig(padding=integers(0, 9))
-        output = cache.attend(0, *self.tokens(SHAPE, 6), config)
+        output = cache.attend(0, **by_name(*self.tokens(SHAPE, 6)), config=config)
         assert torch.isfinite(output).all()
         assert not output[1].any()

@@ -83,6 +83,11 @@ WRONG_CONFIGS: dict[str, tuple[AttendConfig, type[Exception]]] = {
 }
 
 
+def _named(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a call that names its tensors take them in the order of `prefill`."""
+    return lambda layer, k, v, q, config: call(layer, k=k, v=v, q=q, config=config)
+
+
 class InputChecks(CacheKit):
     """Nothing is stored of a call that fails."""
 
@@ -101,12 +106,8 @@ class InputChecks(CacheKit):
         return [cache.seq_len(layer) for layer in range(2)]
 
     def _calls(self, cache: Any) -> list[Callable[..., Any]]:
-        calls = [cache.prefill]
-        if "attend" in self.operations:
-            calls.append(cache.attend)
-        if "store" in self.operations:
-            calls.append(lambda layer, k, v, q, config: cache.store(layer, k, v, config, q))
-        return calls
+        names = ("prefill", *(x for x in ("attend", "store") if x in self.operations))
+        return [_named(getattr(cache, name)) for name in names]
 
     @pytest.mark.parametrize("name", WRONG_TENSORS)
     def test_wrong_tensors(self, name: str) -> None:
@@ -126,7 +127,7 @@ class InputChecks(CacheKit):
         self.needs("attend")
         config, error = WRONG_CONFIGS[name]
         cache = self.filled(SMALL, layers=2)
-        self._refused(cache, error, cache.attend, 1, *self.tokens(SMALL, 3, seed=1), config)
+        self._refused(cache, error, _named(cache.attend), 1, *self.tokens(SMALL, 3, seed=1), config)
         if name in ("groups", "padding"):
             self._refused(cache, error, cache.prefill, 1, *self.tokens(SMALL, 3, seed=1), config)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.testing.cache_base import CacheKit, Tokens
-from kvpact.testing.data import Shape, integers
+from kvpact.testing.data import Shape, by_name, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference
 
@@ -69,13 +69,14 @@ class ModeChecks(CacheKit):
         shape = Shape(1, 2, (total,), 32, 32, torch.float32)
         given = self.tokens(shape, total)
 
-        def run(call: Callable[..., T], *args: Any) -> T:
+        def run(call: Callable[..., T], *args: Any, **named: Any) -> T:
             with mode.set():
-                return call(*args)
+                return call(*args, **named)
 
         def append(cache: Any, start: int, end: int) -> None:
             part = tuple(x[:, :, start:end] for x in given)
-            output = run(cache.attend, 0, *part) if has("attend") else run(_shown, cache, part)
+            named = by_name(*part)
+            output = run(cache.attend, 0, **named) if has("attend") else run(_shown, cache, part)
             found[f"output {len(found)}"] = output
 
         with torch.inference_mode(mode.inference):

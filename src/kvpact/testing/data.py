@@ -70,6 +70,11 @@ def floats(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
+def by_name(k: Tensor, v: Tensor, q: Tensor | None = None) -> dict[str, Tensor]:
+    """Return tensors under the names by which caches take them."""
+    return {"k": k, "v": v} if q is None else {"k": k, "v": v, "q": q}
+
+
 def random_tokens(
     *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, offset: float = 0.0
 ) -> Tensor:

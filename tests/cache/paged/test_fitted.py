@@ -26,8 +26,8 @@ def test_equal_to_the_contiguous_cache_that_learnt_the_same(spec):
         for seq in seqs:
             paged.append(layer, {seq: (k[0], v[0])})
         contiguous.prefill(layer, k, v)
-    got = paged.view(seqs[:1]).attend(0, k[:, :, :1], v[:, :, :1], q)
-    assert torch.equal(got, contiguous.attend(0, k[:, :, :1], v[:, :, :1], q))
+    got = paged.view(seqs[:1]).attend(0, k=k[:, :, :1], v=v[:, :, :1], q=q)
+    assert torch.equal(got, contiguous.attend(0, k=k[:, :, :1], v=v[:, :, :1], q=q))
     stats = paged.stats()
     assert stats["bytes"]["total"] == sum(
         stats["bytes"][part] for part in ("codes", "side", "sinks", "window", "unused")

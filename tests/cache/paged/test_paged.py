@@ -247,7 +247,7 @@ def test_batched_decode_equals_each_sequence_alone(spec):
             output = view.decode(layer, k, v, q, config).output
             for row, twin in enumerate(twins):
                 one = slice(row, row + 1)
-                expected = twin.attend(layer, k[one], v[one], q[one], config)
+                expected = twin.attend(layer, k=k[one], v=v[one], q=q[one], config=config)
                 torch.testing.assert_close(output[one], expected, atol=1e-5, rtol=1e-5)
     assert [cache.seq_len(seq) for seq in seqs] == [n + 3 for n in lengths]
     assert view.seq_len() == 203

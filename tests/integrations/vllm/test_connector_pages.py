@@ -57,7 +57,7 @@ def check_chunks_of_a_prefix_cache(text, chunks, qkv):
     geometry = CacheGeometry(1, HEADS, DIM, dtype=qkv.dtype)
     cache = create_cache(text, geometry, backend="cpu")
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
-    cache.attend(0, k, v, q, CONFIG)
+    cache.attend(0, k=k, v=v, q=q, config=CONFIG)
     prefixes, ids, size = PrefixCache(MemoryStore(), cache, model="any"), [*range(COUNT)], 64
     prefixes.save(ids)
     right = [

@@ -33,7 +33,7 @@ def contiguous(text, *parts):
     cache = WindowBeside(text, CacheGeometry(1, HEADS, DIM))
     for part in parts:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)
-        out = cache.attend(0, k, v, q, CONFIG)
+        out = cache.attend(0, k=k, v=v, q=q, config=CONFIG)
     return out[0].transpose(0, 1)
 
 

@@ -106,8 +106,8 @@ def test_sanitized(triton_backend):
     outputs, caches = [], []
     for backend in ("torch", "triton"):
         cache = create_cache("turboquant:bits=4/int:bits=8", GEOMETRY, backend=backend)
-        cache.attend(0, k[:, :, :37], v[:, :, :37], q[:, :, :37])
-        outputs.append(cache.attend(0, k[:, :, 37:], v[:, :, 37:], q[:, :, 37:]))
+        cache.attend(0, k=k[:, :, :37], v=v[:, :, :37], q=q[:, :, :37])
+        outputs.append(cache.attend(0, k=k[:, :, 37:], v=v[:, :, 37:], q=q[:, :, 37:]))
         caches.append(cache)
     assert (outputs[1] - outputs[0]).norm() <= 5e-4 * outputs[0].norm()
     assert torch.equal(*(cache.dequantize(0, "k") for cache in caches))

@@ -16,6 +16,7 @@ from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels.torch.slots import decode_slots
 from kvpact.kernels.triton.decode.decode import decode_triton
+from kvpact.testing.data import by_name
 
 NARROW = (64, 20, 33, 80, 1, 3, 96)
 PLAIN_TRELLISES = [spec for spec in TRELLISES if _PLAIN in spec]
@@ -152,7 +153,7 @@ def test_segments_of_a_batch():
     geometry = CacheGeometry(1, 2, 64, None, torch.float32)
     cache = create_cache("turboquant:bits=4,window=0/kivi:bits=2,window=0", geometry)
     for count in (70, 1, 90):
-        cache.store(0, *torch.randn(2, 2, 2, count, 64, generator=generator))
+        cache.store(0, **by_name(*torch.randn(2, 2, 2, count, 64, generator=generator)))
     compare_streams(cache._layers[0].streams())
 
 

@@ -193,7 +193,7 @@ def latents(spec: str, held: int, new: int, dtype: torch.dtype, rank: int = 40) 
         random_tokens(2, *shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)
     )
     cache.prefill(0, *past)
-    step = cache.store(0, k, v, AttendConfig())
+    step = cache.store(0, k=k, v=v, config=AttendConfig())
     config = AttendConfig(softmax_scale=0.1)
     return AttendCall(step.view, k, v, q, config, step.padding, latent=True)
 

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.kernels.triton.attend import attend
+from kvpact.testing.data import by_name
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -42,7 +43,7 @@ def test_steps_over_long_pasts(spec, dim, dtype, triton_backend, monkeypatch):
     outputs = []
     for backend in ("torch", "triton"):
         cache = create_cache(spec, CacheGeometry(1, 2, dim, dtype=dtype), backend=backend)
-        cache.store(0, *past)
-        outputs.append(cache.attend(0, *step).float())
+        cache.store(0, **by_name(*past))
+        outputs.append(cache.attend(0, **by_name(*step)).float())
     assert len(attended) == 1 and attended[0] > 1
     assert (outputs[1] - outputs[0]).norm() <= DTYPES[dtype] * outputs[0].norm()

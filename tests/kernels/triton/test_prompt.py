@@ -63,7 +63,7 @@ def chunk(spec, dtype, held, new=11, dim=24, groups=3, padding=None, seed=0, **r
     cache = create_cache(spec, CacheGeometry(1, 2, dim, dtype=dtype), backend="torch")
     cache.prefill(0, tokens(2, held, 0), tokens(2, held, 1), config=AttendConfig(padding=padding))
     k, v = tokens(2, new, 2), tokens(2, new, 3)
-    step = cache.store(0, k, v, AttendConfig())
+    step = cache.store(0, k=k, v=v, config=AttendConfig())
     config = AttendConfig(**rules)
     return AttendCall(step.view, k, v, tokens(2 * groups, new, 4), config, step.padding)
 

@@ -12,6 +12,7 @@ from kvpact.cache.paged_view import PagedView
 from kvpact.errors import NonFiniteError
 from kvpact.kernels.triton.digits import fast
 from kvpact.kernels.triton.step import step
+from kvpact.testing.data import by_name
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = (
@@ -49,9 +50,9 @@ def test_steps_are_those_of_the_ordinary_way(spec, triton_backend):
     taken = 0
     for count in (59, 1, 1, 1, *[2] * 19):  # until the widest window has let a tile go
         given = tokens(count, generator)
-        expected = plain.attend(0, *given)
+        expected = plain.attend(0, **by_name(*given))
         known = runner(cache)
-        found = cache.attend(0, *given)
+        found = cache.attend(0, **by_name(*given))
         taken += known is not None and runner(cache) is known
         assert (found - expected).norm() <= 5e-4 * expected.norm()
     assert taken >= 15
@@ -64,16 +65,16 @@ def test_a_step_reads_nothing_from_the_device_and_sends_nothing(triton_backend):
     generator = torch.Generator().manual_seed(1)
     cache = make("turboquant:bits=4", "triton", torch.bfloat16)
     for count in (70, 1, 1):
-        cache.attend(0, *tokens(count, generator, torch.bfloat16))
+        cache.attend(0, **by_name(*tokens(count, generator, torch.bfloat16)))
     cache.reserve(20)
     for _ in range(3):
-        cache.attend(0, *tokens(1, generator, torch.bfloat16))
+        cache.attend(0, **by_name(*tokens(1, generator, torch.bfloat16)))
     given = [tokens(1, generator, torch.bfloat16) for _ in range(2)]
     table = runner(cache)._known.rows.table
     address = table.data_ptr()
     with HostReads() as reads:
         for one in given:
-            cache.attend(0, *one)
+            cache.attend(0, **by_name(*one))
     assert not reads.counts
     assert runner(cache)._known.rows.table.data_ptr() == address
     assert table[:, 0].tolist() == [77]
@@ -84,13 +85,13 @@ def test_a_step_asks_no_codec_how_it_encodes(triton_backend, monkeypatch):
     generator, asked = torch.Generator().manual_seed(2), []
     cache = make("int:bits=8,window=2/turboquant:bits=4,window=2", "triton")
     for count in (20, 1, 1, 1):
-        cache.attend(0, *tokens(count, generator))
+        cache.attend(0, **by_name(*tokens(count, generator)))
     for stream in cache._layers[0].streams():
         kind = type(stream.codec)
         own = kind.encoding
         monkeypatch.setattr(kind, "encoding", lambda self, own=own: asked.append(self) or own(self))
     known = runner(cache)
-    cache.attend(0, *tokens(1, generator))
+    cache.attend(0, **by_name(*tokens(1, generator)))
     assert runner(cache) is known
     assert not asked
 
@@ -124,13 +125,13 @@ def test_the_launches_of_a_step(spec, kernels, others, triton_backend, monkeypat
     generator = torch.Generator().manual_seed(5)
     cache = make(spec, "triton", torch.bfloat16)
     for count in ({"int:bits=8,window=0": 20, "trellis:bits=4,window=2": 600}.get(spec, 140), 1, 1):
-        cache.attend(0, *tokens(count, generator, torch.bfloat16))
+        cache.attend(0, **by_name(*tokens(count, generator, torch.bfloat16)))
     cache.reserve(3)
     for _ in range(2):
-        cache.attend(0, *tokens(1, generator, torch.bfloat16))
+        cache.attend(0, **by_name(*tokens(1, generator, torch.bfloat16)))
     given = tokens(1, generator, torch.bfloat16)
     with Launches() as launches:
-        cache.attend(0, *given)
+        cache.attend(0, **by_name(*given))
     assert [name for name in launches.names if name in kernels] == kernels
     assert len(launches.names) - len(kernels) == others
 
@@ -141,12 +142,12 @@ def test_what_can_not_be_stored_is_told_later(side, bad, triton_backend):
     generator = torch.Generator().manual_seed(2)
     cache = make("turboquant:bits=4", "triton")
     for count in (40, 1, 1, 1):
-        cache.attend(0, *tokens(count, generator))
+        cache.attend(0, **by_name(*tokens(count, generator)))
     fork = cache.fork()
     given = tokens(1, generator)
     given[side][0, 0, 0, 3] = bad
-    cache.attend(0, *given)
-    cache.attend(0, *tokens(1, generator))
+    cache.attend(0, **by_name(*given))
+    cache.attend(0, **by_name(*tokens(1, generator)))
     with pytest.raises(NonFiniteError, match="deferred"):
         cache.verify()
     fork.verify()
@@ -158,7 +159,7 @@ def test_a_step_that_fails_leaves_what_was_held(triton_backend, monkeypatch):
     for count in (40, 1, 1, 1):
         given = tokens(count, generator)
         for one in (cache, plain):
-            one.attend(0, *given)
+            one.attend(0, **by_name(*given))
     given = tokens(1, generator)
 
     def fails(*_):
@@ -167,10 +168,10 @@ def test_a_step_that_fails_leaves_what_was_held(triton_backend, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         # The tokens have been taken then.
         patch.setattr(step, "attend_prepared", fails)
-        cache.attend(0, *tokens(1, generator))
+        cache.attend(0, **by_name(*tokens(1, generator)))
     assert cache.seq_len(0) == 43
     for _ in range(3):
-        expected, found = plain.attend(0, *given), cache.attend(0, *given)
+        expected, found = plain.attend(0, **by_name(*given)), cache.attend(0, **by_name(*given))
         assert (found - expected).norm() <= 5e-4 * expected.norm()
         given = tokens(1, generator)
     for side in "kv":
@@ -183,12 +184,12 @@ def test_a_rollback_between_steps_is_seen(triton_backend):
     for count in (50, 1, 1, 1):
         given = tokens(count, generator)
         for one in (cache, plain):
-            one.attend(0, *given)
+            one.attend(0, **by_name(*given))
     for one in (cache, plain):
         one.truncate(51)
     for _ in range(3):
         given = tokens(1, generator)
-        expected, found = plain.attend(0, *given), cache.attend(0, *given)
+        expected, found = plain.attend(0, **by_name(*given)), cache.attend(0, **by_name(*given))
         assert (found - expected).norm() <= 5e-4 * expected.norm()
     assert torch.equal(cache.dequantize(0, "k"), plain.dequantize(0, "k"))
 
@@ -206,7 +207,7 @@ def filled(spec, backend, lengths):
     cache = whole.cache
     seqs = [cache.allocate() for _ in lengths]
     for seq, length in zip(seqs, lengths, strict=True):
-        PagedView(cache, [seq]).attend(0, *tokens(length, generator))
+        PagedView(cache, [seq]).attend(0, **by_name(*tokens(length, generator)))
     return PagedView(cache, seqs)
 
 
@@ -227,8 +228,8 @@ def test_rows_on_pages_step_together(spec, lengths, wanted, triton_backend):
             views = [PagedView(view.cache, view.seqs[::-1]) for view in views]
         given = tokens(1, generator, batch=len(lengths))
         with HostReads() as reads, Launches() as launches:
-            found = views[0].attend(0, *given)
-        expected = views[1].attend(0, *given)
+            found = views[0].attend(0, **by_name(*given))
+        expected = views[1].attend(0, **by_name(*given))
         for some, other in zip(found, expected, strict=True):
             assert (some - other).norm() <= 5e-4 * other.norm()
         taken.append(launches.counts["take_tokens"])
@@ -245,10 +246,10 @@ def test_rows_have_flags_of_their_own(triton_backend):
     generator = torch.Generator().manual_seed(7)
     view = filled("int:bits=8,window=0", "triton", (20, 5))
     for _ in range(3):
-        view.attend(0, *tokens(1, generator, batch=2))
+        view.attend(0, **by_name(*tokens(1, generator, batch=2)))
     k, v, q = tokens(1, generator, batch=2)
     k[1, 0, 0, 3] = torch.nan
-    view.attend(0, k, v, q)
+    view.attend(0, k=k, v=v, q=q)
     layers = [view.cache.layer_of(seq, 0) for seq in view.seqs]
     layers[0].verify()
     with pytest.raises(NonFiniteError, match="deferred"):

@@ -12,7 +12,7 @@ from kvpact.cache.saved import restored_layer
 def test_nothing_is_allocated_for_rows_that_a_file_only_claims():
     geometry = CacheGeometry(1, 2, 16, 8, torch.float16)
     cache = create_cache("int:bits=8", geometry)
-    cache.store(0, torch.ones(2, 2, 10, 16).half(), torch.ones(2, 2, 10, 8).half())
+    cache.store(0, k=torch.ones(2, 2, 10, 16).half(), v=torch.ones(2, 2, 10, 8).half())
     layer = cache.snapshot().layer(0)
     huge = []
     for stream in layer.streams:

@@ -196,7 +196,7 @@ class NewTokens:
         try:
             if self._again and isinstance(self._cache, ContiguousCache):
                 return self._stored_step(self._cache, q, config)
-            return self._cache.attend(self._layer, self.k, self.v, q, config)
+            return self._cache.attend(self._layer, k=self.k, v=self.v, q=q, config=config)
         except BaseException:
             self.shared.handles = None  # they refer to these tokens
             raise
@@ -204,7 +204,7 @@ class NewTokens:
     def _stored_step(self, cache: ContiguousCache, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend, and keep what other layers attend to, too."""
         before = Moment.of(cache.entry(self._layer))
-        step = cache.store(self._layer, self.k, self.v, config, q)
+        step = cache.store(self._layer, k=self.k, v=self.v, config=config, q=q)
         try:
             output = step.attend(q, config)
         except BaseException:
