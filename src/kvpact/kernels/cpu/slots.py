@@ -68,7 +68,9 @@ class SlotFormat:
         if form.kind == "raw":
             stream.number = DTYPES[codes.dtype]
         stream.unit = form.integer_unit
-        self.whole = form.trellis is not None or (form.integer_unit > 0 and form.bits in (2, 3, 4, 8))
+        self.whole = form.trellis is not None or (
+            form.integer_unit > 0 and form.bits in (2, 3, 4, 8)
+        )
         levels = [level * form.unit for level in form.levels] or [0.0]
         if form.kind == "table":
             # At least 16: a vector register of levels is filled up with repetitions.
