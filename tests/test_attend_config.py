@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from closeness import WHOLE_BOUND, error
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import DtypeError, GeometryError
@@ -32,6 +33,8 @@ HEADS, GROUPS, DIM = 2, 3, 20
         ({"softcap": 1e-46}, GeometryError),
         ({"softcap": -1.0}, GeometryError),
         ({"softcap": torch.ones(2)}, DtypeError),
+        ({"padding": torch.tensor([-1])}, GeometryError),
+        ({"padding": torch.tensor([1.7])}, GeometryError),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(fields, error):
@@ -73,4 +76,4 @@ def test_both_backends_agree_on_what_is_accepted(fields, new):
     config = AttendConfig(**fields)
     expected, found = (output(backend, config, new) for backend in ("torch", "cpu"))
     assert expected.isfinite().all()
-    assert (found - expected).norm() <= 2e-6 * expected.norm()
+    assert error(expected, found) <= WHOLE_BOUND

@@ -17,13 +17,14 @@ GEOMETRY = CacheGeometry(1, 2, 16, 8)
 PAGED = CacheGeometry(2, 2, 16, 8)
 SPECS = ["int:bits=8,sinks=2,window=8", "kivi:bits=2,sinks=0,window=0", "turboquant:bits=4"]
 MOST = 40000  # more lines and operations than any of these calls has
-# Every line and operation takes minutes; those of the call that is made most are all tried once.
+# Every line and operation takes minutes; `make test-slow` tries more of them.
 STRIDES = {
-    ("interrupt", True): 3,
-    ("interrupt", False): 13,
-    ("memory", True): 1,
-    ("memory", False): 5,
+    ("interrupt", True): 7,
+    ("interrupt", False): 41,
+    ("memory", True): 2,
+    ("memory", False): 11,
 }
+finely = pytest.mark.parametrize("finer", [1, pytest.param(3, marks=pytest.mark.slow)])
 
 
 def tokens(count, seed=0, batch=1):
@@ -57,10 +58,11 @@ OPERATIONS = {
 SNAPSHOTS = {}
 
 
+@finely
 @pytest.mark.parametrize("fault", ["interrupt", "memory"])
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("spec", SPECS[:2])
-def test_every_fault_leaves_a_layer_as_before_or_as_after(spec, name, fault):
+def test_every_fault_leaves_a_layer_as_before_or_as_after(spec, name, fault, finer):
     operation = OPERATIONS[name]
     if name == "restore":
         other = filled(spec, 40)[0]
@@ -72,7 +74,7 @@ def test_every_fault_leaves_a_layer_as_before_or_as_after(spec, name, fault):
     cache, _ = filled(spec)
     operation(cache)
     after, ends = state(cache), set()
-    for n in range(1, MOST, STRIDES[fault, name == "one token"]):
+    for n in range(1, MOST, -(-STRIDES[fault, name == "one token"] // finer)):
         cache, other = filled(spec, forked=n % 2 == 0)
         fired = disturbed(lambda cache=cache: operation(cache), fault, n)
         found = state(cache)
@@ -173,16 +175,19 @@ PAGED_OPERATIONS = {
 }
 
 
+@finely
 @pytest.mark.parametrize("fault", ["interrupt", "memory"])
 @pytest.mark.parametrize("name", PAGED_OPERATIONS)
-def test_every_fault_leaves_all_sequences_as_before_or_as_after(name, fault):
+def test_every_fault_leaves_all_sequences_as_before_or_as_after(name, fault, finer):
     spec, operation = "int:bits=4,sinks=2,window=8", PAGED_OPERATIONS[name]
     cache, seqs = paged(spec)
     before = states(cache, seqs)
     operation(cache, seqs)
     left = [seq for seq in seqs if seq in cache._sequences]
     after = states(cache, left)
-    for n in range(1, MOST, (5 if fault == "memory" else 17) * (41 if name == "restore" else 1)):
+    for n in range(
+        1, MOST, (15 if fault == "memory" else 51) // finer * (41 if name == "restore" else 1)
+    ):
         cache, seqs = paged(spec)
         fired = disturbed(lambda cache=cache, seqs=seqs: operation(cache, seqs), fault, n)
         known = [seq for seq in seqs if seq in cache._sequences]

@@ -33,7 +33,6 @@ from kvpact.testing import (
 
 HEADS, DIM, V_DIM = 2, 16, 8
 SETTINGS = settings(
-    max_examples=40,
     stateful_step_count=20,
     derandomize=True,
     deadline=None,
@@ -57,7 +56,7 @@ OFFSETS = (
     ("turboquant:bits=4,sinks=2,window=9", torch.float32),
     pytest.param("kivi:bits=2,sinks=3,window=40", torch.float16, marks=pytest.mark.slow),
 )
-FEWER = settings(SETTINGS, max_examples=10)
+examples = pytest.mark.parametrize("examples", [10, pytest.param(40, marks=pytest.mark.slow)])
 
 
 class Histories(RuleBasedStateMachine):
@@ -250,18 +249,19 @@ class Histories(RuleBasedStateMachine):
                         assert same_bytes(wanted, getattr(oracle, side).given)
 
 
+@examples
 @pytest.mark.parametrize(("spec", "dtype"), SPECS.items())
-def test_histories(spec, dtype):
-    run(spec, dtype)
+def test_histories(spec, dtype, examples):
+    run(spec, dtype, examples)
 
 
 @pytest.mark.parametrize(("spec", "dtype"), OFFSETS)
 def test_histories_of_keys_with_an_offset(spec, dtype):
-    run(spec, dtype, offset=random_offset(HEADS, DIM, seed=1), how_many=FEWER)
+    run(spec, dtype, 5, random_offset(HEADS, DIM, seed=1))
 
 
-def run(spec, dtype, offset=None, how_many=SETTINGS):
+def run(spec, dtype, examples, offset=None):
     members = {"spec": spec, "dtype": dtype, "offset": offset}
     case = type("Machine", (Histories,), members).TestCase
-    case.settings = how_many
+    case.settings = settings(SETTINGS, max_examples=examples)
     case("runTest").runTest()

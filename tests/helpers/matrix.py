@@ -3,8 +3,9 @@
 What a cache does depends on a codec by a few facts (`Facts`): one spec for every combination that
 occurs goes through the whole of the kit for caches, all others through the checks that depend on
 the bytes that are stored. Methods go through the whole of theirs with their first example; other
-examples and variants through the checks of what is stored, at some of the shapes. The facts are
-read from the codecs, so a new method is in its class, and in every test of it, by being registered.
+examples and variants through the checks of what is stored. What goes through less than the whole
+is checked at some of the shapes. The facts are read from the codecs, so a new method is in its
+class, and in every test of it, by being registered.
 
 What backends are compared over with torch (`ENCODED` and the like) are lists: these facts say
 nothing of the code that their options decide on.
@@ -45,7 +46,7 @@ CONTRACTS = {
     },
 }
 SOME_SHAPES = (SHAPES[1], SHAPES[4], SHAPES[5])
-"""For further options: rows and heads, all widths, two dtypes, more tokens than two segments."""
+"""For what others stand for: rows, heads, all widths, two dtypes, more than two segments."""
 
 
 ENCODED = (
@@ -209,7 +210,7 @@ def kit_classes(
             slow = fitted and spec not in examples  # they learn large codebooks
             complete = slow or spec in whole[kind]
             members = {"spec": spec, "max_relative_error": limit, "__module__": module}
-            if kind == "Method" and not complete:
+            if not complete:
                 members["shapes"] = SOME_SHAPES
             if slow:
                 members["pytestmark"] = pytest.mark.slow

@@ -5,12 +5,10 @@ import math
 
 import pytest
 import torch
-from closeness import bound_of, error
 from torch import Tensor
 
 import kvpact
 from kvpact import AttendConfig, errors
-from kvpact.errors import GeometryError, KVPactError
 from kvpact.kernels import CHUNK
 from kvpact.testing import reference_attention as reference
 
@@ -53,26 +51,11 @@ def test_grouped_queries(kv_heads):
         check(AttendConfig(n_kv_groups=6 // kv_heads), kv_heads=kv_heads, queries=queries)
 
 
-@pytest.mark.parametrize("groups", [1, 3, 4])
-def test_query_heads_of_a_group_stand_next_to_each_other(groups):
-    q, k, v = tensors(q_heads=2 * groups, queries=1)
-    output = attended(q, k, v, AttendConfig())
-    for head in range(2 * groups):
-        kv = slice(head // groups, head // groups + 1)
-        alone = reference(q[:, head : head + 1], k[:, kv], v[:, kv], AttendConfig())
-        torch.testing.assert_close(output[:, head : head + 1].double(), alone, rtol=1e-5, atol=1e-6)
-
-
 # Around the attention's chunk of 256 tokens and twice that, packed or new.
 @pytest.mark.parametrize("total", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 1])
 def test_lengths_around_the_chunk(total):
     for queries in (1, min(2, total), total):
         check(AttendConfig(), batch=1, q_heads=2, kv_heads=1, total=total, queries=queries)
-
-
-def test_softmax_scale():
-    for scale in (-0.2, 0.0, 0.05, 1.0):
-        check(AttendConfig(softmax_scale=scale), queries=5)
 
 
 def test_softcap():
@@ -121,20 +104,6 @@ def test_masks_over_several_chunks():
     check(AttendConfig(mask=mask, is_causal=False), **shape)
 
 
-def test_a_mask_of_one_query_serves_all():
-    mask = torch.rand(2, 1, 1, 70, generator=torch.Generator().manual_seed(3)) < 0.5
-    check(AttendConfig(mask=mask), queries=9)
-
-
-@pytest.mark.parametrize(
-    "shape", [(2, 6, 5, 69), (2, 6, 4, 70), (2, 2, 5, 70), (3, 1, 5, 70), (5, 70)]
-)
-def test_masks_of_a_wrong_shape_are_refused(shape):
-    q, k, v = tensors(queries=5)
-    with pytest.raises(GeometryError, match="mask has shape"):
-        attended(q, k, v, AttendConfig(mask=torch.ones(shape, dtype=torch.bool)))
-
-
 @pytest.mark.parametrize("queries", [1, 20, 70])
 def test_left_padding(queries):
     padding = torch.tensor([0, 13])
@@ -145,11 +114,6 @@ def test_left_padding(queries):
     # What stands in the padding is of no account.
     k[1, :, :13], v[1, :, :13] = 100.0, -100.0
     assert torch.equal(attended(q, k, v, config), output)
-
-
-def test_no_causality():
-    check(AttendConfig(is_causal=False), queries=17)
-    check(AttendConfig(is_causal=False), queries=70)
 
 
 def test_all_rules_together():
@@ -217,68 +181,6 @@ def test_extreme_logits_stay_finite_and_right(magnitude, descending):
     )
     with_sink = AttendConfig(softmax_scale=1.0, sink_logits=torch.tensor([magnitude + 200]))
     assert not attended(q, k, v, with_sink).any()
-
-
-def test_a_compressed_cache_attends_over_what_it_stores():
-    # The same rules over packed slots: equal to the reference over K and V as `prefill` shows them.
-    g = torch.Generator().manual_seed(6)
-    padding = torch.tensor([0, 5])
-    q, k, v = tensors(total=300, queries=3)
-    config = AttendConfig(
-        softcap=6.0, sliding_window=280, sink_logits=torch.randn(6, generator=g), padding=padding
-    )
-    for spec in ("turboquant:bits=3", "kivi:bits=2,window=10/int:bits=4", "kvarn:sinks=0"):
-        output = attended(q, k, v, config, spec)
-        cache = kvpact.create_cache(spec, kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
-        cache.prefill(0, k[:, :, :297], v[:, :, :297], None, AttendConfig(padding=padding))
-        shown = cache.prefill(0, k[:, :, 297:], v[:, :, 297:], None, config)
-        assert not torch.allclose(shown.k, k, atol=1e-2)
-        wanted = reference(q, shown.k, shown.v, config)
-        assert error(wanted, output.double()) <= bound_of(spec)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (AttendConfig(n_kv_groups=2), "n_kv_groups is 2, but 6 query heads"),
-        (AttendConfig(sink_logits=torch.zeros(5)), "sink_logits has shape"),
-        (AttendConfig(sink_logits=torch.zeros(6, 1)), "sink_logits has shape"),
-        (AttendConfig(padding=torch.zeros(3, dtype=torch.long)), "padding has shape"),
-        (AttendConfig(mask=torch.ones(2, 1, 1, 70, dtype=torch.long)), "mask is torch.int64"),
-    ],
-)
-def test_configs_that_dont_fit_are_refused_and_nothing_is_stored(config, message):
-    q, k, v = tensors()
-    cache = kvpact.create_cache("none", kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
-    with pytest.raises(KVPactError, match=message):
-        cache.attend(0, k=k, v=v, q=q, config=config)
-    assert cache.seq_len(0) == 0 and cache.memory_usage() == 0
-
-
-def test_query_heads_that_cant_share_are_refused():
-    for heads in (1, 3, 5):
-        q, k, v = tensors(q_heads=heads)
-        with pytest.raises(GeometryError, match=f"{heads} query heads can't share 2 KV heads"):
-            attended(q, k, v, AttendConfig())
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "error"),
-    [
-        ("sliding_window", 0, errors.GeometryError),
-        ("sliding_window", -3, errors.GeometryError),
-        ("softcap", 0.0, errors.GeometryError),
-        ("softmax_scale", float("nan"), errors.GeometryError),
-        ("padding", torch.tensor([-1]), errors.GeometryError),
-        ("padding", torch.tensor([1.7]), errors.GeometryError),
-        ("padding", [1], errors.DtypeError),
-        ("mask", torch.full((1, 1, 1, 1), float("nan")), errors.NonFiniteError),
-        ("sink_logits", torch.tensor([float("nan")]), errors.NonFiniteError),
-    ],
-)
-def test_config_that_cannot_be_meant_is_refused(field, value, error):
-    with pytest.raises(error, match=field):
-        kvpact.AttendConfig(**{field: value})
 
 
 def test_wrong_sink_logits_store_nothing_even_when_new_tokens_are_attended_as_stored():

@@ -27,7 +27,7 @@ def test_every_format_at_every_level(level):
         assert differences() == []
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from(FORMATS),
     st.sampled_from("kv"),

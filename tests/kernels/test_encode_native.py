@@ -71,7 +71,7 @@ def test_ties(spec):
         assert compare(spec, "v", [halves.float()]) == ""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(FORMATS) | st.sampled_from(TRELLISES),
     st.sampled_from("kv"),

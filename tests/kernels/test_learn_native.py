@@ -27,7 +27,7 @@ def test_every_level(level):
             assert compare(case) == "", case
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.builds(
         Case,

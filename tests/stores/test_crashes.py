@@ -44,7 +44,7 @@ def crowd(folder, seconds):
 
 
 def test_8_processes_share_a_store(tmp_path):
-    crowd(tmp_path / "store", 5)
+    crowd(tmp_path / "store", 2)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from kvpact.cache import bytes_per_token, planned_bytes
 from kvpact.contract import AttendConfig, CompressedKVCache, Dequantized, DequantResult, Fused
 from kvpact.spec import parse_spec
-from kvpact.testing.cache_base import SMALL, CacheKit, every_shape, in_pieces
+from kvpact.testing.cache_base import SMALL, CacheKit, in_pieces
 from kvpact.testing.data import Shape, by_name, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import held_bytes, held_tensors, same_bytes
@@ -47,7 +47,6 @@ class AppendChecks(CacheKit):
         assert cache.seq_len(0) == 5
 
     @depends_on("bytes")
-    @every_shape
     def test_pieces_are_the_whole(self, shape: Shape) -> None:
         """Appended in pieces or at once: the same bytes in every tensor that the cache holds."""
         whole = self.filled(shape, (shape.tokens,))
@@ -230,7 +229,6 @@ class ByteChecks(CacheKit):
         return counted
 
     @depends_on("bytes")
-    @every_shape
     def test_memory_is_what_is_held(self, shape: Shape) -> None:
         """After each piece, a rollback and a fork, all bytes held are counted."""
         cache = self.make_cache(shape.geometry())

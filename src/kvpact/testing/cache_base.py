@@ -16,10 +16,9 @@ from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import parse_spec
-from kvpact.testing.data import SHAPES, Shape, random_tokens
+from kvpact.testing.data import Shape, ShapeKit, random_tokens
 from kvpact.testing.held import copied_tensors, difference, held_tensors
 
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 SMALL = Shape(2, 2, (70, 1, 64), 32, 48, torch.float32)
 """For checks to which the widths don't matter: two rows, a group of 128 and one of 64 cut."""
 
@@ -32,7 +31,7 @@ def in_pieces(tokens: Tokens, pieces: Iterable[int]) -> Iterator[Tokens]:
     return zip(*(torch.split(x, list(pieces), 2) for x in tokens), strict=True)
 
 
-class CacheKit:
+class CacheKit(ShapeKit):
     """The cache under test.
 
     Attributes

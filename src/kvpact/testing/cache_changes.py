@@ -14,7 +14,7 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError, StaleResult
 from kvpact.snapshot import Snapshot
-from kvpact.testing.cache_base import SMALL, CacheKit, every_shape
+from kvpact.testing.cache_base import SMALL, CacheKit
 from kvpact.testing.data import Shape, floats, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import same_bytes
@@ -24,7 +24,6 @@ class RollbackChecks(CacheKit):
     """A cache that was rolled back."""
 
     @depends_on("bytes")
-    @every_shape
     def test_truncate_is_never_having_appended(self, shape: Shape) -> None:
         """A cut that leaves no group in part: all bytes become those of a new cache.
 
@@ -63,7 +62,6 @@ class RollbackChecks(CacheKit):
         return whole, same
 
     @depends_on("bytes")
-    @every_shape
     def test_truncate_keeps_what_was_stored(self, shape: Shape) -> None:
         """A cut anywhere: the tokens that stay are shown as stored before; later ones are close.
 

@@ -20,7 +20,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import CacheFull
 from kvpact.geometry import CacheGeometry
 from kvpact.testing.cache import CacheContract
-from kvpact.testing.cache_base import SMALL, every_shape, in_pieces
+from kvpact.testing.cache_base import SMALL, in_pieces
 from kvpact.testing.data import Shape, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference
@@ -106,7 +106,6 @@ class PagedCacheContract(CacheContract):
         return pool + super().empty_bytes(cache, geometry)
 
     @depends_on("pages")
-    @every_shape
     def test_slots_are_those_of_the_contiguous_cache(self, shape: Shape) -> None:
         """Slot for slot, byte for byte, in every row; after a rollback, too."""
         geometry = shape.geometry()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -58,6 +60,23 @@ SHAPES = (
     Shape(2, 1, (129, 63, 65, 1), 128, 64, torch.float16),
     Shape(1, 1, (63, 65, 1, 64), 576, 512, torch.float32),
 )
+
+
+class ShapeKit:
+    """Checks of a shape, made with every one of some.
+
+    Attributes
+    ----------
+    shapes : tuple of Shape
+        Those of checks that have a parameter ``shape``.
+    """
+
+    shapes: ClassVar[tuple[Shape, ...]] = SHAPES
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Give checks of a shape every one of them."""
+        if "shape" in metafunc.fixturenames:
+            metafunc.parametrize("shape", self.shapes, ids=str)
 
 
 def integers(*numbers: int) -> Tensor:

@@ -23,7 +23,7 @@ from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import parse_spec
 from kvpact.testing.cache import CacheContract
-from kvpact.testing.cache_base import SMALL, every_shape
+from kvpact.testing.cache_base import SMALL
 from kvpact.testing.cache_paged import PagedCacheContract
 from kvpact.testing.data import Shape, floats, random_tokens
 from kvpact.testing.depends import depends_on
@@ -332,7 +332,6 @@ class FittedCacheContract(_CalibrationChecks, CacheContract):
     """`CacheContract` for a method that learns, in the contiguous cache, calibrated."""
 
     @depends_on("bytes")
-    @every_shape
     def test_what_was_learnt_is_counted(self, shape: Shape) -> None:
         """An empty cache holds what was learnt; a full one that and its slots, as declared."""
         learnt = self.learnt_bytes(shape.geometry())

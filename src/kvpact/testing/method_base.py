@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.formats import TILE
 from kvpact.methods import Codec
 from kvpact.spec import Spec, parse_spec
-from kvpact.testing.data import SHAPES, Shape, random_tokens
+from kvpact.testing.data import Shape, ShapeKit, random_tokens
 
 Arrays = dict[str, Tensor]
 
@@ -20,7 +20,7 @@ Arrays = dict[str, Tensor]
 both_sides = pytest.mark.parametrize("side", ["key", "value"])
 
 
-class MethodKit:
+class MethodKit(ShapeKit):
     """The method under test and how to get at its codecs.
 
     Attributes
@@ -29,18 +29,10 @@ class MethodKit:
         The spec to be tested.
     max_relative_error : float
         `|decoded - x| / |x|` over normally distributed tokens stays below it.
-    shapes : tuple of Shape
-        What is encoded by checks that go through shapes.
     """
 
     spec: ClassVar[str]
     max_relative_error: ClassVar[float] = 1.0
-    shapes: ClassVar[tuple[Shape, ...]] = SHAPES
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Give checks of a shape every one of them."""
-        if "shape" in metafunc.fixturenames:
-            metafunc.parametrize("shape", self.shapes, ids=str)
 
     def parsed(self) -> Spec:
         """Return the spec, parsed."""

@@ -1,24 +1,20 @@
-"""The paged cache: errors, atomic appends, bytes, tables, capacity, threads."""
-
-import threading
+"""The paged cache: errors, atomic appends, bytes, tables, capacity."""
 
 import pytest
 import torch
 
-from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
+from kvpact import CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import (
     CacheFull,
     DtypeError,
     GeometryError,
-    KVPactError,
     LayerIndexError,
     NonFiniteError,
     SequenceError,
     SpecError,
 )
-from kvpact.testing import method_specs, random_tokens, same_bytes
+from kvpact.testing import random_tokens, same_bytes
 
-SPECS = [*method_specs(fitted=False), "turboquant:bits=3,center=64"]
 # One of each kind: no group, groups of K, of both, and a bias.
 KINDS = ("int:bits=4", "kivi:bits=2", "turboquant:bits=3,center=64", "turboquant:bits=3,mode=prod")
 GEOMETRY = CacheGeometry(2, 2, 32, 48)
@@ -200,10 +196,10 @@ def assert_equals_contiguous(cache, seq, twin):
                 assert not ours[:, :, shared:].any()
 
 
-@pytest.mark.parametrize("page_size", [None, 192])
-@pytest.mark.parametrize("spec", [*SPECS, "turboquant:bits=3,mode=prod", "none/int:bits=5"])
-def test_slots_are_those_of_the_contiguous_cache(spec, page_size):
-    cache = PagedKVCache(spec, GEOMETRY, 24, page_size)
+@pytest.mark.parametrize("spec", KINDS)
+def test_slots_are_those_of_the_contiguous_cache(spec):
+    """On pages of several groups; on the smallest ones the conformance kit checks it."""
+    cache = PagedKVCache(spec, GEOMETRY, 24, 192)
     seqs = [cache.allocate() for _ in range(2)]
     twins = [create_cache(spec, GEOMETRY) for _ in seqs]
     for piece, counts in enumerate([(1, 70), (63, 1), (65, 33), (100, 2), (1, 130)]):
@@ -225,32 +221,6 @@ def test_slots_are_those_of_the_contiguous_cache(spec, page_size):
             other.prefill(layer, *(x[None] for x in kv(40, seed)))
         assert_equals_contiguous(cache, fork, other)
         assert_equals_contiguous(cache, seqs[0], twins[0])
-
-
-@pytest.mark.parametrize("spec", KINDS)
-def test_batched_decode_equals_each_sequence_alone(spec):
-    cache = PagedKVCache(spec, GEOMETRY, 32)
-    lengths = (1, 70, 200, 33)
-    seqs, twins = [], []
-    for i, length in enumerate(lengths):
-        seqs.append(cache.allocate())
-        fill(cache, seqs[-1], length, i)
-        twins.append(create_cache(spec, GEOMETRY))
-        for layer in range(2):
-            twins[-1].prefill(layer, *(x[None] for x in kv(length, i)))
-    view = cache.view(seqs)
-    config = AttendConfig(softmax_scale=0.2, sliding_window=150)
-    for step in range(3):
-        k, v = random_tokens(4, 2, 1, 32, seed=step), random_tokens(4, 2, 1, 48, seed=step + 9)
-        q = random_tokens(4, 4, 1, 32, seed=step + 99)
-        for layer in range(2):
-            output = view.decode(layer, k, v, q, config).output
-            for row, twin in enumerate(twins):
-                one = slice(row, row + 1)
-                expected = twin.attend(layer, k=k[one], v=v[one], q=q[one], config=config)
-                torch.testing.assert_close(output[one], expected, atol=1e-5, rtol=1e-5)
-    assert [cache.seq_len(seq) for seq in seqs] == [n + 3 for n in lengths]
-    assert view.seq_len() == 203
 
 
 # --- tables
@@ -356,35 +326,3 @@ def test_memory_is_taken_once():
     assert cache.memory_usage() == taken + exact
     assert [t.data_ptr() for t in cache.pool.tensors()] == pool
     assert cache.stats()["bytes"]["total"] == taken + exact
-
-
-# --- threads
-
-
-def test_layers_in_parallel():
-    cache = PagedKVCache("int:bits=4", CacheGeometry(2, 2, 32, 48), 64)
-    seqs = [cache.allocate() for _ in range(3)]
-    seqs.append(cache.fork(seqs[0]))
-    problems = []
-
-    def run(layer):
-        try:
-            for step in range(60):
-                cache.append(layer, {s: kv(1 + step % 7, step * 10 + s) for s in seqs})
-        except (KVPactError, RuntimeError, IndexError) as error:
-            problems.append(error)
-
-    threads = [threading.Thread(target=run, args=(layer,)) for layer in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems
-    for seq in seqs:
-        twin = create_cache("int:bits=4", GEOMETRY)
-        for step in range(60):
-            for layer in range(2):
-                twin.prefill(layer, *(x[None] for x in kv(1 + step % 7, step * 10 + seq)))
-        assert_equals_contiguous(cache, seq, twin)
-        cache.free(seq)
-    assert cache.num_free_pages == 64

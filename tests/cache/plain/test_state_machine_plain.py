@@ -98,6 +98,6 @@ class Plain(RuleBasedStateMachine):
 
 
 Plain.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=80, stateful_step_count=30, deadline=None, derandomize=True
 )
 TestPlain = Plain.TestCase

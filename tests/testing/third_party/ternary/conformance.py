@@ -18,10 +18,6 @@ class TestTernary(MethodContract):
     max_relative_error = 0.6
 
 
-class TestTernaryInACache(CacheContract):
-    spec = "ternary:window=8/turboquant:bits=4"
-
-
 class TestScaled(FittedMethodContract):
     spec = "scaled"
     max_relative_error = 0.6
@@ -54,6 +50,7 @@ def stored(contract, spec):
     return type(contract.__name__, (contract,), without(contract, bool) | {"spec": spec})
 
 
+TestTernaryInACache = stored(CacheContract, "ternary:window=8/turboquant:bits=4")
 TestScaledInACache = stored(FittedCacheContract, "scaled:window=8")
 TestTernaryOnPages = stored(PagedCacheContract, "ternary")
 TestScaledOnPages = stored(FittedPagedCacheContract, "scaled/turboquant:bits=4")
