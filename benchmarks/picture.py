@@ -1,4 +1,4 @@
-"""The README's picture: quality over bits, and decode time over context, with peers named.
+"""The README's picture: quality over bits, beside the caches of other packages.
 
     python benchmarks/picture.py [--model smollm2] [--out docs/_static]
 
@@ -10,152 +10,98 @@ from __future__ import annotations
 
 import argparse
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
-from leaderboard_table import MODELS, Row, contexts_of, load, middle, rows_of
+from leaderboard_table import MODELS, Row, load, middle, rows_of
 
-from kvpact.evaluate.canvas import new_figure, place_labels, plain_axes
+from kvpact.evaluate.canvas import new_figure, plain_axes
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "leaderboard"
 OUT = HERE.parent / "docs" / "_static"
 
 INKS = {
-    "light": {"ink": "#1b1f24", "muted": "#5c6570", "grid": "#e1e5ea", "peer": "#b3541e"},
-    "dark": {"ink": "#e6e9ed", "muted": "#a0a9b4", "grid": "#2c333b", "peer": "#f0954f"},
+    "light": {"ink": "#1b1f24", "muted": "#5c6570", "grid": "#e1e5ea", "own": "#0060a8"},
+    "dark": {"ink": "#e6e9ed", "muted": "#a0a9b4", "grid": "#2c333b", "own": "#6cb6f5"},
 }
-OWN = {"light": ("#0060a8", "#00795c", "#7a4fb5"), "dark": ("#6cb6f5", "#4fd1a5", "#c3a3f2")}
-# kvpact's methods: the points of one are joined.
-FAMILIES = ("trellis", "turboquant", "int")
-# Caches of other packages as they are named in the picture.
-NAMES = {
-    "QuantizedCache, quanto, 4 bits": "quanto 4",
-    "QuantizedCache, hqq, 4 bits": "hqq 4",
-    "QuantizedCache, fp8": "transformers fp8",
-    "TinyKVCache, safe (4 bits)": "tiny-turboquant 4",
-    "make_turboquant_cache, 4 bits": "quantcore-ai 4",
+PEER = {"light": "#b3541e", "dark": "#f0954f"}
+# The caches that are named, with where the words stand from the point, in points of type.
+LABELS = {
+    "trellis:bits=2": ("kvpact trellis,\n2, 3 and 4 bits", (-6, -14), "right", "top"),
+    "turboquant:bits=4": ("kvpact turboquant, 4 bits", (12, 0), "left", "center"),
+    "int:bits=8": ("kvpact int, 8 bits", (-12, 0), "right", "center"),
+    "QuantizedCache, quanto, 4 bits": ("quanto and HQQ, 4 bits", (2, -9), "left", "top"),
+    "QuantizedCache, fp8": ("transformers' fp8", (12, 0), "left", "center"),
+    "make_turboquant_cache, 4 bits": ("other packages, 4 bits", (12, 0), "left", "center"),
 }
-# The lines of the panel on the right.
-IN_TIME = ("trellis:bits=4", "turboquant:bits=4", "quanto 4", "hqq 4", "turbokv 4")
+LINE = "trellis:"  # the points of this method are joined
 MOST_BITS = 12.0
-
-
-def label(row: Row) -> str:
-    """Return a cache's name in the picture."""
-    if row.package == "turbokv":
-        return "turbokv 4"
-    return NAMES.get(row.cache, row.cache)
 
 
 def figures(rows: list[Row]) -> dict[str, Any]:
     """Return the figures that the picture shows, rounded: its description."""
     at = middle(rows)
     drawn, beyond = ([r for r in rows if (r.bits[at] > MOST_BITS) is far] for far in (False, True))
-    timed = [row for row in rows if label(row) in IN_TIME]
     return {
         "model": rows[0].model,
         "bits at": at,
-        "kl over bits": {label(r): [round(r.bits[at], 2), float(f"{r.kl:.3g}")] for r in drawn},
+        "kl over bits": {r.cache: [round(r.bits[at], 2), float(f"{r.kl:.3g}")] for r in drawn},
         "not drawn": {r.package: [round(r.bits[at], 2), float(f"{r.kl:.3g}")] for r in beyond},
-        "decode time over DynamicCache": {
-            label(r): {str(n): round(r.steps[n][1], 2) for n in contexts_of(rows)} for r in timed
-        },
     }
 
 
 def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
-    """Draw both panels beside each other, and write an SVG."""
+    """Draw the panel, and write an SVG."""
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "kvpact"  # the same figures are the same file
-    inks = INKS[mode]
-    figure = new_figure((11.0, 5.2))
-    left, right = figure.subplots(1, 2, width_ratios=(1.35, 1))
-    for axes in (left, right):
-        plain_axes(axes)
-        axes.set_facecolor("none")
-        axes.grid(True, color=inks["grid"], linewidth=0.8)
-        axes.tick_params(colors=inks["muted"], which="both", labelsize=11)
-        for side in ("left", "bottom"):
-            axes.spines[side].set_color(inks["muted"])
-    named = quality(left, rows, shown, mode)
-    times = decoding(right, rows, shown, mode)
-    figure.tight_layout(w_pad=2.5, h_pad=2)
-    figure.canvas.draw()
-    for axes, points, sides in ((left, named, (1, -1)), (right, times, (1,))):
-        texts, colours = [point[:3] for point in points], [point[3] for point in points]
-        how = {"sides": sides, "inside_axes": True, "lines": inks["muted"]}
-        place_labels(figure, axes, texts, size=10.5, inks=colours, **how)
+    inks, points = INKS[mode], shown["kl over bits"]
+    figure = new_figure((8.6, 4.4))
+    axes = figure.subplots()
+    plain_axes(axes)
+    axes.set_facecolor("none")
+    axes.grid(True, color=inks["grid"], linewidth=0.8)
+    axes.tick_params(colors=inks["muted"], which="both", labelsize=12)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(inks["muted"])
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.6f}".rstrip("0").rstrip("."))
+    bits, kls = zip(*points.values(), strict=True)
+    axes.set_xlim(0, max(bits) + 2)
+    axes.set_ylim(min(kls) / 3, max(kls) * 2.5)
+    title = f"Difference from the exact cache (KL), {MODELS[shown['model']]}"
+    axes.set_title(title, loc="left", fontsize=13.5, color=inks["ink"], pad=12)
+    across = f"bits held for each number at {shown['bits at']:,} tokens, all counted; exact is 16"
+    axes.set_xlabel(across, fontsize=12.5, color=inks["muted"])
+    joined = sorted(point for name, point in points.items() if name.startswith(LINE))
+    axes.plot(*zip(*joined, strict=True), "-", lw=2, color=inks["own"])
+    own = {row.cache: row.own for row in rows}
+    for name, (x, y) in points.items():
+        colour, form = (inks["own"], "o") if own[name] else (PEER[mode], "D")
+        axes.plot(x, y, form, ms=9 if own[name] else 7, color=colour, zorder=3)
+        if name in LABELS:
+            text, offset, across_at, down_at = LABELS[name]
+            place = {"xytext": offset, "textcoords": "offset points", "fontsize": 13}
+            axes.annotate(text, (x, y), color=colour, ha=across_at, va=down_at, **place)
+    better(axes, inks["muted"])
+    figure.tight_layout()
     about = {"Date": None, "Creator": "benchmarks/picture.py", "Description": json.dumps(shown)}
     figure.savefig(path, transparent=True, metadata=about)
 
 
-def titled(axes: Any, title: str, across: str, mode: str) -> None:
-    """Put a title above a panel and a name below its axis."""
-    axes.set_title(title, loc="left", fontsize=12.5, color=INKS[mode]["ink"], pad=12)
-    axes.set_xlabel(across, fontsize=11.5, color=INKS[mode]["muted"])
-
-
-def quality(axes: Any, rows: list[Row], shown: dict[str, Any], mode: str) -> list[Any]:
-    """Draw KL over bits; return the points to name."""
-    points = shown["kl over bits"]
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    bits, kls = zip(*points.values(), strict=True)
-    axes.set_xlim(min(bits) - 0.6, max(bits) + 1.6)
-    axes.set_ylim(min(kls) / 2, max(kls) * 2)
-    title = f"KL to the exact cache (less is better), {MODELS[shown['model']]}"
-    far = ", ".join(f"{name} {bits:.0f}" for name, (bits, _) in shown["not drawn"].items())
-    across = f"bits held a value, all counted, at {shown['bits at']:,} tokens"
-    if far:
-        across += "\n" + textwrap.fill(f"further right: {far}", 60)
-    titled(axes, title, across, mode)
-    own = {label(row): row.own for row in rows}
-    named = []
-    for name, (x, y) in points.items():
-        colour = colour_of(name, own[name], mode)
-        axes.plot(
-            x, y, "o" if own[name] else "D", ms=8 if own[name] else 6.5, color=colour, zorder=3
-        )
-        named.append((x, y, name, colour))
-    for family in FAMILIES:
-        line = sorted(point for name, point in points.items() if name.startswith(family + ":"))
-        axes.plot(*zip(*line, strict=True), "-", lw=1.6, color=colour_of(family, True, mode))
-    return named
-
-
-def decoding(axes: Any, rows: list[Row], shown: dict[str, Any], mode: str) -> list[Any]:
-    """Draw the time of a decode step over the context; return the ends of lines to name."""
-    own = {label(row): row.own for row in rows}
-    axes.set_xscale("log")
-    title = "time of a decode step over DynamicCache's"
-    titled(axes, title, "tokens of context", mode)
-    axes.axhline(1, color=INKS[mode]["ink"], lw=1.2, ls=(0, (4, 3)))
-    ends, contexts, most = [], [], 1.0
-    for name, times in shown["decode time over DynamicCache"].items():
-        contexts, values = [int(count) for count in times], list(times.values())
-        colour = colour_of(name, own[name], mode)
-        axes.plot(contexts, values, "o-" if own[name] else "D-", ms=6, lw=1.8, color=colour)
-        ends.append((contexts[-1], values[-1], name, colour))
-        most = max(most, *values)
-    axes.set_xticks(contexts, [f"{count:,}" for count in contexts])
-    axes.set_xticks([], minor=True)
-    axes.set_xlim(contexts[0] * 0.85, contexts[-1] * (contexts[-1] / contexts[0]) ** 0.65)
-    axes.set_ylim(0, most * 1.08)
-    # Behind the last context, where no line is.
-    place = {"xytext": (8, -13), "textcoords": "offset points", "fontsize": 10.5}
-    axes.annotate("exact cache", (contexts[-1], 1), color=INKS[mode]["ink"], **place)
-    return ends
-
-
-def colour_of(name: str, own: bool, mode: str) -> str:
-    """Return the colour of a cache: one for each of kvpact's families, one for all peers."""
-    if not own:
-        return INKS[mode]["peer"]
-    family = name.partition(":")[0]
-    return OWN[mode][FAMILIES.index(family)] if family in FAMILIES else INKS[mode]["muted"]
+def better(axes: Any, colour: str) -> None:
+    """Say where the good ones are, with an arrow into that corner."""
+    arrow = {"arrowstyle": "->", "color": colour, "lw": 1.6}
+    axes.annotate(
+        "lower left is better",
+        (0.02, 0.04),
+        xycoords="axes fraction",
+        xytext=(0.1, 0.2),
+        fontsize=13,
+        color=colour,
+        arrowprops=arrow,
+    )
 
 
 def main() -> None:
