@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpact_pages import blocks, cards, faq, quality, readme, specs, speed, stream, support
+from kvpact_pages import blocks, cards, faq, models, quality, readme, specs, speed, stream, support
 
 DOCS = Path(__file__).resolve().parents[1]
 PAGES = {
-    "../README.md": readme.BLOCKS,
+    "../README.md": readme.BLOCKS | models.BLOCKS,
     "faq.md": faq.BLOCKS,
     "methods/index.md": cards.BLOCKS,
     "quality.md": quality.BLOCKS,
@@ -16,6 +16,7 @@ PAGES = {
     "speed.md": speed.BLOCKS,
     "support.md": support.BLOCKS,
     "which-when.md": faq.WHICH,
+    "your-model.md": models.PAGE,
 }
 
 

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 import typer
-from doc_snippets import PAGES, blocks, given, name_of
+from doc_snippets import PAGES, ROOT, blocks, given, name_of
 
 from kvpact.cli.app import app
 from kvpact.registry import known_names, unregister_method
@@ -40,6 +40,28 @@ def test_the_blocks_of_a_page_run_in_their_order(page, tmp_path, monkeypatch, re
             unregister_method(name)
     record_property("snippets_run", len(run))
     print(f"{name_of(page)}: {len(run)} of {len(RUN[page])} Python blocks were run")
+
+
+README = ROOT / "README.md"
+FIRST, ENABLED, ENGINE = (block.code for block in RUN[README])
+
+
+@pytest.mark.parametrize(
+    "code", [FIRST, FIRST + ENABLED, ENGINE], ids=("first", "enable", "engine")
+)
+def test_programs_of_the_readme_run_as_pasted(code, tmp_path, monkeypatch, capsys):
+    given_model = given(tmp_path)["name"]
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    exec(compile(code.replace(HUB, given_model), "README.md", "exec", dont_inherit=True), {})
+    said = capsys.readouterr().out.splitlines()[-1]
+    if code is ENGINE:
+        assert float(said) == 6.72  # as the block says
+    else:
+        shown = re.fullmatch(
+            r"trellis:bits=4 · (\S+) tokens · (\S+) MB · (\d+)% of an exact cache", said
+        )
+        assert shown and int(shown[1].replace(",", "")) > 2000 and 0 < int(shown[3]) < 40
 
 
 def test_only_few_blocks_are_left_out_and_say_why():

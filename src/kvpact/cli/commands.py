@@ -48,7 +48,7 @@ COMMANDS = {
     "generate": CommandEntry(
         "Generate text on a compressed cache; prints memory and speed.",
         "generate:generate",
-        ('kvpact generate "Once upon a time" --spec trellis:bits=4 --max-new-tokens 64',),
+        ('kvpact generate "And the moral is" --file book.txt --max-new-tokens 64',),
     ),
     "demo": CommandEntry(
         "Evaluate eight caches on a book, then let three of them continue it side by side.",

@@ -176,7 +176,7 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         ("  exact sinks and window", size_text(parts["sinks"] + parts["window"])),
         ("  allocated, not yet used", size_text(parts["unused"])),
         *exact,
-        ("bits per value", f"{figures['bits_per_value']:.2f}"),
+        ("bits per value", _bits_text(figures)),
         ("bits per value, packed slots", packed),
         ("layers compressed / native", "{compressed} / {native}".format(**figures["layers"])),
         ("prefill, tokens/s", f"{computed / seconds['prefill']:.1f}"),
@@ -185,6 +185,13 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         *prefix.rows,
     )
     print_pairs(("cache", spec), rows)
+
+
+def _bits_text(figures: dict[str, Any]) -> str:
+    """Return the bits held for each value, or that so few tokens leave nothing to save."""
+    if figures["bytes"]["total"] < min(figures["exact_bytes"].values()):
+        return f"{figures['bits_per_value']:.2f}"
+    return "nothing to save yet: the first tokens and a window stay exact; try a longer text"
 
 
 class Prefix:

@@ -1,0 +1,91 @@
+"""Models that people run: what their caches take, from the table that `kvpact size` reads."""
+
+from __future__ import annotations
+
+from kvpact.cli.size_plan import Layers, layers_of_model, planned
+from kvpact.data import model_table
+from kvpact.spec import DEFAULT_SPEC
+from kvpact_pages.results import code, table
+
+LENGTHS = (32768, 131072)
+FIRST = (
+    "llama-3.1-8b",
+    "llama-3.3-70b-instruct",
+    "qwen3-8b",
+    "qwen3-30b-a3b",
+    "qwen3.6-27b",
+    "gpt-oss-20b",
+    "gemma-3-27b-it",
+    "gemma-4-31b-it",
+    "glm-4.7",
+    "deepseek-v3",
+    "kimi-k2.5",
+    "minimax-m2.7",
+)
+"""In the README; the page has all."""
+COLUMNS = (
+    "model",
+    "layers compressed",
+    "32k tokens, exact",
+    "with kvpact",
+    "128k tokens, exact",
+    "with kvpact",
+)
+
+
+def gigabytes(count: float) -> str:
+    """Return bytes as gigabytes, three digits of them."""
+    size = count / 1e9
+    return f"{size:.2f} GB" if size < 10 else f"{size:.1f} GB" if size < 100 else f"{size:.0f} GB"
+
+
+def row(name: str, title: str) -> list[str]:
+    """Return a model's row: its layers, and the bytes of one sequence."""
+    held = layers_of_model(name)
+    cells = [title, f"{sum(x.compressed for x in held.shapes)} of {len(held.shapes)}"]
+    for tokens in LENGTHS:
+        found = planned(DEFAULT_SPEC, held, tokens, 1)
+        share = f"{gigabytes(found['total'])} ({found['total'] / found['exact']:.0%})"
+        cells += [gigabytes(found["exact"]), share if _compressed(held) else "refused"]
+    return cells
+
+
+def _compressed(held: Layers) -> bool:
+    return any(shape.compressed for shape in held.shapes)
+
+
+def kinds(name: str) -> str:
+    """Return the kinds of a model's layers, in words."""
+    model = model_table()["models"][name]
+    said = []
+    for at, kind in enumerate(model["kinds"]):
+        count, text = model["order"].count(str(at)), kind["kind"].replace("_", " ")
+        if kind.get("latent"):
+            text += f", latents of {kind['key_dim']} and {kind['value_dim']}"
+        elif kind.get("heads"):
+            widths = {kind["key_dim"], kind["value_dim"]}
+            text += f", {kind['heads']} heads of {' and '.join(map(str, sorted(widths)))}"
+        said.append(f"{count} {text}".replace("dummy", "without a cache"))
+    return "; ".join(said)
+
+
+def first() -> str:
+    """Return the rows of the README."""
+    return table(COLUMNS, [row(name, code(name)) for name in FIRST], left=1)
+
+
+def every() -> str:
+    """Return all models, with the kinds of their layers and where these are known from."""
+    document = model_table()
+    columns = (*COLUMNS, "its layers", "source")
+    numbers = {source: f"({at})" for at, source in enumerate(document["sources"], 1)}
+    rows = [
+        [*row(name, code(name)), kinds(name), numbers[model["source"]]]
+        for name, model in document["models"].items()
+    ]
+    sources = "\n".join(f"{at}. {text}" for at, text in enumerate(document["sources"].values(), 1))
+    return f"{table(columns, rows, left=1)}\n\nSources of the layers:\n\n{sources}"
+
+
+BLOCKS = {"models-first": first}
+PAGE = {"models-all": every}
