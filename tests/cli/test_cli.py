@@ -26,7 +26,10 @@ def test_generate_streams_text_and_prints_memory_and_speed(model_folder):
     assert len(text.rstrip(" \n")) >= 1
     for words in ("prompt tokens", "16", "new tokens", "12", "fp16", "float32", "tokens/s"):
         assert words in grid
+    assert "nothing to save yet" in grid
     assert good(*args, "--spec", "int:bits=8").partition(" cache ")[0] == text
+    longer = ("generate", "Once upon a time, " * 20, *args[2:], "--spec", "int:bits=8")
+    assert "nothing to save yet" not in good(*longer)
 
 
 def test_generate_equals_the_exact_cache_with_spec_none(model_folder):

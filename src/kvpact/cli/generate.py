@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from kvpact.evaluate import Candidate
 
 
+TOO_SHORT = "nothing to save yet: sinks and a window stay exact; take a longer text"
+
+
 @dataclass
 class TextStream:
     """A streamer for `generate` of transformers: prints text, unless `quiet`, and takes times."""
@@ -166,6 +169,7 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         short = "fp16" if name == "float16" else name
         times = f" ({size / held:.2f} x)" if held else ""
         exact.append((f"bytes of an exact cache, {short}", size_text(size) + times))
+    saves = held < max(figures["exact_bytes"].values())
     packed = f"{slots:.2f}" if slots == slots else "no token has left the window yet"
     computed = figures["prompt_tokens"] - prefix.loaded
     rows = (
@@ -176,7 +180,7 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         ("  exact sinks and window", size_text(parts["sinks"] + parts["window"])),
         ("  allocated, not yet used", size_text(parts["unused"])),
         *exact,
-        ("bits per value", _bits_text(figures)),
+        ("bits per value", f"{figures['bits_per_value']:.2f}" if saves else TOO_SHORT),
         ("bits per value, packed slots", packed),
         ("layers compressed / native", "{compressed} / {native}".format(**figures["layers"])),
         ("prefill, tokens/s", f"{computed / seconds['prefill']:.1f}"),
@@ -185,13 +189,6 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         *prefix.rows,
     )
     print_pairs(("cache", spec), rows)
-
-
-def _bits_text(figures: dict[str, Any]) -> str:
-    """Return the bits held for each value, or that so few tokens leave nothing to save."""
-    if figures["bytes"]["total"] < min(figures["exact_bytes"].values()):
-        return f"{figures['bits_per_value']:.2f}"
-    return "nothing to save yet: the first tokens and a window stay exact; try a longer text"
 
 
 class Prefix:

@@ -80,15 +80,11 @@ def place_labels(
     points: Sequence[tuple[float, float, str]],
     *,
     size: float = 9.5,
-    inks: Sequence[str] | None = None,
-    lines: str = MUTED,
-    sides: Sequence[int] = (1, -1),
-    inside_axes: bool = False,
 ) -> None:
     """Name points (x, y, text) where a label covers no point and no other label, highest first.
 
-    The figure's scales, limits and layout may not change afterwards. A label has the colour that
-    `inks` give it and stands to the right (1) or left (-1) of its point, as `sides` allow.
+    The figure's scales, limits and layout may not change afterwards. A label stands to
+    the right or left of its point.
     """
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
@@ -97,12 +93,9 @@ def place_labels(
     places = [axes.transData.transform((x, y)) for x, y, _ in points]
     taken = [Bbox.from_extents(x - 10, y - 10, x + 10, y + 10) for x, y in places]
     frame = axes.get_window_extent()
-    right = frame.x1 if inside_axes else figure.bbox.x1
-    allowed = list(product(RISES, sides))
-    colours = inks or [INK] * len(points)
-    leader = {"arrowstyle": "-", "color": lines, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
-    order = sorted(zip(points, colours, strict=True), key=lambda pair: -pair[0][1])
-    for (x, y, text), ink in order:
+    allowed = list(product(RISES, (1, -1)))
+    leader = {"arrowstyle": "-", "color": MUTED, "lw": 0.7, "shrinkA": 1, "shrinkB": 5}
+    for x, y, text in sorted(points, key=lambda point: -point[1]):
         for place, (rise, side) in enumerate(allowed):
             label = axes.annotate(
                 text,
@@ -112,13 +105,13 @@ def place_labels(
                 ha="left" if side > 0 else "right",
                 va="center",
                 fontsize=size,
-                color=ink,
+                color=INK,
                 # From the point to the near edge of the label.
                 arrowprops={**leader, "relpos": (0 if side > 0 else 1, 0.5)} if rise else None,
             )
             label.update_positions(renderer)
             box = Text.get_window_extent(label, renderer)  # without the line that leads to it
-            inside = frame.x0 <= box.x0 and box.x1 <= right
+            inside = frame.x0 <= box.x0 and box.x1 <= figure.bbox.x1
             inside = inside and frame.y0 <= box.y0 and box.y1 <= frame.y1
             if (inside and not box.count_overlaps(taken)) or place == len(allowed) - 1:
                 break
