@@ -52,6 +52,10 @@ class RandomHadamard:
         """Largest power of two that is not above `dim`."""
         return 1 << (self.dim.bit_length() - 1)
 
+    def signs(self, device: torch.device) -> Tensor:
+        """Return the signs of both blocks, `[dim + block]` fp32, as kernels read them."""
+        return random_signs(self.dim + self.block, self.seed, device)
+
     def forward(self, x: Tensor) -> Tensor:
         """Rotate `[..., dim]`; computed in fp32."""
         n, x = self.block, x.to(torch.float32)

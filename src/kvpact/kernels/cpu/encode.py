@@ -69,7 +69,7 @@ class CodecEncoder:
         args.choice, args.group = CHOICES[form.choice], form.group
         args.channels = form.channels or dim
         if isinstance(transform, RandomHadamard):
-            args.signs = self._keep(trellis.signs(transform))
+            args.signs = self._keep(transform.signs(torch.device("cpu")))
         if form.levels:
             args.levels = self._keep(torch.tensor(form.levels, dtype=torch.float32, device="cpu"))
             tree = search_tree(form.boundaries)

@@ -77,7 +77,7 @@ class SlotFormat:
             levels *= max(16 // len(levels), 1)
         stream.table = self._keep(torch.tensor(levels, dtype=torch.float32, device="cpu"))
         if isinstance(codec.transform, RandomHadamard):
-            stream.signs = self._keep(trellis.signs(codec.transform))
+            stream.signs = self._keep(codec.transform.signs(torch.device("cpu")))
         for name in _FIELDS:
             field = getattr(form, name)
             if field is not None:

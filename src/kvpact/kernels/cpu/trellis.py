@@ -14,15 +14,9 @@ from kvpact.formats.trellis import TrellisBlock, TrellisForm
 from kvpact.kernels.cpu import structs
 from kvpact.quantizers import trellis
 from kvpact.transforms import RandomHadamard
-from kvpact.transforms.hadamard import random_signs
 
 _CPU = torch.device("cpu")
 _MOST_BLOCKS = 3
-
-
-def signs(rotation: RandomHadamard) -> Tensor:
-    """Return the signs of a rotation, as kernels read them."""
-    return random_signs(rotation.dim + rotation.block, rotation.seed, _CPU)
 
 
 def reason(form: TrellisForm, by_token: bool) -> str:
@@ -44,7 +38,7 @@ def reason(form: TrellisForm, by_token: bool) -> str:
 def block_arguments(block: TrellisBlock) -> tuple[ctypes.Structure, list[Tensor]]:
     """Return a `kvp_block`, which depends on no codec, and the tensors that it points to."""
     made = structs.Block(block.dim, block.bits, block.states.bit_length() - 1)
-    tensors = [signs(RandomHadamard(block.dim, block.seed))]
+    tensors = [RandomHadamard(block.dim, block.seed).signs(_CPU)]
     if block.bits:
         made.unit = trellis.UNITS[block.bits]
         tensors += [trellis.levels(block.bits, _CPU), trellis.cells(block.bits)]

@@ -16,7 +16,6 @@ from kvpact.kernels.triton.trellis.queries import packed_queries
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.transforms import RandomHadamard
-from kvpact.transforms.hadamard import random_signs
 
 ROWS = 4
 """Rows of a program."""
@@ -27,7 +26,7 @@ def signs_of(codec: Codec | None, device: torch.device) -> Tensor | None:
     transform = None if codec is None else codec.transform
     if not isinstance(transform, RandomHadamard):
         return None
-    return random_signs(transform.dim + transform.block, transform.seed, device)
+    return transform.signs(device)
 
 
 class QueryForm(NamedTuple):

@@ -14,7 +14,6 @@ from kvpact.kernels.triton.trellis.queries import key_tables
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.transforms import RandomHadamard
-from kvpact.transforms.hadamard import random_signs
 
 
 def _of_values(codec: Codec) -> bool:
@@ -49,9 +48,9 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
     if isinstance(codec, TreatedKeys):
         _decode_keys(codec, known, places, start, end, out)
         return
-    signs, rotated = known.levels, isinstance(codec.transform, RandomHadamard)
-    if isinstance(codec.transform, RandomHadamard):
-        signs = random_signs(dim + codec.transform.block, codec.transform.seed, out.device)
+    transform, signs, rotated = codec.transform, known.levels, False
+    if isinstance(transform, RandomHadamard):
+        signs, rotated = transform.signs(out.device), True
     grid = (-(-end // TILE) - start // TILE, heads, batch)
     decode_tiles[grid](
         places.table, places.heads, known.levels, signs, out, *out.stride()[:3], start, end, batch,

@@ -16,7 +16,6 @@ from kvpact.kernels.triton.digits.two_digits import query_digits
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.transforms import RandomHadamard
 from kvpact.transforms.base import Transform
-from kvpact.transforms.hadamard import random_signs
 
 LOG2_E = 1.4426950408889634
 LEAST_ROWS = 4
@@ -99,9 +98,7 @@ def queries_of(
     if form.has("shift") or form.has("zero"):
         numbers = q.new_empty(batch, kv_heads, count, dim, dtype=torch.float32)
     rotated = isinstance(transform, RandomHadamard)
-    signs = units
-    if isinstance(transform, RandomHadamard):
-        signs = random_signs(dim + transform.block, transform.seed, q.device)
+    signs = transform.signs(q.device) if isinstance(transform, RandomHadamard) else units
     query_digits[kv_heads, batch](
         q, signs, _places(form, count, kw, q.device), digits, units,
         q.stride(0), q.stride(1), q.stride(2), queries, rows, kv_heads,

@@ -19,7 +19,6 @@ from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers.trellis import LEAST
 from kvpact.transforms import IDENTITY, RandomHadamard
-from kvpact.transforms.hadamard import random_signs
 
 SLOT_FIELDS = ("codes", "scale", "zero", "mean", "base", "step")
 """Rows of the table of addresses, as `Encoding` names them."""
@@ -194,7 +193,7 @@ def tables_of(codec: Codec, device: torch.device) -> EncodeTables:
         names = tuple(getattr(encoding, name) for name in SLOT_FIELDS)
         transform, signs = codec.transform, torch.zeros(1, dtype=torch.float32, device=device)
         if isinstance(transform, RandomHadamard):
-            signs = random_signs(form.dim + transform.block, transform.seed, device)
+            signs = transform.signs(device)
         boundaries, levels = (
             torch.tensor(numbers or (0.0,), dtype=torch.float32, device="cpu").to(device)
             for numbers in (encoding.boundaries, encoding.levels)

@@ -18,7 +18,6 @@ from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers import trellis
 from kvpact.transforms import RandomHadamard
-from kvpact.transforms.hadamard import random_signs
 
 
 class KeyTables(NamedTuple):
@@ -43,7 +42,7 @@ def _tables(form: TrellisForm, state: dict[str, Tensor], heads: int) -> KeyTable
     dim, count = sum(block.dim for block in form.blocks), len(form.blocks)
     cpu = torch.device("cpu")
     rotations = [RandomHadamard(block.dim, block.seed) for block in form.blocks]
-    signs = [random_signs(each.dim + each.block, each.seed, cpu) for each in rotations]
+    signs = [each.signs(cpu) for each in rotations]
     plain = {
         "order": torch.arange(dim, dtype=torch.int64, device="cpu").expand(heads, dim),
         "weight": torch.ones(heads, dim, dtype=torch.float32, device="cpu"),
