@@ -58,8 +58,7 @@ class RandomHadamard:
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate `[..., dim]`; computed in fp32."""
-        n, x = self.block, x.to(torch.float32)
-        signs = random_signs(self.dim + n, self.seed, x.device)
+        n, signs, x = self.block, self.signs(x.device), x.to(torch.float32)
         x = x * signs[: self.dim]
         if n == self.dim:
             return hadamard(x)
@@ -69,8 +68,7 @@ class RandomHadamard:
 
     def inverse(self, y: Tensor) -> Tensor:
         """Rotate back."""
-        n, y = self.block, y.to(torch.float32)
-        signs = random_signs(self.dim + n, self.seed, y.device)
+        n, signs, y = self.block, self.signs(y.device), y.to(torch.float32)
         if n == self.dim:
             return hadamard(y) * signs[: self.dim]
         last = hadamard(y[..., -n:]) * signs[self.dim :]
