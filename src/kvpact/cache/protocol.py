@@ -144,7 +144,7 @@ class EngineCache(CompressedKVCache, Protocol):
         GeometryError, SpecError, DtypeError
             The snapshot is of another geometry, spec or dtype.
         FormatError, IntegrityError
-            The snapshot is damaged or of another version.
+            The snapshot is damaged, of another version, or a part.
         CacheFull
             It holds more tokens than the cache may.
         """

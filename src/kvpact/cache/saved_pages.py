@@ -77,12 +77,8 @@ class PagedSnapshots(SequencePages):
 
         Raises
         ------
-        GeometryError, SpecError, DtypeError, MismatchError
-            It is of another geometry, spec or dtype, or learnt other things.
-        FormatError, IntegrityError
-            It is damaged, of another version, or a part.
-        CacheFull
-            There are too few free pages.
+        KVPactError
+            As of `EngineCache.restore`; `MismatchError` also where codecs learnt other things.
         """
         return self.restore_rows(snapshot, [row], None if seq is None else [seq])[0]
 

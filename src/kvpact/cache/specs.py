@@ -15,19 +15,11 @@ from kvpact.spec import Spec, parse_spec
 def cache_specs(source: SpecLike | Sequence[Spec], geometry: CacheGeometry) -> list[Spec]:
     """Return a spec per layer.
 
-    Parameters
-    ----------
-    source : str, Spec, path, mapping or sequence of Spec
-        A spec or recipe, completed for latents (`latent_spec`); or one finished spec per layer.
-    geometry : CacheGeometry
-        Whose layers.
+    `source`: a spec or recipe, completed for latents (`latent_spec`); or one finished spec per
+    layer. `geometry`: whose layers.
 
-    Raises
-    ------
-    SpecError
-        A spec or recipe can't be read.
-    GeometryError
-        No geometry; a sequence of specs has another length than there are layers.
+    Raises `SpecError` (a spec or recipe can't be read); `GeometryError` (no geometry; a sequence of
+    specs has another length than there are layers).
     """
     if not isinstance(geometry, CacheGeometry):
         raise GeometryError(f"geometry should be a CacheGeometry, not {type(geometry).__name__}")

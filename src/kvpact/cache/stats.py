@@ -137,13 +137,10 @@ def planned_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a contiguous cache holds after `tokens` tokens, without making one.
 
-    Returns
-    -------
-    dict
-        ``slots``, ``factors`` (what codecs learn: a basis, a codebook), ``sinks``, ``window``,
-        ``unused``, ``total``; equal to what `memory_usage` of such a cache counts, but for what
-        `unplanned` names, and the room for a few tokens (`Stream.room`) that later appends of
-        single tokens leave behind the window.
+    Returns ``slots``, ``factors`` (what codecs learn: a basis, a codebook), ``sinks``, ``window``,
+    ``unused``, ``total``; equal to what `memory_usage` of such a cache counts, but for what
+    `unplanned` names, and the room for a few tokens (`Stream.room`) that later appends of single
+    tokens leave behind the window.
     """
     itemsize = (geometry.dtype or torch.float16).itemsize
     found: Counter[str] = Counter()

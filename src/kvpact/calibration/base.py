@@ -25,12 +25,8 @@ State = Mapping[str, Tensor]
 class LayerCalibration:
     """What methods learnt of one layer.
 
-    Parameters
-    ----------
-    heads, key_dim, value_dim : int
-        KV heads, and widths of K and V.
-    k, v : mapping
-        Name of what is learnt (`Method.learnt_name`) -> state.
+    - `heads`, `key_dim`, `value_dim`: KV heads, and widths of K and V.
+    - `k`, `v`: name of what is learnt (`Method.learnt_name`) -> state.
     """
 
     heads: int

@@ -17,19 +17,14 @@ from kvpact.spec import Spec
 class LayerTokens(NamedTuple):
     """Calibration tokens of one layer, rows of equal length, from position 0 on.
 
-    Parameters
-    ----------
-    k, v : Tensor
-        `[B, H_kv, T, D]` and `[B, H_kv, T, D_v]`, as a cache is given them.
-    query_energy : Tensor
-        `[B, H_kv, T, D]` fp32: mean square of the queries over the query heads of each KV head.
-    output_energy : Tensor, optional
-        `[H_kv, D_v]`: squares of what the output projection makes of each channel of V, summed.
-    rotation : KeyRotation, optional
-        What turned the keys by their positions.
-    less_offset : Tensor, optional
-        Keys without their offset, where there is one: methods learn from these, but for those that
-        store keys as they are before RoPE, with their bias.
+    - `k`, `v`: `[B, H_kv, T, D]` and `[B, H_kv, T, D_v]`, as a cache is given them.
+    - `query_energy`: `[B, H_kv, T, D]` fp32: mean square of the queries over the query heads of
+      each KV head.
+    - `output_energy`: `[H_kv, D_v]`: squares of what the output projection makes of each channel of
+      V, summed.
+    - `rotation`: what turned the keys by their positions.
+    - `less_offset`: keys without their offset, where there is one: methods learn from these, but
+      for those that store keys as they are before RoPE, with their bias.
     """
 
     k: Tensor
@@ -49,19 +44,10 @@ class LayerTokens(NamedTuple):
 def calibrate_layer(tokens: LayerTokens, specs: Sequence[Spec]) -> LayerCalibration:
     """Return what the methods of specs learn of a layer.
 
-    Parameters
-    ----------
-    tokens : LayerTokens
-        Of the layer.
-    specs : sequence of Spec
-        Methods that learn nothing are left out.
+    `tokens`: of the layer. `specs`: methods that learn nothing are left out.
 
-    Raises
-    ------
-    SpecError
-        No method of the specs learns.
-    GeometryError, NonFiniteError
-        Tokens of the wrong shape, or with NaN or infinity.
+    Raises `SpecError` (no method of the specs learns); `GeometryError`, `NonFiniteError` (tokens of
+    the wrong shape, or with NaN or infinity).
     """
     k: dict[str, State] = {}
     v: dict[str, State] = {}

@@ -59,10 +59,7 @@ class Encoding:
 def search_tree(boundaries: tuple[float, ...]) -> list[float]:
     """Return ascending boundaries as a search tree: the root at 1, the ends of i at 2i and 2i + 1.
 
-    Parameters
-    ----------
-    boundaries : tuple of float
-        `2**n - 1` of them.
+    `boundaries`: `2**n - 1` of them.
     """
     count = len(boundaries) + 1
     tree, width = [0.0] * count, count

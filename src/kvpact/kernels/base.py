@@ -26,23 +26,15 @@ OPERATIONS: tuple[Operation, ...] = ("attend", "encode", "decode")
 class AttendCall(NamedTuple):
     """One call of attention: a batch whose rows have equal length.
 
-    Parameters
-    ----------
-    view : LayerView or None
-        The tokens held; None for an empty layer.
-    k, v : Tensor or None
-        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, attended as given; they follow the view's
-        tokens. None where the new tokens are in the view already. Over latents `c_kv`
-        `[B, 1, new, r]` and `k_rope` `[B, 1, new, d_rope]`.
-    q : Tensor
-        `[B, H_q, q_len, D]`, the queries of the last `q_len` tokens. Over latents
-        `[B, H, q_len, r + d_rope]`.
-    config : AttendConfig
-        How to attend.
-    padding : Tensor or None
-        `[B]` left-padding tokens of each batch row.
-    latent : bool
-        K and V are MLA latents and rotated keys (see `torch.latent`).
+    - `view`: the tokens held; None for an empty layer.
+    - `k`, `v`: `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]`, attended as given; they follow the
+      view's tokens. None where the new tokens are in the view already. Over latents `c_kv`
+      `[B, 1, new, r]` and `k_rope` `[B, 1, new, d_rope]`.
+    - `q`: `[B, H_q, q_len, D]`, the queries of the last `q_len` tokens. Over latents
+      `[B, H, q_len, r + d_rope]`.
+    - `config`: how to attend.
+    - `padding`: `[B]` left-padding tokens of each batch row.
+    - `latent`: K and V are MLA latents and rotated keys (see `torch.latent`).
     """
 
     view: LayerView | None
@@ -158,18 +150,10 @@ class StepRunner(Protocol):
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, encode and keep new tokens: all of them, or none.
 
-        Parameters
-        ----------
-        rows : sequence of StepRow
-            One for the whole batch, or one for each row of the tensors; their runners are alike.
-        k, v, q : Tensor
-            As in the calls that the runners were made for (`fits`, `fits_rows`).
-
-        Returns
-        -------
-        Tensor or None
-            The output. None, and nothing is written, where a number is NaN, infinite or beyond
-            what is surely stored: the ordinary way then decides, and names it.
+        `rows`: one for the whole batch, or one for each row of the tensors; their runners are
+        alike. `k`, `v`, `q`: as in the calls that the runners were made for (`fits`, `fits_rows`).
+        Returns the output. None, and nothing is written, where a number is NaN, infinite or beyond
+        what is surely stored: the ordinary way then decides, and names it.
         """
         ...
 
@@ -191,10 +175,7 @@ class Encoder(Protocol):
 
         No magnitude in `x` is larger than `size`, where that is known.
 
-        Raises
-        ------
-        NonFiniteError
-            A token that the codec can't hold.
+        Raises `NonFiniteError` (a token that the codec can't hold).
         """
         ...
 
@@ -203,16 +184,9 @@ class Encoder(Protocol):
     ) -> None:
         """Write what `prepare` returned; the slots are zero before.
 
-        Parameters
-        ----------
-        prepared : object
-            From `prepare` of this encoder.
-        segments : sequence of dict
-            Consecutive segments.
-        segment_tokens : int
-            Tokens of a segment.
-        start : int
-            Position of the first token, counted from the first of the segments.
+        `prepared`: from `prepare` of this encoder. `segments`: consecutive segments.
+        `segment_tokens`: tokens of a segment. `start`: position of the first token, counted from
+        the first of the segments.
         """
         ...
 
@@ -251,14 +225,7 @@ class Backend(Protocol):
     def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
         """Return why an operation on slots of this codec is not there; "" if it is.
 
-        Parameters
-        ----------
-        operation : {"attend", "encode", "decode", "learn"}
-            The operation.
-        codec : Codec
-            Of K or of V.
-        dtype : torch.dtype
-            Of the exact tokens.
+        `codec`: of K or of V. `dtype`: of the exact tokens.
         """
         ...
 
@@ -280,12 +247,7 @@ class Backend(Protocol):
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
         """Return why attention over new tokens without a past is not there; "" if it is.
 
-        Parameters
-        ----------
-        dim : int
-            Channels of the wider one of K and V.
-        dtype : torch.dtype
-            Of the tokens.
+        `dim`: channels of the wider one of K and V. `dtype`: of the tokens.
         """
         return ""
 
@@ -295,27 +257,16 @@ class Backend(Protocol):
         Where levels are whole numbers of 8 bits, the other factor may be rounded to 16 bits: the
         difference from the torch body stays below 5e-4 of the output's norm.
 
-        Parameters
-        ----------
-        calls : sequence of AttendCall
-            Checked; their queries have `H_q`, `q_len`, `D` and dtype in common.
-
-        Returns
-        -------
-        Tensor
-            `[sum of B, H_q, q_len, D_v]` in q's dtype; a query that may see no token gets zeros.
+        `calls`: checked; their queries have `H_q`, `q_len`, `D` and dtype in common. Returns
+        `[sum of B, H_q, q_len, D_v]` in q's dtype; a query that may see no token gets zeros.
         """
         ...
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
         """Return what carries out steps like `call` at once; None where there is no such thing.
 
-        Parameters
-        ----------
-        call : AttendCall
-            Its view is of the slots that the steps read and write.
-        good : Tensor, optional
-            Given where checks are deferred: 0-d bool, whether all that is held passed them.
+        `call`: its view is of the slots that the steps read and write. `good`: given where checks
+        are deferred: 0-d bool, whether all that is held passed them.
         """
         return None
 
@@ -326,19 +277,10 @@ class Backend(Protocol):
     def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
         """Return a codec that learnt from a cache's first tokens, as `Codec.learn` does.
 
-        Parameters
-        ----------
-        codec : Codec
-            That has not learnt yet.
-        x : Tensor
-            `[B, H, codec.learns_from, D]` in any dtype of exact tokens.
-        context : Context
-            What else is known of them.
+        `codec`: that has not learnt yet. `x`: `[B, H, codec.learns_from, D]` in any dtype of exact
+        tokens. `context`: what else is known of them.
 
-        Raises
-        ------
-        NonFiniteError
-            What was learnt is beyond fp16.
+        Raises `NonFiniteError` (what was learnt is beyond fp16).
         """
         return codec.learn(x.to(torch.float32), context)
 
@@ -347,16 +289,9 @@ class Backend(Protocol):
     ) -> None:
         """Decode packed tokens.
 
-        Parameters
-        ----------
-        slots : SlotReader
-            The slots.
-        start, end : int
-            Tokens, all of them packed.
-        out : Tensor
-            `[B, H, end - start, D]` fp32, fp16 or bf16, the last axis without gaps: the numbers.
-            What is beyond fp16 becomes its largest number.
-        inverse : bool
-            Whether the codec's transform is undone.
+        `slots`: the slots. `start`, `end`: tokens, all of them packed. `out`:
+        `[B, H, end - start, D]` fp32, fp16 or bf16, the last axis without gaps: the numbers. What
+        is beyond fp16 becomes its largest number. `inverse`: whether the codec's transform is
+        undone.
         """
         ...

@@ -25,18 +25,13 @@ from kvpact.quantizers.numbers import all_finite
 class Calibrating(NamedTuple):
     """What a model computed of calibration tokens, besides the keys or values themselves.
 
-    Parameters
-    ----------
-    v : Tensor
-        `[B, H, T, D_v]`, the tokens' values.
-    query_energy : Tensor
-        `[B, H, T, D]` fp32: mean square of the queries over the query heads of each KV head.
-    output_energy : Tensor or None
-        `[H, D_v]`: what the output projection makes of each channel of V; None where unknown.
-    rotation : KeyRotation or None
-        What turned the keys by their positions; None where unknown.
-    sinks : int
-        First tokens that are held exactly anyway.
+    - `v`: `[B, H, T, D_v]`, the tokens' values.
+    - `query_energy`: `[B, H, T, D]` fp32: mean square of the queries over the query heads of each
+      KV head.
+    - `output_energy`: `[H, D_v]`: what the output projection makes of each channel of V; None where
+      unknown.
+    - `rotation`: what turned the keys by their positions; None where unknown.
+    - `sinks`: first tokens that are held exactly anyway.
     """
 
     v: Tensor

@@ -43,19 +43,11 @@ def rule(name: str) -> Callable[[Rule], Rule]:
 class FormCodec(Codec):
     """One stream that a form says all about.
 
-    Parameters
-    ----------
-    form : Form
-        What is stored.
-    transform : Transform
-        What is stored are transformed vectors.
-    max_abs, max_norm : float
-        As in `Codec`; of rules over groups of tokens.
+    - `form`: what is stored.
+    - `transform`: what is stored are transformed vectors.
+    - `max_abs`, `max_norm`: as in `Codec`; of rules over groups of tokens.
 
-    Raises
-    ------
-    RegistrationError
-        Nobody registered the form's rule.
+    Raises `RegistrationError` (nobody registered the form's rule).
     """
 
     def __init__(

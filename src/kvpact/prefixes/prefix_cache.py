@@ -307,10 +307,7 @@ class PrefixCache:
 def token_ids(tokens: Tokens) -> list[int]:
     """Return token ids, `[T]` or `[1, T]`, as a list.
 
-    Raises
-    ------
-    GeometryError
-        A tensor of another shape, or not of whole numbers.
+    Raises `GeometryError` (a tensor of another shape, or not of whole numbers).
     """
     if not isinstance(tokens, Tensor):
         return list(tokens)

@@ -69,21 +69,12 @@ def _root(head: bytes | bytearray, table: Any) -> str:
 class Container:
     """A file's header, its manifest, and its sections.
 
-    Parameters
-    ----------
-    buffer : bytes-like
-        The whole file; `open` maps it. Only header and table are read and checked now.
-    kind : str
-        The format wanted.
-    *versions : int
-        The versions wanted; `version` is the one that it is.
+    - `buffer`: the whole file; `open` maps it. Only header and table are read and checked now.
+    - `kind`: the format wanted.
+    - `*versions`: the versions wanted; `version` is the one that it is.
 
-    Raises
-    ------
-    FormatError
-        Not this format or version, or damaged.
-    IntegrityError
-        Header or table were changed.
+    Raises `FormatError` (not this format or version, or damaged); `IntegrityError` (header or table
+    were changed).
     """
 
     def __init__(self, buffer: Any, kind: str, *versions: int) -> None:
@@ -153,16 +144,9 @@ class Container:
     ) -> Self:
         """Make a container in memory.
 
-        Parameters
-        ----------
-        kind, version : str, int
-            The format's name and version.
-        manifest : mapping
-            JSON-ready data; ``sections`` is added.
-        tensors : sequence of (str, Tensor)
-            In the order of their bytes.
-        runs : sequence of (int, sequence of int)
-            Repetitions and byte lengths: how the tensors' bytes are cut into sections.
+        `kind`, `version`: the format's name and version. `manifest`: JSON-ready data; ``sections``
+        is added. `tensors`: in the order of their bytes. `runs`: repetitions and byte lengths: how
+        the tensors' bytes are cut into sections.
         """
         count = sum(repeat * len(sizes) for repeat, sizes in runs)
         named: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
@@ -254,10 +238,7 @@ class Container:
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Check every section; `progress(done, total)` is called after each.
 
-        Raises
-        ------
-        IntegrityError
-            One was changed.
+        Raises `IntegrityError` (one was changed).
         """
         place = self._data + self.entries[TABLE].end
         for index in range(self.num_sections):

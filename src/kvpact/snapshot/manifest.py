@@ -132,28 +132,16 @@ class LayerEntry:
 class Manifest:
     """All that is known of a snapshot without its tensors.
 
-    Parameters
-    ----------
-    slots : int
-        `FORMAT_VERSION` of the packed slots.
-    geometry : CacheGeometry
-        Shape of K and V.
-    layout : str
-        Of the cache that it was taken from; it can be restored into any.
-    batch : int
-        Rows; 0 if nothing was held.
-    page_size : int
-        Tokens per page of the file.
-    begin : int
-        Token with which the pages begin: 0 but for a part.
-    pages : int
-        Pages of the file.
-    layers : tuple of LayerEntry
-        Layer by layer.
-    identity : Identity
-        Model, adapter and tenant.
-    token_hash : str or None
-        BLAKE2b-256 of the token ids as int64, little-endian, row after row.
+    - `slots`: `FORMAT_VERSION` of the packed slots.
+    - `geometry`: shape of K and V.
+    - `layout`: of the cache that it was taken from; it can be restored into any.
+    - `batch`: rows; 0 if nothing was held.
+    - `page_size`: tokens per page of the file.
+    - `begin`: token with which the pages begin: 0 but for a part.
+    - `pages`: pages of the file.
+    - `layers`: layer by layer.
+    - `identity`: model, adapter and tenant.
+    - `token_hash`: BLAKE2b-256 of the token ids as int64, little-endian, row after row.
     """
 
     slots: int

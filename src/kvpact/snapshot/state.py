@@ -21,16 +21,10 @@ SIDES = ("k", "v")
 class FieldInfo:
     """One stored tensor of a stream: its storage is `[B, H, units, *shape]`.
 
-    Parameters
-    ----------
-    name : str
-        Within the stream.
-    dtype : torch.dtype
-        Of the storage.
-    shape : tuple of int
-        Of one unit.
-    tokens : int
-        Tokens that a unit covers.
+    - `name`: within the stream.
+    - `dtype`: of the storage.
+    - `shape`: of one unit.
+    - `tokens`: tokens that a unit covers.
     """
 
     name: str
@@ -52,30 +46,19 @@ class FieldInfo:
 class StreamState:
     """K or V of a layer.
 
-    Parameters
-    ----------
-    fields : tuple of FieldInfo
-        What is stored per token or group.
-    slots : dict
-        Packed slots by field name, `[B, H, units, *shape]`, as they lie in the cache; units of
-        tokens from `packed` on are zero or not there.
-    packed : int
-        Tokens from the sequence's first on that have slots.
-    start : int
-        Where the exact tail begins.
-    tail : Tensor
-        `[B, H, n, D]`, exact tokens up to the end of the stream.
-    sinks : Tensor or None
-        `[B, H, S, D]`, exact first tokens.
-    learnt : dict
-        What the codec learnt, by name.
-    offset : KeyOffset or None
-        What was taken off the keys before they were encoded; `tail` and `sinks` are whole.
-    origin : tuple of int or None
-        Each row's token at position 0 of the offset; None where it is the first.
-    query_energy : Tensor or None
-        `[B, H, n, D]` uint8 (e5m2), of K whose codec is going to learn: energies of the queries
-        that it learns from (see `kvpact.methods.context.Context`); those of version 3 are left out.
+    - `fields`: what is stored per token or group.
+    - `slots`: packed slots by field name, `[B, H, units, *shape]`, as they lie in the cache; units
+      of tokens from `packed` on are zero or not there.
+    - `packed`: tokens from the sequence's first on that have slots.
+    - `start`: where the exact tail begins.
+    - `tail`: `[B, H, n, D]`, exact tokens up to the end of the stream.
+    - `sinks`: `[B, H, S, D]`, exact first tokens.
+    - `learnt`: what the codec learnt, by name.
+    - `offset`: what was taken off the keys before they were encoded; `tail` and `sinks` are whole.
+    - `origin`: each row's token at position 0 of the offset; None where it is the first.
+    - `query_energy`: `[B, H, n, D]` uint8 (e5m2), of K whose codec is going to learn: energies of
+      the queries that it learns from (see `kvpact.methods.context.Context`); those of version 3 are
+      left out.
     """
 
     fields: tuple[FieldInfo, ...]
@@ -99,14 +82,9 @@ class StreamState:
 class LayerState:
     """One layer.
 
-    Parameters
-    ----------
-    spec : dict
-        The spec as JSON-ready data, whole.
-    streams : tuple of StreamState or None
-        K and V; None if the layer holds nothing, not even a batch size.
-    padding : tuple of int or None
-        Left-padding tokens of each row.
+    - `spec`: the spec as JSON-ready data, whole.
+    - `streams`: K and V; None if the layer holds nothing, not even a batch size.
+    - `padding`: left-padding tokens of each row.
     """
 
     spec: dict[str, Any]

@@ -125,10 +125,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 def register() -> None:
     """Make the serde ``kvpact`` known to LMCache in this process.
 
-    Raises
-    ------
-    BackendUnavailable
-        LMCache is not installed.
+    Raises `BackendUnavailable` (LMCache is not installed).
     """
     try:
         from lmcache.v1.distributed.serde import get_registered_serde_types, register_serde_factory
@@ -143,15 +140,9 @@ def register() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``lmcache`` with these arguments, with the serde and, for ``server``, its module.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        What stands behind ``lmcache``; the process's own arguments if omitted.
+    `argv`: what stands behind ``lmcache``; the process's own arguments if omitted.
 
-    Raises
-    ------
-    BackendUnavailable
-        LMCache is not installed.
+    Raises `BackendUnavailable` (LMCache is not installed).
     """
     register()
     from lmcache.cli.main import main as lmcache

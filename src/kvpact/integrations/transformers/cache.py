@@ -179,7 +179,7 @@ class CompressedCache(EngineCache):
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
 
-        Errors as in `ContiguousCache.restore`; the cache is as before then.
+        Errors as of `EngineCache.restore`; the cache is as before then.
 
         Raises
         ------

@@ -148,10 +148,8 @@ class SharedState:
     def look(self, held: int) -> None:
         """Look at the numbers of a call's tokens that wait: those after the first `held`.
 
-        Raises
-        ------
-        NonFiniteError
-            Some can't be stored: in no layer does one of them wait any longer.
+        Raises `NonFiniteError` (some can't be stored: in no layer does one of them wait any
+        longer).
         """
         waiting = [tokens for tokens in self.waiting if tokens is not None]
         doubtful = [tokens for tokens in waiting if not tokens.fits(held)]

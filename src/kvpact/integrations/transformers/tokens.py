@@ -236,10 +236,8 @@ class NewTokens:
     def part(self, side: str) -> Tensor:
         """Return K (``k``) or V (``v``) of all tokens, decompressed, in the dtype of the new ones.
 
-        Raises
-        ------
-        KVPactError
-            Rows of a paged cache have unlike lengths, or these tokens were used already.
+        Raises `KVPactError` (rows of a paged cache have unlike lengths, or these tokens were used
+        already).
         """
         index = 0 if side == "k" else 1
         whole = (self.k, self.v) if self.fresh else self._all()

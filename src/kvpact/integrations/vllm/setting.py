@@ -30,11 +30,8 @@ def served() -> str | None:
 def served_specs(num_layers: int) -> list[Spec]:
     """Return the spec that the pages of each layer of the model are to hold.
 
-    Raises
-    ------
-    SpecError
-        None is set, it can't be read, or a spec is one that pages can't hold: `check_serves` has
-        the reasons.
+    Raises `SpecError` (none is set, it can't be read, or a spec is one that pages can't hold:
+    `check_serves` has the reasons).
     """
     text = served()
     if text is None:
