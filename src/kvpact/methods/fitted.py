@@ -44,10 +44,7 @@ class Calibrating(NamedTuple):
 class FittedCodec(Codec):
     """A codec with a learnt state, frozen once it is there.
 
-    Parameters
-    ----------
-    dim : int
-        Width of the vectors.
+    - `dim`: width of the vectors.
     """
 
     before_rope: bool = False
@@ -81,17 +78,10 @@ class FittedCodec(Codec):
     def fit(self, x: Tensor) -> Self:
         """Return a codec that learnt from calibration tokens; this one stays as it is.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, T, D]`, at least one token.
+        `x`: `[B, H, T, D]`, at least one token.
 
-        Raises
-        ------
-        GeometryError
-            Another rank or width, or no token.
-        NonFiniteError
-            NaN or infinity.
+        Raises `GeometryError` (another rank or width, or no token); `NonFiniteError` (NaN or
+        infinity).
         """
         if x.dim() != 4 or x.shape[3] != self._dim or x.numel() == 0:
             raise GeometryError(
@@ -109,17 +99,10 @@ class FittedCodec(Codec):
     def calibrated(self, x: Tensor, known: Calibrating) -> Self:
         """Return a codec that learnt from calibration tokens of which more is known.
 
-        Parameters
-        ----------
-        x : Tensor
-            `[B, H, T, D]`, from position 0 on; keys without their offset.
-        known : Calibrating
-            What else the model computed.
+        `x`: `[B, H, T, D]`, from position 0 on; keys without their offset. `known`: what else the
+        model computed.
 
-        Raises
-        ------
-        GeometryError, NonFiniteError
-            As `fit`.
+        Raises `GeometryError`, `NonFiniteError` (as `fit`).
         """
         return self.fit(x)
 
@@ -130,10 +113,7 @@ class FittedCodec(Codec):
     def restore(self, state: Mapping[str, Tensor]) -> Self:
         """Return a codec with a state that `state` gave.
 
-        Raises
-        ------
-        FormatError
-            It is no state of this codec.
+        Raises `FormatError` (it is no state of this codec).
         """
         self._check_state(state)
         return self.with_state(state)

@@ -17,7 +17,7 @@ class MemoryStore(RecordStore):
     Parameters
     ----------
     max_bytes : int, optional
-        Bytes of all entries; the least recently used ones make room.
+        Bytes of all entries, headers included; the least recently used ones make room.
     ttl : float, optional
         Seconds after which an entry is gone.
     clock : callable

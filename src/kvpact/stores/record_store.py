@@ -30,14 +30,7 @@ from kvpact.stores.records import RecordEntry, seal, unseal
 class RecordStore(Store):
     """A store that seals and checks entries; subclasses only move bytes.
 
-    Parameters
-    ----------
-    ttl : float, optional
-        Seconds after which an entry is gone.
-    max_bytes : int, optional
-        Bytes of all entries, headers included; the least recently used ones make room.
-    clock : callable
-        Gives seconds.
+    `ttl`, `max_bytes`, `clock`: as of `MemoryStore`.
     """
 
     def __init__(
