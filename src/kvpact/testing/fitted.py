@@ -38,13 +38,7 @@ _STATES: dict[tuple[Any, ...], State] = {}
 
 
 class FittedKit:
-    """Codecs that are fitted; fitting takes time, so each state is kept for the test process.
-
-    Attributes
-    ----------
-    calibration_tokens : int
-        Tokens per row that codecs learn from, in two rows.
-    """
+    """Codecs that are fitted; fitting takes time, so each state is kept for the test process."""
 
     spec: ClassVar[str]
     calibration_tokens: ClassVar[int] = 512

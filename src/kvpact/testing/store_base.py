@@ -56,16 +56,10 @@ def random_bytes(size: int, seed: int = 0) -> bytes:
 class StoreKit:
     """The store under test.
 
-    Attributes
-    ----------
-    persistent : bool
-        Entries outlive the object: a second one made at the same place sees them.
-    budget : bool
-        `make_store` takes ``max_bytes``, and the least recently used entries make room.
-    expires : bool
-        `make_store` takes ``ttl`` and ``clock``.
-    tampers : bool
-        `tamper` is there.
+    - `persistent`: entries outlive the object: a second one made at the same place sees them.
+    - `budget`: `make_store` takes ``max_bytes``, and the least recently used entries make room.
+    - `expires`: `make_store` takes ``ttl`` and ``clock``.
+    - `tampers`: `tamper` is there.
     """
 
     persistent: ClassVar[bool] = True
@@ -76,12 +70,8 @@ class StoreKit:
     def make_store(self, place: Path, **options: Any) -> Store:
         """Make a store at a place that is this test's alone; the same place, the same entries.
 
-        Parameters
-        ----------
-        place : Path
-            An empty folder, or one that this was called with before.
-        **options
-            ``max_bytes``, ``ttl`` and ``clock``, where the attributes allow them.
+        `place`: an empty folder, or one that this was called with before. `**options`:
+        ``max_bytes``, ``ttl`` and ``clock``, where the attributes allow them.
         """
         return MemoryStore(**options)
 
