@@ -173,7 +173,7 @@ def test_beside_exact_tokens(monkeypatch, config):
     """The whole of attention: parts of both kernels, merged and rotated back."""
     spec = "turboquant:bits=4,sinks=3,window=5/int:bits=4,sinks=2,window=9"
     calls = decode_calls(monkeypatch, spec, 170, (1, 2, 2, 3, 64), config)
-    expected = TORCH.attend(calls, "full")
+    expected = TORCH.attend(calls)
     monkeypatch.setattr(fast, "LEAST_TOKENS", 1)
     monkeypatch.setattr(tuning, "TOKENS_OF_A_PART", 64)
     parts = []
@@ -184,7 +184,7 @@ def test_beside_exact_tokens(monkeypatch, config):
 
     monkeypatch.setattr(attend, "attend_fast", seen)
     with unwritten_is_nan():
-        found = attend.attend_triton(calls, "full")
+        found = attend.attend_triton(calls)
     assert parts == [3]
     assert (found - expected).norm() < BOUND * expected.norm()
 
@@ -199,9 +199,9 @@ def test_unlike_lengths_in_one_launch(monkeypatch):
             calls += decode_calls(spied, "turboquant:bits=3", tokens, (1, 1, 4, 1, 64))
     slots = [slots_of(side.codec, i == 1, CPU) for i, side in enumerate(calls[0].view[:2])]
     assert fast_of(calls, *slots) is not None
-    expected = TORCH.attend(calls, "full")
+    expected = TORCH.attend(calls)
     with unwritten_is_nan():
-        found = attend.attend_triton(calls, "full")
+        found = attend.attend_triton(calls)
     for row in range(3):
         assert (found[row] - expected[row]).norm() < BOUND * expected[row].norm()
 

@@ -43,9 +43,9 @@ def made(
 
 def error(calls: list[AttendCall]) -> float:
     """Return the norm of what differs from torch's output, over that output's norm."""
-    expected = TORCH.attend(calls, "full")
+    expected = TORCH.attend(calls)
     with unwritten_is_nan():
-        found = attend_triton(calls, "full")
+        found = attend_triton(calls)
     assert found.shape == expected.shape
     assert found.dtype == expected.dtype
     size = expected.double().norm().item()
@@ -242,8 +242,8 @@ def test_what_does_not_fit_is_refused():
     call = made(SPECS[1], "one token", 16, torch.float32, 40)
     shorter = call.view.v._replace(tail=call.view.v.tail[:, :, :-1])
     with pytest.raises(CorruptState, match="40 tokens and V 39"):
-        attend_triton([call._replace(view=call.view._replace(v=shorter))], "full")
+        attend_triton([call._replace(view=call.view._replace(v=shorter))])
     with pytest.raises(BackendUnavailable, match="SignCodec"):
-        attend_triton([made("qjl", "one token", 16, torch.float32, 40)], "full")
+        attend_triton([made("qjl", "one token", 16, torch.float32, 40)])
     with pytest.raises(BackendUnavailable, match="treated"):
-        attend_triton([latents(TREATED, 40, 1, torch.float32)], "full")
+        attend_triton([latents(TREATED, 40, 1, torch.float32)])

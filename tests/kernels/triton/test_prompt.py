@@ -100,8 +100,8 @@ def test_a_chunk_is_flash_attention_beside_its_past(spec, dtype, held, rules, fe
     given = chunk(spec, dtype, held, **rules)
     assert is_chunk(given)
     with unwritten_is_nan():
-        found = attend_triton([given], "full").float()
-    expected = TORCH.attend([given], "full").float()
+        found = attend_triton([given]).float()
+    expected = TORCH.attend([given]).float()
     assert len(few) == 1 and found.shape == expected.shape
     assert (found - expected).norm() <= BOUNDS[dtype] * expected.norm()
 
@@ -116,8 +116,8 @@ def test_chunks_of_unlike_pasts_are_one_launch(few):
     # That one's window is shorter than the chunk.
     calls.append(calls[0]._replace(config=AttendConfig(sliding_window=4)))
     with unwritten_is_nan():
-        found = attend_triton(calls, "full").float()
-    expected = TORCH.attend(calls, "full").float()
+        found = attend_triton(calls).float()
+    expected = TORCH.attend(calls).float()
     assert len(few) == 1 and few[0].output.shape[0] == 6
     for some, other in zip(found.split(2), expected.split(2), strict=True):
         assert (some - other).norm() <= 5e-4 * other.norm()
