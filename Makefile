@@ -170,13 +170,14 @@ $(VENV)/.docs: $(READY)
 	@$(PIP) install -c constraints.txt "kvpact[docs]"
 	@touch $@
 
-wheels: $(WHEELS)/.installed build/cases ## the sdist and wheels for Linux, macOS and Windows into dist, cross-compiled, inspected, run where they can be
-	@$(WHEELS)/bin/python packaging/wheel_build.py
+wheels: $(WHEELS)/.installed build/cases ## (REPOSITORY=https://…, to publish) the sdist and wheels for Linux, macOS and Windows into dist, cross-compiled, inspected, run where they can be
+	@$(WHEELS)/bin/python packaging/wheel_build.py $(if $(REPOSITORY),--repository $(REPOSITORY))
 	@$(WHEELS)/bin/python -m twine check --strict dist/kvpact-*
 	@$(WHEELS)/bin/python packaging/wheel_replay.py build/cases
 
-wheel-check: ## after make wheels: from the wheel to generated text in a fresh environment without compilers, timed
+wheel-check: $(WHEELS)/.installed ## after make wheels: the page at an index, and from the wheel to generated text in a fresh environment without compilers, timed
 	@$(PYTHON) packaging/wheel_fresh.py
+	@$(WHEELS)/bin/python packaging/wheel_page.py
 
 clean: ## remove the environment and everything built
 	rm -rf $(VENV) $(ENGINES) $(MOONCAKE) $(WHEELS) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,8 +1,9 @@
 """Builds the sdist and a wheel for each platform, compiled by Zig, and checks what is in them.
 
-    python packaging/wheel_build.py [--out dist]
+    python packaging/wheel_build.py [--out dist] [--repository https://…]
 
-The wheels are built from the sdist, so it is complete where they are. Needs the packages that
+The wheels are built from the sdist, so it is complete where they are. With the repository's address
+the page that an index shows has absolute links (see `wheel_page`). Needs the packages that
 `make wheels` installs; no compiler of the machine is used.
 """
 
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 
 from wheel_contents import problems
+from wheel_page import prepare
 from wheel_platforms import PLATFORMS, Platform
 
 ROOT = Path(__file__).parents[1]
@@ -56,9 +58,16 @@ def build(*words: object, source: Path, out: Path) -> Path:
     return made.pop()
 
 
-def build_sdist(out: Path) -> Path:
-    """Build the sdist and return its path."""
-    return build("--sdist", source=ROOT, out=out)
+def build_sdist(source: Path, out: Path) -> Path:
+    """Build the sdist of a source tree and return its path."""
+    return build("--sdist", source=source, out=out)
+
+
+def unpacked(sdist: Path, folder: Path) -> Path:
+    """Unpack an sdist and return its root."""
+    with tarfile.open(sdist) as packed:
+        packed.extractall(folder, filter="data")
+    return next(folder.iterdir())
 
 
 def build_wheel(platform: Platform, source: Path, out: Path) -> Path:
@@ -78,6 +87,7 @@ def main() -> None:
     """Build everything and leave with 1 where something is wrong with it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
+    parser.add_argument("--repository", help="address of the repository, to publish")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     # Files of earlier builds would be published with those of this one.
@@ -85,11 +95,14 @@ def main() -> None:
         old.unlink()
     shutil.rmtree(WORK, ignore_errors=True)
 
-    sdist = build_sdist(options.out)
+    root = ROOT
+    if options.repository:
+        (WORK / "plain").mkdir(parents=True)
+        root = unpacked(build_sdist(ROOT, WORK / "plain"), WORK / "page")
+        prepare(root, options.repository)
+    sdist = build_sdist(root, options.out)
     print(f"{sdist.name}  {sdist.stat().st_size / 1e6:.2f} MB", flush=True)
-    with tarfile.open(sdist) as packed:
-        packed.extractall(WORK / "source", filter="data")
-    source = next((WORK / "source").iterdir())
+    source = unpacked(sdist, WORK / "source")
     wrong = []
     for platform in PLATFORMS:
         began = time.perf_counter()
