@@ -35,7 +35,7 @@ def prompt_of(model: str, tokens: int) -> str:
 
 def run(file: Path, options: argparse.Namespace, *more: str) -> dict[str, float]:
     """Generate two tokens in a new process; return the figures that it prints."""
-    command = [sys.executable, "-m", "kvpact.cli", "generate", "--file", str(file)]
+    command = [sys.executable, "-m", "kvpact", "generate", "--file", str(file)]
     command += ["--model", options.model, "--spec", options.spec, "--max-new-tokens", "2", *more]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     found = {}

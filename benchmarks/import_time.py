@@ -22,9 +22,9 @@ IMPORTS = {
 }
 COMMANDS = {
     "python -c pass": [*PYTHON, "pass"],
-    "kvpact --help": [sys.executable, "-m", "kvpact.cli", "--help"],
-    "kvpact eval --help": [sys.executable, "-m", "kvpact.cli", "eval", "--help"],
-    "kvpact doctor --json": [sys.executable, "-m", "kvpact.cli", "doctor", "--json"],
+    "kvpact --help": [sys.executable, "-m", "kvpact", "--help"],
+    "kvpact eval --help": [sys.executable, "-m", "kvpact", "eval", "--help"],
+    "kvpact doctor --json": [sys.executable, "-m", "kvpact", "doctor", "--json"],
 }
 
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from attend_rounds import quartiles
+from leaderboard_bytes import held_bytes
 from leaderboard_contenders import contender
 from transformers import DynamicCache, PreTrainedModel
 
 from kvpact.data import book_path
-from kvpact.evaluate import MetricAccumulator, held_bytes, score_tokens
+from kvpact.evaluate import MetricAccumulator, score_tokens
 from kvpact.evaluate.feed import chunks, first_tokens
 from kvpact.integrations.models import load_model
 

@@ -17,10 +17,12 @@ def test_all_names_are_there_and_known_to_type_checkers():
         n for n in source.body if isinstance(n, ast.If) and not isinstance(n.test, ast.UnaryOp)
     )
     told = {name.name: part.module for part in block.body for name in part.names}
-    assert told == kvpact._HOMES and {*told, "errors"} == {*kvpact.__all__}
+    assert told == kvpact._HOMES
+    needing_transformers = {"CompressedCache", "disable", "enable"}
+    assert {*told, "errors"} - needing_transformers == {*kvpact.__all__}
     for name, module in told.items():
         assert getattr(kvpact, name) is getattr(import_module(module), name)
-    assert {*kvpact.__all__} <= {*dir(kvpact)}
+    assert {*told} <= {*dir(kvpact)}
 
 
 def test_importing_kvpact_imports_no_torch():
@@ -37,3 +39,22 @@ def test_what_is_not_there_is_told():
     with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'create_cahce'"):
         kvpact.create_cahce  # noqa: B018
     assert not hasattr(kvpact, "_nothing") and not hasattr(kvpact, "__wrapped__")
+
+
+def test_the_package_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpact", "--version"], capture_output=True, text=True
+    )
+    assert done.stdout == f"kvpact {kvpact.__version__}\n", done.stderr
+
+
+def test_star_imports_need_no_transformers():
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "from kvpact import *; import kvpact\n"
+        "assert create_cache and 'CompressedCache' in dir(kvpact)\n"
+        "try: kvpact.CompressedCache\n"
+        "except kvpact.errors.BackendUnavailable as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'kvpact[transformers]'" in done.stdout, done.stderr

@@ -90,3 +90,11 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_ready(entry) for entry in value]
     return value
+
+
+def size_text(count: float) -> str:
+    """Return bytes in the unit that reads best, powers of 1,000 as in the reports."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B"

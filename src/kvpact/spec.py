@@ -16,13 +16,14 @@ from functools import cache
 from typing import Any
 
 from kvpact.errors import SpecError
-from kvpact.registry import Alias, Foreign, find_method
+from kvpact.registry import Alias, Foreign, find_method, known_names
 
 SPEC_VERSION = 1
 _ALWAYS_WRITTEN = ("bits",)
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-
+_SHORT = re.compile(r"([a-z]*)[-_]?([1-9])[-_]?(?:bits?)?")
+_EXACT = re.compile(r"(b|bfloat|float|f|fp)(16|32)|exact|full|dynamic", re.IGNORECASE)
 
 RECIPE_PREFIX = "recipe:"
 """What the name of a shipped recipe begins with, where specs stand (`kvpact.recipe`)."""
@@ -98,6 +99,9 @@ class Spec:
 def parse_spec(text: str | Spec) -> Spec:
     """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
 
+    Short forms with one meaning are read as well: ``trellis:4``, ``int4``, and ``4bit`` for so many
+    bits of the default method.
+
     Parameters
     ----------
     text : str or Spec
@@ -112,7 +116,7 @@ def parse_spec(text: str | Spec) -> Spec:
     if isinstance(text, Spec):
         return text
     if not isinstance(text, str) or not text.strip():
-        raise SpecError(f"a spec is text such as 'turboquant:bits=4', not {text!r}")
+        raise SpecError(f"a spec is text such as {DEFAULT_SPEC!r}, not {text!r}")
     if text.strip().startswith(RECIPE_PREFIX):
         raise SpecError(f"{text!r} is a recipe, a spec for each layer; here one spec is wanted")
     sides = text.strip().split("/")
@@ -148,7 +152,9 @@ def option_types(method: type) -> dict[str, type]:
 
 def _parse_side(text: str) -> tuple[Any, Any]:
     """Return the method for K and for V that one side names (they differ in some aliases)."""
-    name, colon, rest = text.strip().partition(":")
+    name, colon, rest = _spelt_out(text.strip()).partition(":")
+    if _EXACT.fullmatch(name) and name not in known_names():
+        raise SpecError(f"unknown method {name!r}; the exact cache is 'none', in any dtype")
     entry = find_method(name)
     if isinstance(entry, Foreign):
         raise SpecError(f"{name!r} is not offered: {entry.difference}; nearest: {entry.nearest!r}")
@@ -162,6 +168,8 @@ def _parse_side(text: str) -> tuple[Any, Any]:
         raise SpecError(f"{text!r}: after the colon come options such as {next(iter(types))}=…")
     for item in rest.split(",") if rest else ():
         key, equals, value = item.strip().partition("=")
+        if not equals and key.isdecimal() and "bits" in types:
+            key, equals, value = "bits", "=", key
         if not equals:
             raise SpecError(f"{text!r}: {item!r} is no key=value")
         if key in options:
@@ -169,6 +177,16 @@ def _parse_side(text: str) -> tuple[Any, Any]:
         options[key] = _parse_value(name, key, value, types)
     method = entry(**options)
     return method, method
+
+
+def _spelt_out(text: str) -> str:
+    """Return a side as it is spelt, where it begins with a short form: ``int4``, ``4bit``."""
+    name, colon, rest = text.partition(":")
+    short = _SHORT.fullmatch(name.lower())
+    if short is None or name in (known := known_names()) or short[1] not in ("", *known):
+        return text
+    method = short[1] or DEFAULT_SPEC.partition(":")[0]
+    return f"{method}:bits={short[2]}" + (f",{rest}" if colon else "")
 
 
 def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) -> Any:

@@ -197,7 +197,7 @@ def test_nothing_is_expanded_for_all_tokens():
 @pytest.mark.parametrize("spec", ["none", "turboquant:bits=3,window=40", "kivi:bits=2", "kvarn"])
 def test_paged_is_contiguous_byte_for_byte(spec):
     plain = MLACache(spec, 2, RANK, ROPE, dtype=torch.float32)
-    paged = MLACache.paged(spec, 2, RANK, ROPE, 20, dtype=torch.float32)
+    paged = PagedKVCache(spec, CacheGeometry.mla(2, RANK, ROPE, torch.float32), 20)
     assert isinstance(paged, PagedKVCache)
     view = paged.view()
     for step, count in enumerate((200, 1, 1, 60)):

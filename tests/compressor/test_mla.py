@@ -66,7 +66,7 @@ def test_between_layouts():
     plain.store(0, **by_name(*latents(100, batch=1)))
     compressor = KVCacheCompressor(spec)
     packed = compressor.compress_mla_cache(plain, 0)
-    paged = MLACache.paged(spec, 1, RANK, ROPE, 8, dtype=torch.float32)
+    paged = PagedKVCache(spec, CacheGeometry.mla(1, RANK, ROPE, torch.float32), 8)
     seq = paged.allocate()
     compressor.decompress_to_mla_cache(packed, paged, 0, seq)
     assert same(packed, compressor.compress_mla_cache(paged, 0, seq))

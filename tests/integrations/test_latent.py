@@ -10,7 +10,7 @@ import torch
 from tiny_configs import deepseek
 from transformers import DeepseekV2Config, DeepseekV3Config, DynamicCache
 
-from kvpact import MLACache
+from kvpact import CacheGeometry, PagedKVCache
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers import CompressedCache, PagedBatch, fallback
 
@@ -127,7 +127,7 @@ def test_bytes_of_latents_by_hand(model, prompt):
 
 def test_paged_latents(model, prompt, greedy):
     wanted = model.generate(**prompt, **greedy)
-    pool = MLACache.paged("none", model.config.num_hidden_layers, 32, 16, 64)
+    pool = PagedKVCache("none", CacheGeometry.mla(model.config.num_hidden_layers, 32, 16), 64)
     batch = PagedBatch(model.config, pool)
     assert torch.equal(model.generate(**prompt, **greedy, past_key_values=batch), wanted)
     batch.reset()
@@ -221,7 +221,7 @@ def test_two_models_do_not_take_each_others_tokens(model, prompt, make_model, si
 
 
 def test_rows_of_unlike_length_on_a_model_that_ran_nothing_yet(model, make_model):
-    pool = MLACache.paged("none", model.config.num_hidden_layers, 32, 16, 64)
+    pool = PagedKVCache("none", CacheGeometry.mla(model.config.num_hidden_layers, 32, 16), 64)
     ids = torch.arange(3, 63).unsqueeze(0)
     seqs = []
     for count in (20, 33):

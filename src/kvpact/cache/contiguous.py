@@ -15,7 +15,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.quick import quick_attend
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
-from kvpact.cache.stats import cache_stats
+from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
@@ -324,6 +324,9 @@ class ContiguousCache(BatchRows):
     def memory_usage(self) -> int:
         """Bytes of all tensors held: slots, side information, sinks, window, unused capacity."""
         return sum(t.numel() * t.element_size() for layer in self._layers for t in layer.tensors())
+
+    def _summary(self) -> Summary:
+        return Summary.of(self.specs, self._layers, self.memory_usage())
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds, where its bytes go and what computes (see `cache.stats`)."""

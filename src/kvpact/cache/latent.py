@@ -14,14 +14,12 @@ from torch import Tensor
 
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.contiguous import ContiguousCache
-from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.specs import latent_spec
 from kvpact.contract import AttendConfig, attend_config
 from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import absorb_query, choose, expand_output
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
 
 
@@ -80,28 +78,6 @@ class MLACache(ContiguousCache):
         geometry = CacheGeometry.mla(num_layers, latent_dim, rope_dim, dtype)
         compute = choose(backend)
         super().__init__(_specs(spec, num_layers, rope), geometry, max_tokens, calibration, compute)
-
-    @classmethod
-    def paged(
-        cls,
-        spec: SpecLike,
-        num_layers: int,
-        latent_dim: int,
-        rope_dim: int,
-        num_pages: int,
-        *,
-        page_size: int | None = None,
-        rope: str | None = None,
-        dtype: torch.dtype | None = None,
-        backend: str = "auto",
-        calibration: Calibration | Snapshot | None = None,
-    ) -> PagedKVCache:
-        """Return a `PagedKVCache` of latents: parameters as above and as there."""
-        geometry = CacheGeometry.mla(num_layers, latent_dim, rope_dim, dtype)
-        specs = _specs(spec, num_layers, rope)
-        return PagedKVCache(
-            specs, geometry, num_pages, page_size, calibration=calibration, backend=backend
-        )
 
     def attend_heads(
         self,

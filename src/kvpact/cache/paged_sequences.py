@@ -18,7 +18,7 @@ from kvpact.cache.prefixes import SharedPage, page_keys
 from kvpact.cache.room import seal
 from kvpact.cache.saved_pages import PagedSnapshots
 from kvpact.cache.sequences import PagedSequence, distinct_bytes, hold_packed
-from kvpact.cache.stats import paged_stats
+from kvpact.cache.stats import Summarized, Summary, paged_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, check_dense
 from kvpact.errors import GeometryError
@@ -26,7 +26,7 @@ from kvpact.geometry import CacheGeometry, check_count
 from kvpact.quantizers.checks import by_row
 
 
-class PagedSequences(PagedSnapshots):
+class PagedSequences(Summarized, PagedSnapshots):
     """What a `PagedKVCache` does with sequences."""
 
     @property
@@ -271,6 +271,11 @@ class PagedSequences(PagedSnapshots):
 
     def _all_layers(self) -> list[list[CacheLayer]]:
         return [sequence.layers for sequence in list(self._sequences.values())]
+
+    def _summary(self) -> Summary:
+        sequences = self._all_layers()
+        layers = (layer for layers in sequences for layer in layers)
+        return Summary.of(self.specs, layers, self.memory_usage(), len(sequences))
 
     def stats(self) -> dict[str, Any]:
         """Return what is held, as `ContiguousCache.stats`; pages count once, however many share."""

@@ -16,6 +16,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.paged_sequences import PagedSequences
 from kvpact.cache.paged_step import make_runners, quick_rows
 from kvpact.cache.rows import BatchRows
+from kvpact.cache.stats import Summary
 from kvpact.cache.step import Step, attend_steps
 from kvpact.contract import AttendConfig, DequantResult, KVTile, attend_config
 from kvpact.errors import GeometryError, SequenceError
@@ -304,6 +305,9 @@ class PagedView(BatchRows):
     def memory_usage(self) -> int:
         """Bytes of the whole paged cache: its pool is one allocation."""
         return self.cache.memory_usage()
+
+    def _summary(self) -> Summary:
+        return self.cache._summary()
 
     def stats(self) -> dict[str, Any]:
         """Return what the paged cache holds."""

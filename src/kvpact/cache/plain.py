@@ -21,11 +21,12 @@ from kvpact.cache.plain_state import (
     write_payload,
 )
 from kvpact.cache.reserve import reserve
+from kvpact.cache.stats import Summarized, Summary
 from kvpact.errors import CacheFull, GeometryError, IncompleteToken
 from kvpact.geometry import check_count
 
 
-class KVCache:
+class KVCache(Summarized):
     """A contiguous cache without compression, one token after the other: `[tokens, kv_dim]`.
 
     A token is stored layer by layer with `store_kv`, seen at once by the layer that stored it, and
@@ -198,6 +199,10 @@ class KVCache:
     def clear(self) -> None:
         """Forget all tokens and give their memory back (once no view of it is left)."""
         self._adopt(self._reserved(), 0)
+
+    def _summary(self) -> Summary:
+        exact = 2 * self.num_layers * self.seq_len * self.kv_dim * self.dtype.itemsize
+        return Summary("none", 1, self.seq_len, self.memory_usage(), exact)
 
     def memory_usage(self) -> int:
         """Bytes claimed: of all tokens ever written since `clear`, in whole pages of the system."""

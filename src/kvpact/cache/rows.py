@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.reserve import room_for
+from kvpact.cache.stats import Summarized
 from kvpact.contract import AttendConfig, Fused
 from kvpact.errors import GeometryError, SnapshotError
 from kvpact.geometry import check_count
@@ -25,7 +26,7 @@ def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
     )
 
 
-class BatchRows(ABC):
+class BatchRows(Summarized, ABC):
     """`decode`, `select`, `reorder` and `repeat` for caches with rows."""
 
     __reduce_ex__ = refuse_pickling

@@ -5,18 +5,78 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from math import nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.stream import Stream
+from kvpact.files import size_text
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import Compute
 from kvpact.methods import Codec, Method, bytes_per_slot
 from kvpact.spec import Spec
 from kvpact.units import StreamFacts
+
+
+class Summary(NamedTuple):
+    """What a cache holds in a few words; `exact`: bytes of the same tokens, uncompressed."""
+
+    spec: str
+    rows: int
+    tokens: int
+    nbytes: int
+    exact: int
+
+    @classmethod
+    def of(
+        cls, specs: Iterable[Spec], layers: Iterable[CacheLayer], nbytes: int, rows: int = 0
+    ) -> Summary:
+        """Return the summary of layers; `rows` where each row has layers of its own."""
+        found = [(x.length, x.tail) for layer in layers for x in layer.streams()]
+        rows = rows or max((len(tail) for _, tail in found), default=0)
+        exact = sum(n * x.shape[:2].numel() * x.shape[3] * x.element_size() for n, x in found)
+        return cls(spec_text(specs), rows, max((n for n, _ in found), default=0), nbytes, exact)
+
+
+class Summarized:
+    """What every cache tells of itself at a glance."""
+
+    def _summary(self) -> Summary:
+        raise NotImplementedError
+
+    @property
+    def spec(self) -> str:
+        """The spec of all layers; ``mixed`` where they differ."""
+        return self._summary().spec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; a model's cache counts the layers that stay as they are, too."""
+        return self._summary().nbytes
+
+    @property
+    def saved(self) -> float:
+        """Share of an exact cache's bytes that is saved, in K's and V's dtype; NaN while empty."""
+        found = self._summary()
+        return 1 - found.nbytes / found.exact if found.exact else nan
+
+    def __repr__(self) -> str:
+        found = self._summary()
+        parts = [found.spec, "empty"]
+        if found.exact:
+            tokens = f"{found.tokens:,} token{'s' * (found.tokens != 1)}"
+            tokens = f"{found.rows} x {tokens}" if found.rows > 1 else tokens
+            share = f"{100 * found.nbytes / found.exact:.0f} % of an exact cache"
+            parts[1:] = [tokens, size_text(found.nbytes), share]
+        return f"<{type(self).__name__} {' · '.join(parts)}>"
+
+
+def spec_text(specs: Iterable[Spec]) -> str:
+    """Return the spec of all layers; ``mixed`` where they differ."""
+    texts = {str(spec) for spec in specs}
+    return texts.pop() if len(texts) == 1 else "mixed"
 
 
 def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> dict[str, Any]:
@@ -49,9 +109,8 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
                     _count(stream, sizes)
     total = sum(sizes.values())
     used = sizes["codes"] + sizes["side"]
-    specs = {str(layer.spec) for layer in layers}
     return {
-        "spec": specs.pop() if len(specs) == 1 else "mixed",
+        "spec": spec_text(layer.spec for layer in layers),
         "layout": layout,
         "compute": compute.stats(),
         "tokens": tokens,

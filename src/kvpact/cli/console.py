@@ -25,6 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvpact.files import json_ready
+from kvpact.files import size_text as size_text
 
 _TEXT = 12  # columns that text has at least
 PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squeezed into 80
@@ -129,14 +130,6 @@ def print_document(command: str, **fields: object) -> None:
     """
     document = {"command": command, **fields}
     typer.echo(json.dumps(json_ready(document), indent=2, allow_nan=False, ensure_ascii=False))
-
-
-def size_text(count: float) -> str:
-    """Return bytes in the unit that reads best, powers of 1,000 as in the reports."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 @contextmanager

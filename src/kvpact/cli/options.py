@@ -1,5 +1,6 @@
 """Options that commands have in common, and what the shell completes; torch is not imported."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -20,25 +21,21 @@ def complete_spec(incomplete: str) -> list[str]:
     return found + [name for name in recipes if name.startswith(incomplete)]
 
 
-def complete_recipe(incomplete: str) -> list[str]:
-    """Return shipped recipes that begin so."""
-    return [name for name in recipe_names() if name.startswith(incomplete)]
+def _completion(names: Sequence[str]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in names if name.startswith(incomplete)]
+
+    return complete
 
 
-def complete_model(incomplete: str) -> list[str]:
-    """Return names of packaged models that begin so; for all else the shell offers files."""
-    return [name for name in PACKAGED if name.startswith(incomplete)]
+complete_recipe, complete_dtype = _completion(recipe_names()), _completion(DTYPES)
+complete_model = _completion(PACKAGED)  # for all else the shell offers files
 
 
 def complete_size(incomplete: str) -> list[str]:
     """Return models whose sizes are known, and specs, that begin so."""
     known = [name for name in model_table()["models"] if name.startswith(incomplete)]
     return known + complete_spec(incomplete)
-
-
-def complete_dtype(incomplete: str) -> list[str]:
-    """Return the dtypes that begin so."""
-    return [name for name in DTYPES if name.startswith(incomplete)]
 
 
 SPECS = (

@@ -6,7 +6,6 @@ from kvpact.evaluate.contender import Contender
 from kvpact.evaluate.feed import compressed_cache
 from kvpact.evaluate.files import write_report
 from kvpact.evaluate.free_running import FreeRunningResult, FreeRunningRow, free_running
-from kvpact.evaluate.held import held_bytes
 from kvpact.evaluate.metrics import MetricAccumulator, Metrics, TokenScores, score_tokens
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import markdown_table
@@ -39,7 +38,6 @@ __all__ = [
     "evaluate",
     "evaluate_text",
     "free_running",
-    "held_bytes",
     "make_cases",
     "markdown_table",
     "save_plot",

@@ -8,7 +8,7 @@ advance in lockstep, so that the logits of two outputs at most exist at any time
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -212,25 +212,17 @@ def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int
     the bits per value of the other layers say little about the cache as a whole. The keys are
     those of `EvalRow`; layers whose method is ``none`` are not covered.
     """
+    from kvpact.integrations.transformers.engine_cache import tensors_of
     from kvpact.integrations.transformers.layer import CompressedLayer
 
     sizes = {"exact_bytes": 0, "covered_bytes": 0, "native_bytes": 0}
     for exact, held, spec in zip(reference.layers, cache.layers, specs, strict=True):
-        sizes["exact_bytes"] += sum(tensor.nbytes for tensor in _tensors(exact))
-        sizes["native_bytes"] += sum(tensor.nbytes for tensor in _tensors(held))
+        sizes["exact_bytes"] += sum(tensor.nbytes for tensor in tensors_of(exact))
+        sizes["native_bytes"] += sum(tensor.nbytes for tensor in tensors_of(held))
         if isinstance(held, CompressedLayer):
             sides = ((exact.keys, spec.key), (exact.values, spec.value))
             sizes["covered_bytes"] += sum(x.nbytes for x, method in sides if method.name != "none")
     return sizes
-
-
-def _tensors(layer: Any) -> Iterator[Tensor]:
-    """Yield what one of transformers' layers caches: K and V, or the states of linear attention."""
-    for name, value in vars(layer).items():
-        if not name.startswith("_"):
-            for tensor in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(tensor, Tensor):
-                    yield tensor
 
 
 def learns(spec: Spec) -> bool:

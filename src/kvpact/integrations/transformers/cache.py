@@ -15,16 +15,17 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from kvpact.cache import ContiguousCache, check_layer
 from kvpact.cache.checks import known_snapshot
-from kvpact.cache.stats import cache_stats
+from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
-from kvpact.integrations.transformers.engine_cache import EngineCache
+from kvpact.integrations.transformers.engine_cache import EngineCache, tensors_of
 from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
+from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.pairs import may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
-from kvpact.kernels import choose
+from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
@@ -90,6 +91,8 @@ class CompressedCache(EngineCache):
     spec : str, Spec, path or mapping
         A spec, or a recipe with a spec per layer (of the model's layers). `DEFAULT_SPEC` is
         near-lossless on all models that it was measured on.
+    bits : int, optional
+        Of the default method, in place of a spec.
     attention : {"auto", "keep"}
         ``auto`` sets the config's attention implementation to ``kvpact`` where it is ``sdpa``; for
         every other cache that does exactly what ``sdpa`` does, and the config is as before when
@@ -109,7 +112,7 @@ class CompressedCache(EngineCache):
     Raises
     ------
     SpecError
-        The spec or `attention` is not known.
+        The spec, `attention` or an option is not known.
     FormatError, IntegrityError
         The calibration is damaged.
     KVPactError
@@ -127,8 +130,10 @@ class CompressedCache(EngineCache):
         check: str = "now",
         key_offsets: Mapping[int, KeyOffset] | Literal["auto"] | None = "auto",
         calibration: Calibration | str | PathLike[str] | None = None,
+        **bits: Any,
     ) -> None:
-        config = model if isinstance(model, PreTrainedConfig) else model.config
+        config = config_of(type(self).__name__, model, spec)
+        spec = meant_spec(type(self).__name__, spec, bits)
         decoder = config.get_text_config(decoder=True)
         facts = layer_facts(decoder)
         specs, compressed = layer_specs(spec, len(facts.types)), facts.compressed()
@@ -245,22 +250,28 @@ class CompressedCache(EngineCache):
         """Bytes held by the compressed layers."""
         return sum(cache.memory_usage() for cache in self._caches())
 
+    def _summary(self) -> Summary:
+        held = self._shared.caches()  # what waits is counted and not stored: repr changes nothing
+        parts = [cache._summary() for cache in held]
+        waiting = [x for x in self._shared.waiting if x is not None]
+        more = sum(x.k.nbytes + x.v.nbytes for x in waiting)
+        more += sum(tensor.nbytes for x in self._own_layers() for tensor in tensors_of(x))
+        rows = max([part.rows for part in parts] + [x.k.shape[0] for x in waiting], default=0)
+        tokens = max([part.tokens for part in parts] + [x.total for x in waiting], default=0)
+        nbytes, exact = more + sum(x.nbytes for x in parts), more + sum(x.exact for x in parts)
+        spec = parts[0].spec if len(parts) == 1 else spec_text(self._shared.specs)
+        return Summary(spec, rows, tokens, nbytes, exact)
+
     def stats(self) -> dict[str, Any]:
         """Return what the compressed layers hold (see `kvpact.cache.stats`).
 
         ``layers`` counts ``compressed`` layers and ``native`` ones, which transformers caches
         itself and whose bytes are not in the figures.
-
-        Raises
-        ------
-        KVPactError
-            Nothing is held yet.
         """
-        caches = self._caches()
-        if not caches:
-            raise KVPactError("the cache is empty; run the model first")
+        self._shared.stored()
         held = enumerate(self._shared.held)
         layers = [x.entry(i) for i, x in held if isinstance(x, ContiguousCache)]
         compressed = len(self._shared.specs)
         counts = {"compressed": compressed, "native": len(self.layers) - compressed}
-        return {**cache_stats(layers, caches[0].layout, caches[0].compute), "layers": counts}
+        stats = cache_stats(layers, ContiguousCache.layout, self._shared.compute or Compute())
+        return {**stats, "spec": self.spec, "layers": counts}

@@ -17,6 +17,7 @@ from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.servable import CACHE_NAMES, PREPARE, check_servable
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import DEFAULT_SPEC
@@ -235,7 +236,10 @@ def enable(model: PreTrainedModel, spec: SpecLike = DEFAULT_SPEC, **options: Any
     >>> pipeline("text-generation", model=model, tokenizer=tokenizer)(text)  # doctest: +SKIP
     >>> disable(model)  # doctest: +SKIP
     """
+    if not hasattr(model, "forward"):
+        config_of("enable", model, spec)
     check_servable(model)
+    spec = meant_spec("enable", spec, options)
     if options.get("check") == "deferred":
         raise EnableError(
             "check='deferred' leaves flags that nobody reads after generate: leave it out, or pass "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.rows import refuse_pickling
+from kvpact.cache.stats import Summarized
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.integrations.transformers.choice import choose_attention
 from kvpact.integrations.transformers.handles import untraced
@@ -22,7 +23,7 @@ from kvpact.integrations.transformers.pairs import REMEDY, REPEATED, FirstLayer,
 from kvpact.integrations.transformers.shared import SharedState, remove_last
 
 
-class EngineCache(Cache):
+class EngineCache(Summarized, Cache):
     """transformers' `Cache` whose compressed layers are the layers of one kvpact cache.
 
     `crosses`: whether the config tells of cross-attention (`may_cross_attend`); `sparse`: whether
@@ -168,6 +169,15 @@ class EngineCache(Cache):
             _change_states(layer, lambda state: state[kept.to(state.device)])
             if hasattr(layer, "batch_select_indices"):
                 layer.batch_select_indices(kept)
+
+
+def tensors_of(layer: Any) -> Iterator[Tensor]:
+    """Yield what one of transformers' layers caches: K and V, or the states of linear attention."""
+    for name, value in vars(layer).items():
+        if not name.startswith("_"):
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor):
+                    yield tensor
 
 
 def _change_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
+from kvpact.cache.stats import Summary
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers.engine_cache import EngineCache
 from kvpact.integrations.transformers.facts import layer_facts
@@ -85,6 +86,9 @@ class PagedBatch(EngineCache):
     def seqs(self) -> list[int]:
         """The sequence of each row."""
         return list(self.view.seqs or ())
+
+    def _summary(self) -> Summary:
+        return self.view._summary()
 
     def reset(self) -> None:
         """Forget all tokens (see `PagedView.reset`)."""

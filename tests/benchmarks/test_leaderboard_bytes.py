@@ -1,11 +1,17 @@
 """Bytes are found by walking, whatever an object says of itself."""
 
+import importlib
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
 
-from kvpact.errors import RegistrationError
-from kvpact.evaluate import Contender, held_bytes
+
+@pytest.fixture
+def held_bytes(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("leaderboard_bytes").held_bytes
 
 
 class Holder:
@@ -17,7 +23,7 @@ class Slotted:
     __slots__ = ("codes",)
 
 
-def test_every_kind_of_part_is_counted_once():
+def test_every_kind_of_part_is_counted_once(held_bytes):
     codes = torch.zeros(100, dtype=torch.uint8)
     holder = Holder(layers=[{"codes": codes}, (codes, codes[:10])], scale=torch.zeros(3))
     holder.itself = holder
@@ -27,17 +33,17 @@ def test_every_kind_of_part_is_counted_once():
     assert held_bytes([slotted, slotted]) == 56
 
 
-def test_a_view_keeps_its_storage():
+def test_a_view_keeps_its_storage(held_bytes):
     assert held_bytes(Holder(window=torch.zeros(1000)[-10:])) == 4000
     assert held_bytes(numpy.zeros(50)[:5]) == 400
 
 
-def test_models_and_classes_are_not_the_caches():
+def test_models_and_classes_are_not_the_caches(held_bytes):
     holder = Holder(model=torch.nn.Linear(8, 8), kind=Holder, module=torch, keys=torch.zeros(2))
     assert held_bytes(holder) == 8
 
 
-def test_a_compressed_cache_holds_what_it_says(make_cache):
+def test_a_compressed_cache_holds_what_it_says(held_bytes, make_cache):
     cache = make_cache()
     # A rotation's signs and the like belong to the codec and not to the cache: at most a few kB.
     assert 0 <= held_bytes(cache) - cache.memory_usage() < 4096
@@ -54,16 +60,3 @@ def make_cache():
         return cache
 
     return make
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"caches": {}}, "caches should map names"),
-        ({"caches": {"a": 3}}, "caches should map names"),
-        ({"caches": {"a": print}, "requires": ("numpy", "x==1")}, "exact versions .* not numpy"),
-    ],
-)
-def test_what_is_no_contender_is_refused(fields, message):
-    with pytest.raises(RegistrationError, match=message):
-        Contender(package="mine", **fields)

@@ -1,0 +1,5 @@
+"""``python -m kvpact`` is ``kvpact``."""
+
+from kvpact.cli import main
+
+main()

@@ -1,5 +1,0 @@
-"""``python -m kvpact.cli`` is ``kvpact``."""
-
-from kvpact.cli import main
-
-main()

@@ -1,0 +1,171 @@
+"""What a newcomer types without reading: each line works, or its error names the line to write."""
+
+import math
+
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    QuantizedCache,
+)
+
+import kvpact
+from kvpact.errors import KVPactError
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+# A line, and the spec of the cache that it makes.
+WORKS = {
+    "kvpact.CompressedCache(model)": "trellis:bits=4",
+    "kvpact.CompressedCache(model.config)": "trellis:bits=4",
+    "kvpact.CompressedCache(model, bits=3)": "trellis:bits=3",
+    "kvpact.CompressedCache(model, nbits=4)": "trellis:bits=4",
+    "kvpact.CompressedCache(model, '4bit')": "trellis:bits=4",
+    "kvpact.CompressedCache(model, '4-bit')": "trellis:bits=4",
+    "kvpact.CompressedCache(model, '4')": "trellis:bits=4",
+    "kvpact.CompressedCache(model, 'int4')": "int:bits=4",
+    "kvpact.CompressedCache(model, 'INT8')": "int:bits=8",
+    "kvpact.CompressedCache(model, 'trellis:4')": "trellis:bits=4",
+    "kvpact.CompressedCache(model, 'trellis4')": "trellis:bits=4",
+    "kvpact.CompressedCache(model, 'turboquant:3,window=128')": "turboquant:bits=3,window=128",
+    "kvpact.CompressedCache(model, 'kivi-2bit')": "kivi:bits=2",
+    "kvpact.CompressedCache(model, 'int8/trellis:4')": "int:bits=8/trellis:bits=4",
+    "kvpact.CompressedCache(model, spec='q8_0')": "int:bits=8,sinks=0,window=0",
+    "kvpact.CompressedCache(model=model, bits=4)": "trellis:bits=4",
+}
+
+# A line, and what its error says.
+REFUSED = {
+    "kvpact.CompressedCache('smollm2')": (
+        "model, tokenizer = kvpact.load_model('smollm2'); CompressedCache(model)"
+    ),
+    "kvpact.CompressedCache('int4', model)": "write: CompressedCache(model, 'int4')",
+    "kvpact.CompressedCache((model, None))": (
+        "model, tokenizer = kvpact.load_model(…); CompressedCache(model)"
+    ),
+    "kvpact.CompressedCache(LlamaForCausalLM)": "(model), of a model of transformers",
+    "kvpact.CompressedCache(type('Pipe', (), {'model': model})())": "CompressedCache(pipe.model)",
+    "kvpact.CompressedCache(model, 4)": "such as 'trellis:bits=4'",
+    "kvpact.CompressedCache(model, 'int8', bits=4)": "(model, 'int:bits=4')",
+    "kvpact.CompressedCache(model, bits=9)": "bits=9 should be one of 1, 2, 3, 4, 5, 6",
+    "kvpact.CompressedCache(model, window=128)": "(model, 'trellis:bits=4,window=128')",
+    "kvpact.CompressedCache(model, 'int4', sinks=0)": "(model, 'int:bits=4,sinks=0')",
+    "kvpact.CompressedCache(model, backed='cpu')": "did you mean backend='cpu'?",
+    "kvpact.CompressedCache(model, group=64)": "it has spec, bits, attention, exact_new, backend",
+    "kvpact.CompressedCache(model, 'fp16')": "the exact cache is 'none', in any dtype",
+    "kvpact.CompressedCache(model, 'trelis:bits=4')": "did you mean 'trellis'?",
+    "kvpact.CompressedCache(model, 'trellis:nbits=4')": "it has bits, states",
+    "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
+    "kvpact.enable(model, window=128)": "enable(model, 'trellis:bits=4,window=128')",
+}
+
+
+@pytest.mark.parametrize("line", WORKS)
+def test_the_meaning_is_plain(line, model):
+    cache = eval(line)
+    assert {str(spec) for spec in cache._shared.specs} == {WORKS[line]}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_the_error_names_the_line_to_write(line, model):
+    with pytest.raises(KVPactError) as error:
+        eval(line)
+    assert REFUSED[line] in str(error.value)
+
+
+def test_a_model_is_enabled_with_bits(model):
+    ids = torch.arange(12)[None]
+    with kvpact.enable(model, bits=3) as enabled:
+        assert "trellis:bits=3" in repr(enabled)
+        out = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True, pad_token_id=0)
+    assert out.past_key_values.stats()["spec"] == "trellis:bits=3"
+
+
+def test_a_cache_tells_what_it_holds(model):
+    cache = kvpact.CompressedCache(model)
+    assert repr(cache) == "<CompressedCache trellis:bits=4 · empty>"
+    assert cache.spec == "trellis:bits=4" and cache.nbytes == 0 and math.isnan(cache.saved)
+    empty = cache.stats()
+    assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
+    with torch.inference_mode():
+        model(torch.arange(50)[None], past_key_values=cache)
+        # 2 layers, K and V of 1 head of 32 numbers of 4 bytes: all tokens wait as they are.
+        assert repr(cache).endswith("50 tokens · 25.60 kB · 100 % of an exact cache>")
+        assert cache.nbytes == 50 * 2 * 2 * 32 * 4 and cache.saved == 0
+        model(torch.arange(500)[None] % 64, past_key_values=cache)
+    exact = 550 * 2 * 2 * 32 * 4
+    assert cache.nbytes == cache.memory_usage() == cache.stats()["bytes"]["total"]
+    assert cache.saved == 1 - cache.nbytes / exact and 0.4 < cache.saved < 0.8
+    assert repr(cache).startswith("<CompressedCache trellis:bits=4 · 550 tokens · ")
+    assert repr(cache).endswith(f" · {100 * cache.nbytes / exact:.0f} % of an exact cache>")
+
+
+def test_layers_that_stay_as_they_are_count_in_a_models_cache():
+    config = Gemma3TextConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    torch.manual_seed(0)
+    cache = kvpact.CompressedCache(config)
+    with torch.inference_mode():
+        Gemma3ForCausalLM(config).eval()(torch.arange(600)[None] % 64, past_key_values=cache)
+    own = cache.nbytes - cache.memory_usage()
+    assert own == 2 * 15 * 32 * 4
+    assert cache.saved == 1 - cache.nbytes / (own + 600 * 2 * 32 * 4)
+
+
+def test_every_layout_tells_what_it_holds():
+    k, v = (torch.randn(2, 1, 300, 64, generator=torch.manual_seed(seed)) for seed in (0, 1))
+    geometry = kvpact.CacheGeometry(1, 1, 64, dtype=torch.float32)
+    flat = kvpact.create_cache("int:bits=8", geometry)
+    assert repr(flat) == "<ContiguousCache int:bits=8 · empty>"
+    flat.store(0, k=k, v=v)
+    share = f"{100 * flat.nbytes / (2 * 2 * 300 * 64 * 4):.0f} % of an exact cache"
+    assert repr(flat).startswith("<ContiguousCache int:bits=8 · 2 x 300 tokens · ")
+    assert repr(flat).endswith(f" kB · {share}>")
+    pages = kvpact.PagedKVCache("int:bits=8", geometry, num_pages=40)
+    assert repr(pages) == "<PagedKVCache int:bits=8 · empty>" and pages.nbytes > 0
+    view = pages.view()
+    view.prefill(0, k=k, v=v)
+    assert repr(view).startswith("<PagedView int:bits=8 · 2 x 300 tokens · ")
+    assert view.saved == pages.saved == 1 - pages.memory_usage() / (2 * 2 * 300 * 64 * 4)
+    plain = kvpact.KVCache(1, 100, 64)
+    plain.store_kv(0, k[0, 0, :1], v[0, 0, :1])
+    plain.advance()
+    assert repr(plain).startswith("<KVCache none · 1 token · ")
+    mixed = kvpact.create_cache(
+        {"default": "int4", "layers": {"0": "int8"}}, kvpact.CacheGeometry(2, 1, 64)
+    )
+    assert mixed.spec == "mixed"
+
+
+def test_transformers_takes_no_cache_by_name(model):
+    # What docs/faq.md says. Where this fails, transformers has opened its lists: register there.
+    with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
+        model.generate(torch.arange(4)[None], cache_implementation="kvpact", max_new_tokens=1)
+    with pytest.raises(ValueError, match="Unknown quantization backend `kvpact`"):
+        QuantizedCache("kvpact", model.config, nbits=4)
