@@ -94,14 +94,19 @@ def _filled(case: Case, model: openvino.CompiledModel) -> list[list[openvino.Ten
             end = min(start + PIECE, case.past)
             no_queries = torch.zeros(case.q.shape[0], end - start, case.q.shape[2])
             piece = no_queries, case.k[:, start:end], case.v[:, start:end]
-            _request(model, pair, start, *piece).infer()
+            # A sequence of its own: over all before it filling would take as long as a prompt.
+            _request(model, pair, start // BLOCK, 0, *piece).infer()
     return found
 
 
 def _request(
-    model: openvino.CompiledModel, caches: list[openvino.Tensor], past: int, *tokens: Tensor
+    model: openvino.CompiledModel,
+    caches: list[openvino.Tensor],
+    first: int,
+    past: int,
+    *tokens: Tensor,
 ) -> openvino.InferRequest:
-    """Return a request for q, k and v behind a past."""
+    """Return a request for q, k and v behind a past that begins in block `first`."""
     request, end = model.create_infer_request(), past + tokens[0].shape[1]
     for name, x in zip("qkv", tokens, strict=True):
         rows = x.transpose(0, 1).reshape(x.shape[1], -1).contiguous().numpy()
@@ -112,7 +117,7 @@ def _request(
     indices = {
         "past_lens": [past],
         "subsequence_begins": [0, end - past],
-        "block_indices": range(blocks),
+        "block_indices": range(first, first + blocks),
         "block_indices_begins": [0, blocks],
         "max_context_len": end,
     }
@@ -125,7 +130,7 @@ def _call(
     case: Case, model: openvino.CompiledModel, caches: list[openvino.Tensor]
 ) -> Callable[[], Tensor]:
     new = (x[:, -case.new :] for x in (case.q, case.k, case.v))
-    request = _request(model, caches, case.past, *new)
+    request = _request(model, caches, 0, case.past, *new)
 
     def call() -> Tensor:
         request.infer()
