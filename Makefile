@@ -30,7 +30,7 @@ MOONCAKE := .venv-mooncake
 # What builds and inspects wheels, and nothing of what kvpact needs to run.
 WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard leaderboard-run fuzz sanitize neon gpu gpu-test gpu-bench gpu-aot callgrind docs notebooks wheels wheel-check clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard leaderboard-run fuzz sanitize neon gpu gpu-aot callgrind docs notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -135,21 +135,8 @@ neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
 gpu-aot: $(READY) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: some hours the first time, no GPU needed
 	@$(PY) tools/triton_aot/aot.py --check tests/kernels/triton/golden/aot.json
 
-gpu: gpu-test gpu-bench ## on a machine with a GPU: both of the following
-
-CUDA := $(PY) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device is there')"
-
-gpu-test: $(READY) ## the tests that compute on a GPU, the smallest under compute-sanitizer, too
-	@$(CUDA)
-	@$(PYTEST) -m "not neon" --ignore tests/kernels/triton/test_ahead_of_time.py \
-		tests/kernels/triton tests/cache/test_devices.py
-	@if command -v compute-sanitizer >/dev/null; then \
-		compute-sanitizer --error-exitcode 1 $(PY) -m pytest -q tests/kernels/triton/test_backend.py -k sanitized; \
-	else echo "compute-sanitizer is not there: left out"; fi
-
-gpu-bench: $(READY) ## benchmarks/gpu.py on a GPU, into benchmarks/results/gpu
-	@$(CUDA)
-	@$(PY) benchmarks/gpu.py --out benchmarks/results/gpu
+gpu: ## on a machine with a GPU: kernels beside the torch bodies, then their speed; installs nothing (PYTHON=…)
+	@PYTHON=$(PYTHON) tools/gpu_day.sh
 
 callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver --parallel $(JOBS)

@@ -5,9 +5,10 @@
 
 *decode*: a step's attention over so many tokens and rows, 32 query heads, 8 KV heads of 128, bf16,
 each work captured as a graph, all in turns; the ratio is that of the fastest exact kernel's median
-to ours. *latent*: the same over MLA latents (16 heads, 512 + 64). *prompt*: a chunk behind a packed
-past. *encode*: K and V of a prompt into slots. *model*: SmolLM2 end to end beside `DynamicCache`,
-called as ever and as a graph.
+to ours; "general kernel" is what attends where the fast kernels do not. *latent*: the same over MLA
+latents (16 heads, 512 + 64). *prompt*: a chunk behind a packed past. *encode*: K and V of a prompt
+into slots. *model*: a Llama of SmolLM2's shape with random weights, end to end beside
+`DynamicCache`, called as ever and as a graph.
 Bytes a second are those of the slots (of K and V, where they are exact) over the time of a step.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ PIECE = 4096
 WHOLE = AttendConfig(is_causal=False)
 SDPA = torch.nn.functional.scaled_dot_product_attention
 LATENT, ROPE, LATENT_HEADS = 512, 64, 16
-GRAPH = ", graph"
+GRAPH, GENERAL = ", graph", ", general kernel"
 
 
 def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
@@ -54,9 +55,8 @@ def filled(spec: str, geometry: CacheGeometry, batch: int, tokens: int) -> Any:
     return cache
 
 
-def decode(options: argparse.Namespace, read: float) -> list[Row]:
+def decode(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure a decode step's attention."""
-    rows: list[Row] = []
     geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
     for batch in options.batch:
         for tokens in options.tokens:
@@ -75,10 +75,11 @@ def decode(options: argparse.Namespace, read: float) -> list[Row]:
                 kept.append(cache)
                 works[spec] = captured(attention(cache, q))
                 nbytes[spec] = cache.memory_usage()
-            rows += table("decode", f"{batch} x {tokens}", works, nbytes, exact, read, options)
+                works[spec + GENERAL] = captured(generally(cache, q))
+                nbytes[spec + GENERAL] = cache.memory_usage()
+            yield from table("decode", f"{batch} x {tokens}", works, nbytes, exact, read, options)
             del works, kept, k
             forget()
-    return rows
 
 
 def attention(
@@ -100,6 +101,19 @@ def attention(
     return partial(attend_prepared, prepared([call], [0]), [call], out)
 
 
+def generally(cache: Any, q: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Return attention by the general kernel alone, which the fast ones have to be worth."""
+    if DEVICE == "cpu":
+        return attention(cache, q)
+    from kvpact.kernels.triton.digits import fast
+
+    least, fast.LEAST_TOKENS = fast.LEAST_TOKENS, sys.maxsize
+    try:
+        return attention(cache, q)
+    finally:
+        fast.LEAST_TOKENS = least
+
+
 def not_by_kernels(cache: Any) -> str:
     """Return why other than kernels of the device attend; their steps can't be captured."""
     done = cache._layers[0]._held.plan.explain()[0]
@@ -114,17 +128,16 @@ def table(
     exact: set[str],
     read: float,
     options: argparse.Namespace,
-) -> list[Row]:
-    """Measure works in turns; return a row of each, and print it."""
+) -> Iterator[Row]:
+    """Measure works in turns; yield a row of each, and print it."""
     found = {name: summary(times) for name, times in microseconds(works, options.rounds).items()}
     best = min((found[name]["us"] for name in exact), default=float("nan"))
-    rows = []
     for name, row in found.items():
         speed = nbytes[name] / row["us"] * 1e6
         more = {"bytes/s": speed, "of read bandwidth": speed / read, "ratio": best / row["us"]}
-        rows.append({"part": part, "shape": shape, "what": name, **row, **more})
-        print(line(rows[-1]), flush=True)
-    return rows
+        made = {"part": part, "shape": shape, "what": name, **row, **more}
+        print(line(made), flush=True)
+        yield made
 
 
 def line(r: Row) -> str:
@@ -134,11 +147,10 @@ def line(r: Row) -> str:
     return f"| {r['part']} | {r['shape']} | {r['what']} | {time} | {share} |"
 
 
-def encode(options: argparse.Namespace, read: float) -> list[Row]:
+def encode(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure how K and V of a prompt are stored."""
     geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
     x = torch.randn(1, HEADS, 16384, DIM, device=DEVICE, dtype=torch.bfloat16)
-    rows = []
     for spec in options.specs:
         cache = create_cache(spec, geometry, check="deferred")
         cache.store(0, k=x, v=x)
@@ -147,14 +159,14 @@ def encode(options: argparse.Namespace, read: float) -> list[Row]:
             cache.reset()
             cache.store(0, k=x, v=x)
 
-        rows += table("encode", "16384", {spec: work}, {spec: 2 * x.nbytes}, set(), read, options)
-    return rows
+        yield from table(
+            "encode", "16384", {spec: work}, {spec: 2 * x.nbytes}, set(), read, options
+        )
 
 
-def prompt(options: argparse.Namespace, read: float) -> list[Row]:
+def prompt(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure the attention of a chunk of 512 tokens behind a packed past."""
     geometry = CacheGeometry(1, HEADS, DIM, dtype=torch.bfloat16)
-    rows: list[Row] = []
     for tokens in options.tokens:
         make = dict(device=DEVICE, dtype=torch.bfloat16)
         q = torch.randn(1, Q_HEADS, 512, DIM, **make)
@@ -166,15 +178,15 @@ def prompt(options: argparse.Namespace, read: float) -> list[Row]:
             cache = filled(spec, geometry, 1, tokens)
             works[spec] = attention(cache, q)
             nbytes[spec] = cache.memory_usage()
-        rows += table("chunk", f"512 over {tokens}", works, nbytes, {"torch sdpa"}, read, options)
-    return rows
+        yield from table(
+            "chunk", f"512 over {tokens}", works, nbytes, {"torch sdpa"}, read, options
+        )
 
 
-def latent(options: argparse.Namespace, read: float) -> list[Row]:
+def latent(options: argparse.Namespace, read: float) -> Iterator[Row]:
     """Measure a decode step's attention over MLA latents."""
     geometry = CacheGeometry.mla(1, LATENT, ROPE, dtype=torch.bfloat16)
     config = AttendConfig(softmax_scale=(DIM + ROPE) ** -0.5, is_causal=False)
-    rows: list[Row] = []
     for batch in options.batch:
         for tokens in options.tokens:
             make = dict(device=DEVICE, dtype=torch.bfloat16)
@@ -195,26 +207,34 @@ def latent(options: argparse.Namespace, read: float) -> list[Row]:
                     continue
                 works[spec] = captured(attention(cache, q, config))
                 nbytes[spec] = cache.memory_usage()
-            rows += table("latent", shape, works, nbytes, {"torch matmul"}, read, options)
-    return rows
+            yield from table("latent", shape, works, nbytes, {"torch matmul"}, read, options)
 
 
-def model(options: argparse.Namespace, read: float) -> list[Row]:
-    """Measure decode steps of SmolLM2 beside `DynamicCache`, and peak memory."""
+def random_model(layers: int) -> Any:
+    """Return a Llama of SmolLM2's shape: times do not depend on weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=2**18,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().to(DEVICE, torch.bfloat16)
+
+
+def model(options: argparse.Namespace, read: float) -> Iterator[Row]:
+    """Measure decode steps of a model beside `DynamicCache`, and peak memory."""
     from transformers import DynamicCache
 
-    from kvpact.data import book_path
-    from kvpact.integrations.models import load_model
     from kvpact.integrations.transformers import CompressedCache
     from kvpact.integrations.transformers.graphs import DecodeGraph
 
-    theirs, tokenizer = load_model("smollm2")
-    ours, _ = load_model("smollm2")
-    theirs, ours = (m.to(DEVICE, torch.bfloat16) for m in (theirs, ours))
-    text = book_path().read_text("utf-8")
-    ids = tokenizer(text[: 8 * 16384], return_tensors="pt")["input_ids"].to(DEVICE)
-    rows = []
-    for tokens in [1024, *options.tokens[:2]]:
+    theirs, ours = random_model(options.layers), random_model(options.layers)
+    draw = torch.Generator().manual_seed(0)
+    longest = max(1024, *options.tokens[:2]) + 1
+    ids = torch.randint(theirs.config.vocab_size, (1, longest), generator=draw).to(DEVICE)
+    for tokens in sorted({*([1024] if DEVICE == "cuda" else []), *options.tokens[:2]}):
         works, peaks = {}, {}
         for name, network, cache in (
             ("DynamicCache", theirs, DynamicCache(config=theirs.config)),
@@ -234,8 +254,9 @@ def model(options: argparse.Namespace, read: float) -> list[Row]:
                 works[name] = partial(DecodeGraph(network, cache), step)
             peaks[name] = peak_memory()
         with torch.no_grad():
-            rows += table("model step", str(tokens), works, peaks, {"DynamicCache"}, read, options)
-    return rows
+            yield from table(
+                "model step", str(tokens), works, peaks, {"DynamicCache"}, read, options
+            )
 
 
 PARTS = {"decode": decode, "latent": latent, "prompt": prompt, "encode": encode, "model": model}
@@ -249,6 +270,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--layers", type=int, default=30, help="Of the model.")
     parser.add_argument("--memory", type=float, default=60, help="Most gigabytes of exact K and V.")
     parser.add_argument("--dry", action="store_true", help="Run without a GPU, too.")
     parser.add_argument("--out", type=Path)
@@ -267,9 +289,10 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     rows: list[Row] = []
     for part in options.parts:
-        rows += PARTS[part](options, speeds["read"])
-        if options.out:  # each time: a later part may fail
-            save(options.out, "gpu", found, rows, "\n".join([*lines, *map(line, rows)]) + "\n")
+        for row in PARTS[part](options, speeds["read"]):
+            rows.append(row)
+            if options.out:  # each time: a later one may fail
+                save(options.out, "gpu", found, rows, "\n".join([*lines, *map(line, rows)]) + "\n")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_kvpact_alone_does_not_import_triton():
 
 
 def test_sanitized(triton_backend):
-    """A small case of everything, also for compute-sanitizer (`make gpu`)."""
+    """A small case of everything, also for compute-sanitizer."""
     device = "cuda" if CUDA else "cpu"
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, 1, 40, 32), (1, 1, 40, 32), (1, 2, 40, 32))
