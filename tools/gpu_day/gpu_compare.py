@@ -111,8 +111,6 @@ class Case:
 
 def packed(spec: str) -> str:
     """Return the spec without sinks and window, so that tokens are packed at once."""
-    if spec == "tq3":
-        return "none/tq3"  # its keys are torch's alone
     return spec if spec == "none" else spec + (",", ":")[":" not in spec] + "sinks=0,window=0"
 
 
@@ -136,8 +134,10 @@ def formats() -> list[Case]:
     long, dtypes = (700 if CUDA else 70), list(BOUNDS)
     found = []
     for index, spec in enumerate(FORMATS):
-        if "trellis" in spec and not CUDA:
-            continue  # too long a search to interpret: smoke() has a shorter one
+        # The keys of tq3 are torch's alone; the others' search takes too long to interpret, and
+        # smoke() has a shorter one.
+        if spec == "tq3" or ("trellis" in spec and not CUDA):
+            continue
         group = parse_spec(spec).key.key_codec(128, torch.float32).group
         pieces = (long if CUDA else max(33, group + 1), 1, 3)
         found.append(Case(packed(spec), pieces, **wide, dtype=dtypes[index % 3]))
