@@ -128,12 +128,17 @@ def report(rows: list[Row], found: dict[str, object]) -> str:
         for key in keys:
             ms = {n: at[*key, n]["ms"] for n in names if (*key, n) in at}
             best = [min((n for n in of if n in ms), key=ms.get, default="") for of in CLASSES]
-            told = [f"{ms[n]:.3g}" if n in ms else "–" for n in names]
+            told = [number(ms[n]) if n in ms else "–" for n in names]
             told = [f"**{x}**" if n in best else x for n, x in zip(names, told, strict=True)]
             lines.append(f"| {said(key[0])}, {key[1]:,}, {key[2]} | " + " | ".join(told) + " |")
         errors = {n: max(r["error"] for r in some if r["what"] == n) for n in names}
         lines.append("| largest error | " + " | ".join(f"{errors[n]:.1e}" for n in names) + " |")
     return "\n".join(lines) + "\n"
+
+
+def number(ms: float) -> str:
+    """Return three digits, or what stands before the point."""
+    return f"{ms:.3g}" if ms < 999.5 else f"{ms:,.0f}"
 
 
 def said(shape: str) -> str:
