@@ -181,15 +181,17 @@ def differences(case: Case, kept: dict[str, Tensor]) -> tuple[list[str], float]:
     expected, found = case.cache("torch"), case.cache("triton")
     wrong, worst = [], 0.0
     for index in range(len(case.pieces)):
-        given, config = case.tokens(index), case.config(index)
-        wanted = torch.stack(list(expected.attend(0, *given, config=config))).float()
-        got = torch.stack(list(found.attend(0, *given, config=config))).float()
+        given = dict(zip("kvq", case.tokens(index), strict=True))
+        wanted, got = (
+            torch.stack(list(c.attend(0, **given, config=case.config(index)))).float()
+            for c in (expected, found)
+        )
         error = float((got - wanted).norm() / wanted.norm())
         worst = max(worst, error)
         if not error <= BOUNDS[case.dtype]:  # NaN is wrong, too
             wrong.append(f"attention of call {index}: error {error:.1e}")
             kept |= {f"wanted {index}": wanted, f"got {index}": got}
-            kept |= dict(zip((f"k {index}", f"v {index}", f"q {index}"), given, strict=True))
+            kept |= {f"{name} {index}": x for name, x in given.items()}
     theirs, ours = arrays(expected), arrays(found)
     for name in theirs:
         a, b = (x[name].contiguous().view(torch.uint8) for x in (theirs, ours))
