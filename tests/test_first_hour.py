@@ -72,6 +72,8 @@ REFUSED = {
     "kvpact.CompressedCache(model, 'fp16')": "the exact cache is 'none', in any dtype",
     "kvpact.CompressedCache(model, 'trelis:bits=4')": "did you mean 'trellis'?",
     "kvpact.CompressedCache(model, 'trellis:nbits=4')": "it has bits, states",
+    "kvpact.create_cache(kvpact.CacheGeometry(1, 1, 32), 'int4')": "create_cache('int4', geometry)",
+    "kvpact.create_cache('int4', model)": "CacheGeometry.from_config(model.config) makes one",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, window=128)": "enable(model, 'trellis:bits=4,window=128')",
 }

@@ -38,6 +38,9 @@ def test_importing_kvpact_imports_no_torch():
 def test_what_is_not_there_is_told():
     with pytest.raises(AttributeError, match="module 'kvpact' has no attribute 'create_cahce'"):
         kvpact.create_cahce  # noqa: B018
+    code = "import kvpact; kvpact.CompresedCache"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "Did you mean: 'CompressedCache'?" in done.stderr
     assert not hasattr(kvpact, "_nothing") and not hasattr(kvpact, "__wrapped__")
 
 

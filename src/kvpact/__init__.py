@@ -4,6 +4,7 @@ Names are imported when they are first used: what needs no tensors, such as ``kv
 not wait for torch.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -83,7 +84,8 @@ if not TYPE_CHECKING:  # to a type checker, a misspelt name is an error
         elif not name.startswith("_") and find_spec(f"kvpact.{name}") is not None:
             return import_module(f"kvpact.{name}")
         else:
-            raise AttributeError(f"module 'kvpact' has no attribute {name!r}")
+            text = f"module 'kvpact' has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=sys.modules[__name__])  # Python adds a hint
         globals()[name] = found
         return found
 

@@ -22,13 +22,20 @@ def cache_specs(source: SpecLike | Sequence[Spec], geometry: CacheGeometry) -> l
     specs has another length than there are layers).
     """
     if not isinstance(geometry, CacheGeometry):
-        raise GeometryError(f"geometry should be a CacheGeometry, not {type(geometry).__name__}")
+        raise GeometryError(_no_geometry(source, geometry))
     if isinstance(source, Sequence) and not isinstance(source, str):
         if len(source) != geometry.num_layers:
             raise GeometryError(f"{len(source)} specs for {geometry.num_layers} layers")
         return list(source)
     specs = layer_specs(source, geometry.num_layers)
     return [latent_spec(spec) for spec in specs] if geometry.latent else specs
+
+
+def _no_geometry(source: object, geometry: object) -> str:
+    hint = "CacheGeometry.from_config(model.config) makes one"
+    if isinstance(source, CacheGeometry):
+        hint = f"the spec comes first: create_cache({str(geometry)!r}, geometry)"
+    return f"geometry should be a CacheGeometry, not {type(geometry).__name__}; {hint}"
 
 
 def latent_spec(spec: Spec, rope: str | None = None) -> Spec:
