@@ -37,13 +37,12 @@ def test_eval_says_when_the_text_is_shorter_than_asked_for(model_folder, tmp_pat
     assert "the text has 130 tokens, fewer than the 400 asked for" in result.stderr
 
 
-def test_ablation_prints_ratios(model_folder):
+def test_ablation_has_three_rows_a_spec(model_folder):
     out = good(
         "eval", "int:bits=3", "--ablation", "--tokens", 200, "--chunk", 64, "--model", model_folder
     )
     assert "int:bits=3,sinks=0,window=0" in out
     assert "int:bits=3 (packed only)" in out
-    assert out.count("x ") >= 2
 
 
 def test_packed_only_marks_its_rows(model_folder):

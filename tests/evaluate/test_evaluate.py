@@ -11,6 +11,7 @@ from scipy.special import log_softmax, rel_entr
 from tiny_llama import tiny_llama
 from transformers import DynamicCache
 
+import kvpact
 from kvpact.errors import KVPactError, SpecError
 from kvpact.evaluate import (
     Candidate,
@@ -299,12 +300,17 @@ def test_text_is_cut_to_the_tokens_asked_for(model):
         assert truncation
         return {"input_ids": [ord(c) for c in text][:max_length]}
 
-    result = evaluate_text(model, tokenizer, "abcdefgh" * 40, ["none"], tokens=200, chunk=64)
+    options = {"tokenizer": tokenizer, "tokens": 200, "chunk": 64}
+    result = evaluate_text(model, ["none"], "abcdefgh" * 40, **options)
     assert result.protocol.tokens == 200
-    short = evaluate_text(model, tokenizer, "abcdefgh" * 10, ["none"], tokens=200, chunk=64)
+    short = kvpact.evaluate(model, "none", "abcdefgh" * 10, **options)
     assert short.protocol.tokens == 80
     with pytest.raises(EvaluationError, match="longer text"):
-        evaluate_text(model, tokenizer, "abc", ["none"], tokens=200, chunk=64)
+        evaluate_text(model, ["none"], "abc", **options)
+    with pytest.raises(KVPactError, match="give its tokenizer="):
+        kvpact.evaluate(model, "none", "abcdefgh" * 40)
+    share = f"{100 * result.rows[0].bytes / result.rows[0].exact_bytes:.1f} % of the exact cache"
+    assert str(result).startswith("none  lossless       KL ") and str(result).endswith(share)
 
 
 # --- report ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def result():
         pytest.skip(str(error))
     text = book_path().read_text("utf-8")
     specs = ["turboquant:bits=4", "int:bits=8", *TRELLISES]
-    return evaluate_text(model, tokenizer, text, specs, tokens=1536)
+    return evaluate_text(model, specs, text, tokenizer=tokenizer, tokens=1536)
 
 
 def test_perplexity_is_that_of_the_model(result):

@@ -27,7 +27,7 @@ def rows():
     calibration = calibrate(model, ids, [parse_spec("pca")])
     candidates = [Candidate(spec, calibration=calibration) for spec in BOUNDS]
     text = book_path().read_text("utf-8")
-    result = evaluate_text(model, tokenizer, text, candidates, tokens=1000, chunk=256)
+    result = evaluate_text(model, candidates, text, tokenizer=tokenizer, tokens=1000, chunk=256)
     return {row.spec: row for row in result.rows}
 
 

@@ -37,7 +37,7 @@ def rows():
     keys.append((WITHOUT_SINKS, "shipped"))
     candidates = [modes[mode](spec) for spec, mode in keys]
     text = book_path().read_text("utf-8")
-    result = evaluate_text(model, tokenizer, text, candidates, tokens=3000, chunk=256)
+    result = evaluate_text(model, candidates, text, tokenizer=tokenizer, tokens=3000, chunk=256)
     exact, *rest = result.rows
     assert exact.spec == "none"
     return {("none", "shipped"): exact, **dict(zip(keys, rest, strict=True))}

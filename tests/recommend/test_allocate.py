@@ -5,7 +5,8 @@ from itertools import pairwise, product
 
 import pytest
 
-from kvpact.recommend import RecommendationError, allocate, budget_bytes, verdict_of
+from kvpact.evaluate import verdict_of
+from kvpact.recommend import RecommendationError, allocate, budget_bytes
 from kvpact.recommend.allocate import Rung
 from kvpact.recommend.base import SIDES
 

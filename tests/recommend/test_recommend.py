@@ -19,7 +19,7 @@ from kvpact.recipe import layer_specs, load_recipe
 from kvpact.recommend import Measured, RecommendationError, plan, survey, verify
 from kvpact.recommend.base import predicted
 from kvpact.recommend.measure import Costs, Survey, measured_of, spec_sizes
-from kvpact.recommend.notes import bad_notes, outlier_notes
+from kvpact.recommend.notes import outlier_notes
 from kvpact.spec import parse_spec
 
 
@@ -169,18 +169,7 @@ def test_budgets_and_texts_that_are_too_small(model, ids, surveyed):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_bad_combinations_and_outliers_are_named():
-    def one(spec, *key):
-        ones, none = dict.fromkeys(range(len(key)), 1.0), dict.fromkeys(range(len(key)), 0.0)
-        return Measured(spec, 4.0, {}, {}, dict(enumerate(key)), ones, none)
-
-    four = [one("trellis:bits=4", 1.0, 1.0), one("kivi:bits=4", 1.0, 3.0)]
-    bad = one("turboquant:bits=4", 1.0, 21.0)
-    assert bad_notes([*four, bad, one("kivi:bits=2", 99.0, 99.0)]) == [
-        "turboquant:bits=4 does badly on K of layers 1: up to 10 times the KL of others of as "
-        "many bits"
-    ]
-    assert bad_notes(four) == []
+def test_outliers_are_named():
     k = torch.ones(1, 2, 10, 8)
     k[0, 1, :, 3] = 8.0
     (note,) = outlier_notes(Seen(layers={5: SeenLayer(k, k, k / k)}))

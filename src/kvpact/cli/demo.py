@@ -20,7 +20,7 @@ from kvpact.cli.inputs import continued
 from kvpact.data import book_path
 from kvpact.evaluate import Candidate, compressed_cache
 from kvpact.evaluate.files import report_data
-from kvpact.recommend.verdict import VERDICTS
+from kvpact.evaluate.verdict import VERDICTS
 from kvpact.spec import DEFAULT_SPEC
 
 CONTINUED = (DEFAULT_SPEC, "trellis:bits=2")

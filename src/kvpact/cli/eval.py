@@ -57,7 +57,7 @@ def evaluate_command(
 
     With several models or texts, each model reads each text, and a summary follows.
     """
-    from kvpact.cli.eval_run import RunPlan, candidates_of, run, show_ratios
+    from kvpact.cli.eval_run import RunPlan, candidates_of, run
     from kvpact.evaluate.files import report_data
 
     candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
@@ -86,7 +86,4 @@ def evaluate_command(
         data = report_data(outcome.results, against)
         print_document("eval", **data, files=[str(path) for path in outcome.files])
         return
-    if ablation:
-        for result in outcome.results:
-            show_ratios(result)
     show_files(outcome.files)

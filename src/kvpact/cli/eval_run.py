@@ -33,19 +33,18 @@ from kvpact.evaluate import (
     summarize,
     write_report,
 )
-from kvpact.evaluate.base import row_name
+from kvpact.evaluate.base import row_name, run_name, whole_share
 from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.report import (
     PAIRED,
     protocol_text,
-    run_name,
     signed,
     summary_cells,
     summary_columns,
-    whole_share,
 )
 from kvpact.evaluate.text import kl_text
+from kvpact.evaluate.verdict import verdict_of
 from kvpact.methods.cautions import KEY_NORM, cautions
 from kvpact.spec import parse_spec
 
@@ -155,7 +154,7 @@ def _run_one(
     shared: dict[str, Any] = {"chunk": plan.chunk, "seed": plan.seed}
     with progress("evaluating") as report:
         options = {"tokens": plan.tokens, "progress": report, **shared, **names}
-        result = evaluate_text(network, tokenizer, text, plan.candidates, **options)
+        result = evaluate_text(network, plan.candidates, text, tokenizer=tokenizer, **options)
     note_if_short(result.protocol.tokens, plan.tokens)
     if plan.free_running:
         result = replace(result, free_running=_run_free(plan, network, tokenizer, text))
@@ -196,6 +195,7 @@ def _cases(plan: RunPlan, tokenizer: Any, text: str) -> list[TaskCase]:
 
 MORE = ("MB", "KL\np99", "time\ns")  # for which a narrow terminal has no room
 COLUMNS: dict[str, Callable[[EvalRow], str]] = {
+    "verdict": lambda row: verdict_of(row.kl_mean),
     "bits/\nvalue": lambda row: f"{row.bits_per_value:.2f}",
     "MB": lambda row: f"{row.bytes / 1e6:.2f}",
     "of all\n%": whole_share,
@@ -243,17 +243,3 @@ def show_summary(rows: list[SummaryRow]) -> None:
         grid.add_row(row.spec, *summary_cells(row))
     print_table(grid)
     explain(PAIRED)
-
-
-def show_ratios(result: EvalResult) -> None:
-    """Print how much more KL a spec costs without sinks and window, and packed only."""
-    grid = table(("spec", "KL mean", "sinks=0,window=0", "packed only"), title="KL over the spec's")
-    rows = [row for row in result.rows if row.spec != "none"]
-    for start in range(0, len(rows) - 2, 3):
-        full, bare, packed = rows[start : start + 3]
-        grid.add_row(full.spec, kl_text(full.kl_mean), _ratio(bare, full), _ratio(packed, full))
-    print_table(grid)
-
-
-def _ratio(row: EvalRow, base: EvalRow) -> str:
-    return f"x {row.kl_mean / base.kl_mean:.2f}" if base.kl_mean > 0 else "-"

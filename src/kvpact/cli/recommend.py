@@ -100,7 +100,7 @@ def recommend_command(
 def show(found: Recommendation, out: Path | None) -> None:
     """Print a recommendation; `out` is the folder of its files."""
     from kvpact.evaluate.text import kl_text
-    from kvpact.recommend.verdict import VERDICTS
+    from kvpact.evaluate.verdict import VERDICTS
 
     planned, console = found.plan, output_console()
     columns = (

@@ -1,5 +1,8 @@
 """Quality on a real model: perplexity and KL divergence, teacher-forced through the cache."""
 
+import sys
+from types import ModuleType
+
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, EvaluationError
 from kvpact.evaluate.compare import Difference, SummaryRow, differences, summarize
 from kvpact.evaluate.contender import Contender
@@ -13,6 +16,7 @@ from kvpact.evaluate.result import EvalResult
 from kvpact.evaluate.runner import evaluate, evaluate_text
 from kvpact.evaluate.task_scores import TaskResult, TaskRow, TaskScore, score_tasks
 from kvpact.evaluate.tasks import Question, TaskCase, make_cases
+from kvpact.evaluate.verdict import verdict_of
 
 __all__ = [
     "Candidate",
@@ -44,5 +48,15 @@ __all__ = [
     "score_tasks",
     "score_tokens",
     "summarize",
+    "verdict_of",
     "write_report",
 ]
+
+
+class _Package(ModuleType):
+    """Lets ``kvpact.evaluate(…)`` be a call, and ``kvpact.evaluate.…`` names, at any time."""
+
+    __call__ = staticmethod(evaluate_text)
+
+
+sys.modules[__name__].__class__ = _Package

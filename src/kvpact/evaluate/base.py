@@ -217,3 +217,15 @@ class EvalProtocol:
     threads: int
     versions: Mapping[str, str]
     seed: int = 0
+
+
+def run_name(protocol: EvalProtocol) -> str:
+    """Return the model and the text of a run."""
+    return " on ".join(filter(None, (protocol.model, protocol.text))) or "evaluation"
+
+
+def whole_share(row: EvalRow) -> str:
+    """Return the bytes of all layers over those of the exact cache, in percent."""
+    if not row.exact_bytes:
+        return "-"
+    return f"{100 * (row.bytes + row.native_bytes) / row.exact_bytes:.1f}"

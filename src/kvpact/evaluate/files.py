@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvpact.evaluate.base import row_name
+from kvpact.evaluate.base import row_name, run_name
 from kvpact.evaluate.compare import baseline_index, differences, summarize
 from kvpact.evaluate.plot import save_panels, save_plot, save_summary_plot
 from kvpact.evaluate.report import (
@@ -19,7 +19,6 @@ from kvpact.evaluate.report import (
     difference_table,
     markdown_table,
     protocol_text,
-    run_name,
     summary_table,
 )
 from kvpact.evaluate.result import PROBES, EvalResult

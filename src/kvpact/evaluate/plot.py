@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from kvpact.evaluate.base import EvalRow, Probe, row_name
+from kvpact.evaluate.base import EvalRow, Probe, row_name, run_name
 from kvpact.evaluate.canvas import (
     COLOURS,
     INK,
@@ -18,8 +18,6 @@ from kvpact.evaluate.canvas import (
     place_labels,
     plain_axes,
 )
-from kvpact.evaluate.report import run_name
-from kvpact.evaluate.result import EvalResult
 
 FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
 
@@ -94,7 +92,7 @@ def _points(axes: Any, rows: Sequence[EvalRow]) -> None:
         axes.plot(row.bits_per_value, row.kl_mean, "o", **style)
 
 
-def save_summary_plot(runs: Sequence[EvalResult], path: str | PathLike[str]) -> None:
+def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
     """Draw mean KL (log scale) of every spec on every model and text, with two standard errors."""
     names = [row_name(row) for row in runs[0].rows if row.spec != "none"]
     figure = new_figure((10, 1.6 + 0.45 * len(names) + 0.25 * len(runs)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvpact.evaluate.base import EvalProtocol, EvalRow, row_name
+from kvpact.evaluate.base import EvalProtocol, EvalRow, row_name, whole_share
 from kvpact.evaluate.compare import Difference, SummaryRow
 from kvpact.evaluate.text import kl_text, markdown
 
@@ -112,21 +112,9 @@ def coverage_text(rows: Sequence[EvalRow]) -> str:
     return text + "."
 
 
-def run_name(protocol: EvalProtocol) -> str:
-    """Return the model and the text of a run."""
-    return " on ".join(filter(None, (protocol.model, protocol.text))) or "evaluation"
-
-
 def signed(value: float) -> str:
     """Return a difference with its sign, as `kl_text`."""
     return ("+" if value >= 0 else "") + kl_text(value)
-
-
-def whole_share(row: EvalRow) -> str:
-    """Return the bytes of all layers over those of the exact cache, in percent."""
-    if not row.exact_bytes:
-        return "-"
-    return f"{100 * (row.bytes + row.native_bytes) / row.exact_bytes:.1f}"
 
 
 _COLUMNS: dict[str, Callable[[EvalRow], str]] = {

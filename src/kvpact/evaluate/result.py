@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 
-from kvpact.evaluate.base import EvalProtocol, EvalRow, Probe
+from kvpact.evaluate.base import EvalProtocol, EvalRow, Probe, row_name, run_name, whole_share
 from kvpact.evaluate.free_running import FreeRunningResult
 from kvpact.evaluate.metrics import TokenScores
+from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.task_scores import TaskResult
+from kvpact.evaluate.text import kl_text
+from kvpact.evaluate.verdict import verdict_of
 
 PROBES = ("free_running", "tasks")
 """Fields of `EvalResult` that are a `Probe`; also names of files and of keys of a report."""
@@ -36,6 +40,19 @@ class EvalResult:
     scores: tuple[TokenScores, ...] = ()
     free_running: FreeRunningResult | None = None
     tasks: TaskResult | None = None
+
+    def __str__(self) -> str:
+        """Return a line for each row: what it costs in words and as KL, and what is held."""
+        width = max(len(row_name(row)) for row in self.rows)
+        return "\n".join(
+            f"{row_name(row):<{width}}  {verdict_of(row.kl_mean):<13}  KL {kl_text(row.kl_mean)} ± "
+            f"{kl_text(row.kl_se)}  {whole_share(row)} % of the exact cache"
+            for row in self.rows
+        )
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw mean KL over bits per value into a PNG (see `save_plot`)."""
+        save_plot(self.rows, path, title=run_name(self.protocol))
 
     @property
     def probes(self) -> dict[str, Probe]:

@@ -8,13 +8,15 @@ advance in lockstep, so that the logits of two outputs at most exist at any time
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kvpact.data import book_path
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
 from kvpact.evaluate.feed import (
     CacheFactory,
@@ -29,6 +31,7 @@ from kvpact.evaluate.feed import (
 )
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
+from kvpact.integrations.models import opened
 from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike
 from kvpact.spec import Spec
@@ -145,36 +148,50 @@ def evaluate(
 
 
 def evaluate_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    text: str,
-    candidates: Sequence[SpecLike | Candidate],
+    model: PreTrainedModel | str | PathLike[str],
+    specs: SpecLike | Candidate | Sequence[SpecLike | Candidate],
+    text: str | None = None,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     tokens: int = 2048,
     chunk: int = 256,
     **options: Any,
 ) -> EvalResult:
-    """Tokenise the beginning of a text and `evaluate` on it.
+    """Measure what caches cost in quality on a text: ``kvpact.evaluate(model, specs, text)``.
 
     Parameters
     ----------
-    model, tokenizer
-        As `kvpact.integrations.models.load_model` gives them.
-    text : str
-        Plain text.
-    candidates, chunk, options
-        See `evaluate`.
+    model : PreTrainedModel, str or path
+        A model, with its `tokenizer`, or what `load_model` loads.
+    specs : str, Spec, path, mapping, Candidate or a sequence of them
+        The caches; ``none`` is put in front.
+    text : str, optional
+        Plain text; the shipped excerpt of a book if omitted.
+    tokenizer : PreTrainedTokenizerBase, optional
+        Not needed where the model is named.
     tokens : int
         Tokens to use; a shorter text is used whole.
+    chunk, options
+        See `evaluate`.
+
+    Returns
+    -------
+    EvalResult
+        `print` shows a verdict for each cache; `plot` draws them.
 
     Raises
     ------
-    EvaluationError
-        As `evaluate`; sizes are checked before the text is tokenised.
+    KVPactError
+        As `evaluate`, before the text is tokenised; no such model, or no tokenizer for it.
     """
-    check_sizes(tokens, chunk, positions(model))
-    ids = first_tokens(tokenizer, text, tokens)
-    return evaluate(model, ids, candidates, chunk=chunk, **options)
+    network, tokenizer = opened(model, tokenizer)
+    check_sizes(tokens, chunk, positions(network))
+    text = book_path().read_text("utf-8") if text is None else text
+    one = isinstance(specs, str | Spec | PathLike | Mapping | Candidate)
+    candidates: Any = [specs] if one else specs
+    return evaluate(
+        network, first_tokens(tokenizer, text, tokens), candidates, chunk=chunk, **options
+    )
 
 
 def _row(

@@ -66,6 +66,17 @@ def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
     return config
 
 
+def opened(
+    model: PreTrainedModel | str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return a model and its tokenizer; both are loaded where a name or a folder is given."""
+    if isinstance(model, str | os.PathLike):
+        return load_model(model)
+    if tokenizer is None:
+        raise KVPactError("a model reads tokens: give its tokenizer=, too, or the model's name")
+    return model, tokenizer
+
+
 class _Place(NamedTuple):
     """Where a model is: what `from_pretrained` is given, whether it is a path, what may help."""
 

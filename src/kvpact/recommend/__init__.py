@@ -8,7 +8,6 @@ from kvpact.recommend.gradients import measure_sensitivity
 from kvpact.recommend.measure import Survey
 from kvpact.recommend.run import plan, survey, verify
 from kvpact.recommend.sensitivity import Sensitivity
-from kvpact.recommend.verdict import verdict_of
 
 __all__ = [
     "Measured",
@@ -22,7 +21,6 @@ __all__ = [
     "measure_sensitivity",
     "plan",
     "survey",
-    "verdict_of",
     "verify",
     "write_recommendation",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpact.errors import KVPactError
 from kvpact.evaluate import Difference, EvalResult, EvalRow, differences
-from kvpact.recommend.verdict import verdict_of
+from kvpact.evaluate.verdict import verdict_of
 
 
 class RecommendationError(KVPactError, ValueError):
@@ -119,7 +119,7 @@ class Plan:
     uniform : str
         The spec for all layers of least predicted KL at no more bytes than the budget.
     notes : tuple of str
-        Large key biases, outlier channels, and specs that do badly on a layer.
+        Large key biases and outlier channels.
     num_layers : int
         Layers of the model.
     tokens : int

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.evaluate.canvas import COLOURS, INK, MARKERS, log_ticks, new_figure, plain_axes
+from kvpact.evaluate.verdict import VERDICTS
 from kvpact.recommend.base import Measured, Recommendation
 from kvpact.recommend.recipe_file import measured_row, recipe_text
-from kvpact.recommend.verdict import VERDICTS
 
 RECIPE = "recipe.toml"
 

@@ -34,7 +34,7 @@ from kvpact.recommend.measure import (
     measured_of,
     spec_sizes,
 )
-from kvpact.recommend.notes import bad_notes, bias_notes, outlier_notes
+from kvpact.recommend.notes import bias_notes, outlier_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,7 +149,7 @@ def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
         recipe_bytes=sizes.native + sum(rung.bytes for rung in taken.values()),
         recipe_predicted=_crossed(found, sizes_of, none, room),
         uniform=fitting[0],
-        notes=(*bad_notes(measured), *found.notes),
+        notes=found.notes,
         num_layers=found.seen.num_layers,
         tokens=found.tokens,
     )
