@@ -133,7 +133,28 @@ def report(rows: list[Row], found: dict[str, object]) -> str:
             lines.append(f"| {said(key[0])}, {key[1]:,}, {key[2]} | " + " | ".join(told) + " |")
         errors = {n: max(r["error"] for r in some if r["what"] == n) for n in names}
         lines.append("| largest error | " + " | ".join(f"{errors[n]:.1e}" for n in names) + " |")
+    behind = [text for of in CLASSES[:2] for text in ahead(rows, of)]
+    lines += ["", "Ahead of kvpact at as many bits: " + ("; ".join(behind) or "nobody") + "."]
     return "\n".join(lines) + "\n"
+
+
+def ahead(rows: list[Row], of: tuple[str, ...]) -> list[str]:
+    """Return each work in which somebody else is quicker than all specs of a class."""
+    works: dict[tuple[Any, ...], dict[str, float]] = {}
+    for r in rows:
+        if r["what"] in of:
+            key = r["shape"], r["tokens"], r["threads"], r["queries"]
+            works.setdefault(key, {})[r["what"]] = r["ms"]
+    found = []
+    for (shape, tokens, threads, queries), ms in works.items():
+        ours = min((ms[n] for n in ms if ":" in n), default=0.0)
+        place = f"{said(shape)}, {tokens:,} tokens, {threads} threads, {queries} queries"
+        found += [
+            f"`{n}` by {ours / ms[n]:.2f} times ({place})"
+            for n in ms
+            if ":" not in n and ms[n] < ours
+        ]
+    return found
 
 
 def number(ms: float) -> str:
