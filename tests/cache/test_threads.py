@@ -75,7 +75,7 @@ def test_two_layers_store_at_the_same_time(meeting, how):
     cache = kvpact.create_cache("test_meeting/none", geometry(2))
     # Both threads have to be inside `encode` at once, or the barrier breaks.
     meeting.barrier = threading.Barrier(2)
-    run_all(*(lambda i=i: getattr(cache, how)(i, *tokens(5, i)) for i in range(2)))
+    run_all(*(lambda i=i: getattr(cache, how)(i, **by_name(*tokens(5, i))) for i in range(2)))
     assert [cache.seq_len(i) for i in range(2)] == [5, 5]
 
 

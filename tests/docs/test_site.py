@@ -11,7 +11,7 @@ from kvpact_site.docstrings import translated
 
 DOCS = ROOT / "docs"
 MODULES = {
-    "kvpact": ("caches", "specs", "files"),
+    "kvpact": ("caches", "specs", "files", "quality"),
     "kvpact.integrations.transformers": ("transformers",),
     "kvpact.stores": ("stores",),
     "kvpact.errors": ("errors",),

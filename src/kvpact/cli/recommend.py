@@ -11,7 +11,6 @@ from kvpact.cli import options
 from kvpact.cli.console import (
     explain,
     literal,
-    note,
     output_console,
     print_document,
     print_table,
@@ -52,6 +51,7 @@ def recommend_command(
     quick: bool = typer.Option(False, "--quick", help=f"Use {QUICK_TOKENS} tokens of text."),
     tokens: int | None = options.optional(f"Tokens of text to use; {TOKENS} if omitted."),
     out: Path | None = options.optional("Folder for recipe.toml, recommend.json and a plot."),
+    verbose: bool = typer.Option(False, "--verbose", help="Print how it was measured, too."),
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,
@@ -93,23 +93,55 @@ def recommend_command(
         data = recommendation_data(verified)
         print_document("recommend", **data, files=[str(path) for path in files])
         return
-    show(verified, out)
+    show(verified, out, verbose=verbose)
     show_files(files)
 
 
-def show(found: Recommendation, out: Path | None) -> None:
-    """Print a recommendation; `out` is the folder of its files."""
+def show(found: Recommendation, out: Path | None, *, verbose: bool) -> None:
+    """Print the answer, then what was compared; `out` is the folder of its files."""
     from kvpact.evaluate.text import kl_text
+
+    planned, exact, kl = found.plan, found.plan.sizes.exact, kl_text(found.row.kl_mean)
+    size = f"{size_text(found.bytes)} of {size_text(exact)} at {planned.sizes.context:,} tokens"
+    say(f"{found.verdict}: KL {kl}, {size} ({100 * found.bytes / exact:.1f} % of an exact cache)")
+    say(paste_line(found.chosen, out))
+    if found.row.spec == "recipe":
+        layers: dict[str, list[str]] = {}
+        for layer, spec in planned.layers.items():
+            layers.setdefault(spec, []).append(str(layer))
+        each = (f"{spec} in layers {' '.join(where)}" for spec, where in layers.items())
+        say(f"recipe: {'; '.join(each)}")
+    _compared(found)
+    if not verbose:
+        return
     from kvpact.evaluate.verdict import VERDICTS
 
-    planned, console = found.plan, output_console()
+    explain(_about(planned))
+    limits = ", ".join(f"{name} up to {most:g}" for name, most in VERDICTS)
+    for line in (*(f"left out: {x}" for x in planned.left_out), *planned.notes, f"KL: {limits}"):
+        say(line)
+    if (pair := found.against_uniform) is not None:
+        expected = planned.recipe_predicted - planned.of(pair.against).predicted
+        measured = f"{pair.kl_difference:+.5f} ± {pair.kl_difference_se:.5f}"
+        say(f"recipe less {pair.against}: {measured} measured, {expected:+.5f} predicted")
+
+
+def say(line: str) -> None:
+    """Print a line as it is, however long."""
+    output_console().print(literal(line), soft_wrap=True, highlight=False)
+
+
+def _compared(found: Recommendation) -> None:
+    """Print the table of specs, from the least predicted KL to the largest."""
+    from kvpact.evaluate.text import kl_text
+
+    planned, exact = found.plan, found.plan.sizes.exact
     columns = (
         "spec|slot\nbits|bytes|of exact\n%|K\npredicted|V\npredicted|KL\npredicted|KL\ncalibrated|"
         "KL\nmeasured"
     )
     grid = table(columns.split("|"))
     kl = {row.spec: kl_text(row.kl_mean) for row in found.evaluation.rows}
-    exact = planned.sizes.exact
 
     def add(spec: str, bits: str, held: int, key: str, value: str, predicted: float) -> None:
         share, own = f"{100 * held / exact:.1f}", kl_text(found.calibrated(spec))
@@ -122,29 +154,6 @@ def show(found: Recommendation, out: Path | None) -> None:
     if "recipe" in kl:
         add("recipe", "-", planned.recipe_bytes, "-", "-", planned.recipe_predicted)
     print_table(grid)
-    explain(_about(planned))
-    for name in planned.left_out:
-        note(f"left out: {name}")
-    for line in planned.notes:
-        console.print(literal(line), highlight=False)
-    size = f"{size_text(found.bytes)} of {size_text(exact)} at {planned.sizes.context} tokens"
-    limits = ", ".join(f"{name} up to {most:g}" for name, most in VERDICTS)
-    console.print(
-        literal(f"{found.verdict}: KL {kl_text(found.row.kl_mean)}, {size} ({limits})"),
-        highlight=False,
-    )
-    if (pair := found.against_uniform) is not None:
-        expected = planned.recipe_predicted - planned.of(pair.against).predicted
-        measured = f"{pair.kl_difference:+.5f} ± {pair.kl_difference_se:.5f}"
-        line = f"recipe less {pair.against}: {measured} measured, {expected:+.5f} predicted"
-        console.print(literal(line), highlight=False)
-    if found.row.spec == "recipe":
-        layers: dict[str, list[str]] = {}
-        for layer, spec in planned.layers.items():
-            layers.setdefault(spec, []).append(str(layer))
-        line = "; ".join(f"{spec} in layers {' '.join(each)}" for spec, each in layers.items())
-        console.print(literal(f"recipe: {line}"), soft_wrap=True, highlight=False)
-    console.print(literal(paste_line(found.chosen, out)), soft_wrap=True, highlight=False)
 
 
 def paste_line(chosen: str | dict[str, Any], out: Path | None) -> str:
