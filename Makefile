@@ -30,7 +30,7 @@ MOONCAKE := .venv-mooncake
 # What builds and inspects wheels, and nothing of what kvpact needs to run.
 WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard leaderboard-run fuzz sanitize neon gpu gpu-aot callgrind docs notebooks wheels wheel-check clean
+.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard-run fuzz sanitize neon gpu gpu-aot callgrind docs linkcheck notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -105,12 +105,9 @@ bench-quanto: $(READY) ## a real model beside transformers' QuantizedCache: inst
 bench-anchors: $(READY) ## attention over 8 and 4 bits beside ONNX Runtime, llama.cpp, OpenVINO and torch: builds them into build/peers
 	@$(PY) benchmarks/anchors.py
 
-leaderboard: $(READY) ## caches of kvpact and of other packages on the same work, as a page (build/leaderboard)
-	@$(PY) benchmarks/leaderboard_page.py
-
-leaderboard-run: gemma ## measures them anew: other packages into build/peers, then half an hour
+leaderboard-run: gemma ## caches of kvpact and of other packages on the same work, measured anew: installs these into build/peers, half an hour
 	@$(PY) benchmarks/leaderboard.py
-	@$(PY) benchmarks/leaderboard_page.py
+	@$(PY) docs/generate.py
 	@$(PY) benchmarks/picture.py
 
 fuzz: $(READY) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
@@ -144,9 +141,12 @@ callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
 		>/dev/null && cmake --build build/neon --target driver --parallel $(JOBS)
 	@$(PY) benchmarks/instructions.py build/driver/driver build/neon/driver
 
-docs: $(VENV)/.docs ## the documentation site, into build/docs: warnings are errors, links are checked
+docs: $(VENV)/.docs ## the documentation site, into build/docs: warnings are errors, links within it are checked
 	@$(PY) -m sphinx -q -W --keep-going -n -E -b html docs build/docs
-	@echo "build/docs/index.html: $$(find build/docs -name '*.html' | wc -l) pages; $$(wc -l < build/docs/external-links.txt) outer links, not visited, are in build/docs/external-links.txt"
+	@echo "build/docs/index.html: $$(find build/docs -name '*.html' | wc -l) pages"
+
+linkcheck: $(VENV)/.docs ## visits the outer links of the site, on a network
+	@$(PY) -m sphinx -q -b linkcheck docs build/linkcheck
 
 notebooks: $(READY) ## examples/notebooks, executed anew: writes what they print and draw, then git diff shows it
 	@$(PY) examples/notebooks/execute.py

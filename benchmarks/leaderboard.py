@@ -5,9 +5,9 @@
 
 Each contender (`leaderboard_peers`, or an entry point in the group ``kvpact.leaderboard``) is
 installed into a folder of its own and measured in a process of its own, on one thread, beside
-transformers' `DynamicCache`; what was found is written to DIR/NAME.json, and `make leaderboard`
-makes a page of all these files. `--together` measures in one process, all taking turns, which takes
-a third of the time: for packages that have no modules of the same name.
+transformers' `DynamicCache`; what was found is written to DIR/NAME.json, of which
+`python docs/generate.py` makes docs/leaderboard.md. `--together` measures in one process, all
+taking turns, which takes a third of the time: for packages that have no modules of the same name.
 
 KL is that of `kvpact eval`: a book's first tokens in chunks of 256, the first one not scored. Time
 and bytes are those of a decode step after as many random tokens as a context has, less the last 64.
@@ -110,7 +110,7 @@ def main() -> None:
         ended = run(options, Path(folder))
     if ended:
         raise SystemExit(f"not written, because a process ended (see above): {', '.join(ended)}")
-    print(f"written to {options.out}; make leaderboard makes the page")
+    print(f"written to {options.out}; python docs/generate.py makes the page")
 
 
 if __name__ == "__main__":

@@ -12,16 +12,16 @@ author = "the kvpact authors"
 version = release = kvpact.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx_copybutton",
     "sphinx_design",
     "kvpact_site.commands",
     "kvpact_site.mathml",
     "kvpact_site.repository",
-    "kvpact_site.docstrings",
     "kvpact_site.breaks",
-    "kvpact_site.links",
 ]
 exclude_patterns = ["_static", "kvpact_pages", "kvpact_site"]
 needs_sphinx = "9.0"
@@ -30,6 +30,11 @@ needs_sphinx = "9.0"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "fieldlist"]
 myst_heading_anchors = 4
 highlight_language = "none"
+# The notebooks are committed with their output; a slow test executes them.
+nb_execution_mode = "off"
+# "$ " is no part of what is copied, nor is what a command printed.
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
 # "--option" and {"a", "b"} stand in sentences and tables as they are typed.
 smartquotes = False
 
@@ -37,6 +42,7 @@ smartquotes = False
 # meant, and a formula or a piece of code everywhere else.
 default_role = "py:obj"
 napoleon_google_docstring = False
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 python_use_unqualified_type_names = True
@@ -52,6 +58,7 @@ html_css_files = ["kvpact.css"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
+html_use_index = html_domain_indices = False
 html_math_renderer = "mathml"
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b57a4", "color-brand-content": "#0b57a4"},

@@ -20,24 +20,20 @@ from kvpact.methods.cautions import cautions
 from kvpact.methods.fitted import FittedCodec
 from kvpact.registry import Alias, Foreign, find_method, known_names, list_methods
 from kvpact.spec import parse_spec
-from kvpact_pages.results import (
-    MODELS,
-    NARROW,
-    code,
-    eval_files,
-    kl_and_error,
-    load,
-    percent,
-    table,
-)
+from kvpact_pages import by_model
+from kvpact_pages.results import NARROW, code, table
 
 ADVICE = tomllib.loads((Path(__file__).parent / "advice.toml").read_text("utf-8"))
 WRITTEN = "<!-- Written by docs/generate.py: change the method's docstring or advice.toml. -->"
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{5})")
-_CALIBRATION = "../quality.md#fewer-bits-for-what-is-stored"
-CALIBRATED = "pca/"
-"""Folder of the evaluations whose caches had a calibration."""
 _DOES = {"attend": "attends to", "encode": "packs", "decode": "unpacks"}
+OWN_PAGE = ("trellis", "turboquant", "int", "pca")
+"""Methods to choose from; the others share a page."""
+COMPARED = (
+    "These are here because papers, other projects and tests use them; for most models one of "
+    "[`trellis`](trellis.md), [`turboquant`](turboquant.md) and [`int`](int.md) is the better "
+    "choice. [Methods](index.md) tells how to read a card."
+)
 ALL = "all: attend, pack and unpack"
 """What is said of a backend that computes everything."""
 
@@ -47,6 +43,11 @@ def methods() -> dict[str, Any]:
     found = {n: m for n, m in list_methods().items() if not isinstance(m, Alias)}
     own = {n: m for n, m in found.items() if m.__module__.startswith("kvpact.methods")}
     return {name: own[name] for name in sorted(own, key=lambda n: [*ADVICE, n].index(n))}
+
+
+def page_of(name: str) -> str:
+    """Return where a method's card is, from the folder of the cards."""
+    return f"{name}.md" if name in OWN_PAGE else f"comparison.md#{name}"
 
 
 def linked(text: str) -> str:
@@ -109,9 +110,9 @@ def groups(method: Any) -> str:
     return sides[0] if key == value else f"K: {sides[0]}; V: {sides[1]}"
 
 
-def bits_text(method: Any, dim: int) -> str:
-    """Return the bits of a method's slots at a width, K and V apart where they differ."""
-    key, value = slot_bits(method, method, dim)
+def sides(key_method: Any, value_method: Any, dim: int) -> str:
+    """Return the bits of slots at a width, K and V apart where they differ."""
+    key, value = slot_bits(key_method, value_method, dim)
     return f"{key:.4g}" if key == value else f"{key:.4g}{NARROW}/{NARROW}{value:.4g}"
 
 
@@ -119,7 +120,7 @@ def facts(method: Any) -> str:
     """Return the table at the head of a card."""
     rows = [
         ["paper", linked(getattr(method, "paper", "")) or "none"],
-        ["bits per value of the slots", f"{bits_text(method(), 128)} at width 128"],
+        ["bits per value of the slots", f"{sides(method(), method(), 128)} at width 128"],
         ["packing", groups(method)],
         ["learnt", learns(method)],
         ["native kernels on CPUs", computes(method, "cpu")],
@@ -146,14 +147,14 @@ def _escaped(*cells: str) -> list[str]:
 def specs(method: Any) -> list[str]:
     """Return the specs that a method names, and those that were measured."""
     named = [*getattr(method, "examples", {}), *getattr(method, "variants", {})]
-    return list(dict.fromkeys([*named, *(row["spec"] for row in measured(method.name))]))
+    return list(dict.fromkeys([*named, *(row["spec"] for row in by_model.measured(method.name))]))
 
 
 def bits(method: Any) -> str:
     """Return the bits of the specs that a method names, at two widths."""
     plain = [s for s in specs(method) if "sinks" not in s and "window" not in s and "/" not in s]
     made = {spec: parse_spec(spec).key for spec in plain}
-    rows = [[code(s), bits_text(m, 64), bits_text(m, 128)] for s, m in made.items()]
+    rows = [[code(s), sides(m, m, 64), sides(m, m, 128)] for s, m in made.items()]
     notes = dict.fromkeys(note for m in made.values() for note in unplanned(m))
     return "\n\n".join([table(("spec", "D = 64", "D = 128"), rows), *notes])
 
@@ -164,43 +165,6 @@ def unplanned(method: Any) -> list[str]:
     told = codec.unplanned if not codec.joint else ""  # joint codecs tell of their state alone
     text = told.partition(": ")[2]
     return [f"{text[0].upper()}{text[1:]}."] if text else []
-
-
-def measured(name: str) -> list[dict[str, Any]]:
-    """Return what was measured of a method: the best protocol of each spec and model."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    order = sorted(eval_files(), key=lambda file: (not file.startswith("models/"), file))
-    for file in order:
-        for row in load(file):
-            if row["packed_only"] or "sinks=0,window=0" in row["spec"]:
-                continue
-            if parse_spec(row["spec"]).key.name == name:
-                found.setdefault((row["spec"], row["model"]), {**row, "file": file})
-    return sorted(found.values(), key=lambda row: (row["model"], row["kl_mean"]))
-
-
-def quality(name: str) -> str:
-    """Return the measured tables of a method, one for each model."""
-    parts = []
-    for model, said in MODELS.items():
-        rows = [row for row in measured(name) if row["model"] == model]
-        cells = [[code(row["spec"]), *_figures(row)] for row in rows]
-        if cells:
-            columns = ("spec", "bits, slots", "KL mean", "top-1", "tokens")
-            parts += [f"On {said}:", table(columns, cells)]
-    if any(row["file"].startswith(CALIBRATED) for row in measured(name)):
-        parts.append(f"These caches had a [calibration]({_CALIBRATION}).")
-    return "\n\n".join(parts) or "Nothing is committed; `kvpact eval` measures it."
-
-
-def _figures(row: dict[str, Any]) -> list[str]:
-    file = row["file"].replace(".json", ".md")
-    return [
-        f"{row['slot_bits_per_value']:.2f}",
-        kl_and_error(row),
-        percent(row["top1"]),
-        f"[{row['tokens']:,}](../../benchmarks/results/{file})",
-    ]
 
 
 def warnings(method: Any) -> str:
@@ -216,74 +180,45 @@ def warnings(method: Any) -> str:
     return "\n".join(lines)
 
 
-def card(method: Any) -> str:
-    """Return the page of a method."""
+def card(method: Any, level: int = 1) -> str:
+    """Return what is told of a method, below a heading of a level."""
     text = linked(inspect.cleandoc(sys.modules[method.__module__].__doc__ or ""))
     parts = [
-        WRITTEN,
-        f"# `{method.name}`",
+        f"{'#' * level} `{method.name}`",
         f"{summary(method)} {ADVICE[method.name]['use']}",
         facts(method),
-        "## What it does",
+        _part("What it does", level),
         text,
-        "## Options",
+        _part("Options", level),
         options(method),
-        "## Bits",
-        "Bits per value of packed codes and side information, for K and V given in 16 bits, with a "
-        "slash between K and V where they differ. Exact sinks and window, and what is learnt, come "
-        "on top.",
+        _part("Bits", level),
         bits(method),
-        "## Measured",
-        "Mean KL in nats per token against the exact cache, with its standard error, on the "
-        "shipped novel ([how it is measured](../quality.md)); the models run in fp32. *Bits, "
-        "slots* are the mean of K and V, and include what was learnt, spread over the tokens.",
-        quality(method.name),
-        "[Speed](../speed.md) tells how fast methods are.",
-        "## When not to use it",
+        _part("Measured", level),
+        by_model.of_method(method.name),
+        _part("When not to use it", level),
         warnings(method),
-        f"`kvpact methods {method.name}` prints text, options and bits on the command line.",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
+
+
+def _part(title: str, level: int) -> str:
+    """Return the title of a part of a card: a heading on a card's own page alone."""
+    return f"## {title}" if level == 1 else f"**{title}**"
 
 
 def overview() -> str:
     """Return the table of all methods."""
     rows = [
         [
-            f"[`{name}`]({name}.md)",
+            f"[`{name}`]({page_of(name)})",
             summary(method),
             linked(getattr(method, "paper", "")),
-            bits_text(method(), 128),
+            sides(method(), method(), 128),
             "yes" if computes(method, "cpu") == ALL else "no",
         ]
         for name, method in methods().items()
     ]
     return table(("method", "what it is", "paper", "bits, width 128", "native"), rows, left=5)
-
-
-def best() -> str:
-    """Return the spec with the least KL on each model, of all that were measured, by bits."""
-    limits = (2.5, 3.5, 4.5, 9.0)
-    every = {model: _of_model(model) for model in MODELS}
-    rows = []
-    for limit, below in zip(limits, (0.0, *limits), strict=False):
-        cells = [f"{below:g} to {limit:g}" if below else f"up to {limit:g}"]
-        for model in MODELS:
-            found = [row for row in every[model] if below < row["slot_bits_per_value"] <= limit]
-            least = min(found, key=lambda row: row["kl_mean"], default=None)
-            cells.append(f"`{least['spec']}`, {kl_and_error(least)}" if least else "not measured")
-        rows.append(cells)
-    return table(("bits per value of the slots", *MODELS.values()), rows, left=3)
-
-
-def _of_model(model: str) -> list[dict[str, Any]]:
-    """Return what was measured on a model without a calibration, each spec once."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in sorted(eval_files(), key=lambda file: (not file.startswith("models/"), file)):
-        for row in [] if file.startswith(CALIBRATED) else load(file):
-            if row["model"] == model and not row["packed_only"]:
-                found.setdefault(row["spec"], row)
-    return list(found.values())
 
 
 def aliases() -> str:
@@ -305,17 +240,21 @@ def foreign() -> str:
 
 def toctree() -> str:
     """Return the list of cards, for the site's navigation."""
-    return "\n".join(["```{toctree}", ":hidden:", "", *methods(), "```"])
+    return "\n".join(["```{toctree}", ":hidden:", "", *OWN_PAGE, "comparison", "```"])
 
 
 def files() -> dict[str, str]:
     """Return every card by file name."""
-    return {f"methods/{name}.md": card(method) for name, method in methods().items()}
+    own = [card(methods()[name]) for name in OWN_PAGE]
+    shared = [card(method, 2) for name, method in methods().items() if name not in OWN_PAGE]
+    pages = {name: page for name, page in zip(OWN_PAGE, own, strict=True)}
+    pages["comparison"] = "\n\n".join(["# Methods to compare with", COMPARED, *shared])
+    return {f"methods/{name}.md": f"{WRITTEN}\n\n{page}\n" for name, page in pages.items()}
 
 
 BLOCKS = {
     "methods-overview": overview,
-    "methods-best": best,
+    "methods-best": by_model.best,
     "methods-aliases": aliases,
     "methods-foreign": foreign,
     "methods-toctree": toctree,

@@ -79,17 +79,6 @@ def _kl(row: dict[str, Any]) -> float:
     return float(row["kl_mean"])
 
 
-def models() -> str:
-    """Return the table of two models."""
-    found = {name: _by_spec(f"models/{name}/eval.json") for name in ("gemma3", "smollm2")}
-    columns = ["spec"]
-    for name in found:
-        columns += ["bits, slots", MODELS[name]]
-    specs = [spec for spec in found["gemma3"] if spec != "none"]
-    specs.sort(key=lambda spec: -found["smollm2"][spec]["slot_bits_per_value"])
-    return table(columns, [[code(spec), *_of_both(spec, found)] for spec in specs])
-
-
 def _of_both(spec: str, found: dict[str, dict[str, Any]]) -> list[str]:
     cells = []
     for rows in found.values():
@@ -217,8 +206,6 @@ BLOCKS = {
     "quality-summary": summary,
     "quality-novel": novel,
     "quality-exact": exact_tokens,
-    "quality-models": models,
-    "quality-coverage": coverage,
     "quality-storage": storage,
     "quality-learnt": learnt,
     "quality-recommend": recommended,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvpact_pages.chart import Axis, Series, decades, draw
-from kvpact_pages.results import MODELS, code, load, percent, table
+from kvpact_pages.results import MODELS, code, load, table
 
 CONTEXTS = (1024, 4096, 16384, 65536)
-SHORT = (32, 64, 128, 256)
-CAPPED = "times_best_torch_capped"
 SHAPES = {
     "A": "A: 32 query heads over 8 KV heads of width 128",
     "B": "B: 9 query heads over 3 KV heads of width 64, those of SmolLM2-135M",
@@ -88,31 +86,9 @@ def latency() -> str:
     return "\n\n".join([head, *map(machine, names.values())])
 
 
-def leaderboard() -> str:
-    """Return the times of kvpact's caches on the leaderboard, both models."""
-    rows = load("leaderboard/own.json")["rows"]
-    contexts = [step["tokens"] for step in rows[0]["steps"]]
-    prompt = load("leaderboard/own.json")["about"]["prompt"]
-    cells = []
-    for row in rows:
-        times = [row["prompt"][1], *(step["ratio"][1] for step in row["steps"])]
-        cells.append([MODELS[row["model"]], code(row["cache"]), *(f"{t:.2f}" for t in times)])
-    columns = ["model", "cache", f"prompt of {prompt:,}", *(f"step after {n:,}" for n in contexts)]
-    return table(columns, cells, left=2) + "\n\n" + machine("leaderboard/own.json")
-
-
 def _attention() -> dict[tuple[str, int, int, str], dict[str, Any]]:
     rows = load("attend/attend.json")["rows"]
     return {(r["shape"], r["threads"], r["tokens"], r["candidate"]): r for r in rows}
-
-
-def _times(contexts: tuple[int, ...], shape: str, key: str, names: tuple[str, ...]) -> str:
-    found = _attention()
-    cells = [
-        [name, *(f"{found[shape, 1, tokens, name][key]:.2f}x" for tokens in contexts)]
-        for name in names
-    ]
-    return table(["", *(f"{tokens:,}" for tokens in contexts)], cells)
 
 
 NAMES = (
@@ -123,82 +99,14 @@ NAMES = (
 
 def attention() -> str:
     """Return how much faster one step of attention is than torch's fastest."""
-    parts = []
+    found, parts = _attention(), []
     for shape, said in SHAPES.items():
-        parts += [f"{said}; one thread:", _times(CONTEXTS, shape, "times_best_torch", NAMES)]
+        rows = [
+            [name, *(f"{found[shape, 1, n, name]['times_best_torch']:.2f}x" for n in CONTEXTS)]
+            for name in NAMES
+        ]
+        parts += [f"{said}; one thread:", table(["", *(f"{n:,}" for n in CONTEXTS)], rows)]
     return "\n\n".join([*parts, machine("attend/attend.json")])
-
-
-def without_bf16() -> str:
-    """Return the same against torch without bf16 instructions."""
-    return _times(CONTEXTS, "A", CAPPED, ("8 bits", "4 bits", "2 bits", "trellis 4"))
-
-
-def short() -> str:
-    """Return the same for short contexts."""
-    names = ("4 bits", "8 bits", "2 bits")
-    parts = []
-    for shape in SHAPES:
-        parts += [f"Shape {shape}:", _times(SHORT, shape, "times_best_torch", names)]
-    return "\n\n".join(parts)
-
-
-def linearity() -> str:
-    """Return fixed time, time per token, and how far any context is from that line."""
-    rows = [r for r in load("attend/linearity.json")["rows"] if r["threads"] == 1]
-    cells = [
-        [
-            r["shape"],
-            r["candidate"],
-            f"{r['fixed_us']:.0f}",
-            f"{r['ns_per_token']:.1f}",
-            percent(100 * r["off_line"]),
-        ]
-        for r in rows
-    ]
-    columns = ("shape", "", "µs fixed", "ns a token", "furthest from the line")
-    return table(columns, cells, left=2)
-
-
-def prompts() -> str:
-    """Return attention over prompts and chunks against torch's."""
-    rows = [r for r in load("prompt/prompt.json")["rows"] if r["threads"] == 1]
-    cells = [
-        [
-            r["shape"],
-            f"{r['past']:,}",
-            f"{r['new']:,}",
-            f"{r['ms']['kvpact']:.0f}",
-            f"{r['ms']['sdpa']:.0f}",
-            f"{r['ratios']['sdpa']:.2f}x",
-        ]
-        for r in rows
-    ]
-    columns = ("shape", "tokens held", "new", "kvpact, ms", "torch, ms", "faster")
-    return table(columns, cells) + "\n\n" + machine("prompt/prompt.json")
-
-
-def encoding() -> str:
-    """Return how fast tokens are packed, and unpacked, at a width of 128."""
-    name = "attend/encode.json"
-    data = load(name)
-    decoded = {(r["spec"], r["side"]): r for r in data["decoded"] if r["dim"] == 128}
-    cells = []
-    for row in data["many"]:
-        if row["dim"] != 128:
-            continue
-        back = decoded.get((row["spec"], row["side"]))
-        cells.append(
-            [
-                code(row["spec"]),
-                row["side"].upper(),
-                f"{row['native']:.2f}" if "native" in row else "by torch",
-                f"{row['torch']:.3f}",
-                f"{back['native']:.2f}" if back else "by torch",
-            ]
-        )
-    columns = ("spec", "side", "packed, native", "packed, torch", "unpacked, native")
-    return f"{table(columns, cells, left=2)}\n\nBillions of values per second. " + machine(name)
 
 
 def attention_chart(shape: str) -> str:
@@ -223,37 +131,14 @@ def attention_chart(shape: str) -> str:
     return draw(title, series, axis, decades(every), "tokens of context", "ms, less is better")
 
 
-def generate_chart() -> str:
-    """Draw ms a token over the bytes of the cache."""
-    rows = [r for r in load("generate/generate.json")["rows"] if r["threads"] == 1]
-    series: list[Series] = []
-    for row in rows:
-        name = row["candidate"].replace("fast", "int8")
-        told = f"{name}: {row['ms']:.0f} ms a token, {row['cache'] / 1e6:.0f} MB"
-        series.append(Series(name, [(row["cache"] / 1e6, row["ms"], told)], len(series)))
-    x = Axis(0.0, 300.0, [(float(mb), str(mb)) for mb in range(0, 301, 50)])
-    y = Axis(0.0, 200.0, [(float(ms), str(ms)) for ms in range(0, 201, 50)])
-    title = "SmolLM2-135M after 6,000 tokens, one thread"
-    return draw(title, series, x, y, "MB of cache", "ms a token, less is better")
-
-
 def pictures() -> dict[str, str]:
     """Return the pictures of the page by file name."""
-    return {
-        "speed-generate.svg": generate_chart(),
-        **{f"speed-attention-{shape.lower()}.svg": attention_chart(shape) for shape in SHAPES},
-    }
+    return {f"speed-attention-{shape.lower()}.svg": attention_chart(shape) for shape in SHAPES}
 
 
 BLOCKS = {
     "speed-summary": summary,
     "speed-generate": generate,
     "speed-latency": latency,
-    "speed-leaderboard": leaderboard,
     "speed-attention": attention,
-    "speed-without-bf16": without_bf16,
-    "speed-short": short,
-    "speed-linearity": linearity,
-    "speed-prompts": prompts,
-    "speed-encoding": encoding,
 }

@@ -1,4 +1,4 @@
-"""Drawings of what a real cache holds: after appends, and after five rollbacks."""
+"""What a real cache holds: drawn after appends, and in a table after five rollbacks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import kvpact
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.snapshot.state import StreamState
 from kvpact.spec import parse_spec
+from kvpact_pages.results import table
 from kvpact_pages.svg import Drawing
 
 GROUPED = "kivi:bits=4,group=32,sinks=4,window=24"
 SINGLE = "turboquant:bits=4,sinks=4,window=24"
 HELD, DIM = 108, 64
-MOST = 112  # tokens that a drawing has room for
-CELL, LEFT, WIDTH = 3.05, 44.0, 400.0
-PACKED, TAIL, SINKS, CUT = "c0", "c2", "c1", "c3"
-LANES = (("slots", PACKED), ("tail", TAIL), ("sinks", SINKS))
+CELL, LEFT, WIDTH = 3.05, 44.0, 400.0  # of a token, of the lanes, of all
+PACKED, TAIL, SINKS = "c0", "c2", "c1"
 
 
 class State(NamedTuple):
@@ -62,19 +61,19 @@ class State(NamedTuple):
 
 
 class Story(NamedTuple):
-    """A rollback: to how many tokens, how many come after it, and what is told of it."""
+    """A rollback: to how many tokens, how many come after it, and why it happens."""
 
     keep: int
     then: int
-    title: str
+    why: str
 
 
 STORIES = (
-    Story(105, 0, "1. Three tokens back: a draft was rejected"),
-    Story(90, 0, "2. Back over most of the window"),
-    Story(50, 0, "3. Back into an old group"),
-    Story(50, 40, "4. The same, and 40 more tokens"),
-    Story(2, 0, "5. Back to the first two tokens"),
+    Story(105, 0, "a draft was rejected"),
+    Story(90, 0, "back over most of the window"),
+    Story(50, 0, "back into an old group"),
+    Story(50, 40, "the same, and 40 more tokens"),
+    Story(2, 0, "back to the first two tokens"),
 )
 
 
@@ -146,11 +145,6 @@ def state(cache: ContiguousCache, given: Tensor, spec: str, keep: int) -> State:
     )
 
 
-def _lane(picture: Drawing, top: float, cells: dict[int, str]) -> None:
-    for token, kind in cells.items():
-        picture.rect(LEFT + CELL * token, top, CELL - 0.7, 9, kind)
-
-
 def cells(found: State) -> list[dict[int, str]]:
     """Return how each token is drawn in each lane: faint where another copy is read."""
 
@@ -158,10 +152,7 @@ def cells(found: State) -> list[dict[int, str]]:
         return f"{colour} fill" + ("" if is_read else " faint")
 
     exact_from = found.exact_from
-    slots = {
-        t: kind(CUT if t in found.cut_group else PACKED, found.sinks <= t < exact_from)
-        for t in range(found.packed)
-    }
+    slots = {t: kind(PACKED, found.sinks <= t < exact_from) for t in range(found.packed)}
     tail = {
         t: kind(TAIL, t >= max(exact_from, found.sinks))
         for t in range(found.tail_start, found.length)
@@ -170,74 +161,50 @@ def cells(found: State) -> list[dict[int, str]]:
     return [slots, tail, sinks]
 
 
-def strip(picture: Drawing, top: float, found: State, gone: int = 0) -> float:
-    """Draw the three lanes of a stream below `top`; return where they end."""
-    end = max(found.length, gone)
-    for (name, _), drawn in zip(LANES, cells(found), strict=True):
-        picture.text(LEFT - 6, top + 8.5, name, "small", "end")
-        _lane(picture, top, drawn)
-        top += 13
-    if gone > found.length:
-        left = LEFT + CELL * found.length
-        picture.rect(left, top - 40, CELL * (gone - found.length), 38, "grid")
-        if gone - found.length > 12:
-            picture.text(left + 3, top - 17, "rolled back", "small")
-    step = found.group if found.group > 1 else 32
-    for token in range(0, end + 1, step):
-        across = LEFT + CELL * token - 0.35
-        if token <= found.length:
-            picture.line(across, top - 41, across, top + 1, "rule")
-        picture.text(across, top + 11, str(token), "small", "middle")
-    picture.text(LEFT + CELL * end, top + 11, str(end), "small", "middle")
-    return top + 16
-
-
 def whole(spec: str) -> str:
     """Draw a stream after `HELD` tokens."""
     given = tokens(HELD, seed=1)
     found = state(cache_of(spec, given), given, spec, HELD)
     picture = Drawing(WIDTH, 130, f"A stream of {HELD} tokens with {spec}")
     picture.text(12, 17, f"{HELD} tokens, {spec}", "head")
-    foot = strip(picture, 32, found)
-    notes = (
-        (PACKED, "packed"), (TAIL, "exact, at the end"), (SINKS, "exact, at the beginning"),
-    )  # fmt: skip
+    for row, (name, drawn) in enumerate(zip(("slots", "tail", "sinks"), cells(found), strict=True)):
+        picture.text(LEFT - 6, 40.5 + 13 * row, name, "small", "end")
+        for token, kind in drawn.items():
+            picture.rect(LEFT + CELL * token, 32 + 13 * row, CELL - 0.7, 9, kind)
+    for token in range(0, HELD, found.group if found.group > 1 else 32):
+        across = LEFT + CELL * token - 0.35
+        picture.line(across, 30, across, 72, "rule")
+        picture.text(across, 82, str(token), "small", "middle")
+    picture.text(LEFT + CELL * HELD, 82, str(HELD), "small", "middle")
     left = 12.0
-    for colour, name in notes:
-        picture.rect(left, foot + 7, 9, 9, f"{colour} fill")
-        picture.text(left + 13, foot + 15, name, "small")
+    for colour, name in (
+        (PACKED, "packed"),
+        (TAIL, "exact, at the end"),
+        (SINKS, "exact, at the beginning"),
+    ):
+        picture.rect(left, 94, 9, 9, f"{colour} fill")
+        picture.text(left + 13, 102, name, "small")
         left += 24 + 5.2 * len(name)
-    picture.text(12, foot + 31, "pale: held, and another copy of the token is read", "small")
+    picture.text(12, 118, "pale: held, and another copy of the token is read", "small")
     return picture.svg()
 
 
-def told(found: State) -> list[str]:
-    """Return what a rollback left, in two lines."""
-    cut = found.packed % found.group
-    exact = found.length - max(found.exact_from, found.sinks)
-    first = f"{found.length} tokens, {found.packed} packed, {exact} read from the tail"
-    first += f"; the group at {found.packed - cut} (violet) is cut" if cut else ""
-    second = (
-        "The same bytes as a cache that never held the others."
-        if found.fresh
-        else "What was packed stays packed; other bytes than had they never come."
-    )
-    return [first, second]
-
-
-def rollback(story: Story, spec: str = GROUPED) -> str:
-    """Draw a stream after a rollback."""
-    found = state(*rolled_back(spec, story.keep, story.then), spec, story.keep)
-    picture = Drawing(WIDTH, 126, f"{story.title}: {'; '.join(told(found))}")
-    picture.text(12, 17, story.title, "head")
-    foot = strip(picture, 30, found, HELD)
-    for line in told(found):
-        picture.text(12, foot + 14, line, "small")
-        foot += 14
-    return picture.svg()
+def rollbacks() -> str:
+    """Return what five rollbacks leave."""
+    rows = []
+    for story in STORIES:
+        found = state(*rolled_back(GROUPED, story.keep, story.then), GROUPED, story.keep)
+        exact = found.length - max(found.exact_from, found.sinks)
+        fresh = "yes" if found.fresh else f"no: the group at {found.cut_group.start} is cut"
+        kept = [f"{HELD} to {story.keep}: {story.why}"]
+        rows.append([*kept, str(found.length), str(found.packed), str(exact), fresh])
+    columns = ("rollback", "tokens held", "packed", "read from the tail")
+    return table((*columns, "the bytes of a cache that never held the others"), rows)
 
 
 def pictures() -> dict[str, str]:
     """Return the drawings by file name."""
-    drawn = {f"rollback-{n}.svg": rollback(story) for n, story in enumerate(STORIES, 1)}
-    return {"stream-grouped.svg": whole(GROUPED), "stream-single.svg": whole(SINGLE), **drawn}
+    return {"stream-grouped.svg": whole(GROUPED), "stream-single.svg": whole(SINGLE)}
+
+
+BLOCKS = {"stream-rollbacks": rollbacks}

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvpact_pages.results import ROOT, code, table
+from kvpact_pages.results import ROOT, table
 
 STATES = ("yes", "in part", "refused", "not run", "-")
 PROVEN = STATES[:3]
@@ -17,11 +17,6 @@ _DATA = tomllib.loads((Path(__file__).parent / "support.toml").read_text("utf-8"
 ENGINES: dict[str, str] = _DATA["engines"]
 STRUCTURES: list[dict[str, Any]] = _DATA["structure"]
 REFUSED: list[dict[str, str]] = _DATA["refused"]
-WITH = (
-    ("tests/engines/", "`make test-engines`"),
-    ("tests/kernels/triton/", "`make test`, interpreted; `make gpu` on a device"),
-    ("tests/", "`make test`"),
-)
 
 
 @cache
@@ -97,19 +92,8 @@ def refusals() -> str:
     return table(("what", "error", "shown by"), rows, left=3)
 
 
-def how_to_run() -> str:
-    """Return how many tests are named, and what runs them."""
-    named, lines = set(tests()), []
-    for folder, command in WITH:
-        here = {test for test in named if test.startswith(folder)}
-        named -= here
-        lines.append([code(folder), str(len(here)), command])
-    return table(("tests below", "named here", "run by"), lines, left=3)
-
-
 BLOCKS = {
     "support-matrix": matrix,
     "support-details": details,
     "support-refusals": refusals,
-    "support-tests": how_to_run,
 }

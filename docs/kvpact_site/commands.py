@@ -1,54 +1,38 @@
-"""The directive ``{commands}``: every command of `kvpact` with its arguments and options."""
+"""The directive ``{commands}``: every command of `kvpact`, as typer documents it."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+import re
 from typing import Any
 
 import typer
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from typer.cli import get_docs_for_click
 
 from kvpact.cli.app import Deferred, app
-from kvpact.cli.commands import COMMANDS
+
+_EXAMPLES = re.compile(r"^Examples?:\n((?:  .*\n?)+)", re.MULTILINE)
 
 
-def lines(command: Any, path: str, depth: int = 3) -> Iterator[str]:
-    """Yield the Markdown of a command and of those below it."""
-    if isinstance(command, Deferred):
-        command = command.load()
-    below = getattr(command, "commands", {})
-    if not below:
-        yield from (f"{'#' * depth} `{path}`", "", inspect.cleandoc(command.help or ""), "")
-        examples = COMMANDS[path.removeprefix("kvpact ")].examples
-        yield from ("```console", *(f"$ {example}" for example in examples), "```", "")
-        for parameter in command.params:
-            if parameter.name != "help":
-                yield from (_name(parameter), f": {_meaning(parameter)}", "")
-    for name, one in sorted(below.items()):
-        yield from lines(one, f"{path} {name}", depth)
+def reference() -> str:
+    """Return the Markdown of all commands, below headings of the third level."""
+    root = _loaded(typer.main.get_command(app))
+    text = get_docs_for_click(obj=root, ctx=typer.Context(root), name="kvpact")
+    text = re.sub(r"^#{2,3} ", "\n### ", text[text.index("\n## ") :], flags=re.MULTILINE)
+    return _EXAMPLES.sub(lambda found: _console(found[1]), text)
 
 
-def _name(parameter: Any) -> str:
-    if parameter.param_type_name == "argument":
-        return f"`{parameter.name.upper()}`"
-    return ", ".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
+def _console(lines: str) -> str:
+    return "```console\n" + re.sub("^  ", "$ ", lines, flags=re.MULTILINE) + "```\n"
 
 
-def _meaning(parameter: Any) -> str:
-    said = [(getattr(parameter, "help", None) or "").strip()]
-    if parameter.required:
-        said.append("Required.")
-    elif _tells(default := parameter.default):
-        said.append(f"Default: `{default}`.")
-    return " ".join(filter(None, said)).replace("<", "&lt;") or "As its name says."
-
-
-def _tells(default: Any) -> bool:
-    """Whether a default is a value that a user could have written."""
-    return isinstance(default, str | int | float) and not isinstance(default, bool)
+def _loaded(command: Any) -> Any:
+    """Return a group whose commands know their options."""
+    for name, one in getattr(command, "commands", {}).items():
+        command.commands[name] = one.load() if isinstance(one, Deferred) else _loaded(one)
+    return command
 
 
 class Commands(SphinxDirective):
@@ -56,8 +40,7 @@ class Commands(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a section for every command."""
-        text = "\n".join(lines(typer.main.get_command(app), "kvpact"))
-        return self.parse_text_to_nodes(text, allow_section_headings=True)
+        return self.parse_text_to_nodes(reference(), allow_section_headings=True)
 
 
 def setup(site: Sphinx) -> dict[str, bool]:

@@ -1,9 +1,9 @@
 """Files of the repository in the site: whole ones as pages, others as files to download.
 
-A page that holds nothing but ``{repository} ARCHITECTURE.md`` in braces, as `docs/architecture.md`,
-shows that file, a notebook with what is committed under its cells. Links of any page to such a file
-lead to its page, and links to other files outside of `docs/` are downloads, so the same text can be
-read in the repository and on the site.
+A page that names a file, as ``{repository} ARCHITECTURE.md`` in braces does in
+`docs/architecture.md`, shows it; `docs/tutorial.ipynb` is a link to a notebook. Links of any page
+to such a file lead to its page, and links to other files outside of `docs/` are downloads, so the
+same text can be read in the repository and on the site.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from kvpact_site.notebooks import markdown
 
 if TYPE_CHECKING:  # Tests import this where Sphinx is not installed.
     from sphinx.application import Sphinx
@@ -25,24 +23,22 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "README.md": "index.md",
-    "SECURITY.md": "security.md",
-    "examples/notebooks/1_try_it_on_your_model.ipynb": "notebooks/try-it-on-your-model.md",
-    "examples/notebooks/2_add_a_method.ipynb": "notebooks/add-a-method.md",
-    "examples/notebooks/3_where_the_bytes_go.ipynb": "notebooks/where-the-bytes-go.md",
+    "examples/notebooks/1_try_it_on_your_model.ipynb": "tutorial.ipynb",
 }
-_WHOLE = re.compile(r"\{repository\} (\S+)\s*")
+_WHOLE = re.compile(r"\{repository\} (\S+)\n")
+_PICTURE = re.compile(r'(\bsrc(?:set)?=")docs/')
 _LINK = re.compile(r"\]\((?!https?://|data:|#|<)([^)#\s]+)(#[^)\s]*)?\)")
 _CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 
 
 def read(app: Sphinx, docname: str, source: list[str]) -> None:
     """Put a file in the place of a page that names it, and let links lead to what the site has."""
-    folder = (DOCS / docname).parent
-    here = folder
-    if whole := _WHOLE.fullmatch(source[0]):
+    page = Path(app.env.doc2path(docname))
+    here, folder = page.resolve().parent, page.parent
+    if whole := _WHOLE.match(source[0]):
         path = ROOT / whole[1]
         app.env.note_dependency(str(path))
-        source[0] = markdown(path) if path.suffix == ".ipynb" else path.read_text()
+        source[0] = _PICTURE.sub(r"\1", path.read_text("utf-8")) + source[0][whole.end() :]
         here = path.parent
     pieces = _CODE.split(source[0])
     for index in range(0, len(pieces), 2):

@@ -190,7 +190,7 @@ class DequantResult:
     Parameters
     ----------
     tiles : callable
-        `tiles()` iterates over `KVTile`s in the order of the tokens.
+        `tiles()` iterates over tiles (`KVTile`) in the order of the tokens.
     total : int
         Tokens in all.
     has_bias : bool

@@ -1,13 +1,13 @@
 """Recipes: one spec for most layers, others for named layers, in TOML, JSON or a mapping.
 
-```toml
-default = "turboquant:bits=3,center=64"
-num_layers = 30  # if it is for models of so many layers only
-[layers]
-0 = "int:bits=8"
--1 = "int:bits=8"
-[measured]  # what is known of it, for readers
-```
+::
+
+    default = "turboquant:bits=3,center=64"
+    num_layers = 30  # if it is for models of so many layers only
+    [layers]
+    0 = "int:bits=8"
+    -1 = "int:bits=8"
+    [measured]  # what is known of it, for readers
 
 ``recipe:NAME`` stands for a file that kvpact ships (`kvpact.data.recipe_names`).
 """

@@ -28,7 +28,7 @@ class PagedKVCache(PagedSequences):
     Parameters
     ----------
     spec : str, Spec, path, mapping or sequence
-        A spec, or a recipe with a spec per layer; a sequence of `Spec`s, one per layer.
+        A spec, or a recipe with a spec per layer; or a sequence of `Spec`, one per layer.
     geometry : CacheGeometry
         Shape of K and V. Its dtype (fp32 if it has none) is that of the tokens to come.
     num_pages : int

@@ -161,4 +161,4 @@ class FittedCodec(Codec):
 
 
 class FittedMethod(Method):
-    """A method whose codecs are `FittedCodec`s."""
+    """A method whose codecs are of the class `FittedCodec`."""

@@ -1,15 +1,15 @@
 """The public conformance kit: what methods, caches and stores keep to, as pytest classes.
 
-```python
-from kvpact.testing import CacheContract, MethodContract
+::
 
-class TestMine(MethodContract):        # the codecs, their slots, their bytes
-    spec = "mine:bits=4"
+    from kvpact.testing import CacheContract, MethodContract
 
-class TestMyCache(CacheContract):       # a cache of one's own
-    def make_cache(self, geometry, max_tokens=None):
-        return MyCache(geometry, max_tokens)
-```
+    class TestMine(MethodContract):         # the codecs, their slots, their bytes
+        spec = "mine:bits=4"
+
+    class TestMyCache(CacheContract):       # a cache of one's own
+        def make_cache(self, geometry, max_tokens=None):
+            return MyCache(geometry, max_tokens)
 
 `CacheContract` and `PagedCacheContract` with a `spec` test a method inside kvpact's own caches. A
 method that learns from tokens first inherits `FittedMethodContract`, `FittedCacheContract` and

@@ -235,7 +235,7 @@ class FitChecks(FittedKit):
 
 
 class FittedMethodContract(FitChecks, MethodContract):
-    """`MethodContract` for a method whose codecs are `FittedCodec`s, for K and for V.
+    """`MethodContract` for a method whose codecs are of the class `FittedCodec`, for K and for V.
 
     All checks of `MethodContract` are made with codecs that `fit` has fitted to normally
     distributed tokens. In addition: what is learnt is in `state`, and only there; `fit` leaves its

@@ -1,4 +1,4 @@
-"""``python -m kvpact.integrations.lmcache server …``: see docs/lmcache.md."""
+"""``python -m kvpact.integrations.lmcache server …``: see docs/serving.md."""
 
 from kvpact.integrations.lmcache.server import main
 

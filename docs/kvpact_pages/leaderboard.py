@@ -1,0 +1,110 @@
+"""What ``leaderboard.md`` takes from the runs that ``make leaderboard-run`` committed."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import Any
+
+from kvpact_pages.results import FOLDER, MODELS, NARROW, ROOT, code, table
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from leaderboard_contenders import LEFT_OUT
+from leaderboard_table import (
+    Row,
+    contexts_of,
+    figure,
+    load,
+    measures,
+    middle,
+    models_of,
+    ranked,
+    rows_of,
+    verdicts,
+)
+
+
+@cache
+def found() -> list[dict[str, Any]]:
+    """Return what was found of each package."""
+    return load(FOLDER / "leaderboard")
+
+
+def tables() -> str:
+    """Return the caches of each model in the order of their KL, and how kvpact stands."""
+    rows, parts = rows_of(found()), []
+    contexts = contexts_of(rows)
+    for model in models_of(rows):
+        here = sorted((row for row in rows if row.model == model), key=lambda row: row.kl)
+        columns = ("cache", "package", "KL", "KL p99", "top-1", "bits held")
+        columns += (*(f"decode, {n:,}" for n in contexts), "prompt")
+        said = "\n".join(f"- {sentence}" for sentence in verdicts(here))
+        parts += [f"## {MODELS[model]}", table(columns, [_cells(row, contexts) for row in here], 2)]
+        parts += [f"How kvpact stands on {MODELS[model]}:", _places(here), said]
+    return "\n\n".join(parts)
+
+
+def _cells(row: Row, contexts: list[int]) -> list[str]:
+    times = [*(row.steps[count][1] for count in contexts), row.prompt[1]]
+    name = f"**{row.cache}**" if row.own else row.cache
+    kl = f"{figure(row.kl)}{NARROW}±{NARROW}{figure(row.kl_se)}"
+    bits = f"{row.bits[contexts[len(contexts) // 2]]:.2f}"
+    first = [name, f"{row.package} {row.version}", kl, figure(row.kl_p99), f"{row.top1:.1f}", bits]
+    return [*first, *(f"{time:.2f}" for time in times)]
+
+
+def _places(rows: list[Row]) -> str:
+    cells = []
+    for measure in measures(rows):
+        first, best, place = ranked(rows, measure)
+        mine = f"{best.cache}: {measure.text(measure.of(best))}" if best else ""
+        lead = f"{first.name}: {measure.text(measure.of(first))}"
+        cells.append([measure.title, f"{place or '–'} of {len(rows)}", mine, lead])
+    return table(("measure", "place", "kvpact's best", "first"), cells, left=4)
+
+
+def method() -> str:
+    """Return how it was measured."""
+    runs: dict[str, list[str]] = {}
+    for one in found():
+        runs.setdefault(one["about"]["run"], []).append(one["package"])
+    a = found()[0]["about"]
+    when = "; ".join(f"{run}: {', '.join(sorted(set(names)))}" for run, names in runs.items())
+    return (
+        f"The first {a['tokens']:,} tokens of {a['text']}, in chunks of {a['chunk']}; the first "
+        "chunk is not scored. *Bits held* are all tensors of the cache object, found by walking "
+        f"it, at {middle(rows_of(found())):,} tokens, over those of `DynamicCache`, times 32: the "
+        "models are in fp32, so exact tokens and scales of many packages count 32 bits. *Decode* "
+        "is a step after so many tokens, random but for the last 64; *prompt* is one call of "
+        f"{a['prompt']:,} tokens on an empty cache. Both are medians of {a['rounds']} rounds of "
+        "seconds on the CPU, the two caches taking turns in one process. In no measured step a "
+        "package quantises its exact tokens.\n\n"
+        f"{a['threads']} thread, {a['processor']}, {a['cores']} cores; kvpact {a['kvpact']}, torch "
+        f"{a['torch']}, transformers {a['transformers']}. Measured (UTC): {when}."
+    )
+
+
+def packages() -> str:
+    """Return what was changed in each package, what is to be known, and what did not run."""
+    cells = [
+        [f"{one['package']} {one['version']}", one["changed"] or "nothing", one["note"]]
+        for one in found()
+    ]
+    said = [
+        f"**{one['package']} {one['version']}**, {row['cache']}, on {MODELS[row['model']]}: "
+        f"{code(row['reason'])}"
+        for one in found()
+        for row in one["failed"]
+    ]
+    said += [f"**{name}**: {why}" for name, why in LEFT_OUT.items()]
+    columns = ("package", "changed to make it run", "to know")
+    missing = "\n".join(f"- {sentence}" for sentence in said)
+    return "\n\n".join([table(columns, cells, left=3), "Not in the tables:", missing])
+
+
+BLOCKS = {
+    "leaderboard-tables": tables,
+    "leaderboard-method": method,
+    "leaderboard-packages": packages,
+}
