@@ -7,33 +7,14 @@ namespace KVP_NS {
 
 constexpr float MOST_WEIGHT = most_whole(BLOCK);
 
-// V's scales of some tokens as fp32, [channel groups][BLOCK], the greatest of a group made MOST_WEIGHT; and the
-// greatest of a token.
-struct BlockScales {
-    float *scale;
-    float range[MOST_GROUPS];
-    alignas(64) float greatest[BLOCK];
-    BlockScales(float *memory, const ValueTiles &tiles, int groups) : scale(memory) {
-        const int tokens = tiles.run.tiles * TILE;
-        for (int g = 0; g < groups; g++) {
-            float *to = scale + g * BLOCK;
-            vf most = zero();
-            for (int t = 0; t < tokens; t += W) {
-                const uint16_t *halves = tiles.scale[t / TILE];
-                const vf x = halves ? load_half(halves + g * TILE + t % TILE) : set1(1.0f);
-                most = max(most, magnitude(x));
-                store(to + t, x);
-            }
-            range[g] = highest(most);
-            const vf unit = set1(range[g] > 0 ? MOST_WEIGHT / range[g] : 0);
-            for (int t = 0; t < tokens; t += W) {
-                const vf x = mul(load(to + t), unit), size = magnitude(x);
-                store(to + t, x);
-                store(greatest + t, g ? max(load(greatest + t), size) : size);
-            }
+// V's scales of some tokens as fp32, [channel groups][BLOCK].
+static void read_scales(float *to, const ValueTiles &tiles, int groups) {
+    for (int g = 0; g < groups; g++)
+        for (int t = 0; t < tiles.run.tiles * TILE; t += W) {
+            const uint16_t *halves = tiles.scale[t / TILE];
+            store(to + g * BLOCK + t, halves ? load_half(halves + g * TILE + t % TILE) : set1(1.0f));
         }
-    }
-};
+}
 
 // The weights of a pass's rows: exp2(score * LOG2E - minus), which count `share` times in the sums; or numbers
 // in p.weight.
@@ -81,24 +62,27 @@ static void whole_values(Pass &p, const RowWeights &rows, float *acc, int64_t t,
     const auto run = by_whole_format(v, [&](auto f) { return f.v(p.passed); });
     each_piece(p, tiles, t, n, [&](int64_t i) {
         const int tokens = tiles.run.tiles * TILE;
-        const BlockScales scales(p.scratch.weights, tiles, groups);
+        const float *scales = p.scratch.weights;
+        read_scales(p.scratch.weights, tiles, groups);
         by_order(order, [&](auto bits) {
             constexpr int ORDER = decltype(bits)::value;
             for (int r = 0; r < p.passed; r++) {
                 const float *score = p.score[r] + i;
                 float *weight = p.weight[r] + i;
-                vf total = zero(), most = zero();
-                for (int k = 0; k < tokens; k += W) {
-                    if (!rows.stored) store(weight + k, exp2_(fma(load(score + k), set1(LOG2E), set1(-rows.minus[r]))));
-                    const vf w = load(weight + k);
+                vf total = zero();
+                for (int k = 0; k < tokens && !rows.stored; k += W) {
+                    const vf w = exp2_(fma(load(score + k), set1(LOG2E), set1(-rows.minus[r])));
                     total = add(total, w);
-                    most = max(most, mul(w, load(scales.greatest + k)));
+                    store(weight + k, w);
                 }
-                const float high = highest(most);
-                const vf inverse = set1(high > 1e-30f ? MOST_WEIGHT / high : 0);
                 for (int g = 0; g < groups; g++) {
-                    put_row<ORDER>(whole, g, r, scales.scale + g * BLOCK, tokens, [&](int k) __attribute__((always_inline)) { return mul(load(weight + k), inverse); });
-                    whole.step[g][r] = scales.range[g] / MOST_WEIGHT * (high / MOST_WEIGHT) * unit * rows.share[r];
+                    const float *scale = scales + g * BLOCK;
+                    vf most = zero();
+                    for (int k = 0; k < tokens; k += W) most = max(most, magnitude(mul(load(weight + k), load(scale + k))));
+                    const float high = highest(most);
+                    const vf inverse = set1(high > 1e-30f ? MOST_WEIGHT / high : 0);
+                    put_row<ORDER>(whole, g, r, scale, tokens, [&](int k) __attribute__((always_inline)) { return mul(load(weight + k), inverse); });
+                    whole.step[g][r] = high / MOST_WEIGHT * unit * rows.share[r];
                     if (v.zero.base) p.scratch.shift[g * MAX_ROWS + r] = moved(p, tiles, g, weight) * rows.share[r];
                 }
                 if (!rows.stored) acc[r * stride - 1] += sum(total) * rows.share[r];
