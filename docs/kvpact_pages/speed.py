@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpact_pages.chart import Axis, Series, decades, draw
-from kvpact_pages.results import MODELS, code, load, table
+from kvpact_pages.results import FOLDER, MODELS, code, load, table
 
 CONTEXTS = (1024, 4096, 16384, 65536)
 SHAPES = {
@@ -43,6 +43,11 @@ def summary() -> str:
         "depending on bits and shape. Below a few hundred tokens there is little to "
         "gain. **Every figure here is from a CPU**; the kernels for GPUs have not been timed."
     )
+
+
+def anchors() -> str:
+    """Return the tables of attention beside other engines, without their title."""
+    return (FOLDER / "anchors" / "anchors.md").read_text("utf-8").partition("\n\n")[2].strip()
 
 
 def generate() -> str:
@@ -137,6 +142,7 @@ def pictures() -> dict[str, str]:
 
 
 BLOCKS = {
+    "speed-anchors": anchors,
     "speed-summary": summary,
     "speed-generate": generate,
     "speed-latency": latency,
