@@ -13,6 +13,7 @@ from compare import WAYS, cases, few, latents, many, same
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from matrix import ATTENDED, TRELLISES
+from random_cases import times
 from simd_levels import at_level, levels
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
@@ -197,20 +198,21 @@ def test_pages(make):
 
 
 CASES = {
-    # How many are tried, new tokens, query heads per KV head, held tokens.
+    # How many are tried in `make test`, new tokens, query heads per KV head, held tokens.
     "few": (250, st.integers(1, 4), st.integers(1, 6), st.integers(1, 290)),
-    "many": (120, st.integers(1, 40), st.integers(1, 6), st.integers(1, 290)),
+    "many": (125, st.integers(1, 40), st.integers(1, 6), st.integers(1, 290)),
     "prompts": (60, st.integers(2, 330), st.integers(1, 6), st.just(0)),
     "latents": (60, st.integers(1, 5), st.integers(1, 20), st.integers(1, 290)),
 }
 
 
+@times
 @pytest.mark.parametrize("way", CASES)
-def test_random_cases(way):
+def test_random_cases(way, times):
     count, new, groups, held = CASES[way]
     widths = (16, 32, 64, 512) if way == "latents" else (16, 32, 48, 64, 100)
 
-    @settings(max_examples=count, deadline=None)
+    @settings(max_examples=times * count, deadline=None)
     @given(
         spec=st.sampled_from(ATTENDED),
         heads=st.just(1) if way == "latents" else st.integers(1, 3),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from decode_compare import FORMATS, Slots, compare, compare_slots, differences, packed
 from encode_compare import DTYPES, SPECIAL, WIDTHS, codec_of
-from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_cases import random_cases
 from simd_levels import at_level, levels
 
 from kvpact.errors import DtypeError, GeometryError
@@ -27,8 +27,8 @@ def test_every_format_at_every_level(level):
         assert differences() == []
 
 
-@settings(max_examples=120, deadline=None)
-@given(
+@random_cases(
+    120,
     st.sampled_from(FORMATS),
     st.sampled_from("kv"),
     st.integers(1, 70) | st.sampled_from(WIDTHS),

@@ -21,8 +21,9 @@ from encode_compare import (
     treated_pieces,
     trellis_cases,
 )
-from hypothesis import assume, given, settings
+from hypothesis import assume
 from hypothesis import strategies as st
+from random_cases import random_cases
 from simd_levels import at_level, levels
 
 from kvpact import CacheGeometry, create_cache
@@ -71,8 +72,8 @@ def test_ties(spec):
         assert compare(spec, "v", [halves.float()]) == ""
 
 
-@settings(max_examples=100, deadline=None)
-@given(
+@random_cases(
+    100,
     st.sampled_from(FORMATS) | st.sampled_from(TRELLISES),
     st.sampled_from("kv"),
     st.integers(1, 70) | st.sampled_from(WIDTHS),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from encode_compare import DTYPES, codec_of
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from learn_compare import KINDS, Case, cases, compare
 from matrix import LEARNT
+from random_cases import random_cases
 from simd_levels import at_level, levels
 
 from kvpact.errors import KernelError, NonFiniteError
@@ -27,8 +27,8 @@ def test_every_level(level):
             assert compare(case) == "", case
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@random_cases(
+    60,
     st.builds(
         Case,
         st.sampled_from(LEARNT),
@@ -40,7 +40,7 @@ def test_every_level(level):
         st.integers(0, 130),
         st.booleans(),
         st.sampled_from(("plain", "transposed", "sliced", "gaps")),
-    )
+    ),
 )
 def test_any_tokens(case):
     assert compare(case) == ""
