@@ -167,6 +167,15 @@ def unplanned(method: Any) -> list[str]:
     return [f"{text[0].upper()}{text[1:]}."] if text else []
 
 
+def every() -> str:
+    """Return the bits of the specs that methods name as examples, by width."""
+    rows = []
+    for text in (text for method in methods().values() for text in method.examples):
+        spec = parse_spec(text)
+        rows.append([code(text), *(sides(spec.key, spec.value, dim) for dim in (64, 128))])
+    return table(("spec", "width 64", "width 128"), rows)
+
+
 def warnings(method: Any) -> str:
     """Return what is known to do badly, with the specs that it is about."""
     about: dict[str, list[str]] = {}

@@ -1,77 +1,80 @@
-"""Charts of a few series over two axes."""
+"""Pictures as SVG, in colours that can be read on light and on dark pages."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from kvpact_pages.svg import COLOURS, Drawing
+from matplotlib import rc_context
 
-WIDTH, LEFT, TOP, PLOT = 400.0, 44.0, 38.0, 220.0
+from kvpact.evaluate.canvas import COLOURS, GRID, INK, MARKERS, MUTED, new_figure, plain_axes
 
-
-class Series(NamedTuple):
-    """Points (x, y, what is told of it) in one colour; behind the last colour, as rings."""
-
-    name: str
-    points: Sequence[tuple[float, float, str]]
-    colour: int
-
-
-class Axis(NamedTuple):
-    """From where to where, with which marks; `log` for a logarithmic one."""
-
-    low: float
-    high: float
-    marks: Sequence[tuple[float, str]]
-    log: bool = False
-
-    def place(self, value: float) -> float:
-        """Return where a value lies, 0 to 1."""
-        low, high = self.low, self.high
-        if self.log:
-            low, high, value = math.log(low), math.log(high), math.log(value)
-        return (value - low) / (high - low)
+PAPER = "#ffffff"
+DARK = {PAPER: "#1b1c1e", INK: "#e4e4e4", MUTED: "#a3a3a3", GRID: "#3a3a3a"} | dict(
+    zip(
+        COLOURS,
+        ("#58b2e8", "#ff9a57", "#35cf9f", "#e69cc9", "#d9b93a", "#8fd6ff", "#b99af0", "#aaaaaa"),
+        strict=True,
+    )
+)
+"""Which colour takes the place of which on a dark page."""
+STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "kvpact",  # the same figures are the same file
+    "font.size": 10,
+    "text.color": INK,
+    **{f"{part}.labelcolor": MUTED for part in ("axes", "xtick", "ytick")},
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED),
+}
 
 
-def decades(values: Sequence[float]) -> Axis:
-    """Return a logarithmic axis of whole powers of ten around values."""
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-    marks = [(10.0**power, f"{10.0**power:g}") for power in range(low, high + 1)]
-    return Axis(10.0**low, 10.0**high, marks, log=True)
+def plot(title: str, size: tuple[float, float]) -> Any:
+    """Return axes with a title, alone in a figure of `size` inches."""
+    figure = new_figure(size)
+    figure.set_layout_engine("constrained")
+    axes = figure.subplots()
+    plain_axes(axes)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold")
+    return axes
 
 
-def draw(title: str, series: Sequence[Series], x: Axis, y: Axis, x_name: str, y_name: str) -> str:
-    """Return a chart as SVG, with its series named below it."""
-    rows = -(-len(series) // 2)
-    picture = Drawing(WIDTH, TOP + PLOT + 46 + 17 * rows, f"{title}; {y_name} over {x_name}")
-    right, foot = WIDTH - LEFT - 14, TOP + PLOT
+def svg(axes: Any) -> str:
+    """Return a picture as SVG."""
+    file = io.StringIO()
+    about = {"Title": axes.figure.get_suptitle(), "Date": None, "Creator": None}
+    axes.figure.savefig(file, format="svg", metadata=about)
+    rules = "".join(
+        f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
+        for light, dark in DARK.items()
+        for what in ("fill", "stroke")
+    )
+    dark = f"<style>@media(prefers-color-scheme:dark){{{rules}}}</style>\n</svg>"
+    lines = file.getvalue().replace("</svg>", dark).splitlines()
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
-    def at(across: float, up: float) -> tuple[float, float]:
-        return LEFT + right * x.place(across), foot - PLOT * y.place(up)
 
-    picture.text(12, 16, title, "head")
-    picture.text(12, TOP - 8, y_name, "small")
-    for value, name in x.marks:
-        across = at(value, y.low)[0]
-        picture.line(across, TOP, across, foot, "grid")
-        picture.text(across, foot + 13, name, "small", "middle")
-    for value, name in y.marks:
-        up = at(x.low, value)[1]
-        picture.line(LEFT, up, LEFT + right, up, "grid")
-        picture.text(LEFT - 5, up + 3.5, name, "small", "end")
-    picture.text(LEFT + right, foot + 27, x_name, "small", "end")
-    for index, one in enumerate(series):
-        colour, ring = f"c{one.colour % len(COLOURS)}", one.colour >= len(COLOURS)
-        kind = f"{colour} {'ring' if ring else 'fill'}"
-        places = [(*at(across, up), told) for across, up, told in one.points]
-        if len(places) > 1:
-            picture.path([(across, up) for across, up, _ in places], f"{colour} line")
-        for across, up, told in places:
-            picture.dot(across, up, kind, told)
-        left = 18 + (index % 2) * (WIDTH - 30) / 2
-        up = foot + 46 + 17 * (index // 2)
-        picture.dot(left, up - 3.5, kind)
-        picture.text(left + 9, up, one.name, "name")
-    return picture.svg()
+@rc_context(STYLE)
+def draw(
+    title: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    marks: Mapping[float, str],
+    x_name: str,
+    y_name: str,
+    **options: Any,
+) -> str:
+    """Return lines over marked places as SVG, named below; those without points are left out."""
+    axes = plot(title, (5.2, 4.4))
+    for index, (name, points) in enumerate(lines.items()):
+        if points:
+            again, at = divmod(index, len(COLOURS))
+            form = {"marker": MARKERS[at], "ms": 5.5, "lw": 1.5, "color": COLOURS[at]}
+            inner = PAPER if again else COLOURS[at]
+            axes.plot(*zip(*points, strict=True), label=name, markerfacecolor=inner, **form)
+    axes.set(yscale="log", xlabel=x_name, **options)
+    axes.set_ylabel(y_name)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:f}".rstrip("0").rstrip("."))
+    axes.set_xticks(list(marks), list(marks.values()), minor=False)
+    axes.tick_params(which="minor", bottom=False)
+    axes.figure.legend(loc="outside lower left", ncols=2, fontsize=9, frameon=False)
+    return svg(axes)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpact.data import recipe_names
 from kvpact.recipe import load_recipe
-from kvpact_pages.chart import Axis, Series, decades, draw
+from kvpact_pages.chart import draw
 from kvpact_pages.results import MODELS, NARROW, code, kl, kl_and_error, load, percent, ratio, table
 
 ABLATED = "sinks=0,window=0"
@@ -174,18 +174,13 @@ def model_chart(name: str) -> str:
 
 
 def _chart(title: str, rows: list[dict[str, Any]], bits: str, what: str) -> str:
-    families: dict[str, list[tuple[float, float, str]]] = {}
-    for row in rows:
-        told = f"{row['spec']}: KL {kl(row['kl_mean'])} at {row[bits]:.2f} bits"
-        families.setdefault(_family(row["spec"]), []).append((row[bits], row["kl_mean"], told))
-    names = [*FAMILIES, *(name for name in families if name not in FAMILIES)]
-    drawn = [(colour, name) for colour, name in enumerate(names) if name in families]
-    series = [Series(name, sorted(families[name]), colour) for colour, name in drawn]
+    lines: dict[str, list[tuple[float, float]]] = {name: [] for name in FAMILIES}
+    for row in sorted(rows, key=lambda row: row[bits]):
+        lines.setdefault(_family(row["spec"]), []).append((row[bits], row["kl_mean"]))
     widest = max(row[bits] for row in rows)
-    marks = [(float(b), str(b)) for b in range(2, int(widest) + 2, 1 if widest < 7 else 2)]
-    axis = Axis(2.0, marks[-1][0], marks)
-    y = decades([row["kl_mean"] for row in rows])
-    return draw(title, series, axis, y, f"bits per value, {what}", "mean KL, nats per token")
+    marks = {float(n): str(n) for n in range(2, int(widest) + 2, 1 if widest < 7 else 2)}
+    names = (f"bits per value, {what}", "mean KL, nats per token")
+    return draw(title, lines, marks, *names)
 
 
 def _family(spec: str) -> str:

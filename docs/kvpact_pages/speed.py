@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpact_pages.chart import Axis, Series, decades, draw
+from kvpact_pages.chart import draw
 from kvpact_pages.results import FOLDER, MODELS, code, load, table
 
 CONTEXTS = (1024, 4096, 16384, 65536)
@@ -118,22 +118,16 @@ def attention_chart(shape: str) -> str:
     """Draw ms of a step of attention over the context."""
     found = _attention()
     contexts = sorted({key[2] for key in found})
-    series: list[Series] = []
-    every: list[float] = []
     best = [(t, found[shape, 1, t, "4 bits"]) for t in contexts]
     lines = {
         "torch, the fastest of 8 ways": [(t, r["ms"] * r["times_best_torch"]) for t, r in best]
     }
     for name in DRAWN:
         lines[f"kvpact, {name}"] = [(t, found[shape, 1, t, name]["ms"]) for t in contexts]
-    for name, points in lines.items():
-        every += [ms for _, ms in points]
-        told = [(float(t), ms, f"{name}: {ms:.3g} ms at {t:,} tokens") for t, ms in points]
-        series.append(Series(name, told, len(series)))
-    marks = [(float(t), f"{t // 1024}k" if t >= 1024 else str(t)) for t in contexts]
-    axis = Axis(float(contexts[0]), float(contexts[-1]), marks, log=True)
+    marks = {t: f"{t // 1024}k" if t >= 1024 else str(t) for t in contexts}
     title = f"One step of attention, shape {shape}, one thread"
-    return draw(title, series, axis, decades(every), "tokens of context", "ms, less is better")
+    names = ("tokens of context", "ms, less is better")
+    return draw(title, lines, marks, *names, xscale="log")
 
 
 def pictures() -> dict[str, str]:

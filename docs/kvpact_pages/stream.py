@@ -5,47 +5,32 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from matplotlib import rc_context
 from torch import Tensor
 
 import kvpact
 from kvpact.cache.contiguous import ContiguousCache
-from kvpact.snapshot.state import StreamState
+from kvpact.evaluate.canvas import COLOURS
 from kvpact.spec import parse_spec
+from kvpact_pages.chart import STYLE, plot, svg
 from kvpact_pages.results import table
-from kvpact_pages.svg import Drawing
 
 GROUPED = "kivi:bits=4,group=32,sinks=4,window=24"
 SINGLE = "turboquant:bits=4,sinks=4,window=24"
 HELD, DIM = 108, 64
-CELL, LEFT, WIDTH = 3.05, 44.0, 400.0  # of a token, of the lanes, of all
-PACKED, TAIL, SINKS = "c0", "c2", "c1"
 
 
 class State(NamedTuple):
-    """What a stream of keys holds.
-
-    Parameters
-    ----------
-    length, packed, tail_start, sinks : int
-        Tokens held, those that have slots, where the exact tail begins, exact first tokens.
-    exact : tuple of bool
-        Whether each token reads back as it was given.
-    group : int
-        Tokens that are packed together.
-    keep : int
-        Where the last rollback cut; `length` where there was none.
-    fresh : bool
-        Whether the keys of a cache that was given these tokens alone lie in the same bytes.
-    """
+    """What a stream of keys holds."""
 
     length: int
-    packed: int
+    packed: int  # tokens that have slots
     tail_start: int
     sinks: int
-    exact: tuple[bool, ...]
-    group: int
-    keep: int
-    fresh: bool
+    exact: tuple[bool, ...]  # whether each token reads back as it was given
+    group: int  # tokens that are packed together
+    keep: int  # where the last rollback cut; `length` where there was none
+    fresh: bool  # whether a cache that was given these tokens alone holds the same bytes
 
     @property
     def cut_group(self) -> range:
@@ -107,86 +92,49 @@ def rolled_back(spec: str, keep: int, then: int) -> tuple[ContiguousCache, Tenso
     return cache, torch.cat([given[:, :, :keep], later], 2)
 
 
-def keys(cache: ContiguousCache) -> StreamState:
-    """Return what a cache holds of its keys."""
-    streams = cache.snapshot().layer(0).streams
-    assert streams is not None
-    return streams[0]
-
-
-def alike(one: StreamState, other: StreamState) -> bool:
-    """Tell whether two streams hold the same slots and the same exact tokens."""
-    if (one.packed, one.start) != (other.packed, other.start):
-        return False
-    pairs = [(one.tail, other.tail)]
-    if one.sinks is not None and other.sinks is not None:
-        pairs.append((one.sinks, other.sinks))
-    pairs += [(one.slots[name], other.slots[name]) for name in one.slots]
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
 def state(cache: ContiguousCache, given: Tensor, spec: str, keep: int) -> State:
     """Return what a cache holds of the tokens it was given, `keep` of them before a rollback."""
-    stream = keys(cache)
+    found, length, method = cache.snapshot(), given.shape[2], parse_spec(spec).key
+    streams = found.layer(0).streams
+    assert streams is not None
     more = given[:, :, :1]
     read = cache.fork().prefill(0, more, more).k[:, :, :-1]  # as stored before that token
     exact = (read == given).all(-1).flatten().tolist()
-    length, method = given.shape[2], parse_spec(spec).key
-    fresh = alike(stream, keys(cache_of(spec, given)))
     return State(
         length,
-        stream.packed,
-        stream.start,
+        streams[0].packed,
+        streams[0].start,
         min(method.sinks, length),
         tuple(exact),
         method.key_codec(DIM, torch.float32).group,
         keep,
-        fresh,
+        found.digest == cache_of(spec, given).snapshot().digest,
     )
 
 
-def cells(found: State) -> list[dict[int, str]]:
-    """Return how each token is drawn in each lane: faint where another copy is read."""
-
-    def kind(colour: str, is_read: bool) -> str:
-        return f"{colour} fill" + ("" if is_read else " faint")
-
-    exact_from = found.exact_from
-    slots = {t: kind(PACKED, found.sinks <= t < exact_from) for t in range(found.packed)}
-    tail = {
-        t: kind(TAIL, t >= max(exact_from, found.sinks))
-        for t in range(found.tail_start, found.length)
+def lanes(found: State) -> dict[str, dict[int, bool]]:
+    """Return the tokens that are held in each way, and whether it is this copy that is read."""
+    first, last = found.sinks, found.exact_from
+    return {
+        "packed slots": {t: first <= t < last for t in range(found.packed)},
+        "exact tail": {t: t >= max(first, last) for t in range(found.tail_start, found.length)},
+        "exact sinks": dict.fromkeys(range(first), True),
     }
-    sinks = {t: kind(SINKS, True) for t in range(found.sinks)}
-    return [slots, tail, sinks]
 
 
+@rc_context(STYLE)
 def whole(spec: str) -> str:
     """Draw a stream after `HELD` tokens."""
     given = tokens(HELD, seed=1)
     found = state(cache_of(spec, given), given, spec, HELD)
-    picture = Drawing(WIDTH, 130, f"A stream of {HELD} tokens with {spec}")
-    picture.text(12, 17, f"{HELD} tokens, {spec}", "head")
-    for row, (name, drawn) in enumerate(zip(("slots", "tail", "sinks"), cells(found), strict=True)):
-        picture.text(LEFT - 6, 40.5 + 13 * row, name, "small", "end")
-        for token, kind in drawn.items():
-            picture.rect(LEFT + CELL * token, 32 + 13 * row, CELL - 0.7, 9, kind)
-    for token in range(0, HELD, found.group if found.group > 1 else 32):
-        across = LEFT + CELL * token - 0.35
-        picture.line(across, 30, across, 72, "rule")
-        picture.text(across, 82, str(token), "small", "middle")
-    picture.text(LEFT + CELL * HELD, 82, str(HELD), "small", "middle")
-    left = 12.0
-    for colour, name in (
-        (PACKED, "packed"),
-        (TAIL, "exact, at the end"),
-        (SINKS, "exact, at the beginning"),
-    ):
-        picture.rect(left, 94, 9, 9, f"{colour} fill")
-        picture.text(left + 13, 102, name, "small")
-        left += 24 + 5.2 * len(name)
-    picture.text(12, 118, "pale: held, and another copy of the token is read", "small")
-    return picture.svg()
+    axes = plot(f"{HELD} tokens, {spec}", (5.2, 1.6))
+    for (name, held), colour in zip(lanes(found).items(), COLOURS, strict=False):
+        shades = [(colour, 1.0 if read else 0.28) for read in held.values()]
+        axes.barh([name] * len(held), 0.77, 0.7, list(held), color=shades)
+    axes.invert_yaxis()
+    axes.set_xticks([*range(0, HELD, found.group if found.group > 1 else 32), HELD])
+    axes.set_xlabel("token; pale where another copy of it is read")
+    return svg(axes)
 
 
 def rollbacks() -> str:

@@ -1,9 +1,10 @@
 """What the documentation takes from code and committed results is what they hold now."""
 
 import re
+from xml.etree import ElementTree
 
 import pytest
-from kvpact_pages import by_model, cards, faq, pages, quality, stream, svg
+from kvpact_pages import by_model, cards, chart, faq, pages, quality, stream
 from kvpact_pages.pages import DOCS, PAGES
 from kvpact_pages.results import NARROW
 
@@ -74,11 +75,11 @@ def test_the_drawings_are_of_what_the_cache_holds():
     whole = stream.state(cache, given, stream.GROUPED, stream.HELD)
     # The window of 24 begins at 84, in the third group of 32: two groups have left it.
     assert (whole.packed, whole.tail_start, whole.exact_from) == (64, 64, 64)
-    slots, tail, sinks = stream.cells(whole)
+    slots, tail, sinks = stream.lanes(whole).values()
     assert len(slots) == 64 and min(tail) == 64 and max(tail) == 107 and list(sinks) == [0, 1, 2, 3]
     # Another copy of the sinks is read, and of no other token.
-    assert [t for t in slots if "faint" in slots[t]] == [0, 1, 2, 3]
-    assert not [t for t in tail if "faint" in tail[t]]
+    assert [t for t in slots if not slots[t]] == [0, 1, 2, 3]
+    assert all(tail.values())
 
 
 def test_the_rollbacks_are_told_as_they_are():
@@ -97,7 +98,10 @@ def test_a_rollback_shortens_the_window_of_a_method_without_groups():
     assert (found.packed, found.exact_from) == (64, 64)
 
 
-def test_a_picture_says_what_it_shows_and_escapes_it():
-    picture = svg.Drawing(10, 10, "a < b")
-    picture.text(1, 1, "x & y")
-    assert "<title>a &lt; b</title>" in picture.svg() and ">x &amp; y</text>" in picture.svg()
+def test_a_picture_says_what_it_shows_and_is_read_on_dark_pages():
+    points = {"x < y": [(1.0, 2.0), (2.0, 4.0)], "absent": []}
+    drawn = chart.draw("a & b", points, {1.0: "one", 2.0: "two"}, "across", "up")
+    told = [text for text in ElementTree.fromstring(drawn).itertext() if text.strip()]
+    assert {"a & b", "x < y", "one", "two", "across", "up"} <= set(told) and "absent" not in told
+    first, dark = chart.COLOURS[0], chart.DARK[chart.COLOURS[0]]
+    assert f"stroke: {first}" in drawn and f"{{stroke:{dark}!important}}" in drawn
