@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from leaderboard_table import MODELS, Row, load, middle, rows_of
+from matplotlib import rc_context
 
 from kvpact.evaluate.canvas import new_figure, plain_axes
 
@@ -53,9 +54,6 @@ def figures(rows: list[Row]) -> dict[str, Any]:
 
 def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
     """Draw the panel, and write an SVG."""
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "kvpact"  # the same figures are the same file
     inks, points = INKS[mode], shown["kl over bits"]
     figure = new_figure((8.6, 4.4))
     axes = figure.subplots()
@@ -87,7 +85,8 @@ def draw(rows: list[Row], shown: dict[str, Any], mode: str, path: Path) -> None:
     better(axes, inks["muted"])
     figure.tight_layout()
     about = {"Date": None, "Creator": "benchmarks/picture.py", "Description": json.dumps(shown)}
-    figure.savefig(path, transparent=True, metadata=about)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpact"}):
+        figure.savefig(path, transparent=True, metadata=about)
 
 
 def better(axes: Any, colour: str) -> None:

@@ -43,6 +43,7 @@ smartquotes = False
 default_role = "py:obj"
 napoleon_google_docstring = False
 autosummary_generate = False
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_class_signature = "mixed"
 python_use_unqualified_type_names = True

@@ -1,4 +1,4 @@
-"""Places where a long spec may be broken in a narrow table: behind its commas and slashes."""
+"""Where code may be broken: a spec behind its commas and slashes, a signature at any space."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ if TYPE_CHECKING:  # Tests import this where Sphinx is not installed.
 
 _CODE = re.compile(r'(?<=<span class="pre">)[^<]+(?=</span>)')
 _BEHIND = re.compile(r"(?<=[,/])(?=\w)")
+_SIGNATURE = re.compile(r'<dt class="sig .*?</dt>', re.DOTALL)
+_UNBROKEN = re.compile(r'<span class="(?:pre|w)">([^<]*)</span>')
 
 
 def breakable(html: str) -> str:
-    """Return HTML whose inline code may be broken; what is copied from it stays the same."""
+    """Return HTML whose code may be broken; what is copied from it stays the same."""
+    html = _SIGNATURE.sub(lambda found: _UNBROKEN.sub(r"\1", found[0]), html)
     return _CODE.sub(lambda found: _BEHIND.sub("<wbr>", found[0]), html)
 
 

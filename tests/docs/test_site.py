@@ -10,10 +10,10 @@ from kvpact_site.breaks import breakable
 
 DOCS = ROOT / "docs"
 MODULES = {
-    "kvpact": ("caches", "specs", "files", "quality"),
+    "kvpact": ("caches", "layouts", "specs", "files", "compressor", "quality"),
     "kvpact.integrations.transformers": ("transformers",),
     "kvpact.stores": ("stores",),
-    "kvpact.errors": ("errors",),
+    "kvpact.errors": ("specs",),
     "kvpact.testing": ("testing",),
 }
 
@@ -54,7 +54,7 @@ def test_every_public_name_has_a_place(module):
     if ("module", module) in told:
         return
     names = {name for _, name in told}
-    elsewhere = {"errors", "KVPactError"}  # a page of their own
+    elsewhere = {"errors", "KVPactError"}  # of the module of errors
     assert {f"{module}.{name}" for name in set(loaded.__all__) - elsewhere} <= names
     for name in names:
         owner, _, attribute = name.rpartition(".")
@@ -66,3 +66,10 @@ def test_specs_may_be_broken_behind_commas_and_slashes_alone():
     assert breakable(html) == (
         '<p>a,b <span class="pre">int:bits=8/<wbr>kivi:bits=2,<wbr>sinks=0</span></p>'
     )
+
+
+def test_signatures_may_be_broken_anywhere():
+    part = '<span class="n"><span class="pre">a</span></span><span class="w"> </span>'
+    html = f'<dt class="sig sig-object py">{part}</dt><span class="pre">b</span>'
+    short = '<dt class="sig sig-object py"><span class="n">a</span> </dt>'
+    assert breakable(html) == f'{short}<span class="pre">b</span>'
