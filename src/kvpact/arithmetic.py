@@ -12,10 +12,7 @@ from torch import Tensor
 
 
 def divide(x: Tensor, number: float) -> Tensor:
-    """Divide by a number, correctly rounded on every device.
-
-    `x / number` is a product with the reciprocal on a GPU, which may differ in the last bit.
-    """
+    """Divide, correctly rounded; on a GPU `x / number` is a product with the reciprocal."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
@@ -28,31 +25,13 @@ def saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """Take the square root, correctly rounded on every device.
-
-    `x.sqrt()` may come out of a vector library that is a last bit off, another one per processor.
-
-    `x`: any shape, fp32, not negative.
-    """
+    """Take the square root of fp32, correctly rounded on every device, as `x.sqrt()` may not be."""
     # No root of an fp32 number lies so near to the middle of two that fp64 could not tell.
     return x.double().sqrt().to(x.dtype)
 
 
 def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
-    """Sum over `dim` (kept, size 1), pairwise and in a fixed order.
-
-    Parameters
-    ----------
-    x : Tensor
-        Any shape.
-    dim : int
-        The dimension to sum over; may be empty (the sum is then 0).
-
-    Returns
-    -------
-    Tensor
-        `x` with `dim` of size 1.
-    """
+    """Sum over `dim` (kept, size 1), pairwise and in a fixed order; of none the sum is 0."""
     size = x.shape[dim]
     if size == 0:
         return x.sum(dim, keepdim=True)
@@ -65,10 +44,7 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Apply the orthonormal Walsh-Hadamard transform to the last axis; it is its own inverse.
-
-    `x`: `[..., n]` floating point, n a power of two.
-    """
+    """Apply the orthonormal Walsh-Hadamard transform to the last axis; it is its own inverse."""
     n = x.shape[-1]
     if n & (n - 1):
         raise ValueError(f"the Hadamard transform needs a power of two, not {n}")

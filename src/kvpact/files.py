@@ -16,11 +16,9 @@ from kvpact.errors import FormatError
 
 
 def open_regular(path: str | PathLike[str], *, follow: bool = True) -> int:
-    """Open a regular file for reading and return its descriptor.
+    """Open a regular file, a link to one if `follow`; return its descriptor. Raises `FormatError`.
 
     Opening a named pipe would wait for a writer, and a device can be endless; neither is read.
-
-    `follow`: whether it may be a symbolic link. Raises `FormatError`, `OSError`.
     """
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
     refused = FormatError(f"{path} is no regular file")
@@ -47,11 +45,9 @@ def read_regular(path: str | PathLike[str], *, follow: bool = True) -> bytes:
 
 
 def write_atomic(path: str | PathLike[str], data: Any) -> None:
-    """Write a file that nobody ever sees half: beside its place, to the disk, then renamed.
+    """Write a file (mode 0600) that nobody ever sees half: beside its place, synced, then renamed.
 
-    `path`: replaced if it is there. Only its owner can read the file (mode 0600). An `OSError`
-    (no such folder, a full disk) has the path as its `filename`, and leaves a file that was there
-    whole.
+    An `OSError` has the path as its `filename`, and leaves a file that was there whole.
     """
     target = Path(path)
     try:

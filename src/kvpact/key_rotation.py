@@ -13,14 +13,9 @@ from kvpact.errors import FormatError, GeometryError
 def rotations(
     frequencies: Tensor, positions: Tensor, scaling: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines in fp32, as models have them, alike on every machine.
+    """Return cosines and sines `[…, P]` in fp32, as models have them, alike on every machine.
 
-    The angle is rounded to fp32. Its cosine is computed in fp64, so that no library's last bits are
-    seen in fp32.
-
-    `frequencies`: `[P]` fp32, radians per position. `positions`: `[…]` whole numbers; those below 0
-    count as 0. `scaling`, `dtype`: a factor on both, and the dtype that they are rounded to (see
-    `KeyOffset`). Returns `[…, P]` each.
+    The angle is rounded to fp32; its cosine is computed in fp64. Positions below 0 count as 0.
     """
     angles = (positions.clamp(min=0).to(torch.float32).unsqueeze(-1) * frequencies).double()
     cos, sin = angles.cos().float(), angles.sin().float()
@@ -45,11 +40,7 @@ class KeyRotation(NamedTuple):
 
     @classmethod
     def of(cls, frequencies: Tensor, layout: str = "half") -> KeyRotation:
-        """Return the rotation of the first 2 P channels of a head.
-
-        `frequencies`: `[P]`, RoPE's (``inv_freq``); `layout`: whether channels p and p + P are a
-        pair, or 2 p and 2 p + 1. Raises `GeometryError`.
-        """
+        """Return the rotation of a head's first 2 P channels, by RoPE's `[P]` frequencies."""
         if layout not in ("half", "interleaved") or frequencies.dim() != 1:
             raise GeometryError(
                 f"a rotation has [P] frequencies and the layout 'half' or 'interleaved', not "
@@ -63,11 +54,7 @@ class KeyRotation(NamedTuple):
         return cls(frequencies.detach().cpu().float().clone(), channels)
 
     def turn(self, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
-        """Rotate keys in place, or undo it.
-
-        `x`: `[B, H, T, D]` fp32. `positions`: `[B or 1, 1, T]` whole numbers; those below 0 count
-        as 0.
-        """
+        """Rotate keys `[B, H, T, D]` in place by positions `[B or 1, 1, T]`, or undo it."""
         first, second = self.channels.to(x.device, torch.int64).unbind(1)
         cos, sin = rotations(self.frequencies.to(x.device), positions, 1.0, torch.float32)
         sin = -sin if back else sin

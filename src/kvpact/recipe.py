@@ -32,13 +32,7 @@ _KEYS = {"default", "layers", "num_layers", "measured"}
 
 
 def is_recipe(source: SpecLike) -> bool:
-    """Return whether a recipe is given, by name, file or mapping, and not a spec.
-
-    Parameters
-    ----------
-    source : str, Spec, path or mapping
-        Nothing is read.
-    """
+    """Return whether a recipe is given, by name, file or mapping, and not a spec."""
     if isinstance(source, str):
         text = source.strip()
         return text.startswith(RECIPE_PREFIX) or text.endswith(_FILES)
@@ -46,18 +40,7 @@ def is_recipe(source: SpecLike) -> bool:
 
 
 def load_recipe(source: SpecLike) -> Mapping[str, Any]:
-    """Return a recipe as it is written; its specs are not looked at.
-
-    Parameters
-    ----------
-    source : str, path or mapping
-        One for which `is_recipe` is true.
-
-    Raises
-    ------
-    SpecError
-        There is no such recipe, it can't be read, or something else stands in it.
-    """
+    """Return a recipe, for which `is_recipe` is true, as it is written; its specs are not read."""
     if isinstance(source, Mapping):
         recipe = source
     else:
@@ -73,23 +56,7 @@ def load_recipe(source: SpecLike) -> Mapping[str, Any]:
 
 
 def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
-    """Return the spec of every layer.
-
-    Parameters
-    ----------
-    source : str, Spec, path or mapping
-        A spec (the same for all layers), or a recipe: a mapping, the path of a ``.toml`` or
-        ``.json`` file that holds one, or ``recipe:NAME``. Layers count from 0, or from the end with
-        -1, -2, ….
-    num_layers : int
-        Layers of the cache.
-
-    Raises
-    ------
-    SpecError
-        The recipe can't be read, is for another number of layers, or names a layer that is not
-        there or one layer twice.
-    """
+    """Return the spec of every layer: of a spec, or a recipe (mapping, path, ``recipe:NAME``)."""
     if not isinstance(source, PathLike | Mapping) and not is_recipe(source):
         return [parse_spec(source)] * num_layers
     recipe = load_recipe(source)

@@ -103,28 +103,14 @@ def register_method(method: type) -> type:
 
 
 def unregister_method(name: str) -> None:
-    """Take a method that `register_method` added out again.
-
-    Raises
-    ------
-    RegistrationError
-        No method of that name was registered in this process.
-    """
+    """Take a method that `register_method` added out again. Raises `RegistrationError`."""
     with _lock:
         if _registered.pop(name, None) is None:
             raise RegistrationError(f"no method named {name!r} was registered in this process")
 
 
 def find_method(name: str) -> Any:
-    """Return what is registered under `name`: a method class, an `Alias` or a `Foreign` name.
-
-    Raises
-    ------
-    SpecError
-        Nothing has that name.
-    RegistrationError
-        The entry point can't be imported, isn't a method, or two distributions offer the name.
-    """
+    """Return the method class, `Alias` or `Foreign` name of that name. Raises `SpecError`."""
     with _lock:
         if name in _registered:
             return _registered[name]

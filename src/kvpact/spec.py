@@ -206,13 +206,7 @@ def _parse_value(method: str, key: str, text: str, types: Mapping[str, type]) ->
 
 
 def whole_number(text: str) -> int:
-    """Read a whole number in ASCII digits, as `int` does but for underscores and white space.
-
-    Raises
-    ------
-    ValueError
-        Any other text.
-    """
+    """Read a whole number as `int` does but for underscores and blanks. Raises `ValueError`."""
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"{text!r} is no whole number")
     return int(text)

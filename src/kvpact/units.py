@@ -29,20 +29,14 @@ def out_of_window(group: int, window: int, length: int) -> int:
 
 @lru_cache(maxsize=64)
 def learning(learns_from: int, group: int, window: int) -> tuple[int, int]:
-    """Return the first token whose queries a codec learns from, and how many tokens there are then.
-
-    It learns when as many tokens as it wants have left the window.
-    """
+    """Return the first token whose queries a codec learns from, and how many are held then."""
     unit = unit_of(group, window)
     held = window + -(-learns_from // unit) * unit
     return max(held - QUERIES, 0), held
 
 
 def segment_tokens(group: int, tokens: int, device: str = "cpu") -> int:
-    """Return the tokens of a segment where so many are packed.
-
-    Kernels of a GPU want segments of K and of V of one size, which these have from the start.
-    """
+    """Return the tokens of a segment where so many are packed; on a GPU one size from the start."""
     return lcm(TILE if tokens <= FEW and device == "cpu" else SEGMENT_TOKENS, group)
 
 

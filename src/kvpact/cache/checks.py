@@ -30,15 +30,8 @@ def check_tokens(
 ) -> list[float] | None:
     """Raise a named error unless new tokens fit the geometry, each other and what is held.
 
-    `geometry`: what the cache was made for. `k`, `v`, `q`: `[B, H_kv, new, D]`,
-    `[B, H_kv, new, D_v]`, `[B, H_q, new, D]` or None; over latents `[B, 1, new, r]`,
-    `[B, 1, new, d_rope]`, `[B, H_q, new, r + d_rope]`. `held`: a tensor that the layer holds, for
-    its batch, dtype and device. Returns the largest magnitudes in k, v and q; None where checks are
-    deferred.
-
-    Raises `GeometryError` (wrong rank, heads, width, batch or number of tokens); `DtypeError` (a
-    dtype other than fp32, fp16, bf16; or not that of the tokens held); `DeviceError` (tensors on
-    different devices); `NonFiniteError` (NaN or infinity; a query of a magnitude of 1e31 and more).
+    `q` may be None; `held`: a tensor of the layer, for its batch, dtype and device. Returns the
+    largest magnitudes in k, v and q; None where checks are deferred.
     """
     heads = geometry.num_kv_heads
     given: list[tuple[str, Tensor, int | None, int]]

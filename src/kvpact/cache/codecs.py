@@ -38,10 +38,7 @@ def states_of(
     geometry: CacheGeometry,
     device: torch.device | str | None = None,
 ) -> Mapping[int, tuple[Learnt, Learnt]]:
-    """Return what codecs are to learn from, or learnt, by layer; a model's on a device.
-
-    Raises `SpecError` where a method learns, and the model's calibration has nothing of it.
-    """
+    """Return what codecs learn from, or learnt, by layer, on a device. Raises `SpecError`."""
     if isinstance(calibration, ModelCalibration):
         held = calibration.needed(specs)
         return (held if device is None else held.to(device)).states(specs, geometry)
@@ -54,13 +51,7 @@ def layer_codecs(
     calibration: Calibration | None,
     offsets: KeyOffsets | None = None,
 ) -> list[tuple[Codec, Codec]]:
-    """Return a pair of codecs per layer, for K and for V.
-
-    `geometry`: its dtype is that of the tokens to come; that of the calibration tokens (or fp32) if
-    it has none. `calibration`: for methods that learn from tokens; others have no use for it.
-    `offsets`: layer -> `KeyOffset`, which is taken off calibration keys: the first stands at
-    position 0.
-    """
+    """Return the codecs of K and V per layer, fitted; calibration keys begin at position 0."""
     given = states_of(calibration, specs, geometry)
     for layer in given:
         check_layer(layer, len(specs))

@@ -84,10 +84,7 @@ class ContiguousCache(BatchRows):
     def _check(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor | None, config: AttendConfig
     ) -> list[float] | None:
-        """Raise a named error unless a layer, whose lock is held, can take new tokens.
-
-        Returns what `check_tokens` does.
-        """
+        """Do what `check_tokens` does for a layer, whose lock is held, and check its room."""
         entry = self._layers[layer]
         held = entry._held.k
         sizes = check_tokens(self.geometry, k, v, q, held and held.memory.tensor)

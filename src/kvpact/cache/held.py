@@ -92,10 +92,7 @@ def next_padding(held: Held, config: AttendConfig, batch: int) -> Tensor | None:
 def next_offset(
     offset: KnownByPosition, held: Held, config: AttendConfig, padding: Tensor | None
 ) -> KnownByPosition:
-    """Return the offset of keys with what `config` says of rows that hold no real token yet.
-
-    `padding` is `next_padding`, with which positions begin if nothing else is said.
-    """
+    """Return the offset of keys with what `config` or padding says of rows without a real token."""
     # A rotation is undone as it was done, whatever it begins with: padding is saved anyway.
     told = config.origin if isinstance(offset, RowOffset) else None
     given = padding if told is None else told
@@ -121,11 +118,7 @@ class Holder(Protocol):
 
 
 def exchange(layers: Sequence[Holder], states: Sequence[Held]) -> None:
-    """Let each layer hold its state: all of them, or none.
-
-    That is one call of C, in which no interrupt is delivered: the old states are kept until its
-    end, so nothing is freed, and no code of Python runs, in between.
-    """
+    """Let all layers hold their states, or none: in one call of C no interrupt is delivered."""
     if len(layers) == 1:
         layers[0]._held = states[0]
         return

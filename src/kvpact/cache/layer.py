@@ -130,10 +130,7 @@ class CacheLayer:
         q: Tensor | None = None,
         sizes: Sizes = None,
     ) -> LayerPlan:
-        """Encode new tokens and allocate what they need; the layer stays as it is.
-
-        A codec that learns may learn from `q`, too. `sizes` are those of `check_tokens`.
-        """
+        """Encode new tokens and allocate what they need; the layer stays as it is."""
         if not self._clean:
             self.settle()
         held = self._held
@@ -160,10 +157,7 @@ class CacheLayer:
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
 
     def commit(self, plan: LayerPlan) -> Step:
-        """Carry out a plan; the caller has held the lock since `prepare`.
-
-        Raises `KernelError` where the native encoder refuses; the layer is as before.
-        """
+        """Carry out a plan, or raise `KernelError`; the lock was held since `prepare`."""
         self.write(plan)
         self._held = plan.after
         return self.stored(plan)
@@ -188,10 +182,7 @@ class CacheLayer:
         return plan.step._replace(view=self._view(self._held, plan.step.padding), k=k, v=v)
 
     def settle(self) -> None:
-        """Zero the slots of tokens that are not held: a rollback's, or an append's that failed.
-
-        Slots that others read, too, wait until they are copied, or this layer's alone.
-        """
+        """Zero the slots of tokens that are not held; shared ones wait until they are copied."""
         streams = self._held.streams()
         self._clean = all([stream.store.clear_from(stream.packed) for stream in streams])
 
@@ -283,10 +274,7 @@ class CacheLayer:
                 self.settle()
 
     def truncated(self, length: int) -> Held:
-        """Return what is held without the tokens from `length` on; the layer stays as it is.
-
-        Slots are to be cleared before the next append, whether or not the layer comes to hold that.
-        """
+        """Return what is held without the tokens from `length` on; an append settles first."""
         held = self._held
         if held.k is None or held.v is None or length >= held.k.length:
             return held
@@ -299,11 +287,7 @@ class CacheLayer:
         return Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
 
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
-        """Return a copy that shares the slots until one side writes.
-
-        With `make_store` the copy's slots lie in stores of that making, which hold them already,
-        and it shares the lock.
-        """
+        """Return a copy that shares slots until one side writes; with `make_store`, the lock."""
         with self.lock:
             if not self._clean:
                 self.settle()

@@ -13,11 +13,7 @@ T = TypeVar("T")
 
 
 def detached(call: Callable[P, T]) -> Callable[P, T]:
-    """Let a call run without gradients, and outside of inference mode.
-
-    What a cache keeps is updated in place later, maybe outside of that mode, where torch refuses
-    updates of tensors that were made inside.
-    """
+    """Run a call without gradients and outside inference mode: what it keeps is updated later."""
 
     @wraps(call)
     def run(*args: P.args, **options: P.kwargs) -> T:

@@ -48,12 +48,7 @@ def attend(
     mask: Tensor | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Store new tokens of a layer and attend; `EngineCache.attend` as ``torch.ops.kvpact.attend``.
-
-    `layer`, `k`, `v`, `q`: as in `EngineCache.attend`; `softmax_scale`, `softcap`,
-    `sliding_window`, `is_causal`, `mask`, `sink_logits`: as in `AttendConfig`. Returns
-    `[B, H_q, new, D_v]` in q's dtype. Raises `KVPactError`.
-    """
+    """Store new tokens and attend as `EngineCache.attend` does, by ``torch.ops.kvpact.attend``."""
     known = _caches.get(cache)
     if known is None:
         raise KVPactError(f"operator call for cache {cache}, which is gone; keep a reference to it")

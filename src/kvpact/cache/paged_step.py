@@ -33,8 +33,7 @@ def store_rows(
 ) -> list[Step]:
     """Carry out `PagedKVCache.step`; the tokens were checked, as `good` tells.
 
-    The layer's lock is held from the count of the pages to the end, so two calls for one layer go
-    one after the other, and nobody cuts or frees a sequence in between.
+    The layer's lock is held throughout, so that nobody cuts or frees a sequence in between.
     """
     with cache.layer_locks[layer]:
         counts = [k.shape[2] for k, _ in tokens.values()]
@@ -102,11 +101,7 @@ def quick_rows(
     q: Tensor,
     config: AttendConfig,
 ) -> Tensor | None:
-    """Carry out `PagedView.attend` in one call of a backend.
-
-    `seqs`: a sequence for each row; `k`, `v`, `q`, `config`: as of `PagedView.attend`, not yet
-    checked. None where the ordinary way has to be taken; nothing is stored then.
-    """
+    """Carry out `PagedView.attend` in one call of a backend; None, nothing stored, if it can't."""
     with cache.layer_locks[layer]:
         rows = cache.known_rows.pop(layer, None)
         if rows is None or rows.seqs != seqs or not rows.stand():

@@ -107,10 +107,7 @@ class PagePool:
         return [t for pair in self.storage for fields in pair.values() for t in fields.values()]
 
     def take(self, count: int, why: str) -> list[int]:
-        """Return pages, zeroed, with one reference each.
-
-        Raises `CacheFull` where there are fewer free ones; none is taken.
-        """
+        """Return pages, zeroed, with one reference each; none is taken if `CacheFull` is raised."""
         with self.lock:
             if count > len(self._free):
                 raise CacheFull(

@@ -21,10 +21,7 @@ def _first_tokens(batch: int, count: int, device: torch.device) -> Tensor:
 def sink_positions(
     batch: int, count: int, device: torch.device, padding: Tensor | None
 ) -> tuple[Tensor, int]:
-    """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last.
-
-    `batch`, `count`: rows, and sinks of each; `padding`: `[B]` left-padding tokens of each row.
-    """
+    """Return where each row's sink tokens stand, `[B, S]`, and the position behind the last."""
     if padding is None:
         return _first_tokens(batch, count, device), count
     positions = padding.unsqueeze(1) + torch.arange(count, dtype=torch.int64, device="cpu")
@@ -32,10 +29,7 @@ def sink_positions(
 
 
 def filled_sinks(sinks: Tensor, x: Tensor, place: Tensor) -> Tensor:
-    """Return sinks with those of the tokens `x` (`[B, H, T, D]`) among which they stand at `place`.
-
-    `place` is `[B, S]`; what is no number from 0 to T - 1 is not among them.
-    """
+    """Return sinks with those of `x` (`[B, H, T, D]`) at `place` (`[B, S]`), where that is in x."""
     among = (place >= 0) & (place < x.shape[2])
     # No host read: every sink takes a token, and those that are not among these keep their own.
     index = torch.where(among, place, 0)[:, None, :, None]
@@ -84,11 +78,7 @@ PAID = 64
 def next_memory(
     memory: TokenMemory, tail_start: int, held: int, spare: int, x: Tensor, start: int
 ) -> tuple[TokenMemory, int]:
-    """Return where the tail from `start` on lies with new tokens, and the room behind them.
-
-    `memory`, `tail_start`, `held`, `spare`: as the stream has them (`held` is its length). Room is
-    written to at once: no view reaches there.
-    """
+    """Return where the tail from `start` on lies with new tokens `x`, and the room behind them."""
     new = x.shape[2]
     length, kept = held + new, max(held - start, 0)
     if kept and spare >= new and (start == tail_start or spare > SLACK):

@@ -51,11 +51,7 @@ def known_dtype(dtype: Any) -> torch.dtype:
 
 
 def as_rows(name: str, given: Any, kv_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return `[n, kv_dim]` numbers in a cache's dtype.
-
-    `given`: `[kv_dim]` or `[n, kv_dim]`; fp32, fp16 or bf16, rounded to `dtype` where it is
-    another. Raises `DtypeError`, `DeviceError`, `GeometryError`, `NonFiniteError`.
-    """
+    """Return `[kv_dim]` or `[n, kv_dim]` numbers as `[n, kv_dim]` in a cache's dtype, checked."""
     if isinstance(given, np.ndarray):
         if given.dtype not in (np.dtype(np.float32), np.dtype(np.float16)):
             raise DtypeError(f"{name} is {given.dtype}; cast it to float32 or float16")
@@ -81,10 +77,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def write_payload(snapshot: KVSnapshot, kv_dim: int, dtype: torch.dtype) -> bytes:
-    """Return a snapshot as one safetensors buffer, every byte of it under a checksum.
-
-    A section per layer, K then V; `kvpact.snapshot.Container` says what surrounds them.
-    """
+    """Return a snapshot as one checked safetensors buffer: a section per layer, K then V."""
     tensors, runs = [], []
     if snapshot.seq_len:
         for layer, pair in enumerate(zip(snapshot.keys, snapshot.values, strict=True)):

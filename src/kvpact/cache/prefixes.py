@@ -25,11 +25,7 @@ class SharedPage:
 
 
 def page_keys(token_ids: Sequence[int], page_size: int, salt: bytes = b"") -> list[bytes]:
-    """Return a key for each full page: a hash chain, so a key stands for all tokens up to it.
-
-    `token_ids`: from the sequence's first token on; `salt`: what the chain begins with: other
-    salts, other keys. Raises `GeometryError`.
-    """
+    """Return a key for each full page: a hash chain that begins with `salt`."""
     try:
         ids = [operator.index(token) for token in token_ids]
     except TypeError:

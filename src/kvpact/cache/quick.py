@@ -22,11 +22,7 @@ _new = tuple.__new__  # takes a third of the time of a NamedTuple's own construc
 def quick_attend(
     layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, max_tokens: int | None
 ) -> Tensor | None:
-    """Carry out `CacheLayer.attend` in one call of a backend.
-
-    `k`, `v`, `q`, `config`: as of `CacheLayer.attend`, not yet checked; `max_tokens`: the layer may
-    not hold more than so many. None where the ordinary way has to be taken; nothing is stored then.
-    """
+    """Carry out `CacheLayer.attend` in one call of a backend; None, nothing stored, if it can't."""
     if layer._held.plan is None:
         return None
     with layer.lock:
@@ -46,11 +42,7 @@ def quick_attend(
 def first_step(
     layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, like: StepRunner | None
 ) -> Tensor | None:
-    """Carry out a step, and those after it that are like it, in one call each.
-
-    The call was checked, or it fits the runner `like` of another layer with the same plan. The
-    layer's lock is held. None where the ordinary way has to be taken; nothing is stored then.
-    """
+    """Carry out a step, and let those like it take one call each; None where it can't."""
     made = make_runner(layer, k, v, q, config, like)
     return _run_step(layer, k, v, q, config) if made else None
 
@@ -85,12 +77,9 @@ def quick_step(
     index: int | None = None,
     stay: bool = False,
 ) -> tuple[Held, StepRow] | None:
-    """Return what a layer holds after a step, and what a backend has to do.
+    """Return what a layer holds after a step, and what a backend has to do; None where it can't.
 
-    Memory behind the tail, that nobody reads, may be written to.
-
-    `index`: which row of the tensors is the layer's, where it is one of many; `stay`: the slots are
-    known to lie where they lay. None where the step has to be made the ordinary way.
+    `index`: the layer's row, where it is one of many; `stay`: slots lie where they lay.
     """
     k_before, v_before, padding, version, plan, good, seen, runner = layer._held
     if k_before is None or v_before is None or runner is None:
@@ -123,11 +112,7 @@ def quick_step(
 
 
 def counted(layer: Holder, new: int) -> Held | None:
-    """Return what a layer holds after a step that a device carried out by itself.
-
-    `new`: new tokens, for which there was room. None for a step that packs a group of tokens, or
-    has no room.
-    """
+    """Return what a layer holds after a step by a device; None where it packs, or has no room."""
     held, streams = layer._held, []
     for stream in held.streams():
         length = stream.length + new

@@ -19,11 +19,7 @@ _NORESERVE = 0x4000 if (platform.system(), platform.machine()) in _NORESERVE_ON 
 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros on the CPU whose memory the system claims when it is written to.
-
-    `torch.empty` would do so only where the allocator has no memory of its own to hand out again.
-    The pages are given back when the last view of the tensor is gone.
-    """
+    """Return zeros on the CPU whose memory is claimed when written to, unlike `torch.empty`'s."""
     count = 1
     for size in shape:
         count *= size

@@ -48,10 +48,7 @@ def rewind(layer: CacheLayer, held: Held) -> None:
 
 
 def seal(layer: CacheLayer, tokens: int) -> None:
-    """Pack up to `tokens` tokens of a layer, whole groups, also where the window still has them.
-
-    Nothing is packed by a codec that is still to learn, nor onto pages of other sequences.
-    """
+    """Pack up to `tokens` tokens, whole groups, the window's too, where slots may be written."""
     with layer.lock:
         if not layer.clean:
             layer.settle()

@@ -16,10 +16,7 @@ from kvpact.geometry import check_count
 
 
 def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
-    """Stand in the place of `__reduce_ex__` for caches, which locks and addresses are part of.
-
-    Always raises `SnapshotError`, which says what to do instead.
-    """
+    """Raise `SnapshotError`: locks and addresses are part of a cache; for `__reduce_ex__`."""
     raise SnapshotError(
         f"{type(cache).__name__} can't be pickled: take snapshot(), which can be saved and "
         "restored; copy.deepcopy makes a copy in memory"

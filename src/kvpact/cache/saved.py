@@ -97,10 +97,7 @@ def layer_state(layer: CacheLayer) -> LayerState:
 
 
 def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) -> LayerState:
-    """Return the tokens `first <= t < last` of a layer as a part: slots, and sinks among them.
-
-    `first`, `last`: all packed; multiples of every field's unit.
-    """
+    """Return the tokens `first <= t < last` of a layer, all packed: slots and sinks."""
     with layer.lock:
         k, v = (_packed_part(stream, first, last) for stream in layer.streams())
         return LayerState(spec, (k, v), None)
@@ -153,11 +150,7 @@ def check_fits(
 def restored_layer(
     empty: CacheLayer, state: LayerState, device: torch.device, shared: bool
 ) -> CacheLayer:
-    """Fill an empty layer with a state.
-
-    `empty`: with the spec and the storage wanted; storage has room already where it is reserved.
-    `shared`: whether the layer's codecs serve others too and must have learnt the same already.
-    """
+    """Fill an empty layer with a state; `shared` codecs must have learnt the same already."""
     if state.streams is None:
         return empty
     streams = []
@@ -210,10 +203,7 @@ def _seen(stream: Stream, keys: StreamState, device: torch.device) -> Tensor | N
 def check_stream(
     codec: Codec, state: StreamState, window: int, coded: Tensor | None = None
 ) -> None:
-    """Raise `FormatError` unless a stream's state is one that a cache could have been in.
-
-    `coded` is the tail as it is going to be encoded, where that is without an offset.
-    """
+    """Raise `FormatError` unless a cache could have had this state; `coded`: the tail encoded."""
     exact = [state.tail] if state.sinks is None else [state.tail, state.sinks]
     finite = all(bool(torch.isfinite(tensor).all()) for tensor in exact)
     _need(finite, "exact tokens that are not finite")

@@ -25,11 +25,7 @@ class SegmentStore(Protocol):
     segment_tokens: int
 
     def grown(self, tokens: int, kept: int) -> SegmentStore:
-        """Return a store with room for `tokens` tokens, to be written from `kept` on.
-
-        Segments that a fork shares and that will be written are copied; the copies hold nothing
-        from `kept` on.
-        """
+        """Return a store with room for `tokens` tokens; what is shared from `kept` on is copied."""
         ...
 
     def made_for(self, codec: Codec) -> SegmentStore:

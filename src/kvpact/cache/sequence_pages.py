@@ -81,10 +81,7 @@ class SequencePages:
         )
 
     def _alone(self, action: Callable[[], T]) -> T:
-        """Run `action` while no other call is at work in any layer, under the pool's lock.
-
-        Locks are taken in one order: the layers', the first layer's first, then the pool's.
-        """
+        """Run `action` while no other call is at work in any layer, under the pool's lock."""
         taken: list[Any] = [None]
         release: Callable[[], object]
         # No interrupt is delivered within a call of C: a lock that is taken is in the list, and one

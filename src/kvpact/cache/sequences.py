@@ -112,10 +112,7 @@ class KnownRows(NamedTuple):
 def hold_packed(
     layer: CacheLayer, tokens: int, geometry: CacheGeometry, like: Tensor, sinks: SinkPair
 ) -> None:
-    """Let a new layer hold `tokens` tokens that are packed in its stores already, and their sinks.
-
-    `like` has their dtype and device. Nobody else knows the layer yet: no lock is taken.
-    """
+    """Let a new layer hold tokens that are packed in its stores, and their sinks."""
     streams = []
     for key, dim in ((True, geometry.head_dim), (False, geometry.value_dim)):
         x = like.new_zeros(1, geometry.num_kv_heads, 0, dim)

@@ -13,14 +13,7 @@ from kvpact.spec import Spec, parse_spec
 
 
 def cache_specs(source: SpecLike | Sequence[Spec], geometry: CacheGeometry) -> list[Spec]:
-    """Return a spec per layer.
-
-    `source`: a spec or recipe, completed for latents (`latent_spec`); or one finished spec per
-    layer. `geometry`: whose layers.
-
-    Raises `SpecError` (a spec or recipe can't be read); `GeometryError` (no geometry; a sequence of
-    specs has another length than there are layers).
-    """
+    """Return a spec per layer: of a spec or recipe, completed for latents, or of a sequence."""
     if not isinstance(geometry, CacheGeometry):
         raise GeometryError(_no_geometry(source, geometry))
     if isinstance(source, Sequence) and not isinstance(source, str):
@@ -39,11 +32,7 @@ def _no_geometry(source: object, geometry: object) -> str:
 
 
 def latent_spec(spec: Spec, rope: str | None = None) -> Spec:
-    """Return a spec for latents: its first method for `c_kv`, a second one for `k_rope`.
-
-    `spec`: a method behind the slash is for `k_rope`. `rope`: the method for `k_rope`. If neither
-    names one: 8-bit integers with the same sinks and window, or exact where the latent is exact.
-    """
+    """Return a spec for latents; without one for `k_rope` 8-bit integers, or exact with `none`."""
     two = spec.slashed or spec.key != spec.value
     if rope is not None:
         chosen = parse_spec(rope)

@@ -125,11 +125,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
 def paged_stats(
     sequences: list[list[CacheLayer]], pool: list[Tensor], total: int, compute: Compute
 ) -> dict[str, Any]:
-    """Return `cache_stats` of sequences on a pool; bytes of slots are the pool's, used or not.
-
-    ``codes`` and ``side`` count the slots that sequences use, shared ones once per sequence but
-    never more than the pool; ``unused`` is the rest of the pool.
-    """
+    """Return `cache_stats` of sequences on a pool; slots are the pool's, shared ones count once."""
     layers = [layer for sequence in sequences for layer in sequence]
     stats = cache_stats(layers, "paged", compute)
     held = sum(tensor.nbytes for tensor in pool)

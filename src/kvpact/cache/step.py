@@ -96,12 +96,8 @@ def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfi
 def dequant_result(step: Step, q: Tensor | None, config: AttendConfig) -> DequantResult:
     """Return K and V of the tokens held and of new ones, decompressed when read.
 
-    Over latents the result is what absorbed attention sees: K is `[c_kv, k_rope]`, V is `c_kv`, and
-    there is no `logit_bias`.
-
-    `step`: the tokens held before, and the new ones. Its lock is held while a tile of the past is
-    read. `q`: `[B, H_q, new, D]`. With a method that has a bias (TurboQuant prod), K comes without
-    it and the result has a `logit_bias` in units of the scaled logits; without q the bias is in K.
+    Over latents K is `[c_kv, k_rope]` and V is `c_kv`, as absorbed attention sees them. With `q`, a
+    method's bias (TurboQuant prod) is the result's `logit_bias`, without it is in K.
     """
     view, k, v = step.view, step.k, step.v
     # A latent is key and value at once: as a value it has to be whole.

@@ -85,12 +85,7 @@ class Stream(NamedTuple):
         plan: StreamPlan,
         offset: KnownByPosition | None = None,
     ) -> Stream:
-        """Return a stream for tokens like `[B, H, T, D]` that holds none.
-
-        `like`: has the shape, dtype and device of the tokens to come; its tokens are not looked at.
-        `sinks`, `window`: exact tokens at the beginning and at the end. `offset`: what is taken off
-        tokens before they are encoded.
-        """
+        """Return a stream for tokens like `[B, H, T, D]` that holds none."""
         batch, heads, _, dim = like.shape
         memory = TokenMemory(like.new_zeros(batch, heads, 0, dim), 0)
         return cls(codec, window, plan, store, 0, memory, 0, 0, 0, None, sinks, offset)
@@ -108,11 +103,7 @@ class Stream(NamedTuple):
         sinks: Tensor | None,
         slots: Mapping[str, Tensor] | None = None,
     ) -> Stream:
-        """Return an empty stream with what another held.
-
-        `packed`, `tail_start`: as in `Stream`. `slots`: field -> `[B, H, units, …]` of the packed
-        tokens, which are copied; they are in the store already if omitted.
-        """
+        """Return an empty stream with what another held; `slots` may be in the store already."""
         store = self.store.grown(packed, 0)
         size = store.segment_tokens
         for field in self.codec.fields if slots else ():
@@ -130,11 +121,9 @@ class Stream(NamedTuple):
     def prepare(
         self, x: Tensor, padding: Tensor | None, seen: Tensor | None, size: float | None = None
     ) -> AppendPlan:
-        """Encode tokens and allocate what they need.
+        """Encode tokens `[B, H, new, D]`, checked, and allocate what they need.
 
-        `x`: `[B, H, new, D]`, checked; `padding`: `[B]` left-padding tokens of each row; `seen`:
-        `[B, H, n, D]`, what queries are like, see `Held`; `size`: the largest magnitude in `x`,
-        where it is known. Raises `NonFiniteError`.
+        `seen`: see `Held`; `size`: the largest magnitude in `x`, where it is known.
         """
         given, x = x, x.to(self.memory.tensor.dtype)
         coded = x if self.offset is None else self.coded(given, self.length)
@@ -288,11 +277,7 @@ class Stream(NamedTuple):
         return StreamView(*exact, positions, end, check, self.offset, window)
 
     def truncate(self, length: int, padding: Tensor | None) -> Stream:
-        """Return the stream without the tokens from `length` on (at most what is held).
-
-        Their slots are still to be cleared: `store.clear_from(packed)`. `padding`: `[B]`
-        left-padding tokens of each row.
-        """
+        """Return the stream without the tokens from `length` on; their slots are to be cleared."""
         start, packed, sinks = min(self.tail_start, length), self.packed, self.sinks
         tail = self.memory.tokens(start, length).clone()
         if length < packed:
@@ -371,10 +356,7 @@ class AppendPlan(NamedTuple):
     pieces: list[Piece]
 
     def write(self) -> None:
-        """Write the new slots, which are zero and lie behind all that the stream holds now.
-
-        Raises `KernelError` where the native encoder refuses; some slots may be written.
-        """
+        """Write the new slots, behind all that is held now; some may be written if it raises."""
         if not self.pieces:
             return
         source, size = self.after.store.source(), self.after.store.segment_tokens

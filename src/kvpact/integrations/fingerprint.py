@@ -21,12 +21,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 
 
 def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """Return a BLAKE2b-256 over a config and all weights: names, dtypes, shapes and bytes.
-
-    `weights`: tensors by name, e.g. `model.state_dict()`. Every byte is read: about a second per
-    gigabyte. `config`: JSON-ready data, e.g. `model.config.to_dict()`. Returns 64 hexadecimal
-    digits; equal for equal weights and configs, in any order, on any device.
-    """
+    """Return a BLAKE2b-256, in hexadecimal, over a config and every byte of all weights by name."""
     digest = hashlib.blake2b(digest_size=32)
 
     def add(data: bytes) -> None:
@@ -46,13 +41,7 @@ def fingerprint(weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> str
 
 
 def files_fingerprint(folder: str | PathLike[str], config: Mapping[str, Any]) -> str:
-    """Return a BLAKE2b-256 over a config and the files of weights in a folder.
-
-    `folder`: every ``.safetensors``, ``.bin``, ``.pt`` and ``.gguf`` file in it is read: about a
-    second per gigabyte. Where there is none, all files are. `config`: JSON-ready data, e.g.
-    ``config.to_dict()``. Returns 64 hexadecimal digits; equal for equal files and configs, wherever
-    the folder is. Equal weights in other files have another one, and so has `fingerprint`.
-    """
+    """Return a BLAKE2b-256 over a config and a folder's files of weights, or all if none are."""
     files = sorted(path for path in Path(folder).iterdir() if path.is_file())
     weights = [path for path in files if path.suffix in _WEIGHTS] or files
     if not weights:
@@ -86,11 +75,7 @@ def require_adapter_name(model: Any, adapter: str | None) -> None:
 def model_fingerprint(model: Any, *, adapter: str | None = None) -> str:
     """Return the `fingerprint` of a transformers model as it is loaded.
 
-    Adapters that are merged are in the weights. Of others the weights are seen, active or not, and
-    neither which one is active nor its scaling; so those have to be named.
-
-    `adapter`: needed where the model has adapters: a name that stands for what is active now. It
-    changes nothing in the fingerprint of a model that has none. Raises `MismatchError`.
+    `adapter`: a name for what is active now, needed where there are adapters that are not merged.
     """
     require_adapter_name(model, adapter)
     config = model.config.to_dict()

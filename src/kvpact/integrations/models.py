@@ -41,11 +41,7 @@ def load_model(
 
 
 def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
-    """Load the config of a causal language model; no weights are read.
-
-    `name_or_path`: as of `load_model`, or the path of a ``config.json``. A packaged model is
-    converted first where it has not been yet. Raises `BackendUnavailable`, `KVPactError`.
-    """
+    """Load the config of a model that `load_model` knows, or a ``config.json``, without weights."""
     require("transformers")
     from transformers import AutoConfig
 
@@ -100,10 +96,7 @@ class _Place(NamedTuple):
 
 
 def check_model(name_or_path: str | os.PathLike[str]) -> None:
-    """Raise what `load_model` would raise for a model that is not there, without loading it.
-
-    Whether a hub knows a model id is not asked.
-    """
+    """Raise what `load_model` would for a model that is not there; hubs are not asked."""
     require("transformers")
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()

@@ -100,11 +100,7 @@ PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
 def model_cache_dir() -> Path:
-    """Folder in which converted models are kept.
-
-    Returns ``$KVPACT_CACHE``, else ``$XDG_CACHE_HOME/kvpact``, else ``kvpact`` in the platform's
-    cache folder. It need not exist yet.
-    """
+    """Folder for converted models: ``$KVPACT_CACHE``, or kvpact in the platform's cache folder."""
     if own := os.environ.get("KVPACT_CACHE"):
         return Path(own).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -117,10 +113,7 @@ def model_cache_dir() -> Path:
 
 
 def packaged_folder(model: PackagedModel) -> Path:
-    """Folder with the converted model; made on first use, made again where files are missing.
-
-    It holds what ``from_pretrained`` reads: fp32 safetensors, tokenizer and configuration.
-    """
+    """Folder with the converted model, made on first use: what ``from_pretrained`` reads."""
     parts, folder = model.files(), model.folder()
     if _is_complete(folder):
         return folder

@@ -119,11 +119,7 @@ class ChunkKind:
     def pack(
         self, layers: Sequence[CacheLayer], first: int, last: int, ids: Sequence[int]
     ) -> Iterator[bytes]:
-        """Yield the blobs of a sequence's chunks `first <= i < last`, slots as they lie.
-
-        `layers`: what the sequence holds; the chunks' tokens are packed in all of them. `ids`: the
-        sequence's token ids; their hash goes into the blobs.
-        """
+        """Yield the blobs of a sequence's chunks `first <= i < last`, slots as they lie."""
         states = [
             packed_part(layer, spec, first * self.size, last * self.size)
             for layer, spec in zip(layers, self._specs_json, strict=True)

@@ -305,10 +305,7 @@ class PrefixCache:
 
 
 def token_ids(tokens: Tokens) -> list[int]:
-    """Return token ids, `[T]` or `[1, T]`, as a list.
-
-    Raises `GeometryError` (a tensor of another shape, or not of whole numbers).
-    """
+    """Return token ids, `[T]` or `[1, T]`, as a list. Raises `GeometryError`."""
     if not isinstance(tokens, Tensor):
         return list(tokens)
     if tokens.dim() not in (1, 2) or (tokens.dim() == 2 and tokens.shape[0] != 1):

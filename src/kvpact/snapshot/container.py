@@ -142,12 +142,7 @@ class Container:
     def build(
         cls, kind: str, version: int, manifest: Mapping[str, Any], tensors: Named, runs: Runs
     ) -> Self:
-        """Make a container in memory.
-
-        `kind`, `version`: the format's name and version. `manifest`: JSON-ready data; ``sections``
-        is added. `tensors`: in the order of their bytes. `runs`: repetitions and byte lengths: how
-        the tensors' bytes are cut into sections.
-        """
+        """Make a container: tensors one by one, cut into sections as `runs` say."""
         count = sum(repeat * len(sizes) for repeat, sizes in runs)
         named: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
             (TABLE, torch.uint8, (count, _SUM))
@@ -181,10 +176,7 @@ class Container:
 
     @classmethod
     def open(cls, path: str | PathLike[str], kind: str, *versions: int) -> Self:
-        """Map a file; header and table are read and checked, sections when they are used.
-
-        The file may be replaced or deleted meanwhile, but not cut short.
-        """
+        """Map a file, which may be replaced but not cut short; sections are checked when used."""
         with os.fdopen(open_regular(path), "rb") as file:
             try:
                 buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -236,10 +228,7 @@ class Container:
         return found
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Check every section; `progress(done, total)` is called after each.
-
-        Raises `IntegrityError` (one was changed).
-        """
+        """Check every section and call `progress(done, total)`. Raises `IntegrityError`."""
         place = self._data + self.entries[TABLE].end
         for index in range(self.num_sections):
             begin, end = self._bounds(index)

@@ -108,11 +108,7 @@ def header_length(first: bytes, total: int) -> int:
 
 
 def parse_header(text: bytes, room: int) -> Header:
-    """Read a header.
-
-    `text`: without the 8 bytes of its length. `room`: bytes behind the header; tensors have to fill
-    them exactly. Raises `FormatError`.
-    """
+    """Read a header, without the 8 bytes of its length; tensors fill `room` bytes behind it."""
     stripped = text.rstrip(b" ")
     if len(text) % 8 or len(text) - len(stripped) > 7:
         raise FormatError("the header's padding is wrong")

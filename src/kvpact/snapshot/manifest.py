@@ -88,10 +88,7 @@ class StreamEntry:
     query_energy: int | None = None
 
     def tensors(self) -> dict[str, int | None]:
-        """Return the tensors beside the pages, in the file's order; the tokens of those by token.
-
-        These are `[B, H, tokens, D]`.
-        """
+        """Return the tensors beside the pages and their tokens, None for those not by token."""
         learnt: dict[str, int | None] = {f"learnt.{part}": None for part in self.learnt}
         if self.offset is not None:
             learnt |= dict.fromkeys(OFFSET_TENSORS)
@@ -162,10 +159,7 @@ class Manifest:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of files in which this may stand, the one that is written last.
-
-        Before version 4 tokens without slots were an open group, and energies fp32.
-        """
+        """Versions of files in which this may stand, the one that is written last."""
         streams = [stream for entry in self.layers for stream in entry.streams or ()]
         early = WITH_OFFSETS if any(stream.offset for stream in streams) else VERSION
         early = WITH_ENERGIES if any(stream.query_energy for stream in streams) else early

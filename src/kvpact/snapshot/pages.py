@@ -22,15 +22,9 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """Return a tensor on the CPU: itself, or a copy that is complete.
+    """Return a tensor on the CPU: itself, or a complete copy.
 
-    A CUDA device writes page-locked memory by itself, several times as fast as other memory, which
-    the driver copies once more, piece by piece. The copy has a stream of its own and waits for what
-    the current one has queued so far: what other threads queue in the meantime, such as the next
-    step of a model, neither delays it nor waits for it.
-
-    `x`: any; strides may have gaps. The result has no gradients. A copy from a CUDA device
-    is page-locked: keep what is made of it, not the copy itself.
+    From a CUDA device it is copied to page-locked memory on a stream of its own, beside other work.
     """
     x = x.detach()
     if x.device.type != "cuda":
@@ -51,11 +45,7 @@ def page_bytes(fields: Sequence[FieldInfo], rows: int, page_size: int) -> int:
 
 
 def pack_pages(streams: Sequence[StreamState], pages: int, page_size: int) -> Tensor:
-    """Return the bytes of streams, `[P, n]` uint8: in a page stream after stream, field by field.
-
-    `streams`: K and V of a layer. Their slots begin where the pages do. `pages`, `page_size`: how
-    many pages, and tokens per page.
-    """
+    """Return the bytes of K and V of a layer, `[P, n]` uint8: in a page field by field."""
     parts = [
         _paged(stream.slots.get(field.name), field, pages, page_size, stream.tail.shape[:2])
         for stream in streams
@@ -80,10 +70,7 @@ def _paged(
 def unpack_pages(
     data: Tensor, fields: Sequence[tuple[FieldInfo, ...]], rows: tuple[int, int], page_size: int
 ) -> list[Mapping[str, Tensor]]:
-    """Return the slots of each stream, `[B, H, units, *shape]` by field name.
-
-    `data`: `[P, n]` uint8, what `pack_pages` gave.
-    """
+    """Return each stream's slots `[B, H, units, *shape]` by field, of what `pack_pages` gave."""
     found: list[Mapping[str, Tensor]] = []
     pages, place = data.shape[0], 0
     for stream in fields:

@@ -59,10 +59,7 @@ class Blobs:
 
     @contextmanager
     def written(self, head: bytes, blob: memoryview) -> Iterator[Path]:
-        """Yield a synced file with these bytes, beside the others; gone afterwards if not renamed.
-
-        It stays locked until then: what is not locked in ``tmp`` was left by a dead writer.
-        """
+        """Yield a synced, locked file with these bytes, gone afterwards if it is not renamed."""
         path, handle = self._aside()
         try:
             for part in (memoryview(head), blob):
@@ -105,10 +102,7 @@ class Blobs:
         return f"{digest[:2]}/{digest}"
 
     def read(self, file: str) -> bytes | None:
-        """Return a file's bytes, or None where it is gone or its name is none of ours.
-
-        What is no regular file reads as empty, so that it is taken for a damaged entry.
-        """
+        """Return a file's bytes; None where it is gone, empty where it is no regular file."""
         try:
             named = _FILE.fullmatch(file)
             return read_regular(self.folder / file, follow=False) if named else None

@@ -59,11 +59,7 @@ class Client:
             raise RuntimeError(f"the shared memory is refused (Mooncake's error {code})")
 
     def put(self, name: str, at: int, size: int) -> int:
-        """Store bytes in place of what was there; return 0 or an error.
-
-        Mooncake's own put keeps what is there, or is about to be, and says that all is well; its
-        `upsert` keeps the memory of an object of another size for ten minutes.
-        """
+        """Store bytes in place of what was there, which Mooncake's own put would keep."""
         end = time.monotonic() + self._patience
         while (code := self.remove(name)) == NOT_READY and time.monotonic() < end:
             time.sleep(0.005)  # until the other who stores it has done so
@@ -92,10 +88,7 @@ class Client:
         return int(self._store.is_exist(self._prefix + name))
 
     def remove(self, name: str) -> int:
-        """Remove an object, although it was read a moment ago; return 0 or an error.
-
-        Whoever reads it at this moment may read other bytes; its checksum tells.
-        """
+        """Remove an object at once, although it was read a moment ago; return 0 or an error."""
         return int(self._store.remove(self._prefix + name, True))
 
     def names(self, host: str, port: int, timeout: float) -> list[str] | str:

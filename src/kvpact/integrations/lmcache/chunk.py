@@ -117,12 +117,7 @@ class ChunkFormat:
         return header + blob
 
     def unpack(self, data: bytes, name: str, out: Sequence[Tensor]) -> None:
-        """Write what `pack` was given, as it was stored, into a chunk's tensors.
-
-        Nothing is written before every byte was checked.
-
-        `data`: as many as `nbytes` says.
-        """
+        """Write what `pack` was given into a chunk's tensors, when every byte is checked."""
         # What can't be packed is no reason to call the bytes damaged.
         sizes = [self._file_bytes(tuple(x.shape), x.dtype) for x in out]
         files = self._files(memoryview(unseal(name, data).blob), sizes)

@@ -35,13 +35,7 @@ class KVPactSerde:
         self._refused: set[str] = set()
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since the start.
-
-        ``stored`` and ``loaded`` are chunks, with their bytes as they lie in the store
-        (``stored_bytes``) and before (``given_bytes``). ``not_stored`` chunks were refused;
-        ``damaged`` ones had changed bytes; ``mismatched`` ones are whole and of another spec, shape
-        or version, or the engine's tensors are none that can be read into.
-        """
+        """Return counts since the start: chunks, their bytes in the store, and before."""
         names = ("stored", "stored_bytes", "given_bytes", "not_stored")
         with self._lock:
             counts = {n: self._counts[n] for n in (*names, "loaded", "damaged", "mismatched")}
@@ -52,11 +46,7 @@ class KVPactSerde:
             self._counts.update(counts)
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
-        """Return the bytes of a chunk, to the byte.
-
-        For chunks that can't be packed it is 1, and `serialize` raises: LMCache asks while it
-        holds locks that an error here would leave held.
-        """
+        """Return the bytes of a chunk; 1 if it can't be packed: LMCache holds locks here."""
         try:
             return self.chunks.nbytes(zip(layout_desc.shapes, layout_desc.dtypes, strict=True))
         except KVPactError as error:
@@ -79,10 +69,7 @@ class KVPactSerde:
         return len(data)
 
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
-        """Read a chunk; what can't be served is counted and told, and removed.
-
-        Raises what `ChunkFormat.unpack` raises; the chunk is as before.
-        """
+        """Read a chunk, or raise; what can't be served is counted, told and removed."""
         try:
             self.chunks.unpack(bytes(src.byte_array), key_hash(key), _tensors(dst))
         except KVPactError as error:

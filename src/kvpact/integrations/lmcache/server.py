@@ -32,11 +32,7 @@ class Served:
         self.server: Any = None
 
     def make(self, options: dict[str, Any]) -> KVPactSerde:
-        """Return the serde of one adapter.
-
-        `options`: ``spec`` and ``head_dim``; ``value_dim`` if it differs; ``cpu_block_size`` for
-        vLLM's CPU worker, or 0. Raises `SpecError`, `GeometryError`, `BackendUnavailable`.
-        """
+        """Return the serde of one adapter with options as of docs/serving.md."""
         given = {name: value for name, value in options.items() if name != "max_workers"}
         _check_names(given)
         width = given["head_dim"]
@@ -123,10 +119,7 @@ def _check_names(options: Mapping[str, Any]) -> None:
 
 
 def register() -> None:
-    """Make the serde ``kvpact`` known to LMCache in this process.
-
-    Raises `BackendUnavailable` (LMCache is not installed).
-    """
+    """Make the serde ``kvpact`` known to LMCache in this process. Raises `BackendUnavailable`."""
     try:
         from lmcache.v1.distributed.serde import get_registered_serde_types, register_serde_factory
     except ImportError as error:
@@ -138,12 +131,7 @@ def register() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``lmcache`` with these arguments, with the serde and, for ``server``, its module.
-
-    `argv`: what stands behind ``lmcache``; the process's own arguments if omitted.
-
-    Raises `BackendUnavailable` (LMCache is not installed).
-    """
+    """Run ``lmcache`` with these arguments, with the serde and, for ``server``, its module."""
     register()
     from lmcache.cli.main import main as lmcache
     from lmcache.logging import init_logger

@@ -70,9 +70,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers' interface asks for it; the weights never exist.
 
-    `query`: `[B, H_q, S, D]`; `key`, `value`: `[B, H_kv, T, D or D_v]`, handles or tensors. Returns
-    `[B, S, H_q, D_v]`. Raises `KVPactError` for training with a compressed cache, and for an
-    argument that is not known to be honoured or to change nothing.
+    Raises `KVPactError` in training, and for an argument that is not known to be honoured.
     """
     if not kwargs.keys() <= _KNOWN:
         _refuse_others(kwargs)

@@ -100,11 +100,7 @@ def query_energy(seen: SeenLayer) -> Tensor:
 
 
 def key_rotations(model: Any) -> dict[int, KeyRotation]:
-    """Return what turns a model's keys by their positions, by layer; nothing where it is not known.
-
-    That is where the model has no RoPE, one whose frequencies depend on the text's length, or
-    positions of several axes (images).
-    """
+    """Return what turns keys by their positions, by layer, where one set of frequencies does."""
     config = model.config.get_text_config(decoder=True)
     data = config.to_dict()
     if rope_by_length(data) or "mrope_section" in str(data):
@@ -126,11 +122,7 @@ def _turns(rotary: Any) -> bool:
 
 
 def output_energies(model: Any) -> dict[int, Tensor]:
-    """Return the squares of what the output projections make of V's channels, by layer.
-
-    `[H_kv, D_v]`, summed over the query heads of each KV head; layers whose projection is not found
-    are left out.
-    """
+    """Return the squares of what output projections make of V's channels, `[H_kv, D_v]` a layer."""
     config = model.config.get_text_config(decoder=True)
     found = {}
     for _, attention in modules_named(model, "self_attn", "attention"):

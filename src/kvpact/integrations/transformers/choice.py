@@ -74,10 +74,8 @@ def _asks_by_name(module: str) -> bool:
 def choose_attention(config: PreTrainedConfig, attention: str, sparse: bool = False) -> Loan | None:
     """Register ``kvpact`` and make it the config's attention in place of ``sdpa``.
 
-    `attention`: ``keep`` leaves the config alone. `sparse`: whether some layers may choose the
-    tokens that they attend to. They say so in a mask only under ``sdpa`` and ``eager``, so the
-    config is left alone. The cache holds what is returned: when the last cache of a config is gone,
-    its attention is again what it was. None where the config was left alone.
+    The cache holds the `Loan` returned, at whose end the config is as before. None where it was
+    left alone: for ``keep``, and for `sparse` layers, which ``sdpa`` and ``eager`` alone serve.
     """
     if attention not in ("auto", "keep"):
         raise SpecError(f"attention should be 'auto' or 'keep', not {attention!r}")

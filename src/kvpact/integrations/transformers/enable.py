@@ -114,11 +114,7 @@ class _CacheMaker(_Hook):
     def __call__(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Prepare a cache as the model's class does, then replace it.
-
-        `generation_config`: of this call of `generate`; `model_kwargs`: where a cache is written
-        to, unless the caller's is there already.
-        """
+        """Prepare a cache as the model's class does, then replace it in `model_kwargs`."""
         mode = args[0] if args else kwargs.get("generation_mode")
         given = any(model_kwargs.get(name) is not None for name in CACHE_NAMES)
         if given or generation_config.use_cache is False:

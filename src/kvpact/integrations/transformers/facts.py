@@ -86,10 +86,7 @@ def layer_facts(config: Any) -> LayerFacts:
 
 
 def _require_known(config: Any, types: Iterable[str]) -> None:
-    """Raise if transformers has no cache layer for one of the types.
-
-    Some types are known only once the file is imported that has the code of the model.
-    """
+    """Raise if transformers has no cache layer for a type, once the model's code is imported."""
     if not set(types) <= DYNAMIC_LAYER_TYPE_MAPPING.keys():
         with suppress(ImportError):
             importlib.import_module(modeling_module(config))

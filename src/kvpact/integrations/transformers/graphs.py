@@ -219,10 +219,7 @@ class DecodeGraph:
 
 
 def _captured(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return what replays a step, as a graph where there is a device for that.
-
-    Interpreted kernels run the step again, with what the host knew when it was captured.
-    """
+    """Return what replays a step: a graph, or, where kernels are interpreted, the step itself."""
     if device.type != "cuda":
         return step
     new_stream: Any = torch.cuda.Stream

@@ -58,11 +58,7 @@ class HeadTokens:
 
 
 def hand_on(config: Any) -> None:
-    """Make the attention classes of a config's model hand handles on, before they are first used.
-
-    `config`: the decoder's. Models from elsewhere are met in their first call to attention
-    (`meet`).
-    """
+    """Make the attention classes of a decoder config's model hand handles on."""
     for attention in list(vars(sys.modules.get(modeling_module(config)) or object).values()):
         if isinstance(attention, type):
             meet(attention)
@@ -127,11 +123,7 @@ _seen: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def _is_plain(module: Any, expand: Expand) -> bool:
-    """Whether `expand_kv` does what absorption assumes now.
-
-    Not so where `kv_b_proj` is no plain linear layer (quantised weights, an adapter), has a bias or
-    hooks, or is offloaded. What `expand_kv` itself does is seen on random tokens, once per module.
-    """
+    """Whether `expand_kv` is what absorption assumes: one linear layer, without bias or hooks."""
     names = ("kv_b_proj", "qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim")
     if not all(hasattr(module, name) for name in names):
         return False

@@ -152,11 +152,7 @@ class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ign
 
 
 def _returned_pair(tokens: NewTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `update` returns for K and V of all tokens.
-
-    Attention that is known to run on any tensor gets handles. Any other (``flex_attention``
-    compiles its inputs, ``flash_attention_2`` reads their memory) gets decompressed K and V.
-    """
+    """Return handles for K and V of all tokens; decompressed ones where attention reads memory."""
     shared = tokens.shared
     differentiable = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     made: tuple[Tensor, Tensor]

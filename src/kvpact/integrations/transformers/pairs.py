@@ -62,10 +62,7 @@ class UpdateOrder:
         return first if first is not None and first.layer.get_seq_length() > first.held else None
 
     def repeated(self, index: int, layer: Any) -> FirstLayer | None:
-        """Note an update that is about to be made; return the layer if it repeats a call's first.
-
-        `index`: which of the model's layers; `layer`: the one of the cache.
-        """
+        """Note an update to come; return the layer if it repeats a call's first."""
         first = self.first()
         if first is not None and index == self._latest:
             return first
@@ -77,10 +74,7 @@ class UpdateOrder:
 
 
 def may_cross_attend(*configs: Any) -> bool:
-    """Whether one of these configs tells that its models may have cross-attention.
-
-    Parts of encoder-decoder models say in their config that they are none (`BartForCausalLM`).
-    """
+    """Whether a config, or its class (`BartForCausalLM`), tells of cross-attention."""
     names = "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size"
     return any(
         getattr(type(config), "is_encoder_decoder", False)

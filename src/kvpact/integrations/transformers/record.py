@@ -145,13 +145,9 @@ def full_attention_layers(model: PreTrainedModel) -> frozenset[int]:
 
 @contextmanager
 def seen_attention(model: PreTrainedModel) -> Iterator[Seen]:
-    """Show what a model's attention is given, as long as the context lasts.
+    """Show what a model's attention is given, in `Seen`, as long as the context lasts.
 
-    Every pass within it attends exactly, but for what `Seen.read` puts in the place of K and V. The
-    model's attention is as before afterwards, errors included.
-
-    What it yields is filled by each pass; `Seen.check` tells whether every layer with full
-    attention is there.
+    Every pass attends exactly, but for what `Seen.read` puts in the place of K and V.
     """
     wanted, config = full_attention_layers(model), model.config.get_text_config(decoder=True)
     AttentionInterface.register(RECORDING, _recording)

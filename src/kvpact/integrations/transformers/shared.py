@@ -146,11 +146,7 @@ class SharedState:
         return self.caches()
 
     def look(self, held: int) -> None:
-        """Look at the numbers of a call's tokens that wait: those after the first `held`.
-
-        Raises `NonFiniteError` (some can't be stored: in no layer does one of them wait any
-        longer).
-        """
+        """Store a call's tokens that may not be storable later; if that raises, none waits."""
         waiting = [tokens for tokens in self.waiting if tokens is not None]
         doubtful = [tokens for tokens in waiting if not tokens.fits(held)]
         try:

@@ -125,11 +125,7 @@ class NewTokens:
         return self._layer + 1 == len(self.shared.waiting)
 
     def wait_whole(self, k: Tensor, v: Tensor) -> bool:
-        """Let a cache's first tokens wait, and be read, as they are; False where they can't.
-
-        As long as none is to be packed the layer is an exact cache, whose K and V any attention
-        takes; those of the next calls join them (`grow`). `k`, `v`: as the model gave them.
-        """
+        """Let a cache's first tokens wait, and be read, as they are; False where they can't."""
         shared, cache = self.shared, self._cache
         if not shared.may_wait or not isinstance(cache, ContiguousCache):
             return False
@@ -179,11 +175,7 @@ class NewTokens:
         _read.last, self.expanded = ref(self), ref(k)
 
     def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
-        """Attend over the past and these tokens, and store them; all or nothing.
-
-        Raises what `ContiguousCache.attend` does, and `KVPactError` for a second use in a paged
-        cache.
-        """
+        """Attend over the past and these tokens, and store them; all or nothing."""
         if q.dtype not in DTYPES:
             return self.attend(q.float(), config).to(q.dtype)
         if self.shared.waiting[self._layer] is not self:
@@ -234,11 +226,7 @@ class NewTokens:
             shared.end_call()
 
     def part(self, side: str) -> Tensor:
-        """Return K (``k``) or V (``v``) of all tokens, decompressed, in the dtype of the new ones.
-
-        Raises `KVPactError` (rows of a paged cache have unlike lengths, or these tokens were used
-        already).
-        """
+        """Return K (``k``) or V (``v``) of all tokens, decompressed, in the new ones' dtype."""
         index = 0 if side == "k" else 1
         whole = (self.k, self.v) if self.fresh else self._all()
         return whole[index].to(self._dtypes[index])
@@ -292,10 +280,7 @@ class NewTokens:
             )
 
     def own_padding(self, padding: Tensor) -> Tensor | None:
-        """Return the `[B]` padding within each row, unless the cache knows it already.
-
-        In a paged cache what stands left of a shorter row is not in it.
-        """
+        """Return the `[B]` padding that is in each row, unless the cache knows it already."""
         lengths = self._lengths()
         held: int | Tensor = self.total - self.k.shape[2]
         if lengths:
@@ -313,11 +298,7 @@ class NewTokens:
         return latent and self.shared.exact_new and first and self._waits
 
     def origins(self, position_ids: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Return `[B]`, which token stands at position 0, where padding does not say it.
-
-        None where keys have no offset, and where the rule of `AttendConfig` holds. `position_ids`
-        is `[B or 1, new]`, as the model was given it.
-        """
+        """Return `[B]`, which token stands at position 0, where padding does not say it."""
         cache = self._cache.cache if isinstance(self._cache, PagedView) else self._cache
         batch, _, new, _ = self.k.shape
         begins = self.total == new
@@ -348,11 +329,7 @@ class NewTokens:
 
 
 def as_stored(k: Tensor, v: Tensor, held: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Return K and V in one dtype that a cache holds.
-
-    Under autocast RoPE makes K fp32 while V stays bf16: both become fp32. Numbers of float64 lose
-    digits, which is said once. Where the tokens held have a wider dtype, new ones get it too.
-    """
+    """Return K and V in one dtype that a cache holds: the wider one (autocast), but not float64."""
     dtype = torch.promote_types(k.dtype, v.dtype)
     if dtype is torch.float64:
         say_once("float64", "K and V of dtype float64 are stored and attended to in float32")

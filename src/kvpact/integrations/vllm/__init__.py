@@ -28,16 +28,7 @@ _ON_CUDA = (
 
 
 def register() -> None:
-    """Make vLLM's attention that of kvpact, where ``KVPACT_VLLM_SPEC`` is set.
-
-    Raises
-    ------
-    SpecError
-        The variable is no spec, or one whose slots can't lie in vLLM's pages. A recipe is read when
-        the model is loaded, since it names layers.
-    BackendUnavailable
-        vLLM runs on neither a CPU nor a CUDA device.
-    """
+    """Make vLLM's attention that of kvpact, where ``KVPACT_VLLM_SPEC`` is set."""
     text = served()
     if text is None:
         return

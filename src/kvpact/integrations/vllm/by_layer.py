@@ -23,14 +23,10 @@ def give_backends(
     stored: Callable[[type, Spec], type],
     sliding: Callable[[int], type],
 ) -> None:
-    """Give each attention layer of a model the backend class of its kind.
+    """Give each attention layer of a model that is of the `plain` backend that of its kind.
 
-    `layers`: the model's layers by name; those whose ``attn_backend`` is `plain`, or a kind of it,
-    and stores by no spec yet are given another. `plain`: the backend class that vLLM gives all
-    layers of attention. `specs`: of the model's layers, by number. `stored`: returns the class of
-    layers with full attention that store by a spec, from the one that they have. `sliding`: returns
-    the class of layers with a sliding window, from the bytes that a token has in the largest of the
-    layers with full attention. Raises `SpecError`.
+    `stored`: makes the class of layers that store by a spec; `sliding`: that of layers with a
+    sliding window, of the bytes of a token in the largest of the others.
     """
     plains = {
         name: layer
@@ -67,13 +63,6 @@ def layer_number(name: str, count: int) -> int:
 
 
 def sliding_block(tokens: int, own: int, full: int) -> int:
-    """Return how many tokens a page of a layer with a sliding window should have.
-
-    vLLM makes the pages of all layers as large as the largest of them, and fills up the others.
-
-    `own`, `full`: bytes of a token in a layer with a sliding window, and in the largest with full
-    attention. Returns the largest part of `tokens` in whole tiles whose page is not larger than
-    theirs; one tile where there is none.
-    """
+    """Return the most tokens, whole tiles and a part of `tokens`, whose page is no larger."""
     parts = (n for n in range(TILE, tokens + 1, TILE) if tokens % n == 0)
     return max((n for n in parts if n * own <= tokens * full), default=TILE)

@@ -74,10 +74,7 @@ _lock = threading.Lock()
 
 
 def share_store(options: ConnectorOptions) -> Store:
-    """Open the store, or return that which this process has open; give it back by `release_store`.
-
-    vLLM makes a connector for its scheduler and one for its worker, mostly in one process.
-    """
+    """Open the store, or return the one that this process (scheduler, worker) has open."""
     which = options.store, options.secret_file
     with _lock:
         if which in _shared:

@@ -28,13 +28,9 @@ def orders_of(layer: Any, tokens: int, dim: int, dtype: torch.dtype) -> tuple[Te
 def page_orders(
     isa: str | None, tokens: int, dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return where the numbers of K and of V lie in their half of a head's part of a page.
+    """Return where the number ``token * dim + channel`` of K, and of V, lies in its half of a page.
 
-    Known numbers are written by vLLM's kernel and read as they lie. Its order differs by
-    instruction set, and may by version.
-
-    `isa`: vLLM's name of an instruction set; if omitted, the one that it takes here. Returns
-    `[tokens * dim]` int64 each: the place of the number ``token * dim + channel``.
+    vLLM's kernel writes known numbers: its order differs by instruction set, and may by version.
     """
     isa = isa or _get_attn_isa(dtype, tokens, dim)
     numbers = torch.arange(tokens * dim, dtype=torch.int64, device="cpu")

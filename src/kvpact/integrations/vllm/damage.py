@@ -28,10 +28,7 @@ class Damage:
         return bool(self._pages) and not self._pages.isdisjoint(pages)
 
     def whole(self, rows: list[Row], out: Tensor) -> list[Row]:
-        """Return the rows that read no damaged page; the others get NaN, and damage their pages.
-
-        Pages that the former begin to write to are whole from here on.
-        """
+        """Return the rows that read no damaged page; the others get NaN, and damage their pages."""
         if not self._pages:
             return rows
         whole = []
@@ -59,11 +56,7 @@ class Damage:
 
 
 def storable(prepare: Callable[[int], object], count: int) -> int:
-    """Return how many of the first tokens of a call can be stored.
-
-    `prepare`: raises `NonFiniteError` where one of the first n tokens can't. `count`: tokens; not
-    all of them can.
-    """
+    """Return how many of the first tokens of a call `prepare` accepts, fewer than all."""
     good, bad = 0, count
     while bad - good > 1:
         middle = (good + bad) // 2

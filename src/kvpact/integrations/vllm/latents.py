@@ -103,13 +103,7 @@ class LatentImpl(KVPactImpl):
         output: Tensor,
         output_scale: Tensor | None = None,
     ) -> None:
-        """Attend and store; parameters as of vLLM's `MLAAttentionImpl.forward_mha`.
-
-        `q`: `[tokens, H, d_nope + d_rope]`, rotated. `kv_c_normed`: `[tokens, r]`, the new latents.
-        `k_pe`: `[tokens, 1, d_rope]`, the new rotated keys. `kv_c_and_k_pe_cache`: `[P, N, C]`
-        uint8, the pages. `k_scale`: of vLLM's own fp8 caches; not used. `output`:
-        `[tokens, H * d_v]`, overwritten.
-        """
+        """Attend and store; parameters as of vLLM's `MLAAttentionImpl.forward_mha`."""
         if self._own is None:
             # vLLM hands over no layer here, and the layer has the weights.
             self._own = next(x for x in self._layers.values() if getattr(x, "impl", None) is self)

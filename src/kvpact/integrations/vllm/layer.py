@@ -98,17 +98,10 @@ class PagedLayer:
         config: AttendConfig,
         prompts: Sequence[Run] = (),
     ) -> dict[int, NonFiniteError]:
-        """Attend, then store the new tokens.
+        """Attend, then store the new tokens; return which rows were cut, by their starts, and why.
 
-        A new token is attended as it was given, by itself and the tokens of the same call; so are
-        those in the window. Others are attended as they are stored. From a token on that the method
-        can't hold, nothing of its sequence is stored, and its outputs are NaN (`damage.py`).
-
-        `rows`: the sequences: prompts, chunks of prompts and single tokens in any order. None reads
-        a page that another one fills (see `waves`). `q`: `[tokens, H_q, D]`. `k`, `v`:
-        `[tokens, H_kv, D]` and `[tokens, H_kv, D_v]`. `out`: `[tokens, H_q, D_v]`, overwritten.
-        `prompts`: those of the rows that another kernel attends with (see `Scratch.plan`). Returns
-        the sequences that were cut in this call, by the start of their rows, and why.
+        `rows`: prompts, chunks of these and single tokens, as of `waves`. `q`, `k`, `v`, `out`:
+        `[tokens, heads, D]`. `prompts`: rows that another kernel attends with (`Scratch.plan`).
         """
         cut: dict[int, NonFiniteError] = {}
         rows, batch = self.damage.whole(list(rows), out), _Batch(q, k, v, out, config)
@@ -154,11 +147,7 @@ class PagedLayer:
         self.damage.mend(pages)
 
     def _decode(self, parts: list[_Part], batch: _Batch) -> bool:
-        """Carry out `step` for single new tokens in one native call.
-
-        False where there is no such call, or a token may be beyond the method's range: then nothing
-        is stored.
-        """
+        """Step single new tokens in one native call; False, nothing stored, where it can't."""
         tokens = _places([row.start for row, _ in parts], batch.q.device)
         q, k, v = (x[tokens].unsqueeze(2) for x in batch[:3])
         runners = self._runners_for(parts, q, k, v, batch.config)
@@ -241,11 +230,7 @@ class PagedLayer:
         cut: dict[int, NonFiniteError],
         others: Collection[int] = (),
     ) -> list[tuple[_Part, _Writers]]:
-        """Do all that can refuse tokens, before anything is attended or written.
-
-        Queries of the rows that start at `others` may be no numbers: the engine's own kernel
-        attends with them, and its outputs are NaN then. Returns what of the rows can be stored.
-        """
+        """Return what of the rows can be stored; queries of `others` may be no numbers."""
         ready = []
         for row, window in parts:
             try:

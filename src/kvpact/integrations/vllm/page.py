@@ -46,10 +46,7 @@ class PageForm:
         self.content = ceil(end / tokens)
 
     def fields(self, pages: Tensor) -> tuple[Segment, Segment]:
-        """Return K's and V's fields of all pages, `[P, H, units, *shape]` each, as views.
-
-        `pages`: `[P, H, N, C]` uint8 from vLLM. Raises `GeometryError`.
-        """
+        """Return K's and V's fields of pages `[P, H, N, C]`, `[P, H, units, *shape]`, as views."""
         strides = (pages.shape[2] * pages.shape[3], pages.shape[3], 1) if pages.dim() == 4 else ()
         if (
             pages.dtype is not torch.uint8

@@ -97,10 +97,7 @@ class Scratch:
         self.nbytes = whole.nbytes + self._piece.nbytes + self._slots.nbytes
 
     def plan(self, rows: Sequence[Row]) -> list[Run]:
-        """Return the calls for those rows of a batch that have more than `FEW` new tokens.
-
-        A call takes rows that stand side by side, as many as the pages hold.
-        """
+        """Return the calls for rows with more than `FEW` new tokens, side by side."""
         runs: list[list[Row]] = []
         pages = 0
         for row in rows:
@@ -178,11 +175,7 @@ class Run(NamedTuple):
         out: Tensor,
         config: AttendConfig,
     ) -> None:
-        """Attend with the new tokens in one layer.
-
-        `views`: what each row holds before them; `qkv`: the batch's queries, keys and values,
-        `[tokens, heads, D]`; `out`: `[tokens, H_q, D]`, overwritten where the rows' tokens stand.
-        """
+        """Attend with the new tokens in one layer; `views`: what each row holds before them."""
         q, k, v = (x[self.start : self.end] for x in qkv)
         pages, put = self.scratch.pages, self.scratch.kernel.put
         for view, places in zip(views, self.places, strict=True):

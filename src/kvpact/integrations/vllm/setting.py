@@ -28,11 +28,7 @@ def served() -> str | None:
 
 
 def served_specs(num_layers: int) -> list[Spec]:
-    """Return the spec that the pages of each layer of the model are to hold.
-
-    Raises `SpecError` (none is set, it can't be read, or a spec is one that pages can't hold:
-    `check_serves` has the reasons).
-    """
+    """Return the spec that the pages of each layer of the model are to hold. Raises `SpecError`."""
     text = served()
     if text is None:
         raise SpecError(f"{SETTING} is not set: name a spec or a recipe")
@@ -43,11 +39,7 @@ def served_specs(num_layers: int) -> list[Spec]:
 
 
 def check_serves(spec: Spec, setting: str = SETTING) -> None:
-    """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share.
-
-    Sinks are exact tokens of one sequence; a group is packed when its last token comes; what a
-    method learns belongs to one cache.
-    """
+    """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share."""
     for side, codec in zip("KV", codecs(spec, 64, 64, torch.float32), strict=True):
         reason = ""
         if codec.learns_from or not codec.ready:
@@ -82,11 +74,7 @@ def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec,
 def native_plan(
     k: Codec, v: Codec, dtype: torch.dtype, device: torch.device = _CPU, latent: bool = False
 ) -> Plan:
-    """Return who computes on a device: the kernels made for it, all of it.
-
-    With `latent` K and V are MLA latents and rotated keys. On a GPU checks are deferred: no step
-    makes the host wait for one.
-    """
+    """Return who computes on a device: the kernels made for it; on a GPU checks are deferred."""
     on_cpu = device.type == "cpu"
     compute: Compute = choose("cpu") if on_cpu else choose("triton", check="deferred")
     return compute.plan(

@@ -22,10 +22,7 @@ class SlidingBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """Return a layer's page format: fewer tokens in a page than kvpact's pages have.
-
-        vLLM asks for the bytes of a single token, too; such a page is none, and stays.
-        """
+        """Return a layer's page format, with fewer tokens in a page than kvpact's have."""
         if spec.block_size < TILE:
             return spec
         own = spec.page_size_bytes // spec.block_size

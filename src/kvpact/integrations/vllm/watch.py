@@ -48,10 +48,7 @@ class Watch:
         self._layers.add(layer)
 
     def read(self) -> list[Row]:
-        """Return the rows of the last batch with tokens that could not be stored; mark their pages.
-
-        The host waits for the device.
-        """
+        """Return the last batch's rows that could not be stored, with their pages marked."""
         if bool(self._good.all()):
             return []
         bad = set(torch.nonzero(~self._good).flatten().tolist())

@@ -42,9 +42,7 @@ class Row(NamedTuple):
 def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
     """Return the rows of a batch in parts, of which each reads what the earlier ones stored.
 
-    vLLM offers a page to other sequences as soon as it has scheduled the tokens that fill it. So
-    one sequence of a batch may begin with tokens that another one of the same batch has yet to
-    store. Nearly always there is one part; within a part no row reads a page that another fills.
+    vLLM offers a page to others once the tokens that fill it are scheduled, in the same batch too.
     """
     parts, left = [], list(rows)
     while left:
@@ -137,11 +135,7 @@ class WindowPool:
         return [max(window.first, window.end - self.width) for window in windows]
 
     def make_room(self, windows: Sequence[Window]) -> None:
-        """See that one more token fits behind each window.
-
-        All are moved when one has to be: from then on they are moved in the same steps, and in the
-        steps between these what kernels were told of addresses stays.
-        """
+        """See that one more token fits behind each window: all are moved when one has to be."""
         room = self.width + SLACK
         if self.width and room in [w.end - w.memories[0].start for w in windows]:
             for window, start in zip(windows, self.exact_from(windows), strict=True):
