@@ -130,7 +130,9 @@ def measures(rows: list[Row]) -> list[Measure]:
 
 def figure(value: float) -> str:
     """Return a KL with three significant figures."""
-    return f"{value:.3g}" if value < 1e-4 else f"{value:.5f}" if value < 1 else f"{value:.2f}"
+    if value < 1e-4:
+        return f"{value:.3g}".replace("e-0", "e-")
+    return f"{value:.5f}" if value < 1 else f"{value:.2f}"
 
 
 def ranked(rows: list[Row], measure: Measure) -> tuple[Row, Row | None, int]:

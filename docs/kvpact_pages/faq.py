@@ -31,14 +31,8 @@ def contexts() -> str:
 
 def ranks() -> str:
     """Return the KL of specs of 3 to 3.75 bits on both models, and their ranks."""
-    specs = (
-        "trellis:bits=3",
-        "kvarn:bits=3",
-        "int:bits=3,rotate=true",
-        "turboquant:bits=3",
-        "int:bits=3",
-        "kivi:bits=2",
-    )
+    specs = ["trellis:bits=3", "kvarn:bits=3", "int:bits=3,rotate=true"]
+    specs += ["turboquant:bits=3", "int:bits=3", "kivi:bits=2"]
     columns: list[list[str]] = [list(map(code, specs))]
     for model in ("smollm2", "gemma3"):
         found = {r["spec"]: r["kl_mean"] for r in load(f"models/{model}/eval.json")}

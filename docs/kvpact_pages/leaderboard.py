@@ -37,20 +37,21 @@ def tables() -> str:
     contexts = contexts_of(rows)
     for model in models_of(rows):
         here = sorted((row for row in rows if row.model == model), key=lambda row: row.kl)
-        columns = ("cache", "package", "KL", "KL p99", "top-1", "bits held")
-        columns += (*(f"decode, {n:,}" for n in contexts), "prompt")
+        columns = ("cache", "KL", "KL p99", "top-1", "bits held")
+        columns += (*(f"step, {n:,}" for n in contexts), "prompt")
         said = "\n".join(f"- {sentence}" for sentence in verdicts(here))
-        parts += [f"## {MODELS[model]}", table(columns, [_cells(row, contexts) for row in here], 2)]
+        parts += [f"## {MODELS[model]}", table(columns, [_cells(row, contexts) for row in here])]
         parts += [f"How kvpact stands on {MODELS[model]}:", _places(here), said]
     return "\n\n".join(parts)
 
 
 def _cells(row: Row, contexts: list[int]) -> list[str]:
     times = [*(row.steps[count][1] for count in contexts), row.prompt[1]]
-    name = f"**{row.cache}**" if row.own else row.cache
+    other = f"{row.cache} ({row.package} {row.version})"
     kl = f"{figure(row.kl)}{NARROW}±{NARROW}{figure(row.kl_se)}"
     bits = f"{row.bits[contexts[len(contexts) // 2]]:.2f}"
-    first = [name, f"{row.package} {row.version}", kl, figure(row.kl_p99), f"{row.top1:.1f}", bits]
+    name = f"**{row.cache}**" if row.own else other
+    first = [name, kl, figure(row.kl_p99), f"{row.top1:.1f}", bits]
     return [*first, *(f"{time:.2f}" for time in times)]
 
 
@@ -75,8 +76,8 @@ def method() -> str:
         f"The first {a['tokens']:,} tokens of {a['text']}, in chunks of {a['chunk']}; the first "
         "chunk is not scored. *Bits held* are all tensors of the cache object, found by walking "
         f"it, at {middle(rows_of(found())):,} tokens, over those of `DynamicCache`, times 32: the "
-        "models are in fp32, so exact tokens and scales of many packages count 32 bits. *Decode* "
-        "is a step after so many tokens, random but for the last 64; *prompt* is one call of "
+        "models are in fp32, so exact tokens and scales of many packages count 32 bits. *Step* is "
+        "a decode step after so many tokens, random but for the last 64; *prompt* is one call of "
         f"{a['prompt']:,} tokens on an empty cache. Both are medians of {a['rounds']} rounds of "
         "seconds on the CPU, the two caches taking turns in one process. In no measured step a "
         "package quantises its exact tokens.\n\n"

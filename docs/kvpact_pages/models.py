@@ -9,28 +9,13 @@ from kvpact_pages.results import code, table
 
 LENGTHS = (32768, 131072)
 FIRST = (
-    "llama-3.1-8b",
-    "llama-3.3-70b-instruct",
-    "qwen3-8b",
-    "qwen3-30b-a3b",
-    "qwen3.6-27b",
-    "gpt-oss-20b",
-    "gemma-3-27b-it",
-    "gemma-4-31b-it",
-    "glm-4.7",
-    "deepseek-v3",
-    "kimi-k2.5",
+    "llama-3.1-8b", "llama-3.3-70b-instruct", "qwen3-8b", "qwen3-30b-a3b", "qwen3.6-27b",
+    "gpt-oss-20b", "gemma-3-27b-it", "gemma-4-31b-it", "glm-4.7", "deepseek-v3", "kimi-k2.5",
     "minimax-m2.7",
-)
+)  # fmt: skip
 """In the README; the page has all."""
-COLUMNS = (
-    "model",
-    "layers compressed",
-    "32k tokens, exact",
-    "with kvpact",
-    "128k tokens, exact",
-    "with kvpact",
-)
+COLUMNS = ("model", "layers compressed", "32k tokens, exact", "with kvpact")
+COLUMNS += ("128k tokens, exact", "with kvpact")
 
 
 def gigabytes(count: float) -> str:
@@ -64,7 +49,8 @@ def kinds(name: str) -> str:
             text += f", latents of {kind['key_dim']} and {kind['value_dim']}"
         elif kind.get("heads"):
             widths = {kind["key_dim"], kind["value_dim"]}
-            text += f", {kind['heads']} heads of {' and '.join(map(str, sorted(widths)))}"
+            heads = "1 head" if kind["heads"] == 1 else f"{kind['heads']} heads"
+            text += f", {heads} of {' and '.join(map(str, sorted(widths)))}"
         said.append(f"{count} {text}".replace("dummy", "without a cache"))
     return "; ".join(said)
 
@@ -77,14 +63,16 @@ def first() -> str:
 def every() -> str:
     """Return all models, with the kinds of their layers and where these are known from."""
     document = model_table()
-    columns = (*COLUMNS, "its layers", "source")
     numbers = {source: f"({at})" for at, source in enumerate(document["sources"], 1)}
-    rows = [
-        [*row(name, code(name)), kinds(name), numbers[model["source"]]]
+    sizes = [row(name, code(name)) for name in document["models"]]
+    layers = [
+        [code(name), kinds(name), numbers[model["source"]]]
         for name, model in document["models"].items()
     ]
-    sources = "\n".join(f"{at}. {text}" for at, text in enumerate(document["sources"].values(), 1))
-    return f"{table(columns, rows, left=1)}\n\nSources of the layers:\n\n{sources}"
+    parts = [table(COLUMNS, sizes), "### Their layers"]
+    parts += [table(("model", "its layers", "source"), layers, left=3), "Sources of the layers:"]
+    parts.append("\n".join(f"{at}. {x}" for at, x in enumerate(document["sources"].values(), 1)))
+    return "\n\n".join(parts)
 
 
 BLOCKS = {"models-first": first}

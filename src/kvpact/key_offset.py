@@ -180,7 +180,7 @@ class KeyOffset:
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE2b-256 over all numbers: equal digests, equal offsets."""
+        """BLAKE2b-256 over all numbers; equal digests, equal offsets."""
         numbers = [*self.frequencies, *(x for head in self.bias for pair in head for x in pair)]
         flat = [channel for pair in self.channels for channel in pair]
         head = f"{self.heads} {len(flat)} {self.scaling!r} {self.dtype}\n".encode()

@@ -193,7 +193,7 @@ class Method(ABC):
     """Specs to test the method with, the most telling one first, and the largest relative error
     `|decoded - x| / |x|` over N(0, 1) tokens of each: what `kvpact.testing` makes its table of."""
     variants: ClassVar[Mapping[str, float]] = {}
-    """Further options of the same codecs, with their errors: for tests of the codecs alone."""
+    """Further options of the same codecs, with their errors, for tests of the codecs alone."""
 
     learnt_by: ClassVar[tuple[str, ...] | None] = None
     """Options that what codecs learn depends on; None for all but `sinks` and `window`."""

@@ -156,7 +156,7 @@ class CompressedCache(EngineCache):
 
     @property
     def max_cache_len(self) -> int:
-        """Not there: a compressed cache has no maximum."""
+        """Always refused; a compressed cache has no maximum."""
         raise _NoMaximum(
             "a compressed cache has no max_cache_len. PEFT's prefix tuning asks for it, to put a "
             "cache of its own in the place of an empty one, so that nothing would be compressed: "

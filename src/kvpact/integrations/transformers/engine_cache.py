@@ -84,7 +84,7 @@ class EngineCache(Summarized, Cache):
         return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore
 
     def _refuse_part_of_a_pair(self) -> Any:
-        """Not there: what models (T5Gemma, BERT) read of the `EncoderDecoderCache` they want."""
+        """Refuse what models (T5Gemma, BERT) read of the `EncoderDecoderCache` they want."""
         first = self._order.first()  # BERT's cross-attention asks when its own has taken tokens
         if first is not None:
             self._take_back(first)
