@@ -1,5 +1,6 @@
 """What a reader sees: lines that fit, pages that are near, pictures whose labels can be read."""
 
+import json
 import re
 from itertools import combinations
 from xml.etree import ElementTree
@@ -10,6 +11,7 @@ from doc_snippets import PAGES, ROOT, blocks, name_of
 DOCS = ROOT / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 PICTURES = [*(DOCS / "pictures").glob("*.svg"), *(DOCS / "_static").glob("*.svg")]
+TUTORIAL = ROOT / "examples" / "notebooks" / "1_try_it_on_your_model.ipynb"
 PROGRAMS = ("python", "console", "bash", "sh", "")
 """Languages of what a reader types; what is printed (``text``) may be wider."""
 TOCTREE = re.compile(r"^```\{toctree\}\n(?::.*\n)*\n((?:[\w/-]+\n)+)```", re.MULTILINE)
@@ -21,6 +23,10 @@ def test_programs_fit_into_eighty_columns():
         for block in blocks(page):
             lines = block.code.splitlines() if block.language in PROGRAMS else ()
             wide += [f"{name_of(page)}: {line}" for line in lines if len(line) > 80]
+    for cell in json.loads(TUTORIAL.read_text("utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            lines = "".join(cell["source"]).splitlines()
+            wide += [f"{TUTORIAL.name}: {line}" for line in lines if len(line) > 80]
     assert not wide
 
 
