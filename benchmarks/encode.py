@@ -96,7 +96,7 @@ def many(spec: str, side: str, dim: int, tokens: int, rounds: int) -> tuple[Row,
     encoding: dict[str, Callable[[], object]] = {}
     if not CodecEncoder(codec).reason:
         encoder = CpuEncoder(library(), codec)
-        encoding["native"] = lambda: encoder.write(x, segments, size, 0)
+        encoding["native"] = lambda: encoder.write(x, store.source(), 0)
     encoding |= {"torch": body, "matmul": lambda: x @ matrix}
     # The first round fills the slots; that later ones OR the same bits into them costs the same.
     encoded = rounds_of(encoding, rounds)

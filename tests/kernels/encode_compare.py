@@ -11,6 +11,7 @@ from matrix import TRELLISES
 from matrix import UNTREATED as _PLAIN
 
 from kvpact import parse_spec
+from kvpact.cache.segments import ListSource
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.encode import CpuEncoder
@@ -71,7 +72,8 @@ def encoded_slots(
         prepared = encoder.prepare(piece)
         assert prepared is piece, "the torch body encoded"
         first, last = start // SEGMENT, -(-(start + piece.shape[2]) // SEGMENT)
-        encoder.write(prepared, segments[first:last], SEGMENT, start - first * SEGMENT)
+        source = ListSource(tuple(segments[first:last]), SEGMENT)
+        encoder.write(prepared, source, start - first * SEGMENT)
         start += piece.shape[2]
     guards.check()
     return segments

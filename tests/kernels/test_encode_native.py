@@ -28,6 +28,7 @@ from simd_levels import at_level, levels
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.arithmetic import square_root
+from kvpact.cache.segments import ListSource
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import library
@@ -180,7 +181,7 @@ def test_what_the_kernel_can_not_take_raises_before_it_is_called():
         for field in codec.fields
     }
     with pytest.raises(GeometryError, match="gaps"):
-        CpuEncoder(library(), codec).write(torch.zeros(1, 1, 1, 64), [gaps], 128, 0)
+        CpuEncoder(library(), codec).write(torch.zeros(1, 1, 1, 64), ListSource((gaps,), 128), 0)
 
 
 def test_the_search_tree_finds_the_number_of_boundaries_below():

@@ -12,7 +12,7 @@ from machine_code import Launch, recorded
 from variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 
 from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
-from kvpact.kernels.triton.columns import COLUMNS
+from kvpact.kernels.triton.columns import COLUMNS, K_SIDE, V_SIDE
 from kvpact.kernels.triton.decode.decode import decode_triton
 from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
 from kvpact.kernels.triton.encode.form import tables_of
@@ -111,7 +111,7 @@ class Slot(NamedTuple):
         slots = SlotsOfZeros(codec, TOKENS)
         with recorded() as made:
             encoder = TritonEncoder(codec)
-            encoder.write(encoder.prepare(self.tokens(tokens)), [slots.fields], TOKENS, 0)
+            encoder.write(encoder.prepare(self.tokens(tokens)), slots, 0)
         return made
 
     def behind(self, tokens: int) -> list[Launch]:
@@ -126,7 +126,7 @@ class Slot(NamedTuple):
         """Return how so many tokens are taken in a step."""
         codec, x = side(self.spec, self.value, self.dim), self.tokens(tokens)
         slots = EncodeSlots.of(codec, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
-        return Taker(codec, slots, taking_of(codec, x, self.value))
+        return Taker(codec, slots, taking_of(codec, x, (K_SIDE, V_SIDE)[self.value]))
 
     def decoding(self, inverse: bool) -> list[Launch]:
         """Return what is launched to decode."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
-from kvpact.kernels.sources import Where
+from kvpact.kernels.sources import Segment, Where
 from kvpact.kernels.triton.attend.attend import attend_triton
 from kvpact.kernels.views import LayerView, StreamView
 from kvpact.methods import Codec
@@ -58,6 +58,10 @@ class SlotsOfZeros:
         self.fields = {
             field.name: field.allocate(1, HEADS, segment_tokens, _CPU) for field in codec.fields
         }
+
+    def segment(self, index: int) -> Segment:
+        """Return the first segment."""
+        return self.fields
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return the field of the first segment."""

@@ -26,7 +26,6 @@ from kvpact.kernels import (
     WAITING,
     Encoder,
     KnownByPosition,
-    PlacedSegments,
     Segment,
     StreamPlan,
     StreamView,
@@ -359,10 +358,9 @@ class AppendPlan(NamedTuple):
         """Write the new slots, behind all that is held now; some may be written if it raises."""
         if not self.pieces:
             return
-        source, size = self.after.store.source(), self.after.store.segment_tokens
-        segments = PlacedSegments(source, -(-self.after.packed // size))
+        source = self.after.store.source()
         for piece in self.pieces:
-            piece.encoder.write(piece.prepared, segments, size, piece.start)
+            piece.encoder.write(piece.prepared, source, piece.start)
 
     def __repr__(self) -> str:
         """Tell where slots are going to be written, and what the stream will hold then."""

@@ -55,11 +55,6 @@ def _join_channels(part: Tensor, width: int, interleave: int) -> Tensor:
     return _join(torch.unflatten(part, -1, (-1, per_word)), width, interleave)
 
 
-def pack_by_token(codes: Tensor, bits: int, interleave: int = 0) -> Tensor:
-    """Pack `[..., 32, dim]` uint8 codes to `[..., 2, words, 16]` int32: 16 tokens side by side."""
-    return pack_blocks_by_token(codes, ((codes.shape[-1], bits),), interleave)
-
-
 def plane_runs(blocks: Blocks) -> list[tuple[int, list[tuple[int, int, int]]]]:
     """Return what lies together, in its order: a width, and the parts (block, shift, channels).
 
@@ -86,7 +81,10 @@ def block_words(blocks: Blocks) -> int:
 
 
 def pack_blocks_by_token(codes: Tensor, blocks: Blocks, interleave: int = 0) -> Tensor:
-    """Pack codes of blocks of channels with unlike bits; else as `pack_by_token`."""
+    """Pack codes of blocks of channels with unlike bits, 16 tokens side by side.
+
+    `codes`: `[..., 32, dim]` uint8; returns `[..., 2, words, 16]` int32.
+    """
     held = torch.split(codes, [dim for dim, _ in blocks], -1)
     out = []
     for width, parts in plane_runs(blocks):

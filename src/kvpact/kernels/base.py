@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
-from kvpact.kernels.sources import Segment, SegmentSource
+from kvpact.kernels.sources import SegmentSource, WritableSource
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
 
@@ -120,33 +121,60 @@ class StepTokens(NamedTuple):
     inside: bool
 
 
-class StepRunner(Protocol):
-    """What carries out steps of one layer at once; made for calls that are alike."""
+_Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape (that of a row where rows are many), strides and dtype of a tensor."""
 
-    sources: tuple[SegmentSource, SegmentSource]
-    """Where the slots of K and V lie."""
-    good: Tensor | None
-    """0-d bool that steps make False where a check fails that was deferred; None: at once."""
+
+class StepRunner(ABC):
+    """Carries out steps of one layer at once; made for calls that are alike.
+
+    - `call`: a call like those to come, with a view and new tokens.
+    - `sources`: where the slots of K and V lie.
+    - `good`: 0-d bool that steps make False where a check fails that was deferred; None: at once.
+    """
+
+    good: Tensor | None = None
+
+    def __init__(self, call: AttendCall) -> None:
+        assert call.view is not None and call.k is not None and call.v is not None
+        self.config = call.config
+        self.sources: tuple[SegmentSource, SegmentSource]
+        self.sources = (call.view.k.source, call.view.v.source)
+        self._device = call.q.get_device()
+        self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
+        self._row_like = [(shape[1:], stride, dtype) for shape, stride, dtype in self._like]
 
     def fits(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
         """Whether a call is like the one that this was made for; tensors are not looked into."""
-        ...
+        if config is not self.config and not _equal(config, self.config):
+            return False
+        like_k, like_v, like_q = self._like
+        return self._alike(k, like_k) and self._alike(v, like_v) and self._alike(q, like_q)
 
     def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int) -> bool:
         """Whether a call has so many rows, each like the call that this was made for."""
-        ...
+        if config is not self.config and not _equal(config, self.config):
+            return False
+        like_k, like_v, like_q = self._row_like
+        alike = self._alike
+        return alike(k, like_k, rows) and alike(v, like_v, rows) and alike(q, like_q, rows)
 
     def alike(self, other: object) -> bool:
         """Whether both were made for calls that are alike, but for their slots."""
-        ...
+        if self is other:
+            return True
+        if not isinstance(other, type(self)) or self._like != other._like:
+            return False
+        return self.config is other.config or _equal(self.config, other.config)
 
-    def over(self, view: LayerView) -> StepRunner | None:
+    def over(self, view: LayerView) -> Self | None:
         """Return one for calls that are alike over the slots of another layer, of the same plan.
 
         None where that takes as long as to make one anew.
         """
-        ...
+        return None
 
+    @abstractmethod
     def run(self, rows: Sequence[StepRow], k: Tensor, v: Tensor, q: Tensor) -> Tensor | None:
         """Check, attend, encode and keep new tokens: all of them, or none.
 
@@ -155,7 +183,22 @@ class StepRunner(Protocol):
         Returns the output. None, and nothing is written, where a number is NaN, infinite or beyond
         what is surely stored: the ordinary way then decides, and names it.
         """
-        ...
+
+    def _alike(self, x: Tensor, like: _Like, rows: int = 0) -> bool:
+        """Whether a tensor is like those before; if `rows` are named, but for so many in front."""
+        if type(x) is not Tensor or x.requires_grad or x.get_device() != self._device:
+            return False
+        shape = (rows, *like[0]) if rows else like[0]
+        try:
+            return x.shape == shape and x.stride() == like[1] and x.dtype is like[2]
+        except RuntimeError:  # sparse and nested ones have none; the ordinary way names them
+            return False
+
+
+def _equal(a: AttendConfig, b: AttendConfig) -> bool:
+    """Whether configs without tensors are equal."""
+    tensors = (x for c in (a, b) for x in (c.mask, c.padding, c.sink_logits, c.origin))
+    return all(x is None for x in tensors) and a == b
 
 
 class StepRow(NamedTuple):
@@ -179,14 +222,11 @@ class Encoder(Protocol):
         """
         ...
 
-    def write(
-        self, prepared: Any, segments: Sequence[Segment], segment_tokens: int, start: int
-    ) -> None:
+    def write(self, prepared: Any, source: WritableSource, start: int) -> None:
         """Write what `prepare` returned; the slots are zero before.
 
-        `prepared`: from `prepare` of this encoder. `segments`: consecutive segments.
-        `segment_tokens`: tokens of a segment. `start`: position of the first token, counted from
-        the first of the segments.
+        `prepared`: from `prepare` of this encoder. `start`: position of the first token, counted
+        from the first segment of the source.
         """
         ...
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -70,24 +69,3 @@ class WritableSource(SegmentSource, Protocol):
     def segment(self, index: int) -> Segment:
         """Return a segment."""
         ...
-
-
-class PlacedSegments(Sequence[Segment]):
-    """The segments of a source, to be written to; nobody has to ask each of them where it lies."""
-
-    def __init__(self, source: WritableSource, count: int) -> None:
-        self.source, self._count = source, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> Segment: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
-
-    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._count))]
-        return self.source.segment(range(self._count)[index])

@@ -160,7 +160,8 @@ class BackendContract:
             end = start + piece.shape[2]
             first, last = start // SEGMENT, -(-end // SEGMENT)
             prepared = encoder.prepare(piece)
-            encoder.write(prepared, segments[first:last], SEGMENT, start - first * SEGMENT)
+            source = ListSource(tuple(segments[first:last]), SEGMENT)
+            encoder.write(prepared, source, start - first * SEGMENT)
             start = end
         for whole in (whole for _, memory in made for whole in memory):
             guards = torch.cat([whole[:GUARD], whole[-GUARD:]])

@@ -21,6 +21,7 @@ from host_reads import HostReads
 
 pytest.importorskip("triton")
 
+from kvpact.cache.segments import ListSource
 from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
 from kvpact.quantizers.checks import collected, deferred
@@ -210,7 +211,7 @@ def test_slots_with_gaps_are_refused_before_anything_is_written():
         for field in codec.fields
     }
     with pytest.raises(GeometryError, match="gaps"):
-        encoder(codec).write(torch.ones(1, 1, 1, 64), [gaps], 128, 0)
+        encoder(codec).write(torch.ones(1, 1, 1, 64), ListSource((gaps,), 128), 0)
     assert all(not storage.any() for storage in gaps.values())
 
 
@@ -231,8 +232,8 @@ def test_what_is_not_covered_says_why(spec, dim, reason):
 def test_appends_to_the_same_segments_make_no_new_table():
     codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
     tokens, own, tables = torch.ones(1, 1, 129, 64), encoder(codec), []
-    segment, other = encoded_slots(own, codec, [tokens], 0)
-    for where in (segment, segment, other):
-        own.write(tokens[:, :, :1], [where], 128, 0)
-        tables.append(own._slots)
+    sources = [ListSource((x,), 128) for x in encoded_slots(own, codec, [tokens], 0)]
+    for source in (sources[0], *sources):
+        own.write(tokens[:, :, :1], source, 0)
+        tables.append(source.prepared["triton encode"])
     assert tables[0] is tables[1] is not tables[2]

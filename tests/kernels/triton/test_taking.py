@@ -58,13 +58,14 @@ def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> G
         ]
         slots = EncodeSlots.of(codec, [ListSource(tuple(segments), SEGMENT)], 2, x.device)
         memory = torch.full((2, 2, ROOM, dim), 7.0, dtype=dtype, device=DEVICE)
-        tail = (columns.K_TAIL, columns.V_TAIL)[index].value
+        side = (columns.K_SIDE, columns.V_SIDE)[index]
+        tail = side.tail
         table[:, tail] = torch.tensor([row.data_ptr() for row in memory])
         for axis in (1, 2):
             table[:, tail + axis] = memory.stride(axis) * memory.itemsize
-        exact_from = (columns.K_EXACT_FROM, columns.V_EXACT_FROM)[index].value
+        exact_from = side.exact_from
         table[:, exact_from] = torch.tensor(held) - KEPT
-        taker = Taker(codec, slots, taking_of(codec, x, index == 1))
+        taker = Taker(codec, slots, taking_of(codec, x, side))
         sides.append(Side(taker, x, segments, memory))
     q = random_tokens(2, 6, new, 36, seed=2, dtype=dtype).to(DEVICE)
     flags = [Flag(torch.ones((), dtype=torch.bool, device=DEVICE), *kept) for kept in keeps]

@@ -116,8 +116,8 @@ def test_what_torch_refuses_is_refused(number):
 def test_the_host_waits_for_nothing():
     codec, x = codec_of(V3, "v", 8, torch.float32), torch.ones(1, 1, 1, 8)
     segment = {f.name: f.allocate(1, 1, 32, torch.device("cpu")) for f in codec.fields}
-    own = encoder(codec)
-    own.write(x, [segment], 32, 0)  # which makes the tables
+    own, source = encoder(codec), ListSource((segment,), 32)
+    own.write(x, source, 0)  # which makes the tables
     with HostReads() as reads:
-        own.write(x, [segment], 32, 1)
+        own.write(x, source, 1)
     assert not reads.counts

@@ -111,8 +111,7 @@ class PlainPages(PackedPages):
             x = halves[:, :, side][:, :, order]
             x = x.view(*x.shape[:2], self._form.tokens, self._dim)
             encoder, what = plan.prepare(x.transpose(0, 1).flatten(1, 2).unsqueeze(0))
-            pages = [{k: v[i : i + 1] for k, v in fields.items()} for i in range(len(x))]
-            encoder.write(what, pages, self._form.tokens, 0)
+            encoder.write(what, PageSource(fields, tuple(range(len(x))), self._form.tokens), 0)
         return packed.pack(packed.copy(range(len(halves))), each)
 
     def unpack(self, chunks: Tensor, each: int) -> Copied:

@@ -21,7 +21,6 @@ from kvpact.kernels import (
     AttendCall,
     Encoder,
     LayerView,
-    PlacedSegments,
     Plan,
     StepRow,
     StepRunner,
@@ -267,8 +266,7 @@ class PagedLayer:
         for (row, window), writers in ready:
             self._clear(row)
             for (encoder, what), source in zip(writers, self._sources[row.pages], strict=True):
-                segments = PlacedSegments(source, len(source.pages))
-                encoder.write(what, segments, self._tokens, row.held)
+                encoder.write(what, source, row.held)
             self._windows.append(window, batch.of(row)[1:])
 
     def _clear(self, row: Row) -> None:

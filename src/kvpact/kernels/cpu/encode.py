@@ -22,7 +22,7 @@ from kvpact.kernels.cpu import structs, trellis
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.slots import DTYPES
 from kvpact.kernels.cpu.structs import CHOICES, ENCODINGS, MOST_DIM, MOST_GROUP, EncodeArgs
-from kvpact.kernels.sources import PlacedSegments, Segment, SegmentSource, Where
+from kvpact.kernels.sources import SegmentSource, WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -79,7 +79,6 @@ class CodecEncoder:
             args.trellis = self._trellis.address
         names = [(name, getattr(form, name)) for name in _FIELDS]
         self.fields = [(name, fields[field]) for name, field in names if field is not None]
-        self.names = [field.name for _, field in self.fields]
 
     def after(self, codec: Codec) -> CodecEncoder:
         """Return the encoder of a codec of trellises that has learnt, from the one before."""
@@ -126,25 +125,20 @@ def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]
     return found
 
 
-def _args(encoder: CodecEncoder, places: Sequence[Where | None]) -> ctypes.Structure:
-    """Return the arguments with where the fields lie."""
-    args: ctypes.Structure = EncodeArgs.from_buffer_copy(encoder.args)
-    for (name, field), where in zip(encoder.fields, places, strict=True):
-        if where is None:
-            raise GeometryError(f"storage of {field.name} has gaps")
-        setattr(args, name, where[3:] + where[1:3])
-    return args
-
-
-def placed(
-    codec: Codec, encoder: CodecEncoder, source: SegmentSource
-) -> tuple[list[Where | None], ctypes.Structure]:
-    """Return where the fields of a source lie, and the arguments that say so; found out once."""
+def placed(codec: Codec, encoder: CodecEncoder, source: SegmentSource) -> ctypes.Structure:
+    """Return the arguments with where the fields of a source lie; found out once."""
     known = source.prepared.get(_NAME)
     if known is None or known[0] is not codec:
-        places = list(map(source.where, encoder.names))
-        known = source.prepared[_NAME] = codec, places, _args(encoder, places)
-    return known[1], known[2]
+        args, places = EncodeArgs.from_buffer_copy(encoder.args), []
+        for name, field in encoder.fields:
+            where = source.where(field.name)
+            if where is None:
+                raise GeometryError(f"storage of {field.name} has gaps")
+            setattr(args, name, where[3:] + where[1:3])
+            places.append(where)  # kept alive: the kernel reads their arrays
+        known = source.prepared[_NAME] = codec, args, places
+    found: ctypes.Structure = known[1]
+    return found
 
 
 class CpuEncoder:
@@ -181,24 +175,16 @@ class CpuEncoder:
             self._known = ref(found)
         return found
 
-    def write(
-        self, prepared: Prepared, segments: Sequence[Segment], segment_tokens: int, start: int
-    ) -> None:
+    def write(self, prepared: Prepared, source: WritableSource, start: int) -> None:
         """Encode tokens into segments.
 
         Raises `KernelError` where the kernel refused its arguments; the slots are as they were.
         """
         if isinstance(prepared, dict):
-            self._torch.write(prepared, segments, segment_tokens, start)
+            self._torch.write(prepared, source, start)
             return
-        places: list[Where | None]  # kept alive: the kernel reads their arrays
-        form = self._form()
-        if isinstance(segments, PlacedSegments):
-            places, args = placed(self._codec, form, segments.source)
-        else:
-            places = [Where.of_segments([x[name] for x in segments]) for name in form.names]
-            args = _args(form, places)
-        args = EncodeArgs.from_buffer_copy(args)
+        form, segment_tokens = self._form(), source.segment_tokens
+        args = EncodeArgs.from_buffer_copy(placed(self._codec, form, source))
         for name, _ in form.fields:  # the kernel counts from where it begins
             getattr(args, name).base += start // segment_tokens * _ADDRESS
         args.x, x = exact_tokens(prepared)

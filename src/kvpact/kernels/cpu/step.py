@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.errors import KernelError
-from kvpact.kernels.alike import AlikeCalls
-from kvpact.kernels.base import AttendCall, StepRow, StepTokens
+from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.encode import codec_encoder, exact_tokens, placed
@@ -58,7 +57,7 @@ def _nothing() -> None:
     """Stand for a plan in a pickle: addresses mean nothing elsewhere."""
 
 
-class CpuStep(AlikeCalls):
+class CpuStep(StepRunner):
     """What stays from one step of a layer to the next: shapes, rules, where the slots lie.
 
     `call`: a call like those to come, which `covers` lets pass; its view is of the slots that they
@@ -116,7 +115,7 @@ class CpuStep(AlikeCalls):
                 stream.sink_positions = side.sink_positions.data_ptr()
                 stream.n_sinks = side.sink_positions.shape[1]
                 memory.append(side.sink_positions.untyped_storage())
-            _, store.form = placed(side.codec, codec_encoder(side.codec), side.source)
+            store.form = placed(side.codec, codec_encoder(side.codec), side.source)
             store.form.segment_tokens = side.source.segment_tokens
         return other
 
@@ -180,5 +179,5 @@ def _fill(store: ctypes.Structure, side: StreamView) -> None:
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
     if isinstance(side.offset, RowOffset):
         store.limit -= largest(side.offset)  # what is encoded may be that much larger
-    _, store.form = placed(codec, encoder, side.source)
+    store.form = placed(codec, encoder, side.source)
     store.form.segment_tokens = side.source.segment_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvpact.arithmetic import saturated
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.offset import RowRotation
-from kvpact.kernels.sources import Segment
+from kvpact.kernels.sources import WritableSource
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays, Codec
 
@@ -27,20 +27,19 @@ class TorchEncoder:
         """Return the encoded arrays of `[B, H, T, D]` (see `Codec.encode`)."""
         return self._codec.encode(x.to(torch.float32), frozen)
 
-    def write(
-        self, prepared: Arrays, segments: Sequence[Segment], segment_tokens: int, start: int
-    ) -> None:
+    def write(self, prepared: Arrays, source: WritableSource, start: int) -> None:
         """Write arrays into segments."""
+        tokens = source.segment_tokens
         for field in self._codec.fields:
             if field.name not in prepared:
                 continue
             values, done = prepared[field.name], 0
             unit = field.tokens if field.per_group else 1
             while done < values.shape[2]:
-                index, inside = divmod(start + done * unit, segment_tokens)
-                take = min((segment_tokens - inside) // unit, values.shape[2] - done)
+                index, inside = divmod(start + done * unit, tokens)
+                take = min((tokens - inside) // unit, values.shape[2] - done)
                 part = values[:, :, done : done + take]
-                field.write(segments[index][field.name], inside, part)
+                field.write(source.segment(index)[field.name], inside, part)
                 done += take
 
 

@@ -8,6 +8,8 @@ the next head and to the next token.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -27,6 +29,22 @@ K_SLOTS, V_SLOTS = tl.constexpr(31), tl.constexpr(37)
 MASK, SINK_LOGITS = tl.constexpr(43), tl.constexpr(47)
 # Where the row stands in the output.
 OUTPUT = tl.constexpr(48)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Columns of K, or of V: counts, and the first of each source of exact tokens and of slots."""
+
+    exact_from: int
+    sinks: int
+    tail: int
+    sink: int
+    new: int
+    slots: int
+
+
+K_SIDE = Side(*(x.value for x in (K_EXACT_FROM, K_SINKS, K_TAIL, K_SINK, K_NEW, K_SLOTS)))
+V_SIDE = Side(*(x.value for x in (V_EXACT_FROM, V_SINKS, V_TAIL, V_SINK, V_NEW, V_SLOTS)))
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from kvpact.kernels.triton.attend.prompt import (
 from kvpact.kernels.triton.attend.queries import query_rows, signs_of, treated
 from kvpact.kernels.triton.attend.rows import UNBOUNDED, Rows, rows_of
 from kvpact.kernels.triton.attend.streams import StreamForm
+from kvpact.kernels.triton.columns import K_SIDE, V_SIDE
 from kvpact.kernels.triton.digits.fast import Fast, attend_fast, fast_of, fast_range
 from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
 from kvpact.kernels.triton.step.kernels import Counting
@@ -170,12 +171,14 @@ def variant_of(call: AttendCall, rows: Rows) -> Variant:
             width_of(dim),
             NUMBERS[dtype],
             aligned,
-            second,
+            side,
             thrice,
             min(width_of(dim), choice.keys),
             min(width_of(dim), choice.values),
         )
-        for slots, dim, dtype, second in zip(_slots(call), dims, dtypes, (False, True), strict=True)
+        for slots, dim, dtype, side in zip(
+            _slots(call), dims, dtypes, (K_SIDE, V_SIDE), strict=True
+        )
     )
     softcap, mask = call.config.softcap is not None, _mask_type(call)
     return Variant(k, v, call.latent, held, softcap, mask, choice.warps)

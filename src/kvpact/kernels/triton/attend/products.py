@@ -121,8 +121,8 @@ def add_logits(
 @triton.jit
 def no_sums(COUNT: tl.constexpr, S: tl.constexpr):
     """Return sums of no values yet, `[COUNT, value_piece]` for each piece of channels."""
-    sums = (tl.full([COUNT, S.value_piece], 0.0, tl.float32),)
-    for _ in tl.static_range(1, S.width // S.value_piece):
+    sums = ()
+    for _ in tl.static_range(S.width // S.value_piece):
         sums += (tl.full([COUNT, S.value_piece], 0.0, tl.float32),)
     return sums
 
@@ -130,38 +130,27 @@ def no_sums(COUNT: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def times(sums, factor):
     """Return the sums times a factor of each row."""
-    made = (sums[0] * factor[:, None],)
-    for i in tl.static_range(1, len(sums)):
+    made = ()
+    for i in tl.static_range(len(sums)):
         made += (sums[i] * factor[:, None],)
     return made
 
 
 @triton.jit
-def _add_packed(sums, weights, ROWS, row, head, LEVELS, tile, INDEX: tl.constexpr, S: tl.constexpr):
-    FIRST: tl.constexpr = INDEX * S.value_piece
-    v = packed_tokens(ROWS, row, head, LEVELS, tile, FIRST, S.value_piece, S)
-    return _product(weights, v, sums[INDEX], S.thrice)
-
-
-@triton.jit
-def _add_exact(sums, weights, ROWS, row, head, tile, INDEX: tl.constexpr, S: tl.constexpr):
-    channel = INDEX * S.value_piece + tl.arange(0, S.value_piece)
-    v = exact_tokens(ROWS, row, head, tile, channel, S)
-    return _product(weights, v, sums[INDEX], S.thrice)
-
-
-@triton.jit
 def add_values(exact, packed, weights, ROWS, row, head, LEVELS, tile, S: tl.constexpr):
     """Add a tile's values by their weights `[rows, 32]` to two sums (see `no_sums`)."""
+    PIECE: tl.constexpr = S.value_piece
     if S.form is not None:  # noqa: SIM102 (known when it is compiled; the other is not)
         if has_packed(ROWS, row, tile, S):
-            made = (_add_packed(packed, weights, ROWS, row, head, LEVELS, tile, 0, S),)
-            for i in tl.static_range(1, len(packed)):
-                made += (_add_packed(packed, weights, ROWS, row, head, LEVELS, tile, i, S),)
+            made = ()
+            for i in tl.static_range(len(packed)):
+                v = packed_tokens(ROWS, row, head, LEVELS, tile, i * PIECE, PIECE, S)
+                made += (_product(weights, v, packed[i], S.thrice),)
             packed = made
     if has_exact(ROWS, row, tile, S):
-        made = (_add_exact(exact, weights, ROWS, row, head, tile, 0, S),)
-        for i in tl.static_range(1, len(exact)):
-            made += (_add_exact(exact, weights, ROWS, row, head, tile, i, S),)
+        made = ()
+        for i in tl.static_range(len(exact)):
+            v = exact_tokens(ROWS, row, head, tile, i * PIECE + tl.arange(0, PIECE), S)
+            made += (_product(weights, v, exact[i], S.thrice),)
         exact = made
     return exact, packed

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from kvpact.errors import CorruptState, GeometryError
@@ -42,16 +41,16 @@ class _Filling:
         self.alive: list[Tensor] = []
         self.late: list[tuple[slice, int, Tensor]] = []
 
-    def column(self, part: slice, place: tl.constexpr, numbers: Tensor | int | None) -> None:
+    def column(self, part: slice, place: int, numbers: Tensor | int | None) -> None:
         """Set a column to numbers `[rows]` of either device, or to one."""
         if numbers is None:
             return
         if isinstance(numbers, int) or numbers.device.type == "cpu":
-            self.table[part, place.value] = numbers
+            self.table[part, place] = numbers
         else:
-            self.late.append((part, place.value, numbers))
+            self.late.append((part, place, numbers))
 
-    def source(self, part: slice, place: tl.constexpr, tokens: Tensor | None) -> None:
+    def source(self, part: slice, place: int, tokens: Tensor | None) -> None:
         """Set a source of exact tokens `[B, H, T, D]`."""
         if tokens is None or not tokens.numel():
             return
@@ -59,13 +58,13 @@ class _Filling:
             tokens = tokens.contiguous()
         self.exact.append(tokens)
         self.address(part, place, tokens)
-        self.table[part, place.value + 1] = tokens.stride(1) * tokens.itemsize
-        self.table[part, place.value + 2] = tokens.stride(2) * tokens.itemsize
+        self.table[part, place + 1] = tokens.stride(1) * tokens.itemsize
+        self.table[part, place + 2] = tokens.stride(2) * tokens.itemsize
 
-    def address(self, part: slice, place: tl.constexpr, x: Tensor) -> None:
+    def address(self, part: slice, place: int, x: Tensor) -> None:
         """Set where each row of `[B, …]` lies."""
         steps = np.arange(x.shape[0]) * (x.stride(0) * x.itemsize)
-        self.table[part, place.value] = x.data_ptr() + steps
+        self.table[part, place] = x.data_ptr() + steps
 
     def done(self) -> Rows:
         """Send the table."""
@@ -98,14 +97,14 @@ def rows_of(
         done = part.stop
         _counts(filling, part, call, output)
         _rules(filling, part, call)
-        filling.column(part, at.SKIP_FROM, skip[0])
+        filling.column(part, at.SKIP_FROM.value, skip[0])
         filling.table[part, at.SKIP_TO.value] = skip[1]
-        for side, place in (("k", at.K_SLOTS), ("v", at.V_SLOTS)):
-            index = "kv".index(side)
-            _tokens(filling, part, call, side, dtypes[index])
-            if call.view is not None:
-                stream = getattr(call.view, side)
-                _slots(filling, part, place, stream, slots[index])
+        k, v = (None, None) if call.view is None else (call.view.k, call.view.v)
+        sides = (at.K_SIDE, call.k, k), (at.V_SIDE, call.v, v)
+        for (side, fresh, stream), dtype, known in zip(sides, dtypes, slots, strict=True):
+            filling.source(part, side.new, None if fresh is None else fresh.to(dtype))
+            if stream is not None and known is not None:
+                _stream(filling, part, side, stream, dtype, known)
     return filling.done()
 
 
@@ -114,16 +113,12 @@ def _counts(filling: _Filling, part: slice, call: AttendCall, output: int) -> No
     table[part, at.HELD.value], table[part, at.NEW.value] = held, new
     table[part, at.FIRST_QUERY.value] = held + new - call.q.shape[2]
     table[part, at.OUTPUT.value] = np.arange(output, output + call.q.shape[0])
-    filling.column(part, at.PADDING, call.padding)
+    filling.column(part, at.PADDING.value, call.padding)
     if view is None:
         return
     if view.v.length != held:
         raise CorruptState(f"K holds {held} tokens and V {view.v.length}; reset this layer")
-    table[part, at.K_EXACT_FROM.value] = view.k.exact_from
-    table[part, at.V_EXACT_FROM.value] = view.v.exact_from
-    filling.column(part, at.SINKS_FROM, view.padding)
-    for stream, place in ((view.k, at.K_SINKS), (view.v, at.V_SINKS)):
-        table[part, place.value] = 0 if stream.sinks is None else stream.sinks.shape[2]
+    filling.column(part, at.SINKS_FROM.value, view.padding)
 
 
 def _rules(filling: _Filling, part: slice, call: AttendCall) -> None:
@@ -138,7 +133,7 @@ def _rules(filling: _Filling, part: slice, call: AttendCall) -> None:
         batch, heads, queries, _ = call.q.shape
         mask = _mask(config.mask, filling.device).expand(batch, heads, queries, -1)
         filling.alive.append(mask)
-        filling.address(part, at.MASK, mask)
+        filling.address(part, at.MASK.value, mask)
         for axis in (1, 2, 3):
             table[part, at.MASK.value + axis] = mask.stride(axis) * mask.itemsize
 
@@ -152,34 +147,23 @@ def _mask(mask: Tensor, device: torch.device) -> Tensor:
     return mask.to(torch.float32).masked_fill(hidden, -torch.inf)
 
 
-def _tokens(
-    filling: _Filling, part: slice, call: AttendCall, side: str, dtype: torch.dtype
+def _stream(
+    filling: _Filling,
+    part: slice,
+    side: at.Side,
+    stream: StreamView,
+    dtype: torch.dtype,
+    slots: Slots,
 ) -> None:
-    if side == "k":
-        tail, sinks, new = at.K_TAIL, at.K_SINK, at.K_NEW
-    else:
-        tail, sinks, new = at.V_TAIL, at.V_SINK, at.V_NEW
-    fresh: Tensor | None = getattr(call, side)
-    filling.source(part, new, None if fresh is None else fresh.to(dtype))
-    if call.view is not None:
-        stream: StreamView = getattr(call.view, side)
-        filling.source(part, tail, stream.tail.to(dtype))
-        filling.source(part, sinks, None if stream.sinks is None else stream.sinks.to(dtype))
-
-
-def _slots(
-    filling: _Filling, part: slice, place: tl.constexpr, stream: StreamView, slots: Slots | None
-) -> None:
-    batch = part.stop - part.start
-    if slots is None:
-        return
+    batch, table = part.stop - part.start, filling.table
+    table[part, side.exact_from] = stream.exact_from
+    table[part, side.sinks] = 0 if stream.sinks is None else stream.sinks.shape[2]
+    filling.source(part, side.tail, stream.tail.to(dtype))
+    filling.source(part, side.sink, None if stream.sinks is None else stream.sinks.to(dtype))
     places = places_of(stream.source, slots, batch, filling.device)
     if places is None:
         raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
     filling.alive += [places.table, places.heads]
-    filling.table[part, place.value] = places.table.data_ptr()
-    filling.table[part, place.value + 1] = places.heads.data_ptr()
-    filling.table[part, place.value + 2] = np.arange(batch)
-    filling.table[part, place.value + 3] = batch
-    filling.table[part, place.value + 4] = places.table.shape[2]
-    filling.table[part, place.value + 5] = places.segment_tokens
+    numbers = (places.table.data_ptr(), places.heads.data_ptr(), np.arange(batch), batch)
+    for index, number in enumerate((*numbers, places.table.shape[2], places.segment_tokens)):
+        table[part, side.slots + index] = number

@@ -12,16 +12,9 @@ import triton.language as tl
 
 from kvpact.kernels.triton.columns import (
     HELD,
-    K_EXACT_FROM,
-    K_SINKS,
-    K_SLOTS,
-    K_TAIL,
     NEW,
     SINKS_FROM,
-    V_EXACT_FROM,
-    V_SINKS,
-    V_SLOTS,
-    V_TAIL,
+    Side,
     count_of_row,
     of_row,
 )
@@ -41,7 +34,7 @@ class StreamForm:
     - `dim`, `width`: channels, and the same padded to a power of two.
     - `number`: dtype of exact tokens, one of `NUMBERS`.
     - `aligned`: whether the addresses and steps of all exact tokens are multiples of 16 bytes.
-    - `second`: whether it stands in V's place in the table of rows.
+    - `at`: where it stands in the table of rows.
     - `thrice`: whether products are those of fp32 (three products in tf32), or of numbers rounded
       to tf32.
     - `key_piece`, `value_piece`: channels that are multiplied at a time, powers of two: of keys,
@@ -53,30 +46,10 @@ class StreamForm:
     width: int
     number: str
     aligned: bool
-    second: bool
+    at: Side
     thrice: bool
     key_piece: int
     value_piece: int
-
-    @property
-    def exact_from(self) -> int:
-        """Column of the table of rows."""
-        return int((V_EXACT_FROM if self.second else K_EXACT_FROM).value)
-
-    @property
-    def sinks(self) -> int:
-        """Column of the table of rows."""
-        return int((V_SINKS if self.second else K_SINKS).value)
-
-    @property
-    def slots(self) -> int:
-        """First column of where the slots lie."""
-        return int((V_SLOTS if self.second else K_SLOTS).value)
-
-    @property
-    def tail(self) -> int:
-        """First column of where exact tokens lie: the tail, sinks and new ones."""
-        return int((V_TAIL if self.second else K_TAIL).value)
 
 
 @triton.jit
@@ -89,30 +62,32 @@ def rounded(x):
 @triton.jit
 def _is_sink(ROWS, row, tokens, S: tl.constexpr):
     first = count_of_row(ROWS, row, SINKS_FROM)
-    return (tokens >= first) & (tokens < first + count_of_row(ROWS, row, S.sinks))
+    return (tokens >= first) & (tokens < first + count_of_row(ROWS, row, S.at.sinks))
 
 
 @triton.jit
 def has_packed(ROWS, row, tile, S: tl.constexpr):
     """Whether a tile has packed tokens."""
-    return tile * TILE < count_of_row(ROWS, row, S.exact_from)
+    return tile * TILE < count_of_row(ROWS, row, S.at.exact_from)
 
 
 @triton.jit
 def has_exact(ROWS, row, tile, S: tl.constexpr):
     """Whether a tile has exact tokens."""
-    sinks_to = count_of_row(ROWS, row, SINKS_FROM) + count_of_row(ROWS, row, S.sinks)
-    return (tile * TILE + TILE > count_of_row(ROWS, row, S.exact_from)) | (tile * TILE < sinks_to)
+    sinks_to = count_of_row(ROWS, row, SINKS_FROM) + count_of_row(ROWS, row, S.at.sinks)
+    return (tile * TILE + TILE > count_of_row(ROWS, row, S.at.exact_from)) | (
+        tile * TILE < sinks_to
+    )
 
 
 @triton.jit
 def exact_tokens(ROWS, row, head, tile, channel, S: tl.constexpr):
     """Return channels of a tile's exact tokens in fp32, `[32, channels]`; zeros for others."""
-    TAIL: tl.constexpr = S.tail
-    SINK: tl.constexpr = S.tail + 3
-    FRESH: tl.constexpr = S.tail + 6
+    TAIL: tl.constexpr = S.at.tail
+    SINK: tl.constexpr = S.at.sink
+    FRESH: tl.constexpr = S.at.new
     tokens = tile * TILE + tl.arange(0, TILE)
-    held, exact_from = count_of_row(ROWS, row, HELD), count_of_row(ROWS, row, S.exact_from)
+    held, exact_from = count_of_row(ROWS, row, HELD), count_of_row(ROWS, row, S.at.exact_from)
     fresh, tail = tokens >= held, (tokens >= exact_from) & (tokens < held)
     sink = (tokens < exact_from) & _is_sink(ROWS, row, tokens, S)
     at = tl.where(fresh, of_row(ROWS, row, FRESH), of_row(ROWS, row, SINK))
@@ -135,11 +110,11 @@ def exact_tokens(ROWS, row, head, tile, channel, S: tl.constexpr):
 @triton.jit
 def _segment(ROWS, row, head, tile, S: tl.constexpr):
     """Return where the segment of a tile lies, for `units_of`, and the tile in it."""
-    table = of_row(ROWS, row, S.slots).to(tl.pointer_type(tl.int64))
-    heads = of_row(ROWS, row, S.slots + 1).to(tl.pointer_type(tl.int64))
-    slot_row, slot_rows = of_row(ROWS, row, S.slots + 2), of_row(ROWS, row, S.slots + 3)
-    segments = of_row(ROWS, row, S.slots + 4)
-    tiles = count_of_row(ROWS, row, S.slots + 5) // TILE
+    table = of_row(ROWS, row, S.at.slots).to(tl.pointer_type(tl.int64))
+    heads = of_row(ROWS, row, S.at.slots + 1).to(tl.pointer_type(tl.int64))
+    slot_row, slot_rows = of_row(ROWS, row, S.at.slots + 2), of_row(ROWS, row, S.at.slots + 3)
+    segments = of_row(ROWS, row, S.at.slots + 4)
+    tiles = count_of_row(ROWS, row, S.at.slots + 5) // TILE
     return segment_at((table, heads, slot_row, head, slot_rows, segments, tiles), tile)
 
 
@@ -147,7 +122,7 @@ def _segment(ROWS, row, head, tile, S: tl.constexpr):
 def _is_packed(ROWS, row, tile, S: tl.constexpr):
     """Return which tokens of a tile are packed, `[32]`."""
     tokens = tile * TILE + tl.arange(0, TILE)
-    packed = tokens < count_of_row(ROWS, row, S.exact_from)
+    packed = tokens < count_of_row(ROWS, row, S.at.exact_from)
     return packed & ~_is_sink(ROWS, row, tokens, S)
 
 

@@ -26,17 +26,59 @@ from kvpact.kernels.triton.columns import (
 )
 from kvpact.kernels.triton.digits.key_scores import key_scores, load_queries
 from kvpact.kernels.triton.digits.operands import groups_of, value_width
-from kvpact.kernels.triton.digits.parts import (
-    blocks_of,
-    capped,
-    hide,
-    soften,
-    store_lse,
-    store_sums,
-)
 from kvpact.kernels.triton.digits.tiles import fields_of, positions
 from kvpact.kernels.triton.digits.value_sums import channels_of, order_of, trellis_sums, value_sums
 from kvpact.kernels.triton.trellis.scores import load_trellis_queries, trellis_scores
+
+
+@triton.jit
+def _blocks_of(first, last, split, N: tl.constexpr):
+    """Return the blocks of N tokens of a part: the first, and the one behind the last."""
+    begin, end = first // N, tl.cdiv(last, N)
+    share = tl.cdiv(end - begin, tl.num_programs(0))
+    begin += split * share
+    return begin, tl.minimum(begin + share, end)
+
+
+@triton.jit
+def _capped(s, cap):
+    """Return `cap * tanh(s / cap)` of logits of base 2; `cap` is the softcap times log2 e."""
+    return cap - 2.0 * cap / (tl.exp2(s * (2.8853900817779268 / cap)) + 1.0)
+
+
+@triton.jit
+def _hide(s, token, first, last, hidden, queries):
+    """Hide tokens `[N]` from rows `[G]`: all outside of a range, and those up to `hidden + i`."""
+    g = tl.arange(0, s.shape[1])
+    shown = ((token >= first) & (token < last))[:, None]
+    shown = shown & (token[:, None] > (hidden + g % queries)[None, :])
+    return tl.where(shown, s, -float("inf"))
+
+
+@triton.jit
+def _soften(s, peak, total):
+    """Return weights of logits `[N, G]` of base 2, what sums so far are worth, peaks, totals."""
+    new = tl.maximum(peak, tl.max(s, 0))
+    safe = tl.where(new == -float("inf"), 0.0, new)
+    decay = tl.exp2(peak - safe)
+    p = tl.exp2(s - safe[None, :])
+    return p, decay, new, total * decay + tl.sum(p, 0)
+
+
+@triton.jit
+def _store_sums(PACKED, acc, total, worth, out, rows, channel, dim):
+    """Store sums `[channels, G]` over totals, at rows `out` of PACKED."""
+    norm = worth / tl.where(total == 0.0, 1.0, total)
+    kept = (tl.arange(0, acc.shape[1]) < rows)[None, :] & (channel < dim)[:, None]
+    tl.store(PACKED + out[None, :] * dim + channel[:, None], acc * norm[None, :], mask=kept)
+
+
+@triton.jit
+def _store_lse(LSE, peak, total, out, rows):
+    """Store the log-sum-exp of a part; -inf where no token was seen."""
+    none = total == 0.0
+    lse = tl.where(none, -float("inf"), peak + tl.log2(tl.where(none, 1.0, total)))
+    tl.store(LSE + out, lse, mask=tl.arange(0, peak.shape[0]) < rows)
 
 
 @triton.jit(do_not_specialize=["heads", "queries", "rows", "first_part", "parts"])
@@ -73,7 +115,7 @@ def attend_digits(
     hidden = count_of_row(ROWS, row, FIRST_QUERY) - count_of_row(ROWS, row, WINDOW)
     seen = tl.maximum(first, hidden + queries)
     tiles = count_of_row(ROWS, row, K_SLOTS + 5) // 32
-    begin, end = blocks_of(first, last, split, N)
+    begin, end = _blocks_of(first, last, split, N)
     g = tl.arange(0, G)
     base = row * heads + head
     if K.kind == "trellis":
@@ -103,10 +145,10 @@ def attend_digits(
                 q, k, where, live, block, last, tiles, K_TABLE, K, NT, ORDER, INSIDE, KW, ASM
             )
         if CAPPED:
-            s = capped(s, cap)
+            s = _capped(s, cap)
         if (block * N < seen) | (block * N + N > last):
-            s = hide(s, positions(block * NT, NT, ORDER), first, last, hidden, queries)
-        p, decay, peak, total = soften(s, peak, total)
+            s = _hide(s, positions(block * NT, NT, ORDER), first, last, hidden, queries)
+        p, decay, peak, total = _soften(s, peak, total)
         if V.kind == "trellis":
             acc = trellis_sums(acc, decay, p, v, live, V_TABLE, V, KW, ASM)
         else:
@@ -114,5 +156,5 @@ def attend_digits(
     out = (base * parts + first_part + split) * rows + g
     for group in tl.static_range(VG):
         channel = group * D + channels_of(V)
-        store_sums(PACKED, acc[group], total, worth, out, rows, channel, V.dim)
-    store_lse(LSE, peak, total, out, rows)
+        _store_sums(PACKED, acc[group], total, worth, out, rows, channel, V.dim)
+    _store_lse(LSE, peak, total, out, rows)

@@ -13,6 +13,17 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def order_of_k(kw, axes, behind=0):
+    """Return the axes of a product's k, and `behind` it others, in its order.
+
+    Given is that of four bytes side by side, which the last two axes number; with eight of them
+    the two before change places.
+    """
+    at = len(axes) - behind - 4
+    return axes if kw == 4 else (*axes[:at], axes[at + 1], axes[at], *axes[at + 2 :])
+
+
 @triton.jit
 def prmt(low, high, selector, ASM: tl.constexpr):
     """Return four bytes: byte i is byte `selector >> 4i & 7` of the eight of (low, high).

@@ -18,6 +18,7 @@ from kvpact.kernels.triton.digits.levels import (
     levels2,
     levels3,
     levels4,
+    order_of_k,
     row_of,
     signed4,
 )
@@ -60,6 +61,19 @@ def value_width(form: SlotForm) -> int:
 
 
 @triton.jit
+def _levels_of_4(words, t0, TABLE, FORM: tl.constexpr, AXIS: tl.constexpr, ASM: tl.constexpr):
+    """Look up codes of 4 bits, with or without a table."""
+    if FORM.signed:
+        x = signed4(words, t0, ASM)
+    elif in_bytes(FORM):
+        x = codes4(words, ASM)
+    else:
+        t1, t2 = row_of(TABLE, 1, AXIS, AXIS + 2), row_of(TABLE, 2, AXIS, AXIS + 2)
+        x = levels4(words, t0, t1, t2, row_of(TABLE, 3, AXIS, AXIS + 2), ASM)
+    return x
+
+
+@triton.jit
 def key_operand(
     tiles, live, TABLE, GROUP: tl.constexpr, FORM: tl.constexpr, VBITS: tl.constexpr,
     KW: tl.constexpr, ASM: tl.constexpr,
@@ -77,10 +91,7 @@ def key_operand(
         odd = load_keys(tiles, live, 1, 2, C // 32, low // 2, W, VBITS)
         third = load_keys(tiles, live, low, 1, C // 32, high, W, VBITS)
         x = levels3(even, odd, third, t0, row_of(TABLE, 1, 5, 7), ASM)
-        if KW == 4:
-            x = x.permute(0, 2, 6, 3, 4, 1, 11, 10, 9, 5, 8, 7)
-        else:
-            x = x.permute(0, 2, 6, 3, 4, 1, 11, 10, 5, 9, 8, 7)
+        x = x.permute(order_of_k(KW, (0, 2, 6, 3, 4, 1, 11, 10, 9, 5, 8, 7)))
     else:
         COUNT: tl.constexpr = C * BITS // 32
         words = load_keys(tiles, live, GROUP * COUNT, 1, COUNT, W - GROUP * COUNT, W, VBITS)
@@ -88,33 +99,17 @@ def key_operand(
             # From the table in any case: queries get their digits where the codes of eight channels
             # that follow each other are in one thread.
             x = levels2(words, t0, ASM)
-            if KW == 4:
-                x = x.permute(0, 2, 6, 3, 4, 1, 10, 9, 5, 8, 7)
-            else:
-                x = x.permute(0, 2, 6, 3, 4, 1, 10, 5, 9, 8, 7)
+            x = x.permute(order_of_k(KW, (0, 2, 6, 3, 4, 1, 10, 9, 5, 8, 7)))
         elif BITS == 8:
             # Two words of a thread make one step of the product.
             y = words ^ t0
             S: tl.constexpr = y.shape[0]
             A: tl.constexpr = y.shape[1] // 2
             x = bytes_of(y.reshape(S, A, 2, y.shape[2], y.shape[3], y.shape[4], 4, y.shape[6]))
-            if KW == 4:
-                x = x.permute(0, 3, 7, 4, 5, 1, 2, 6, 9, 8)
-            else:
-                x = x.permute(0, 3, 7, 4, 5, 1, 6, 2, 9, 8)
-        elif in_bytes(FORM):
-            x = signed4(words, t0, ASM) if FORM.signed else codes4(words, ASM)
-            if KW == 4:
-                x = x.permute(0, 2, 6, 3, 4, 1, 9, 5, 8, 7)
-            else:
-                x = x.permute(0, 2, 6, 3, 4, 1, 5, 9, 8, 7)
+            x = x.permute(order_of_k(KW, (0, 3, 7, 4, 5, 1, 2, 6, 9, 8)))
         else:
-            t1, t2 = row_of(TABLE, 1, 5, 7), row_of(TABLE, 2, 5, 7)
-            x = levels4(words, t0, t1, t2, row_of(TABLE, 3, 5, 7), ASM)
-            if KW == 4:
-                x = x.permute(0, 2, 6, 3, 4, 1, 9, 5, 8, 7)
-            else:
-                x = x.permute(0, 2, 6, 3, 4, 1, 5, 9, 8, 7)
+            x = _levels_of_4(words, t0, TABLE, FORM, 5, ASM)
+            x = x.permute(order_of_k(KW, (0, 2, 6, 3, 4, 1, 9, 5, 8, 7)))
     return x.reshape(N, C)
 
 
@@ -139,14 +134,11 @@ def value_operand(
         high = load_values(tiles, live, 1, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
         third = load_values(tiles, live, 2, 1, 1, GROUP * C, C, D, BITS).reshape(S, 1, P, 8, 4, 4)
         x = levels3(low, high, third, t0, row_of(TABLE, 1, 4, 6), ASM)
-        if KW == 4:
-            x = x.permute(2, 5, 3, 0, 1, 10, 9, 8, 4, 7, 6)
-        else:
-            x = x.permute(2, 5, 3, 0, 1, 10, 9, 4, 8, 7, 6)
+        x = x.permute(order_of_k(KW, (2, 5, 3, 0, 1, 10, 9, 8, 4, 7, 6)))
     elif BITS == 8:
         words = load_values(tiles, live, 0, 2, 2, GROUP * C, C, D, BITS)
         x = bytes_of(words.reshape(S, 2, P, 8, 4, 4) ^ t0)
-        x = x.permute(2, 5, 3, 0, 1, 4, 7, 6) if KW == 4 else x.permute(2, 5, 3, 0, 4, 1, 7, 6)
+        x = x.permute(order_of_k(KW, (2, 5, 3, 0, 1, 4, 7, 6)))
     else:
         words = load_values(tiles, live, 0, 1, 1, GROUP * C, C, D, BITS)
         words = words.reshape(S, 1, P, 8, 4, 4)
@@ -155,22 +147,10 @@ def value_operand(
                 x = codes2(words, ASM)
             else:
                 x = levels2(words, t0, ASM)
-            if KW == 4:
-                x = x.permute(2, 5, 3, 0, 1, 9, 8, 4, 7, 6)
-            else:
-                x = x.permute(2, 5, 3, 0, 1, 9, 4, 8, 7, 6)
+            x = x.permute(order_of_k(KW, (2, 5, 3, 0, 1, 9, 8, 4, 7, 6)))
         else:
-            if FORM.signed:
-                x = signed4(words, t0, ASM)
-            elif in_bytes(FORM):
-                x = codes4(words, ASM)
-            else:
-                t1, t2 = row_of(TABLE, 1, 4, 6), row_of(TABLE, 2, 4, 6)
-                x = levels4(words, t0, t1, t2, row_of(TABLE, 3, 4, 6), ASM)
-            if KW == 4:
-                x = x.permute(2, 5, 3, 0, 1, 8, 4, 7, 6)
-            else:
-                x = x.permute(2, 5, 3, 0, 1, 4, 8, 7, 6)
+            x = _levels_of_4(words, t0, TABLE, FORM, 4, ASM)
+            x = x.permute(order_of_k(KW, (2, 5, 3, 0, 1, 8, 4, 7, 6)))
     return x.reshape(C, N)
 
 
@@ -183,18 +163,18 @@ def weight_operand(pair, FORM: tl.constexpr, KW: tl.constexpr):
     if BITS == 4 or BITS == 8:
         x = pair.reshape(N // 32, 2, 2, 4, 2, M)  # j1 j0 t r: token 8 t + 4 r + 2 j1 + j0
         if BITS == 4 and in_bytes(FORM):
-            x = x.permute(0, 2, 3, 4, 1, 5) if KW == 4 else x.permute(0, 3, 2, 4, 1, 5)
+            x = x.permute(order_of_k(KW, (0, 2, 3, 4, 1, 5), 1))
         else:
-            x = x.permute(0, 4, 3, 1, 2, 5) if KW == 4 else x.permute(0, 3, 4, 1, 2, 5)
+            x = x.permute(order_of_k(KW, (0, 4, 3, 1, 2, 5), 1))
     elif BITS == 2:
         x = pair.reshape(N // 64, 2, 2, 2, 4, 2, M)  # i2 i1 i0 t i3
         if in_bytes(FORM):
-            x = x.permute(0, 3, 2, 4, 5, 1, 6) if KW == 4 else x.permute(0, 3, 4, 2, 5, 1, 6)
+            x = x.permute(order_of_k(KW, (0, 3, 2, 4, 5, 1, 6), 1))
         else:
-            x = x.permute(0, 5, 3, 4, 1, 2, 6) if KW == 4 else x.permute(0, 5, 4, 3, 1, 2, 6)
+            x = x.permute(order_of_k(KW, (0, 5, 3, 4, 1, 2, 6), 1))
     else:
         x = pair.reshape(N // 128, 2, 2, 2, 2, 4, 2, M)  # i3 i2 i1 i0 t i4
-        x = x.permute(0, 3, 4, 1, 5, 6, 2, 7) if KW == 4 else x.permute(0, 3, 4, 5, 1, 6, 2, 7)
+        x = x.permute(order_of_k(KW, (0, 3, 4, 1, 5, 6, 2, 7), 1))
     return x.reshape(N, M)
 
 

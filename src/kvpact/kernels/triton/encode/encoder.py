@@ -7,19 +7,18 @@ only where the checks of tokens are wanted at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpact.errors import GeometryError, NonFiniteError
+from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.kernels.base import Prepared
-from kvpact.kernels.sources import Segment, Where
+from kvpact.kernels.sources import WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
-from kvpact.kernels.triton.encode.slots import GAPS, EncodeSlots, slots_at
+from kvpact.kernels.triton.encode.slots import EncodeSlots
 from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import on_device
 from kvpact.methods import Codec
@@ -72,8 +71,6 @@ class TritonEncoder:
 
     def __init__(self, codec: Codec) -> None:
         self._codec, self._torch = codec, TorchEncoder(codec)
-        self._known: list[tuple[int, tuple[int, ...]]] = []
-        self._slots: EncodeSlots | None = None
 
     def prepare(self, x: Tensor, size: float | None = None) -> Prepared:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
@@ -94,35 +91,20 @@ class TritonEncoder:
             return self._torch.prepare(x)
         return x
 
-    def write(
-        self, prepared: Prepared, segments: Sequence[Segment], segment_tokens: int, start: int
-    ) -> None:
+    def write(self, prepared: Prepared, source: WritableSource, start: int) -> None:
         """Encode tokens into segments.
 
         Raises `GeometryError` where the slots lie otherwise than kernels need them; they are as
         they were.
         """
         if isinstance(prepared, dict):
-            self._torch.write(prepared, segments, segment_tokens, start)
+            self._torch.write(prepared, source, start)
         elif prepared.numel():
-            slots = self._where(segments, segment_tokens, prepared.device)
-            encode_at(self._codec, prepared, slots, start)
-
-    def _where(
-        self, segments: Sequence[Segment], segment_tokens: int, device: torch.device
-    ) -> EncodeSlots:
-        """Return where segments lie; most appends go where the last one went."""
-        names = tables_of(self._codec, device).names
-        held = [None if name is None else [part[name] for part in segments] for name in names]
-        tensors = [tensor for parts in held if parts for tensor in parts]
-        known = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
-        if self._slots is None or known != self._known:
-            where = [None if parts is None else Where.of_segments(parts) for parts in held]
-            if any(parts and lies is None for parts, lies in zip(held, where, strict=True)):
-                raise GeometryError(GAPS)
-            self._slots = slots_at([where], tensors[0].shape[0], device, segment_tokens)
-            self._known = known
-        return self._slots
+            found = source.prepared.get("triton encode")
+            if found is None:
+                slots = EncodeSlots.of(self._codec, [source], len(prepared), prepared.device)
+                found = source.prepared["triton encode"] = slots
+            encode_at(self._codec, prepared, found, start)
 
 
 def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
@@ -171,7 +153,7 @@ def _encode_tokens(x: Tensor, tables: EncodeTables, slots: EncodeSlots, start: i
 
 def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
     """Return rotated tokens, fp32."""
-    from kvpact.kernels.triton.encode.groups import rotate_tokens
+    from kvpact.kernels.triton.encode.kernel import rotate_tokens
 
     batch, heads, tokens, _ = x.shape
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
@@ -183,7 +165,7 @@ def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
 
 def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) -> None:
     """Store what groups of tokens share."""
-    from kvpact.kernels.triton.encode.groups import CHANNELS, encode_groups
+    from kvpact.kernels.triton.encode.kernel import CHANNELS, encode_groups
 
     batch, heads, tokens, _ = x.shape
     chunks = -(-form.dim // CHANNELS)

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from kvpact.errors import GeometryError
 from kvpact.formats import TILE
-from kvpact.kernels.sources import SegmentSource, Where
+from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.kernels.triton.forms import addresses_of
 from kvpact.methods import Codec
-
-GAPS = "the storage of slots has gaps, or segments differ in strides"
 
 
 class EncodeSlots(NamedTuple):
@@ -41,21 +39,11 @@ class EncodeSlots(NamedTuple):
         for where in held:
             pairs = zip(names, where, strict=True)
             if any(name is not None and lies is None for name, lies in pairs):
-                raise GeometryError(GAPS)
-        return slots_at(held, batch, device, sources[0].segment_tokens)
+                raise GeometryError("the storage of slots has gaps, or segments differ in strides")
+        table, heads = addresses_of(held, batch, device)
+        return cls(table, heads, table.shape[2], sources[0].segment_tokens // TILE)
 
     def row(self, index: int) -> EncodeSlots:
         """Return where one row's slots lie."""
         table = self.table[:, index : index + 1].contiguous()
         return self._replace(table=table)
-
-
-def slots_at(
-    held: Sequence[Sequence[Where | None]], batch: int, device: torch.device, segment_tokens: int
-) -> EncodeSlots:
-    """Return where slots lie of one source for all rows, or of one for each.
-
-    Of a source `held` says where the fields lie that `SLOT_FIELDS` names; None for one that is not.
-    """
-    table, heads = addresses_of(held, batch, device)
-    return EncodeSlots(table, heads, table.shape[2], segment_tokens // TILE)

@@ -17,14 +17,13 @@ from kvpact.kernels.triton.columns import (
     FIRST_QUERY,
     HELD,
     K_EXACT_FROM,
-    K_NEW,
     K_TAIL,
     SKIP_FROM,
     SKIP_TO,
     V_EXACT_FROM,
-    V_NEW,
     V_TAIL,
     WINDOW,
+    Side,
     count_of_row,
     of_row,
 )
@@ -40,7 +39,7 @@ _COUNTS += ["flags_row", "new", "queries", "heads", "groups", "batch"]
 class Taking:
     """How a stream takes the new tokens of a step.
 
-    - `second`: whether it is that of V.
+    - `at`: where it stands in the table of rows.
     - `encodes`: whether tokens are encoded as they come, one by one, by `take_tokens`.
     - `most`, `longest`: magnitude of a number and norm of a vector that the codec can hold.
     - `rows`, `span`: tokens that a program has at a time, and positions that it has in all (see
@@ -49,28 +48,13 @@ class Taking:
     """
 
     form: EncodeForm
-    second: bool
+    at: Side
     encodes: bool
     most: float
     longest: float
     rows: int
     span: int
     size: int
-
-    @property
-    def tail(self) -> int:
-        """First column of where the tail lies."""
-        return int((V_TAIL if self.second else K_TAIL).value)
-
-    @property
-    def new(self) -> int:
-        """First column of where the new tokens lie."""
-        return int((V_NEW if self.second else K_NEW).value)
-
-    @property
-    def exact_from(self) -> int:
-        """Column of where the tail begins."""
-        return int((V_EXACT_FROM if self.second else K_EXACT_FROM).value)
 
     @property
     def unbounded(self) -> bool:
@@ -98,9 +82,9 @@ class Counting:
 @triton.jit
 def _keep(ROWS, x, row, head, position, live, d, S: tl.constexpr):
     """Copy tokens behind the tail, which is in their dtype."""
-    place = position - of_row(ROWS, row, S.exact_from) + tl.arange(0, S.rows)
-    to = of_row(ROWS, row, S.tail) + head * of_row(ROWS, row, S.tail + 1)
-    to = (to + place * of_row(ROWS, row, S.tail + 2)).to(tl.pointer_type(x.dtype))
+    place = position - of_row(ROWS, row, S.at.exact_from) + tl.arange(0, S.rows)
+    to = of_row(ROWS, row, S.at.tail) + head * of_row(ROWS, row, S.at.tail + 1)
+    to = (to + place * of_row(ROWS, row, S.at.tail + 2)).to(tl.pointer_type(x.dtype))
     tl.store(to[:, None] + d[None, :], x, mask=live[:, None] & (d < S.form.dim)[None, :])
 
 
@@ -120,7 +104,7 @@ def _take(ROWS, good, keeps, x, slots, tables, row, head, new, S: tl.constexpr):
     """
     X, x_row, x_head, x_token = x
     if (tl.program_id(0) == 0) & (head == 0):
-        place = ROWS + row * COLUMNS + S.new
+        place = ROWS + row * COLUMNS + S.at.new
         tl.store(place, X.to(tl.int64) + row.to(tl.int64) * x_row * S.size)
         tl.store(place + 1, tl.cast(x_head, tl.int64) * S.size)
         tl.store(place + 2, tl.cast(x_token, tl.int64) * S.size)

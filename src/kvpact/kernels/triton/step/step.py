@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvpact.errors import KernelError
-from kvpact.kernels.alike import AlikeCalls
-from kvpact.kernels.base import AttendCall, StepRow, StepTokens, TokenMemory
+from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, TokenMemory
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
+from kvpact.kernels.triton.columns import K_SIDE, V_SIDE
 from kvpact.kernels.triton.encode.encoder import encode_at, encode_reason
 from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.kernels.triton.encode.slots import EncodeSlots
@@ -58,7 +58,7 @@ class _At(NamedTuple):
     v_slots: int
 
 
-class TritonStep(AlikeCalls):
+class TritonStep(StepRunner):
     """What stays from one step of a layer to the next.
 
     - `call`: a call like those to come, which `covers` lets pass; its view is of the slots that
@@ -79,8 +79,8 @@ class TritonStep(AlikeCalls):
         self._windows = (call.view.k.window, call.view.v.window)
         self._loose = (call.k.data_ptr() | call.v.data_ptr()) % 16 > 0
         self._taking = (
-            taking_of(self._codecs[0], call.k, False, self._windows[0] == WAITING),
-            taking_of(self._codecs[1], call.v, True, self._windows[1] == WAITING),
+            taking_of(self._codecs[0], call.k, K_SIDE, self._windows[0] == WAITING),
+            taking_of(self._codecs[1], call.v, V_SIDE, self._windows[1] == WAITING),
         )
         # Of the rows that this one leads.
         self._at: list[_At] = []
@@ -208,12 +208,13 @@ class TritonStep(AlikeCalls):
     def _encode(self, taker: Taker, x: Tensor, rows: Sequence[StepRow], table: Tensor) -> None:
         """Encode what `take` does not: what left the window, whole groups, and trellises."""
         codec, slots, taking = taker
-        if codec.group == 1 and self._windows[taking.second] != WAITING:
+        second = taking.at is V_SIDE
+        if codec.group == 1 and self._windows[second] != WAITING:
             if not taking.encodes:
                 encode_trellis(codec, tables_of(codec, x.device).form, x, slots, 0, table)
             return
         for index, row in enumerate(rows):
-            tokens = row.v if taking.second else row.k
+            tokens = row.v if second else row.k
             if not tokens.encoded:
                 continue
             if self.frozen:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.kernels.triton.columns import Side
 from kvpact.kernels.triton.encode.encoder import encoded_alone, rows_of, span_of, warps_of
 from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.kernels.triton.encode.slots import EncodeSlots
@@ -24,8 +25,8 @@ class Taker(NamedTuple):
     taking: Taking
 
 
-def taking_of(codec: Codec, x: Tensor, second: bool, wait: bool = False) -> Taking:
-    """Return how a stream takes tokens like `x`, `[B, H, new, D]`; V if `second`.
+def taking_of(codec: Codec, x: Tensor, side: Side, wait: bool = False) -> Taking:
+    """Return how a stream takes tokens like `x`, `[B, H, new, D]`.
 
     Tokens that `wait` are encoded by others when they leave the window.
     """
@@ -37,7 +38,7 @@ def taking_of(codec: Codec, x: Tensor, second: bool, wait: bool = False) -> Taki
     most, longest = codec.max_abs, codec.max_norm
     if wait and codec.group == 1:
         most = min(most, form.limit)
-    return Taking(form, second, encodes, most, longest, rows, span, x.element_size())
+    return Taking(form, side, encodes, most, longest, rows, span, x.element_size())
 
 
 class Flag(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.digits.levels import bytes_of, prmt, row_of
+from kvpact.kernels.triton.digits.levels import bytes_of, order_of_k, prmt, row_of
 from kvpact.kernels.triton.digits.tiles import grouped, token_places
 from kvpact.kernels.triton.trellis.levels import (
     KEEP,
@@ -234,10 +234,7 @@ def key_levels(
     x = bytes_of(beside(found, 0, len(found)))
     x = x.reshape(_split(x.shape, COUNT))
     # S X U R t J | chunk, half | low, high bit of the byte
-    if KW == 4:
-        x = x.permute(0, 1, 5, 2, 3, 6, 7, 4, 9, 8)
-    else:
-        x = x.permute(0, 1, 5, 2, 3, 6, 4, 7, 9, 8)
+    x = x.permute(order_of_k(KW, (0, 1, 5, 2, 3, 6, 7, 4, 9, 8)))
     return x.reshape(_operand(x.shape, COUNT * 16))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.digits.levels import bytes_of, row_of
+from kvpact.kernels.triton.digits.levels import bytes_of, order_of_k, row_of
 from kvpact.kernels.triton.digits.tiles import grouped, tiles_together
 from kvpact.kernels.triton.trellis.levels import (
     BY_2,
@@ -124,10 +124,7 @@ def value_levels(
     x = bytes_of(beside(found, 0, 2 * EIGHTS))
     x = x.reshape(x.shape[0], x.shape[1], 8, 4, RUN, EIGHTS, 2, 2, 2)
     # O c g | S, eight, half, t, high, low bit of the byte
-    if KW == 4:
-        x = x.permute(1, 4, 2, 0, 5, 6, 3, 8, 7)
-    else:
-        x = x.permute(1, 4, 2, 0, 5, 3, 6, 8, 7)
+    x = x.permute(order_of_k(KW, (1, 4, 2, 0, 5, 6, 3, 8, 7)))
     return x.reshape(FORM.dim, tiles.shape[0] * 32)
 
 
@@ -147,9 +144,9 @@ def trellis_weights(pair, FORM: tl.constexpr, KW: tl.constexpr):
     if token_order(FORM) == 4:
         # j1 j0 t r: token 8 t + 4 r + 2 j1 + j0
         x = pair.reshape(N // 32, 2, 2, 4, 2, M)
-        x = x.permute(0, 1, 3, 2, 4, 5) if KW == 4 else x.permute(0, 3, 1, 2, 4, 5)
+        x = x.permute(order_of_k(KW, (0, 1, 3, 2, 4, 5), 1))
     else:
         # x j1 j0 u r1 r0: token 16 r1 + 8 r0 + 4 x + 2 j1 + j0 of tile u
         x = pair.reshape(N // 64, 2, 2, 2, 4, 2, M)
-        x = x.permute(0, 5, 1, 4, 2, 3, 6) if KW == 4 else x.permute(0, 5, 4, 1, 2, 3, 6)
+        x = x.permute(order_of_k(KW, (0, 5, 1, 4, 2, 3, 6), 1))
     return x.reshape(N, M)
