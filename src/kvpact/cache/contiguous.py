@@ -313,11 +313,6 @@ class ContiguousCache(BatchRows):
                 return stream.memory.tensor.shape[0]
         return None
 
-    def tails(self) -> list[Tensor]:
-        """Return each layer's exact last keys, `[B, H_kv, n, D]`: what dtype and device it has."""
-        streams = [layer.k for layer in self._layers]
-        return [stream.tail for stream in streams if stream is not None]
-
     def memory_usage(self) -> int:
         """Bytes of all tensors held: slots, side information, sinks, window, unused capacity."""
         return sum(t.numel() * t.element_size() for layer in self._layers for t in layer.tensors())

@@ -17,6 +17,7 @@ from kvpact.cache.paged_step import store_rows
 from kvpact.cache.prefixes import SharedPage, page_keys
 from kvpact.cache.room import seal
 from kvpact.cache.saved_pages import PagedSnapshots
+from kvpact.cache.sequence_pages import alone
 from kvpact.cache.sequences import PagedSequence, distinct_bytes, hold_packed
 from kvpact.cache.stats import Summarized, Summary, paged_stats
 from kvpact.cache.step import Step
@@ -74,7 +75,7 @@ class PagedSequences(Summarized, PagedSnapshots):
         for layer, sinks in zip(sequence.layers, pages[-1].sinks, strict=True):
             hold_packed(layer, tokens, self.geometry, like, sinks)
 
-    @detached
+    @alone
     def publish(self, seq: int, token_ids: Sequence[int]) -> int:
         """Let later sequences share this one's full pages; return how many are offered.
 
@@ -90,9 +91,6 @@ class PagedSequences(Summarized, PagedSnapshots):
         GeometryError
             Fewer tokens are held than ids given.
         """
-        return self._alone(lambda: self._publish(seq, token_ids))
-
-    def _publish(self, seq: int, token_ids: Sequence[int]) -> int:
         sequence = self._sequence(seq)
         if len(token_ids) > sequence.length:
             raise GeometryError(
@@ -110,22 +108,18 @@ class PagedSequences(Summarized, PagedSnapshots):
             self._prefixes.add(key, SharedPage(page, sinks))
         return len(keys)
 
-    @detached
+    @alone
     def fork(self, seq: int) -> int:
         """Return a new sequence with the same tokens; pages are shared until one side writes."""
-        return self._alone(lambda: self._add([self._fork(seq)])[0])
+        return self._add([self._fork(seq)])[0]
 
-    @detached
+    @alone
     def fork_rows(self, seqs: Sequence[int], move: bool = False) -> list[int]:
         """Return a fork of each, all or none; with `move` each one itself where it comes first."""
-
-        def make() -> list[int]:
-            kept = [move and seq not in seqs[:i] for i, seq in enumerate(seqs)]
-            made = [self._fork(s) for s, keep in zip(seqs, kept, strict=True) if not keep]
-            ids = iter(self._add(made))
-            return [s if keep else next(ids) for s, keep in zip(seqs, kept, strict=True)]
-
-        return self._alone(make)
+        kept = [move and seq not in seqs[:i] for i, seq in enumerate(seqs)]
+        made = [self._fork(s) for s, keep in zip(seqs, kept, strict=True) if not keep]
+        ids = iter(self._add(made))
+        return [s if keep else next(ids) for s, keep in zip(seqs, kept, strict=True)]
 
     def _fork(self, seq: int) -> PagedSequence:
         source = self._sequence(seq)
@@ -135,13 +129,11 @@ class PagedSequences(Summarized, PagedSnapshots):
             self.pool.retain(page)
         return PagedSequence(table, layers)
 
-    @detached
+    @alone
     def truncate(self, seq: int, length: int) -> None:
         """Forget the tokens of a sequence from `length` on; see `ContiguousCache.truncate`."""
         check_count("length", length)
-        self._alone(lambda: self._truncate(self._sequence(seq), length))
-
-    def _truncate(self, sequence: PagedSequence, length: int) -> None:
+        sequence = self._sequence(seq)
         self._change(sequence, length // self.pool.page_size)
         exchange(sequence.layers, [layer.truncated(length) for layer in sequence.layers])
         self._trim(sequence, -(-sequence.length // self.pool.page_size))
@@ -149,11 +141,9 @@ class PagedSequences(Summarized, PagedSnapshots):
             if not layer.clean:
                 layer.settle()
 
+    @alone
     def free(self, seq: int) -> None:
         """End a sequence and give its pages back."""
-        self._alone(lambda: self._free(seq))
-
-    def _free(self, seq: int) -> None:
         sequence = self._sequence(seq)
         self._retired.append(sequence)
         self.known_rows.clear()

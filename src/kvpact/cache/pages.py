@@ -23,7 +23,7 @@ from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.reserve import room_for
 from kvpact.cache.saved import check_fits, learnt_states
-from kvpact.cache.segments import clear_segment
+from kvpact.cache.segments import SegmentStore, clear_segment
 from kvpact.errors import CacheFull, GeometryError
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry, check_count
@@ -167,8 +167,8 @@ class PagePool:
             clear_segment(self.codecs[layer][side], segment, max(start, 0))
 
 
-class PageStore:
-    """A `SegmentStore` of one sequence's pages in one stream.
+class PageStore(SegmentStore):
+    """The store of one sequence's pages in one stream.
 
     `fields`: the pool's storage of this layer and side. `table`: the sequence's pages, in order;
     shared by all of its streams, changed by its cache alone.
@@ -186,10 +186,6 @@ class PageStore:
             raise CacheFull(f"{pages} pages needed, {len(self._table)} reserved; call reserve")
         return self
 
-    def made_for(self, codec: Codec) -> PageStore:
-        """Not used: codecs of pages have learnt before."""
-        raise AssertionError("pages are of codecs that have learnt")
-
     def writable(self, tokens: int, kept: int) -> int:
         """Write up to the first page that somebody else holds, too."""
         size = self.segment_tokens
@@ -197,10 +193,6 @@ class PageStore:
             if self._pool.references[self._table[index]] > 1:
                 return min(index * size, tokens)
         return tokens
-
-    def cut(self, tokens: int) -> PageStore:
-        """Return itself: the cache gives pages back for all layers at once."""
-        return self
 
     def clear_from(self, tokens: int) -> bool:
         """Zero the slots from `tokens` on; False if some are on pages that others hold, too."""
@@ -218,18 +210,6 @@ class PageStore:
         if self._source is None or self._source.pages != pages:
             self._source = PageSource(self._fields, pages, self.segment_tokens)
         return self._source
-
-    def shared(self) -> PageStore:
-        """Return itself: pages that others hold are copied before they are written to."""
-        return self
-
-    def select(self, indices: Tensor) -> PageStore:
-        """Not used: a sequence is one row."""
-        raise AssertionError("rows of a paged cache are sequences")
-
-    def tensors(self, name: str) -> list[Tensor]:
-        """Return nothing: the pool holds the tensors."""
-        return []
 
 
 class PageSource:

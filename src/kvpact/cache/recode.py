@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, states_of
 from kvpact.cache.contiguous import ContiguousCache
+from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.specs import cache_specs
 from kvpact.contract import AttendConfig
-from kvpact.errors import FormatError
-from kvpact.key_offset import KeyOffset
+from kvpact.geometry import CacheGeometry
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import LayerState, Snapshot
+from kvpact.snapshot import Snapshot
 from kvpact.spec import Spec
 
 
@@ -74,31 +73,31 @@ def recode(
     m = snapshot.manifest
     before = [Spec.from_json(layer.spec) for layer in m.layers]
     after = cache_specs(spec, m.geometry)
-    states = [snapshot.layer(index) for index in range(len(before))]
-    offsets = {i: offset for i, state in enumerate(states) if (offset := _offset(state))}
+    streams = enumerate(snapshot.layer(index).streams for index in range(len(before)))
+    offsets = {i: pair[0].offset for i, pair in streams if pair and pair[0].offset}
     source = ContiguousCache(before, m.geometry, key_offsets=offsets)
     source.restore(snapshot, device=device)
     kept = offsets if key_offsets is None else key_offsets
-    known = states_of(calibration, after, m.geometry, device)
-    target = ContiguousCache(after, m.geometry, calibration=known, key_offsets=kept)
-    for index, state in enumerate(states):
-        if state.streams is None:
-            continue
-        if state.streams[0].length != state.streams[1].length:
-            raise FormatError(f"layer {index} holds unlike numbers of K and V")
-        k, v = (source.dequantize(index, side) for side in ("k", "v"))
-        target.store(index, k=k, v=v, config=_config(state))
+    layers = [source.entry(index) for index in range(len(before))]
+    target = recoded(layers, after, m.geometry, calibration, kept, device)
     return target.snapshot(token_ids=snapshot.token_ids, identity=m.identity)
 
 
-def _offset(state: LayerState) -> KeyOffset | None:
-    return None if state.streams is None else state.streams[0].offset
-
-
-def _config(state: LayerState) -> AttendConfig:
-    assert state.streams is not None
-    return AttendConfig(padding=_rows(state.padding), origin=_rows(state.streams[0].origin))
-
-
-def _rows(numbers: tuple[int, ...] | None) -> Tensor | None:
-    return None if numbers is None else torch.tensor(numbers, dtype=torch.int64, device="cpu")
+def recoded(
+    layers: Sequence[CacheLayer],
+    specs: list[Spec],
+    geometry: CacheGeometry,
+    calibration: Calibration | None,
+    key_offsets: KeyOffsets,
+    device: torch.device | str,
+) -> ContiguousCache:
+    """Return a cache of the tokens that layers hold, stored by other specs."""
+    known = states_of(calibration, specs, geometry, device)
+    target = ContiguousCache(specs, geometry, calibration=known, key_offsets=key_offsets)
+    for index, layer in enumerate(layers):
+        if layer.k is not None and layer.length:
+            origin = layer.k.offset and layer.k.offset.origin
+            rows = None if origin is None else torch.tensor(origin, device="cpu")
+            config = AttendConfig(padding=layer.padding, origin=rows)
+            target.store(index, k=layer.dequantize("k"), v=layer.dequantize("v"), config=config)
+    return target

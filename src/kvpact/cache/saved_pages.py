@@ -9,22 +9,11 @@ from torch import Tensor
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
-from kvpact.cache.sequence_pages import SequencePages
+from kvpact.cache.sequence_pages import SequencePages, alone
 from kvpact.cache.sequences import PagedSequence
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.snapshot import Identity, LayerState, Snapshot
 from kvpact.snapshot.parts import select_rows, stack_rows
-from kvpact.spec import Spec
-
-
-def paged_states(specs: Sequence[Spec], sequences: Sequence[PagedSequence]) -> list[LayerState]:
-    """Return the state of each layer, a row per sequence. Raises `GeometryError`."""
-    if not sequences:
-        return [LayerState(spec.to_json(), None, None) for spec in specs]
-    return [
-        stack_rows([layer_state(sequence.layers[index]) for sequence in sequences])
-        for index in range(len(specs))
-    ]
 
 
 class PagedSnapshots(SequencePages):
@@ -48,20 +37,18 @@ class PagedSnapshots(SequencePages):
         GeometryError
             The sequences are of unlike length or were cut at unlike places.
         """
-        rows = [seqs] if isinstance(seqs, int) else list(seqs)
-
-        def states() -> list[LayerState]:
-            return paged_states(self.specs, [self._sequence(seq) for seq in rows])
-
+        states = self._states([seqs] if isinstance(seqs, int) else list(seqs))
         return build_snapshot(
-            self._alone(states),
-            self.specs,
-            self.geometry,
-            self.layout,
-            token_ids,
-            identity,
-            page_size,
+            states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
         )
+
+    @alone
+    def _states(self, seqs: Sequence[int]) -> list[LayerState]:
+        """Return the state of each layer, a row per sequence."""
+        if not seqs:
+            return [LayerState(spec.to_json(), None, None) for spec in self.specs]
+        rows = [self._sequence(seq).layers for seq in seqs]
+        return [stack_rows([layer_state(x) for x in layers]) for layers in zip(*rows, strict=True)]
 
     def restore(self, snapshot: Snapshot, *, row: int = 0, seq: int | None = None) -> int:
         """Make a sequence of a snapshot's row; return its id.
@@ -82,7 +69,7 @@ class PagedSnapshots(SequencePages):
         """
         return self.restore_rows(snapshot, [row], None if seq is None else [seq])[0]
 
-    @detached
+    @alone
     def restore_rows(
         self, snapshot: Snapshot, rows: Sequence[int], seqs: Sequence[int] | None = None
     ) -> list[int]:
@@ -90,11 +77,6 @@ class PagedSnapshots(SequencePages):
         check_fits(snapshot, self.specs, self.geometry, self._dtype)
         if seqs is not None and (len(seqs) != len(rows) or len(set(seqs)) != len(seqs)):
             raise SequenceError(f"{len(rows)} rows go into as many different sequences, not {seqs}")
-        return self._alone(lambda: self._restore_rows(snapshot, rows, seqs))
-
-    def _restore_rows(
-        self, snapshot: Snapshot, rows: Sequence[int], seqs: Sequence[int] | None
-    ) -> list[int]:
         old = [self._sequence(seq) for seq in seqs or ()]
         built = self._restored(snapshot, rows)
         if seqs is None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import repeat
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,50 +16,50 @@ from kvpact.methods import Codec
 from kvpact.units import segment_tokens
 
 
-class SegmentStore(Protocol):
+class SegmentStore(ABC):
     """Storage of one stream in pieces of a fixed number of tokens.
 
     What a store holds never changes, only what is written into it: a call that needs more, fewer or
-    other segments returns another store.
+    other segments returns another store. One of a pool's pages has little to do: it returns itself.
     """
 
     segment_tokens: int
 
+    @abstractmethod
     def grown(self, tokens: int, kept: int) -> SegmentStore:
         """Return a store with room for `tokens` tokens; what is shared from `kept` on is copied."""
-        ...
+
+    @abstractmethod
+    def clear_from(self, tokens: int) -> bool:
+        """Zero the slots from `tokens` on; False if some are shared and stay as they are."""
+
+    @abstractmethod
+    def source(self) -> WritableSource:
+        """Return what attention reads from; it stays as it is when segments are added."""
 
     def made_for(self, codec: Codec) -> SegmentStore:
         """Return an empty store for the stream's codec after it has learnt."""
-        ...
-
-    def writable(self, tokens: int, kept: int) -> int:
-        """Return up to which token slots from `kept` on can be written, `tokens` at most."""
-        ...
-
-    def cut(self, tokens: int) -> SegmentStore:
-        """Return a store without the segments that `tokens` tokens do not need."""
-        ...
-
-    def clear_from(self, tokens: int) -> bool:
-        """Zero the slots from `tokens` on; False if some are shared and stay as they are."""
-        ...
-
-    def source(self) -> WritableSource:
-        """Return what attention reads from; it stays as it is when segments are added."""
-        ...
-
-    def shared(self) -> SegmentStore:
-        """Return a store of the same segments that writes to none of them."""
-        ...
+        raise NotImplementedError
 
     def select(self, indices: Tensor) -> SegmentStore:
         """Return a store with the given batch rows."""
-        ...
+        raise NotImplementedError
+
+    def writable(self, tokens: int, kept: int) -> int:
+        """Return up to which token slots from `kept` on can be written, `tokens` at most."""
+        return tokens
+
+    def cut(self, tokens: int) -> SegmentStore:
+        """Return a store without the segments that `tokens` tokens do not need."""
+        return self
+
+    def shared(self) -> SegmentStore:
+        """Return a store of the same segments that writes to none of them."""
+        return self
 
     def tensors(self, name: str) -> list[Tensor]:
         """Return the tensors of a field that belong to this stream."""
-        ...
+        return []
 
 
 MakeStore = Callable[[Codec, int, int, torch.device, str], SegmentStore]
@@ -95,7 +96,7 @@ class ListSource:
         return self._where[name]
 
 
-class SegmentList(ListSource):
+class SegmentList(ListSource, SegmentStore):
     """Segments allocated one by one: a store, and the source that attention reads.
 
     `shared`: the first so many segments belong to forks, too, and are never written to; `size`:
@@ -171,10 +172,6 @@ class SegmentList(ListSource):
         if codec.fields is self._codec.fields and not self._segments:
             return self
         return SegmentList(codec, *self._shape, self._device)
-
-    def writable(self, tokens: int, kept: int) -> int:
-        """Write anywhere: what is shared is copied."""
-        return tokens
 
     def cut(self, tokens: int) -> SegmentList:
         """Drop later segments."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from operator import methodcaller
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,20 @@ from kvpact.kernels import Compute
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
 
+P = ParamSpec("P")
 T = TypeVar("T")
+Pages = TypeVar("Pages", bound="SequencePages")
+
+
+def alone(call: Callable[Concatenate[Pages, P], T]) -> Callable[Concatenate[Pages, P], T]:
+    """Run a method, detached, while no other call is at work in any layer."""
+
+    @detached
+    @wraps(call)
+    def run(self: Pages, /, *args: P.args, **options: P.kwargs) -> T:
+        return self._alone(lambda: call(self, *args, **options))
+
+    return run
 
 
 class SequencePages:

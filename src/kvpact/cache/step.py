@@ -77,9 +77,36 @@ class Step(NamedTuple):
     def dequantize(self, q: Tensor | None, config: AttendConfig) -> DequantResult:
         """Return K and V of all tokens, decompressed when read.
 
-        The new tokens are the tensors that were given: they may not be overwritten before.
+        The new tokens are the tensors that were given: they may not be overwritten before. Over
+        latents K is `[c_kv, k_rope]` and V is `c_kv`, as absorbed attention sees them. With `q`, a
+        method's bias (TurboQuant prod) is the result's `logit_bias`, without it is in K.
         """
-        return dequant_result(self, q, config)
+        view, k, v = self.view, self.k, self.v
+        # A latent is key and value at once: as a value it has to be whole.
+        biased = view is not None and q is not None and view.k.codec.has_bias and not self.latent
+        held = view.length if view is not None else 0
+
+        def stored() -> Iterator[KVTile]:
+            if view is not None:
+                for start, end in view.chunks():
+                    with self.lock:
+                        view.k.check()  # before each tile: a rollback may come between two
+                        tile = _view_tile(self, view, start, end, q if biased else None, config)
+                    yield tile
+            for start in range(0, k.shape[2], CHUNK):
+                part = slice(start, start + CHUNK)
+                bias = None
+                if biased and q is not None:
+                    shape = (*q.shape[:3], k[:, :, part].shape[2])
+                    bias = q.new_zeros(shape, dtype=torch.float32)
+                end = held + min(start + CHUNK, k.shape[2])
+                yield KVTile(held + start, end, k[:, :, part], v[:, :, part], bias)
+
+        def tiles() -> Iterator[KVTile]:
+            for tile in stored():
+                yield _absorbed(tile) if self.latent else tile
+
+        return DequantResult(tiles, held + k.shape[2], biased)
 
 
 @torch.no_grad()
@@ -91,40 +118,6 @@ def attend_steps(steps: Sequence[Step], q: Tensor, configs: Sequence[AttendConfi
     with next(iter(locks.values())):
         rows = zip(steps, queries, configs, strict=True)
         return steps[0].plan.attend([step._call(x, config) for step, x, config in rows])
-
-
-def dequant_result(step: Step, q: Tensor | None, config: AttendConfig) -> DequantResult:
-    """Return K and V of the tokens held and of new ones, decompressed when read.
-
-    Over latents K is `[c_kv, k_rope]` and V is `c_kv`, as absorbed attention sees them. With `q`, a
-    method's bias (TurboQuant prod) is the result's `logit_bias`, without it is in K.
-    """
-    view, k, v = step.view, step.k, step.v
-    # A latent is key and value at once: as a value it has to be whole.
-    biased = view is not None and q is not None and view.k.codec.has_bias and not step.latent
-    held = view.length if view is not None else 0
-
-    def stored() -> Iterator[KVTile]:
-        if view is not None:
-            for start, end in view.chunks():
-                with step.lock:
-                    view.k.check()  # before each tile: a rollback may come between two
-                    tile = _view_tile(step, view, start, end, q if biased else None, config)
-                yield tile
-        for start in range(0, k.shape[2], CHUNK):
-            part = slice(start, start + CHUNK)
-            bias = None
-            if biased and q is not None:
-                shape = (*q.shape[:3], k[:, :, part].shape[2])
-                bias = q.new_zeros(shape, dtype=torch.float32)
-            end = held + min(start + CHUNK, k.shape[2])
-            yield KVTile(held + start, end, k[:, :, part], v[:, :, part], bias)
-
-    def tiles() -> Iterator[KVTile]:
-        for tile in stored():
-            yield _absorbed(tile) if step.latent else tile
-
-    return DequantResult(tiles, held + k.shape[2], biased)
 
 
 def _view_tile(

@@ -165,7 +165,7 @@ class CompressedKV:
         return self._container().to_bytes()
 
     def _container(self) -> Container:
-        parts = files.Parts(self.spec, self.layout, self.batch, self.k, self.v)
+        parts = self.spec, self.layout, self.batch, self.k, self.v
         return files.container(parts, list(self.tensors().items()))
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,26 +57,21 @@ def _stream_entry(stream: PackedStream) -> dict[str, Any]:
     return dict(zip(_STREAM, numbers, strict=True))
 
 
-class Parts(NamedTuple):
-    """What a `CompressedKV` is made of."""
-
-    spec: Spec
-    layout: Literal["batched", "unbatched"]
-    batch: int
-    k: PackedStream
-    v: PackedStream
+Parts = tuple[Spec, Literal["batched", "unbatched"], int, PackedStream, PackedStream]
+"""What a `CompressedKV` is made of: spec, layout, batch, K and V."""
 
 
 def container(parts: Parts, tensors: list[tuple[str, Tensor]]) -> Container:
     """Return what is stored; equal contents give equal bytes."""
+    spec, layout, batch, k, v = parts
     manifest = {
         "slots": FORMAT_VERSION,
-        "spec": parts.spec.to_json(),
-        "layout": parts.layout,
-        "batch": parts.batch,
-        "dtype": str(parts.k.stream.tail.dtype).removeprefix("torch."),
-        "k": _stream_entry(parts.k),
-        "v": _stream_entry(parts.v),
+        "spec": spec.to_json(),
+        "layout": layout,
+        "batch": batch,
+        "dtype": str(k.stream.tail.dtype).removeprefix("torch."),
+        "k": _stream_entry(k),
+        "v": _stream_entry(v),
     }
     runs = [(1, [tensor.nbytes for _, tensor in tensors])]
     return Container.build(FORMAT, VERSION, manifest, tensors, runs)
@@ -133,7 +128,7 @@ def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Parts:
             ("v", v, spec.value.value_codec(v["dim"], dtype)),
         )
     ]
-    return Parts(spec, manifest["layout"], manifest["batch"], *streams)
+    return spec, manifest["layout"], manifest["batch"], streams[0], streams[1]
 
 
 def _stream(

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView, cache_specs, recode
 from kvpact.cache.checks import KeyOffsets
-from kvpact.cache.codecs import Calibration, layer_codecs, states_of
+from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.paged_sequences import PagedSequences
-from kvpact.contract import AttendConfig
+from kvpact.cache.recode import recoded
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
@@ -160,14 +160,8 @@ class StoredSource:
         streams = [stream for layer in held for stream in layer.streams()]
         if any(x.offset and x.offset.origin is not None for x in streams):
             raise GeometryError("prefixes begin at position 0; this cache's tokens begin elsewhere")
-        known = states_of(self._calibration, self.specs, self.geometry, streams[0].tail.device)
-        stored = ContiguousCache(
-            self.specs, self.geometry, calibration=known, key_offsets=self.key_offsets
-        )
-        for index, layer in enumerate(held):
-            if layer.length:
-                config = AttendConfig(padding=layer.padding)
-                stored.store(index, k=layer.dequantize("k"), v=layer.dequantize("v"), config=config)
+        alike = self.geometry, self._calibration, self.key_offsets, streams[0].tail.device
+        stored = recoded(held, self.specs, *alike)
         return [stored.entry(index) for index in range(len(held))]
 
     def restore(self, snapshot: Snapshot, seq: int | None) -> None:

@@ -62,7 +62,6 @@ class Snapshot:
         begin: int = 0,
         identity: Identity | None = None,
         token_ids: Tensor | None = None,
-        hash_only: bool = False,
     ) -> Snapshot:
         """Make a snapshot of plain state; caches call this.
 
@@ -82,8 +81,6 @@ class Snapshot:
             Model, adapter, tenant.
         token_ids : Tensor, optional
             `[T]` or `[B, T]` integers: the tokens held.
-        hash_only : bool
-            Store their hash alone.
         """
         streams = [stream for layer in layers for stream in layer.streams or ()]
         batch = streams[0].tail.shape[0] if streams else 0
@@ -103,7 +100,7 @@ class Snapshot:
             token_hash=None if ids is None else token_hash(ids),
         )
         tensors: list[tuple[str, Tensor]] = []
-        if ids is not None and ids.numel() and not hash_only:
+        if ids is not None and ids.numel():
             tensors.append((TOKEN_IDS, ids))
         sizes = [sum(tensor.nbytes for _, tensor in tensors)]
         parts = []

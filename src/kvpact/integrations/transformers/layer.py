@@ -126,7 +126,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Tokens held, of the longest row."""
         tokens, cache = self._shared.waiting[self._index], self._shared.held[self._index]
         if tokens is not None:
-            return tokens.total
+            total: int = tokens.total
+            return total
         return 0 if cache is None else cache.seq_len(self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

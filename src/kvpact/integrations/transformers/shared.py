@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -12,7 +12,7 @@ from kvpact.cache import ContiguousCache, cache_specs
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.room import Wait
 from kvpact.calibration import Calibration
-from kvpact.contract import AttendConfig, DequantResult
+from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.kernels import Compute
@@ -24,33 +24,6 @@ if TYPE_CHECKING:
 
 BatchCache = ContiguousCache | PagedView
 """What holds the tokens of one batch."""
-
-
-class WaitingTokens(Protocol):
-    """Tokens of one layer that nothing has used yet (`tokens.NewTokens`)."""
-
-    k: Tensor
-    v: Tensor
-    total: int
-
-    @property
-    def whole(self) -> bool:
-        """Whether these are all tokens of an exact layer, which wait as they are."""
-
-    def grow(self, k: Tensor, v: Tensor) -> bool:
-        """Take those of another call; False where they can't wait."""
-
-    def fits(self, held: int) -> bool:
-        """Return whether those behind the first `held` can surely be stored later."""
-
-    def wait_again(self) -> None:
-        """Let them wait that waited whole and were stored just now."""
-
-    def cut(self, length: int) -> None:
-        """Forget those from `length` on."""
-
-    def store(self, padding: Tensor | None = None) -> DequantResult:
-        """Store them; return K and V of all."""
 
 
 class Asked(NamedTuple):
@@ -73,7 +46,7 @@ class SharedState:
       the first layer brings its shape; empty over a paged cache.
     - `held`: what holds each layer's tokens; None before the first. Nearly always one cache; layers
       with K and V of another shape have one of their own.
-    - `waiting`: each layer's tokens that nothing has used yet.
+    - `waiting`: each layer's tokens that nothing has used yet (`tokens.NewTokens`).
     - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap and
       the like.
     - `attention`: the implementation that reads what `update` returns, as the config named it when
@@ -96,7 +69,7 @@ class SharedState:
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
         self.latent_widths = layer_facts(config).latent_widths
         self.held: list[BatchCache | None] = [None] * len(specs)
-        self.waiting: list[WaitingTokens | None] = [None] * len(specs)
+        self.waiting: list[Any] = [None] * len(specs)
         self.asked: Asked | None = None
         self.latest: tuple[Any, BatchCache] | None = None
         self.may_wait = True

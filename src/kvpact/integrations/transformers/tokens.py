@@ -185,10 +185,13 @@ class NewTokens:
             latent = self._cache.geometry.latent
             return attend(AttendCall(None, k, v, q, config, config.padding, latent))
         self._use()
+        output: Tensor
         try:
             if self._again and isinstance(self._cache, ContiguousCache):
-                return self._stored_step(self._cache, q, config)
-            return self._cache.attend(self._layer, k=self.k, v=self.v, q=q, config=config)
+                output = self._stored_step(self._cache, q, config)
+            else:
+                output = self._cache.attend(self._layer, k=self.k, v=self.v, q=q, config=config)
+            return output
         except BaseException:
             self.shared.handles = None  # they refer to these tokens
             raise

@@ -30,7 +30,7 @@ def why_not(k_dim: int, v_dim: int, dtype: torch.dtype) -> str:
 
 
 class OwnKernel:
-    """Attends over scratch pages; a `PromptKernel`.
+    """Attends over scratch pages of exact tokens, causally.
 
     - `q_heads`, `kv_heads`: of a layer, on this worker.
     - `dim`: width of a head, one that `why_not` lets pass.
@@ -42,11 +42,11 @@ class OwnKernel:
         torch.cpu._init_amx()  # asks the system for this process' leave to use it
 
     def put(self, k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
-        """Write tokens; see `PromptKernel.put`."""
+        """Write tokens, `[T, H, D]`, to the places `slots`: ``page * PAGE`` and a number in it."""
         ops.cpu_attn_reshape_and_cache(k, v, *pages, slots, _AMX)
 
     def schedule(self, sequences: Sequences) -> Tensor:
-        """Return vLLM's metadata; see `PromptKernel.schedule`."""
+        """Return what calls of all layers over the same sequences have in common."""
         q_heads, kv_heads = self._heads
         made: Tensor = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(sequences.lengths),
@@ -72,7 +72,7 @@ class OwnKernel:
         config: AttendConfig,
         out: Tensor,
     ) -> None:
-        """Attend; see `PromptKernel.attend`."""
+        """Attend with `[new tokens, H_q, D]`, each to itself and to those before it."""
         k_pages, v_pages = pages
         ops.cpu_attention_with_kv_cache(
             query=q,

@@ -9,7 +9,7 @@ scores and sums are rounded as the kernel does, and decoded numbers to the token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,48 +46,16 @@ class Sequences(NamedTuple):
     tables: Tensor
 
 
-class PromptKernel(Protocol):
-    """Attends over pages of exact tokens, causally."""
-
-    def put(self, k: Tensor, v: Tensor, pages: Pages, slots: Tensor) -> None:
-        """Write tokens, `[T, H, D]` of any strides but the last, to the places `slots`.
-
-        A place is ``page * PAGE`` and the token's number in the page; `[T]` int64.
-        """
-        ...
-
-    def schedule(self, sequences: Sequences) -> Any:
-        """Return what calls of all layers over the same sequences have in common."""
-        ...
-
-    def attend(
-        self,
-        q: Tensor,
-        pages: Pages,
-        sequences: Sequences,
-        schedule: Any,
-        config: AttendConfig,
-        out: Tensor,
-    ) -> None:
-        """Attend: each new token to itself and to those before it.
-
-        `q` is `[new tokens, H_q, D]`, `out` the same, overwritten; of `config` scale and softcap
-        count.
-        """
-        ...
-
-
 class Scratch:
     """Pages of exact tokens for one call at a time, shared by all layers.
 
+    - `kernel`: attends over them (`own_kernel.OwnKernel`, which only vLLM's CPU worker can import).
     - `heads`, `dim`: KV heads, and width of K and V.
     - `tokens`: of the longest sequence, at least.
     - `nbytes`: memory, once a sequence so long has come.
     """
 
-    def __init__(
-        self, kernel: PromptKernel, heads: int, dim: int, dtype: torch.dtype, tokens: int
-    ) -> None:
+    def __init__(self, kernel: Any, heads: int, dim: int, dtype: torch.dtype, tokens: int) -> None:
         self.kernel, self._count = kernel, -(-tokens // PAGE)
         # Memory that no sequence has used yet is not taken from the system.
         whole = torch.empty(self._count, heads, 2 * PAGE, dim, dtype=dtype, device="cpu")
