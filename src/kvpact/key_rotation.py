@@ -23,16 +23,11 @@ def rotations(
 
 
 class KeyRotation(NamedTuple):
-    """The rotation of one layer's keys by their positions.
-
-    At position t the pair (i, j) of channels turns by `a = t * frequency`:
+    """The rotation of one layer's keys: at position t a pair (i, j) of channels turns by `a = t f`.
 
         k[i] = x[i] cos a - x[j] sin a,    k[j] = x[j] cos a + x[i] sin a
 
-    Channels that are in no pair do not turn.
-
-    `frequencies`: `[P]` fp32, radians per position; `channels`: `[P, 2]` int16: the channels of
-    each pair.
+    `frequencies`: `[P]` fp32, radians per position; `channels`: `[P, 2]` int16; others stay.
     """
 
     frequencies: Tensor

@@ -129,9 +129,9 @@ def parse_spec(text: str | Spec) -> Spec:
 def method_text(method: Any) -> str:
     """Return a method's canonical text: its name and the options that are not at their default."""
     options = [
-        f"{name}={_value_text(getattr(method, name))}"
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, default in _options(type(method)).items()
-        if getattr(method, name) != default or name in _ALWAYS_WRITTEN
+        if (value := getattr(method, name)) != default or name in _ALWAYS_WRITTEN
     ]
     return str(method.name) + (":" + ",".join(options) if options else "")
 
@@ -210,10 +210,6 @@ def whole_number(text: str) -> int:
     if not _WHOLE.fullmatch(text):
         raise ValueError(f"{text!r} is no whole number")
     return int(text)
-
-
-def _value_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _replace(method: Any, options: Mapping[str, Any]) -> Any:

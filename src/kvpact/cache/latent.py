@@ -20,7 +20,6 @@ from kvpact.errors import DeviceError, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import absorb_query, choose, expand_output
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.spec import Spec
 
 
 class MLACache(ContiguousCache):
@@ -77,7 +76,8 @@ class MLACache(ContiguousCache):
     ) -> None:
         geometry = CacheGeometry.mla(num_layers, latent_dim, rope_dim, dtype)
         compute = choose(backend)
-        super().__init__(_specs(spec, num_layers, rope), geometry, max_tokens, calibration, compute)
+        specs = [latent_spec(each, rope) for each in layer_specs(spec, num_layers)]
+        super().__init__(specs, geometry, max_tokens, calibration, compute)
 
     def attend_heads(
         self,
@@ -147,7 +147,3 @@ class MLACache(ContiguousCache):
                 raise GeometryError(
                     f"{name} has shape {tuple(given[name].shape)}; it should be {shape}"
                 )
-
-
-def _specs(spec: SpecLike, num_layers: int, rope: str | None) -> list[Spec]:
-    return [latent_spec(each, rope) for each in layer_specs(spec, num_layers)]

@@ -60,20 +60,15 @@ class PagedSequences(Summarized, PagedSnapshots):
     def _empty(self, keys: Sequence[bytes] = ()) -> PagedSequence:
         table: list[int] = []
         layers = [self._empty_layer(i, table) for i in range(len(self.specs))]
-        sequence = PagedSequence(table, layers)
-        self._share(sequence, self._prefixes.match(keys))
-        return sequence
-
-    def _share(self, sequence: PagedSequence, pages: list[SharedPage]) -> None:
-        if not pages:
-            return
+        sequence, pages = PagedSequence(table, layers), self._prefixes.match(keys)
         for shared in pages:
             self.pool.retain(shared.page)
-            sequence.table.append(shared.page)
+            table.append(shared.page)
         tokens = len(pages) * self.pool.page_size
         like = torch.empty(0, dtype=self._dtype, device=self.device)
-        for layer, sinks in zip(sequence.layers, pages[-1].sinks, strict=True):
+        for layer, sinks in zip(layers, pages[-1].sinks, strict=True) if pages else ():
             hold_packed(layer, tokens, self.geometry, like, sinks)
+        return sequence
 
     @alone
     def publish(self, seq: int, token_ids: Sequence[int]) -> int:

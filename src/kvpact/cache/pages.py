@@ -35,17 +35,10 @@ from kvpact.spec import Spec
 SIDES = ("k", "v")
 
 
-def default_page_size(codecs: Sequence[Codec]) -> int:
-    """Return the least common multiple of the tile and all groups."""
-    return lcm(TILE, *(codec.group for codec in codecs))
-
-
 class PagePool:
     """Storage of all pages, their reference counts, and the free ones.
 
-    `page_size`: tokens per page, a multiple of the tile (32) and of the methods' groups; the least
-    common multiple of them if omitted. `calibration`: for methods that learn from tokens, see
-    `kvpact.cache.codecs`. Raises `GeometryError`, `CacheFull`, `SpecError`.
+    `page_size`: a multiple of the tile (32) and of the methods' groups, the least if omitted.
     """
 
     def __init__(
@@ -67,7 +60,7 @@ class PagePool:
         codecs = [codec for pair in self.codecs for codec in pair]
         for codec in codecs:
             codec.require_fitted()  # what one sequence learnt could not be shared with others
-        smallest = default_page_size(codecs)
+        smallest = lcm(TILE, *(codec.group for codec in codecs))
         self.page_size = smallest if page_size is None else page_size
         check_count("page_size", self.page_size, 1)
         if self.page_size % smallest:
@@ -168,11 +161,7 @@ class PagePool:
 
 
 class PageStore(SegmentStore):
-    """The store of one sequence's pages in one stream.
-
-    `fields`: the pool's storage of this layer and side. `table`: the sequence's pages, in order;
-    shared by all of its streams, changed by its cache alone.
-    """
+    """The store of one sequence's pages in one stream; its cache alone changes the `table`."""
 
     def __init__(self, pool: PagePool, codec: Codec, fields: Segment, table: list[int]) -> None:
         self._pool, self._codec, self._fields, self._table = pool, codec, fields, table
@@ -213,10 +202,9 @@ class PageStore(SegmentStore):
 
 
 class PageSource:
-    """Reads one sequence's pages; native kernels read them where they lie.
+    """Reads one sequence's pages where they lie, in the order of `pages`.
 
     `fields`: field -> `[P, H, units, …]`, all pages; a head's units of a page have no gaps.
-    `pages`: the sequence's, in order.
     """
 
     def __init__(self, fields: Segment, pages: tuple[int, ...], page_size: int) -> None:

@@ -181,11 +181,11 @@ class KVCache(Summarized):
 
     def for_each_key(self, layer: int) -> Iterator[tuple[int, Tensor]]:
         """Iterate over (position, key) of a layer, `[kv_dim]` views, as `get_keys` shows them."""
-        return _each(self.get_keys(layer))
+        return enumerate(self.get_keys(layer).unbind())
 
     def for_each_value(self, layer: int) -> Iterator[tuple[int, Tensor]]:
         """Iterate over (position, value) of a layer; see `for_each_key`."""
-        return _each(self.get_values(layer))
+        return enumerate(self.get_values(layer).unbind())
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on, in flight or not; never extends, touches no data."""
@@ -274,8 +274,3 @@ class KVCache(Summarized):
         """
         held = read_payload(payload, self.num_layers, self.kv_dim, self._dtype)
         self.restore_from_snapshot(held)
-
-
-def _each(rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for position in range(len(rows)):
-        yield position, rows[position]

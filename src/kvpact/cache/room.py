@@ -101,11 +101,8 @@ def _reserved(stream: Stream, tokens: int) -> Stream:
 class Wait(NamedTuple):
     """How many first tokens of a layer an engine may keep by itself, exact, before it stores them.
 
-    None of them is packed when they are stored, and no codec learns from their queries.
-
-    - `dtype`: that of the tokens.
-    - `k_limit`, `v_limit`: tokens whose numbers are smaller can surely be stored.
-    - `deferred`: whether storing them is soon enough to look at numbers.
+    None of them is packed then. Tokens with numbers below `k_limit` and `v_limit` can surely be
+    stored; with `deferred` storing them is soon enough to look.
     """
 
     tokens: int

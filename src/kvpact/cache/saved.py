@@ -161,8 +161,11 @@ def restored_layer(
         _need(sinks == method.sinks, "number of sinks")
         x = held.tail[:, :, :0].to(device)
         codec = empty.new_stream(x, key).codec
-        if shared:
-            same_learnt(codec, held)
+        if shared and not learnt_alike(codec, held):
+            raise MismatchError(
+                "the snapshot's method learnt from other tokens than this cache's; make the cache "
+                "with calibration=snapshot, or calibrate both with the same tokens"
+            )
         codec = fitted_codec(codec, held, device)
         stream = empty.new_stream(x, key, codec)
         origin = held.origin
@@ -234,7 +237,8 @@ def fitted_codec(codec: Codec, stream: StreamState, device: torch.device) -> Cod
         if stream.packed and not learnt:
             raise FormatError("the snapshot has packed slots and not what their method learnt")
         # A codec that was calibrated alike stays, so that its state is not held twice.
-        if learnt and not (learnt_alike(codec, stream) and _is_on(codec, device)):
+        here = all(tensor.device == device for tensor in codec.state().values())
+        if learnt and not (here and learnt_alike(codec, stream)):
             codec = codec.restore(learnt)
             codec.check_heads(stream.tail.shape[1])
     elif stream.learnt:
@@ -257,25 +261,12 @@ def learnt_states(snapshot: Snapshot, device: torch.device) -> Calibration:
     return states
 
 
-def same_learnt(codec: Codec, stream: StreamState) -> None:
-    """Raise `MismatchError` unless a codec has learnt exactly what a snapshot's has."""
-    if not learnt_alike(codec, stream):
-        raise MismatchError(
-            "the snapshot's method learnt from other tokens than this cache's; make the cache "
-            "with calibration=snapshot, or calibrate both with the same tokens"
-        )
-
-
 def learnt_alike(codec: Codec, stream: StreamState) -> bool:
     """Tell whether a codec has learnt exactly what a state's has."""
     state = codec.state()
     return state.keys() == stream.learnt.keys() and all(
         torch.equal(tensor.cpu(), stream.learnt[name].cpu()) for name, tensor in state.items()
     )
-
-
-def _is_on(codec: Codec, device: torch.device) -> bool:
-    return all(tensor.device == device for tensor in codec.state().values())
 
 
 def check_slots(codec: Codec, state: StreamState) -> None:

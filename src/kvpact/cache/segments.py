@@ -99,8 +99,7 @@ class ListSource:
 class SegmentList(ListSource, SegmentStore):
     """Segments allocated one by one: a store, and the source that attention reads.
 
-    `shared`: the first so many segments belong to forks, too, and are never written to; `size`:
-    tokens of a segment, where it is known.
+    The first `shared` segments belong to forks, too, and are never written to.
     """
 
     def __init__(

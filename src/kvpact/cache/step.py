@@ -104,7 +104,10 @@ class Step(NamedTuple):
 
         def tiles() -> Iterator[KVTile]:
             for tile in stored():
-                yield _absorbed(tile) if self.latent else tile
+                if self.latent:  # the one key and the one value of absorbed attention
+                    keys = torch.cat([tile.k, tile.v], dim=-1)
+                    tile = KVTile(tile.start, tile.end, keys, tile.k, tile.logit_bias)
+                yield tile
 
         return DequantResult(tiles, held + k.shape[2], biased)
 
@@ -157,12 +160,6 @@ def _without_bias(view: StreamView, start: int, end: int, dtype: torch.dtype) ->
     if isinstance(view.offset, RowOffset):
         x = view.offset.put_back(x.clone(), start)
     return view.place_sinks(saturated(x, dtype), start, lambda x: x)
-
-
-def _absorbed(tile: KVTile) -> KVTile:
-    """Return latents and rotated keys as the one key and the one value of absorbed attention."""
-    keys = torch.cat([tile.k, tile.v], dim=-1)
-    return KVTile(tile.start, tile.end, keys, tile.k, tile.logit_bias)
 
 
 def _bias(view: LayerView, start: int, end: int, q: Tensor, config: AttendConfig) -> Tensor:

@@ -69,10 +69,8 @@ def empty_stream(codec: Codec, like: Tensor, compute: Compute) -> Stream:
 class PackedStream:
     """Tokens of K or of V, `[1, B * H, T, D]`: a fitted codec learns each sequence's own basis.
 
-    `stream`: its tail is the open group alone, and nothing is written to it: appends go to a fork.
-    `compute`: what encodes and decodes from now on.
-    `energy`, `lost`: sums of squares of all tokens, and of the differences after compression; NaN
-    where they are not known, and then nothing is decompressed to measure them.
+    The tail of `stream` is the open group; appends go to a fork. `energy`, `lost`: sums of squares
+    of all tokens, and of their differences after compression; NaN, and not measured, if unknown.
     """
 
     stream: Stream

@@ -37,7 +37,27 @@ def load_model(
     reached. Weights are read from safetensors only, never unpickled. The model uses
     ``sdpa`` attention and is in evaluation mode. Raises `BackendUnavailable`, `KVPactError`.
     """
-    return _load(_Place.of(name_or_path), dtype)
+    place = _Place.of(name_or_path)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with quiet_transformers():
+            # The small things first: what is no model is told apart before gigabytes are read.
+            config = AutoConfig.from_pretrained(place.name, local_files_only=place.local)
+            tokenizer = AutoTokenizer.from_pretrained(place.name, local_files_only=place.local)
+            model = AutoModelForCausalLM.from_pretrained(
+                place.name,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                local_files_only=place.local,
+            )
+    except LOAD_ERRORS as error:
+        raise KVPactError(
+            f"can't load the model {place.name!r} ({first_line(error)}): {place.remedy}"
+        ) from error
+    return model, tokenizer
 
 
 def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
@@ -106,26 +126,3 @@ def check_model(name_or_path: str | os.PathLike[str]) -> None:
         raise KVPactError(
             f"no model folder {name!r}: give the folder of a model saved with save_pretrained"
         )
-
-
-def _load(place: _Place, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        with quiet_transformers():
-            # The small things first: what is no model is told apart before gigabytes are read.
-            config = AutoConfig.from_pretrained(place.name, local_files_only=place.local)
-            tokenizer = AutoTokenizer.from_pretrained(place.name, local_files_only=place.local)
-            model = AutoModelForCausalLM.from_pretrained(
-                place.name,
-                config=config,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                use_safetensors=True,
-                local_files_only=place.local,
-            )
-    except LOAD_ERRORS as error:
-        raise KVPactError(
-            f"can't load the model {place.name!r} ({first_line(error)}): {place.remedy}"
-        ) from error
-    return model, tokenizer

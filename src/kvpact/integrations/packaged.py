@@ -37,11 +37,8 @@ LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, Safeten
 class PackagedModel:
     """A model in PyPI packages, which are found but never imported.
 
-    - `name`: what `load_model` is given, and the converted folder's name.
-    - `package`: the distribution whose version is the model's, and that brings all parts.
-    - `parts`: module and file inside it, in the order in which they make up `gguf`.
-    - `megabytes`: room that the converted folder needs.
-    - `sha256`: of the whole file. Checked where there are several parts.
+    `package`: the distribution whose version is the model's; `parts`: module and file of each part
+    of `gguf`; `megabytes`: room for the converted folder; `sha256`: of several parts together.
     """
 
     name: str

@@ -133,12 +133,7 @@ def source_of(
 
 
 class StoredSource:
-    """A cache whose prefixes are stored by another spec (see `PrefixSource`).
-
-    Tokens are decompressed and compressed again, when they are saved and when they are loaded.
-
-    `spec`: what chunks are stored by; `calibration`: for methods of `spec` that learn.
-    """
+    """A cache whose prefixes are stored, compressed anew, by another spec (see `PrefixSource`)."""
 
     def __init__(
         self, source: PrefixSource, spec: SpecLike, calibration: Calibration | None

@@ -96,7 +96,10 @@ class Container:
         self.version = known[given["version"]]
         if set(given) != {"blake2b", "format", "manifest", "version"}:
             raise FormatError("the header's metadata has other keys than it should")
-        self.manifest: dict[str, Any] = self._parse_manifest(given["manifest"])
+        manifest = parse_json(given["manifest"], "the manifest")
+        if not isinstance(manifest, dict) or list(manifest) != sorted(manifest):
+            raise FormatError("the manifest should be an object with its keys in order")
+        self.manifest: dict[str, Any] = manifest
         self.entries = header.entries
         self._runs = self._sections()
         table = self.buffer[self._data : self._data + self.entries[TABLE].end]
@@ -104,13 +107,6 @@ class Container:
         self.digest = given["blake2b"]
         if _root(head, self._table) != self.digest:
             raise IntegrityError("header or checksums were changed: the checksum does not match")
-
-    @staticmethod
-    def _parse_manifest(text: str) -> dict[str, Any]:
-        manifest = parse_json(text, "the manifest")
-        if not isinstance(manifest, dict) or list(manifest) != sorted(manifest):
-            raise FormatError("the manifest should be an object with its keys in order")
-        return manifest
 
     def _sections(self) -> list[_Run]:
         """Return the runs of sections; never as a list of all, which could be long."""

@@ -127,18 +127,10 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is known of a snapshot without its tensors.
+    """All that is known of a snapshot without its tensors; see docs/snapshot-format.md.
 
-    - `slots`: `FORMAT_VERSION` of the packed slots.
-    - `geometry`: shape of K and V.
-    - `layout`: of the cache that it was taken from; it can be restored into any.
-    - `batch`: rows; 0 if nothing was held.
-    - `page_size`: tokens per page of the file.
-    - `begin`: token with which the pages begin: 0 but for a part.
-    - `pages`: pages of the file.
-    - `layers`: layer by layer.
-    - `identity`: model, adapter and tenant.
-    - `token_hash`: BLAKE2b-256 of the token ids as int64, little-endian, row after row.
+    `slots`: `FORMAT_VERSION` of the packed slots; `layout`: of the cache that it was taken from;
+    `batch`: rows, 0 if nothing was held; `begin`: the token with which the pages begin.
     """
 
     slots: int

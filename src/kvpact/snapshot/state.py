@@ -19,13 +19,7 @@ SIDES = ("k", "v")
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """One stored tensor of a stream: its storage is `[B, H, units, *shape]`.
-
-    - `name`: within the stream.
-    - `dtype`: of the storage.
-    - `shape`: of one unit.
-    - `tokens`: tokens that a unit covers.
-    """
+    """One stored tensor of a stream, `[B, H, units, *shape]`; `tokens` that a unit covers."""
 
     name: str
     dtype: torch.dtype

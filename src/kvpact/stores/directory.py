@@ -267,7 +267,8 @@ class DirectoryStore(RecordStore):
             yield
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and self._is_full()):
+            full = code == sqlite3.SQLITE_IOERR and shutil.disk_usage(self.path).free < 1 << 20
+            if full or code == sqlite3.SQLITE_FULL:
                 raise StoreFull(self._no_room(error)) from error
             if code == sqlite3.SQLITE_BUSY:
                 raise StoreError(f"{self!r}: another process holds the index too long") from error
@@ -279,6 +280,3 @@ class DirectoryStore(RecordStore):
 
     def _no_room(self, error: Exception) -> str:
         return f"{self!r}: no room ({error}); delete entries, set max_bytes, or free the disk"
-
-    def _is_full(self) -> bool:
-        return shutil.disk_usage(self.path).free < 1 << 20

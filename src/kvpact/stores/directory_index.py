@@ -96,11 +96,7 @@ class IndexRows:
 
 
 class Index:
-    """Opens the index when it is needed, again after a fork, and makes it anew where it is lost.
-
-    `blobs`: what it is made from where it is lost or damaged; `patience`: seconds to wait for
-    another process's transaction.
-    """
+    """Opens the index when needed, again after a fork, and makes it of `blobs` where it is lost."""
 
     def __init__(self, folder: Path, blobs: Blobs, patience: float) -> None:
         self.path = folder / "index.sqlite3"

@@ -100,7 +100,8 @@ class FsspecStore(RecordStore):
                 self._publish(name, record)
 
     def _publish(self, name: str, record: bytes) -> None:
-        if _RENAMES.isdisjoint(self._protocols()):
+        protocol = self._fs.protocol
+        if _RENAMES.isdisjoint((protocol,) if isinstance(protocol, str) else protocol):
             self._fs.pipe_file(self._path(name), record)
             return
         aside = f"{self._root}/{int(time.time())}-{secrets.token_hex(8)}{_ASIDE}"
@@ -111,10 +112,6 @@ class FsspecStore(RecordStore):
             with suppress(Exception):
                 self._fs.rm_file(aside)
             raise
-
-    def _protocols(self) -> tuple[str, ...]:
-        protocol = self._fs.protocol
-        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
     def _discard(self, name: str, token: None) -> None:
         with suppress(FileNotFoundError), self._named_errors():

@@ -122,7 +122,10 @@ class MooncakeStore(RecordStore):
         self._starting = threading.Lock()
         self._client: MooncakeClient | None = None
         if log is not None:
-            _check_log(log)
+            try:
+                open(log, "ab").close()
+            except OSError as error:
+                raise StoreError(f"log={log!r} can't be written: {error}") from error
         if find_spec("mooncake") is None:
             raise BackendUnavailable("mooncake missing: pip install 'kvpact[mooncake]'")
         try:
@@ -290,14 +293,6 @@ class MooncakeStore(RecordStore):
         with self._starting:
             if self._client is not None:
                 self._client.close()
-
-
-def _check_log(log: str) -> None:
-    try:
-        with open(log, "ab"):
-            pass
-    except OSError as error:
-        raise StoreError(f"log={log!r} can't be written: {error}") from error
 
 
 def _mooncake_error(code: int) -> StoreError:

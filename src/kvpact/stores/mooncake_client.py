@@ -55,15 +55,11 @@ class _StoreCall:
 
 
 class MooncakeClient:
-    """A process with a client of a Mooncake cluster, and memory shared with it.
+    """A process with a client of a Mooncake cluster, and memory shared with it, for any threads.
 
-    Any number of threads may call. A call that is not answered in time raises; its part of the
-    memory is used again when the late answer comes, or never.
-
-    - `settings`: what the process is told, but for the memory and the time limits.
-    - `memory_size`: bytes shared; a call may move a `LANES`-th.
-    - `timeout`: seconds for Mooncake's own calls, so that late answers do come.
-    - `log`: file to which what Mooncake prints is appended.
+    A call that is not answered in time raises; its part of the memory, a `LANES`-th, is used again
+    when the late answer comes, or never. `settings`: what the process is told beside memory and
+    limits; `log`: the file to which what Mooncake prints is appended.
     """
 
     def __init__(

@@ -33,12 +33,7 @@ _BATCH = 500
 
 
 class Client:
-    """A client that is set up, and the shared memory that it moves blobs to and from.
-
-    `settings`: ``setup`` is handed to Mooncake, ``memory`` is the file descriptor of the shared
-    memory, ``memory_size`` its bytes, ``timeout`` the seconds that a call may take, ``prefix``
-    stands in front of every key, and ``key`` is what a key behind it matches.
-    """
+    """A client that is set up, and the shared memory that it moves blobs to and from."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from mooncake.store import MooncakeDistributedStore

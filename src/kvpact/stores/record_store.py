@@ -28,10 +28,7 @@ from kvpact.stores.records import RecordEntry, seal, unseal
 
 
 class RecordStore(Store):
-    """A store that seals and checks entries; subclasses only move bytes.
-
-    `ttl`, `max_bytes`, `clock`: as of `MemoryStore`.
-    """
+    """A store that seals and checks entries; subclasses only move bytes."""
 
     def __init__(
         self, *, ttl: float | None = None, max_bytes: int | None = None, clock: Clock = time.time
@@ -90,7 +87,12 @@ class RecordStore(Store):
         created = self._clock()
         head, view = seal(name, view, created)
         try:
-            self._check_size(len(head) + view.nbytes)
+            size = len(head) + view.nbytes
+            if self._max_bytes is not None and size > self._max_bytes:
+                raise StoreFull(
+                    f"{self!r}: an entry of {size} bytes does not fit into "
+                    f"max_bytes={self._max_bytes}"
+                )
             self._write(name, head, view, created)
         except Exception:
             self._count("errors")
@@ -203,12 +205,6 @@ class RecordStore(Store):
 
     def _expired(self, created: float) -> bool:
         return self._ttl is not None and self._clock() - created >= self._ttl
-
-    def _check_size(self, size: int) -> None:
-        if self._max_bytes is not None and size > self._max_bytes:
-            raise StoreFull(
-                f"{self!r}: an entry of {size} bytes does not fit into max_bytes={self._max_bytes}"
-            )
 
     def _check_open(self) -> None:
         if self._closed:

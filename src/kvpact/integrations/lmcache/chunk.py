@@ -42,11 +42,7 @@ def key_hash(key: Any) -> str:
 
 
 class ChunkFormat:
-    """Makes chunks to bytes, as many as their shapes say, and bytes to chunks.
-
-    `spec`: what K and V are packed by; every token is packed, so sinks and window mean nothing
-    and the attribute has none. Raises `SpecError`.
-    """
+    """Makes chunks to bytes and back; every token is packed: `spec` has no sinks and no window."""
 
     def __init__(self, spec: str | Spec, layout: ChunkLayout) -> None:
         if isinstance(spec, str) and spec.strip().endswith((".toml", ".json")):

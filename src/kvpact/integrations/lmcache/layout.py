@@ -26,10 +26,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class CPUPages:
-    """The pages of vLLM's CPU worker.
+    """The pages of vLLM's CPU worker: `tokens` of each (``--block-size``), and their `orders`.
 
-    `tokens`: of a page: vLLM's ``--block-size``. `orders`: from a dtype to the places of K's and of
-    V's numbers in a page; see `kvpact.integrations.vllm.connector_order.page_orders`.
+    These are, by dtype, the places of K's and of V's numbers (`connector_order.page_orders`).
     """
 
     tokens: int

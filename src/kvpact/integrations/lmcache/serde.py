@@ -21,11 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVPactSerde:
-    """Serializer and deserializer of LMCache, both in one; any number of threads may call.
-
-    `chunks`: how a chunk becomes bytes; `remove`: called with the key of an entry that can't be
-    served and never will.
-    """
+    """Serializer and deserializer of LMCache, for any threads; `remove` drops what is damaged."""
 
     def __init__(self, chunks: ChunkFormat, remove: Callable[[Any], None]) -> None:
         self.chunks = chunks

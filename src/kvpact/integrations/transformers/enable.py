@@ -30,8 +30,7 @@ _lock = threading.Lock()
 class _Hook:
     """Stands in a model's own attributes before a method of its class, until it is removed.
 
-    A copy of the model has a copy of the hook. A pickled model does not: the method of its class
-    stands in the file, so nothing of kvpact is needed to read it.
+    A copy of the model has a copy of it; a pickled model has the method, and needs no kvpact.
     """
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:

@@ -99,11 +99,9 @@ class KVHandle(Tensor):
 
 
 class HandlePair(NamedTuple):
-    """The handles that `update` returned for one layer, to be used again for the next one.
+    """The handles that `update` returned for one layer, used again where nobody refers to them.
 
-    Making two handles takes as long as everything else that a layer does here in a decode step.
-    They are used again only where nobody refers to them any more: what a model keeps stays as it
-    is.
+    Making two takes as long as everything else that a layer does here in a decode step.
     """
 
     like: tuple[object, ...]

@@ -30,11 +30,7 @@ _PROBES = 3  # random tokens on which an `expand_kv` is compared with what absor
 
 
 class HeadTokens:
-    """The tokens of one `update` as K and V of the heads, which exist when something reads them.
-
-    `origin`: the same tokens as latents and rotated keys, as they are stored; `expand`: its own
-    `expand_kv`.
-    """
+    """The tokens of one `update`, which are latents, as K and V of the heads, made when read."""
 
     fresh = False  # they are handed on once the latents are stored
 

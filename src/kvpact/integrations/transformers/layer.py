@@ -21,10 +21,9 @@ _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """transformers' cache layer over one layer of a kvpact cache.
+    """transformers' cache layer over one layer of a kvpact cache, the compressed layer `index`.
 
     Rollbacks, beams and the like concern all layers at once: `EngineCache` carries them out.
-    `index`: which of the compressed layers it is.
     """
 
     is_sliding = False
@@ -140,10 +139,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 
 class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ignore
-    """A layer with full attention, compressed, and a linear one, whose states stay as they are.
-
-    What transformers does to a layer (`crop`, `reset`, `reorder_cache`, …) it does to the states.
-    """
+    """A layer with full attention, compressed, and a linear one, whose states stay as they are."""
 
     is_compileable = False
 

@@ -82,14 +82,6 @@ def _entries(config: Any) -> Iterator[tuple[str, Any]]:
             yield str(name), value
 
 
-def _require_rope_by_position(config: dict[str, Any]) -> None:
-    if kind := rope_by_length(config):
-        raise SnapshotError(
-            f"RoPE of type {kind!r} turns equal tokens otherwise in longer texts: prefixes of "
-            "this model can't be shared; a snapshot of the whole cache can be taken"
-        )
-
-
 def prefix_cache(
     store: Store,
     model: Any,
@@ -143,7 +135,11 @@ def prefix_cache(
     require_adapter_name(model, adapter)
     config = model.config.to_dict()
     entries = list(_entries(config))
-    _require_rope_by_position(config)
+    if kind := rope_by_length(config):
+        raise SnapshotError(
+            f"RoPE of type {kind!r} turns equal tokens otherwise in longer texts: prefixes of "
+            "this model can't be shared; a snapshot of the whole cache can be taken"
+        )
     prefixes = _TextPrefixes(
         store,
         _PrefixSource(cache, model),

@@ -24,11 +24,7 @@ ReadTokens = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class SeenLayer(NamedTuple):
-    """What the attention of one layer was given.
-
-    `q`: `[1, H_q, S, D]`, queries; `k`, `v`: `[1, H_kv, T, D]`, `[1, H_kv, T, D_v]`, those of the
-    cache and of the S new tokens.
-    """
+    """What a layer's attention was given: `q` of the new tokens, `k` and `v` of all."""
 
     q: Tensor
     k: Tensor
@@ -46,13 +42,9 @@ class BoundedLayer(NamedTuple):
 
 @dataclass
 class Seen:
-    """What the latest pass showed, by the model's layer index.
+    """What the latest pass showed: `layers` that attend to all tokens, and `bounded` ones.
 
-    - `layers`: layers that attend to all tokens.
-    - `bounded`: others with K and V.
-    - `wanted`: layers that `layers` has to hold.
-    - `read`: what the layers that attend to all tokens attend to (see `ReadTokens`); K and V as
-      they are if None. It may be replaced between passes.
+    `wanted`: layers that `layers` has to hold; `read`: what these attend to (see `ReadTokens`).
     """
 
     layers: dict[int, SeenLayer] = field(default_factory=dict)

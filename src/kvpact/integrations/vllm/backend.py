@@ -134,10 +134,7 @@ def _sliding_backend(full: int) -> type[AttentionBackend]:
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
-    """Attention of one layer; parameters as of vLLM's `AttentionImpl`.
-
-    `cut`: requests of this process with a token that could not be stored.
-    """
+    """Attention of one layer, as of vLLM's `AttentionImpl`; `cut`: this process's cut requests."""
 
     cut: ClassVar[int] = 0
 

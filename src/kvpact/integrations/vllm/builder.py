@@ -28,11 +28,9 @@ CONNECTOR = "kvpact.integrations.vllm.connector.KVPactConnector"
 
 @dataclass
 class KVPactMetadata(AttentionMetadata):
-    """One batch.
+    """One batch, in parts of which each reads what the earlier ones store, and their prompts' runs.
 
-    `parts`: its sequences, in parts of which each reads what the earlier ones store; beside them
-    those prompts that vLLM's own kernel attends with. `cut`: the starts of those that one of the
-    layers has cut.
+    `cut`: the starts of those sequences that one of the layers has cut.
     """
 
     parts: list[tuple[list[Row], list[Run]]]

@@ -77,12 +77,7 @@ class ChunkPiece:
 
 @dataclass(frozen=True)
 class Load:
-    """Chunks that go into pages.
-
-    - `pieces`: one behind the other.
-    - `pages`: where they go; those that a request has already are left out.
-    - `skip`: pages of the first chunk that are left out.
-    """
+    """Chunks that go into pages, one behind the other, without the first `skip` pages."""
 
     request: str
     identity: Identity
@@ -102,11 +97,7 @@ class Save:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What workers do in one step.
-
-    `saves`: pages to copy when the step has written them; `idle`: no token is computed: there is
-    time to wait for loads.
-    """
+    """What workers do in one step; if `idle`, no token is computed: loads can be waited for."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)

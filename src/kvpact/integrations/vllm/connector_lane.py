@@ -10,11 +10,9 @@ from typing import Any
 
 
 class Job:
-    """Something that a `Lane` does.
+    """Something that a `Lane` does: `work` is called with it.
 
-    - `work`: called with this job; it looks at `stopped` now and then, and may write to `progress`.
-    - `stopped`: nobody waits for it any more.
-    - `result`: what `work` returned; None before that, and where it raised.
+    `stopped`: nobody waits for it any more; `result` is None before the end, and after an error.
     """
 
     def __init__(self, work: Callable[[Job], Any]) -> None:
@@ -44,10 +42,7 @@ class Job:
 
 
 class Lane:
-    """Does jobs in the order in which they come, each in one of its threads.
-
-    `threads`: how many; they end with the process, whatever they are at.
-    """
+    """Does jobs in the order in which they come, in threads that end with the process."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._changed = threading.Condition()

@@ -19,12 +19,10 @@ Copied = list[Tensor]
 
 
 class PackedPages:
-    """The pages of a layer that hold kvpact's slots.
+    """The pages of a layer, `[P, H, N, C]`, that hold kvpact's slots.
 
-    A chunk has the bytes of each field for all its pages, `[H, units, *shape]`, one field behind
-    the other, those of K before those of V: what `PrefixCache` stores of a layer.
-
-    `pages`: `[P, H, N, C]` uint8. Raises `GeometryError`.
+    A chunk has each field's bytes for all its pages, `[H, units, *shape]`, those of K before those
+    of V: what `PrefixCache` stores of a layer.
     """
 
     def __init__(self, form: PageForm, pages: Tensor) -> None:
@@ -74,12 +72,10 @@ class _BlockSlots(NamedTuple):
 
 
 class PlainPages(PackedPages):
-    """The pages of a layer that hold tokens as they are; otherwise as `PackedPages`.
+    """The pages of a layer, `[P, H, N, 2 * D]`, that hold tokens as they are, half of them K.
 
-    - `form`: what chunks hold of a page.
-    - `pages`: `[P, H, N, 2 * D]` of the model's dtype. Of a head's bytes the first half is K.
-    - `orders`: of K and V, `[N * D]` int64: where in its half the number ``token * D + channel``
-      lies.
+    `form`: what chunks hold of a page; `orders`: where in its half of a page the number
+    ``token * D + channel`` of K, and of V, lies, `[N * D]` int64.
     """
 
     def __init__(

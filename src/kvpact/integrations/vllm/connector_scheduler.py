@@ -60,11 +60,8 @@ class _Tracked:
 class PrefixScheduler:
     """Looks up, plans loads and saves; nothing of it waits for a store, nor to be saved.
 
-    - `form`: of rank 0; that of others differs in the rank.
-    - `store`: asked for keys alone.
-    - `model`: fingerprint, or a name.
-    - `adapter`: gives the name or fingerprint of a request's adapter, or None.
-    - `loads`, `saves`: what this engine does.
+    `form`: of rank 0; `model`: a fingerprint or name; `adapter`: gives that of a request's adapter;
+    `loads`, `saves`: what this engine does.
     """
 
     waiting = 0

@@ -27,8 +27,7 @@ from kvpact.kernels import absorb_query, expand_output
 class LatentMetadata(KVPactMetadata):
     """One batch; all of its tokens go to `LatentImpl.forward_mha`.
 
-    `num_decodes`, `num_decode_tokens`: what vLLM would absorb itself, and hand over without the new
-    latents.
+    What vLLM counts as decodes it absorbs itself, and hands over without the new latents.
     """
 
     num_actual_tokens: int = 0
@@ -120,10 +119,7 @@ class LatentImpl(KVPactImpl):
 
 
 class LatentBackend(KVPactBackend):
-    """Takes the place of vLLM's attention over latents in AMX, whatever the dtype.
-
-    `parts`: widths of a latent and of a rotated key.
-    """
+    """Takes the place of vLLM's attention over latents (AMX); `parts`: widths of these and keys."""
 
     name = "AMX_MLA"
     impl = LatentImpl

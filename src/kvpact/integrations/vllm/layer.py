@@ -199,8 +199,9 @@ class PagedLayer:
     def _view(self, row: Row, window: Window) -> LayerView:
         (exact,), width = self._windows.exact_from([window]), self._windows.width
         tails = (memory.tokens(exact, row.held) for memory in window.memories)
+        # No check of staleness: pages stay where they are as long as vLLM runs.
         k, v = (
-            StreamView(side.codec, source, exact, tail, None, None, 0, _always, None, width)
+            StreamView(side.codec, source, exact, tail, None, None, 0, lambda: None, None, width)
             for side, source, tail in zip(self._sides, self._sources[row.pages], tails, strict=True)
         )
         return LayerView(k, v, None)
@@ -303,7 +304,3 @@ def _prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder
     if found is not None:
         good.logical_and_(found)
     return ready
-
-
-def _always() -> None:
-    """Pass: pages stay where they are as long as vLLM runs."""

@@ -30,12 +30,7 @@ def why_not(k_dim: int, v_dim: int, dtype: torch.dtype) -> str:
 
 
 class OwnKernel:
-    """Attends over scratch pages of exact tokens, causally.
-
-    - `q_heads`, `kv_heads`: of a layer, on this worker.
-    - `dim`: width of a head, one that `why_not` lets pass.
-    - `dtype`: of tokens and queries.
-    """
+    """Attends over scratch pages of exact tokens, causally; of heads that `why_not` lets pass."""
 
     def __init__(self, q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
         self._heads, self._dim, self._dtype = (q_heads, kv_heads), dim, dtype

@@ -20,11 +20,9 @@ from kvpact.methods import Codec
 
 
 class PageForm:
-    """Where the fields of K and V lie in a head's part of a page.
+    """Where the fields of K and V, of groups of one token, lie in a head's part of a page.
 
-    - `k`, `v`: of groups of one token.
-    - `tokens`: of a page; a multiple of the tile (32).
-    - `content`: bytes of one token and head, K and V together: the C of vLLM's pages.
+    `content`: bytes of one token and head, K and V together: the C of vLLM's pages.
     """
 
     def __init__(self, k: Codec, v: Codec, tokens: int) -> None:

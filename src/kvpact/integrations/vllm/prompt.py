@@ -33,12 +33,10 @@ Pages = tuple[Tensor, Tensor]
 
 
 class Sequences(NamedTuple):
-    """Sequences that one call of a kernel attends over.
+    """Sequences that one call of a kernel attends over, all int32.
 
-    - `starts`: `[n + 1]` int32: where the new tokens of each begin in the call, and where the last
-      end.
-    - `lengths`: `[n]` int32: tokens of each, the new ones included.
-    - `tables`: `[n, most]` int32: pages of each.
+    `starts`: `[n + 1]`, where new tokens begin in the call, and end; `lengths`: `[n]`, new ones
+    included; `tables`: `[n, most]` pages.
     """
 
     starts: Tensor
@@ -49,10 +47,8 @@ class Sequences(NamedTuple):
 class Scratch:
     """Pages of exact tokens for one call at a time, shared by all layers.
 
-    - `kernel`: attends over them (`own_kernel.OwnKernel`, which only vLLM's CPU worker can import).
-    - `heads`, `dim`: KV heads, and width of K and V.
-    - `tokens`: of the longest sequence, at least.
-    - `nbytes`: memory, once a sequence so long has come.
+    `kernel`: attends over them (`own_kernel.OwnKernel`, which vLLM's CPU worker can import);
+    `tokens`: of the longest sequence, at least; `nbytes`: memory, once such a one has come.
     """
 
     def __init__(self, kernel: Any, heads: int, dim: int, dtype: torch.dtype, tokens: int) -> None:
@@ -112,11 +108,9 @@ class Scratch:
 
 
 class Run(NamedTuple):
-    """Rows of a batch that one call of the kernel takes: the same in all layers.
+    """Rows of a batch, side by side, that one call of the kernel takes: the same in all layers.
 
-    - `rows`: side by side in the batch.
-    - `sequences`: the rows, as the kernel is told of them.
-    - `places`: of each row's tokens in the scratch pages, the new ones last.
+    `places`: of each row's tokens in the scratch pages, the new ones last.
     """
 
     rows: list[Row]

@@ -13,10 +13,7 @@ from kvpact.integrations.vllm.by_layer import sliding_block
 
 
 class SlidingBackend(CPUAttentionBackend):
-    """vLLM's own CPU attention over pages that are no larger than kvpact's, where that can be.
-
-    `full`: bytes of a token in the largest layer with full attention.
-    """
+    """vLLM's own CPU attention; `full`: bytes of a token in the largest layer beside its own."""
 
     full: ClassVar[int]
 

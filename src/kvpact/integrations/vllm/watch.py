@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """The flags of all layers of a process.
-
-    `rows`: of the batch that runs: the flags are theirs.
-    """
+    """The flags of all layers of a process, for the `rows` of the batch that runs."""
 
     def __init__(self, device: str) -> None:
         self.rows: Sequence[Row] = ()

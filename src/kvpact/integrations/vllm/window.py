@@ -22,11 +22,7 @@ SLACK = 16
 
 
 class Row(NamedTuple):
-    """A sequence's part of a batch.
-
-    `held`: tokens of the sequence before these; `pages`: the sequence's pages, in order: as many as
-    the tokens need, the new ones included.
-    """
+    """A sequence's part of a batch, `held` tokens before it, and as many `pages` as all need."""
 
     start: int
     end: int
@@ -62,9 +58,7 @@ def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
 class Window:
     """Exact copies of a sequence's last tokens in one layer.
 
-    - `slot`: where in the pool; -1 for no window.
-    - `held`: tokens of the sequence, none of them copied.
-    - `memories`: of K and V; they begin at the same token.
+    `slot`: where in the pool, or -1; `memories`: of K and V, which begin at the same token.
     """
 
     __slots__ = ("end", "first", "memories", "slot")
@@ -75,11 +69,9 @@ class Window:
 
 
 class WindowPool:
-    """Windows of one layer.
+    """Windows of one layer, `width` tokens each (0 for none): of `sequences`, those used last.
 
-    - `width`: tokens of a window; 0 for none.
-    - `sequences`: windows at most: of so many sequences, those used last.
-    - `shapes`: heads and width of K and of V.
+    `shapes`: heads and width of K and of V.
     """
 
     def __init__(
