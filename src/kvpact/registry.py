@@ -81,12 +81,7 @@ def register_method(method: type) -> type:
     Parameters
     ----------
     method : type
-        A frozen dataclass derived from `kvpact.methods.Method`.
-
-    Returns
-    -------
-    type
-        The class, unchanged.
+        A frozen dataclass derived from `kvpact.methods.Method`; returned unchanged.
 
     Raises
     ------

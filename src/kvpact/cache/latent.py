@@ -109,12 +109,7 @@ class MLACache(ContiguousCache):
         Returns
         -------
         Tensor
-            `[B, H, S, d_v]`.
-
-        Raises
-        ------
-        KVPactError
-            As `attend`; the cache is as before.
+            `[B, H, S, d_v]`. Errors are those of `attend`.
         """
         config = attend_config(config)
         self._check_heads(q_nope, q_rope, w_uk, w_uv)

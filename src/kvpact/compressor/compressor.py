@@ -113,13 +113,7 @@ class KVCacheCompressor:
         return self._compress(k, v, "batched")
 
     def compress_kv_3d(self, k: Tensor, v: Tensor) -> CompressedKV:
-        """Compress K and V without a batch dimension: `[H, T, D]` and `[H, T, D_v]`.
-
-        Raises
-        ------
-        GeometryError, DtypeError, DeviceError, NonFiniteError
-            As for `compress_kv`.
-        """
+        """Compress K and V without a batch dimension, `[H, T, D]`; errors as of `compress_kv`."""
         check_pair(k, v, 3)
         return self._compress(k, v, "unbatched")
 
@@ -141,16 +135,13 @@ class KVCacheCompressor:
 
         Parameters
         ----------
-        k_shape, v_shape : tuple of int
-            `[B, H, T, D]` and `[B, H, T, D_v]`.
-        dtype : torch.dtype
-            Of both.
+        k_shape, v_shape, dtype
+            `[B, H, T, D]` and `[B, H, T, D_v]`, both of one dtype.
 
         Raises
         ------
         SpecError
-            Only the tokens decide it: the method learns from them, or the error is measured and
-            its digits stand in the file.
+            The tokens decide it: the method learns from them, or the error is measured.
         """
         if self._measure:
             raise SpecError("a file's bytes depend on the error's digits: pass measure=False")
@@ -246,23 +237,9 @@ class KVCacheCompressor:
         """Compress the latents of a layer as they are; heads are never expanded.
 
         In the result K is `c_kv` and V `k_rope`. The compressor's spec is completed as a cache's
-        is: `k_rope` gets 8-bit integers unless a method stands for it behind the slash.
-
-        Parameters
-        ----------
-        cache : MLACache, another ContiguousCache of latents, or PagedKVCache of latents
-            Stays as it is.
-        layer : int
-            Layer index.
-        seq_id : int, optional
-            The sequence, in a paged cache.
-
-        Raises
-        ------
-        LayerIndexError, SequenceError
-            No such layer or sequence.
-        GeometryError
-            The cache holds no latents, or no tokens in this layer.
+        is: `k_rope` gets 8-bit integers unless a method stands for it behind the slash. Parameters
+        and errors are those of `compress_paged_cache`; an `MLACache`, or another contiguous cache
+        of latents, has no `seq_id`. `GeometryError` if the cache holds no latents.
         """
         _check_latent(cache)
         return caches.compress(cache, layer, seq_id, latent_spec(self.spec), self._compute)
@@ -274,18 +251,9 @@ class KVCacheCompressor:
         layer: int,
         seq_id: int | None = None,
     ) -> None:
-        """Append latents to a layer; all of them, or nothing.
+        """Append latents to a layer, all of them or nothing; see `decompress_to_paged_cache`.
 
-        Packed slots are copied as they are where `decompress_to_paged_cache` would do so.
-
-        Raises
-        ------
-        LayerIndexError, SequenceError
-            No such layer or sequence.
-        GeometryError
-            The cache holds no latents, or widths or rows differ from the cache's.
-        CacheFull
-            There is no room.
+        A contiguous cache has no `seq_id`. `GeometryError` if the cache holds no latents.
         """
         _check_latent(cache)
         caches.decompress(self._own(compressed), cache, layer, seq_id)

@@ -63,24 +63,10 @@ class Snapshot:
         identity: Identity | None = None,
         token_ids: Tensor | None = None,
     ) -> Snapshot:
-        """Make a snapshot of plain state; caches call this.
+        """Make a snapshot of plain state, a `LayerState` for each layer; caches call this.
 
-        Parameters
-        ----------
-        layers : sequence of LayerState
-            One per layer of the geometry.
-        slots : int
-            `FORMAT_VERSION` of the slots.
-        geometry, layout : CacheGeometry, str
-            Of the cache.
-        page_size : int
-            Tokens per page of the file, a multiple of every field's unit.
-        begin : int
-            Token with which the slots begin.
-        identity : Identity, optional
-            Model, adapter, tenant.
-        token_ids : Tensor, optional
-            `[T]` or `[B, T]` integers: the tokens held.
+        `slots`: `FORMAT_VERSION` of the slots, which begin with token `begin`; `page_size`: tokens
+        per page of the file, a multiple of every field's unit; `token_ids`: `[T]` or `[B, T]`.
         """
         streams = [stream for layer in layers for stream in layer.streams or ()]
         batch = streams[0].tail.shape[0] if streams else 0

@@ -184,12 +184,8 @@ class CompressedCache(EngineCache):
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
 
-        Errors as of `EngineCache.restore`; the cache is as before then.
-
-        Raises
-        ------
-        SnapshotError
-            The model has layers that transformers caches itself.
+        Errors as of `EngineCache.restore`, and `SnapshotError` if the model has layers that
+        transformers caches itself; the cache is as before then.
         """
         self._require_all_compressed()
         geometry = known_snapshot(snapshot).geometry
@@ -208,12 +204,7 @@ class CompressedCache(EngineCache):
     def held(self) -> ContiguousCache | None:
         """Return the cache of all layers, every token stored; None while one of them is empty.
 
-        Raises
-        ------
-        SnapshotError
-            The model has layers that transformers caches itself.
-        GeometryError
-            Layers have K and V of unlike shapes.
+        Errors as of `snapshot`.
         """
         self._require_all_compressed()
         caches = self._caches()

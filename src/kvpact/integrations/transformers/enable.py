@@ -157,12 +157,7 @@ class _CacheMaker(_Hook):
 class Enabled:
     """What `enable` returns: the end of a ``with`` statement undoes what it did.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
-    changed : bool
-        Whether `enable` changed it; where it was enabled already, nothing is undone.
+    Nothing is undone where the model was enabled already: then `changed` is false.
     """
 
     def __init__(self, model: PreTrainedModel, changed: bool) -> None:
@@ -261,11 +256,6 @@ def disable(model: PreTrainedModel) -> None:
     """Undo `enable`: the model is what it was before. A model that is not enabled stays as it is.
 
     Calls of `generate` that have begun keep their cache.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        The model.
     """
     with _lock:
         _remove_hooks(model)
