@@ -10,7 +10,6 @@ from kvpact.cache.plain import KVCache
 from kvpact.cache.plain_state import KVSnapshot
 from kvpact.cache.protocol import EngineCache
 from kvpact.cache.recode import recode
-from kvpact.cache.sequences import Page
 from kvpact.cache.specs import cache_specs
 from kvpact.cache.stats import bytes_per_token, planned_bytes, stream_facts, unplanned
 from kvpact.cache.step import Step
@@ -21,7 +20,6 @@ __all__ = [
     "KVCache",
     "KVSnapshot",
     "MLACache",
-    "Page",
     "PagedKVCache",
     "PagedView",
     "Step",

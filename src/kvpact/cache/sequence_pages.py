@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from operator import methodcaller
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,7 +17,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.pages import PagePool, PageStore
 from kvpact.cache.prefixes import PrefixTable
 from kvpact.cache.segments import MakeStore
-from kvpact.cache.sequences import KnownRows, Page, PagedSequence, packed_tokens
+from kvpact.cache.sequences import KnownRows, PagedSequence, packed_tokens
 from kvpact.errors import GeometryError, SequenceError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute
@@ -228,12 +228,6 @@ class SequencePages:
         sequence.table[index] = page
         self._release(old)
 
-    def iter_pages(self, seq: int) -> Iterator[Page]:
-        """Iterate over a sequence's pages and the tokens that stand on them."""
-        sequence, size = self._sequence(seq), self.pool.page_size
-        for index, page in enumerate(sequence.table):
-            yield Page(page, index * size, min((index + 1) * size, sequence.length))
-
     def block_table(self, seqs: int | Sequence[int]) -> Tensor:
         """Return pages: int32 `[N, pages]`, -1 behind a row's end; `[pages]` for one sequence."""
         tables = [self._sequence(s).table for s in ([seqs] if isinstance(seqs, int) else seqs)]
@@ -241,14 +235,3 @@ class SequencePages:
         rows = [table + [-1] * (width - len(table)) for table in tables]
         result = torch.tensor(rows, dtype=torch.int32, device=self.device).view(len(rows), width)
         return result[0] if isinstance(seqs, int) else result
-
-    def slot_mapping(self, seq: int, start: int = 0, end: int | None = None) -> Tensor:
-        """Return where tokens stand: int64, `page * page_size + offset` for `start <= t < end`."""
-        sequence, size = self._sequence(seq), self.pool.page_size
-        limit = len(sequence.table) * size
-        end = sequence.length if end is None else end
-        if not 0 <= start <= end <= limit:
-            raise GeometryError(f"tokens {start} to {end} are not within the {limit} reserved")
-        tokens = torch.arange(start, end, dtype=torch.int64, device="cpu")
-        pages = torch.tensor(sequence.table, dtype=torch.long, device="cpu")
-        return (pages[tokens // size] * size + tokens % size).to(self.device)

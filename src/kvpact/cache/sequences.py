@@ -15,14 +15,6 @@ from kvpact.geometry import CacheGeometry
 from kvpact.kernels import StepRunner
 
 
-class Page(NamedTuple):
-    """One page of a sequence: its number in the pool and the tokens that stand on it."""
-
-    page: int
-    start: int
-    end: int
-
-
 class PagedSequence:
     """A sequence: its block table and its layers, each a cache of one row."""
 

@@ -146,23 +146,18 @@ def _fits(compressed: CompressedKV, entry: CacheLayer, cache: AnyCache) -> bool:
         most = cache.max_tokens
         if cache.batch_size not in (None, batch) or (most is not None and compressed.tokens > most):
             return False
-    methods = zip(_sides(compressed.spec), _sides(entry.spec), strict=True)
-    return all(same_slots(a, b) for a, b in methods) and all(
+    given, own = compressed.spec, entry.spec
+    alike = same_slots(given.key, own.key) and same_slots(given.value, own.value)
+    return alike and all(
         learnt_alike(entry.new_stream(stream.stream.tail, key).codec, stream.held)
         for stream, key in zip(packed, (True, False), strict=True)
     )
 
 
-def _sides(spec: Spec) -> tuple[Method, Method]:
-    return spec.key, spec.value
-
-
 def _adopt(compressed: CompressedKV, entry: CacheLayer, device: torch.device) -> None:
     """Copy slots into an empty layer."""
-    k, v = (
-        _with_sinks(stream, compressed.batch, method.sinks)
-        for stream, method in zip((compressed.k, compressed.v), _sides(entry.spec), strict=True)
-    )
+    k = _with_sinks(compressed.k, compressed.batch, entry.spec.key.sinks)
+    v = _with_sinks(compressed.v, compressed.batch, entry.spec.value.sinks)
     restored_layer(entry, LayerState(entry.spec.to_json(), (k, v), None), device, shared=False)
 
 

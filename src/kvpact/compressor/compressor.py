@@ -40,10 +40,6 @@ class KVCacheCompressor:
     ----------
     spec : Spec
         The methods for K and V.
-    method : Method or Spec
-        The method as given; a `Spec` for a string.
-    quant_bits : int
-        Bits of a ``hybrid`` whose spec string names none.
 
     Raises
     ------

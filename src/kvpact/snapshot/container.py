@@ -86,8 +86,7 @@ class Container:
         length = header_length(bytes(self.buffer[:8]), total)
         self._data = 8 + length
         head = bytes(self.buffer[: self._data])
-        header = parse_header(head[8:], total - self._data)
-        given = header.metadata
+        given, self.entries = parse_header(head[8:], total - self._data)
         known = {str(version): version for version in versions}
         if given.get("format") != kind or given.get("version") not in known:
             named = f"{given.get('format', '')[:40]!r} version {given.get('version', '')[:10]!r}"
@@ -100,7 +99,6 @@ class Container:
         if not isinstance(manifest, dict) or list(manifest) != sorted(manifest):
             raise FormatError("the manifest should be an object with its keys in order")
         self.manifest: dict[str, Any] = manifest
-        self.entries = header.entries
         self._runs = self._sections()
         table = self.buffer[self._data : self._data + self.entries[TABLE].end]
         self._table = bytes(table)

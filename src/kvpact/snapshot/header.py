@@ -50,14 +50,6 @@ class TensorEntry:
     end: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """What a header says: text by key, tensors by name in the order of their bytes."""
-
-    metadata: dict[str, str]
-    entries: dict[str, TensorEntry]
-
-
 def dump_json(value: Any) -> str:
     """Return the one text of a JSON value: keys as they stand, no blanks, ASCII, no NaN."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
@@ -107,8 +99,8 @@ def header_length(first: bytes, total: int) -> int:
     return length
 
 
-def parse_header(text: bytes, room: int) -> Header:
-    """Read a header, without the 8 bytes of its length; tensors fill `room` bytes behind it."""
+def parse_header(text: bytes, room: int) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    """Return a header's metadata and tensors, which fill the `room` bytes behind it, in order."""
     stripped = text.rstrip(b" ")
     if len(text) % 8 or len(text) - len(stripped) > 7:
         raise FormatError("the header's padding is wrong")
@@ -126,7 +118,7 @@ def parse_header(text: bytes, room: int) -> Header:
         end = entry.end
     if end != room:
         raise FormatError(f"tensors take {end:,} bytes, there are {room:,}")
-    return Header(metadata, entries)
+    return metadata, entries
 
 
 def _entry(name: str, given: Any, begin: int) -> TensorEntry:

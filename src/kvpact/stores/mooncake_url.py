@@ -80,9 +80,11 @@ def options_of(url: str, **arguments: Any) -> Options:
     if buffer < 1 << 20:
         raise StoreError(f"buffer_size={buffer} should be {1 << 20} and more")
     admin = str(found["admin"])
+    if ":" not in admin and not (admin.isdecimal() and 0 < int(admin) < 65536):
+        raise StoreError(f"admin={admin!r} should be host:port, or a port")
     return Options(
         master=master,
-        admin=Address.of(admin if ":" in admin else str(Address(master.host, _port(admin)))),
+        admin=Address.of(admin if ":" in admin else str(Address(master.host, int(admin)))),
         segment_size=segment,
         buffer_size=buffer,
         hostname=found["hostname"],
@@ -104,12 +106,6 @@ def _size(name: str, value: int | str) -> int:
     if match is None:
         raise StoreError(f"{name}={value!r} should be bytes, or a text such as 512MiB")
     return int(match[1]) << _UNITS[match[2].lower()]
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise StoreError(f"admin={text!r} should be host:port, or a port")
-    return int(text)
 
 
 def _seconds(value: float | str) -> float:

@@ -101,8 +101,6 @@ def test_unknown_and_freed_ids(wrong):
             lambda s: cache.append(0, {kept: kv(1), s: kv(1)}),
             lambda s: cache.publish(s, [1]),
             lambda s: cache.view([s]),
-            lambda s: cache.slot_mapping(s),
-            lambda s: list(cache.iter_pages(s)),
             lambda s: cache.block_table([kept, s]),
         ):
             with pytest.raises(SequenceError):
@@ -239,21 +237,9 @@ def test_tables_are_what_engines_read():
     assert table[2].tolist() == [-1, -1, -1]
     assert len(set(table[table >= 0].tolist())) == 4
     assert cache.num_free_pages == 4
-    pages = table[0].tolist()
-    slots = cache.slot_mapping(a)
-    assert slots.dtype == torch.int64
-    assert slots.tolist() == [pages[t // 32] * 32 + t % 32 for t in range(70)]
-    assert cache.slot_mapping(a, 31, 33).tolist() == [pages[0] * 32 + 31, pages[1] * 32]
-    assert [tuple(page) for page in cache.iter_pages(a)] == [
-        (pages[0], 0, 32),
-        (pages[1], 32, 64),
-        (pages[2], 64, 70),
-    ]
     cache.reserve([a], 60)
-    assert cache.slot_mapping(a, 70, 130).shape == (60,)  # where new tokens are going to stand
-    for wrong in ((-1, 3), (5, 4), (0, 1000)):
-        with pytest.raises(GeometryError):
-            cache.slot_mapping(a, *wrong)
+    assert cache.block_table(a).shape == (5,)  # where new tokens are going to stand
+    assert cache.block_table(a)[:3].tolist() == table[0].tolist()
 
 
 def test_reserved_pages_are_enough_for_all_layers():

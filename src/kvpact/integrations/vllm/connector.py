@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvpact.integrations.vllm.connector_counts import COUNTED, ConnectorCounts, line, logger
+from kvpact.integrations.vllm.connector_counts import COUNTED, ConnectorCounts, logger
 from kvpact.integrations.vllm.connector_form import StepPlan
 from kvpact.integrations.vllm.connector_options import (
     ConnectorOptions,
@@ -259,7 +259,8 @@ class KVPactConnector(KVConnectorBase_V1):
             return
         self._open = False
         self._side.close()
-        logger.info("kvpact's connector (%s): %s", self.role.name.lower(), line(self.counts))
+        counts = ", ".join(f"{name}={count}" for name, count in self.counts.items())
+        logger.info("kvpact's connector (%s): %s", self.role.name.lower(), counts)
         release_store(self._options)
 
     def _plan(self) -> StepPlan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
 
 # vLLM configures loggers below "vllm" alone.
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -60,8 +59,3 @@ class ConnectorCounts:
             self._said.add(name)
         if first:
             logger.warning("kvpact's connector: %s. Later ones are counted (%s).", message, name)
-
-
-def line(counts: Mapping[str, int]) -> str:
-    """Return counters as one line of a log."""
-    return ", ".join(f"{name}={counts.get(name, 0)}" for name in COUNTED)

@@ -26,7 +26,6 @@ from kvpact.integrations.vllm.connector_lane import Job, Lane
 from kvpact.integrations.vllm.connector_options import ConnectorOptions
 from kvpact.integrations.vllm.connector_pages import Copied, PackedPages, PlainPages
 from kvpact.prefixes.chunks import Chunk, ChunkKind
-from kvpact.snapshot import Identity
 from kvpact.stores import Store
 
 Pages = PackedPages | PlainPages
@@ -54,7 +53,9 @@ class PrefixWorker:
         self._form, self._options, self._store, self._counts = form, options, store, counts
         self._chunk = form.chunk(options.chunk)
         self._each = self._chunk // form.page
-        self._kind = cache(self._make_kind)
+        self._kind = cache(
+            lambda identity: form.kind(of_rank(identity, form.rank, form.ranks), self._chunk)
+        )
         self._pages: dict[str, Pages] = {}
         self._loads_lane = Lane("kvpact-load", LOADS)
         self._saves_lane = Lane("kvpact-save")
@@ -182,10 +183,6 @@ class PrefixWorker:
             self._counts.add("loaded_chunks", loaded.chunks)
             self._counts.add("loaded_bytes", loaded.bytes)
         return count
-
-    def _make_kind(self, identity: Identity) -> ChunkKind:
-        own = of_rank(identity, self._form.rank, self._form.ranks)
-        return self._form.kind(own, self._chunk)
 
     def _entry(self, piece: ChunkPiece) -> str:
         return entry_name(piece.key, self._form.rank, self._form.ranks)
