@@ -111,7 +111,7 @@ class Holder(Protocol):
 
     lock: AbstractContextManager[Any]
     _held: Held
-    _clean: bool
+    clean: bool
     _latent: bool
 
     def _view(self, held: Held, padding: Tensor | None) -> LayerView | None: ...

@@ -55,7 +55,8 @@ class CacheLayer:
         self.lock, self._latent = lock or threading.RLock(), latent
         self.compute, self.offset = compute or Compute(), offset
         self._held = Held(None, None, None, 0)
-        self._clean = True  # False before anything is written behind the slots held, or left there
+        # Whether slots of tokens that are not held are zero; False before any is written.
+        self.clean = True
         self._moved = 0  # how often slots came to lie elsewhere; changed under a pool's lock
 
     @property
@@ -79,20 +80,9 @@ class CacheLayer:
         return self._held.padding
 
     @property
-    def padding_bytes(self) -> int:
-        """Bytes that the rows' padding takes."""
-        padding = self._held.padding
-        return 0 if padding is None else padding.nbytes
-
-    @property
     def version(self) -> int:
         """Another number whenever views of what was held may not be read any more."""
         return self._held.version + self._moved
-
-    @property
-    def clean(self) -> bool:
-        """Whether all slots of tokens that are not held are known to be zero."""
-        return self._clean
 
     def __repr__(self) -> str:
         """Tell what is held."""
@@ -131,7 +121,7 @@ class CacheLayer:
         sizes: Sizes = None,
     ) -> LayerPlan:
         """Encode new tokens and allocate what they need; the layer stays as it is."""
-        if not self._clean:
+        if not self.clean:
             self.settle()
         held = self._held
         padding = next_padding(held, config, k.shape[0])
@@ -169,13 +159,13 @@ class CacheLayer:
                 "the layer was rolled back, freed or written to while these tokens were on their "
                 "way; none of them is stored, give them again"
             )
-        self._clean = False
+        self.clean = False
         for append in plan.appends:
             append.write()
 
     def stored(self, plan: LayerPlan) -> Step:
         """Return the step of a plan that was carried out."""
-        self._clean = True
+        self.clean = True
         if plan.exact_new:
             return plan.step
         k, v = plan.step.k[:, :, :0], plan.step.v[:, :, :0]
@@ -184,7 +174,7 @@ class CacheLayer:
     def settle(self) -> None:
         """Zero the slots of tokens that are not held; shared ones wait until they are copied."""
         streams = self._held.streams()
-        self._clean = all([stream.store.clear_from(stream.packed) for stream in streams])
+        self.clean = all([stream.store.clear_from(stream.packed) for stream in streams])
 
     def restore(
         self, k: Stream | None, v: Stream | None, padding: Tensor | None, seen: Tensor | None = None
@@ -192,7 +182,7 @@ class CacheLayer:
         """Hold other streams from now on, whose slots are clean, and queries seen (see `Held`)."""
         with self.lock:
             self._held = Held(k, v, padding, self._held.version + 1, seen=seen)
-            self._clean = True
+            self.clean = True
 
     def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
         """Return an empty stream for K or V like `x`, not yet the layer's own."""
@@ -270,7 +260,7 @@ class CacheLayer:
         """Forget the tokens from `length` on; nothing if there are no more than that."""
         with self.lock:
             self._held = self.truncated(length)
-            if not self._clean:
+            if not self.clean:
                 self.settle()
 
     def truncated(self, length: int) -> Held:
@@ -278,7 +268,7 @@ class CacheLayer:
         held = self._held
         if held.k is None or held.v is None or length >= held.k.length:
             return held
-        self._clean = False
+        self.clean = False
         k = held.k.truncate(length, held.padding)
         v = held.v.truncate(length, held.padding)
         padding = held.padding if length else None
@@ -289,7 +279,7 @@ class CacheLayer:
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
         """Return a copy that shares slots until one side writes; with `make_store`, the lock."""
         with self.lock:
-            if not self._clean:
+            if not self.clean:
                 self.settle()
             other = self.empty()
             if make_store is not None:
@@ -301,7 +291,7 @@ class CacheLayer:
             k, v = held.k.shared(), held.v.shared()
             self._held = held._replace(k=k, v=v, runner=None)
             k, v = k.fork(make_store, "k"), v.fork(make_store, "v")
-            other._held, other._clean = held._replace(k=k, v=v, version=0, runner=None), self._clean
+            other._held, other.clean = held._replace(k=k, v=v, version=0, runner=None), self.clean
             return other
 
     def select(self, indices: Tensor) -> None:
@@ -312,7 +302,7 @@ class CacheLayer:
                 return
             k, v = held.k.select(indices), held.v.select(indices)
             padding = None if held.padding is None else held.padding[indices.cpu()]
-            self._clean = False
+            self.clean = False
             seen = held.seen
             seen = None if seen is None else seen.index_select(0, indices.to(seen.device))
             self._held = Held(k, v, padding, held.version + 1, held.plan, held.good, seen)

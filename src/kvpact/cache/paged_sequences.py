@@ -91,7 +91,7 @@ class PagedSequences(Summarized, PagedSnapshots):
             raise GeometryError(
                 f"{len(token_ids)} token ids, but sequence {seq} holds {sequence.length} tokens"
             )
-        if any(layer.padding_bytes for layer in sequence.layers):
+        if any(layer.padding is not None for layer in sequence.layers):
             raise GeometryError(f"sequence {seq} has padding; sequences with padding don't share")
         size, sinks = self.pool.page_size, []
         for layer in sequence.layers:

@@ -139,7 +139,7 @@ def _find(cache: SequencePages, layer: int, seqs: Sequence[int]) -> KnownRows | 
     found = [cache._sequences.get(seq) for seq in seqs]
     sequences = [sequence for sequence in found if sequence is not None]
     layers = [sequence.layers[layer] for sequence in sequences]
-    made = [entry._held.runner for entry in layers if entry._clean]
+    made = [entry._held.runner for entry in layers if entry.clean]
     runners = [runner for runner in made if runner is not None]
     if not len(seqs) == len(runners) == len(set(seqs)):
         return None
@@ -159,14 +159,14 @@ def _run(
         made.append(step[0])
         steps.append(step[1])
     for entry in rows.layers:
-        entry._clean = False
+        entry.clean = False
     output = rows.runners[0].run(steps, k, v, q)
     if output is not None:
         exchange(rows.layers, made)
         assert made[0].plan is not None
         made[0].plan.count_step(len(made), sum(map(encodes, steps)))
     for entry in rows.layers:
-        entry._clean = True
+        entry.clean = True
     return output
 
 

@@ -30,7 +30,7 @@ def quick_attend(
         runner = held.runner
         if runner is None and held.plan is not None:
             runner = held.plan.last_runner
-        if runner is None or not layer._clean or not runner.fits(k, v, q, config):
+        if runner is None or not layer.clean or not runner.fits(k, v, q, config):
             return None
         if max_tokens is not None and held.length + k.shape[2] > max_tokens:
             return None
@@ -54,12 +54,12 @@ def _run_step(
     if step is None or plan is None:
         return None
     after, row = step
-    layer._clean = False
+    layer.clean = False
     output = row.runner.run((row,), k, v, q)
     if output is not None:
         layer._held = after
         plan.count_step(1, encodes(row))
-    layer._clean = True
+    layer.clean = True
     return output
 
 
@@ -207,7 +207,7 @@ def make_runner(
 ) -> bool:
     """Let a layer take steps like this one in one call each; False where it can't, or does."""
     held = layer._held
-    if k.shape[2] > MOST_STEP or held.k is None or held.v is None or not layer._clean:
+    if k.shape[2] > MOST_STEP or held.k is None or held.v is None or not layer.clean:
         return False
     if not held.k.length or held.plan is None or not held.plan.alike:
         return False

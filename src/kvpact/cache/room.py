@@ -42,7 +42,7 @@ def reserve(layers: Sequence[CacheLayer], tokens: int) -> None:
 def rewind(layer: CacheLayer, held: Held) -> None:
     """Let a layer hold again what it held before steps that made nothing lie elsewhere."""
     with layer.lock:
-        layer._clean = False
+        layer.clean = False
         layer._held = held
         layer.settle()
 
@@ -57,13 +57,13 @@ def seal(layer: CacheLayer, tokens: int) -> None:
             end = stream.store.writable(min(tokens, stream.length), stream.packed)
             if stream.codec.ready and stream.packed < end:
                 append = stream.sealed(end, held.padding)
-                layer._clean = False
+                layer.clean = False
                 append.write()
                 stream = append.after
             made.append(stream)
         if made:
             layer._held = held._replace(k=made[0], v=made[1], runner=None)
-        layer._clean = True
+        layer.clean = True
 
 
 class Moment(NamedTuple):

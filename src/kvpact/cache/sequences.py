@@ -51,14 +51,10 @@ class PagedSequence:
 
 
 class KnownRows(NamedTuple):
-    """Rows that took a step of a layer together, and what was found out about their pages.
+    """Rows that took a step of a layer together, what holds them, and their runners, alike.
 
-    - `sequences`, `layers`: the sequences, and what each holds in the layer.
-    - `runners`: what carries out their next steps; alike. A layer that took any other step has
-      another one.
-    - `room`: so many tokens fit the pages of every row, before one is written to that others hold,
-      too.
-    - `changes`: `PagePool.changes` when the room was counted.
+    `room`: so many tokens fit the pages of every row, before one is written to that others hold,
+    counted at `PagePool.changes`. A layer that took any other step has another runner.
     """
 
     seqs: list[int]
@@ -71,7 +67,7 @@ class KnownRows(NamedTuple):
     def stand(self) -> bool:
         """Whether no layer took another step in the meantime."""
         for layer, runner in zip(self.layers, self.runners, strict=True):
-            if layer._held.runner is not runner or not layer._clean:
+            if layer._held.runner is not runner or not layer.clean:
                 return False
         return True
 

@@ -99,7 +99,7 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
         with layer.lock:
             layer.verify()
             tokens = max(tokens, layer.length)
-            sizes["sinks"] += layer.padding_bytes
+            sizes["sinks"] += 0 if layer.padding is None else layer.padding.nbytes
             sizes["side"] += sum(tensor.nbytes for tensor in layer.waiting_state())
             for stream in (layer.k, layer.v):
                 if stream is not None:

@@ -90,7 +90,7 @@ class CompressedKV:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors held, factors, codebooks and the room for appends included."""
-        return self.k.nbytes + self.v.nbytes
+        return sum(x.nbytes for side in (self.k, self.v) for x in side.stream.tensors())
 
     @property
     def values(self) -> int:

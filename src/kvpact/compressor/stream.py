@@ -117,11 +117,6 @@ class PackedStream:
         held |= {f"state.{name}": tensor for name, tensor in self.codec.state().items()}
         return {**held, "open": state.tail} if state.tail.numel() else held
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors held, with the room that appends leave."""
-        return sum(tensor.nbytes for tensor in self.stream.tensors())
-
     def _plan(self, codec: Codec) -> StreamPlan:
         """Return who encodes and decodes; a backend that can't is named when it is to."""
         return self.compute.stream(codec, self.stream.tail.device, self.stream.tail.dtype)

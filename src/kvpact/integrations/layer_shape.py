@@ -11,15 +11,11 @@ if TYPE_CHECKING:
 
 
 class LayerShape(NamedTuple):
-    """What the cache of one layer holds.
+    """What the cache of one layer holds; heads and widths are 0 where it has no K and V.
 
-    - `kind`: the layer's type, as transformers names it.
-    - `compressed`: whether a compressed cache compresses its K and V.
-    - `heads`, `key_dim`, `value_dim`: of K and V; 0 where there are none.
-    - `latent`: whether K is a latent and V the rotated part of the key (MLA).
-    - `limit`: tokens that are kept at most.
-    - `state_bytes`: of one sequence, however long: states of linear attention and convolutions.
-    - `index_width`: numbers per token beside K and V (indexers of sparse attention).
+    `kind`: as transformers names it; `compressed`: whether its K and V are; `latent`: K is a latent
+    and V the rotated part of the key; `limit`: tokens kept at most; `state_bytes`: of one sequence,
+    however long; `index_width`: numbers per token beside K and V, of indexers.
     """
 
     kind: str

@@ -289,7 +289,7 @@ class PrefixCache:
                 "them, and at most the one that was generated last"
             )
         rows = {s.tail.shape[0] for layer in layers for s in layer.streams()}
-        if rows - {1} or any(layer.padding_bytes for layer in layers):
+        if rows - {1} or any(layer.padding is not None for layer in layers):
             raise GeometryError(
                 "prefixes are of one row without padding; save rows of a batch one by one"
             )

@@ -67,14 +67,10 @@ def _root(head: bytes | bytearray, table: Any) -> str:
 
 
 class Container:
-    """A file's header, its manifest, and its sections.
+    """A file's header, its manifest, and its sections; header and table alone are read and checked.
 
-    - `buffer`: the whole file; `open` maps it. Only header and table are read and checked now.
-    - `kind`: the format wanted.
-    - `*versions`: the versions wanted; `version` is the one that it is.
-
-    Raises `FormatError` (not this format or version, or damaged); `IntegrityError` (header or table
-    were changed).
+    Raises `FormatError` where `buffer` is not of format `kind` and one of `versions`, or damaged;
+    `IntegrityError` where header or table were changed.
     """
 
     def __init__(self, buffer: Any, kind: str, *versions: int) -> None:

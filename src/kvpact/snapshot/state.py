@@ -74,12 +74,7 @@ class StreamState:
 
 @dataclass(frozen=True)
 class LayerState:
-    """One layer.
-
-    - `spec`: the spec as JSON-ready data, whole.
-    - `streams`: K and V; None if the layer holds nothing, not even a batch size.
-    - `padding`: left-padding tokens of each row.
-    """
+    """One layer; without `streams` it holds nothing, not even a batch size; JSON-ready `spec`."""
 
     spec: dict[str, Any]
     streams: tuple[StreamState, StreamState] | None

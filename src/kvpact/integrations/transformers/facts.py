@@ -32,13 +32,10 @@ _MEANINGS = {
 
 
 class LayerFacts(NamedTuple):
-    """What a config says of its layers.
+    """What a config says of its layers: transformers' types, and the options of their cache layers.
 
-    - `types`: transformers' type of each layer.
-    - `options`: what its cache layer is made with.
-    - `latent_widths`: of the latents that layers cache (MLA); empty for models without.
-    - `sparse`: whether some layers may choose the tokens that they attend to.
-    - `read_again`: layers whose K and V later layers read, too.
+    `latent_widths`: of latents (MLA); `sparse`: some layers may choose the tokens that they attend
+    to; `read_again`: layers whose K and V later layers read, too.
     """
 
     types: tuple[str, ...]

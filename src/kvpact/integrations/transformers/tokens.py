@@ -50,11 +50,8 @@ class NewTokens:
     """The tokens of one `update`, stored when they are first used: what a handle stands for.
 
     The attention function knows the padding of each row and `update` does not; so storing waits
-    for whichever comes first: attention, decompression, or the next call to the layer. Attention
-    that refuses a call stores nothing.
-
-    `again`: whether other layers attend to these tokens, too. They see the same past as the first
-    one: not yet without what these tokens push out of the window.
+    for whichever comes first: attention, which stores nothing if it refuses, decompression, or the
+    layer's next call. Other layers that attend to them, too (`again`), see the same past.
     """
 
     # Made in every layer of every step: with slots it takes less time.

@@ -59,12 +59,10 @@ def _impl(
 
 
 class KVPactBackend(AttentionBackend):
-    """Takes the place of vLLM's CPU attention.
+    """Takes the place of vLLM's CPU attention, by its `name`.
 
-    - `name`, `impl`, `builder`: the place's name, what makes what computes, what tells of a batch.
-    - `stored`: what the pages of its layers hold; None until the model is loaded (`give_backends`).
-    - `page_format`: vLLM's page format of its layers.
-    - `latent`: K and V are MLA latents and rotated keys.
+    `stored`: what the pages of its layers hold; None until the model is loaded (`give_backends`).
+    `page_format`: vLLM's; `latent`: K and V are MLA latents and rotated keys.
     """
 
     name: ClassVar[str] = "CPU_ATTN"

@@ -20,13 +20,10 @@ from kvpact.spec import Spec
 
 @dataclass(frozen=True)
 class Form:
-    """Layers of one rank, and how their tokens are stored.
+    """Layers of one rank in the order of the model, and how their tokens are stored.
 
-    - `layers`: vLLM's names, in the order of the model.
-    - `specs`: of each of them.
-    - `geometry`: the rank's heads, with the dtype of the model's K and V.
-    - `page`: tokens of one of vLLM's pages.
-    - `rank`, `ranks`: which of how many ranks: each has other heads.
+    `geometry`: the rank's heads, with the model's dtype; `page`: tokens of one of vLLM's pages;
+    `rank`, `ranks`: which of how many ranks: each has other heads.
     """
 
     layers: tuple[str, ...]
