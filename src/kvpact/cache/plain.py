@@ -67,37 +67,18 @@ class KVCache(Summarized):
         sizes = {"num_layers": num_layers, "max_seq_len": max_seq_len, "kv_dim": kv_dim}
         for name, size in sizes.items():
             check_count(name, size, 1)
-        self._shape, self._dtype = (num_layers, 2, max_seq_len, kv_dim), known_dtype(dtype)
+        self.num_layers, self.max_seq_len, self.kv_dim = num_layers, max_seq_len, kv_dim
+        self.dtype = known_dtype(dtype)
         self._adopt(self._reserved(), 0)
         self._locks = [threading.Lock() for _ in range(num_layers)]
 
     def _reserved(self) -> Tensor:
-        return reserve(self._shape, self._dtype)
+        return reserve((self.num_layers, 2, self.max_seq_len, self.kv_dim), self.dtype)
 
     def _adopt(self, data: Tensor, tokens: int) -> None:
         self._data, self._seq_len = data, tokens
         self._flying = [0] * self.num_layers
         self._touched = [tokens] * self.num_layers
-
-    @property
-    def num_layers(self) -> int:
-        """Layers."""
-        return self._shape[0]
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens that there is room for."""
-        return self._shape[2]
-
-    @property
-    def kv_dim(self) -> int:
-        """Numbers of a token's key (or value) in a layer."""
-        return self._shape[3]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of what is held."""
-        return self._dtype
 
     @property
     def seq_len(self) -> int:
@@ -122,8 +103,8 @@ class KVCache(Summarized):
             Another layer, shape, dtype or device; NaN or infinity. The cache is as before.
         """
         check_layer(layer, self.num_layers)
-        k = as_rows("key", key, self.kv_dim, self._dtype)
-        v = as_rows("value", value, self.kv_dim, self._dtype)
+        k = as_rows("key", key, self.kv_dim, self.dtype)
+        v = as_rows("value", value, self.kv_dim, self.dtype)
         count = len(k)
         if count != len(v) or not count:
             raise GeometryError(f"{count} keys and {len(v)} values; give as many, at least one")
@@ -206,7 +187,7 @@ class KVCache(Summarized):
 
     def memory_usage(self) -> int:
         """Bytes claimed: of all tokens ever written since `clear`, in whole pages of the system."""
-        row, page = self.kv_dim * self._dtype.itemsize, mmap.PAGESIZE
+        row, page = self.kv_dim * self.dtype.itemsize, mmap.PAGESIZE
         side, claimed, last = self.max_seq_len * row, 0, -1
         for layer, tokens in enumerate(self._touched):
             for start in (2 * layer * side, (2 * layer + 1) * side) if tokens else ():
@@ -249,7 +230,7 @@ class KVCache(Summarized):
         data = self._reserved()
         for side, name, held in ((0, "keys", snapshot.keys), (1, "values", snapshot.values)):
             for layer, given in enumerate(held):
-                rows = as_rows(f"{name} of layer {layer}", given, self.kv_dim, self._dtype)
+                rows = as_rows(f"{name} of layer {layer}", given, self.kv_dim, self.dtype)
                 if len(rows) != tokens:
                     raise GeometryError(
                         f"{name} of layer {layer} have {len(rows)} tokens, the snapshot {tokens}"
@@ -259,7 +240,7 @@ class KVCache(Summarized):
 
     def to_payload(self) -> bytes:
         """Return the tokens committed as bytes: safetensors with a checksum over everything."""
-        return write_payload(self.snapshot(), self.kv_dim, self._dtype)
+        return write_payload(self.snapshot(), self.kv_dim, self.dtype)
 
     def restore_from_payload(self, payload: Any) -> None:
         """Hold the tokens of a payload, and no others.
@@ -272,5 +253,5 @@ class KVCache(Summarized):
             That of a cache with other layers, width or dtype, or with more tokens than there is
             room for. After any error the cache is as before.
         """
-        held = read_payload(payload, self.num_layers, self.kv_dim, self._dtype)
+        held = read_payload(payload, self.num_layers, self.kv_dim, self.dtype)
         self.restore_from_snapshot(held)
