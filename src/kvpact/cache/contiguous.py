@@ -30,25 +30,9 @@ _DEFAULT = AttendConfig()
 class ContiguousCache(BatchRows):
     """A `CompressedKVCache` for one batch; rows have equal length, shorter ones padded on the left.
 
-    Made by `kvpact.create_cache`. Calls for different layers may run in parallel; each layer has a
-    lock of its own, and none is held while another is taken.
-
-    Parameters
-    ----------
-    specs : list of Spec
-        One per layer.
-    geometry : CacheGeometry
-        Shape of K and V.
-    max_tokens : int, optional
-        Refuse more tokens than that per layer (`CacheFull`).
-    calibration : Calibration or mapping, optional
-        What methods that learn from tokens learnt of the model (``kvpact calibrate``); or layer ->
-        K and V, `[B, H_kv, T, D]`, to learn from, or the states of codecs that learnt before.
-        Without it, they learn from the first tokens.
-    compute : Compute, optional
-        What was asked to compute (`kernels.choose`); the best that is there if omitted.
-    key_offsets : mapping, optional
-        Layer -> `KeyOffset` (see `create_cache`).
+    Made by `kvpact.create_cache`, whose parameters it has, but for `specs`, one per layer, and
+    `compute`, what was asked to compute. Calls for different layers may run in parallel; each layer
+    has a lock of its own, and none is held while another is taken.
     """
 
     layout = "contiguous"

@@ -26,22 +26,11 @@ from kvpact.kernels.torch.slots import read
 
 
 class Step(NamedTuple):
-    """New tokens beside a view of the past.
+    """New tokens beside a view of the past, which is read under the layer's lock.
 
-    Parameters
-    ----------
-    view : LayerView or None
-        The past; with `exact_new=False` the new tokens are in it as they are stored.
-    k, v : Tensor
-        `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]` as given; no tokens with `exact_new=False`.
-    padding : Tensor or None
-        `[B]` left-padding tokens.
-    lock : lock
-        The layer's: the past is read under it, so that nobody rolls it back meanwhile.
-    plan : Plan
-        Who computes.
-    latent : bool
-        `k` and `v` are MLA latents and rotated keys.
+    `k`, `v`: `[B, H_kv, new, D]` and `[B, H_kv, new, D_v]` as given; with ``exact_new=False`` they
+    are in `view`, as they are stored, and here are none. `padding`: `[B]` left-padding tokens;
+    `plan`: who computes; `latent`: `k` and `v` are MLA latents and rotated keys.
     """
 
     view: LayerView | None

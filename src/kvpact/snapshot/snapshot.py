@@ -29,17 +29,8 @@ _PAGES = "pages"
 class Snapshot:
     """What a cache held: packed slots as they lay there, exact tokens, and a manifest.
 
-    Made by `cache.snapshot()`, read with `load`, `open` or `from_bytes`.
-
-    Parameters
-    ----------
-    container : Container
-        The file; header, manifest and the tensors' places are checked, tensors are not read.
-
-    Raises
-    ------
-    FormatError
-        The manifest and the tensors don't fit together.
+    Made by `cache.snapshot()`, read with `load`, `open` or `from_bytes`, which raise `FormatError`
+    where the manifest and the tensors don't fit together.
     """
 
     def __init__(self, container: Container) -> None:

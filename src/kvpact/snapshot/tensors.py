@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpact.errors import FormatError, GeometryError, KVPactError
 from kvpact.key_offset import KeyOffset
 from kvpact.snapshot.header import TensorEntry
-from kvpact.snapshot.manifest import OFFSET_TENSORS, OffsetEntry
+from kvpact.snapshot.manifest import OFFSET_TENSORS, OffsetEntry, StreamEntry
 from kvpact.snapshot.state import SIDES, LayerState
 
 
@@ -43,21 +43,15 @@ def exact_tensors(index: int, layer: LayerState) -> dict[str, Tensor]:
     """Return a layer's learnt and exact tensors by their names in the file, empty ones left out."""
     found = {}
     for side, stream in zip(SIDES, layer.streams or (), strict=False):
-        name = f"layer.{index}.{side}"
-        for part in sorted(stream.learnt):
-            if not stream.learnt[part].numel():
+        given = {f"learnt.{part}": x for part, x in stream.learnt.items()}
+        for part, x in given.items():
+            if not x.numel():
                 raise FormatError(f"the codec's state {part!r} is empty")
-            found[f"{name}.learnt.{part}"] = stream.learnt[part]
         if stream.offset is not None:
-            found |= {
-                f"{name}.offset.{part}": x for part, x in offset_tensors(stream.offset).items()
-            }
-        if stream.query_energy is not None:
-            found[f"{name}.query_energy"] = stream.query_energy
-        if stream.sinks is not None:
-            found[f"{name}.sinks"] = stream.sinks
-        if stream.tail.numel():
-            found[f"{name}.tail"] = stream.tail
+            given |= {f"offset.{part}": x for part, x in offset_tensors(stream.offset).items()}
+        for part in StreamEntry.of(stream).tensors():
+            x = given[part] if part in given else getattr(stream, part)
+            found[f"layer.{index}.{side}.{part}"] = x
     return found
 
 
