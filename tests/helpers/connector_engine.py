@@ -133,7 +133,7 @@ class Engine:
         assert self.load(one, pages) == (0, set())
         self.step([(one, pages, 0, one.num_tokens)])
         self.scheduler.finished(one)
-        assert self.worker._saves_lane.submit(lambda job: None).wait(30)
+        assert self.worker._saves_lane.submit(lambda job: True).result(30)
 
     def rows(self, pages):
         """The bytes of some pages, of all layers."""

@@ -31,7 +31,7 @@ def store():
 
 
 def all_saved(engine):
-    assert engine.worker._saves_lane.submit(lambda job: None).wait(30)
+    assert engine.worker._saves_lane.submit(lambda job: True).result(30)
     return engine.counts.total()["saved_chunks"]
 
 
@@ -259,7 +259,7 @@ def test_a_load_that_gets_no_answer_ends_with_the_timeout_and_writes_nothing_lat
     store.thaw.clear()
     assert engine.load(one, OTHERS) == (3 * CHUNK, set(OTHERS[:6]))
     store.thaw.set()
-    assert engine.worker._loads_lane.submit(lambda job: None).wait(30)
+    assert engine.worker._loads_lane.submit(lambda job: True).result(30)
     assert engine.step([]) == (set(), set())
     assert same(engine.rows(range(40)), before)
     count = engine.counts.total()

@@ -6,39 +6,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 
-class Job:
-    """Something that a `Lane` does: `work` is called with it.
+class Job(Future[Any]):
+    """The future of something that a `Lane` does: `work` is called with it.
 
-    `stopped`: nobody waits for it any more; `result` is None before the end, and after an error.
+    `stopped`: nobody waits for it any more; `progress`: whatever `work` notes there.
     """
 
     def __init__(self, work: Callable[[Job], Any]) -> None:
-        self.stopped, self.progress = False, 0
-        self.result: Any = None
-        self.error: Exception | None = None
-        self._work, self._done = work, threading.Event()
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return self._done.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait so long at most, and tell whether it has ended."""
-        return self._done.wait(seconds)
+        super().__init__()
+        self.stopped, self.progress, self._work = False, 0, work
 
     def run(self) -> None:
         """Do it; nothing is raised."""
         try:
-            if not self.stopped:
-                self.result = self._work(self)
-        except Exception as error:  # a third party's store may raise anything
-            self.error = error
-        finally:
-            self._done.set()
+            self.set_result(None if self.stopped else self._work(self))
+        except BaseException as error:  # a third party's store may raise anything
+            self.set_exception(error)
 
 
 class Lane:

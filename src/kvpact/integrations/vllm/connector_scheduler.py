@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -191,7 +192,7 @@ class PrefixScheduler:
 
     def _waits(self) -> bool:
         lookups = [one.lookup for one in self._tracked.values() if one.lookup is not None]
-        return bool(lookups) and not any(job.done for job in lookups)
+        return bool(lookups) and not any(job.done() for job in lookups)
 
     def _looked_up(self, one: _Tracked) -> int | None:
         if one.lookup is None:
@@ -202,10 +203,10 @@ class PrefixScheduler:
             names = self._trusted(names)
             one.lookup = self._lane.submit(lambda job: self._look(job, names))
             one.deadline = time.monotonic() + self._options.timeout
-            one.lookup.wait(min(AT_ONCE, self._options.timeout))
-        if one.lookup.done:
-            if one.lookup.error is not None:
-                self._counts.say("failures", f"a lookup failed ({one.lookup.error})")
+            wait([one.lookup], min(AT_ONCE, self._options.timeout))
+        if one.lookup.done():
+            if (error := one.lookup.exception()) is not None:
+                self._counts.say("failures", f"a lookup failed ({error})")
         elif time.monotonic() < one.deadline:
             return None
         else:

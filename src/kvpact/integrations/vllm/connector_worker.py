@@ -156,19 +156,21 @@ class PrefixWorker:
     def _ready(self) -> list[str]:
         now = time.monotonic()
         return [
-            name for name, (_, job, deadline) in self._running.items() if job.done or now > deadline
+            name
+            for name, (_, job, deadline) in self._running.items()
+            if job.done() or now > deadline
         ]
 
     def _take(self, load: Load, job: Job) -> int:
         """Write what a load brought, and return how many of its pages hold tokens now."""
-        if not job.done:
+        if not job.done():
             job.stopped = True
             self._counts.say("timeouts", f"a load took {self._options.timeout} s")
             return 0
-        if job.error is not None or job.result is None:
-            self._counts.say("failures", f"a load failed ({job.error})")
+        if (error := job.exception()) is not None or job.result() is None:
+            self._counts.say("failures", f"a load failed ({error})")
             return 0
-        loaded: _Loaded = job.result
+        loaded: _Loaded = job.result()
         count = min(max(loaded.chunks * self._each - load.skip, 0), len(load.pages))
         pages = load.pages[:count]
         if pages:
