@@ -32,11 +32,9 @@ class CacheLayer:
     Slots that an append was about to fill lie behind all that the value speaks of; the next
     operation clears them. Who calls the parts of an append, `truncated` or `settle` holds the lock.
 
-    - `make_store`: makes the storage of a stream: ``(codec, batch, heads, device, side)``, side
-      ``k`` or ``v``.
-    - `codecs`: the codecs for K and V; made from the spec when the first tokens come if omitted.
+    - `make_store`: makes the storage of a stream (see `MakeStore`).
+    - `codecs`: for K and V; made from the spec when the first tokens come if omitted.
     - `latent`: K and V are MLA latents and rotated keys.
-    - `compute`: what was asked to compute; the best that is there if omitted.
     - `lock`: the layer's, where several sequences have a layer each; one of its own if omitted.
     - `offset`: what is taken off keys before they are encoded; nothing is if the codec is exact.
     """

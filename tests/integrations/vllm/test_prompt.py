@@ -21,7 +21,7 @@ CONFIGS = (AttendConfig(softmax_scale=0.125), AttendConfig(softmax_scale=0.3, so
 
 
 class TorchKernel:
-    """A `PromptKernel` that reads pages to their ends, as vLLM's does."""
+    """A kernel of prompts that reads pages to their ends, as vLLM's does."""
 
     def put(self, k, v, pages, slots):
         for x, of_all in zip((k, v), pages, strict=True):

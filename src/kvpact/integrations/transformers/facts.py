@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
@@ -69,7 +68,11 @@ def layer_facts(config: Any) -> LayerFacts:
     if known is not None and known[0]() is config and known[1] == state:
         return known[2]
     types, options = get_layer_types_and_kwargs(config)
-    _require_known(config, types)
+    if not set(types) <= DYNAMIC_LAYER_TYPE_MAPPING.keys():  # some are known with the model's code
+        with suppress(ImportError):
+            importlib.import_module(modeling_module(config))
+    for unknown in sorted(set(types) - DYNAMIC_LAYER_TYPE_MAPPING.keys()):
+        raise KVPactError(f"layer type {unknown!r} is not known to this transformers")
     # Some configs have a value for each layer, and none for all.
     widths = {getattr(layer, "kv_lora_rank", None) for layer in config.per_layer_config}
     sparse = not set(types) <= _MASKED | _STATES
@@ -80,15 +83,6 @@ def layer_facts(config: Any) -> LayerFacts:
     key, everyone = id(config), _known  # a module's names are None when an interpreter ends
     _known[key] = ref(config, lambda _: everyone.pop(key, None)), state, facts
     return facts
-
-
-def _require_known(config: Any, types: Iterable[str]) -> None:
-    """Raise if transformers has no cache layer for a type, once the model's code is imported."""
-    if not set(types) <= DYNAMIC_LAYER_TYPE_MAPPING.keys():
-        with suppress(ImportError):
-            importlib.import_module(modeling_module(config))
-    for unknown in sorted(set(types) - DYNAMIC_LAYER_TYPE_MAPPING.keys()):
-        raise KVPactError(f"layer type {unknown!r} is not known to this transformers")
 
 
 def modeling_module(config: Any) -> str:

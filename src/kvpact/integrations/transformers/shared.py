@@ -37,22 +37,14 @@ class Asked(NamedTuple):
 
 
 class SharedState:
-    """What the layers of one transformers cache share.
+    """What the layers of one transformers cache share, without a reference to it or to them.
 
-    It refers to neither the cache nor its layers: slots are freed when the cache is gone, without
-    waiting for the garbage collector.
-
-    - `specs`: one per compressed layer, from which a `ContiguousCache` for all of them is made when
-      the first layer brings its shape; empty over a paged cache.
-    - `held`: what holds each layer's tokens; None before the first. Nearly always one cache; layers
-      with K and V of another shape have one of their own.
+    - `specs`: one per compressed layer; empty over a paged cache.
+    - `held`: what holds each layer's tokens, nearly always one cache; None before the first.
     - `waiting`: each layer's tokens that nothing has used yet (`tokens.NewTokens`).
-    - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap and
-      the like.
-    - `attention`: the implementation that reads what `update` returns, as the config named it when
-      the first layer was called: reading a config is slow.
-    - `asked`: how the last layer was called; the next ones, mostly, are called alike, and so are
-      those of the next step where there is no mask.
+    - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap.
+    - `attention`: the implementation that reads what `update` returns; reading a config is slow.
+    - `asked`: how the last layer was called; the next ones, mostly, are called alike.
     - `handles`: what the last layer's `update` returned.
     """
 

@@ -14,21 +14,7 @@ from kvpact.stores import Store, open_store
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorOptions:
-    """The connector's options.
-
-    - `store`: URL or path, see `kvpact.stores.open_store`.
-    - `timeout`: seconds that a lookup, and then a load, may take before tokens are computed
-      instead.
-    - `chunk`: tokens per entry, a multiple of vLLM's pages; the least such number from 64 on if
-      omitted.
-    - `model`: stands for config and weights, in place of a fingerprint of the files. Under one name
-      all K and V have to be the same.
-    - `storage`: spec by which tokens are stored while vLLM's pages hold them as they are. Kvpact's
-      pages are stored as they lie.
-    - `secret_file`: path of a file of 32 random bytes: entries are encrypted and can't be forged,
-      see `kvpact.stores.EncryptedStore`.
-    - `queue_bytes`: bytes that may wait to be saved; what comes on top is dropped.
-    """
+    """The connector's options, ``kv_connector_extra_config``; docs/vllm.md describes them."""
 
     store: str
     timeout: float = 5.0
@@ -80,7 +66,13 @@ def share_store(options: ConnectorOptions) -> Store:
         if which in _shared:
             store, users = _shared[which]
         else:
-            secret = None if options.secret_file is None else _secret(options.secret_file)
+            path, secret = options.secret_file, None
+            try:
+                secret = None if path is None else read_regular(path)
+            except (OSError, FormatError) as error:
+                raise StoreError(
+                    f"kv_connector_extra_config: no secret_file {path!r} ({error})"
+                ) from error
             store, users = open_store(options.store, secret=secret), 0
         _shared[which] = store, users + 1
         return store
@@ -95,10 +87,3 @@ def release_store(options: ConnectorOptions) -> None:
             _shared[which] = store, users - 1
             return
     store.close()
-
-
-def _secret(path: str) -> bytes:
-    try:
-        return read_regular(path)
-    except (OSError, FormatError) as error:
-        raise StoreError(f"kv_connector_extra_config: no secret_file {path!r} ({error})") from error

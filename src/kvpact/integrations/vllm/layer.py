@@ -55,11 +55,9 @@ class _Batch(NamedTuple):
 class PagedLayer:
     """K and V of one layer in the pages that vLLM allocated; not for two threads at once.
 
-    - `pages`: `[P, H, N, C]` uint8, see `PageForm.fields`.
-    - `windows`: the exact tokens of this layer.
-    - `good`: given where the plan defers its checks: `[P]` bool on the device. That of the page in
-      which a row's last token lies becomes False where one of its tokens can't be stored; nothing
-      is cut then, until whoever reads the flags marks `damage`.
+    - `pages`: `[P, H, N, C]` uint8, see `PageForm.fields`; `windows`: the layer's exact tokens.
+    - `good`: given where the plan defers its checks: `[P]` bool on the device, False for the page
+      of a row's last token where one of its tokens can't be stored; its reader marks `damage`.
     - `latent`: K and V are MLA latents and rotated keys, of one head; queries are absorbed.
     - `damage`: the pages that hold tokens which could not be stored.
     """
