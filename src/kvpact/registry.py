@@ -40,19 +40,12 @@ _lock = threading.Lock()
 _registered: dict[str, Any] = {}
 
 
-@cache
-def _points() -> list[EntryPoint]:
-    # Once: looking through all that is installed takes 20 ms.
-    return list(entry_points(group=ENTRY_POINT_GROUP))
-
-
-@cache
-def _entry_points() -> dict[str, EntryPoint]:
-    return {point.name: point for point in _points()}
-
-
-def _offers(name: str) -> list[str]:
-    return sorted({point.value for point in _points() if point.name == name})
+@cache  # looking through all that is installed takes 20 ms
+def _entry_points() -> dict[str, list[EntryPoint]]:
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        found.setdefault(point.name, []).append(point)
+    return found
 
 
 def _checked(name: str, entry: Any) -> Any:
@@ -109,20 +102,22 @@ def find_method(name: str) -> Any:
     with _lock:
         if name in _registered:
             return _registered[name]
-    point = _entry_points().get(name)
-    if point is None:
+    points = _entry_points().get(name)
+    if points is None:
         known = known_names()
         near = get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise SpecError(f"unknown method {name!r}{hint} Known: {', '.join(known)}")
-    if len(_offers(name)) > 1:
-        offers = " and ".join(_offers(name))
-        raise RegistrationError(f"method {name!r} is offered by {offers}; uninstall one")
+    offers = sorted({point.value for point in points})
+    if len(offers) > 1:
+        raise RegistrationError(
+            f"method {name!r} is offered by {' and '.join(offers)}; uninstall one"
+        )
     try:
-        entry = point.load()
+        entry = points[0].load()
     except Exception as error:
         raise RegistrationError(
-            f"method {name!r} can't be loaded ({point.value}): {error}"
+            f"method {name!r} can't be loaded ({offers[0]}): {error}"
         ) from error
     return _checked(name, entry)
 

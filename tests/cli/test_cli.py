@@ -83,7 +83,7 @@ class _Broken:
 
 
 def test_methods_lists_a_broken_plug_in_with_its_error(monkeypatch):
-    points = {**registry._entry_points(), "broken_plugin": _Broken()}
+    points = {**registry._entry_points(), "broken_plugin": [_Broken()]}
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
     out = good("methods")
     for words in ("broken_plugin", "libnowhere.so is missing", " turboquant ", " q8_0 "):
