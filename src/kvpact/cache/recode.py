@@ -97,7 +97,7 @@ def recoded(
     for index, layer in enumerate(layers):
         if layer.k is not None and layer.length:
             origin = layer.k.offset and layer.k.offset.origin
-            rows = None if origin is None else torch.tensor(origin, device="cpu")
+            rows = None if origin is None else torch.tensor(origin, dtype=torch.int64, device="cpu")
             config = AttendConfig(padding=layer.padding, origin=rows)
             target.store(index, k=layer.dequantize("k"), v=layer.dequantize("v"), config=config)
     return target
