@@ -15,8 +15,7 @@ from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS, K_SIDE, V_SIDE
 from kvpact.kernels.triton.decode.decode import decode_triton
 from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
-from kvpact.kernels.triton.encode.form import tables_of
-from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.form import EncodeSlots, tables_of
 from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import slots_of
 from kvpact.kernels.triton.step.step import TritonStep

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
 from kvpact.kernels.triton import columns
-from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.form import EncodeSlots
 from kvpact.kernels.triton.step.taking import Flag, Taker, sent_flags, take, taking_of
 from kvpact.testing.data import random_tokens
 from kvpact.testing.held import same_bytes

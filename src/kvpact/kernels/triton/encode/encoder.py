@@ -17,8 +17,13 @@ from kvpact.formats import TILE
 from kvpact.kernels.base import Prepared
 from kvpact.kernels.sources import WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
-from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
-from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.form import (
+    EncodeForm,
+    EncodeSlots,
+    EncodeTables,
+    encode_reason,
+    tables_of,
+)
 from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import on_device
 from kvpact.methods import Codec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,10 +11,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvpact.errors import GeometryError
 from kvpact.formats import TILE, CodesField, Field
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.trellis import TrellisForm
-from kvpact.kernels.triton.forms import LEAST_WIDTH, MOST_WIDTH, Planes, power_of_two
+from kvpact.kernels.sources import SegmentSource
+from kvpact.kernels.triton.forms import LEAST_WIDTH, MOST_WIDTH, Planes, addresses_of, power_of_two
 from kvpact.kernels.triton.trellis.steps import TrellisSteps, steps_of
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
@@ -200,3 +203,36 @@ def tables_of(codec: Codec, device: torch.device) -> EncodeTables:
         )
         made[device] = EncodeTables(form, names, signs, boundaries, levels)
     return made[device]
+
+
+class EncodeSlots(NamedTuple):
+    """Where the slots of a batch lie, for encoders.
+
+    `table`, `heads`: on the device, of `SLOT_FIELDS`; as those of `forms.Places`.
+    """
+
+    table: Tensor
+    heads: Tensor
+    segments: int
+    tiles: int
+
+    @classmethod
+    def of(
+        cls, codec: Codec, sources: Sequence[SegmentSource], batch: int, device: torch.device
+    ) -> EncodeSlots:
+        """Return where slots lie. `sources`: one for all rows, or one for each."""
+        names = tables_of(codec, device).names
+        held = [
+            [None if name is None else source.where(name) for name in names] for source in sources
+        ]
+        for where in held:
+            pairs = zip(names, where, strict=True)
+            if any(name is not None and lies is None for name, lies in pairs):
+                raise GeometryError("the storage of slots has gaps, or segments differ in strides")
+        table, heads = addresses_of(held, batch, device)
+        return cls(table, heads, table.shape[2], sources[0].segment_tokens // TILE)
+
+    def row(self, index: int) -> EncodeSlots:
+        """Return where one row's slots lie."""
+        table = self.table[:, index : index + 1].contiguous()
+        return self._replace(table=table)

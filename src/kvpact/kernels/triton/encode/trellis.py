@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import TILE
-from kvpact.kernels.triton.encode.form import EncodeForm
-from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.form import EncodeForm, EncodeSlots
 from kvpact.kernels.triton.trellis.queries import KeyTables, key_tables
 from kvpact.methods import Codec
 

@@ -18,8 +18,7 @@ from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
 from kvpact.kernels.triton.columns import K_SIDE, V_SIDE
 from kvpact.kernels.triton.encode.encoder import encode_at, encode_reason
-from kvpact.kernels.triton.encode.form import tables_of
-from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.form import EncodeSlots, tables_of
 from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import on_device
 from kvpact.kernels.triton.step.kernels import Counting

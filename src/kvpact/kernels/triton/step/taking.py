@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvpact.kernels.triton.columns import Side
 from kvpact.kernels.triton.encode.encoder import encoded_alone, rows_of, span_of, warps_of
-from kvpact.kernels.triton.encode.form import tables_of
-from kvpact.kernels.triton.encode.slots import EncodeSlots
+from kvpact.kernels.triton.encode.form import EncodeSlots, tables_of
 from kvpact.kernels.triton.forms import LEAST_WIDTH, power_of_two, sent
 from kvpact.kernels.triton.step.kernels import Taking, take_tokens
 from kvpact.methods import Codec
