@@ -38,8 +38,8 @@ WHEELS := .venv-wheels
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(BUILT) ## a real model on compressed caches: a table, a plot, texts side by side (build/demo)
-	@$(VENV)/bin/kvpact demo --out build/demo
+demo: $(BUILT) ## a real model on compressed caches: texts side by side
+	@$(VENV)/bin/kvpact demo
 
 # tests/check.txt is chosen by the faults that a test catches (tools/faults/caught.json) in the least time.
 check: lint $(BUILT) ## lint, the kit of caches at a spec of each class, kernels at one SIMD level: two minutes

@@ -127,7 +127,7 @@ def quality(lanes: list[Lane], work: Work) -> None:
     for lane in running(lanes):
         summary = scores[id(lane)].summary()
         names = ("kl_mean", "kl_se", "kl_p99", "top1", "perplexity_change")
-        lane.row |= {name: getattr(summary, name) for name in names}
+        lane.row |= {name: summary[name] for name in names}
         if not math.isfinite(lane.row["kl_mean"]):
             lane.failed = "its logits are not finite"
 

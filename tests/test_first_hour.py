@@ -4,13 +4,8 @@ import math
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    QuantizedCache,
-)
+from tiny_llama import tiny_llama
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM, QuantizedCache  # noqa: F401
 
 import kvpact
 from kvpact.errors import KVPactError
@@ -18,17 +13,7 @@ from kvpact.errors import KVPactError
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(1024)
 
 
 # A line, and the spec of the cache that it makes.
@@ -49,6 +34,18 @@ WORKS = {
     "kvpact.CompressedCache(model, 'int8/trellis:4')": "int:bits=8/trellis:bits=4",
     "kvpact.CompressedCache(model, spec='q8_0')": "int:bits=8,sinks=0,window=0",
     "kvpact.CompressedCache(model=model, bits=4)": "trellis:bits=4",
+    "kvpact.CompressedCache(model, bits='4')": "trellis:bits=4",
+    "kvpact.CompressedCache(model, spec='q4_0')": "int:bits=4,sinks=0,window=0",
+    "kvpact.CompressedCache(model, 'q8_0')": "int:bits=8,sinks=0,window=0",
+    "kvpact.CompressedCache(model, 'fp8')": "fp8",
+    "kvpact.CompressedCache(model, 'int8')": "int:bits=8",
+    "kvpact.CompressedCache(model, ' int8 ')": "int:bits=8",
+    "kvpact.CompressedCache(model, 'none')": "none",
+    "kvpact.CompressedCache(model, 'turboquant')": "turboquant:bits=4",
+    "kvpact.CompressedCache(model, kvpact.parse_spec('kivi:2'))": "kivi:bits=2",
+    "kvpact.CompressedCache(config=model.config)": "trellis:bits=4",
+    "kvpact.CompressedCache(model, 4)": "trellis:bits=4",
+    "kvpact.CompressedCache(model, 'fp8_e4m3')": "fp8:scale=none,sinks=0,window=0",
 }
 
 # A line, and what its error says.
@@ -62,7 +59,7 @@ REFUSED = {
     ),
     "kvpact.CompressedCache(LlamaForCausalLM)": "(model), of a model of transformers",
     "kvpact.CompressedCache(type('Pipe', (), {'model': model})())": "CompressedCache(pipe.model)",
-    "kvpact.CompressedCache(model, 4)": "such as 'trellis:bits=4'",
+    "kvpact.CompressedCache(model, 4.5)": "such as 'trellis:bits=4'",
     "kvpact.CompressedCache(model, 'int8', bits=4)": "(model, 'int:bits=4')",
     "kvpact.CompressedCache(model, bits=9)": "bits=9 should be one of 1, 2, 3, 4, 5, 6",
     "kvpact.CompressedCache(model, window=128)": "(model, 'trellis:bits=4,window=128')",
@@ -74,6 +71,38 @@ REFUSED = {
     "kvpact.CompressedCache(model, 'trellis:nbits=4')": "it has bits, states",
     "kvpact.create_cache(kvpact.CacheGeometry(1, 1, 32), 'int4')": "create_cache('int4', geometry)",
     "kvpact.create_cache('int4', model)": "CacheGeometry.from_config(model.config) makes one",
+    "kvpact.CompressedCache(model, 'FP8')": "did you mean 'fp8'?",
+    "kvpact.CompressedCache(model, 'nf4')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'fp4')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'mxfp4')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'q4_k_m')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'hqq')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'quanto')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'awq')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'auto')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache(model, 'best')": "CompressedCache(model, 'trellis:bits=4')",
+    "kvpact.CompressedCache('HuggingFaceTB/SmolLM2-135M')": (
+        "model, tokenizer = kvpact.load_model('HuggingFaceTB/SmolLM2-135M'); CompressedCache(model)"
+    ),
+    "kvpact.CompressedCache(model, nbits=4, q_group_size=64)": "(model, 'int:bits=4,group=64')",
+    "kvpact.CompressedCache(model, nbits=4, residual_length=128)": (
+        "(model, 'trellis:bits=4,window=128')"
+    ),
+    "kvpact.CompressedCache(model, cache_dtype='fp8')": "(model, 'fp8')",
+    "kvpact.CompressedCache(model, kv_cache_dtype='fp8')": "(model, 'fp8')",
+    "kvpact.CompressedCache(model, method='turboquant')": "(model, 'turboquant:bits=4')",
+    "kvpact.CompressedCache(model, device='cuda')": "CompressedCache(model",
+    "kvpact.CompressedCache()": "CompressedCache(model",
+    "kvpact.load_model('smollm')": "smollm2",
+    "kvpact.load_model(model)": "load_model('smollm2')",
+    "kvpact.size('qwen3-8b', 'nf4')": "trellis:bits=4",
+    "kvpact.size('trellis:bits=4', 'qwen3-8b')": "give a model first",
+    "kvpact.size(4096)": "kvpact.size(",
+    "kvpact.size('qwen3-8b', tokens='lots')": "such as 4096 or 32k",
+    "kvpact.recommend(model)": "tokenizer=",
+    "kvpact.evaluate(model, 'trellis:bits=4')": "tokenizer=",
+    "kvpact.recommend('smollm2', budget='a lot')": "such as 25%",
+    "kvpact.recommend('smollm2', tokens=100)": "at least 258 tokens",
     "kvpact.enable('smollm2')": "kvpact.load_model('smollm2'); enable(model)",
     "kvpact.enable(model, window=128)": "enable(model, 'trellis:bits=4,window=128')",
 }
@@ -108,11 +137,11 @@ def test_a_cache_tells_what_it_holds(model):
     assert empty["spec"] == "trellis:bits=4" and empty["tokens"] == empty["bytes"]["total"] == 0
     with torch.inference_mode():
         model(torch.arange(50)[None], past_key_values=cache)
-        # 2 layers, K and V of 1 head of 32 numbers of 4 bytes: all tokens wait as they are.
-        assert repr(cache).endswith("50 tokens · 25.60 kB · 100 % of an exact cache>")
-        assert cache.nbytes == 50 * 2 * 2 * 32 * 4 and cache.saved == 0
+        # 2 layers, K and V of 2 heads of 32 numbers of 4 bytes: all tokens wait as they are.
+        assert repr(cache).endswith("50 tokens · 51.20 kB · 100 % of an exact cache>")
+        assert cache.nbytes == 50 * 2 * 2 * 2 * 32 * 4 and cache.saved == 0
         model(torch.arange(500)[None] % 64, past_key_values=cache)
-    exact = 550 * 2 * 2 * 32 * 4
+    exact = 550 * 2 * 2 * 2 * 32 * 4
     assert cache.nbytes == cache.memory_usage() == cache.stats()["bytes"]["total"]
     assert cache.saved == 1 - cache.nbytes / exact and 0.4 < cache.saved < 0.8
     assert repr(cache).startswith("<CompressedCache trellis:bits=4 · 550 tokens · ")

@@ -4,7 +4,7 @@
 
 The file's ``sources`` and each model's ``hub``, ``source`` and ``config`` are written by hand:
 the fields of its published configuration that a cache depends on. From these, `layer_shapes` finds
-the layers, and the codecs of `options.SPECS` tell the bytes of their slots, so that `kvpact size`
+the layers, and the codecs of `sizes.SPECS` tell the bytes of their slots, so that `kvpact size`
 knows a model without transformers and torch.
 """
 
@@ -18,8 +18,8 @@ import torch
 from transformers import AutoConfig
 
 from kvpact.cache import cache_specs, stream_facts
-from kvpact.cli.options import SPECS
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.sizes import SPECS
 from kvpact.integrations.transformers.shapes import layer_shapes
 
 PATH = Path(__file__).parents[1] / "src" / "kvpact" / "data" / "models.json"

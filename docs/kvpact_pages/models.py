@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpact.cli.size_plan import Layers, layers_of_model, planned
 from kvpact.data import model_table
+from kvpact.integrations.sizes import Layers, layers_of, planned
 from kvpact.spec import DEFAULT_SPEC
 from kvpact_pages.results import code, table
 
@@ -26,7 +26,7 @@ def gigabytes(count: float) -> str:
 
 def row(name: str, title: str) -> list[str]:
     """Return a model's row: its layers, and the bytes of one sequence."""
-    held = layers_of_model(name)
+    held = layers_of(name)
     cells = [title, f"{sum(x.compressed for x in held.shapes)} of {len(held.shapes)}"]
     for tokens in LENGTHS:
         found = planned(DEFAULT_SPEC, held, tokens, 1)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # each name again, so that type checkers know it as public
     from kvpact.errors import KVPactError as KVPactError
     from kvpact.geometry import CacheGeometry as CacheGeometry
     from kvpact.integrations.models import load_model as load_model
+    from kvpact.integrations.sizes import size as size
     from kvpact.integrations.transformers import CompressedCache as CompressedCache
     from kvpact.integrations.transformers import disable as disable
     from kvpact.integrations.transformers import enable as enable
@@ -61,6 +62,7 @@ _NAMES = {
     "kvpact.errors": "KVPactError",
     "kvpact.geometry": "CacheGeometry",
     "kvpact.integrations.models": "load_model",
+    "kvpact.integrations.sizes": "size",
     "kvpact.integrations.transformers": "CompressedCache disable enable",
     "kvpact.key_offset": "KeyOffset",
     "kvpact.methods.hybrid": "Hybrid",

@@ -6,7 +6,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -94,3 +94,10 @@ def size_text(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table as text: the first column is text, the others are numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    cells = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in cells)

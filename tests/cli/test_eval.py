@@ -15,13 +15,14 @@ def test_eval_prints_a_table_and_writes_three_files(model_folder, tmp_path):
     text.write_text(book_path().read_text("utf-8")[:500], encoding="utf-8")
     out = good(
         "eval", "fp8", "int:bits=4", "--text", text, "--tokens", 300, "--chunk", 128,
-        "--model", model_folder, "--out", tmp_path / "out", "--threads", 1,
+        "--model", model_folder, "--out", tmp_path / "out", "--threads", 1, "--verbose",
     )  # fmt: skip
     rows = json.loads((tmp_path / "out" / "eval.json").read_text("utf-8"))
     assert [row["spec"] for row in rows] == ["none", "fp8", "int:bits=4"]
     assert rows[0]["kl_mean"] <= 1e-9 < rows[1]["kl_mean"] < rows[2]["kl_mean"]
     for words in ("int:bits=4", "perplex", "300 tokens of text.txt", "171 scored", "eval.png"):
         assert words in out
+    assert out.startswith(("fp8: ", "int:bits=4: ")) and "; write CompressedCache(model, " in out
     assert "first chunk left out" in (tmp_path / "out" / "eval.md").read_text("utf-8")
     with Image.open(tmp_path / "out" / "eval.png") as image:
         assert image.size == (1500, 960)

@@ -20,15 +20,8 @@ from transformers import (
 )
 
 import kvpact
-from kvpact.cli.options import SPECS
-from kvpact.cli.size_plan import (
-    PARTS,
-    layers_of_model,
-    layers_of_numbers,
-    not_planned,
-    planned,
-)
 from kvpact.data import model_table
+from kvpact.integrations.sizes import PARTS, SPECS, layers_of, not_planned, planned
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.shapes import layer_shapes
 
@@ -36,8 +29,7 @@ from kvpact.integrations.transformers.shapes import layer_shapes
 
 
 def of(layers, heads, k_dim, v_dim=None, dtype="float16"):
-    numbers = {"layers": layers, "kv_heads": heads, "head_dim": k_dim}
-    return layers_of_numbers(numbers, v_dim, dtype)
+    return layers_of(kvpact.CacheGeometry(layers, heads, k_dim, v_dim), dtype)
 
 
 @pytest.mark.parametrize("spec", ["none", "int:bits=4", "turboquant:bits=3,center=64/fp8"])
@@ -201,6 +193,24 @@ def test_a_shape_leaves_the_config_alone():
     assert (first.latent, first.heads, first.key_dim, first.value_dim) == (True, 1, 32, 16)
 
 
+def test_a_call_takes_what_is_at_hand():
+    config = MODELS["sliding"]()
+    model = AutoModelForCausalLM.from_config(config)
+    found = kvpact.size(config, "int:bits=4", 200, batch=2)
+    assert kvpact.size(model, ["int4"], "200", batch=2).rows[0].total == found.rows[0].total
+    (row,) = found.rows
+    held = layers_of(config)
+    assert row.total == planned("int:bits=4", held, 200, 2)["total"] < row.exact
+    shape = kvpact.CacheGeometry(2, 3, 64, dtype=torch.bfloat16)
+    (row,) = kvpact.size(shape, {"default": "none"}, 1).rows
+    assert (row.spec, row.total) == ("recipe", 2 * 3 * 2 * 64 * 2)
+    lines = repr(kvpact.size("qwen3-8b")).splitlines()
+    assert lines[0].split() == ["spec", "4,096", "tokens", "32,768", "tokens", "131,072", "tokens",
+                                "of", "16", "bits"]  # fmt: skip
+    assert [line.split()[0] for line in lines[1:]] == list(SPECS)
+    assert "4.83 GB" in lines[1] and lines[1].endswith("100.0 %")
+
+
 # --- models that are known -------------------------------------------------------------------
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
@@ -235,7 +245,7 @@ def test_every_model_names_its_source():
 @pytest.mark.parametrize("name", WRITTEN["models"])
 @pytest.mark.parametrize("tokens", [100, 600, 32768])
 def test_sizes_of_the_file_are_those_of_the_codecs(name, tokens, monkeypatch):
-    held = layers_of_model(name)
+    held = layers_of(name)
     found = {spec: planned(spec, held, tokens, 2) for spec in SPECS}
     monkeypatch.setitem(model_table(), "slots", {})
     assert found == {spec: planned(spec, held, tokens, 2) for spec in SPECS}
@@ -282,13 +292,13 @@ SHAPE = ("--layers", 1, "--kv-heads", 1, "--head-dim", 8)
     ("args", "words"),
     [
         ((), "no model is named"),
-        (("none",), "'none' is a spec and no model; give a MODEL first, or --layers"),
+        (("none",), "'none' is a spec and no model; give a model first, such as 'qwen3-8b', or"),
         (("none", "--layers", 2), "add --kv-heads N --head-dim N"),
         (("bogus", *SHAPE), "bogus"),
         (("none", *SHAPE, "--head-dim", 0), "head_dim"),
         (("none", *SHAPE, "--batch", 0), "--batch"),
-        (("none", *SHAPE, "--tokens", "-4"), "--tokens -4 is no number"),
-        (("none", *SHAPE, "--tokens", "4M"), "--tokens 4M is no number"),
+        (("none", *SHAPE, "--tokens", "-4"), "-4 is no number of tokens"),
+        (("none", *SHAPE, "--tokens", "4M"), "4M is no number of tokens"),
         (("{tmp}/none", "none"), "no model folder"),
         (("{tmp}/text.txt", "none"), "can't load the config"),
         (("{tmp}/t5", "none"), "can't be found without weights"),

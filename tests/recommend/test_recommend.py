@@ -10,6 +10,7 @@ from commands import good, invoke
 from PIL import Image
 from transformers import AutoModelForCausalLM
 
+import kvpact
 from kvpact.cache import planned_bytes
 from kvpact.evaluate import EvaluationError, evaluate
 from kvpact.geometry import CacheGeometry
@@ -141,8 +142,8 @@ def _seen():
 def test_the_better_one_is_chosen(model, ids, planned):
     found = verify(model, ids, planned, chunk=128)
     kl = {row.spec: row.kl_mean for row in found.evaluation.rows}
-    assert set(kl) == {"none", "recipe", planned.uniform}
-    assert found.row.kl_mean == min(x for spec, x in kl.items() if spec != "none") > 0
+    assert set(kl) == {"recipe", planned.uniform}
+    assert found.row.kl_mean == min(kl.values()) > 0
     assert found.bytes <= planned.budget
     pair = found.against_uniform
     assert pair.against == planned.uniform
@@ -176,6 +177,29 @@ def test_outliers_are_named():
     assert note.startswith("outlier channels in K") and note.endswith(": 5 (1, 64)")
 
 
+def test_a_call_answers_prints_and_plots(model_folder, tmp_path):
+    told = []
+    found = kvpact.recommend(
+        model_folder, tokens=300, chunk=128, budget=0.25, context=4096,
+        progress=lambda done, total, what: told.append(done / total),
+    )  # fmt: skip
+    answer, line, _, head, *rows = repr(found).splitlines()
+    assert answer.startswith(f"{found.verdict}: KL ") and " of 2.10 MB at 4,096 tokens" in answer
+    assert line == f"CompressedCache(model, {found.chosen!r})"
+    assert (
+        found.line(tmp_path / "a.toml") == f"CompressedCache(model, {str(tmp_path / 'a.toml')!r})"
+    )
+    assert head.split()[:3] == ["spec", "slot", "bits"] and rows[0].startswith("int:bits=8 ")
+    grown = {(row.spec, row.tokens): row.total for row in found.growth.rows}
+    assert grown["recipe", 4096] == found.bytes and grown["none", 4096] == found.plan.sizes.exact
+    assert grown["recipe", 1024] < grown["recipe", 4096] / 3
+    assert told == sorted(told) and told[-1] == pytest.approx(1) and len(told) > 40
+    for name in ("a.png", "a.svg"):
+        found.plot(tmp_path / name)
+    drawn = (tmp_path / "a.svg").read_text("utf-8")
+    assert drawn.count("<!-- trellis:bits=2 -->") == 2 and "<!-- predicted KL, nats" in drawn
+
+
 def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
     out = good(
         "recommend", model_folder, "--quick", "--tokens", 300, "--context", 4096, "--budget", "25%",
@@ -197,6 +221,7 @@ def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
         if row["spec"] != "none":
             assert rows[row["spec"]]["kl"] == pytest.approx(row["kl_mean"], rel=5e-3)
     assert min(row["kl"] for row in rows.values()) == pytest.approx(data["kl_mean"], rel=5e-3)
+    assert out.splitlines()[2].startswith("written: ")
     assert data["bytes"] <= data["budget"] == data["exact"]["bytes"] // 4
     assert len(data["measured"]) == 12 and data["measured"][0]["spec"] == "int:bits=8"
     with Image.open(tmp_path / "out" / "recommend.png") as image:
@@ -207,7 +232,7 @@ def test_wrong_options_are_told_before_a_model_is_loaded(tmp_path):
     for option, value, words in (
         ("--budget", "much", "neither a share"),
         ("--budget", "trelis:bits=3", "nor a spec"),
-        ("--context", 0, "--context 0"),
+        ("--context", 0, "'--context'"),
         ("--tokens", 10, "10 tokens give nothing"),
     ):
         result = invoke("recommend", tmp_path / "no-model", option, value)

@@ -51,9 +51,9 @@ COMMANDS = {
         ('kvpact generate "And the moral is" --file book.txt --max-new-tokens 64',),
     ),
     "demo": CommandEntry(
-        "Evaluate eight caches on a book, then let three of them continue it side by side.",
+        "Let a model recite a book out of the exact cache and two compressed ones, side by side.",
         "demo:demo",
-        ("kvpact demo --tokens 1024 --out kvpact-demo",),
+        ("kvpact demo --tokens 4000",),
     ),
     "methods": CommandEntry(
         "List the methods, or explain one.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
-    MofNCompleteColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -115,11 +116,15 @@ def explain(text: str) -> None:
     output_console().print(text, style="dim", highlight=False)
 
 
+def say(text: str) -> None:
+    """Print text as it is, however long its lines."""
+    output_console().print(Text(text), soft_wrap=True, highlight=False)
+
+
 def show_files(files: list[Path]) -> None:
     """Print which files were written, if any."""
     if files:
-        line = "written: " + ", ".join(map(str, files))
-        output_console().print(line, soft_wrap=True, highlight=False)
+        say("written: " + ", ".join(map(str, files)))
 
 
 def print_document(command: str, **fields: object) -> None:
@@ -133,7 +138,7 @@ def print_document(command: str, **fields: object) -> None:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+def progress(title: str) -> Iterator[Callable[[float, float, str], None]]:
     """Yield ``report(done, total, what)``: a bar that goes away again; only on a terminal."""
     console = error_console()
     if not console.is_terminal:
@@ -142,7 +147,7 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
     columns = (
         TextColumn(printable(title).replace("{", "{{").replace("}", "}}"), markup=False),
         BarColumn(bar_width=20),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
@@ -153,7 +158,8 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
             table_column=Column(no_wrap=True, overflow="ellipsis"),
         ),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    # The time left is told by the speed of the whole run: that of its last seconds makes it jump.
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=math.inf) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, what: bar.update(
             task, completed=done, total=total, description=printable(what)

@@ -49,6 +49,7 @@ def evaluate_command(
         help="Evaluate each spec as given, with sinks=0,window=0, and packed only.",
     ),
     calibration: Path | None = options.CALIBRATION,
+    verbose: bool = options.VERBOSE,
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
     as_json: bool = options.JSON,
@@ -80,10 +81,11 @@ def evaluate_command(
         told=tuple(dict.fromkeys(specs)),
         calibration=calibration,
         tables=not as_json,
+        verbose=verbose,
     )
-    outcome = run(plan, list(dict.fromkeys(model)), dtype, threads)
+    results, files = run(plan, list(dict.fromkeys(model)), dtype, threads)
     if as_json:
-        data = report_data(outcome.results, against)
-        print_document("eval", **data, files=[str(path) for path in outcome.files])
+        data = report_data(results, against)
+        print_document("eval", **data, files=[str(path) for path in files])
         return
-    show_files(outcome.files)
+    show_files(files)

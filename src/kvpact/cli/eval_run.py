@@ -1,4 +1,4 @@
-"""What ``kvpact eval`` and ``kvpact demo`` run and print: every model reads every text."""
+"""What ``kvpact eval`` runs and prints: every model reads every text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvpact.cli.console import explain, narrow, note, print_table, progress, table
+from kvpact.cli.console import explain, narrow, note, print_table, progress, say, table
 from kvpact.cli.inputs import (
     InputError,
     candidate_of,
@@ -54,7 +54,8 @@ class RunPlan:
     """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to.
 
     No step means no free running, and no task sample means no tasks. `told` are specs and recipes
-    of which it is told what is known to do badly about them. Without `tables` nothing is printed.
+    of which it is told what is known to do badly about them. Without `tables` nothing is printed,
+    and with `verbose` how it was measured, too.
     """
 
     candidates: list[Candidate]
@@ -69,19 +70,12 @@ class RunPlan:
     told: tuple[str, ...] = ()
     calibration: Path | None = None
     tables: bool = True
+    verbose: bool = False
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Results of all runs, the files written, and the last model with its tokenizer."""
-
-    results: list[EvalResult]
-    files: list[Path]
-    model: Any
-    tokenizer: Any
-
-
-def run(plan: RunPlan, models: list[str], dtype: str, threads: int | None) -> Outcome:
+def run(
+    plan: RunPlan, models: list[str], dtype: str, threads: int | None
+) -> tuple[list[EvalResult], list[Path]]:
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
     if plan.out is not None:
@@ -105,11 +99,12 @@ def run(plan: RunPlan, models: list[str], dtype: str, threads: int | None) -> Ou
                 names = {"model_name": name, "text_name": text_name}
                 results.append(_run_one(plan, network, tokenizer, text, own, names))
                 if plan.tables:
-                    show(results[-1], plan.against, heading=len(models) * len(plan.texts) > 1)
+                    several = len(models) * len(plan.texts) > 1
+                    show(results[-1], plan.against, heading=several, verbose=plan.verbose)
         if plan.tables and len(results) > 1:
             show_summary(summarize(results, plan.against))
         files = [] if plan.out is None else write_report(results, plan.out, against=plan.against)
-    return Outcome(results, files, network, tokenizer)
+    return results, files
 
 
 def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> list[Candidate]:
@@ -209,8 +204,9 @@ COLUMNS: dict[str, Callable[[EvalRow], str]] = {
 }
 
 
-def show(result: EvalResult, against: str | None = None, *, heading: bool = False) -> None:
-    """Print the tables of an evaluation, and how it was measured."""
+def show(result: EvalResult, against: str | None, *, heading: bool, verbose: bool) -> None:
+    """Print the answer of an evaluation and its tables, and how it was measured."""
+    say(result.answer)
     shown = {name: text for name, text in COLUMNS.items() if not (narrow(100) and name in MORE)}
     grid = table(("spec", *shown), title=run_name(result.protocol) * heading)
     for row in result.rows:
@@ -224,7 +220,8 @@ def show(result: EvalResult, against: str | None = None, *, heading: bool = Fals
             error, ratio = kl_text(x.kl_difference_se), f"{x.kl_ratio:.3f}"
             grid.add_row(x.spec, signed(x.kl_difference), error, ratio)
         print_table(grid)
-    explain(protocol_text(result.protocol, result.rows))
+    if verbose:
+        explain(protocol_text(result.protocol, result.rows))
     for probe in result.probes.values():
         grid = table(probe.columns())
         for line in probe.lines():

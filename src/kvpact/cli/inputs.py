@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpact.cli.console import note
-from kvpact.cli.options import DTYPES
 from kvpact.data import book_path
 from kvpact.errors import BackendUnavailable, KVPactError
+from kvpact.integrations.sizes import dtype_of
 from kvpact.recipe import load_recipe
 
 if TYPE_CHECKING:
@@ -115,16 +115,6 @@ def candidate_of(spec: str) -> Candidate:
     else:
         candidate.layers(1)
     return candidate
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype called `name`."""
-    if name not in DTYPES:
-        raise InputError(f"dtype {name!r} is not offered; take one of {', '.join(DTYPES)}")
-    import torch
-
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
 
 
 def check_models(names: list[str]) -> None:

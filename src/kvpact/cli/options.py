@@ -6,10 +6,10 @@ from typing import Any
 import typer
 
 from kvpact.data import model_table, recipe_names
+from kvpact.integrations.sizes import DTYPES
 from kvpact.registry import known_names
 from kvpact.spec import DEFAULT_SPEC, RECIPE_PREFIX
 
-DTYPES = ("float32", "bfloat16", "float16")
 PACKAGED = ("smollm2", "gemma3")
 
 
@@ -36,19 +36,6 @@ def complete_size(incomplete: str) -> list[str]:
     """Return models whose sizes are known, and specs, that begin so."""
     known = [name for name in model_table()["models"] if name.startswith(incomplete)]
     return known + complete_spec(incomplete)
-
-
-SPECS = (
-    "none",
-    "fp8",
-    "int:bits=8",
-    "int:bits=4",
-    "turboquant:bits=4",
-    DEFAULT_SPEC,
-    "trellis:bits=2",
-    "kivi:bits=2",
-)
-"""What is shown to whoever names no specs: from the most bytes to the fewest."""
 
 
 def optional(help: str, **more: Any) -> Any:
@@ -84,4 +71,5 @@ TEXTS = typer.Option(
 FILE = optional("UTF-8 text file (- for stdin), placed before the prompt.")
 NEW_TOKENS = typer.Option(128, min=1, help="Maximum number of tokens to generate.")
 PASSWORD = optional(envvar="KVPACT_STORE_PASSWORD", help="Password of a Redis server.")
+VERBOSE = typer.Option(False, "--verbose", help="Print how it was measured, too.")
 JSON = typer.Option(False, "--json", help="Print the result as one JSON document instead.")

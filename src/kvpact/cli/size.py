@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,9 @@ from kvpact.cli.console import (
     table,
 )
 from kvpact.cli.inputs import InputError
-from kvpact.cli.size_plan import (
-    known_name,
-    layers_of_model,
-    layers_of_numbers,
-    not_planned,
-    planned,
-)
-from kvpact.errors import SpecError
-from kvpact.geometry import MAX_SIZE
+from kvpact.geometry import MAX_SIZE, CacheGeometry
+from kvpact.integrations import sizes
 
-TOKENS = ["4k", "32k", "128k"]
 _BAR = 48  # cells of the longest bar at most
 _LABEL = 34  # of a spec at most
 _SIZE = len("999.99 MB")
@@ -48,9 +40,9 @@ def size(
         autocompletion=options.complete_size,
     ),
     tokens: list[str] = typer.Option(
-        TOKENS, help="Tokens per sequence; 32k means 32,768. Several may be given."
+        list(sizes.TOKENS), help="Tokens per sequence; 32k means 32,768. Several may be given."
     ),
-    batch: int = typer.Option(1, help="Number of sequences."),
+    batch: int = typer.Option(1, min=1, max=MAX_SIZE, help="Number of sequences."),
     layers: int | None = typer.Option(None, help="Layers with full attention."),
     kv_heads: int | None = typer.Option(None, help="KV heads per layer."),
     head_dim: int | None = typer.Option(None, help="Width of a key."),
@@ -67,69 +59,24 @@ def size(
     One --tokens shows where the bytes go, several show how they grow. The bytes are those that
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
-    lengths = [length_of(text) for text in dict.fromkeys(tokens)]
-    if not 1 <= batch <= MAX_SIZE:
-        raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
-    numbers = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    numbers = {"--layers N": layers, "--kv-heads N": kv_heads, "--head-dim N": head_dim}
     missing = [name for name, number in numbers.items() if number is None]
     by_number = v_head_dim is not None or len(missing) < len(numbers)
     if by_number and missing:
-        more = " ".join(f"--{name.replace('_', '-')} N" for name in missing)
-        raise InputError(f"the geometry is incomplete; add {more}, or give a MODEL instead")
-    model, specs = (None, words) if by_number else (_model(words), words[1:])
-
-    if model is not None:
-        held = layers_of_model(model, dtype)
-    else:
-        held = layers_of_numbers(numbers, v_head_dim, dtype or "float16")
-    specs = list(dict.fromkeys(specs)) or list(options.SPECS)
-    told = {
-        "model": model,
-        "positions": held.positions,
-        "dtype": held.dtype,
-        "batch": batch,
-        "layers": held.counted(),
-        "rows": [
-            {"spec": spec, "tokens": length, **planned(spec, held, length, batch)}
-            for spec in specs
-            for length in lengths
-        ],
-        "unplanned": sorted({x for spec in specs for x in not_planned(spec, held)}),
-    }
+        raise InputError(
+            f"the geometry is incomplete; add {' '.join(missing)}, or give a MODEL instead"
+        )
+    if not by_number and not words:
+        raise InputError(f"no model is named; give a MODEL first, or {' '.join(numbers)}")
+    shape = (
+        CacheGeometry(layers or 0, kv_heads or 0, head_dim or 0, v_head_dim) if by_number else None
+    )
+    specs = list(dict.fromkeys(words if shape else words[1:])) or sizes.SPECS
+    found = sizes.size(shape or words[0], specs, tokens, batch=batch, dtype=dtype)
     if as_json:
-        print_document("size", **told)
+        print_document("size", **asdict(found))
     else:
-        show(told)
-
-
-def length_of(text: str) -> int:
-    """Return the tokens that a number such as 4096 or 32k means."""
-    found = re.fullmatch(r"([0-9]{1,15})(k?)", text.strip().lower())
-    if found is None or not int(found[1]):
-        raise InputError(f"--tokens {text} is no number of tokens; take one such as 4096 or 32k")
-    return int(found[1]) * (1024 if found[2] else 1)
-
-
-def _model(words: list[str]) -> str:
-    """Return the model among the words of the command."""
-    choice = "give a MODEL first, or --layers N --kv-heads N --head-dim N"
-    if not words:
-        raise InputError(f"no model is named; {choice}")
-    if known_name(words[0]) is not None:
-        return words[0]
-    if not Path(words[0]).expanduser().exists() and _is_spec(words[0]):
-        raise InputError(f"{words[0]!r} is a spec and no model; {choice}")
-    return words[0]
-
-
-def _is_spec(text: str) -> bool:
-    from kvpact.spec import parse_spec
-
-    try:
-        parse_spec(text)
-    except SpecError:
-        return text.endswith((".toml", ".json"))
-    return True
+        show(asdict(found))
 
 
 def show(told: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from kvpact.evaluate.contender import Contender
 from kvpact.evaluate.feed import compressed_cache
 from kvpact.evaluate.files import write_report
 from kvpact.evaluate.free_running import FreeRunningResult, FreeRunningRow, free_running
-from kvpact.evaluate.metrics import MetricAccumulator, Metrics, TokenScores, score_tokens
+from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, score_tokens
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import markdown_table
 from kvpact.evaluate.result import EvalResult
@@ -29,7 +29,6 @@ __all__ = [
     "FreeRunningResult",
     "FreeRunningRow",
     "MetricAccumulator",
-    "Metrics",
     "Question",
     "SummaryRow",
     "TaskCase",

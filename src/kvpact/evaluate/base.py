@@ -13,8 +13,8 @@ from kvpact.errors import KVPactError
 from kvpact.recipe import SpecLike, is_recipe, layer_specs
 from kvpact.spec import Spec
 
-Progress = Callable[[int, int, str], None]
-"""Called as ``progress(done, total, what)`` after each step."""
+Progress = Callable[[float, float, str], None]
+"""Called as ``progress(done, total, what)`` after each step; in proportion to time."""
 
 
 class EvaluationError(KVPactError, ValueError):

@@ -56,16 +56,23 @@ def cache_of(model: PreTrainedModel, entry: Candidate, make_cache: CacheFactory 
 
 
 class Steps:
-    """Counts steps and reports them as ``progress(done, total, what)``."""
+    """Adds up the times that steps take, in any unit; reports ``progress(done, total, what)``."""
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
+    def __init__(self, progress: Progress | None, total: float) -> None:
+        self._progress, self._total, self._done = progress, total, 0.0
 
-    def done(self, what: str) -> None:
+    def done(self, what: str, weight: float = 1) -> None:
         """Report that `what` took a step."""
-        self._done += 1
+        self._done += weight
         if self._progress is not None:
             self._progress(self._done, self._total, what)
+
+
+def part(progress: Progress | None, begin: float, end: float) -> Progress | None:
+    """Return what reports a part of a run, which takes these shares of its time."""
+    if progress is None:
+        return None
+    return lambda done, total, what: progress(begin * total + done * (end - begin), total, what)
 
 
 def positions(model: PreTrainedModel) -> int | None:

@@ -77,47 +77,6 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
     return values.mean().item(), spread / math.sqrt(max(count, 1))
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """Summary over all scored tokens.
-
-    Parameters
-    ----------
-    scored : int
-        Tokens scored.
-    perplexity, reference_perplexity : float
-        ``exp(mean NLL)`` of the candidate and of the reference.
-    perplexity_change : float
-        Change against the reference, in percent.
-    log_ratio_se : float
-        Paired standard error of ``ln(perplexity / reference_perplexity)``: of the mean difference
-        of the per-token NLLs. NaN for fewer than two tokens.
-    kl_mean, kl_median, kl_p99, kl_max : float
-        KL(reference || candidate), nats per token.
-    kl_se : float
-        Standard error of `kl_mean`, tokens taken as independent. NaN for fewer than two.
-    top1 : float
-        Tokens for which both put the same token first, in percent.
-    """
-
-    scored: int
-    perplexity: float
-    reference_perplexity: float
-    perplexity_change: float
-    log_ratio_se: float
-    kl_mean: float
-    kl_se: float
-    kl_median: float
-    kl_p99: float
-    kl_max: float
-    top1: float
-
-    @property
-    def perplexity_change_se(self) -> float:
-        """Standard error of `perplexity_change`, in percentage points (first order)."""
-        return 100 * self.perplexity / self.reference_perplexity * self.log_ratio_se
-
-
 class MetricAccumulator:
     """Collects the scores of chunk after chunk; a few numbers a token are kept."""
 
@@ -137,13 +96,10 @@ class MetricAccumulator:
         }
         return TokenScores(**columns)
 
-    def summary(self) -> Metrics:
-        """Return the metrics over everything added.
+    def summary(self) -> dict[str, float]:
+        """Return fields of `EvalRow` over everything added, which has to be something.
 
-        Raises
-        ------
-        ValueError
-            Nothing was added.
+        And ``reference_perplexity``, that of the reference.
         """
         all_scores = self.scores()
         ref, nll, kl = all_scores.ref_nll, all_scores.nll, all_scores.kl
@@ -151,16 +107,15 @@ class MetricAccumulator:
             raise ValueError("no token was scored")
         difference, log_ratio_se = mean_and_error(nll - ref)
         kl_mean, kl_se = mean_and_error(kl)
-        return Metrics(
-            scored=len(nll),
-            perplexity=nll.mean().exp().item(),
-            reference_perplexity=ref.mean().exp().item(),
-            perplexity_change=100 * math.expm1(difference),
-            log_ratio_se=log_ratio_se,
-            kl_mean=kl_mean,
-            kl_se=kl_se,
-            kl_median=kl.quantile(0.5).item(),
-            kl_p99=kl.quantile(0.99).item(),
-            kl_max=kl.max().item(),
-            top1=100 * all_scores.agree.double().mean().item(),
-        )
+        return {
+            "perplexity": nll.mean().exp().item(),
+            "reference_perplexity": ref.mean().exp().item(),
+            "perplexity_change": 100 * math.expm1(difference),
+            "perplexity_change_se": 100 * math.exp(difference) * log_ratio_se,  # first order
+            "kl_mean": kl_mean,
+            "kl_se": kl_se,
+            "kl_median": kl.quantile(0.5).item(),
+            "kl_p99": kl.quantile(0.99).item(),
+            "kl_max": kl.max().item(),
+            "top1": 100 * all_scores.agree.double().mean().item(),
+        }

@@ -11,15 +11,16 @@ from kvpact.evaluate.metrics import TokenScores
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.task_scores import TaskResult
 from kvpact.evaluate.text import kl_text
-from kvpact.evaluate.verdict import verdict_of
+from kvpact.evaluate.verdict import VERDICTS, verdict_of
+from kvpact.files import aligned
 
 PROBES = ("free_running", "tasks")
 """Fields of `EvalResult` that are a `Probe`; also names of files and of keys of a report."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvalResult:
-    """What was measured of one model on one text.
+    """What was measured of one model on one text; `print` shows the answer and a line a cache.
 
     Parameters
     ----------
@@ -41,14 +42,25 @@ class EvalResult:
     free_running: FreeRunningResult | None = None
     tasks: TaskResult | None = None
 
-    def __str__(self) -> str:
-        """Return a line for each row: what it costs in words and as KL, and what is held."""
-        width = max(len(row_name(row)) for row in self.rows)
-        return "\n".join(
-            f"{row_name(row):<{width}}  {verdict_of(row.kl_mean):<13}  KL {kl_text(row.kl_mean)} ± "
-            f"{kl_text(row.kl_se)}  {whole_share(row)} % of the exact cache"
-            for row in self.rows
-        )
+    def __repr__(self) -> str:
+        rows = ((row_name(x), verdict_of(x.kl_mean), x) for x in self.rows)
+        told = ([name, f"{verdict:<13}", *self._told(x)] for name, verdict, x in rows)
+        return f"{self.answer}\n\n{aligned(list(told))}"
+
+    @property
+    def answer(self) -> str:
+        """The smallest cache that is near-lossless or better, else that of the least KL."""
+        rows = [row for row in self.rows if row.spec != "none"] or self.rows
+        good = [row for row in rows if row.kl_mean <= dict(VERDICTS)["near-lossless"]]
+        least = min(rows, key=lambda row: row.kl_mean)
+        row = min(good or [least], key=lambda row: row.bytes + row.native_bytes)
+        told = ", ".join((verdict_of(row.kl_mean), *self._told(row)))
+        return f"{row_name(row)}: {told}; write CompressedCache(model, {row.spec!r})"
+
+    @staticmethod
+    def _told(row: EvalRow) -> tuple[str, str]:
+        kl = f"KL {kl_text(row.kl_mean)} ± {kl_text(row.kl_se)}"
+        return kl, f"{whole_share(row)} % of the exact cache"
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw mean KL over bits per value into a PNG (see `save_plot`)."""

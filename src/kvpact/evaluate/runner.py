@@ -52,6 +52,7 @@ def evaluate(
     text_name: str = "",
     seed: int = 0,
     make_cache: CacheFactory | None = None,
+    exact_row: bool = True,
 ) -> EvalResult:
     """Measure what each cache costs in quality on given tokens.
 
@@ -62,7 +63,7 @@ def evaluate(
     token_ids : Tensor
         int64 ``[N]``.
     candidates : sequence of str, Spec, path, mapping or Candidate
-        ``none`` is put in front where it is not among them.
+        ``none`` is put in front where it is not among them, unless `exact_row` is false.
     chunk : int
         Tokens fed at a time; the first chunk is left out of every metric.
     packed_only : bool
@@ -92,7 +93,7 @@ def evaluate(
     from transformers import DynamicCache
 
     entries = entries_of(candidates, packed_only)
-    if all(entry.label != "none" for entry in entries):
+    if exact_row and all(entry.label != "none" for entry in entries):
         entries.insert(0, Candidate("none"))
     check_sizes(len(token_ids), chunk, positions(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -124,14 +125,13 @@ def evaluate(
             entries, specs, caches, scores, seconds, strict=True
         )
     ]
-    summary = scores[0].summary()
     return EvalResult(
         rows,
         EvalProtocol(
             tokens=len(token_ids),
             chunk=chunk,
-            scored=summary.scored,
-            reference_perplexity=summary.reference_perplexity,
+            scored=len(scores[0].scores().kl),
+            reference_perplexity=scores[0].summary()["reference_perplexity"],
             model=model_name or str(getattr(model.config, "_name_or_path", "")),
             text=text_name,
             dtype=str(model.dtype).removeprefix("torch."),
@@ -202,11 +202,11 @@ def _row(
     seconds: float,
     reference: Any,
 ) -> EvalRow:
-    stats, metrics = cache.stats(), scores.summary()
-    measured = ["perplexity", "perplexity_change", "perplexity_change_se", "top1"]
-    measured += ["kl_mean", "kl_se", "kl_median", "kl_p99", "kl_max"]
+    stats = cache.stats()
+    measured: dict[str, Any] = scores.summary()
+    del measured["reference_perplexity"]
     return EvalRow(
-        **{name: getattr(metrics, name) for name in measured},
+        **measured,
         spec=entry.label,
         bits_per_value=stats["bits_per_value"],
         bytes=cache.memory_usage(),

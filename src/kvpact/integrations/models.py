@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -85,9 +86,17 @@ def load_config(name_or_path: str | os.PathLike[str]) -> PreTrainedConfig:
 def opened(
     model: PreTrainedModel | str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return a model and its tokenizer; both are loaded where a name or a folder is given."""
+    """Return a model and its tokenizer, which are loaded where they are not given."""
     if isinstance(model, str | os.PathLike):
         return load_model(model)
+    if isinstance(model, tuple):  # what `load_model` returns
+        return model
+    place = getattr(model, "name_or_path", "")
+    if tokenizer is None and place:
+        from transformers import AutoTokenizer
+
+        with suppress(*LOAD_ERRORS):
+            tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True)
     if tokenizer is None:
         raise KVPactError("a model reads tokens: give its tokenizer=, too, or the model's name")
     return model, tokenizer
@@ -115,9 +124,12 @@ class _Place(NamedTuple):
         return cls(str(path) if local else str(name_or_path), local, remedy)
 
 
-def check_model(name_or_path: str | os.PathLike[str]) -> None:
+def check_model(name_or_path: Any) -> None:
     """Raise what `load_model` would for a model that is not there; hubs are not asked."""
     require("transformers")
+    if not isinstance(name_or_path, str | os.PathLike):
+        given = type(name_or_path).__name__
+        raise KVPactError(f"{given} is no model's name or folder; write: load_model('smollm2')")
     name = str(name_or_path)
     path = Path(name_or_path).expanduser()
     if name in PACKAGED:

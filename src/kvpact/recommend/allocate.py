@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvpact.recommend.base import RecommendationError, Slot
+from kvpact.recommend.base import RecommendationError
+from kvpact.recommend.heat_map import Slot
 
 
 class Rung(NamedTuple):
@@ -23,22 +24,8 @@ def allocate(ladders: Mapping[Slot, Sequence[Rung]], budget: int) -> dict[Slot, 
     as long as one fits. Rungs that a step over them beats are left out beforehand, so that steps of
     a slot are worth less and less: more bytes never lead to a larger cost.
 
-    Parameters
-    ----------
-    ladders : mapping
-        Slot -> its rungs, in any order.
-    budget : int
-        Bytes for all slots together.
-
-    Returns
-    -------
-    dict
-        Slot -> rung, at most `budget` bytes in sum.
-
-    Raises
-    ------
-    RecommendationError
-        The smallest specs take more.
+    `ladders`: the rungs of each slot, in any order; `budget`: bytes of all slots together, of which
+    the smallest specs may not take more.
     """
     paths = {slot: _worthwhile(rungs) for slot, rungs in ladders.items()}
     taken = {slot: path[0] for slot, path in paths.items()}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from statistics import geometric_mean
 from typing import Any
 
 from kvpact.errors import KVPactError
 from kvpact.evaluate import Difference, EvalResult, EvalRow, differences
+from kvpact.evaluate.text import kl_text
 from kvpact.evaluate.verdict import verdict_of
+from kvpact.files import aligned, size_text
+from kvpact.integrations.sizes import SizeResult
+from kvpact.recommend.heat_map import SIDES, Slot, save_heat_map
 
 
 class RecommendationError(KVPactError, ValueError):
@@ -76,11 +81,6 @@ class Sizes:
     def exact(self) -> int:
         """Bytes of all layers."""
         return self.covered + self.native
-
-
-SIDES = ("key", "value")
-Slot = tuple[int, str]
-"""A layer, and ``key`` or ``value``."""
 
 
 def predicted(measured: Mapping[str, Measured], choice: Mapping[Slot, str]) -> float:
@@ -164,27 +164,69 @@ class Plan:
         return self.of(spec).bytes + self.sizes.native
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Recommendation:
     """A plan, what was measured of its recipe and best spec, and the better one of them.
+
+    `print` shows the answer, the line of Python to write, and what was compared.
 
     Parameters
     ----------
     plan : Plan
         Before the evaluation.
     evaluation : EvalResult
-        Rows of ``none``, of the recipe (``recipe``, if it differs between layers) and of the best
-        spec for all layers.
+        Rows of the recipe (``recipe``, if it differs between layers) and of the best spec for all
+        layers.
+    growth : SizeResult, optional
+        Bytes of an exact cache and of what was chosen, as a text grows.
     """
 
     plan: Plan
     evaluation: EvalResult
+    growth: SizeResult | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.answer}\n{self.line()}\n\n{self.table}"
+
+    @property
+    def answer(self) -> str:
+        """The verdict, the measured KL, and the bytes at the context."""
+        size, exact = size_text(self.bytes), self.plan.sizes.exact
+        return (
+            f"{self.verdict}: KL {kl_text(self.row.kl_mean)}, {size} of {size_text(exact)} at "
+            f"{self.plan.sizes.context:,} tokens ({100 * self.bytes / exact:.1f} % of an exact "
+            "cache)"
+        )
+
+    def line(self, recipe: PathLike[str] | None = None) -> str:
+        """Return the line of Python that makes the cache; `recipe` is the file of its recipe."""
+        source = str(recipe) if recipe and isinstance(self.chosen, dict) else self.chosen
+        return f"CompressedCache(model, {source!r})"
+
+    @property
+    def table(self) -> str:
+        """What was compared, and bytes as a text grows."""
+        lines = [["spec", "slot bits", "bytes", "KL predicted", "calibrated", "measured"]]
+        kl = {row.spec: kl_text(row.kl_mean) for row in self.evaluation.rows}
+        for spec in [x.spec for x in self.plan.measured] + ["recipe"] * ("recipe" in kl):
+            own = self.plan.recipe_bytes if spec == "recipe" else self.plan.bytes_of(spec)
+            bits = "-" if spec == "recipe" else f"{self.plan.of(spec).slot_bits:.2f}"
+            told = (self.predicted_of(spec), self.calibrated(spec))
+            lines.append([spec, bits, size_text(own), *map(kl_text, told), kl.get(spec, "-")])
+        return "\n\n".join((aligned(lines), *([repr(self.growth)] if self.growth else [])))
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw what K and V of each layer cost with each spec, and what was chosen (PNG, SVG)."""
+        costs = {x.spec: (x.key, x.value) for x in self.plan.measured}
+        recipe = isinstance(self.chosen, dict)
+        choice = {slot: x if recipe else self.row.spec for slot, x in self.plan.choice.items()}
+        save_heat_map(costs, choice, path)
 
     @property
     def row(self) -> EvalRow:
         """The row with the least KL, the exact cache left out."""
         rows = [row for row in self.evaluation.rows if row.spec != "none"]
-        return min(rows, key=lambda row: row.kl_mean)
+        return min(rows or self.evaluation.rows, key=lambda row: row.kl_mean)
 
     @property
     def chosen(self) -> str | dict[str, Any]:

@@ -23,19 +23,9 @@ _ITEM = 2  # bytes of an exact number
 
 
 def budget_bytes(text: str, exact: int) -> int:
-    """Return the bytes that a budget allows.
+    """Return the bytes that a budget allows, of the exact cache's `exact`.
 
-    Parameters
-    ----------
-    text : str
-        A share of the exact cache (``25%``) or bytes (``4GB``, ``300MB``, ``1.5GiB``, ``1000000``).
-    exact : int
-        Bytes of the exact cache.
-
-    Raises
-    ------
-    RecommendationError
-        No such text, nothing, or a share above 100 %.
+    `text`: a share of it (``25%``) or bytes (``4GB``, ``300MB``, ``1.5GiB``, ``1000000``).
     """
     found = _BUDGET.fullmatch(text.strip())
     unit = found[2].upper() if found else ""

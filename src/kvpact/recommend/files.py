@@ -1,17 +1,15 @@
-"""The files of a recommendation: the recipe, the numbers, and a plot of what each layer costs."""
+"""The files of a recommendation: the recipe, the numbers, and a heat map of what layers cost."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from kvpact.evaluate.canvas import COLOURS, INK, MARKERS, log_ticks, new_figure, plain_axes
 from kvpact.evaluate.verdict import VERDICTS
-from kvpact.recommend.base import Measured, Recommendation
+from kvpact.recommend.base import Recommendation
 from kvpact.recommend.recipe_file import measured_row, recipe_text
 
 RECIPE = "recipe.toml"
@@ -20,27 +18,10 @@ RECIPE = "recipe.toml"
 def write_recommendation(
     recommendation: Recommendation, directory: str | PathLike[str]
 ) -> list[Path]:
-    """Write ``recipe.toml``, ``recommend.json`` and ``recommend.png``.
+    """Write ``recipe.toml``, ``recommend.json`` and ``recommend.png``, and return their paths.
 
-    Parameters
-    ----------
-    recommendation : Recommendation
-        What `verify` returned.
-    directory : str or path
-        Made where missing; files of those names are replaced.
-
-    Returns
-    -------
-    list of Path
-        The files. ``recipe.toml`` is what was chosen, for `CompressedCache`, with what was
-        measured.
-
-    Raises
-    ------
-    OSError
-        The directory can't be made or written to.
-    BackendUnavailable
-        matplotlib is not installed; the other files are there.
+    The directory is made where it is missing. ``recipe.toml`` is what was chosen, for
+    `CompressedCache`, with what was measured. Without matplotlib the others are written.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +29,7 @@ def write_recommendation(
     paths[0].write_text(_recipe(recommendation), encoding="utf-8")
     data = json.dumps(recommendation_data(recommendation), indent=2) + "\n"
     paths[1].write_text(data, encoding="utf-8")
-    save_cost_plot(recommendation.plan.measured, paths[2])
+    recommendation.plot(paths[2])
     return paths
 
 
@@ -105,30 +86,3 @@ def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
         "verified": rows,
         "protocol": asdict(recommendation.evaluation.protocol),
     }
-
-
-def save_cost_plot(measured: Sequence[Measured], path: str | PathLike[str]) -> None:
-    """Draw what K and V of each layer cost (log scales), a line a spec."""
-    figure = new_figure((11, 7))
-    sides = (("key", "K: predicted KL, nats per token"), ("value", "V: predicted KL"))
-    for place, (side, title) in enumerate(sides):
-        axes: Any = figure.add_subplot(2, 1, place + 1)
-        axes.set_yscale("log")
-        log_ticks(axes.yaxis)
-        for index, one in enumerate(measured):
-            numbers = {layer: x for layer, x in getattr(one, side).items() if x > 0}
-            axes.plot(
-                [str(layer) for layer in numbers],
-                list(numbers.values()),
-                marker=MARKERS[index % len(MARKERS)],
-                color=COLOURS[index % len(COLOURS)],
-                linestyle="-" if index < len(COLOURS) else "--",
-                label=one.spec,
-                ms=5,
-            )
-        axes.set_title(title, loc="left", fontsize=11, color=INK)
-        plain_axes(axes)
-        if place == 0:
-            axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    axes.set_xlabel("layer")
-    figure.savefig(path, bbox_inches="tight")

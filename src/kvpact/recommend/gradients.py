@@ -20,9 +20,13 @@ SHRUNK = 0.05
 """Share that V are shortened by: small, and far above the rounding of logits."""
 
 
-def sensitivity_steps(tokens: int, chunk: int, draws: int) -> int:
-    """Return how many steps `measure_sensitivity` reports."""
-    return -(-tokens // chunk) * (1 + draws)
+BACKWARD = 1.25
+"""Time of a backward pass, in forward passes over a chunk."""
+
+
+def sensitivity_steps(tokens: int, chunk: int, draws: int) -> float:
+    """Return what the steps of `measure_sensitivity` take, in forward passes over a chunk."""
+    return (-(-tokens // chunk) - 1) * (2 + BACKWARD * draws) + 1
 
 
 def measure_sensitivity(
@@ -36,30 +40,9 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Feed tokens as `evaluate` does, exactly, and measure what errors of the past would cost.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model of transformers, in evaluation mode; left as it was.
-    token_ids : Tensor
-        int64 ``[N]``, more than a chunk.
-    chunk : int
-        Tokens fed at a time: they attend to one another exactly, and to what is stored.
-    draws : int
-        Random vectors, and backward passes, for each chunk.
-    seed : int
-        Of the draws.
-    steps : Steps, optional
-        `sensitivity_steps` are reported.
-
-    Returns
-    -------
-    Sensitivity
-        Of all chunks but the first.
-
-    Raises
-    ------
-    KVPactError
-        A model whose attention can't be seen (see `seen_attention`).
+    `token_ids`: int64 ``[N]``, more than a chunk, of which the first is left out; `draws`: random
+    vectors, and backward passes, for each chunk; `steps`: told of `sensitivity_steps`. A model
+    whose attention can't be seen is a `KVPactError` (see `seen_attention`).
     """
     from transformers import DynamicCache
 
@@ -77,6 +60,7 @@ def measure_sensitivity(
             seen.read = stored.watched if start else None
             with torch.set_grad_enabled(start > 0):
                 logits = forward(model, ids, cache)
+            steps.done(f"a pass at token {start}")
             seen.check()
             for layer, x in seen.layers.items():
                 queries.setdefault(layer, []).append(x.q)
@@ -85,17 +69,14 @@ def measure_sensitivity(
                 weights = logits.detach().float().softmax(-1)
                 for draw in range(draws):
                     stored.backward(logits, _direction(weights, random), draw + 1 < draws)
-                    steps.done(f"gradients at token {start}")
+                    steps.done(f"gradients at token {start}", BACKWARD)
                 sums.add(stored)
                 seen.read = stored.shortened
                 with torch.no_grad():
                     change = forward(model, ids, before).float() - logits.float()
                 sums.shrunk += float(_half_variance(weights, change)) / SHRUNK**2
                 sums.scored += len(ids)
-            else:
-                for _ in range(draws):
-                    steps.done("first chunk")
-            steps.done(f"shorter values at token {start}")
+                steps.done(f"shorter values at token {start}")
             _detach(cache)
     seen.read = None
     seen.layers = {i: x._replace(q=torch.cat(queries[i], 2)) for i, x in sorted(exact.items())}

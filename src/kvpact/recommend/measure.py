@@ -15,9 +15,10 @@ from kvpact.errors import GeometryError, NonFiniteError, SpecError
 from kvpact.evaluate.feed import Steps
 from kvpact.key_offset import KeyOffset
 from kvpact.methods.base import bytes_per_slot
-from kvpact.recommend.base import SIDES, Measured
+from kvpact.recommend.base import Measured
 from kvpact.recommend.budget import layer_geometry, side_bytes
 from kvpact.recommend.candidates import LADDER
+from kvpact.recommend.heat_map import SIDES
 from kvpact.recommend.sensitivity import Sensitivity
 from kvpact.spec import Spec, parse_spec
 
@@ -41,20 +42,9 @@ class Costs(NamedTuple):
 class Survey:
     """What was measured of a model on a text, for plans of any budget.
 
-    Parameters
-    ----------
-    seen : Seen
-        Queries, K and V of the text.
-    costs : mapping
-        Spec -> what it costs.
-    draws : int
-        Random directions of the gradients.
-    left_out : tuple of str
-        Specs that the model's K and V do not allow, and why.
-    notes : tuple of str
-        Large key biases and outlier channels.
-    tokens : int
-        Of the text.
+    `seen`: queries, K and V of the text; `costs`: of each spec; `draws`: random directions of the
+    gradients; `left_out`: specs that the model's K and V do not allow, and why; `notes`: large key
+    biases and outlier channels; `tokens`: of the text.
     """
 
     seen: Seen
@@ -88,6 +78,7 @@ def code_layers(
     specs: list[str],
     offsets: Mapping[int, KeyOffset],
     steps: Steps,
+    passes: float,
 ) -> tuple[dict[str, Costs], dict[str, str]]:
     """Return each spec's costs on every layer, and why others can't hold a layer.
 
@@ -95,15 +86,16 @@ def code_layers(
     offsets are taken off as in use; the window is off, so that all tokens are coded.
 
     `specs`: such as `allowed` allows; `offsets`: layer -> key offset (see `key_offsets`); `steps`:
-    one for each layer and spec is reported.
+    all of it takes `passes` forward passes over a chunk.
     """
+    weight = passes / (len(specs) * len(sensitivity.seen.layers))
     costs = {spec: Costs({}, {}, {}) for spec in specs}
     refused: dict[str, str] = {}
     with torch.inference_mode():
         for index, layer in sensitivity.seen.layers.items():
             offset = {0: offsets[index]} if index in offsets else None
             for spec in specs:
-                steps.done(f"{spec}, layer {index}")
+                steps.done(f"{spec}, layer {index}", weight)
                 if spec in refused:
                     continue
                 coded = parse_spec(spec).with_options(window=0)

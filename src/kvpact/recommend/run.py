@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvpact.data import book_path
 from kvpact.evaluate import evaluate
 from kvpact.evaluate.base import Progress
-from kvpact.evaluate.feed import Steps, check_sizes, positions
+from kvpact.evaluate.feed import Steps, check_sizes, first_tokens, part, positions
+from kvpact.integrations.models import opened
+from kvpact.integrations.sizes import size
 from kvpact.recipe import SpecLike
 from kvpact.recommend.allocate import Rung, allocate
 from kvpact.recommend.base import (
-    SIDES,
     Measured,
     Plan,
     Recommendation,
     RecommendationError,
     Sizes,
-    Slot,
     predicted,
 )
 from kvpact.recommend.budget import budget_bytes, exact_sizes, is_spec, side_bytes
-from kvpact.recommend.candidates import CANDIDATES, LADDER, candidates
+from kvpact.recommend.candidates import LADDER, candidates
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
+from kvpact.recommend.heat_map import SIDES, Slot
 from kvpact.recommend.measure import (
     SpecSizes,
     Survey,
@@ -37,12 +41,92 @@ from kvpact.recommend.measure import (
 from kvpact.recommend.notes import bias_notes, outlier_notes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from kvpact.integrations.transformers.record import Seen
 
 FEWEST_DRAWS, MOST_DRAWS = 4, 8
 _DRAWS = 24  # of all layers together: the fewer layers, the more a few tokens decide
+
+
+CODING = 0.7
+"""Time in which all candidates code a chunk in all layers, in forward passes over it."""
+
+
+def _draws(model: PreTrainedModel) -> int:
+    from kvpact.integrations.transformers.record import full_attention_layers
+
+    return min(max(_DRAWS // len(full_attention_layers(model)), FEWEST_DRAWS), MOST_DRAWS)
+
+
+def recommend(
+    model: PreTrainedModel | str | PathLike[str],
+    text: str | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    budget: str | float = "30%",
+    context: int = 32_768,
+    tokens: int = 2048,
+    chunk: int = 256,
+    progress: Progress | None = None,
+    model_name: str = "",
+    text_name: str = "",
+) -> Recommendation:
+    """Recommend a spec, or a recipe by layer: gradients predict KL, one evaluation verifies.
+
+    Parameters
+    ----------
+    model, text, tokenizer
+        See `kvpact.evaluate`.
+    budget : str or float
+        Bytes that the cache may take: a share of the 16-bit cache (``30%``, .3), a size (``4GB``),
+        or a spec, for as many bytes as it takes.
+    context : int
+        Tokens at which bytes are counted.
+    tokens : int
+        Tokens of the text to use; 768 are a third of the work.
+    chunk : int
+        Tokens fed at a time.
+    progress : callable, optional
+        ``progress(done, total, what)`` after each step, in proportion to time.
+    model_name, text_name : str
+        For the report.
+
+    Returns
+    -------
+    Recommendation
+        `print` shows the verdict and the line to write; `plot` draws what each layer costs.
+
+    Raises
+    ------
+    KVPactError
+        Too few tokens, a budget that allows nothing, no such model, or one whose attention can't
+        be seen.
+
+    Examples
+    --------
+    >>> found = kvpact.recommend("smollm2", budget="20%")  # doctest: +SKIP
+    >>> cache = kvpact.CompressedCache(model, found.chosen)  # doctest: +SKIP
+    """
+    budget = f"{budget:%}" if isinstance(budget, float) else str(budget)
+    if not is_spec(budget):
+        budget_bytes(budget, 0)  # a misspelt one is told before anything is read
+    network, tokenizer = opened(model, tokenizer)
+    check_sizes(tokens, chunk, positions(network))
+    ids = first_tokens(tokenizer, book_path().read_text("utf-8") if text is None else text, tokens)
+    chunks, draws = -(-len(ids) // chunk), _draws(network)
+    passes = sensitivity_steps(len(ids), chunk, draws) + CODING * chunks
+    share = passes / (passes + 3.3 * chunks)  # the exact cache and two others, which code
+    found = survey(network, ids, chunk=chunk, progress=part(progress, 0, share))
+    return verify(
+        network,
+        ids,
+        plan(found, context=context, budget=budget),
+        chunk=chunk,
+        progress=part(progress, share, 1),
+        model_name=model_name,
+        text_name=text_name,
+    )
 
 
 def survey(
@@ -55,43 +139,22 @@ def survey(
 ) -> Survey:
     """Measure what errors of K and V cost a model on a text, and how large those of specs are.
 
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model of transformers, in evaluation mode; left as it was.
-    token_ids : Tensor
-        int64 ``[N]``; predictions are for these.
-    chunk : int
-        Tokens fed at a time, as by `evaluate`.
-    seed : int
-        Of random directions.
-    progress : callable, optional
-        ``progress(done, total, what)`` after each backward pass, and each layer and spec.
-
-    Raises
-    ------
-    EvaluationError
-        Too few tokens for the chunk, or more than the model has positions.
-    KVPactError
-        A model whose attention can't be seen (see `seen_attention`).
+    `token_ids`: int64 ``[N]``, for which predictions are; `seed`: of random directions. A model
+    whose attention can't be seen is a `KVPactError` (see `seen_attention`).
     """
     from kvpact.integrations.transformers import key_offsets
-    from kvpact.integrations.transformers.record import full_attention_layers
 
     check_sizes(len(token_ids), chunk, positions(model))
-    count = len(full_attention_layers(model))
-    draws = min(max(_DRAWS // count, FEWEST_DRAWS), MOST_DRAWS)
-    passes = sensitivity_steps(len(token_ids), chunk, draws)
-    steps = Steps(progress, passes + count * len(CANDIDATES))
+    draws = _draws(model)
+    coding = CODING * len(token_ids) / chunk
+    steps = Steps(progress, sensitivity_steps(len(token_ids), chunk, draws) + coding)
     found = measure_sensitivity(model, token_ids, chunk=chunk, draws=draws, seed=seed, steps=steps)
     seen = found.seen
     widths = sorted({layer.k.shape[3] for layer in seen.layers.values()})
     reasons = {spec: allowed(spec, seen) for spec in candidates(widths[-1])}
     specs = [spec for spec, reason in reasons.items() if not reason]
-    for _ in range(count * (len(reasons) - len(specs))):
-        steps.done("left out")
     offsets = key_offsets(model)
-    costs, refused = code_layers(found, specs, offsets, steps)
+    costs, refused = code_layers(found, specs, offsets, steps, coding)
     reasons |= refused
     return Survey(
         seen=seen,
@@ -104,23 +167,9 @@ def survey(
 
 
 def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
-    """Predict the KL of specs, and make a recipe within a budget.
+    """Predict the KL of specs, and make a recipe within a budget (see `recommend`).
 
-    Parameters
-    ----------
-    found : Survey
-        Of the model.
-    context : int
-        Tokens at which bytes are told.
-    budget : str
-        What the whole cache may take at the context: a share of the exact cache of 16 bits a
-        number, bytes (see `budget_bytes`), or a spec, whose bytes are taken. Layers with a bounded
-        window stay exact and count.
-
-    Raises
-    ------
-    RecommendationError
-        A context or a budget that allows nothing.
+    Layers with a bounded window stay exact and count. What allows nothing is refused.
     """
     sizes = exact_sizes(found.seen, context)
     limit = _limit(budget, sizes, found.seen, context)
@@ -200,20 +249,7 @@ def verify(
     model_name: str = "",
     text_name: str = "",
 ) -> Recommendation:
-    """Measure the KL of a plan's recipe and of its best spec for all layers, in one run.
-
-    Parameters
-    ----------
-    model, token_ids, chunk, progress, model_name, text_name
-        See `evaluate`.
-    plan : Plan
-        Of the same model.
-
-    Raises
-    ------
-    EvaluationError
-        As `evaluate`.
-    """
+    """Measure the KL of a plan's recipe and of its best spec for all layers, in one run."""
     entries: list[SpecLike] = [plan.recipe]
     if plan.uniform != plan.recipe:
         entries.append(plan.uniform)
@@ -225,5 +261,8 @@ def verify(
         progress=progress,
         model_name=model_name,
         text_name=text_name,
+        exact_row=False,
     )
-    return Recommendation(plan, result)
+    found = Recommendation(plan, result)
+    lengths = sorted({1024, 4096, plan.sizes.context})
+    return replace(found, growth=size(model.config, ["none", found.chosen], lengths))

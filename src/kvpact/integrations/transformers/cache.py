@@ -121,7 +121,7 @@ class CompressedCache(EngineCache):
 
     def __init__(
         self,
-        model: PreTrainedModel | PreTrainedConfig,
+        model: PreTrainedModel | PreTrainedConfig | None = None,
         spec: SpecLike = DEFAULT_SPEC,
         *,
         attention: str = "auto",
@@ -132,6 +132,7 @@ class CompressedCache(EngineCache):
         calibration: Calibration | str | PathLike[str] | None = None,
         **bits: Any,
     ) -> None:
+        model = bits.pop("config", model) if model is None else model
         config = config_of(type(self).__name__, model, spec)
         spec = meant_spec(type(self).__name__, spec, bits)
         decoder = config.get_text_config(decoder=True)
