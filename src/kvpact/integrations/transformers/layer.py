@@ -15,6 +15,7 @@ from kvpact.cache.room import Moment
 from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.tokens import NewTokens
+from kvpact.spec import Spec
 
 _TAKES_HANDLES = ("kvpact", "sdpa", "eager", None)
 
@@ -43,6 +44,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if tokens is not None:
             tokens.store()
         return self._shared.held[self._index]
+
+    @property
+    def spec(self) -> Spec:
+        """The layer's methods."""
+        return self._shared.specs[self._index]
 
     def entry(self) -> CacheLayer | None:
         """Return the layer's streams in a contiguous cache."""
