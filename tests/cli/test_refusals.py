@@ -84,9 +84,9 @@ def test_a_server_is_named_as_it_is_reached(monkeypatch):
 
 def test_a_failed_command_leaves_no_folder(tmp_path):
     out = tmp_path / "new" / "results"
-    for command in (("eval", "int:bits=4"), ("demo",)):
-        line = refused(*command, "--model", tmp_path / "no-model", "--out", out)
-        assert "no-model" in line and not (tmp_path / "new").exists()
+    line = refused("eval", "int:bits=4", "--model", tmp_path / "no-model", "--out", out)
+    assert "no-model" in line and not (tmp_path / "new").exists()
+    assert "no-model" in refused("demo", "--model", tmp_path / "no-model")
     out.mkdir(parents=True)
     refused("eval", "int:bits=4", "--model", tmp_path / "no-model", "--out", out)
     assert out.is_dir(), "a folder that was there stays"

@@ -202,8 +202,8 @@ def test_a_call_takes_what_is_at_hand():
     held = layers_of(config)
     assert row.total == planned("int:bits=4", held, 200, 2)["total"] < row.exact
     shape = kvpact.CacheGeometry(2, 3, 64, dtype=torch.bfloat16)
-    (row,) = kvpact.size(shape, {"default": "none"}, 1).rows
-    assert (row.spec, row.total) == ("recipe", 2 * 3 * 2 * 64 * 2)
+    (row,) = kvpact.size(shape, {"default": "none"}, 32).rows
+    assert (row.spec, row.total) == ("recipe", 32 * 2 * 3 * 2 * 64 * 2)
     lines = repr(kvpact.size("qwen3-8b")).splitlines()
     assert lines[0].split() == ["spec", "4,096", "tokens", "32,768", "tokens", "131,072", "tokens",
                                 "of", "16", "bits"]  # fmt: skip

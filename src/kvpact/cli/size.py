@@ -20,6 +20,7 @@ from kvpact.cli.console import (
     table,
 )
 from kvpact.cli.inputs import InputError
+from kvpact.errors import GeometryError
 from kvpact.geometry import MAX_SIZE, CacheGeometry
 from kvpact.integrations import sizes
 
@@ -42,7 +43,7 @@ def size(
     tokens: list[str] = typer.Option(
         list(sizes.TOKENS), help="Tokens per sequence; 32k means 32,768. Several may be given."
     ),
-    batch: int = typer.Option(1, min=1, max=MAX_SIZE, help="Number of sequences."),
+    batch: int = typer.Option(1, help="Number of sequences."),
     layers: int | None = typer.Option(None, help="Layers with full attention."),
     kv_heads: int | None = typer.Option(None, help="KV heads per layer."),
     head_dim: int | None = typer.Option(None, help="Width of a key."),
@@ -59,6 +60,12 @@ def size(
     One --tokens shows where the bytes go, several show how they grow. The bytes are those that
     memory_usage() of such a cache reports, and those of the model's other layers.
     """
+    if not 1 <= batch <= MAX_SIZE:
+        raise InputError(f"--batch {batch} is not possible; take a number from 1 to {MAX_SIZE}")
+    try:
+        lengths = [sizes.length_of(text) for text in tokens]
+    except GeometryError as error:
+        raise InputError(f"--tokens {error}") from error
     numbers = {"--layers N": layers, "--kv-heads N": kv_heads, "--head-dim N": head_dim}
     missing = [name for name, number in numbers.items() if number is None]
     by_number = v_head_dim is not None or len(missing) < len(numbers)
@@ -72,7 +79,7 @@ def size(
         CacheGeometry(layers or 0, kv_heads or 0, head_dim or 0, v_head_dim) if by_number else None
     )
     specs = list(dict.fromkeys(words if shape else words[1:])) or sizes.SPECS
-    found = sizes.size(shape or words[0], specs, tokens, batch=batch, dtype=dtype)
+    found = sizes.size(shape or words[0], specs, lengths, batch=batch, dtype=dtype)
     if as_json:
         print_document("size", **asdict(found))
     else:
