@@ -39,11 +39,11 @@ class SegmentStore(ABC):
 
     def made_for(self, codec: Codec) -> SegmentStore:
         """Return an empty store for the stream's codec after it has learnt."""
-        raise NotImplementedError
+        raise NotImplementedError("codecs of pages have learnt before")
 
     def select(self, indices: Tensor) -> SegmentStore:
         """Return a store with the given batch rows."""
-        raise NotImplementedError
+        raise NotImplementedError("rows of a paged cache are sequences")
 
     def writable(self, tokens: int, kept: int) -> int:
         """Return up to which token slots from `kept` on can be written, `tokens` at most."""

@@ -46,14 +46,16 @@ def demo(
         ]
         print_document("demo", continuations=told)
         return
-    say(
+    console = output_console()
+    intro = Text(
         f"{len(ids):,} tokens of a book, then a few lines of it once more, and the model goes on "
         "by heart, out of its cache. Red: from the first token on that differs.\n\n… "
         f"{tokenizer.decode(ids[CUE])} …\n"
     )
+    console.print(intro)
     grid = Table.grid(expand=True, padding=(0, 1))
     grid.add_row(*(_panel(tokenizer, made[0], x) for x in made))
-    output_console().print(grid)
+    console.print(grid)
     say("\ncache = kvpact.CompressedCache(model); model.generate(**inputs, past_key_values=cache)")
 
 
@@ -87,11 +89,10 @@ def _panel(tokenizer: Any, exact: Continuation, own: Continuation) -> Panel:
     """Return a text in a frame, red where it is another one, with the bytes of its cache."""
     split = first_difference(exact.tokens, own.tokens)
     same = tokenizer.decode(own.tokens[:split])
-    body = Text(" ".join(same.split()))
-    body.append(" ".join(tokenizer.decode(own.tokens)[len(same) :].split(" ")), style="red")
-    size = f"{size_text(own.bytes)}, {100 * own.bytes / exact.bytes:.0f} %"
-    verdict = f"differs at token {(split or 0) + 1}" if split is not None else "the same text"
+    body = Text(same.replace("\n", " "))
+    body.append(tokenizer.decode(own.tokens)[len(same) :].replace("\n", " "), style="red")
+    verdict = "the same text" if split is None else f"differs at token {split + 1}"
+    share = f"{verdict}, {100 * own.bytes / exact.bytes:.0f} %"
     name = "exact cache" if own is exact else own.cache
-    return Panel(
-        body, title=Text(name), subtitle=Text(size if own is exact else f"{verdict}, {size}")
-    )
+    title = Text(f"{name}, {size_text(own.bytes)}")  # both lines fit a third of 100 columns
+    return Panel(body, title=title, subtitle=None if own is exact else Text(share))
