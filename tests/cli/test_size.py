@@ -21,6 +21,7 @@ from transformers import (
 
 import kvpact
 from kvpact.data import model_table
+from kvpact.errors import GeometryError
 from kvpact.integrations.sizes import PARTS, SPECS, layers_of, not_planned, planned
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.shapes import layer_shapes
@@ -209,6 +210,12 @@ def test_a_call_takes_what_is_at_hand():
                                 "of", "16", "bits"]  # fmt: skip
     assert [line.split()[0] for line in lines[1:]] == list(SPECS)
     assert "4.83 GB" in lines[1] and lines[1].endswith("100.0 %")
+
+
+@pytest.mark.parametrize("tokens", [0, 1.5, "many", ["4k", -1]])
+def test_a_call_names_what_is_no_number_of_tokens(tokens):
+    with pytest.raises(GeometryError, match="is no number of tokens; take one such as 4096 or 32k"):
+        kvpact.size("qwen3-8b", tokens=tokens)
 
 
 # --- models that are known -------------------------------------------------------------------

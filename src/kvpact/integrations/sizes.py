@@ -164,7 +164,7 @@ def size(
     """
     check_count("batch", batch, 1)
     asked = [specs] if isinstance(specs, str | Spec | PathLike | Mapping) else list(specs)
-    told = [tokens] if isinstance(tokens, str | int) else tokens
+    told = [tokens] if isinstance(tokens, str | int | float) else tokens
     lengths = list(dict.fromkeys(map(length_of, told)))
     held = layers_of(model, dtype)
     return SizeResult(

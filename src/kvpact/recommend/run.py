@@ -108,7 +108,7 @@ def recommend(
     >>> found = kvpact.recommend("smollm2", budget="20%")  # doctest: +SKIP
     >>> cache = kvpact.CompressedCache(model, found.chosen)  # doctest: +SKIP
     """
-    budget = f"{budget:%}" if isinstance(budget, float) else str(budget)
+    budget = f"{100 * budget:g}%" if isinstance(budget, float) else str(budget)
     if not is_spec(budget):
         budget_bytes(budget, 0)  # a misspelt one is told before anything is read
     network, tokenizer = opened(model, tokenizer)
