@@ -24,7 +24,7 @@ def own_kernel():
     """The module, or a skip where vLLM has no kernel that multiplies in AMX."""
     from vllm.platforms import current_platform
 
-    from kvpact.integrations.vllm import own_kernel
+    from kvpact.integrations.vllm import cpu_attention as own_kernel
 
     current_platform.import_kernels()
     if own_kernel.why_not(64, 64, torch.bfloat16):

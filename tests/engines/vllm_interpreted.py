@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from vllm_process import main
 
 import kvpact.integrations.vllm as plugin
-from kvpact.integrations.vllm import setting, watch
+from kvpact.integrations.vllm import damage, setting
 from kvpact.kernels import choose
 from kvpact.kernels.triton.backend import TritonBackend
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     for name in ("choose", "plan"):
         sys.modules[f"kvpact.kernels.{name}"].BACKENDS = (TritonBackend(on_cpu=True),)
     setting.native_plan = interpreted_plan
-    interpreted = watch.Watch("cpu")
-    watch.watch_of = lambda kind: interpreted
+    interpreted = damage.Watch("cpu")
+    damage.watch_of = lambda kind: interpreted
     plugin.register = register
     main()

@@ -233,7 +233,7 @@ def test_missing_engines_are_named(monkeypatch):
             raise ImportError(f"no {name}")
         return found(name, *rest)
 
-    monkeypatch.delitem(sys.modules, "kvpact.integrations.vllm.connector_order", raising=False)
+    monkeypatch.delitem(sys.modules, "kvpact.integrations.vllm.cpu_attention", raising=False)
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(BackendUnavailable, match=r"pip install 'kvpact\[lmcache\]'"):
         register()

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.damage import Watch
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
-from kvpact.integrations.vllm.watch import Watch
 from kvpact.integrations.vllm.window import WindowPool
 from kvpact.kernels import choose
 from kvpact.spec import parse_spec
@@ -189,7 +189,7 @@ def test_the_flag_of_the_last_page_tells_of_tokens_that_can_not_be_held(make, co
 def test_a_sequence_is_cut_at_the_batch_after_its_tokens_could_not_be_held(make):
     layer, good = make(STORED)
     watch = Watch(DEVICE.type)
-    watch.add(layer)
+    watch.add(layer.damage)
     watch._good = good
     bad, other = make_sequence(STORED, [5], 4, seed=1), make_sequence(STORED, [3], 4, seed=2)
     given = prepared([bad, other], [3, 2])

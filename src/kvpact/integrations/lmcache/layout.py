@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 class CPUPages:
     """The pages of vLLM's CPU worker: `tokens` of each (``--block-size``), and their `orders`.
 
-    These are, by dtype, the places of K's and of V's numbers (`connector_order.page_orders`).
+    These are, by dtype, the places of K's and of V's numbers (`cpu_attention.page_orders`).
     """
 
     tokens: int
@@ -130,7 +130,7 @@ def cpu_pages(tokens: int, dim: int) -> CPUPages:
     if type(tokens) is not int or tokens < 1:
         raise GeometryError(f"cpu_block_size={tokens!r} should be vLLM's --block-size, as 128")
     try:
-        from kvpact.integrations.vllm.connector_order import page_orders
+        from kvpact.integrations.vllm.cpu_attention import page_orders
     except ImportError as error:
         raise BackendUnavailable(
             f"cpu_block_size asks vLLM's own kernel for the order of its pages, and vLLM can't be "

@@ -50,4 +50,4 @@ def register() -> None:
         if name in taken:
             register_backend(member, f"{__name__}.{taken[name]}")
         elif "MLA" in name:
-            register_backend(member, f"{__name__}.refused.OtherLatentBackend")
+            register_backend(member, f"{__name__}.latents.OtherLatentBackend")

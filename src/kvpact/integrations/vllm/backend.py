@@ -28,11 +28,10 @@ from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.by_layer import give_backends
+from kvpact.integrations.vllm.damage import watch_of
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.refused import refuse
-from kvpact.integrations.vllm.setting import codecs, native_plan, served_specs
-from kvpact.integrations.vllm.watch import watch_of
+from kvpact.integrations.vllm.setting import codecs, native_plan, refuse, served_specs
 from kvpact.integrations.vllm.window import WindowPool
 from kvpact.spec import Spec
 
@@ -126,7 +125,7 @@ def stored_backend(plain: type[KVPactBackend], spec: Spec, **more: Any) -> type[
 
 
 def _sliding_backend(full: int) -> type[AttentionBackend]:
-    from kvpact.integrations.vllm.sliding import sliding_backend  # of vLLM's CPU worker
+    from kvpact.integrations.vllm.cpu_attention import sliding_backend
 
     return sliding_backend(full)
 
@@ -172,7 +171,8 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         self._sequences: int = config.scheduler_config.max_num_seqs
         self._cache_config = config.cache_config
         self._windows: WindowPool | None = None
-        self._model, self._layers = config.model_config, _layers(config)
+        self._model = config.model_config
+        self._layers: dict[str, Any] = config.compilation_config.static_forward_context
         self._layer: PagedLayer | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -235,11 +235,6 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
         return self._windows
 
 
-def _layers(config: Any) -> dict[str, Any]:
-    layers: dict[str, Any] = config.compilation_config.static_forward_context
-    return layers
-
-
 def _layer(
     spec: Spec, key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool, latent: bool
 ) -> PagedLayer:
@@ -250,5 +245,5 @@ def _layer(
     good = None if watch is None else watch.flags(len(pages))
     layer = PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, good, latent)
     if watch is not None:
-        watch.add(layer)
+        watch.add(layer.damage)
     return layer

@@ -15,8 +15,7 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
-from kvpact.integrations.vllm.refused import refuse
-from kvpact.integrations.vllm.setting import codecs, native_plan
+from kvpact.integrations.vllm.setting import codecs, native_plan, refuse
 from kvpact.integrations.vllm.window import SLACK, Row, waves
 from kvpact.kernels import Plan
 from kvpact.spec import Spec
@@ -90,7 +89,7 @@ class KVPactBuilder(AttentionMetadataBuilder[KVPactMetadata]):
 
 def _scratch(spec: AttentionSpec, layers: list[str], config: Any) -> Scratch | None:
     """Return what prompts are attended over by vLLM's own kernel; None where it is not used."""
-    from kvpact.integrations.vllm.own_kernel import why_not  # of vLLM's CPU worker
+    from kvpact.integrations.vllm.cpu_attention import why_not
 
     model, dtype = config.model_config, config.model_config.dtype
     if reason := why_not(spec.head_size, spec.head_size_v, dtype):
@@ -115,7 +114,7 @@ def _shared_scratch(
     q_heads: int, heads: int, dim: int, dtype: torch.dtype, longest: int
 ) -> Scratch:
     """Return one for all layers alike, whatever their specs."""
-    from kvpact.integrations.vllm.own_kernel import OwnKernel
+    from kvpact.integrations.vllm.cpu_attention import OwnKernel
 
     return Scratch(OwnKernel(q_heads, heads, dim, dtype), heads, dim, dtype, longest)
 

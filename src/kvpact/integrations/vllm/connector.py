@@ -27,11 +27,15 @@ from kvpact.integrations.vllm.connector_options import (
     release_store,
     share_store,
 )
-from kvpact.integrations.vllm.connector_order import orders_of
 from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
-from kvpact.integrations.vllm.connector_setup import Adapters, form_of, model_fingerprint
-from kvpact.integrations.vllm.connector_worker import Pages, PrefixWorker
+from kvpact.integrations.vllm.connector_setup import (
+    adapter_fingerprint,
+    form_of,
+    model_fingerprint,
+)
+from kvpact.integrations.vllm.connector_worker import PrefixWorker
+from kvpact.integrations.vllm.cpu_attention import orders_of
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import native_plan
 
@@ -106,7 +110,7 @@ class KVPactConnector(KVConnectorBase_V1):
                 self._options,
                 store,
                 self._options.model or model_fingerprint(vllm_config),
-                Adapters(),
+                adapter_fingerprint,
                 self._counts,
                 loads=transfer.is_kv_consumer,
                 saves=transfer.is_kv_producer,
@@ -173,7 +177,7 @@ class KVPactConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take vLLM's pages, whose layout is checked."""
         layers = self._vllm_config.compilation_config.static_forward_context
-        pages: dict[str, Pages] = {}
+        pages: dict[str, PackedPages] = {}
         ours = self._options.storage is None
         for name, pair in zip(self._form.layers, self._form.codecs, strict=True):
             form, memory = PageForm(*pair, self._form.page), kv_caches[name]

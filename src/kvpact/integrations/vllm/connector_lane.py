@@ -9,6 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+IDLE = 0.01
+"""Seconds that an engine with nothing to compute waits for a job before it looks around."""
+
 
 class Job(Future[Any]):
     """The future of something that a `Lane` does: `work` is called with it.
@@ -53,10 +56,10 @@ class Lane:
         with self._changed:
             return all(began is not None and now - began > seconds for began in self._began)
 
-    def wait(self, seconds: float) -> None:
-        """Wait until a job ends, so long at most."""
+    def wait(self) -> None:
+        """Wait until a job ends, for `IDLE` seconds at most."""
         with self._changed:
-            self._changed.wait(seconds)
+            self._changed.wait(IDLE)
 
     def close(self, seconds: float) -> bool:
         """Let the threads end when all is done; wait so long at most and tell whether it is."""

@@ -29,8 +29,6 @@ from kvpact.stores import Store
 
 AT_ONCE = 0.002
 """Seconds that a lookup may hold up the scheduler; one that takes longer is asked for later."""
-IDLE = 0.01
-"""Seconds that an engine with nothing to compute waits for a lookup before it looks around."""
 RETRY = 30.0
 """Seconds for which a chunk whose load failed is not loaded, unless it is saved anew before."""
 
@@ -152,7 +150,7 @@ class PrefixScheduler:
         loads, self._loads = self._loads, []
         idle = not output.total_num_scheduled_tokens
         if idle and not loads and self._waits():
-            self._lane.wait(IDLE)
+            self._lane.wait()
         return StepPlan(loads, saves, idle=idle)
 
     def came_back(self, loaded: Iterable[str], failed: Iterable[int]) -> None:

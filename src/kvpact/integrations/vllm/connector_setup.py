@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -99,20 +100,13 @@ def _folder(name: str, revision: str | None) -> str:
         ) from error
 
 
-class Adapters:
-    """Fingerprints of adapters, each computed once."""
+def adapter_fingerprint(request: Any) -> str | None:
+    """Return that of a request's adapter; None where it has none."""
+    lora = request.lora_request
+    return None if lora is None else _adapter(lora.lora_int_id, lora.lora_path)
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, str], str] = {}
 
-    def __call__(self, request: Any) -> str | None:
-        """Return that of a request's adapter; None where it has none."""
-        lora = request.lora_request
-        if lora is None:
-            return None
-        key = (lora.lora_int_id, lora.lora_path)
-        if key not in self._known:
-            folder = Path(_folder(lora.lora_path, None))
-            config = json.loads((folder / "adapter_config.json").read_text())
-            self._known[key] = files_fingerprint(folder, config)
-        return self._known[key]
+@cache
+def _adapter(number: int, path: str) -> str:
+    folder = Path(_folder(path, None))
+    return files_fingerprint(folder, json.loads((folder / "adapter_config.json").read_text()))

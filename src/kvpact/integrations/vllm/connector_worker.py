@@ -24,13 +24,10 @@ from kvpact.integrations.vllm.connector_form import (
 )
 from kvpact.integrations.vllm.connector_lane import Job, Lane
 from kvpact.integrations.vllm.connector_options import ConnectorOptions
-from kvpact.integrations.vllm.connector_pages import Copied, PackedPages, PlainPages
+from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.stores import Store
 
-Pages = PackedPages | PlainPages
-IDLE = 0.01
-"""Seconds that an engine with nothing to compute waits for a load before it looks around."""
 LOADS = 4
 """Requests whose chunks are read at the same time."""
 
@@ -56,7 +53,7 @@ class PrefixWorker:
         self._kind = cache(
             lambda identity: form.kind(of_rank(identity, form.rank, form.ranks), self._chunk)
         )
-        self._pages: dict[str, Pages] = {}
+        self._pages: dict[str, PackedPages] = {}
         self._loads_lane = Lane("kvpact-load", LOADS)
         self._saves_lane = Lane("kvpact-save")
         self._running: dict[str, tuple[Load, Job, float]] = {}
@@ -70,7 +67,7 @@ class PrefixWorker:
 
     def register(
         self,
-        pages: Mapping[str, Pages],
+        pages: Mapping[str, PackedPages],
         loaded: Callable[[Sequence[int]], None],
         damaged: Callable[[Sequence[int]], bool],
     ) -> None:
@@ -113,7 +110,7 @@ class PrefixWorker:
     def loaded(self, plan: StepPlan) -> set[str]:
         """Return the requests whose loads have ended; what failed is in `failed_pages`."""
         if plan.idle and self._running and not self._ready():
-            self._loads_lane.wait(IDLE)
+            self._loads_lane.wait()
         ready = self._ready()
         for name in ready:
             load, job, _ = self._running.pop(name)

@@ -15,8 +15,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, logger
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
-from kvpact.integrations.vllm.refused import refuse
-from kvpact.integrations.vllm.watch import watch_of
+from kvpact.integrations.vllm.damage import watch_of
+from kvpact.integrations.vllm.setting import refuse
 
 
 class CudaBuilder(KVPactBuilder):

@@ -4,15 +4,21 @@ vLLM's own cache stores NaN and infinity, and what was computed from them is NaN
 them, of the prefix cache too. kvpact's methods can't hold them (nor numbers beyond fp16), and vLLM
 has no way to fail one request from its attention. So a sequence is cut at the first such token:
 its outputs are NaN from there on, and so are those of every sequence that shares the pages.
+
+On a GPU no step waits for a check: a flag for each page tells of the row whose last token lies
+there. Whoever makes the next batch reads all flags at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nan
 
-from kvpact.errors import NonFiniteError
+from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.integrations.vllm.window import Row
 
 
@@ -66,3 +72,45 @@ def storable(prepare: Callable[[int], object], count: int) -> int:
         except NonFiniteError:
             bad = middle
     return good
+
+
+class Watch:
+    """The flags of all layers of a process, for the `rows` of the batch that runs."""
+
+    def __init__(self, device: str) -> None:
+        self.rows: Sequence[Row] = ()
+        self._good = torch.ones(0, dtype=torch.bool, device=device)
+        self._layers: WeakSet[Damage] = WeakSet()
+
+    def flags(self, pages: int) -> Tensor:
+        """Return the flags, `[pages]` bool, True where all could be stored; one for all layers."""
+        if not len(self._good):
+            self._good = self._good.new_ones(pages)
+        if len(self._good) != pages:
+            raise GeometryError(
+                f"layers with {len(self._good)} and {pages} pages; kvpact's plug-in needs as many "
+                "in all layers on a GPU"
+            )
+        return self._good
+
+    def add(self, damage: Damage) -> None:
+        """Tell a layer's damage of it from here on."""
+        self._layers.add(damage)
+
+    def read(self) -> list[Row]:
+        """Return the last batch's rows that could not be stored, with their pages marked."""
+        if bool(self._good.all()):
+            return []
+        bad = set(torch.nonzero(~self._good).flatten().tolist())
+        self._good.fill_(True)
+        cut = [row for row in self.rows if row.pages[-1] in bad]
+        for damage in self._layers:
+            for row in cut:
+                damage.mark(row)
+        return cut
+
+
+@cache
+def watch_of(kind: str) -> Watch | None:
+    """Return that of this process's device, by its kind; on a CPU checks are not deferred: None."""
+    return None if kind == "cpu" else Watch(kind)

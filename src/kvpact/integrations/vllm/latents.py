@@ -7,10 +7,11 @@ prompts as well as single tokens, is attended over latents: queries take W_UK in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 
@@ -18,8 +19,7 @@ from kvpact.cache.specs import latent_spec
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, stored_backend
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.by_layer import specs_of
-from kvpact.integrations.vllm.refused import refuse
-from kvpact.integrations.vllm.setting import served_specs
+from kvpact.integrations.vllm.setting import refuse, served_specs
 from kvpact.kernels import absorb_query, expand_output
 
 
@@ -137,3 +137,19 @@ class LatentBackend(KVPactBackend):
     def widths(cls, spec: AttentionSpec) -> tuple[int, int]:
         """Return the widths of a latent and of a rotated key; `spec` knows their sum."""
         return cls.parts
+
+
+class OtherLatentBackend(AttentionBackend):
+    """Refuses latent attention (MLA) in all places of vLLM's but that of `LatentBackend`."""
+
+    @staticmethod
+    def get_name() -> NoReturn:
+        """Refuse."""
+        refuse("multi-head latent attention (MLA) but in the place of AMX_MLA, on CPUs with AMX")
+
+    get_impl_cls = get_builder_cls = get_name
+
+    @classmethod
+    def validate_configuration(cls, *_: Any, **__: Any) -> NoReturn:
+        """Refuse."""
+        cls.get_name()

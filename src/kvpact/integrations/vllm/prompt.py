@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
 class Scratch:
     """Pages of exact tokens for one call at a time, shared by all layers.
 
-    `kernel`: attends over them (`own_kernel.OwnKernel`, which vLLM's CPU worker can import);
+    `kernel`: attends over them (`cpu_attention.OwnKernel`, which vLLM's CPU worker can import);
     `tokens`: of the longest sequence, at least; `nbytes`: memory, once such a one has come.
     """
 

@@ -9,10 +9,11 @@ that vLLM starts before any of its classes is made, and where it is not set noth
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
 import torch
 
-from kvpact.errors import SpecError
+from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.kernels import Compute, Plan, choose
 from kvpact.methods import Codec
 from kvpact.recipe import layer_specs
@@ -79,4 +80,11 @@ def native_plan(
     compute: Compute = choose("cpu") if on_cpu else choose("triton", check="deferred")
     return compute.plan(
         compute.stream(k, device, dtype), compute.stream(v, device, dtype), latent=latent
+    )
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise `BackendUnavailable` for a model, or a way of running it, that is not covered."""
+    raise BackendUnavailable(
+        f"kvpact's vLLM plug-in does not cover {what}; unset {SETTING} to run with vLLM's own cache"
     )
