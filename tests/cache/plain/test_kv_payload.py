@@ -171,7 +171,7 @@ MANIFESTS = {
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_that_do_not_fit_their_tensors_are_refused(name):
     """Well-formed files, their checksums right."""
-    from kvpact.cache.plain_state import KIND, VERSION
+    from kvpact.cache.plain import KIND, VERSION
     from kvpact.snapshot import Container
 
     good = Container(small().to_payload(), KIND, VERSION)

@@ -18,12 +18,11 @@ from kvpact.cache.checks import known_snapshot
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
-from kvpact.integrations.transformers.engine_cache import EngineCache, tensors_of
+from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend, tensors_of
 from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
-from kvpact.integrations.transformers.pairs import may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset

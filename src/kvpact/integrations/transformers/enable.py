@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Mapping
 from copy import deepcopy
@@ -10,18 +11,24 @@ from types import TracebackType
 from typing import Any
 from weakref import ref
 
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from kvpact.calibration import Calibration
 from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
-from kvpact.integrations.transformers.servable import CACHE_NAMES, PREPARE, check_servable
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import DEFAULT_SPEC
 
+CACHE_NAMES = tuple(ALL_CACHE_NAMES)
+"""The names under which models of transformers take a cache."""
+PREPARE = "_prepare_cache_for_generation"
+"""The method of `generate` that makes a cache where the caller gave none."""
+_NO_MATTER = (None, "hybrid")
+"""Values of a model's own ``cache_implementation`` without effect."""
 _CACHE = "past_key_values"
 _BATCHING = "init_continuous_batching"
 _lock = threading.Lock()
@@ -265,3 +272,48 @@ def _remove_hooks(model: PreTrainedModel, keep: PreTrainedModel | None = None) -
     for hook in [x for x in vars(model).values() if isinstance(x, _Hook)]:
         if keep is None or hook._model() is not keep:
             hook.remove(model)
+
+
+def check_servable(model: Any) -> None:
+    """Raise `EnableError` for a model whose `generate` would not use the cache, and say why."""
+    kind = type(model)
+    name = kind.__name__
+    if not issubclass(kind, PreTrainedModel) or not issubclass(kind, GenerationMixin):
+        raise EnableError(
+            f"enable wants a model of transformers that generates, not {name}: of a PEFT model "
+            "model.get_base_model(), of a compiled one the model that was compiled"
+        )
+    if not model._supports_default_dynamic_cache():
+        raise EnableError(
+            f"{name} has a cache of its own, which kvpact can't replace: there is nothing to enable"
+        )
+    prepare = inspect.signature(getattr(kind, PREPARE))
+    if not {"generation_config", "model_kwargs"} <= set(prepare.parameters):
+        raise EnableError(
+            f"{name} makes its cache in a way of its own, which kvpact can't replace: pass "
+            "past_key_values=CompressedCache(model, …) where it takes one"
+        )
+    if not _prepares(kind):
+        parts = [
+            part for part, module in model.named_children() if isinstance(module, GenerationMixin)
+        ]
+        raise EnableError(
+            f"generate of {name} leaves the work to a part of it: enable that part"
+            + (f" ({', '.join(f'model.{part}' for part in parts)})" if parts else "")
+        )
+    named = getattr(model.generation_config, "cache_implementation", None)
+    if named not in _NO_MATTER:
+        raise EnableError(
+            f"the generation_config of this model names cache_implementation={named!r}: set "
+            "model.generation_config.cache_implementation = None first"
+        )
+
+
+def _prepares(model: type) -> bool:
+    """Whether `generate` of a class comes to `PREPARE`: by itself, or by that of a base class."""
+    above = model.__mro__[: model.__mro__.index(GenerationMixin)]
+    if not any("generate" in vars(cls) for cls in above):
+        return True
+    codes = [getattr(x, "__code__", None) for cls in above for x in vars(cls).values()]
+    names = [set(code.co_names) for code in codes if code is not None]
+    return any(PREPARE in known or {"super", "generate"} <= known for known in names)

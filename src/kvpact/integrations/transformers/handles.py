@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvpact.contract import AttendConfig
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.fallback import say_once
 
@@ -46,32 +45,18 @@ def _refuse(gradient: Tensor) -> None:
     raise KVPactError("there are no gradients through a compressed cache; run without one")
 
 
-class Pending(Protocol):
-    """What a handle stands for: the tokens of one `update`."""
-
-    @property
-    def fresh(self) -> bool:
-        """Whether they are read as they are."""
-
-    @property
-    def origin(self) -> Any:
-        """The same tokens as they are stored (`tokens.NewTokens`)."""
-
-    def part(self, side: str) -> Tensor:
-        """Return K (``k``) or V (``v``) of all tokens, decompressed."""
-
-    def attend(self, q: Tensor, config: AttendConfig) -> Tensor:
-        """Attend over the past and these tokens."""
-
-
 class KVHandle(Tensor):
-    """K or V of all tokens of a layer, without the numbers."""
+    """K or V of all tokens of a layer, without the numbers.
 
-    pending: Pending
+    `pending`: the tokens of one `update` (`tokens.NewTokens`, `latent.HeadTokens`); `side`: ``k``
+    or ``v``.
+    """
+
+    pending: Any
     side: str
 
     @staticmethod
-    def of(pending: Pending, side: str, shape: tuple[int, ...], like: Tensor) -> KVHandle:
+    def of(pending: Any, side: str, shape: tuple[int, ...], like: Tensor) -> KVHandle:
         """Make a handle for ``k`` or ``v``, on the device and in the dtype of `like`."""
         handle: KVHandle = _make(KVHandle, shape, dtype=like.dtype, device=like.device)
         handle.pending, handle.side = pending, side
@@ -79,7 +64,8 @@ class KVHandle(Tensor):
 
     def materialize(self) -> Tensor:
         """Return the decompressed tensor."""
-        return self.pending.part(self.side)
+        whole: Tensor = self.pending.part(self.side)
+        return whole
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"KVHandle({self.side}, shape={tuple(self.shape)}, dtype={self.dtype})"

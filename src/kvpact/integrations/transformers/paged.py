@@ -10,10 +10,9 @@ from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.stats import Summary
 from kvpact.errors import GeometryError, KVPactError
-from kvpact.integrations.transformers.engine_cache import EngineCache
+from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.pairs import may_cross_attend
 from kvpact.integrations.transformers.shared import SharedState
 
 

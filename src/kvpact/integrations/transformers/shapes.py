@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 
 from kvpact.errors import KVPactError
 from kvpact.integrations.layer_shape import LayerShape
-from kvpact.integrations.packaged import first_line, quiet_transformers
+from kvpact.integrations.models import first_line, quiet_transformers
 from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
