@@ -12,7 +12,7 @@ from kvpact.cache.checks import KeyOffsets, check_layer, check_offsets, check_qu
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.quick import quick_attend
+from kvpact.cache.quick import attend, quick_attend
 from kvpact.cache.rows import BatchRows
 from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
 from kvpact.cache.stats import Summary, cache_stats
@@ -119,7 +119,7 @@ class ContiguousCache(BatchRows):
         entry = self._layers[layer]
         with self.compute.checking(), entry.lock:
             sizes = self._check(layer, k, v, q, config)
-            return entry.attend(k, v, q, config, sizes)
+            return attend(entry, k, v, q, config, sizes)
 
     @detached
     def store(

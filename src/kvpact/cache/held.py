@@ -1,12 +1,9 @@
-"""What a layer of a cache holds at one moment, and how it comes to hold something else."""
+"""What a layer of a cache holds at one moment, and what new tokens make of it."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from itertools import repeat
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +12,7 @@ from kvpact.cache.parts import energies
 from kvpact.cache.step import Step
 from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
-from kvpact.kernels import KnownByPosition, LayerView, Plan, RowOffset, StepRunner
+from kvpact.kernels import KnownByPosition, Plan, RowOffset, StepRunner
 
 Sizes = Sequence[float] | None
 """The largest magnitudes of K and V (see `check_tokens`); None where they are not known."""
@@ -104,24 +101,3 @@ def next_offset(
         filled = (held.padding < held.length).tolist()
         origin = tuple(b if f else a for f, b, a in zip(filled, before, after, strict=True))
     return offset.begun_at(origin if origin and any(origin) else None)
-
-
-class Holder(Protocol):
-    """Whoever holds a state and takes steps from it: a `CacheLayer`."""
-
-    lock: AbstractContextManager[Any]
-    _held: Held
-    clean: bool
-    _latent: bool
-
-    def _view(self, held: Held, padding: Tensor | None) -> LayerView | None: ...
-
-
-def exchange(layers: Sequence[Holder], states: Sequence[Held]) -> None:
-    """Let all layers hold their states, or none: in one call of C no interrupt is delivered."""
-    if len(layers) == 1:
-        layers[0]._held = states[0]
-        return
-    old = [layer._held for layer in layers]
-    deque(map(setattr, layers, repeat("_held"), states), maxlen=0)
-    del old

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
 
 from kvpact.cache.codecs import codec_of
 from kvpact.cache.held import Held, LayerPlan, Sizes, next_offset, next_padding, next_seen
-from kvpact.cache.quick import first_step
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CorruptState, GeometryError, NonFiniteError, StaleResult
-from kvpact.kernels import Compute, LayerView, check_queries
+from kvpact.kernels import Compute, LayerView
 from kvpact.kernels.offset import known_by_position
 from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
@@ -88,22 +90,6 @@ class CacheLayer:
         padding = "" if held.padding is None else f", padding={held.padding.tolist()}"
         state = f"length={self.length}{padding}, version={held.version}, clean={self.clean}"
         return f"CacheLayer({str(self.spec)!r}, {state}, k={held.k!r}, v={held.v!r})"
-
-    def attend(
-        self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, sizes: Sizes = None
-    ) -> Tensor:
-        """Attend over the tokens held and the new ones, and store these; all or nothing."""
-        with self.lock:
-            output = first_step(self, k, v, q, config, None) if self._held.plan else None
-            if output is not None:
-                return output
-            plan = self.prepare(k, v, config, q, sizes)
-            if config.exact_new:
-                output = plan.step.attend(q, config)
-                self.commit(plan)
-                return output
-            check_queries(q, k.shape[1], self.length + k.shape[2], config)
-            return self.commit(plan).attend(q, config)
 
     def store(self, k: Tensor, v: Tensor, config: AttendConfig, q: Tensor | None = None) -> Step:
         """Store new tokens and return them beside a view of the past."""
@@ -334,3 +320,13 @@ class CacheLayer:
                 + self.waiting_state()
                 + ([] if self._held.padding is None else [self._held.padding])
             )
+
+
+def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:
+    """Let all layers hold their states, or none: in one call of C no interrupt is delivered."""
+    if len(layers) == 1:
+        layers[0]._held = states[0]
+        return
+    old = [layer._held for layer in layers]
+    deque(map(setattr, layers, repeat("_held"), states), maxlen=0)
+    del old

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpact.cache.held import LayerPlan, exchange
+from kvpact.cache.held import LayerPlan
+from kvpact.cache.layer import exchange
 from kvpact.cache.quick import encodes, make_runner, quick_step
 from kvpact.cache.sequence_pages import SequencePages
 from kvpact.cache.sequences import KnownRows, PagedSequence
@@ -183,4 +184,4 @@ def make_runners(
     tokens = zip(*(torch.split(x, 1) for x in (k, v, q)), strict=True)
     for seq, (k_row, v_row, q_row) in zip(seqs, tokens, strict=True):
         entry = cache._sequence(seq).layers[layer]
-        make_runner(entry, k_row, v_row, q_row, config, None)
+        make_runner(entry, k_row, v_row, q_row, config)

@@ -1,28 +1,46 @@
-"""Steps of a few tokens in one call of a backend: what most calls of a decoding engine are.
+"""Attending calls, and steps of a few tokens in one call of a backend, which most of them are.
 
-The ordinary way (`CacheLayer.prepare`, `commit`) defines what a step does. This one is taken where
-the state has a `StepRunner`, made for calls that are alike, and no group was cut.
+The ordinary way (`attend`) defines what a step does. `quick_attend` is taken where the state has a
+`StepRunner`, made for calls that are alike, and no group was cut.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from kvpact.cache.held import Held, Holder, next_seen
+from kvpact.cache.held import Held, Sizes, next_seen
+from kvpact.cache.layer import CacheLayer
 from kvpact.cache.parts import MOST_STEP, SLACK, next_memory
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
-from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens
+from kvpact.kernels import AttendCall, StepRow, StepRunner, StepTokens, check_queries
 from kvpact.methods.context import Context
 from kvpact.units import out_of_window, unit_of
 
 _new = tuple.__new__  # takes a third of the time of a NamedTuple's own constructor
 
 
+def attend(
+    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, sizes: Sizes
+) -> Tensor:
+    """Attend over the tokens held and the new ones, and store these; the layer's lock is held."""
+    if layer._held.plan and make_runner(layer, k, v, q, config):
+        output = _run_step(layer, k, v, q, config)
+        if output is not None:
+            return output
+    plan = layer.prepare(k, v, config, q, sizes)
+    if config.exact_new:
+        output = plan.step.attend(q, config)
+        layer.commit(plan)
+        return output
+    check_queries(q, k.shape[1], layer.length + k.shape[2], config)
+    return layer.commit(plan).attend(q, config)
+
+
 def quick_attend(
-    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, max_tokens: int | None
+    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, max_tokens: int | None
 ) -> Tensor | None:
-    """Carry out `CacheLayer.attend` in one call of a backend; None, nothing stored, if it can't."""
+    """Carry out `attend` in one call of a backend; None, nothing stored, if it can't."""
     if layer._held.plan is None:
         return None
     with layer.lock:
@@ -34,21 +52,14 @@ def quick_attend(
             return None
         if max_tokens is not None and held.length + k.shape[2] > max_tokens:
             return None
-        if held.runner is None:  # a call like those of other layers, which has passed their checks
-            return first_step(layer, k, v, q, config, runner)
+        # A call like those of other layers has passed their checks.
+        if held.runner is None and not make_runner(layer, k, v, q, config, runner):
+            return None
         return _run_step(layer, k, v, q, config)
 
 
-def first_step(
-    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, like: StepRunner | None
-) -> Tensor | None:
-    """Carry out a step, and let those like it take one call each; None where it can't."""
-    made = make_runner(layer, k, v, q, config, like)
-    return _run_step(layer, k, v, q, config) if made else None
-
-
 def _run_step(
-    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
+    layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
     step, plan = quick_step(layer, k, v, q, config), layer._held.plan
     if step is None or plan is None:
@@ -69,7 +80,7 @@ def encodes(row: StepRow) -> int:
 
 
 def quick_step(
-    layer: Holder,
+    layer: CacheLayer,
     k: Tensor,
     v: Tensor,
     q: Tensor,
@@ -111,7 +122,7 @@ def quick_step(
     return after, _new(StepRow, (runner, held, k_tokens, v_tokens))
 
 
-def counted(layer: Holder, new: int) -> Held | None:
+def counted(layer: CacheLayer, new: int) -> Held | None:
     """Return what a layer holds after a step by a device; None where it packs, or has no room."""
     held, streams = layer._held, []
     for stream in held.streams():
@@ -178,7 +189,7 @@ def next_stream(
 
 
 def _made(
-    layer: Holder,
+    layer: CacheLayer,
     held: Held,
     k: Tensor,
     v: Tensor,
@@ -203,7 +214,12 @@ def _plain(stream: Stream, padding: Tensor | None) -> bool:
 
 
 def make_runner(
-    layer: Holder, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, like: StepRunner | None
+    layer: CacheLayer,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    config: AttendConfig,
+    like: StepRunner | None = None,
 ) -> bool:
     """Let a layer take steps like this one in one call each; False where it can't, or does."""
     held = layer._held

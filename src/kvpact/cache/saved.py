@@ -58,23 +58,29 @@ def field_info(field: Field) -> FieldInfo:
 
 def stream_state(stream: Stream) -> StreamState:
     """Return a stream's state; the slots of one segment, and of several, are copies."""
-    source, step = stream.store.source(), stream.store.segment_tokens
-    segments, slots = -(-stream.packed // step), {}
-    for field in stream.codec.fields:
-        if segments:
-            units = -(-stream.packed // field.tokens)
-            held = source.gather(field.name, 0, segments)
-            # One segment comes as it is, more are joined, which copies.
-            slots[field.name] = (held.clone() if segments == 1 else held)[:, :, :units]
-            # A page that is shared may hold tokens of another sequence behind this one's.
-            field.clear_from(slots[field.name], stream.packed)
-    fields = tuple(field_info(field) for field in stream.codec.fields)
-    start = stream.length - stream.tail.shape[2]
-    learnt, offset = stream.codec.state(), stream.offset
+    fields, slots = _slots(stream, 0, stream.packed)
+    for field in stream.codec.fields if slots else ():
+        if stream.packed <= stream.store.segment_tokens:  # more segments are joined, which copies
+            slots[field.name] = slots[field.name].clone()
+        # A page that is shared may hold tokens of another sequence behind this one's.
+        field.clear_from(slots[field.name], stream.packed)
+    learnt, offset, start = stream.codec.state(), stream.offset, stream.tail_start
     state = StreamState(fields, slots, stream.packed, start, stream.tail, stream.sinks, learnt)
     if offset is None or offset.offset is None:
         return state  # a rotation is a part of what was learnt
     return replace(state, offset=offset.offset, origin=offset.origin)
+
+
+def _slots(
+    stream: Stream, first: int, last: int
+) -> tuple[tuple[FieldInfo, ...], dict[str, Tensor]]:
+    """Return the fields of a stream, and the units that hold the tokens `first <= t < last`."""
+    source, step, slots = stream.store.source(), stream.store.segment_tokens, {}
+    for field in stream.codec.fields if last else ():
+        held, unit = source.gather(field.name, first // step, -(-last // step)), field.tokens
+        before = first // step * step
+        slots[field.name] = held[:, :, (first - before) // unit : -((before - last) // unit)]
+    return tuple(field_info(field) for field in stream.codec.fields), slots
 
 
 def layer_state(layer: CacheLayer) -> LayerState:
@@ -104,16 +110,7 @@ def packed_part(layer: CacheLayer, spec: dict[str, Any], first: int, last: int) 
 
 
 def _packed_part(stream: Stream, first: int, last: int) -> StreamState:
-    source, step = stream.store.source(), stream.store.segment_tokens
-    begin, slots = first // step, {}
-    for field in stream.codec.fields:
-        held = source.gather(field.name, begin, -(-last // step))
-        unit = field.tokens
-        part = held[
-            :, :, first // unit - begin * step // unit : last // unit - begin * step // unit
-        ]
-        slots[field.name] = part
-    fields = tuple(field_info(field) for field in stream.codec.fields)
+    fields, slots = _slots(stream, first, last)
     sinks = stream.first_tokens(None)
     sinks = None if sinks is None else sinks[:, :, first:last]
     return StreamState(

@@ -311,12 +311,7 @@ def _dtype(config: Any) -> Any:
 
 
 def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str, Any]:
-    """Return the bytes of a cache.
-
-    `PARTS`; ``compressed``, their sum, which is what `memory_usage` of such a cache counts;
-    ``own``, what transformers holds of other layers; ``total`` of both; ``exact``, the total with
-    K and V in 16 bits; ``bits_per_value`` of the compressed layers (None without values).
-    """
+    """Return the bytes of a cache: the fields of a `SizeRow` behind its first two."""
     found = Counter(dict.fromkeys(PARTS, 0))
     for part in _known_parts(spec, layers, tokens, batch) or [
         _layer_bytes(each, shape.geometry(dtype_of(layers.dtype)), tokens, batch)

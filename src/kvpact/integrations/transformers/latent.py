@@ -77,7 +77,7 @@ def meet(attention: type) -> None:
             return _handed_on(module, expand, latents, rope)
         k, v = expand(latents, rope)
         if fresh:
-            latents.pending.origin.read_as(k)
+            latents.pending.read_as(k)
         return k, v
 
     expand_kv.kvpact = True  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def meet_class(module: Any) -> None:
 def _handed_on(
     module: Any, expand: Expand, latents: KVHandle, rope: KVHandle
 ) -> tuple[KVHandle, KVHandle]:
-    tokens = HeadTokens(latents.pending.origin, module, expand)
+    tokens = HeadTokens(latents.pending, module, expand)
     batch, _, total, _ = latents.shape
     w_uk, w_uv = _weights(module)
     heads, nope, _ = w_uk.shape

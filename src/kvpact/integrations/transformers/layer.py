@@ -27,7 +27,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """
 
     is_sliding = False
-    is_compileable = False
     is_croppable = True
     supports_early_init = False
     read_again = False

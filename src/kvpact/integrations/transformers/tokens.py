@@ -322,11 +322,6 @@ class NewTokens:
         if not known and specs[self._layer].key.name != "none":
             tell_of_bias(attention)
 
-    @property
-    def origin(self) -> NewTokens:
-        """The tokens as they are stored."""
-        return self
-
 
 def as_stored(k: Tensor, v: Tensor, held: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Return K and V in one dtype that a cache holds: the wider one (autocast), but not float64."""
