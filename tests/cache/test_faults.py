@@ -236,12 +236,3 @@ def test_states_in_one_line():
     for part in ("length=150", "version=0", "clean=True", "packed=96", "tail=96:150"):
         assert part in repr(entry)
     assert "spare=0" in repr(entry.k)
-    k = tokens(20, 1)[0]
-    plan = repr(entry.k.prepare(k, None, None))
-    assert plan.startswith("AppendPlan(writes=[96:128], after=Stream(")
-    assert "length=170" in plan
-    assert "\n" not in plan
-    cache, seqs = paged("int:bits=4,sinks=2,window=8")
-    text = repr(cache._sequences[seqs[1]])
-    assert text.startswith("PagedSequence(pages=[")
-    assert "lengths=[103, 103], packed=[64, 64], coming={}, dirty=[]" in text

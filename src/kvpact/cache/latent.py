@@ -1,8 +1,7 @@
 """Caches of MLA latents: one `c_kv` and one `k_rope` per token and layer.
 
-A latent geometry is all that they need: a latent lies where K lies elsewhere, the rotated key where
-V does, so streams, sinks, windows, pages and files are the same. Only attention differs
-(`attention.latent`), and the default for `k_rope`, which loses too much below 8 bits.
+A latent lies where K lies elsewhere, the rotated key where V does. Only attention differs, and the
+default for `k_rope`, which loses too much below 8 bits.
 """
 
 from __future__ import annotations

@@ -341,26 +341,24 @@ class PagedSequences(Summarized, SequencePages):
 
     def memory_usage(self) -> int:
         """Bytes of all tensors held: the pool, and the exact tokens of the sequences."""
-        exact = [t for layers in self._all_layers() for layer in layers for t in layer.tensors()]
+        exact = [tensor for layer in self._all_layers() for tensor in layer.tensors()]
         exact += self._prefixes.tensors() + self._learnt()
         return sum(t.nbytes for t in self.pool.tensors()) + distinct_bytes(exact)
 
     def _learnt(self) -> list[Tensor]:
         return [t for pair in self.pool.codecs for codec in pair for t in codec.state().values()]
 
-    def _all_layers(self) -> list[list[CacheLayer]]:
-        return [sequence.layers for sequence in list(self._sequences.values())]
+    def _all_layers(self) -> list[CacheLayer]:
+        return [x for sequence in list(self._sequences.values()) for x in sequence.layers]
 
     def _summary(self) -> Summary:
-        sequences = self._all_layers()
-        layers = (layer for layers in sequences for layer in layers)
-        return Summary.of(self.specs, layers, self.memory_usage(), len(sequences))
+        layers, rows = self._all_layers(), len(self._sequences)
+        return Summary.of(self.specs, layers, self.memory_usage(), rows)
 
     def stats(self) -> dict[str, Any]:
         """Return what is held, as `ContiguousCache.stats`; pages count once, however many share."""
-        total, pool = self.memory_usage(), self.pool.tensors()
-        stats = paged_stats(self._all_layers(), pool, total, self.compute)
-        layers = [layer for layers in self._all_layers() for layer in layers]
+        total, pool, layers = self.memory_usage(), self.pool.tensors(), self._all_layers()
+        stats = paged_stats(layers, pool, total, self.compute)
         tails = distinct_bytes(
             stream.tail_memory() for layer in layers for stream in layer.streams()
         )

@@ -1,9 +1,6 @@
 """Pages: one preallocated pool shared by all layers and sequences.
 
-A page holds `page_size` tokens of K and of V in **all** layers, so one block table serves them all
-and a sequence takes its pages for all layers at once. The bytes in a page are those of a segment
-of the contiguous cache. Pages are counted by reference: sequences that share a prefix share its
-pages, and nobody writes to a page that somebody else holds.
+The bytes in a page are those of a segment of the contiguous cache.
 """
 
 from __future__ import annotations

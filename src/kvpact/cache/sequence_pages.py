@@ -43,13 +43,8 @@ def alone(call: Callable[Concatenate[Pages, P], T]) -> Callable[Concatenate[Page
 class SequencePages:
     """The sequences of a paged cache and their pages.
 
-    One lock per layer, shared by all sequences, and the pool's. A call for one layer takes that
-    layer's lock and then the pool's, for as long as it counts pages. A call that changes whole
-    sequences takes the locks of all layers, from the first to the last, and then the pool's.
-    Nobody takes a layer's lock who holds the pool's or a later layer's.
-
-    Pages belong to the tables of sequences. Counts of references and the list of free pages only
-    repeat what the tables say: after an interrupted call they are made again from them.
+    In which order locks are taken, the package's README says ("Locks"). Pages belong to the tables
+    of sequences: references and free pages are made again from them after an interrupted call.
     """
 
     layout = "paged"

@@ -34,16 +34,6 @@ class PagedSequence:
         exchange(self.layers, gone)
         self.table.clear()
 
-    def __repr__(self) -> str:
-        """Tell which pages there are, and what the layers hold."""
-        lengths = [layer.length for layer in self.layers]
-        packed = [packed_tokens(layer) for layer in self.layers]
-        dirty = [index for index, layer in enumerate(self.layers) if not layer.clean]
-        return (
-            f"PagedSequence(pages={self.table}, lengths={lengths}, packed={packed}, "
-            f"coming={self.coming}, dirty={dirty})"
-        )
-
     @property
     def packed(self) -> int:
         """Tokens packed in every stream of every layer."""

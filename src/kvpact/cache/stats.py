@@ -123,28 +123,22 @@ def cache_stats(layers: Iterable[CacheLayer], layout: str, compute: Compute) -> 
 
 
 def paged_stats(
-    sequences: list[list[CacheLayer]], pool: list[Tensor], total: int, compute: Compute
+    layers: list[CacheLayer], pool: list[Tensor], total: int, compute: Compute
 ) -> dict[str, Any]:
-    """Return `cache_stats` of sequences on a pool; slots are the pool's, shared ones count once."""
-    layers = [layer for sequence in sequences for layer in sequence]
+    """Return `cache_stats` of layers on a pool; slots are the pool's, shared ones count once."""
     stats = cache_stats(layers, "paged", compute)
     held = sum(tensor.nbytes for tensor in pool)
-    codes = side = 0.0
-    for layer in layers:
-        for stream in layer.streams():
-            for field in stream.codec.fields:
-                used = field.bytes_per_token * stream.packed * stream.tail.shape[1]
-                codes, side = (
-                    (codes + used, side) if field.kind == "codes" else (codes, side + used)
-                )
-    shrink = min(1.0, held / (codes + side)) if codes + side else 1.0
-    sizes = stats["bytes"]
-    sizes["codes"], sizes["side"] = round(codes * shrink), round(side * shrink)
-    sizes["unused"] = held - sizes["codes"] - sizes["side"]
-    sizes["total"] = total
+    used = {"codes": 0.0, "side": 0.0}
+    for stream in (stream for layer in layers for stream in layer.streams()):
+        for field in stream.codec.fields:
+            used[field.kind] += field.bytes_per_token * stream.packed * stream.tail.shape[1]
+    slots, sizes = sum(used.values()), stats["bytes"]
+    shrink = min(1.0, held / slots) if slots else 1.0
+    sizes |= {kind: round(count * shrink) for kind, count in used.items()}
+    sizes |= {"unused": held - sizes["codes"] - sizes["side"], "total": total}
     values, packed = stats["values"], stats["packed_values"]
     stats["bits_per_value"] = total * 8 / values if values else nan
-    stats["slot_bits_per_value"] = (codes + side) * 8 / packed if packed else nan
+    stats["slot_bits_per_value"] = slots * 8 / packed if packed else nan
     return stats
 
 

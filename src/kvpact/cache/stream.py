@@ -1,9 +1,7 @@
 """A stream: K or V of one layer, as packed slots and exact tokens, an immutable value.
 
 ARCHITECTURE.md ("What is stored") says what is where, and when; `kvpact.testing.StreamOracle`
-defines it. An append is planned (checked, encoded, allocated), which gives the stream as it will
-be; then the new slots are written, behind those that anybody reads; then the layer holds the new
-stream. So whatever goes wrong on the way, the stream that the layer holds is right.
+defines it.
 """
 
 from __future__ import annotations
@@ -82,12 +80,11 @@ class Stream(NamedTuple):
         window: int,
         store: SegmentStore,
         plan: StreamPlan,
-        offset: KnownByPosition | None = None,
     ) -> Stream:
         """Return a stream for tokens like `[B, H, T, D]` that holds none."""
         batch, heads, _, dim = like.shape
         memory = TokenMemory(like.new_zeros(batch, heads, 0, dim), 0)
-        return cls(codec, window, plan, store, 0, memory, 0, 0, 0, None, sinks, offset)
+        return cls(codec, window, plan, store, 0, memory, 0, 0, 0, None, sinks)
 
     @property
     def tail(self) -> Tensor:
@@ -361,8 +358,3 @@ class AppendPlan(NamedTuple):
         source = self.after.store.source()
         for piece in self.pieces:
             piece.encoder.write(piece.prepared, source, piece.start)
-
-    def __repr__(self) -> str:
-        """Tell where slots are going to be written, and what the stream will hold then."""
-        spans = ", ".join(f"{piece.start}:{piece.end}" for piece in self.pieces)
-        return f"AppendPlan(writes=[{spans}], after={self.after!r})"

@@ -1,7 +1,6 @@
 """What LMCache calls: the three methods of its serializers and deserializers, with counts.
 
-LMCache takes whatever is raised here as a failure: what it was to load is a miss, and computed by
-the engine; what it was to store is not stored.
+LMCache takes whatever is raised here as a failure, and the engine computes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""LMCache's server: its command line, the serde ``kvpact``, and a module of the server beside it.
-
-A serde sees bytes and keys; the module sees the server. It shows counts in the server's status,
-and removes entries that can't be served: the ``fs`` adapter never replaces a file, so a damaged one
-would be a miss for ever.
-"""
+"""LMCache's server: its command line with the serde ``kvpact``, and a module of the server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Handles: what `update` returns in place of K and V.
 
-A handle is a tensor with the right shape, dtype and device and no storage. kvpact's attention
-function sees it and attends over the packed slots. Any other operation on it gets decompressed
-K or V instead: right in every model, only slower, and said once.
+A tensor with the right shape, dtype and device and no storage, over which kvpact's attention
+function attends; any other operation on it gets decompressed K or V.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Models with latent attention (MLA: DeepSeek-V2 and V3 and their kin), absorbed.
 
-Their attention modules give the cache a latent and a rotated key, get both back for all tokens, and
-make K and V of the heads of them in `expand_kv`. When a compressed cache for such a model is made,
-that method of its class is wrapped: given handles by a plain module, it hands handles on, and
-attention goes over the latents with `kv_b_proj` absorbed (see `kernels.torch.latent`). Everything
-else passes through unchanged, and where something in between reads K or V of the heads, they are
-made of decompressed latents.
+The method `expand_kv` of their attention classes is wrapped: given handles by a plain module, it
+hands handles on, and attention goes over the latents. Everything else passes through unchanged.
 """
 
 from __future__ import annotations

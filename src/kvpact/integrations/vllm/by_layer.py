@@ -1,8 +1,4 @@
-"""Which of a model's attention layers have kvpact's pages, and which spec each of them stores by.
-
-vLLM asks an attention layer for its backend class, and the class for everything else. So each spec
-of a recipe has a class of its own, and layers with a sliding window have vLLM's.
-"""
+"""Which attention layers of a model have kvpact's pages, and which spec each stores by."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""vLLM's side of the connector: prefixes in a store, shared by engines (``KVConnectorBase_V1``).
-
-A prompt whose first chunks a store holds waits, while others are computed, until they are read
-into pages; then its remaining tokens are computed. What a step completes is copied layer by layer
-and saved behind vLLM's back. An entry is a chunk with all layers of one rank: a request is
-scheduled when all layers are there, so entries by layer would be more questions to the store, and
-no token sooner.
-"""
+"""vLLM's side of the connector: prefixes in a store, shared by engines (``KVConnectorBase_V1``)."""
 
 from __future__ import annotations
 

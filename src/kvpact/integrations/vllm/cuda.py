@@ -1,9 +1,4 @@
-"""vLLM's side on a GPU: what differs from its CPU worker.
-
-vLLM chooses among many attention backends there, by a list of its own. kvpact takes the places of
-all that a decoder may be given, and refuses what it does not cover: else vLLM would go on along its
-list, and store no slots without a word.
-"""
+"""vLLM's side on a GPU: what differs from its CPU worker."""
 
 from __future__ import annotations
 

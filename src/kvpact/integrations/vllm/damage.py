@@ -2,11 +2,7 @@
 
 vLLM's own cache stores NaN and infinity, and what was computed from them is NaN for all who read
 them, of the prefix cache too. kvpact's methods can't hold them (nor numbers beyond fp16), and vLLM
-has no way to fail one request from its attention. So a sequence is cut at the first such token:
-its outputs are NaN from there on, and so are those of every sequence that shares the pages.
-
-On a GPU no step waits for a check: a flag for each page tells of the row whose last token lies
-there. Whoever makes the next batch reads all flags at once.
+has no way to fail one request from its attention.
 """
 
 from __future__ import annotations
@@ -75,7 +71,11 @@ def storable(prepare: Callable[[int], object], count: int) -> int:
 
 
 class Watch:
-    """The flags of all layers of a process, for the `rows` of the batch that runs."""
+    """The flags of all layers of a process, for the `rows` of the batch that runs.
+
+    A page's flag tells of the row whose last token lies there; whoever makes the next batch reads
+    all at once, so that no step waits for a check.
+    """
 
     def __init__(self, device: str) -> None:
         self.rows: Sequence[Row] = ()

@@ -1,7 +1,6 @@
 """vLLM's side of multi-head latent attention (MLA), on its CPU worker: pages of packed latents.
 
-A page holds latents in K's place and rotated keys in V's, as in `kvpact.MLACache`. All of a batch,
-prompts as well as single tokens, is attended over latents: queries take W_UK in, and outputs W_UV.
+A page holds latents in K's place and rotated keys in V's, as in `kvpact.MLACache`.
 """
 
 from __future__ import annotations

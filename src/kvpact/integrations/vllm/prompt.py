@@ -1,9 +1,7 @@
 """Prompts, attended by a kernel that reads exact tokens, over scratch pages of them.
 
-An engine's own kernel multiplies prompts in the processor's matrix units. So new tokens are put
-into scratch pages as they were given, earlier ones as they are attended to (decoded, or from the
-exact window), and the kernel attends over these. What it computes is defined by `Plan.attend`;
-scores and sums are rounded as the kernel does, and decoded numbers to the tokens' dtype.
+What it computes is defined by `Plan.attend`; scores and sums are rounded as the kernel does, and
+decoded numbers to the tokens' dtype.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""The one setting of the plug-in: a spec or the path of a recipe, in an environment variable.
-
-vLLM asks a backend for its page format outside of any engine's configuration
-(`AttentionBackend.customize_spec`, called by the model runner), and keeps one backend class per
-process, so ``--additional-config`` comes too late. An environment variable reaches every process
-that vLLM starts before any of its classes is made, and where it is not set nothing is registered.
-"""
+"""The one setting of the plug-in: a spec or the path of a recipe, in an environment variable."""
 
 from __future__ import annotations
 

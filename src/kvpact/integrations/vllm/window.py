@@ -1,9 +1,7 @@
 """The last tokens of each sequence, exactly, beside vLLM's pages.
 
-vLLM tells a backend no names of sequences, so a window is known by the page that holds its last
-token: nobody but the sequence writes there, and who finds that page in vLLM's prefix cache has
-the same tokens. What is not found, of a prefix or of a sequence that waited for long, is
-attended as it is stored; the window then fills again.
+A window is known by the page that holds its last token: nobody but the sequence writes there, and
+who finds that page in vLLM's prefix cache has the same tokens.
 """
 
 from __future__ import annotations
