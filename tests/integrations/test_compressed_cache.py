@@ -22,7 +22,7 @@ def prefilled(model, prompt, spec="turboquant:bits=4", **options):
 
 
 def inner(cache, layer=0):
-    return cache.layers[layer].entry()
+    return cache.held().entry(layer)
 
 
 def test_padding_is_never_a_sink(llama, prompt):

@@ -181,9 +181,11 @@ class CompressedKV:
         SpecError
             It was made with a method that is not there.
         """
-        return CompressedKV(*files.load(path))
+        file = Container.open(path, files.FORMAT, files.VERSION)
+        return CompressedKV(*files.read(file, str(path)))
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> CompressedKV:
         """Read what `to_bytes` gave; the tensors are on the CPU. Errors as of `load`."""
-        return CompressedKV(*files.from_bytes(data))
+        file = Container(data, files.FORMAT, files.VERSION)
+        return CompressedKV(*files.read(file, "the bytes"))

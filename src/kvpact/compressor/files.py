@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from os import PathLike
 from typing import Any, Literal
 
 import torch
@@ -77,18 +76,8 @@ def container(parts: Parts, tensors: list[tuple[str, Tensor]]) -> Container:
     return Container.build(FORMAT, VERSION, manifest, tensors, runs)
 
 
-def load(path: str | PathLike[str]) -> Parts:
-    """Read a file; errors as of `CompressedKV.load`."""
-    return _read(Container.open(path, FORMAT, VERSION), str(path))
-
-
-def from_bytes(data: bytes | memoryview) -> Parts:
-    """Read bytes; errors as of `CompressedKV.from_bytes`."""
-    return _read(Container(data, FORMAT, VERSION), "the bytes")
-
-
-def _read(file: Container, name: str) -> Parts:
-    """Read what lies in `file`; errors begin with its `name`."""
+def read(file: Container, name: str) -> Parts:
+    """Read what lies in `file`, called `name`; errors as of `CompressedKV.load`."""
     manifest = file.manifest
     try:
         slots = manifest.get("slots")

@@ -28,7 +28,7 @@ from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, Snapshot
-from kvpact.spec import DEFAULT_SPEC, Spec
+from kvpact.spec import DEFAULT_SPEC
 
 
 def _offsets(
@@ -47,19 +47,6 @@ def _offsets(
         if not isinstance(offset, KeyOffset):
             raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
     return {i: given[x] for i, x in enumerate(compressed) if given and x in given}
-
-
-def _calibration(
-    given: Calibration | str | PathLike[str] | None,
-    layers: Sequence[int],
-    specs: Sequence[Spec],
-    device: Any,
-) -> Calibration | None:
-    """Return what specs need of a model's calibration, by compressed layer."""
-    if given is None:
-        return None
-    known = given if isinstance(given, Calibration) else Calibration.load(given)
-    return known.select(layers).needed(specs).to(device)
 
 
 class _NoMaximum(KVPactError, AttributeError):
@@ -139,9 +126,13 @@ class CompressedCache(EngineCache):
         specs, compressed = layer_specs(spec, len(facts.types)), facts.compressed()
         kept = [specs[layer] for layer in compressed]
         offsets = _offsets(model, len(specs), compressed, key_offsets)
-        known = _calibration(calibration, compressed, kept, getattr(model, "device", "cpu"))
+        if not isinstance(calibration, Calibration | None):
+            calibration = Calibration.load(calibration)
+        if calibration is not None:
+            calibration = calibration.select(compressed).needed(kept)
+            calibration = calibration.to(getattr(model, "device", "cpu"))
         compute = choose(backend, check)
-        shared = SharedState(decoder, exact_new, kept, compute, offsets, known)
+        shared = SharedState(decoder, exact_new, kept, compute, offsets, calibration)
         indices = count()
         layers: list[Any] = []
         for index, (kind, more) in enumerate(zip(facts.types, facts.options, strict=True)):

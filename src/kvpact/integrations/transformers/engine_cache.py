@@ -49,10 +49,8 @@ class FirstLayer(NamedTuple):
 class UpdateOrder:
     """Follows the updates of a cache: a call's first layer, twice in a row, is cross-attention's.
 
-    Decoders with cross-attention want an `EncoderDecoderCache`, a cache for each. Given a single
-    one, most of their code writes both into it and goes on with wrong tokens in silence. Within a
-    call the updates of a model's own attention climb from layer to layer. A model of one layer
-    repeats it in every call, so there nobody can tell (`watched` is false).
+    Within a call the updates of a model's own attention climb from layer to layer. A model of one
+    layer repeats it in every call, so there nobody can tell (`watched` is false).
     """
 
     def __init__(self, watched: bool) -> None:

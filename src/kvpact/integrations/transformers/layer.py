@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvpact.cache import ContiguousCache
-from kvpact.cache.layer import CacheLayer
 from kvpact.cache.parts import MOST_STEP
 from kvpact.cache.room import Moment
 from kvpact.integrations.transformers.handles import UNUSED, new_pair, refuse_gradients
@@ -48,11 +47,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def spec(self) -> Spec:
         """The layer's methods."""
         return self._shared.specs[self._index]
-
-    def entry(self) -> CacheLayer | None:
-        """Return the layer's streams in a contiguous cache."""
-        cache = self.cache
-        return cache.entry(self._index) if isinstance(cache, ContiguousCache) else None
 
     def moment(self) -> Moment | None:
         """Return what the layer holds now; None where nothing does, or tokens wait."""

@@ -15,12 +15,7 @@ from kvpact.integrations.vllm.setting import refuse
 
 
 class CudaBuilder(KVPactBuilder):
-    """Tells attention which sequences a batch is made of.
-
-    A batch's pages are read from the device, once for all layers: vLLM keeps no copy of them on the
-    host that it hands over. So a step is not the same launches each time, and no CUDA graph holds
-    attention; vLLM captures what lies between two attentions.
-    """
+    """Tells attention which sequences a batch is made of, whose pages it reads from the device."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
     # Single tokens come first in a batch, side by side: they are taken without a copy.
