@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpact.errors import SpecError
-from kvpact.integrations.vllm.by_layer import give_backends, layer_number, sliding_block
+from kvpact.integrations.vllm.setting import give_backends, layer_number, sliding_block
 from kvpact.spec import parse_spec
 
 FOUR, EIGHT = (parse_spec(f"{text},sinks=0") for text in ("turboquant:bits=4", "int:bits=8"))

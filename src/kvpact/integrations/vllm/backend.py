@@ -27,11 +27,16 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
-from kvpact.integrations.vllm.by_layer import give_backends
 from kvpact.integrations.vllm.damage import watch_of
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
-from kvpact.integrations.vllm.setting import codecs, native_plan, refuse, served_specs
+from kvpact.integrations.vllm.setting import (
+    codecs,
+    give_backends,
+    native_plan,
+    refuse,
+    served_specs,
+)
 from kvpact.integrations.vllm.window import WindowPool
 from kvpact.spec import Spec
 

@@ -36,13 +36,10 @@ class Form:
     @cached_property
     def codecs(self) -> tuple[tuple[Codec, Codec], ...]:
         """The codecs of K and V of each layer."""
-        dtype = self.geometry.dtype
-        assert dtype is not None
-        made = {
-            spec: codecs(spec, self.geometry.head_dim, self.geometry.value_dim, dtype)
-            for spec in set(self.specs)
-        }
-        return tuple(made[spec] for spec in self.specs)
+        geometry = self.geometry
+        assert geometry.dtype is not None
+        kind = geometry.head_dim, geometry.value_dim, geometry.dtype
+        return tuple(codecs(spec, *kind) for spec in self.specs)
 
     def chunk(self, wanted: int | None) -> int:
         """Return the tokens of a chunk. Raises `GeometryError`."""

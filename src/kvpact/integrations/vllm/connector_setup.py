@@ -13,9 +13,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from kvpact.errors import BackendUnavailable, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.fingerprint import files_fingerprint
-from kvpact.integrations.vllm.by_layer import specs_of
 from kvpact.integrations.vllm.connector_form import Form, in_order
-from kvpact.integrations.vllm.setting import SETTING, check_serves, served, served_specs
+from kvpact.integrations.vllm.setting import SETTING, check_serves, served, served_specs, specs_of
 from kvpact.spec import Spec, parse_spec
 
 

@@ -17,8 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, MLAAttentionSpec
 from kvpact.cache.specs import latent_spec
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, stored_backend
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
-from kvpact.integrations.vllm.by_layer import specs_of
-from kvpact.integrations.vllm.setting import refuse, served_specs
+from kvpact.integrations.vllm.setting import refuse, served_specs, specs_of
 from kvpact.kernels import absorb_query, expand_output
 
 

@@ -1,13 +1,20 @@
-"""The one setting of the plug-in: a spec or the path of a recipe, in an environment variable."""
+"""The one setting of the plug-in, an environment variable: a spec or the path of a recipe.
+
+Each spec of a recipe has a backend class of its own, and layers with a sliding window have vLLM's.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
+from kvpact.cache.codecs import codec_of
 from kvpact.errors import BackendUnavailable, SpecError
+from kvpact.formats import TILE
+from kvpact.integrations.vllm.page import PageForm
 from kvpact.kernels import Compute, Plan, choose
 from kvpact.methods import Codec
 from kvpact.recipe import layer_specs
@@ -63,7 +70,7 @@ def check_serves(spec: Spec, setting: str = SETTING) -> None:
 
 def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec, Codec]:
     """Return the codecs for keys and values `dim` and `v_dim` wide."""
-    return spec.key.key_codec(dim, dtype), spec.value.value_codec(v_dim, dtype)
+    return codec_of(spec.key, True, dim, dtype), codec_of(spec.value, False, v_dim, dtype)
 
 
 def native_plan(
@@ -82,3 +89,55 @@ def refuse(what: str) -> NoReturn:
     raise BackendUnavailable(
         f"kvpact's vLLM plug-in does not cover {what}; unset {SETTING} to run with vLLM's own cache"
     )
+
+
+def give_backends(
+    layers: Mapping[str, Any],
+    plain: type,
+    specs: Sequence[Spec],
+    stored: Callable[[type, Spec], type],
+    sliding: Callable[[int], type],
+) -> None:
+    """Give each attention layer of a model that is of the `plain` backend that of its kind.
+
+    `stored`: makes the class of layers that store by a spec; `sliding`: that of layers with a
+    sliding window, of the bytes of a token in the largest of the others.
+    """
+    plains = {
+        name: layer
+        for name, layer in layers.items()
+        if issubclass(getattr(layer, "attn_backend", object), plain)
+        and layer.attn_backend.stored is None
+    }
+    full = {name: layer for name, layer in plains.items() if layer.sliding_window is None}
+    most = 0
+    for layer, spec in zip(full.values(), specs_of(tuple(full), specs), strict=True):
+        layer.attn_backend = stored(layer.attn_backend, spec)
+        pair = codecs(spec, layer.head_size, layer.head_size_v, layer.kv_cache_torch_dtype)
+        most = max(most, layer.num_kv_heads * PageForm(*pair, TILE).content)
+    for name in plains.keys() - full.keys():
+        layers[name].attn_backend = sliding(most)
+
+
+def specs_of(names: Sequence[str], specs: Sequence[Spec]) -> tuple[Spec, ...]:
+    """Return the specs of some layers, by their names; `specs` are those of the whole model."""
+    if len(set(specs)) == 1:
+        return (specs[0],) * len(names)
+    return tuple(specs[layer_number(name, len(specs))] for name in names)
+
+
+def layer_number(name: str, count: int) -> int:
+    """Return the number of a layer, from a name such as ``model.layers.3.self_attn.attn``."""
+    numbers = [int(part) for part in name.split(".") if part.isdecimal()]
+    if len(numbers) != 1 or numbers[0] >= count:
+        raise SpecError(
+            f"{SETTING} names a recipe by layer, and {name!r} is not the name of one of {count} "
+            "layers; name one spec for all layers"
+        )
+    return numbers[0]
+
+
+def sliding_block(tokens: int, own: int, full: int) -> int:
+    """Return the most tokens, whole tiles and a part of `tokens`, whose page is no larger."""
+    parts = (n for n in range(TILE, tokens + 1, TILE) if tokens % n == 0)
+    return max((n for n in parts if n * own <= tokens * full), default=TILE)
