@@ -6,6 +6,7 @@ import mmap
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ _NORESERVE = 0x4000 if (platform.system(), platform.machine()) in _NORESERVE_ON 
 
 def reserve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return zeros on the CPU whose memory is claimed when written to, unlike `torch.empty`'s."""
-    count = 1
-    for size in shape:
-        count *= size
+    count = prod(shape)
     try:
         region = _map(count * dtype.itemsize)
     except (OSError, OverflowError, ValueError) as error:

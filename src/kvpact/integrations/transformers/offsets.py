@@ -36,15 +36,19 @@ _known: WeakKeyDictionary[Any, tuple[_Places, list[object], dict[int, KeyOffset]
 _known = WeakKeyDictionary()
 
 
-def rope_by_length(config: dict[str, Any]) -> str:
-    """Return the type of RoPE in a config's data if it turns tokens otherwise in longer texts."""
+def entries(config: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values in a config's data and in all that is inside it."""
     for name, value in config.items():
         if isinstance(value, dict):
-            if found := rope_by_length(value):
-                return found
-        elif name in ("rope_type", "type") and value in _BY_LENGTH:
-            return str(value)
-    return ""
+            yield from entries(value)
+        else:
+            yield str(name), value
+
+
+def rope_by_length(config: dict[str, Any]) -> str:
+    """Return the type of RoPE in a config's data if it turns tokens otherwise in longer texts."""
+    types = [value for name, value in entries(config) if name in ("rope_type", "type")]
+    return next((value for value in types if value in _BY_LENGTH), "")
 
 
 def key_offsets(model: Any) -> dict[int, KeyOffset]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -15,7 +14,7 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.errors import SnapshotError
 from kvpact.integrations.fingerprint import model_fingerprint, require_adapter_name
 from kvpact.integrations.transformers.cache import CompressedCache
-from kvpact.integrations.transformers.offsets import rope_by_length
+from kvpact.integrations.transformers.offsets import entries, rope_by_length
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
@@ -73,15 +72,6 @@ def _probed(cache: CompressedCache, model: Any) -> ContiguousCache:
     return held
 
 
-def _entries(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a config and of all that are inside it."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _entries(value)
-        else:
-            yield str(name), value
-
-
 def prefix_cache(
     store: Store,
     model: Any,
@@ -134,7 +124,6 @@ def prefix_cache(
     """
     require_adapter_name(model, adapter)
     config = model.config.to_dict()
-    entries = list(_entries(config))
     if kind := rope_by_length(config):
         raise SnapshotError(
             f"RoPE of type {kind!r} turns equal tokens otherwise in longer texts: prefixes of "
@@ -151,6 +140,6 @@ def prefix_cache(
         calibration=calibration,
     )
     prefixes.media = frozenset(
-        value for name, value in entries if _MEDIA.fullmatch(name) and type(value) is int
+        value for name, value in entries(config) if _MEDIA.fullmatch(name) and type(value) is int
     )
     return prefixes
