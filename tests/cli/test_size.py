@@ -131,7 +131,7 @@ MODELS = {
 
 def held_by(layer):
     """Bytes of the tensors that a cache layer of transformers holds."""
-    native = not hasattr(layer, "entry")
+    native = not hasattr(layer, "moment")
     kept = [getattr(layer, name, None) for name in ("keys", "values") if native]
     for name in ("conv_states", "recurrent_states"):
         kept += getattr(layer, name, {}).values()
