@@ -12,7 +12,7 @@ import kvpact
 from kvpact import registry
 from kvpact.errors import RegistrationError, SpecError
 from kvpact.methods.none import Exact
-from kvpact.registry import Alias, Foreign, find_method, known_names, unregister_method
+from kvpact.registry import Foreign, find_method, known_names, unregister_method
 
 
 def make_method(method_name: str = "sample_method"):
@@ -94,14 +94,6 @@ def test_foreign_names_are_known_but_not_listed():
     assert not set(foreign) & set(kvpact.list_methods())
     for name in foreign:
         kvpact.parse_spec(find_method(name).nearest)  # can be copied from the message
-
-
-def test_every_alias_expands_to_methods():
-    aliases = {n: e for n, e in kvpact.list_methods().items() if isinstance(e, Alias)}
-    assert len(aliases) == 7
-    for name, alias in aliases.items():
-        assert alias.name == name
-        assert kvpact.parse_spec(name) == kvpact.parse_spec(alias.spec)
 
 
 @pytest.mark.parametrize(

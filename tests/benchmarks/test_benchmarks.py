@@ -74,13 +74,6 @@ def test_steps_of_every_method(run):
     assert names[:2] == ["exact, sdpa", "exact, matmul"] and len(names) >= 7
 
 
-def test_saving_and_loading(run):
-    printed = run("store", "--tokens", 128, "--layers", 1, "--repeats", 1)
-    rows = re.findall(r"^(\S+), (\w+) +([\d.]+)", printed, re.M)
-    assert {place for _, place, _ in rows} == {"memory", "directory", "file"} and len(rows) >= 12
-    assert all(float(size) > 0 for *_, size in rows)
-
-
 def test_the_first_token(run, module, model_folder, monkeypatch):
     def invoke(command, **_):
         return CliRunner().invoke(app, command[3:], catch_exceptions=False)
@@ -189,61 +182,6 @@ def test_a_fixed_cost_is_linear_and_a_square_is_not(module):
     assert line({str(n): [1e-7 * n**1.2] for n in contexts})["off_line"] > 0.15
 
 
-def test_rounds_leave_out_what_nothing_is_compared_with(module):
-    measure = module("attend_rounds").measure
-    seconds = {"sdpa a": 1.0, "matmul b": 4.9, "matmul c": 5.1, "ours": 50.0}
-    times = measure({name: lambda s=s: s for name, s in seconds.items()}, 11)
-    assert {name: len(found) for name, found in times.items()} == {
-        "sdpa a": 11,
-        "matmul b": 11,
-        "matmul c": 3,
-        "ours": 11,
-    }
-
-
-def written_rows(**candidates):
-    """Return attend.json of A with one thread and two; a candidate is (ms, ms, over best torch)."""
-    return {
-        "about": {"torch": "2"},
-        "rows": [
-            {
-                "shape": "A",
-                "threads": threads,
-                "tokens": tokens,
-                "candidate": name.replace("_", " "),
-            }
-            | {"ms": found[threads - 1], "times_best_torch": found[2], "over_read": 1.0}
-            for threads in (1, 2)
-            for tokens in (32, 4096, 16384)
-            for name, found in candidates.items()
-        ],
-    }
-
-
-def test_figures_that_miss_their_target_are_bold(run, tmp_path):
-    rows = written_rows(**{"4_bits": (2.0, 1.0, 7.0), "3_bits": (2.3, 1.1, 0.9)})
-    (tmp_path / "attend.json").write_text(json.dumps(rows), "utf-8")
-    run("attend_lines", tmp_path)
-    text = (tmp_path / "lines.md").read_text("utf-8")
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    found = {line[0]: line[1:] for line in cells if line}
-    assert found["4 bits: times best torch"] == [
-        ">= 6.5 / 8 / 8",
-        "7.00 / **7.00** / -",
-        "7.00 / **7.00** / -",
-        "no (2 of 4 miss)",
-    ]
-    assert found["3 bits over 4 bits, time"][1:] == [
-        "**1.15** / **1.15** / -",
-        "1.10 / 1.10 / -",
-        "no (2 of 4 miss)",
-    ]
-    assert found["4 bits: two threads over one"][1:] == ["-", "2.00 / 2.00 / -", "yes"]
-    assert found["4 bits: distance to the read"][-1] == "yes"
-    assert found["contexts at which 4 bits lose to torch"][1:] == ["none from 32"] * 2 + ["yes"]
-    assert found["2 bits: times best torch"][1:] == ["-", "-", "-"]
-
-
 def test_a_real_model(run, model_folder, tmp_path):
     names = ("DynamicCache, fp32", "turboquant:bits=4, fp32")
     size = ("--tokens", 600, "--rounds", 2, "--threads", 1, "--only", *names)
@@ -260,21 +198,6 @@ def test_a_real_model(run, model_folder, tmp_path):
     (line,) = written["lines"]
     assert f"; {ratio:.2f} x DynamicCache, fp32 (at least 1: " in line
     assert "turboquant:bits=4, fp32" in (tmp_path / "generate.md").read_text("utf-8")
-
-
-def test_targets_of_a_real_model(module):
-    names = {"DynamicCache, fp32": (8, 400), "DynamicCache, bf16": (6, 200)}
-    names |= {"turboquant:bits=4, fp32": (5, 60), "QuantizedCache, fp32": (9, 50)}
-    rows = [
-        {"threads": 1, "candidate": name, "ms": ms, "cache": size}
-        for name, (ms, size) in names.items()
-    ]
-    (line,) = module("generate_report").lines(rows, "turboquant:bits=4")
-    assert line == (
-        "1 thread(s), turboquant:bits=4, fp32; 1.20 x DynamicCache, bf16 (at least 1: yes); "
-        "1.80 x QuantizedCache, fp32 (at least 2: no); 0.150 of fp32's cache bytes "
-        "(at most .15: yes)"
-    )
 
 
 @native

@@ -7,6 +7,9 @@ import numpy
 import pytest
 import torch
 
+from kvpact import CacheGeometry, create_cache
+from kvpact.testing import random_tokens
+
 
 @pytest.fixture
 def held_bytes(monkeypatch):
@@ -43,20 +46,8 @@ def test_models_and_classes_are_not_the_caches(held_bytes):
     assert held_bytes(holder) == 8
 
 
-def test_a_compressed_cache_holds_what_it_says(held_bytes, make_cache):
-    cache = make_cache()
+def test_a_compressed_cache_holds_what_it_says(held_bytes):
+    cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend="torch")
+    cache.prefill(0, random_tokens(1, 2, 300, 64), random_tokens(1, 2, 300, 64, seed=1))
     # A rotation's signs and the like belong to the codec and not to the cache: at most a few kB.
     assert 0 <= held_bytes(cache) - cache.memory_usage() < 4096
-
-
-@pytest.fixture
-def make_cache():
-    from kvpact import CacheGeometry, create_cache
-    from kvpact.testing import random_tokens
-
-    def make():
-        cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend="torch")
-        cache.prefill(0, random_tokens(1, 2, 300, 64), random_tokens(1, 2, 300, 64, seed=1))
-        return cache
-
-    return make

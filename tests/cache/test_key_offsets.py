@@ -19,7 +19,6 @@ from kvpact.errors import (
 from kvpact.kernels import RowOffset
 from kvpact.stores import MemoryStore
 from kvpact.testing import CacheContract, PagedCacheContract, random_offset, same_bytes
-from kvpact.testing.data import by_name
 
 GEOMETRY = CacheGeometry(1, 2, 64, dtype=torch.float32)
 SPECS = ["turboquant:bits=4,sinks=2,window=9", "kivi:bits=4,sinks=3,window=40"]
@@ -67,55 +66,6 @@ def close(cache, plain, origin=None):
     # Sums with the offset are rounded to fp32, which decides on a few codes.
     assert (k - bare).norm() < 1e-3 * plain.dequantize(0, "k").norm()
     assert same_bytes(cache.dequantize(0, "v"), plain.dequantize(0, "v"))
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_histories_give_the_values_of_keys_without_offset(spec):
-    k, v, _ = kvq(400, seed=3)
-    cache, plain = pair(spec)
-
-    def append(start, end):
-        cache.prefill(0, with_offset(k)[:, :, start:end], v[:, :, start:end])
-        plain.prefill(0, k[:, :, start:end], v[:, :, start:end])
-
-    append(0, 130)
-    append(130, 131)
-    append(131, 300)
-    close(cache, plain)
-    for kept in (295, 210, 207, 64):
-        cache.truncate(kept)
-        plain.truncate(kept)
-        close(cache, plain)
-        append(kept, kept + 77)
-        close(cache, plain)
-    twin = cache.fork()
-    twin.truncate(0)
-    close(cache, plain)
-    again = pair(spec)[0]
-    again.restore(Snapshot.from_bytes(cache.snapshot().to_bytes()))
-    assert same_bytes(again.dequantize(0, "k"), cache.dequantize(0, "k"))
-    cache = again
-    append(141, 222)
-    close(cache, plain)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_attention_is_that_over_the_keys_shown(spec):
-    k, v, q = kvq(330, batch=2, seed=4)
-    k = with_offset(k)
-    for padding in (None, torch.tensor([0, 11])):
-        for last, options in ((1, {}), (30, {"sliding_window": 200}), (5, {"softcap": 3.0})):
-            cache = pair(spec)[0]
-            cache.prefill(0, k[:, :, :300], v[:, :, :300], None, AttendConfig(padding=padding))
-            new = k[:, :, 300 : 300 + last], v[:, :, 300 : 300 + last]
-            config = AttendConfig(**options)
-            found = cache.fork().attend(0, **by_name(*new), q=q[:, :, :last], config=config)
-            shown = cache.prefill(0, *new)
-            exact = kvpact.create_cache("none", GEOMETRY, backend="torch")
-            past = shown.k[:, :, :300], shown.v[:, :, :300]
-            exact.prefill(0, *past, None, AttendConfig(padding=padding))
-            expected = exact.attend(0, **by_name(*new), q=q[:, :, :last], config=config)
-            assert closeness.error(expected, found) <= closeness.WHOLE_BOUND
 
 
 def test_rows_count_positions_from_their_first_token_or_from_where_it_is_said():

@@ -301,25 +301,3 @@ def test_wrong_input_changes_nothing(layout):
             heads.attend_heads(0, **heads_of(c_kv, k_rope, *given))
         assert heads.seq_len(0) == 0
     heads.attend_heads(0, **heads_of(c_kv, k_rope, *parts))
-
-
-def test_a_token_has_one_latent_and_one_rotated_key_for_all_heads():
-    cache = MLACache("none", 1, 512, 64, dtype=torch.bfloat16)
-    c_kv, k_rope = normal(1, 1, 40, 512, seed=0).bfloat16(), normal(1, 1, 40, 64, seed=1).bfloat16()
-    cache.store(0, k=c_kv, v=k_rope)
-    # 128 heads or 4: what is held per token is r + d_rope numbers.
-    assert cache.stats()["values"] == 40 * (512 + 64)
-    assert torch.equal(cache.dequantize(0, "k"), c_kv)
-    assert torch.equal(cache.dequantize(0, "v"), k_rope)
-    for heads in (4, 128):
-        w_uk, w_uv = (
-            normal(heads, 128, 512, seed=2).bfloat16(),
-            normal(heads, 128, 512, seed=2).bfloat16(),
-        )
-        q_nope, q_rope = (
-            normal(1, heads, 1, 128, seed=3).bfloat16(),
-            normal(1, heads, 1, 64, seed=4).bfloat16(),
-        )
-        new = c_kv[:, :, :1], k_rope[:, :, :1]
-        output = cache.fork().attend_heads(0, **heads_of(*new, q_nope, q_rope, w_uk, w_uv))
-        assert output.shape == (1, heads, 1, 128)

@@ -197,36 +197,42 @@ def test_views_that_share_sequences_take_turns(watched):
                 assert torch.equal(x[page].view(torch.uint8), y[page].view(torch.uint8))
 
 
-def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched, monkeypatch):
+def interrupted(monkeypatch, call):
+    """Make a call that Ctrl-C ends just after the native steps."""
+    real = native.run_steps
+
+    def interrupt(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(native, "run_steps", interrupt)
+        call()
+
+
+def stepped_pages():
+    """Return a pool, and two rows of 32 tokens in it."""
     pool = PagedKVCache("turboquant:bits=4", GEOMETRY, num_pages=9, page_size=32)
     view = pool.view([pool.allocate(), pool.allocate()])
     for count in (29, 1, 1, 1):
         for layer in range(2):
             view.attend(layer, **by_name(*random(count, 2)))
+    return pool, view
+
+
+def test_a_step_on_pages_that_is_refused_or_interrupted_changes_nothing(watched, monkeypatch):
+    pool, view = stepped_pages()
     free, tensors = pool.pool.num_free, [x.clone() for x in pool.pool.tensors()]
     k, v, q = random(1, 2)
     with pytest.raises(NonFiniteError):
         view.attend(0, k=k, v=torch.where(v == v[1, 1, 0, 1], torch.nan, v), q=q)
-    real = native.run_steps
-
-    def interrupted(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(native, "run_steps", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        view.attend(0, k=k, v=v, q=q)
-    monkeypatch.undo()
+    interrupted(monkeypatch, lambda: view.attend(0, k=k, v=v, q=q))
     assert pool.pool.num_free == free and view.seq_len(0) == 32
     for x, y in zip(tensors, pool.pool.tensors(), strict=True):
         held = x.view(torch.uint8) != 0
         assert torch.equal(x.view(torch.uint8)[held], y.view(torch.uint8)[held])
     view.attend(0, k=k, v=v, q=q)
-    other = PagedKVCache("turboquant:bits=4", GEOMETRY, num_pages=9, page_size=32)
-    rows = other.view([other.allocate(), other.allocate()])
-    for count in (29, 1, 1, 1):
-        for layer in range(2):
-            rows.attend(layer, **by_name(*random(count, 2)))
+    other, rows = stepped_pages()
     rows.attend(0, k=k, v=v, q=q)
     for x, y in zip(other.pool.tensors(), pool.pool.tensors(), strict=True):
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
@@ -291,16 +297,7 @@ def test_numbers_that_can_not_be_stored_change_nothing(which, wrong, watched):
 
 def test_an_interrupt_after_the_native_call_leaves_the_layer_as_it_was(watched, monkeypatch):
     cache, other = stepped(), stepped()
-    real = native.run_steps
-
-    def interrupted(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(native, "run_steps", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cache.attend(0, **by_name(*random(1, seed=1)))
-    monkeypatch.undo()
+    interrupted(monkeypatch, lambda: cache.attend(0, **by_name(*random(1, seed=1))))
     assert cache.seq_len() == other.seq_len()
     assert torch.equal(
         cache.attend(0, **by_name(*random(1, seed=2))),

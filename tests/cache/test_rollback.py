@@ -18,21 +18,6 @@ def shown(cache) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("spec", GROUPED)
-@pytest.mark.parametrize("held", [129, 193, 250, 256, 300])
-@pytest.mark.parametrize("removed", [1, 2, 32])
-def test_tokens_after_a_rollback_are_stored_as_if_nothing_had_been(spec, held, removed):
-    """The group that the rollback cuts began before the window: its first tokens are held, too."""
-    first, more = tokens(held, 0), tokens(200, 1)
-    rolled, straight = (create_cache(spec, CacheGeometry(1, 2, 64)) for _ in range(2))
-    rolled.prefill(0, first, first)
-    rolled.truncate(held - removed)
-    straight.prefill(0, first[:, :, :-removed], first[:, :, :-removed])
-    for cache in (rolled, straight):
-        cache.prefill(0, more, more)
-    assert all(map(torch.equal, shown(rolled), shown(straight)))
-
-
-@pytest.mark.parametrize("spec", GROUPED)
 def test_window_is_what_the_spec_says(spec):
     """Tokens kept for rollbacks are not attended exactly: the window is as wide as it says."""
     x = tokens(330, 0)

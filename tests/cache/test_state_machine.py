@@ -1,9 +1,4 @@
-"""Random histories of a small cache, compared after each step with an oracle.
-
-The oracle (`kvpact.testing.StreamOracle`) holds plain tensors; nothing in it is clever. Some calls
-are interrupted at a line, or memory runs out in them: byte for byte, the cache is then as before
-the call or as after it, and goes on.
-"""
+"""Random histories of a small cache against an oracle; a call that fails changes all or nothing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Write the golden calibration: `python tests/calibration/make_golden.py`. Never run by the tests.
-
-It holds what `pca` learnt of a small layer, and in the place of a method of V the codes that the
-writing version made with it.
-"""
+"""Write the golden calibration, `python tests/calibration/make_golden.py`; no test runs this."""
 
 from pathlib import Path
 

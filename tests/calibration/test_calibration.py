@@ -9,7 +9,7 @@ import torch
 from kvpact import CacheGeometry, Calibration, PagedKVCache, create_cache, parse_spec
 from kvpact.calibration import LayerTokens, calibrate_layer
 from kvpact.calibration.base import LayerCalibration
-from kvpact.errors import FormatError, IntegrityError, SpecError
+from kvpact.errors import FormatError, SpecError
 from kvpact.testing import random_tokens
 
 GEOMETRY = CacheGeometry(2, 2, 32, 16, torch.float32)
@@ -70,21 +70,6 @@ def test_a_file_holds_all(calibration, tmp_path):
     from safetensors.torch import load_file
 
     assert sum(x.nbytes for x in load_file(path).values()) > calibration.nbytes
-
-
-def test_every_changed_byte_is_found(calibration, tmp_path):
-    path = tmp_path / "a.safetensors"
-    calibration.select([1]).save(path)
-    data = path.read_bytes()
-    for place in [*range(8, 200, 7), *range(200, len(data), len(data) // 60)]:
-        changed = bytearray(data)
-        changed[place] ^= 0x10
-        path.write_bytes(changed)
-        with pytest.raises((FormatError, IntegrityError)):
-            Calibration.load(path)
-    path.write_bytes(data[:-1])
-    with pytest.raises(FormatError):
-        Calibration.load(path)
 
 
 def test_another_file_is_refused(tmp_path):

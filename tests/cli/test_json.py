@@ -1,8 +1,6 @@
-"""``--json``: every command prints one JSON document on stdout, and nothing else there.
+"""``--json``: every command prints one JSON document on stdout, of these keys and types of values.
 
-What a document holds stands here: keys and the types of their values. ``[x]`` is a list of x,
-``{"*": x}`` a mapping of text to x, a tuple several types; ``int`` is no truth value, and a
-``float`` may be a whole number.
+``[x]`` is a list of x, ``{"*": x}`` a mapping of text to x, a tuple several types.
 """
 
 import json

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from kvpact import CompressedKV, KVCacheCompressor
 from kvpact.compressor.files import FORMAT, VERSION
-from kvpact.errors import FormatError, IntegrityError, KVPactError, SpecError
+from kvpact.errors import FormatError, IntegrityError, SpecError
 from kvpact.snapshot import Container
 from kvpact.testing import method_specs
 from kvpact.testing.held import same_bytes
@@ -39,6 +39,7 @@ def test_round_trip(method: str, tokens: int, tmp_path):
         assert same_bytes(x, y)
     again.save(tmp_path / "b.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert again.to_bytes() == (tmp_path / "a.safetensors").read_bytes()
     k = torch.randn(2, 2, 9, 64).half()
     for x, y in zip(
         given.append(k, k[..., :48]).decompress(),
@@ -46,16 +47,6 @@ def test_round_trip(method: str, tokens: int, tmp_path):
         strict=True,
     ):
         assert same_bytes(x, y)
-
-
-@pytest.mark.parametrize("method", ["lowrank:rank=8", "kivi"])
-def test_bytes_are_those_of_a_file(method: str, tmp_path):
-    given = compressed(method)
-    given.save(tmp_path / "a.safetensors")
-    data = given.to_bytes()
-    assert data == (tmp_path / "a.safetensors").read_bytes()
-    again = CompressedKV.from_bytes(data)
-    assert all(same_bytes(x, again.tensors()[name]) for name, x in given.tensors().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -76,23 +67,6 @@ def test_bytes_that_only_the_tokens_decide_are_refused():
     for method in ("lowrank:rank=8", "int:bits=8/vq"):
         with pytest.raises(SpecError, match="not fitted"):
             KVCacheCompressor(method, measure=False).file_bytes(shape, shape, torch.float16)
-
-
-@pytest.mark.parametrize("method", ["lowrank:rank=8", "kivi"])
-def test_every_damage_is_found(method: str, tmp_path):
-    path = tmp_path / "x.safetensors"
-    compressed(method, 40).save(path)
-    data = path.read_bytes()
-    generator = torch.Generator().manual_seed(0)
-    places = torch.randint(len(data), (150,), generator=generator).tolist()
-    for place in [*range(0, 400, 7), *places, len(data) - 1]:
-        path.write_bytes(data[:place] + bytes([data[place] ^ 0x41]) + data[place + 1 :])
-        with pytest.raises(KVPactError):
-            CompressedKV.load(path)
-    for length in (0, 4, 8, 100, len(data) // 2, len(data) - 1):
-        path.write_bytes(data[:length])
-        with pytest.raises(FormatError):
-            CompressedKV.load(path)
 
 
 def rewritten(path, change) -> None:
@@ -163,18 +137,3 @@ def test_other_files_are_refused(tmp_path):
         CompressedKV.load(path)
     with pytest.raises(FileNotFoundError):
         CompressedKV.load(tmp_path / "none.safetensors")
-
-
-def test_a_failed_save_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "x.safetensors"
-    compressed(tokens=3).save(path)
-    data = path.read_bytes()
-
-    def fail(*names: object) -> None:
-        raise OSError("no space")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(OSError, match=f"no space; make room there.*{path.name}"):
-        compressed(tokens=5).save(path)
-    assert path.read_bytes() == data
-    assert list(tmp_path.iterdir()) == [path]

@@ -69,12 +69,7 @@ def test_large_codebooks_start_where_tokens_are():
 
 @pytest.mark.slow
 def test_65536_words_end_to_end():
-    """Fit, encode, decode: better than any scalar quantiser of 4 bits, worse than Shannon's limit.
-
-    Normally distributed tokens that were not learnt from; 4 sub-vectors of 4 per word to learn
-    from. 4 bits per value are 16 for each sub-vector. Without noise a codebook of that size and
-    width reaches .0063 (Zador's constant of the D4 lattice).
-    """
+    """Without noise, 4 bits per value in words of 4 reach .0063 (Zador's constant of D4)."""
     method = VectorQuantization(codebook_size=SIZE)
     compressor = KVCacheCompressor(method)
     k, v = normal(1, 8, 1024, 128), normal(1, 8, 1024, 128, seed=1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpact import CacheGeometry, KVCacheCompressor, PagedKVCache
-from kvpact.errors import BackendUnavailable, NonFiniteError
+from kvpact.errors import BackendUnavailable
 from kvpact.kernels.cpu.library import _load
 
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
@@ -63,15 +63,6 @@ def test_what_the_kernel_does_not_cover_is_torchs_and_says_why():
     assert stats["encode"] == {"torch": 1, "cpu": 1}
     assert stats["decode"] == {"torch": 2, "cpu": 2}
     assert "no native encoding for LowRankCodec" in stats["reasons"]["encode: torch"]
-
-
-def test_numbers_beyond_the_format_are_refused_as_by_torch():
-    messages = []
-    for kernel in ("torch", "cpu"):
-        with pytest.raises(NonFiniteError) as caught:
-            KVCacheCompressor("turboquant:bits=4", backend=kernel).compress_kv(*tokens(5) * 1e6)
-        messages.append(str(caught.value))
-    assert messages[0] == messages[1]
 
 
 def test_an_unknown_kernel_is_refused():

@@ -56,15 +56,20 @@ def test_slots_go_there_and_back(spec: str, count: int, tmp_path):
     assert other.num_free_pages == other.num_pages
 
 
-@pytest.mark.parametrize("spec", GROUPED)
-def test_sinks_come_along_with_groups(spec: str):
-    """They are outliers here, ten times as long as the others, and are encoded with their group."""
-    k, v = tokens(200, 1)
+def with_outliers(spec: str, count: int):
+    k, v = tokens(count, 1)
     k[:, :4] *= 10
     cache = PagedKVCache(spec, GEOMETRY, 32)
     seq = cache.allocate()
     for layer in range(2):
         cache.append(layer, {seq: (k, v)})
+    return k, v, cache, seq
+
+
+@pytest.mark.parametrize("spec", GROUPED)
+def test_sinks_come_along_with_groups(spec: str):
+    """They are outliers here, ten times as long as the others, and are encoded with their group."""
+    k, v, cache, seq = with_outliers(spec, 200)
     held = KVCacheCompressor(spec).compress_paged_cache(cache, 1, seq).decompress()
     for x, y in zip((k, v), held, strict=True):
         for part in (slice(0, 4), slice(128, 200)):
@@ -119,12 +124,7 @@ def test_heads_and_widths_that_do_not_fit_are_named_and_change_nothing(shape, sp
 @pytest.mark.parametrize("spec", GROUPED)
 def test_tokens_that_others_may_share_are_packed_once(spec: str):
     """A page that was published has slots of tokens that its sequence still reads exactly."""
-    k, v = tokens(96, 1)
-    k[:, :4] *= 10
-    cache = PagedKVCache(spec, GEOMETRY, 32)
-    seq = cache.allocate()
-    for layer in range(2):
-        cache.append(layer, {seq: (k, v)})
+    *_, cache, seq = with_outliers(spec, 96)
     compressor = KVCacheCompressor(spec)
     before = compressor.compress_paged_cache(cache, 1, seq)
     cache.publish(seq, range(96))

@@ -1,8 +1,6 @@
 """The kit of caches at seven specs, one of each class of codec: what `make check` runs of it.
 
-Not collected by itself, since the modules beside it have these classes, too. Two are left out:
-joint heads, whose codec learns for as long as all the others take together, and a bias without
-groups, since there is one with them. Three of six shapes are enough here.
+Without joint heads, whose codec learns for as long as all the others take together.
 """
 
 from matrix import SOME_SHAPES, class_specs, facts, kit_classes

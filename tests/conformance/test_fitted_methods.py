@@ -1,8 +1,4 @@
-"""Every method that learns from tokens goes through the conformance kit, fitted; on pages, too.
-
-Which of its specs goes through which checks: `tests/helpers/matrix.py`. Variants, which learn large
-codebooks, are in `make test-slow`.
-"""
+"""Every method that learns from tokens goes through the kit, as `tests/helpers/matrix.py` says."""
 
 from matrix import kit_classes
 

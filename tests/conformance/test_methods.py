@@ -1,7 +1,4 @@
-"""Every method that codes tokens one by one goes through the conformance kit.
-
-Which of its specs goes through which checks: `tests/helpers/matrix.py`.
-"""
+"""Every method of single tokens goes through the kit, as `tests/helpers/matrix.py` says."""
 
 from matrix import kit_classes
 

@@ -62,13 +62,6 @@ def test_a_short_context_gains_little():
     assert faq.share("turboquant:bits=4", 4096) < 0.28
 
 
-def _story(number):
-    story = stream.STORIES[number - 1]
-    return stream.state(
-        *stream.rolled_back(stream.GROUPED, story.keep, story.then), stream.GROUPED, story.keep
-    )
-
-
 def test_the_drawings_are_of_what_the_cache_holds():
     given = stream.tokens(stream.HELD, seed=1)
     cache = stream.cache_of(stream.GROUPED, given)
@@ -80,22 +73,6 @@ def test_the_drawings_are_of_what_the_cache_holds():
     # Another copy of the sinks is read, and of no other token.
     assert [t for t in slots if not slots[t]] == [0, 1, 2, 3]
     assert all(tail.values())
-
-
-def test_the_rollbacks_are_told_as_they_are():
-    short, opened, cut, continued, first = (_story(number) for number in range(1, 6))
-    assert short.fresh and opened.fresh and opened.packed == 64
-    assert not cut.fresh and cut.packed == 50 and cut.cut_group == range(32, 64)
-    # The cut group is packed when it leaves the window, with its old scales.
-    assert not continued.fresh and continued.cut_group == range(32, 64)
-    assert (continued.packed, continued.exact_from) == (64, 64)
-    assert first.length == first.sinks == 2
-
-
-def test_a_rollback_shortens_the_window_of_a_method_without_groups():
-    found = stream.state(*stream.rolled_back(stream.SINGLE, 70, 0), stream.SINGLE, 70)
-    # The window of 24 would begin at 46: 32 tokens would be packed.
-    assert (found.packed, found.exact_from) == (64, 64)
 
 
 def test_a_picture_says_what_it_shows_and_is_read_on_dark_pages():

@@ -94,10 +94,7 @@ def ask(engine, name):
 
 @pytest.fixture(scope="module")
 def stored(start_vllm, toy, tmp_path_factory):
-    """What a first engine answered, and what a first server stored and said.
-
-    Beside the folder of chunks is one whose serde was told a width that does not fit.
-    """
+    """What an engine answered and its server stored, and of a serde whose width does not fit."""
     path, other = tmp_path_factory.mktemp("chunks"), tmp_path_factory.mktemp("other")
     with LMCacheServer((path, SERDE), (other, {**SERDE, "head_dim": 96})) as server:
         with start_vllm(model=toy, kv_transfer_config=server.for_vllm, **OPTIONS) as engine:

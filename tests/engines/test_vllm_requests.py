@@ -3,15 +3,10 @@
 import random
 
 import pytest
+import vllm_prompts
 from vllm_engine import sharing
 
-SMALL = {
-    "dtype": "float32",
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "kv_cache_memory_bytes": 30 * 32 * 2048,
-}
+SMALL = vllm_prompts.SMALL | {"max_num_seqs": 8, "kv_cache_memory_bytes": 30 * 32 * 2048}
 
 
 def random_requests(seed, count=200):

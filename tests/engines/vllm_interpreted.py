@@ -1,8 +1,4 @@
-"""As `vllm_process.py`, but kvpact's pages are read and written as on a GPU.
-
-Triton's interpreter takes the place of the device, and vLLM's CPU worker that of its GPU worker:
-what is between them is what runs on a GPU.
-"""
+"""As `vllm_process.py`, with Triton's interpreter, and vLLM's CPU worker, in the place of a GPU."""
 
 import os
 import sys

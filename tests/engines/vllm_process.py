@@ -34,11 +34,7 @@ class Asked:
         return time.perf_counter() - begin
 
     def sequence(self, requests):
-        """The tokens of requests that come, and are aborted, at given steps; None where aborted.
-
-        A request is a dict: prompt, tokens, the step at which it comes, and the step at which it is
-        aborted (or None).
-        """
+        """The tokens of requests that come, and are aborted, at given steps; None where aborted."""
         answers, step = [None] * len(requests), 0
         while self.engine.has_unfinished_requests() or requests[-1]["comes"] >= step:
             for name, one in enumerate(requests):

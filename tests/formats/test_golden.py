@@ -1,7 +1,4 @@
-"""Slots that were stored once stay readable, and the same tokens are stored as the same bytes.
-
-The files come from `tests/golden/make.py`, which no test runs: a missing file is a failure.
-"""
+"""Slots that `tests/golden/make.py` stored once stay readable, and are stored the same."""
 
 import json
 from pathlib import Path

@@ -75,24 +75,3 @@ def test_bytes_of_a_slot(text, dim, key, value):
     sizes = cache.stats()["bytes"]
     assert sizes["codes"] + sizes["side"] == 128 * 3 * (key + value)
     assert cache.memory_usage() == sizes["total"] == 128 * 3 * (key + value)
-
-
-# K and V together, head_dim 128 and 64.
-@pytest.mark.parametrize(
-    ("text", "wide", "narrow"),
-    [
-        ("none:dtype=fp32", 1024, 512),
-        ("none:dtype=fp16", 512, 256),
-        ("turboquant:bits=8", 260, 132),
-        ("turboquant:bits=4", 132, 68),
-        ("turboquant:bits=3", 100, 52),
-        ("turboquant:bits=2", 68, 36),
-        ("int:bits=4,zero=true", 160, 80),
-        ("q8_0", 272, 136),
-        ("q4_0", 144, 72),
-    ],
-)
-def test_bytes_that_a_decode_step_reads(text, wide, narrow):
-    spec = kvpact.parse_spec(text)
-    for dim, total in ((128, wide), (64, narrow)):
-        assert sum(bytes_per_token(spec, kvpact.CacheGeometry(1, 1, dim)).values()) == total

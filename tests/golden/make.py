@@ -1,9 +1,6 @@
 """Write the golden slots of the current code: `python tests/golden/make.py [METHOD …]`.
 
-Never run by the tests. A golden file is what an older version of the package has written and every
-later one has to read: when a method's bytes change, its version goes up and gets a file of its own.
-An existing file is left alone unless --force is given, and --force is for files that no release
-has been made with.
+Never run by the tests: later versions have to read a file. --force is for those of no release.
 """
 
 from __future__ import annotations

@@ -12,11 +12,7 @@ _ATTENTION = object()
 
 
 def attention_arguments():
-    """Return the arguments by name that calls of attention bring, with the models that pass them.
-
-    Not only those that stand in a call: what a model or layer passes on in ``**kwargs`` is followed
-    down to it. Models without a cache are left out.
-    """
+    """Return the arguments that calls of attention bring, ``**kwargs`` too, with their models."""
     found = defaultdict(set)
     for path in sorted(_MODELS.glob("*/modeling_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -57,11 +53,7 @@ def _passed(tree):
 
 
 def _calls(module, forward, classes):
-    """Yield what a module calls in its forward pass: class, names brought, and ``**kwargs`` or not.
-
-    A module's parts are found by the classes named where its attributes are set; variables of loops
-    over them stand for the same.
-    """
+    """Yield what a module calls in its forward pass: class, names brought, and if ``**kwargs``."""
     parts = defaultdict(set)
     for node in ast.walk(module):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:

@@ -85,10 +85,7 @@ class Engine:
         raise AssertionError("the lookup never ends")
 
     def step(self, new, cached=(), resumed=()):
-        """One step, of (request, pages, computed, scheduled) each: finished loads, bad pages.
-
-        The pages of `cached` requests are those that are new; of `resumed` ones of them, all.
-        """
+        """One step, of (request, new pages, computed, scheduled) each: loads done, bad pages."""
         scheduled = [*new, *cached]
         output = SimpleNamespace(
             scheduled_new_reqs=[

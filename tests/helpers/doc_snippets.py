@@ -24,19 +24,7 @@ _NEEDS = re.compile(r" *<!-- needs: ([\w ,]+) -->")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Parameters
-    ----------
-    language : str
-        What stands behind the fence, or nothing.
-    code : str
-        The text, without its indentation.
-    line : int
-        Of the fence in its page, from 1 on.
-    needs : str
-        What ``<!-- needs: … -->`` in the line before says: the block isn't run without.
-    """
+    """A fenced block: language, text and line, and what ``<!-- needs: … -->`` before it says."""
 
     language: str
     code: str
@@ -66,13 +54,7 @@ def name_of(page: Path) -> str:
 
 
 def given(folder: Path) -> dict[str, Any]:
-    """Return the names that a page's first block may use: what a reader would have already.
-
-    Parameters
-    ----------
-    folder : Path
-        Where a model and a calibration are saved.
-    """
+    """Return the names that a page's first block may use; a model is saved in the folder."""
     from transformers import BatchEncoding
 
     from kvpact.integrations.transformers import calibrate

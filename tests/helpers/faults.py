@@ -22,9 +22,8 @@ class OutOfMemory(RuntimeError):
 class Interrupt:
     """Raise `KeyboardInterrupt` before the n-th line of kvpact's code that runs in a `with` block.
 
-    Lines that begin with `with` or `try` are left out. Python reports the former again when the
-    block is left, just before the lock is released; the latter is an instruction that does nothing
-    and that no handler covers. A signal is never delivered at either.
+    Not at `with` or `try`, where a signal is never delivered: Python reports the former again when
+    the block is left, and the latter does nothing.
     """
 
     def __init__(self, n: int) -> None:

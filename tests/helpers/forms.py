@@ -19,13 +19,7 @@ def slow(*cases: Any) -> list[Any]:
 
 
 def one_per_form(cases: Iterable[Any]) -> list[Any]:
-    """Return the cases, marked as slow from the second of each form and side on.
-
-    Parameters
-    ----------
-    cases : iterable
-        Specs, or tuples of a spec, a side if it is one letter, and whatever else.
-    """
+    """Return cases (specs, or tuples with a side), slow from the second of a form and side on."""
     seen: set[tuple[str, ...]] = set()
     marked = []
     for case in cases:

@@ -12,11 +12,7 @@ READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "masked_select
 
 
 class HostReads(TorchDispatchMode):
-    """Counts operations that read device data: `counts` by their names.
-
-    A copy between devices is one, too, and so is an index of booleans, whose length the host has
-    to know.
-    """
+    """Counts operations that read device data, by name: copies and an index of booleans, too."""
 
     def __init__(self) -> None:
         super().__init__()

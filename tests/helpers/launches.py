@@ -20,10 +20,7 @@ _NOTHING = (
 
 
 class Launches(TorchDispatchMode):
-    """Counts launches of Triton's kernels and operations of torch that compute: `names`, in order.
-
-    Views and memory that is not filled are none.
-    """
+    """Names, in order, launches of Triton's kernels and operations of torch that compute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,11 +15,7 @@ CHUNK = 64
 
 
 class LMCacheServer:
-    """Starts; it has `answered` as soon as it can be asked.
-
-    `stores` are folders and the options of the serde before each; all are written, and read in this
-    order.
-    """
+    """Starts; `stores` are folders and the options of the serde before each, read in this order."""
 
     def __init__(self, *stores):
         self.port, self._http = free_port(), free_port()
@@ -90,10 +86,7 @@ class LMCacheServer:
         return self._ask("status")["kvpact"]
 
     def written(self, condition):
-        """Wait until a condition of the counts holds and nothing waits to be written; the counts.
-
-        A minute is enough by far: what is written are a few small files.
-        """
+        """Wait until a condition of the counts holds and nothing waits to be written."""
         end = time.monotonic() + 60
         while time.monotonic() < end:
             status = self._ask("status")

@@ -187,17 +187,7 @@ def _kept(kind: str, spec: str, whole: bool) -> Callable[[str], bool]:
 def kit_classes(
     module: str, *kinds: str, fitted: bool, grouped: bool | None = None
 ) -> Iterator[tuple[str, type]]:
-    """Yield names and classes of tests for specs of one kind, for the globals of a module.
-
-    Parameters
-    ----------
-    module : str
-        The module that they are for.
-    *kinds : str
-        ``Method``, ``Cache``, ``Paged``.
-    fitted, grouped : bool
-        As of `example_specs`.
-    """
+    """Yield names and classes of tests for a module, of kinds ``Method``, ``Cache``, ``Paged``."""
     examples = example_specs(fitted=fitted, grouped=grouped)
     variants = variant_specs(fitted=fitted, grouped=grouped)
     whole = {

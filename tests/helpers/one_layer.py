@@ -14,13 +14,6 @@ METHODS = [
 ]
 
 
-def without_exact_tokens(spec: str) -> str:
-    """Return the spec without sinks and window, so that every packed token reads back as packed."""
-    if "sinks" in spec:
-        return spec
-    return spec + ("," if ":" in spec else ":") + "sinks=0,window=0"
-
-
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Return N(0, 1) numbers, the same ones for the same arguments."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

@@ -6,11 +6,7 @@ import threading
 
 
 class Proxy:
-    """Forwards what connects to `port` to a server's port, until it is closed.
-
-    `sent` and `received` are the bytes towards and from the server. What `after` is given is called
-    once, before the bytes that complete the count are handed on.
-    """
+    """Forwards to a server's port; calls what `after` is given just before a count is reached."""
 
     def __init__(self, server_port):
         self._server_port = server_port

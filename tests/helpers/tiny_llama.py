@@ -6,15 +6,7 @@ import torch
 
 
 def tiny_llama(positions: int, **options: Any) -> Any:
-    """Return a Llama of 128 tokens, 2 layers and 4 query heads over 2 KV heads of width 32.
-
-    Parameters
-    ----------
-    positions : int
-        Tokens that it takes at most.
-    **options
-        More of `LlamaConfig`.
-    """
+    """Return a Llama of 128 tokens, 2 layers and 4 query heads over 2 KV heads of width 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

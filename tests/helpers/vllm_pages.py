@@ -67,10 +67,7 @@ def batch_of(counts, held, tables):
 
 
 def both_ways(text, scratch, shape, dtype, config, batches):
-    """Return, batch by batch, what a layer gives by a kernel of prompts and by the slots alone.
-
-    `shape` is (query heads, KV heads, width); the bytes of the pages have to be equal.
-    """
+    """Return, batch by batch, what a kernel of prompts gives and the slots alone do."""
     tables = [list(range(0, 80, 2)), list(range(1, 40, 2)), [79, 41, 77]]
     fast, defining = (make_layer(text, *shape[1:], dtype) for _ in range(2))
     held, results = [0, 0, 0], []
@@ -86,11 +83,7 @@ def both_ways(text, scratch, shape, dtype, config, batches):
 
 
 class WindowBeside:
-    """A contiguous cache with slots of all tokens, and beside them the last ones exactly.
-
-    So vLLM's pages are read, token by token, whereas a cache of its own packs tokens in units, and
-    only when they leave the window. `text` is a spec without sinks, with one window for K and V.
-    """
+    """A contiguous cache with slots of all tokens, as vLLM's pages have, and the last exactly."""
 
     def __init__(self, text, geometry, backend="cpu"):
         spec = parse_spec(text)
@@ -117,10 +110,7 @@ class WindowBeside:
 
 
 class SequenceBeside:
-    """A sequence of a batch, and beside it the contiguous cache that says what is right.
-
-    `qkv` are all of its tokens, `[count, heads, D]` each.
-    """
+    """A sequence of a batch, and beside it the contiguous cache that says what is right."""
 
     def __init__(self, qkv, cache, config, pages):
         self.qkv, self.cache, self.config, self.pages, self.held = qkv, cache, config, pages, 0

@@ -1,7 +1,4 @@
-"""Run by `test_snapshot_restart.py`: writes snapshots and dies, or goes on from them.
-
-`python snapshot_process.py save|go FOLDER`
-"""
+"""Writes snapshots and dies, or goes on from them: `snapshot_process.py save|go FOLDER`."""
 
 import json
 import os

@@ -10,7 +10,6 @@ import torch
 from tiny_configs import falcon_h1
 from transformers import (
     AttentionInterface,
-    CpmAntConfig,
     DynamicCache,
     FalconConfig,
     LlamaConfig,
@@ -221,21 +220,6 @@ def test_an_attention_that_was_asked_for_stays(llama):
     assert llama.config._attn_implementation == "kvpact"
 
 
-def test_continuous_batching_after_a_compressed_cache(llama, prompt):
-    from transformers.generation.continuous_batching.continuous_api import (
-        ContinuousBatchingManager as Manager,
-    )
-
-    cache = CompressedCache(llama.config, "none")
-    with torch.no_grad():
-        llama(**prompt, past_key_values=cache)
-    del cache
-    gc.collect()
-    manager = Manager.__new__(Manager)
-    manager.switch_to_cb_friendly_attn(llama, auto_switch_to_flash=False)
-    assert llama.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize("name", HYBRID)
 def test_layers_with_a_state_and_full_attention_are_compressed(
     name, make_model, sizes, prompt, greedy
@@ -265,39 +249,6 @@ def test_beams_reorder_state_and_slots_together(make_model, sizes, prompt, greed
     wanted = model.generate(**prompt, **options, past_key_values=DynamicCache(config=model.config))
     got = model.generate(**prompt, **options, past_key_values=CompressedCache(model.config, "none"))
     assert torch.equal(got, wanted)
-
-
-def test_cpmant_differs_by_what_rounding_its_large_keys_does(make_model):
-    """Its q and k are not normalised: 8 bits of scores in the hundreds turn the softmax."""
-    config = CpmAntConfig(
-        vocab_size=128,
-        hidden_size=64,
-        num_attention_heads=4,
-        dim_head=16,
-        dim_ff=128,
-        num_hidden_layers=2,
-        prompt_length=8,
-        prompt_types=4,
-        segment_types=32,
-    )
-    model = make_model(config, "eager")
-    ids = torch.randint(3, 128, (1, 33), generator=torch.Generator().manual_seed(3))
-    exact, rounded = DynamicCache(config=config), DynamicCache(config=config)
-    cache = CompressedCache(config, "int:bits=8,window=0,sinks=0")
-    with torch.no_grad():
-        for held in (exact, rounded, cache):
-            model(ids[:, :32], past_key_values=held)
-        for layer in rounded.layers:
-            for name in ("keys", "values"):
-                x = getattr(layer, name)
-                scale = (x.abs().amax(-1, keepdim=True) / 127).half().float()
-                setattr(layer, name, (x / scale).round() * scale)
-        wanted, same, got = (
-            model(ids, past_key_values=held).logits for held in (exact, rounded, cache)
-        )
-    assert cache.layers[0].keys.std() > 5
-    assert torch.allclose(got, same, atol=0.02 * float(same.std()))
-    assert (got - wanted).std() > 1e-3 * wanted.std()
 
 
 def test_llama_config_is_untouched_by_keep():

@@ -60,10 +60,7 @@ def large_bias(heads, rotary=DIM, norm=605.0, seed=5):
 
 
 def give_bias(model, rotary=DIM, norm=605.0):
-    """Let the keys of every layer have a bias that queries, as in trained models, hardly see.
-
-    So a model computes much the same with a large bias and with none.
-    """
+    """Let the keys of every layer have a bias that queries, as in trained models, hardly see."""
     for name, parameter in model.named_parameters():
         if name.endswith("k_proj.bias"):
             bias = large_bias(parameter.numel() // DIM, rotary)

@@ -83,17 +83,6 @@ def test_chunked_prefill_goes_on_behind_the_prefix(llama, ids, greedy, computed)
     assert count == 1 + 8 + greedy["max_new_tokens"] - 1
 
 
-@pytest.mark.parametrize("spec", ["turboquant:bits=4", "kivi:bits=4", "int:bits=8,window=0"])
-def test_what_a_compressed_prefix_holds_is_what_was_stored(llama, ids, spec):
-    """The slots are the same; the window alone is read as stored."""
-    source, loaded = (CompressedCache(llama.config, spec) for _ in range(2))
-    with MemoryStore() as store:
-        llama(ids, past_key_values=source)
-        assert prefix_cache(store, llama, source).save(ids) == 3
-        assert prefix_cache(store, llama, loaded).load(ids) == 192
-    assert loaded.snapshot().digest == source.snapshot().slice(0, 192).digest
-
-
 def test_latent_attention(make_model, sizes, ids, greedy):
     model = make_model(deepseek(sizes))
     wanted = model.generate(ids, **greedy)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from kvpact import CacheGeometry, PagedKVCache, Snapshot, create_cache, errors
+from kvpact import CacheGeometry, Snapshot, create_cache, errors
 from kvpact.integrations.fingerprint import fingerprint, model_fingerprint
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.stores import MemoryStore
@@ -29,18 +29,6 @@ def test_goes_on_with_padding_and_generates_the_same(llama, prompt, greedy):
     assert torch.equal(llama(**step, past_key_values=restored).logits, wanted)
     assert restored.snapshot().digest == cache.snapshot().digest
     assert restored.memory_usage() == cache.memory_usage()
-
-
-@torch.no_grad()
-def test_from_and_to_pages(llama, prompt):
-    cache = CompressedCache(llama.config, SPEC)
-    llama(prompt["input_ids"][1:], past_key_values=cache)
-    snapshot = cache.snapshot()
-    pages = PagedKVCache(SPEC, snapshot.geometry, 4)
-    seq = pages.restore(snapshot)
-    again = CompressedCache(llama.config, SPEC)
-    again.restore(pages.snapshot(seq))
-    assert again.snapshot().digest == snapshot.digest
 
 
 def test_refusals_leave_the_cache_as_it_was(llama, prompt):

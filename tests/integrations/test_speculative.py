@@ -5,13 +5,8 @@ import copy
 import pytest
 import torch
 
-import kvpact
-from kvpact import list_methods
 from kvpact.errors import GeometryError
 from kvpact.integrations.transformers import CachedDraft, CompressedCache
-from kvpact.registry import Alias
-
-METHODS = [name for name, method in list_methods().items() if not isinstance(method, Alias)]
 
 
 @pytest.fixture
@@ -91,16 +86,6 @@ def test_two_lossy_caches_end_with_the_tokens_that_they_say(llama, drafts, ids, 
     assert two.get_seq_length() <= got.shape[1]
 
 
-def test_the_next_turn_without_a_draft(llama, drafts, ids, greedy):
-    draft = drafts["wrong"]
-    one, two = CompressedCache(llama.config, "none"), CompressedCache(draft.config, "none")
-    helper = CachedDraft(draft, two, target=one)
-    first = llama.generate(ids, **greedy, past_key_values=one, assistant_model=helper)
-    turn = torch.cat([first, ids[:, 3:9]], dim=1)
-    got = llama.generate(turn, **greedy, past_key_values=one)
-    assert torch.equal(got, llama.generate(turn, **greedy))
-
-
 @pytest.mark.parametrize("filled", ["draft", "target"])
 def test_a_cache_that_holds_tokens_is_refused_before_it_is_changed(
     llama, drafts, ids, greedy, filled
@@ -123,55 +108,3 @@ def test_a_cache_that_holds_tokens_is_refused_before_it_is_changed(
     helper = CachedDraft(draft, two, target=fresh)
     with pytest.raises(GeometryError, match="the draft's cache holds"):  # of the text before
         llama.generate(ids, **greedy, past_key_values=fresh, assistant_model=helper)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "paged"])
-@pytest.mark.parametrize("name", METHODS)
-def test_rejected_tokens_inside_the_window_were_never_there(name, layout):
-    """All bytes are those after a draft that was right and taken back, and in the end of none.
-
-    In between a draft may have pushed a unit of tokens out of the window; those are read as stored.
-    """
-    geometry = kvpact.CacheGeometry(1, 2, 32, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    k, v, bad = torch.randn(3, 1, 2, 300, 32, generator=generator)
-    few = ",codebook_size=16" if name == "vq" else ""
-    spec = name if name == "none" else f"{name}:window=72{few}"
-    room = {"num_pages": 12} if layout == "paged" else {}
-    drafted, guessed, alone = (
-        kvpact.create_cache(spec, geometry, layout, calibration={0: (k, v)}, **room)
-        for _ in range(3)
-    )
-
-    def add(cache, first, last):
-        cache.prefill(0, k[:, :, first:last], v[:, :, first:last])
-
-    for cache in (drafted, guessed, alone):
-        add(cache, 0, 100)
-    ahead = 0
-    for start in range(100, 150, 5):
-        drafted.prefill(0, bad[:, :, start : start + 7], bad[:, :, start + 3 : start + 10])
-        add(guessed, start, start + 7)
-        for cache in (drafted, guessed):
-            cache.truncate(start)
-        for cache in (drafted, guessed, alone):
-            add(cache, start, start + 5)
-        assert drafted.snapshot().digest == guessed.snapshot().digest
-        for one, two in zip(
-            *(c.snapshot().layer(0).streams for c in (drafted, alone)), strict=True
-        ):
-            assert one.length == two.length and one.packed >= two.packed
-            ahead += one.packed > two.packed
-            for info in two.fields if two.packed else ():
-                slots = (stream.slots[info.name] for stream in (one, two))
-                assert torch.equal(*(held[:, :, : two.packed // info.tokens] for held in slots))
-            first = two.tail[:, :, :4] if two.sinks is None else two.sinks
-            assert one.sinks is None or torch.equal(one.sinks, first)
-            known = min(one.tail.shape[2], two.tail.shape[2])
-            assert known >= min(72, two.tail.shape[2]) - 7
-            assert torch.equal(one.tail[:, :, -known:], two.tail[:, :, -known:])
-    assert ahead or name == "none"
-    for cache in (drafted, guessed, alone):
-        add(cache, 150, 157)
-    assert drafted.snapshot().digest == guessed.snapshot().digest
-    assert drafted.snapshot().digest == alone.snapshot().digest

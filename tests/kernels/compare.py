@@ -48,11 +48,7 @@ def both(
     many: int | None = None,
     **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
-    """Return the torch body's output, the native one, and how the native cache's calls went.
-
-    Over latents `dim` is their rank and `value_dim` the width of what is rotated. `many` rows of
-    queries and more are the other kernel's.
-    """
+    """Return the torch body's output, the native one, and how the native cache's calls went."""
     results = []
     widths = dim, value_dim or dim
     query_dim, scale = (sum(widths), {"softmax_scale": 0.07}) if latent else (dim, {})

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
+import pytest
 import torch
 from encode_compare import DTYPES, codec_of, random_pieces, torch_slots
 from matrix import ENCODED, EXACT
 
 from kvpact.arithmetic import saturated
 from kvpact.cache.segments import SegmentList
+from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.decode import decode
 
@@ -97,3 +99,28 @@ def differences() -> list[object]:
             if difference:
                 bad.append((spec, side, dim, start, end, dtype, difference))
     return bad
+
+
+def check_refusals(decode) -> None:
+    """What a decoder can't take raises: other shapes, dtypes and places, numbers with gaps."""
+    tokens = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(5))
+    codec, store = packed("turboquant:bits=4", "k", tokens)
+
+    def call(out, start=0, end=64):
+        decode(Slots(codec, store.source()), start, end, out, True)
+
+    with pytest.raises(GeometryError, match="out has shape"):
+        call(torch.empty(1, 2, 63, 64))
+    with pytest.raises(GeometryError, match="wide"):
+        call(torch.empty(1, 2, 64, 65))
+    with pytest.raises(GeometryError, match="gaps"):
+        call(torch.empty(1, 2, 64, 128)[..., ::2])
+    with pytest.raises(DtypeError, match="float64"):
+        call(torch.empty(1, 2, 64, 64, dtype=torch.float64))
+    for start, end in ((-1, 10), (10, 9)):
+        with pytest.raises(GeometryError, match="out has shape"):
+            call(torch.empty(1, 2, abs(end - start), 64), start, end)
+    segment = store.segment(0)
+    segment["codes"] = segment["codes"].repeat_interleave(2, 2)[:, :, ::2]
+    with pytest.raises(GeometryError, match="gaps"):
+        call(torch.empty(1, 2, 64, 64))

@@ -9,7 +9,6 @@ import torch
 from closeness import WHOLE_BOUND, error
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache
-from kvpact.errors import GeometryError
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.library import _load
 from kvpact.testing.data import by_name
@@ -92,22 +91,6 @@ def test_an_empty_row_among_others():
         outputs.append(view.attend(0, **by_name(*given(3))).clone())
     assert error(*outputs) <= WHOLE_BOUND
     assert cache.stats()["compute"]["attend"] == {"cpu": 3}
-
-
-def test_half_precision_queries_saturate():
-    _, view = filled("cpu")
-    k, v, q = given(len(LENGTHS))
-    assert view.attend(0, k=k, v=v, q=q.half()).dtype == torch.float16
-
-
-def test_a_wrong_mask_changes_no_row():
-    cache, view = filled("cpu")
-    k, v, q = given(len(LENGTHS))
-    before = [cache.seq_len(seq) for seq in view.seqs]
-    mask = torch.ones(1, HEADS * GROUPS + 1, 1, max(LENGTHS) + 1, dtype=torch.bool)
-    with pytest.raises(GeometryError):
-        view.attend(0, k=k, v=v, q=q, config=AttendConfig(mask=mask))
-    assert [cache.seq_len(seq) for seq in view.seqs] == before
 
 
 def test_views_with_the_same_rows_in_other_orders_do_not_wait_for_each_other_forever():

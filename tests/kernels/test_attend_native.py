@@ -1,5 +1,4 @@
-"""Attention by the native kernels is the torch body's: few rows of queries, many, over latents, and
-over a prompt, at every shape, format and SIMD level."""
+"""Attention by the native kernels is the torch body's, at every shape, format and SIMD level."""
 
 from __future__ import annotations
 
@@ -247,10 +246,7 @@ def test_random_cases(way, times):
     ),
 )
 def test_threads_give_the_same_numbers(make, spec, groups):
-    """One thread takes all tokens of a head, more of them split the tokens and merge.
-
-    Also where a pass computes rows more than there are: they were another thread's once.
-    """
+    """One thread takes all tokens of a head, more of them split the tokens and merge."""
     case = {"spec": spec, "held": 6000, "groups": groups, "new": 1 if make is few else 2}
     case |= {} if make is latents else {"heads": 3}
     threads = torch.get_num_threads()

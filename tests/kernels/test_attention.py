@@ -45,12 +45,6 @@ def check(config: AttendConfig, **shape) -> Tensor:
     return output
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-def test_grouped_queries(kv_heads):
-    for queries in (1, 7, 70):
-        check(AttendConfig(n_kv_groups=6 // kv_heads), kv_heads=kv_heads, queries=queries)
-
-
 # Around the attention's chunk of 256 tokens and twice that, packed or new.
 @pytest.mark.parametrize("total", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK + 1])
 def test_lengths_around_the_chunk(total):
@@ -58,28 +52,10 @@ def test_lengths_around_the_chunk(total):
         check(AttendConfig(), batch=1, q_heads=2, kv_heads=1, total=total, queries=queries)
 
 
-def test_softcap():
-    for softcap in (0.5, 5.0, 50.0):
-        check(AttendConfig(softcap=softcap, softmax_scale=1.0), queries=9)
-
-
-@pytest.mark.parametrize("window", [1, 2, 30, 69, 70, 400])
-def test_sliding_window(window):
-    for queries in (1, 33, 70):
-        check(AttendConfig(sliding_window=window), queries=queries)
-
-
 def test_sliding_window_over_several_chunks():
     for window in (3, 255, 256, 300):
         shape = {"batch": 1, "q_heads": 2, "total": 600, "queries": 280}
         check(AttendConfig(sliding_window=window), **shape)
-
-
-@pytest.mark.parametrize("queries", [1, 8])
-def test_sink_logits(queries):
-    sinks = torch.tensor([-1e4, -2.0, 0.0, 1.0, 5.0, 1e4])
-    output = check(AttendConfig(sink_logits=sinks), queries=queries)
-    assert output[:, 5].abs().max() == 0  # all weight is on the sink
 
 
 @pytest.mark.parametrize("kind", ["bool", "float32", "bfloat16", "infinite"])
@@ -102,18 +78,6 @@ def test_masks_over_several_chunks():
     mask = torch.rand(1, 2, queries, total, generator=torch.Generator().manual_seed(2)) < 0.5
     shape = {"batch": 1, "q_heads": 2, "kv_heads": 1, "total": total, "queries": queries}
     check(AttendConfig(mask=mask, is_causal=False), **shape)
-
-
-@pytest.mark.parametrize("queries", [1, 20, 70])
-def test_left_padding(queries):
-    padding = torch.tensor([0, 13])
-    q, k, v = tensors(queries=queries)
-    config = AttendConfig(padding=padding)
-    output = attended(q, k, v, config)
-    torch.testing.assert_close(output.double(), reference(q, k, v, config), rtol=1e-5, atol=1e-6)
-    # What stands in the padding is of no account.
-    k[1, :, :13], v[1, :, :13] = 100.0, -100.0
-    assert torch.equal(attended(q, k, v, config), output)
 
 
 def test_all_rules_together():
@@ -149,16 +113,6 @@ def test_half_precision_in_and_out_fp32_inside(dtype):
     # Right up to the rounding of the output (and fp32 before it), not of what is inside.
     step = torch.finfo(dtype).eps / 2 * wanted.abs().clamp(min=torch.finfo(dtype).tiny)
     assert ((output.double() - wanted).abs() <= 1.01 * step + 1e-6).all()
-
-
-@pytest.mark.parametrize("sizes", [(1,) * 70, (33, 1, 36), (64, 6), (69, 1)])
-def test_in_chunks_as_in_one_go(sizes):
-    q, k, v = tensors()
-    whole = attended(q, k, v, AttendConfig())
-    cache = kvpact.create_cache("none", kvpact.CacheGeometry(1, 2, DIM, VALUE_DIM))
-    parts = zip(q.split(sizes, 2), k.split(sizes, 2), v.split(sizes, 2), strict=True)
-    pieces = [cache.attend(0, k=kp, v=vp, q=qp) for qp, kp, vp in parts]
-    torch.testing.assert_close(torch.cat(pieces, 2), whole, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("magnitude", [1e2, 1e4, 1e6])

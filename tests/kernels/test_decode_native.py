@@ -6,13 +6,12 @@ import itertools
 
 import pytest
 import torch
-from decode_compare import FORMATS, Slots, compare, compare_slots, differences, packed
+from decode_compare import FORMATS, check_refusals, compare, compare_slots, differences, packed
 from encode_compare import DTYPES, SPECIAL, WIDTHS, codec_of
 from hypothesis import strategies as st
 from random_cases import random_cases
 from simd_levels import at_level, levels
 
-from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels import report
 from kvpact.kernels.cpu import decode, library
 from kvpact.kernels.cpu.backend import CPU
@@ -65,35 +64,8 @@ def test_the_report_has_decoding():
 
 
 def test_what_the_kernel_can_not_take_raises_before_it_is_called(monkeypatch):
-    tokens = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(5))
-    codec, store = packed("turboquant:bits=4", "k", tokens)
     monkeypatch.setattr(decode.ctypes, "byref", lambda args: pytest.fail("C++ was entered"))
-
-    def call(out, start=0, end=64):
-        decode.decode(library(), Slots(codec, store.source()), start, end, out, True)
-
-    with pytest.raises(GeometryError, match="out has shape"):
-        call(torch.empty(1, 2, 63, 64))
-    with pytest.raises(GeometryError, match="wide"):
-        call(torch.empty(1, 2, 64, 65))
-    with pytest.raises(GeometryError, match="gaps"):
-        call(torch.empty(1, 2, 64, 128)[..., ::2])
-    with pytest.raises(DtypeError, match="float64"):
-        call(torch.empty(1, 2, 64, 64, dtype=torch.float64))
-    for start, end in ((-1, 10), (10, 9)):
-        with pytest.raises(GeometryError, match="out has shape"):
-            call(torch.empty(1, 2, abs(end - start), 64), start, end)
-
-
-def test_slots_with_gaps_are_refused():
-    tokens = torch.randn(1, 2, 64, 64, generator=torch.Generator().manual_seed(6))
-    codec, store = packed("turboquant:bits=4", "k", tokens)
-    segment = store.segment(0)
-    wide = segment["codes"].repeat_interleave(2, 2)
-    segment["codes"] = wide[:, :, ::2]
-    slots = Slots(codec, store.source())
-    with pytest.raises(GeometryError, match="gaps"):
-        CPU.decode(slots, 0, 64, torch.empty(1, 2, 64, 64), inverse=True)
+    check_refusals(lambda *args: decode.decode(library(), *args))
 
 
 def test_wide_vectors_are_torchs():

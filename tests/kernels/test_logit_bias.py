@@ -27,24 +27,21 @@ def test_bias_of_prod_is_in_units_of_the_scaled_logits(scale):
     assert result.logit_bias.shape == (1, 4, 5, 105)
     torch.testing.assert_close(result.logit_bias, used * new[2] @ missing.mT, rtol=1e-4, atol=2e-5)
     assert result.logit_bias[..., 4:64].abs().min() > 0  # two tiles have left the window
-    # Standard attention over what the result shows is what the cache computes by itself.
-    bias = result.logit_bias.masked_fill(~causal(5, 105), -math.inf)
-    # In fp64: torch's own fp32 is off by 2e-6 with the largest scale, by more on some processors.
-    exact = [x.double() for x in (new[2], result.k, result.v)]
-    shown = sdpa(*exact, bias.double(), scale=used, enable_gqa=True).float()
-    torch.testing.assert_close(output, shown, rtol=1e-4, atol=2e-6)
-    # The keys without their bias are another thing: the test can see it.
-    unbiased = sdpa(*exact, causal(5, 105), scale=used, enable_gqa=True)
-    assert (unbiased - output).abs().max() > 1e-3
-
-
-def test_exact_tokens_have_no_bias():
-    k, v, q = kvq(105)
-    first = kvpact.create_cache("turboquant:bits=3,mode=prod", CacheGeometry(1, 2, 64))
-    assert first.prefill(0, k, v, q).logit_bias is None  # the first prefill is exact throughout
-    cache = fill("turboquant:bits=3,mode=prod,sinks=4,window=16", k[:, :, :100], v[:, :, :100])
-    result = cache.prefill(0, k[:, :, 100:], v[:, :, 100:], q[:, :, 100:])
     exact = [*range(4), *range(84, 105)]  # sinks, window, the new tokens
     assert not result.logit_bias[..., exact].any()
     assert torch.equal(result.k[:, :, exact], k[:, :, exact])
     assert torch.equal(result.v[:, :, exact], v[:, :, exact])
+    # Standard attention over what the result shows is what the cache computes by itself.
+    bias = result.logit_bias.masked_fill(~causal(5, 105), -math.inf)
+    # In fp64: torch's own fp32 is off by 2e-6 with the largest scale, by more on some processors.
+    doubles = [x.double() for x in (new[2], result.k, result.v)]
+    shown = sdpa(*doubles, bias.double(), scale=used, enable_gqa=True).float()
+    torch.testing.assert_close(output, shown, rtol=1e-4, atol=2e-6)
+    # The keys without their bias are another thing: the test can see it.
+    unbiased = sdpa(*doubles, causal(5, 105), scale=used, enable_gqa=True)
+    assert (unbiased - output).abs().max() > 1e-3
+
+
+def test_the_first_prefill_is_exact_throughout():
+    first = kvpact.create_cache("turboquant:bits=3,mode=prod", CacheGeometry(1, 2, 64))
+    assert first.prefill(0, *kvq(105)).logit_bias is None

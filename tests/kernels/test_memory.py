@@ -32,10 +32,7 @@ SPECS = [
 
 
 class Allocations(TorchDispatchMode):
-    """Follows the life of every storage that comes up while the mode is on.
-
-    `scratch` is what the calling thread then held for the native kernels.
-    """
+    """Follows the life of every storage that comes up while the mode is on, and the scratch."""
 
     def __init__(self):
         super().__init__()

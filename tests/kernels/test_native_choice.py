@@ -63,25 +63,6 @@ def test_a_misspelt_simd_level_is_an_error_and_not_a_slow_cache(monkeypatch):
         create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64))
 
 
-def test_what_does_not_fit_raises_before_the_kernel_runs():
-    cache = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend="cpu")
-    k, v = torch.randn(2, 1, 2, 50, 64, generator=torch.Generator().manual_seed(0))
-    cache.prefill(0, k, v)
-    q = k[:, :, :1].repeat(1, 2, 1, 1)
-    for config in (
-        AttendConfig(mask=torch.ones(1, 1, 1, 7, dtype=torch.bool)),
-        AttendConfig(sink_logits=torch.zeros(3)),
-        AttendConfig(n_kv_groups=3),
-    ):
-        with pytest.raises(GeometryError):
-            cache.attend(0, k=k[:, :, :1], v=v[:, :, :1], q=q, config=config)
-    assert cache.seq_len() == 50
-    empty = create_cache("turboquant:bits=4", CacheGeometry(1, 2, 64), backend="cpu")
-    with pytest.raises(GeometryError, match="heads"):
-        empty.attend(0, k=k, v=v, q=torch.zeros(1, 5, 50, 64))
-    assert empty.seq_len(0) == 0
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_cap_takes_the_best_that_the_processor_has_below_it(monkeypatch, level):
     monkeypatch.setenv("KVPACT_SIMD", level)

@@ -8,7 +8,7 @@ import torch
 from kvpact import PrefixCache, create_cache
 from kvpact.errors import FormatError, StoreUnavailable
 from kvpact.prefixes.chunks import ChunkKind
-from kvpact.stores import DirectoryStore, EncryptedStore, MemoryStore, StoreWarning, open_store
+from kvpact.stores import EncryptedStore, MemoryStore, StoreWarning, open_store
 
 from .conftest import GEOMETRY, fill
 
@@ -89,24 +89,6 @@ def test_a_chunk_that_goes_between_match_and_load_is_said(store, ids, saved, mon
         assert load(store, ids)[0] == 192
 
 
-def test_damage_on_disk(tmp_path, ids):
-    with DirectoryStore(tmp_path) as store:
-        cache = fill(create_cache(SPEC, GEOMETRY), ids)
-        PrefixCache(store, cache, model="m").save(ids)
-        files = sorted((p for p in tmp_path.rglob("*") if p.stat().st_size > 2000 and
-                        p.is_file() and b"kvpact.prefix" in p.read_bytes()), key=str)  # fmt: skip
-        assert len(files) == 4
-        data = bytearray(files[0].read_bytes())
-        data[len(data) // 2] ^= 4
-        files[0].write_bytes(data)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            held, loaded = load(store, ids)
-        assert caught and held in (0, 64, 128, 192)
-        if held:
-            assert same_start(loaded, cache, held)
-
-
 def test_a_dead_server_is_a_miss_and_saving_says_so(ids):
     url = "redis://127.0.0.1:1"  # nothing listens on port 1
     pytest.importorskip("redis")
@@ -118,19 +100,6 @@ def test_a_dead_server_is_a_miss_and_saving_says_so(ids):
         with pytest.raises(StoreUnavailable):
             PrefixCache(store, cache, model="m").save(ids)
         store.close()
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_encrypted_and_background_stores(tmp_path, ids, background):
-    secret = bytes(range(32))
-    cache = fill(create_cache(SPEC, GEOMETRY), ids)
-    with open_store(tmp_path, secret=secret, background=background) as store:
-        assert PrefixCache(store, cache, model="m").save(ids) == 4
-    raw = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
-    assert b"kvpact.prefix" not in raw
-    with open_store(tmp_path, secret=secret) as store:
-        held, loaded = load(store, ids)
-        assert held == 256 and same_start(loaded, cache, 256)
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning(tmp_path, ids):

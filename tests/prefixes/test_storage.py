@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from kvpact import AttendConfig, Calibration, PrefixCache, parse_spec
+from kvpact import Calibration, PrefixCache, parse_spec
 from kvpact.calibration import LayerTokens, calibrate_layer
-from kvpact.errors import GeometryError, SpecError
-from kvpact.testing.data import by_name
+from kvpact.errors import SpecError
 from kvpact.testing.method_base import relative_error
 
 from .conftest import calibration, fill, kv
@@ -83,27 +82,3 @@ def test_storage_that_learns_needs_a_calibration(store, make):
         prefix(store, make("int:bits=8"), calibration=calibrated())
     with pytest.raises(SpecError):
         prefix(store, make("int:bits=8"), storage="no_such")
-
-
-def test_rows_with_padding_are_refused(store, make, ids):
-    cache = make("int:bits=8")
-    for layer in range(2):
-        cache.store(
-            layer, **by_name(*kv(ids, layer)), config=AttendConfig(padding=torch.tensor([20]))
-        )
-    with pytest.raises(GeometryError, match="padding"):
-        prefix(store, cache, storage="int:bits=4").save(ids)
-
-
-def test_a_damaged_chunk_shortens_the_prefix(store, make, ids):
-    source = fill(make("int:bits=8"), ids)
-    prefixes = prefix(store, source, storage="int:bits=4")
-    prefixes.save(ids)
-    key = prefixes.keys(ids)[2]
-    blob = bytearray(store.get(key))
-    blob[-1] ^= 1
-    store.put(key, bytes(blob))
-    loaded = make("int:bits=8")
-    with pytest.warns(UserWarning, match="chunk 2"):
-        assert prefix(store, loaded, storage="int:bits=4").load(ids) == 128
-    assert loaded.seq_len(0) == loaded.seq_len(1) == 128

@@ -1,8 +1,4 @@
-"""After any history a restored cache goes on as the one that never stopped, byte for byte.
-
-Histories are of appends, rollbacks (into groups, too) and forks, on either layout; the snapshot
-goes through bytes and into the other layout as well.
-"""
+"""After any history a restored cache, of either layout, goes on as the one that never stopped."""
 
 import hypothesis.strategies as st
 import pytest

@@ -1,8 +1,6 @@
 """Forks writers, and kills them; prints what the store looked like afterwards, as JSON.
 
-A script of its own, because forking a test process that has threads is not safe.
-Run as ``python crash_lab.py kills FOLDER KILLS SEED``, ``crowd FOLDER PROCESSES SECONDS`` or
-``steps FOLDER``.
+`crash_lab.py kills FOLDER KILLS SEED`, `crowd FOLDER PROCESSES SECONDS` or `steps FOLDER`.
 """
 
 import json

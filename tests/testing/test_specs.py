@@ -1,13 +1,9 @@
 """The table of specs: every registered method is in it, and what it says of specs is true."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 
 import kvpact
-from kvpact.methods.integer import Integer
-from kvpact.registry import Alias, unregister_method
+from kvpact.registry import Alias
 from kvpact.testing import example_specs, method_specs, variant_specs
 
 METHODS = [name for name, entry in kvpact.list_methods().items() if not isinstance(entry, Alias)]
@@ -19,28 +15,6 @@ def test_every_method_is_in_the_table_by_its_own_examples(name):
     assert len(first) == 1
     assert first[0] in example_specs()
     assert kvpact.list_methods()[name].examples, "a method of this package says its errors"
-
-
-def test_a_method_is_in_every_matrix_by_being_registered():
-    @dataclass(frozen=True, kw_only=True)
-    class Mine(Integer):
-        name: ClassVar[str] = "mine"
-        examples: ClassVar[dict] = {"mine:bits=3": 0.2}
-
-    @dataclass(frozen=True, kw_only=True)
-    class Silent(Integer):
-        name: ClassVar[str] = "silent"
-        examples: ClassVar[dict] = {}
-        variants: ClassVar[dict] = {}
-
-    for method in (Mine, Silent):
-        kvpact.register_method(method)
-    try:
-        assert {"mine:bits=3", "silent"} <= set(method_specs(fitted=False, grouped=False))
-        assert example_specs()["mine:bits=3"] == 0.2
-    finally:
-        unregister_method("mine")
-        unregister_method("silent")
 
 
 def test_kinds_part_the_table():

@@ -158,67 +158,7 @@ def test_an_append_that_fails_changes_nothing(spec):
     assert_same(state(cache), before)
 
 
-def test_norms_out_of_range_give_the_pages_back():
-    cache = PagedKVCache("kivi:bits=2", GEOMETRY, 6)
-    first, second = cache.allocate(), cache.allocate()
-    fill(cache, first, 10)
-    before = state(cache)
-    huge = tuple(x * 1e5 for x in kv(40))
-    with pytest.raises(NonFiniteError):
-        cache.append(0, {first: kv(40), second: huge})
-    now = state(cache)
-    assert now[0] == before[0]
-
-
 # --- contents
-
-
-def assert_equals_contiguous(cache, seq, twin):
-    for layer in range(cache.geometry.num_layers):
-        for side in ("k", "v"):
-            stream = getattr(cache._sequence(seq).layers[layer], side)
-            other = getattr(twin._layers[layer], side)
-            assert (stream.length, stream.packed) == (other.length, other.packed)
-            assert same_bytes(stream.tail, other.tail)
-            assert (stream.sinks is None) == (other.sinks is None)
-            assert stream.sinks is None or same_bytes(stream.sinks, other.sinks)
-            pages = -(-stream.packed // cache.pool.page_size)
-            segments = -(-stream.packed // other.store.segment_tokens)
-            for field in stream.codec.fields if pages else ():
-                ours = stream.store.source().gather(field.name, 0, pages).clone()
-                theirs = other.store.source().gather(field.name, 0, segments).clone()
-                for slots in (ours, theirs):  # what is shared may have another's tokens behind
-                    field.clear_from(slots, other.packed)
-                shared = min(ours.shape[2], theirs.shape[2])
-                assert same_bytes(ours[:, :, :shared], theirs[:, :, :shared])
-                assert not ours[:, :, shared:].any()
-
-
-@pytest.mark.parametrize("spec", KINDS)
-def test_slots_are_those_of_the_contiguous_cache(spec):
-    """On pages of several groups; on the smallest ones the conformance kit checks it."""
-    cache = PagedKVCache(spec, GEOMETRY, 24, 192)
-    seqs = [cache.allocate() for _ in range(2)]
-    twins = [create_cache(spec, GEOMETRY) for _ in seqs]
-    for piece, counts in enumerate([(1, 70), (63, 1), (65, 33), (100, 2), (1, 130)]):
-        tokens = {s: kv(n, 10 * piece + s) for s, n in zip(seqs, counts, strict=True)}
-        for layer in range(2):
-            cache.append(layer, tokens)
-            for seq, twin in zip(seqs, twins, strict=True):
-                k, v = tokens[seq]
-                twin.prefill(layer, k[None], v[None])
-        for seq, twin in zip(seqs, twins, strict=True):
-            assert_equals_contiguous(cache, seq, twin)
-    # A truncated and refilled sequence, and the fork that it was, each with its own twin.
-    fork, other = cache.fork(seqs[0]), twins[0].fork()
-    for kept, seed in ((200, 90), (67, 91), (64, 92), (3, 93)):
-        cache.truncate(fork, kept)
-        other.truncate(kept)
-        fill(cache, fork, 40, seed)
-        for layer in range(2):
-            other.prefill(layer, *(x[None] for x in kv(40, seed)))
-        assert_equals_contiguous(cache, fork, other)
-        assert_equals_contiguous(cache, seqs[0], twins[0])
 
 
 # --- tables
@@ -252,24 +192,6 @@ def test_reserved_pages_are_enough_for_all_layers():
     assert cache.num_free_pages == 0
 
 
-def test_layers_may_be_at_unlike_lengths():
-    cache = PagedKVCache("int:bits=4", GEOMETRY, 10)
-    seq = cache.allocate()
-    for part in range(3):
-        cache.append(0, {seq: kv(50, part)})
-    fork = cache.fork(seq)  # before the other layer has any
-    cache.append(1, {seq: kv(150, 7)})
-    cache.append(1, {fork: kv(70, 8)})
-    twin = create_cache("int:bits=4", GEOMETRY)
-    for part in range(3):
-        twin.prefill(0, *(x[None] for x in kv(50, part)))
-    other = twin.fork()
-    twin.prefill(1, *(x[None] for x in kv(150, 7)))
-    other.prefill(1, *(x[None] for x in kv(70, 8)))
-    assert_equals_contiguous(cache, seq, twin)
-    assert_equals_contiguous(cache, fork, other)
-
-
 # --- capacity
 
 
@@ -290,16 +212,6 @@ def test_beams_share_their_prompt():
     for beam in beams:
         cache.free(beam)
     assert cache.num_free_pages == cache.num_pages
-
-
-def test_capacity_at_equal_bytes():
-    geometry = CacheGeometry(1, 2, 128, dtype=torch.float16)
-    tokens = {}
-    for spec in ("none:dtype=fp16", "turboquant:bits=4"):
-        pool = PagedKVCache(spec, geometry, 8).pool
-        held = sum(t.numel() * t.element_size() for t in pool.tensors())
-        tokens[spec] = pool.num_pages * pool.page_size / held
-    assert tokens["turboquant:bits=4"] >= 3.5 * tokens["none:dtype=fp16"]
 
 
 def test_memory_is_taken_once():

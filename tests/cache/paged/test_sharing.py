@@ -78,23 +78,6 @@ def test_a_fork_at_the_end_of_a_page_copies_nothing():
     assert cache.num_free_pages == free - 2
 
 
-@pytest.mark.parametrize("spec", ["int:bits=4", "kivi:bits=2", "turboquant:bits=3,center=64"])
-def test_a_page_that_was_shared_when_it_was_cut(spec):
-    """Nobody cleared it then; its last holder writes on it as if it were new."""
-    cache = PagedKVCache(spec, GEOMETRY, 16, 64)
-    seq = cache.allocate()
-    fill(cache, seq, 256)
-    fork = cache.fork(seq)
-    twin = twin_of(spec, (256, 0))
-    cache.truncate(fork, 140)
-    twin.truncate(140)
-    cache.free(seq)
-    fill(cache, fork, 100, seed=8)
-    for layer in range(2):
-        twin.prefill(layer, *(x[None] for x in kv(100, 8, 140)))
-    assert_shows(cache, fork, twin)
-
-
 def test_a_result_from_before_is_never_another_sequences():
     cache = PagedKVCache(LOSSY, GEOMETRY, 8)
     seq = cache.allocate()
@@ -158,27 +141,6 @@ def test_what_matches():
     assert matched(IDS[32:100]) == 0
     with pytest.raises(GeometryError):
         cache.publish(seq, IDS[:101])
-
-
-def test_pages_of_an_unfinished_layer_are_not_offered():
-    cache = PagedKVCache("int:bits=4", GEOMETRY, 24)
-    seq = cache.allocate()
-    cache.append(0, {seq: kv(100)})
-    assert cache.publish(seq, IDS[:100]) == 0
-    cache.append(1, {seq: kv(40)})
-    assert cache.publish(seq, IDS[:100]) == 1
-
-
-def test_freed_pages_never_match():
-    cache = PagedKVCache("int:bits=4", GEOMETRY, 8)
-    seq = cache.allocate()
-    fill(cache, seq, 100)
-    cache.publish(seq, IDS[:100])
-    cache.free(seq)
-    other = cache.allocate(IDS)
-    assert cache.seq_len(other) == 0
-    fill(cache, other, 100, seed=3)  # on the same pages, other tokens
-    assert cache.seq_len(cache.allocate(IDS)) == 0
 
 
 def test_a_cut_page_matches_no_more_unless_somebody_holds_it():

@@ -1,10 +1,7 @@
-"""Random histories of a small pool against a plain dictionary of tensors.
+"""Random histories of a small pool against a plain dictionary of tensors; calls fail at any line.
 
-What a token's K and V are follows from its layer, its place and all ids up to it, so a sequence
-that shares another's pages has to hold what it would have computed. Lossy methods are compared with
-a contiguous cache per sequence that is given the same tokens. Some calls are interrupted at a line,
-or an allocation in them fails: then all sequences are as before the call or as after it, no page is
-lost, and the next calls work.
+A token's K and V follow from its layer, its place and all ids up to it: what shared pages hold is
+known. Lossy methods are compared with a contiguous cache per sequence.
 """
 
 import hypothesis.strategies as st
@@ -29,13 +26,13 @@ SETTINGS = settings(
 LEAST_CALLS = 25
 """In each example, on average."""
 LEARNING = "vq:codebook_size=16,dims=4,sinks=2,window=0/lowrank:rank=4,sinks=0,window=0"
-# Spec: pages, and whether sequences share published prefixes. A shared prefix has slots alone and
-# a contiguous cache a window, too, so lossy methods with a window do without.
+# Spec: pages, a page's slots, and whether sequences share published prefixes. A shared prefix has
+# slots alone and a contiguous cache a window, too, so lossy methods with a window do without.
 SPECS = {
-    "none": (14, True),
-    "turboquant:bits=3,center=64,sinks=3,window=0": (9, True),
-    "kivi:bits=2,sinks=2,window=40/int:bits=4,sinks=5,window=0": (14, False),
-    LEARNING: (14, True),
+    "none": (14, None, True),
+    "turboquant:bits=3,center=64,sinks=3,window=0": (9, None, True),
+    "kivi:bits=2,sinks=2,window=40/int:bits=4,sinks=5,window=0": (8, 64, False),
+    LEARNING: (14, None, True),
 }
 
 
@@ -48,12 +45,16 @@ def _clean(cache, seq):
 
 
 class Pages(RuleBasedStateMachine):
-    spec, num_pages, shares = "none", 14, True
+    spec, num_pages, page_size, shares = "none", 14, None, True
 
     def __init__(self):
         super().__init__()
         self.cache = PagedKVCache(
-            self.spec, GEOMETRY, self.num_pages, calibration=calibration(self.spec)
+            self.spec,
+            GEOMETRY,
+            self.num_pages,
+            page_size=self.page_size,
+            calibration=calibration(self.spec),
         )
         self.size, self.empty_bytes = self.cache.pool.page_size, self.cache.memory_usage()
         self.models, self.freed = {}, []
@@ -323,7 +324,7 @@ OPERATIONS = ("allocate", "append", "fork", "truncate", "free", "publish")
 @pytest.mark.parametrize("share", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spec", SPECS)
 def test_histories(spec, share, monkeypatch):
-    pages, shares = SPECS[spec]
+    pages, page_size, shares = SPECS[spec]
     called = []
     for name in OPERATIONS:
         operation = getattr(PagedKVCache, name)
@@ -333,7 +334,7 @@ def test_histories(spec, share, monkeypatch):
             return operation(*args, **options)
 
         monkeypatch.setattr(PagedKVCache, name, counted)
-    members = {"spec": spec, "num_pages": pages, "shares": shares}
+    members = {"spec": spec, "num_pages": pages, "page_size": page_size, "shares": shares}
     case = type("Machine", (Pages,), members).TestCase
     examples = {"none": 80, LEARNING: 20}.get(spec, 40) // share
     case.settings = settings(SETTINGS, max_examples=examples)

@@ -45,18 +45,6 @@ def test_a_payload_is_a_safetensors_file():
     assert torch.equal(tensors["layer.0.v"], cache.get_values(0))
 
 
-def test_a_snapshot_is_a_copy_without_what_is_in_flight():
-    cache = filled(3)
-    cache.store_kv(0, rows(1), rows(1))
-    snapshot, held = cache.snapshot(), cache.get_keys(1).clone()
-    cache.truncate(0)
-    cache.store_kv(1, rows(4, 50), rows(4, 51))
-    assert torch.equal(snapshot.keys[1], held) and len(snapshot.keys[0]) == 3
-    cache.restore_from_snapshot(snapshot)
-    assert cache.seq_len == 3 and all(len(cache.get_keys(i)) == 3 for i in range(LAYERS))
-    assert torch.equal(cache.get_keys(1), held)
-
-
 def test_a_snapshot_of_arrays_and_of_another_dtype():
     keys = [rows(2, i).numpy() for i in range(2)]
     values = [rows(2, 10 + i).half() for i in range(2)]
@@ -124,31 +112,14 @@ def small() -> kvpact.KVCache:
     return cache
 
 
-REFUSED = (errors.FormatError, errors.IntegrityError)
-
-
-def test_every_flipped_bit_is_refused():
-    payload, cache = bytearray(small().to_payload()), small()
-    keys, values = cache.get_keys(0).clone(), cache.get_values(0).clone()
-    for place in range(len(payload)):
-        for bit in range(8):
-            payload[place] ^= 1 << bit
-            with pytest.raises(REFUSED):
-                cache.restore_from_payload(payload)
-            payload[place] ^= 1 << bit
-    assert cache.seq_len == 2
-    assert torch.equal(cache.get_keys(0), keys) and torch.equal(cache.get_values(0), values)
-    cache.restore_from_payload(payload)
-
-
-def test_every_other_length_is_refused():
+def test_a_changed_byte_and_another_length_are_refused():
     payload, cache = small().to_payload(), small()
-    for length in range(len(payload)):
-        with pytest.raises(REFUSED):
-            cache.restore_from_payload(payload[:length])
-    for more in (b"\0", b"\0" * 8, payload):
-        with pytest.raises(REFUSED):
-            cache.restore_from_payload(payload + more)
+    flipped = (
+        payload[:i] + bytes([payload[i] ^ 1]) + payload[i + 1 :] for i in range(len(payload))
+    )
+    for wrong in (*flipped, payload[:-1], payload + b"\0", b""):
+        with pytest.raises((errors.FormatError, errors.IntegrityError)):
+            cache.restore_from_payload(wrong)
     assert torch.equal(cache.get_keys(0), small().get_keys(0))
 
 

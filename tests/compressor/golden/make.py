@@ -1,7 +1,6 @@
 """Write the golden files of fitted methods: `python tests/compressor/golden/make.py`.
 
-Never run by the tests. A file holds what was learnt and the slots; later versions have to read it
-and to encode the same tokens with it to the same bytes. Files that are there stay.
+Never run by the tests. Later versions have to read a file, and to encode its tokens to its bytes.
 """
 
 from __future__ import annotations

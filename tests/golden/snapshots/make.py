@@ -1,9 +1,7 @@
-"""Write the golden snapshots: `python tests/golden/snapshots/make.py`.
+"""Write the golden snapshots: `python tests/golden/snapshots/make.py`. Never run by the tests.
 
-Never run by the tests. A snapshot of each format version stays readable for ever, and a cache goes
-on from it; from those of the present version as it did when the file was written. Files that are
-there stay. Those of `EARLY` were written when tokens were packed before they left the window: no
-cache writes them any more.
+Those of `EARLY` were written when tokens were packed before they left the window: no cache writes
+them any more.
 """
 
 from __future__ import annotations

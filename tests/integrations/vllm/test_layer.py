@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_qkv, run
 
 from kvpact.contract import AttendConfig
@@ -85,18 +84,6 @@ def test_mixed_batches_of_mla_latents_are_a_contiguous_cache(text, dtype):
 
 
 @pytest.mark.parametrize("text", SPECS)
-def test_pages_that_another_sequence_held_are_cleared(text):
-    layer = make(text, pages=2)
-    run(layer, [make_sequence(text, [1, 0], 64, seed=4)], [64], SCALE)
-    fresh = make(text, pages=2)
-    for one in (layer, fresh):
-        again = make_sequence(text, [0, 1], 50, seed=5)
-        for count in (20, 1, 12, 17):
-            run(one, [again], [count], SCALE)
-    assert torch.equal(layer.pages, fresh.pages)
-
-
-@pytest.mark.parametrize("text", SPECS)
 def test_tokens_written_again_replace_those_behind_them(text):
     layer, fresh = make(text), make(text)
     rejected, kept = tokens(40, 6), tokens(60, 7)
@@ -114,27 +101,6 @@ def test_tokens_written_again_replace_those_behind_them(text):
             step(one, kept, 0, 20, 0)
         step(one, kept, 20, 60, 20)
     assert torch.equal(layer.pages, fresh.pages)
-
-
-def test_a_shared_prefix_is_read_by_both():
-    text = "none:sinks=0,window=0"
-    layer, (q, k, v) = make(text, torch.float32), tokens(80, 8, torch.float32)
-    out = torch.empty_like(q)
-    layer.step([Row(0, 64, 0, (1, 2))], q[:64], k[:64], v[:64], out[:64], SCALE)
-    other = tokens(80, 9, torch.float32)
-    new = [torch.cat([x[64:], y[64:]]) for x, y in zip((q, k, v), other, strict=True)]
-    both = torch.empty_like(new[0])
-    layer.step([Row(0, 16, 64, (1, 2, 3)), Row(16, 32, 64, (1, 2, 4))], *new, both, SCALE)
-    for i, mine in enumerate(((q, k, v), other)):
-        whole = [torch.cat([x[:64], y[64:]]) for x, y in zip((q, k, v), mine, strict=True)]
-        q1, k1, v1 = (x.transpose(0, 1) for x in whole)
-        right = scaled_dot_product_attention(
-            q1, k1.repeat_interleave(GROUPS, 0), v1.repeat_interleave(GROUPS, 0),
-            is_causal=True, scale=0.125,
-        )  # fmt: skip
-        torch.testing.assert_close(
-            both[16 * i : 16 * (i + 1)], right.transpose(0, 1)[64:], atol=1e-5, rtol=1e-5
-        )
 
 
 @pytest.mark.parametrize(("dim", "content"), [(64, 68), (128, 132)])

@@ -13,9 +13,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +21,7 @@ import torch
 pytest.importorskip("triton")
 
 import aot
-from bounds import BOUNDS, bounds_of, problems
-from machine_code import Facts, Launch
+from bounds import BOUNDS
 from scenes import FORMATS
 from variants import side
 
@@ -108,45 +105,6 @@ def test_every_method_has_a_kind_of_slots_that_is_compiled():
     known.add((None, None, None))  # torch's alone
     for spec, value in itertools.product(example_specs(), (False, True)):
         assert kind(side(spec, value, 128), value) in known, (spec, value)
-
-
-def test_bounds_are_held():
-    form = slots_of(side("turboquant:bits=4", True, 128), True, torch.device("cpu")).form
-    kernel = SimpleNamespace(__name__="attend_digits")
-    launch = Launch(kernel, {}, {"G": 4, "K": form, "V": form}, (), {})
-    good, digits = Facts(100, 0, 18000, 77, 20.0, 48, 26, 32, 0), bounds_of(launch)
-    assert problems(good, digits) == []
-    for change in (
-        {"stack": 8},
-        {"registers": 201},
-        {"instructions": 28.1},
-        {"wide": 7},
-        {"tensor": 0},
-        {"moved": 1},
-    ):
-        assert len(problems(replace(good, **change), digits)) == 1
-    form = slots_of(side("trellis:bits=4", True, 128), True, torch.device("cpu")).form
-    trellises = bounds_of(launch._replace(constants={"G": 4, "K": form, "V": form}))
-    assert problems(replace(good, instructions=48.0), trellises) == []
-    for change in ({"stack": 8}, {"instructions": 48.1}, {"wide": 7}, {"tensor": 0}, {"moved": 1}):
-        assert len(problems(replace(good, **change), trellises)) == 1
-    general = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="attend_general")))
-    assert problems(good, general) == []
-    assert problems(replace(good, stack=8), general) == ["8 bytes of stack"]
-    exact = bounds_of(launch._replace(kernel=SimpleNamespace(__name__="encode_tokens")))
-    assert problems(replace(good, fused=0), exact) == []
-    assert problems(replace(good, fused=1), exact) == ["1 fused or approximate"]
-
-
-def test_a_table_takes_the_lines_of_some_kernels(tmp_path):
-    path = tmp_path / "table.json"
-    known = {"triton": "3", "sm_90": {"a: one": {"stack": 1}, "b: two": {}, "c: one 2": {}}}
-    aot.write(path, known)
-    assert aot.read(path) == known
-    aot.merged(known, "sm_90", {"d: one": {"stack": 2}}, ["one"])
-    assert known["sm_90"] == {"b: two": {}, "d: one": {"stack": 2}}
-    aot.merged(known, "sm_80", {"d: one": {}}, None)
-    assert known["sm_80"] == {"d: one": {}}
 
 
 def prmt(low: int, high: int, selector: int) -> int:

@@ -1,7 +1,6 @@
-"""Decode steps that know no more than what the host knew when they were captured.
+"""Decode steps know no more than what the host knew when they were captured.
 
-On a GPU a CUDA graph is replayed. Interpreted, the captured step is run again with the host's
-counts of back then: what it does has to come from the device, as in a graph.
+On a GPU a CUDA graph is replayed; interpreted, a step runs again with the host's old counts.
 """
 
 import pytest

@@ -1,7 +1,4 @@
-"""Attention over vLLM's pages by the Triton kernels: on a GPU, or interpreted on the CPU.
-
-What the torch backend answers, over a contiguous cache of each sequence, is what is right.
-"""
+"""Attention over vLLM's pages by the Triton kernels is that of torch over each sequence alone."""
 
 import pytest
 import torch

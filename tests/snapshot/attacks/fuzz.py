@@ -1,9 +1,6 @@
-"""Coverage-guided fuzzing of the snapshot reader: `make fuzz`, or this script with Python.
+"""Coverage-guided fuzzing of the snapshot reader: `make fuzz`. Needs atheris; libFuzzer's options.
 
-Needs atheris. Takes libFuzzer's options, e.g. `-max_total_time=600`. Inputs are seeds of small
-snapshots, changed at random; most of the time their checksums are made right again, or values of
-the manifest are replaced, so that what lies behind the checksums is reached. Whatever is not
-refused by a `KVPactError` has to be restored, and to be saved to the same bytes.
+Whatever a `KVPactError` does not refuse has to be restored, and to be saved to the same bytes.
 """
 
 import importlib

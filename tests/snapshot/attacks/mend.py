@@ -57,10 +57,7 @@ def mended(data: bytes) -> bytes:
 
 
 def edited(data: bytes, edits: bytes) -> bytes:
-    """Return a file with some values of its manifest and header replaced, the checksums right.
-
-    Two bytes of `edits` are one edit: which of all values, and by what.
-    """
+    """Return a file with values of its manifest and header replaced, the checksums right."""
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     manifest = json.loads(header["__metadata__"]["manifest"])
