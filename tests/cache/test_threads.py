@@ -141,31 +141,6 @@ def test_many_threads_on_one_layer_lose_nothing(spec):
     assert torch.equal(k.round(), k[..., :1].round().expand_as(k))
 
 
-def test_length_is_never_half_written():
-    """Who asks for the length while others append sees it grow, one token at a time."""
-    cache = kvpact.create_cache("int:bits=8,window=16", geometry())
-    done = threading.Event()
-
-    def append():
-        try:
-            for i in range(300):
-                cache.prefill(0, *tokens(1, i))
-        finally:
-            done.set()
-
-    def watch():
-        seen = [0]
-        while not done.is_set():
-            seen.append(cache.seq_len())
-            stats = cache.stats()
-            assert stats["values"] % (2 * HEADS * DIM) == 0
-        return seen
-
-    _, seen = run_all(append, watch)
-    assert seen == sorted(seen)
-    assert cache.seq_len() == 300
-
-
 def test_operations_on_the_whole_cache_meet_appends():
     """Forks, selections, counts and rollbacks while all layers grow: no deadlock, no corruption."""
     layers, steps = 3, 60

@@ -11,9 +11,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import kvpact
 import kvpact.cli as entry
 from kvpact import registry
-from kvpact.cli.demo import first_difference
 from kvpact.cli.generate import TextStream
-from kvpact.data import book_path
 
 # --- generate --------------------------------------------------------------------------------
 
@@ -132,19 +130,6 @@ def test_demo_on_a_tiny_model(model_folder):
     assert "trellis:bits=4" in head and "trellis:bits=2" in head  # side by side
     shares = [int(x) for x in re.findall(r"(?:the same text|differs at token \d+), (\d+) %", out)]
     assert len(shares) == 2 and shares[1] < shares[0] < 50
-
-
-def test_first_difference():
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-    assert first_difference([], []) is None
-
-
-def test_the_book_is_shipped():
-    text = book_path().read_text("utf-8")
-    assert text.startswith("NORTHANGER ABBEY")
-    assert 80_000 < len(text) < 95_000
 
 
 # --- bad input -------------------------------------------------------------------------------

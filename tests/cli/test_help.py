@@ -15,14 +15,8 @@ import kvpact.cli
 from kvpact.cli.app import Deferred, app
 from kvpact.cli.commands import COMMANDS
 from kvpact.cli.options import (
-    complete_dtype,
-    complete_model,
-    complete_recipe,
-    complete_size,
     complete_spec,
 )
-from kvpact.data import recipe_names
-from kvpact.registry import known_names
 
 GROUPS = [name for name, entry in COMMANDS.items() if not entry.target]
 SINGLE = [name for name, entry in COMMANDS.items() if entry.target]
@@ -124,16 +118,6 @@ def test_specs_models_and_dtypes_complete_by_name():
     assert completed("kvpact size smollm2 --dtype b") == ["bfloat16"]
     assert completed("kvpact demo --model g") == ["gemma3"]
     assert "--json" in completed("kvpact doctor --")
-
-
-def test_what_completes():
-    shipped = [f"recipe:{name}" for name in recipe_names()]
-    assert complete_spec("") == [*known_names(), *shipped] and complete_spec("rec") == shipped
-    assert complete_recipe("") == recipe_names()
-    assert complete_spec("int:bits=8/ki") == ["int:bits=8/kivi"]
-    assert complete_model("x") == [] and complete_model("") == ["smollm2", "gemma3"]
-    assert complete_size("qwen3-8") == ["qwen3-8b"] and "int" in complete_size("i")
-    assert complete_dtype("float") == ["float32", "float16"]
 
 
 def test_the_script_of_a_shell_is_shown(monkeypatch):

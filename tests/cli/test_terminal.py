@@ -10,7 +10,7 @@ import sys
 import termios
 
 import pytest
-from commands import good, invoke
+from commands import invoke
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|4[0-7]|9[0-7]|38;[0-9;]+)m")
 
@@ -118,17 +118,6 @@ def test_a_pipe_gets_whole_lines_without_colours_or_progress():
     (row,) = (line for line in done.stdout.splitlines() if "a" * 150 in line)
     assert row.split() == ["a" * 150, *(str(10**9 + i) for i in range(12))]
     assert len(row) > 250
-
-
-def test_every_table_in_a_pipe_has_a_line_a_row():
-    from kvpact import list_methods
-
-    lines = good("methods").splitlines()
-    for name in list_methods():
-        (line,) = (x for x in lines if x.split()[:1] == [name])
-        assert len(line.split()) > 1
-    assert not any("…" in line for line in lines)
-    assert all(line.startswith(" ") or not line for line in good("doctor").splitlines()[:4])
 
 
 def test_progress_is_not_told_to_a_pipe(model_folder, tmp_path):

@@ -3,8 +3,7 @@
 import re
 from xml.etree import ElementTree
 
-import pytest
-from kvpact_pages import by_model, cards, chart, faq, pages, quality, stream
+from kvpact_pages import by_model, cards, chart, faq, pages, stream
 from kvpact_pages.pages import DOCS, PAGES
 from kvpact_pages.results import NARROW
 
@@ -36,23 +35,10 @@ def test_a_card_has_the_figures_of_the_committed_results():
     assert "`trellis:bits=3` | 3.285 / 3.125 | 3.205 / 3.062" in text
 
 
-def test_a_page_names_no_block_that_nothing_makes():
-    page = "<!-- generated: nobody -->\n<!-- end of nobody -->"
-    with pytest.raises(KeyError, match="nobody"):
-        pages.filled(page, quality.BLOCKS)
-
-
 def test_every_block_that_is_made_stands_on_its_page():
     for page, made in PAGES.items():
         found = pages.BLOCK.finditer((DOCS / page).read_text("utf-8"))
         assert {block["name"] for block in found} == set(made), page
-
-
-def test_what_is_between_two_comments_is_replaced_and_nothing_else():
-    page = "a\n<!-- generated: x -->\nold\n<!-- end of x -->\nb\n"
-    text = pages.filled(page, {"x": lambda: "\nnew\n"})
-    assert text == "a\n<!-- generated: x -->\n\nnew\n\n<!-- end of x -->\nb\n"
-    assert pages.filled(text, {"x": lambda: "new"}) == text
 
 
 def test_a_short_context_gains_little():

@@ -73,18 +73,6 @@ def test_planes_keep_every_bit_once_and_low_bits_first():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("bits", "dim"), [(4, 128), (8, 64), (2, 128), (3, 128), (5, 64)])
-def test_tiles_lie_as_kernels_expect_them(bits, dim):
-    tokens = 4 * TILE
-    key = CodesField("codes", bits, dim, "token").allocate(1, 1, tokens, CPU)
-    value = CodesField("codes", bits, dim, "channel").allocate(1, 1, tokens, CPU)
-    # K: [T/16][D b/32][16 tokens], V: [T b/32][D], of 32-bit words without gaps.
-    assert key.is_contiguous() and value.is_contiguous()
-    assert key.flatten(2, 3)[0, 0].shape == (tokens // 16, dim * bits // 32, 16)
-    assert value.flatten(2, 3)[0, 0].shape == (tokens * bits // 32, dim)
-    assert key.dtype == value.dtype == torch.int32
-
-
 def test_one_code_is_where_kernels_look_for_it():
     codes = torch.zeros(1, 1, TILE, 64, dtype=torch.uint8)
     codes[0, 0, 21, 13] = 0b1011
@@ -171,18 +159,6 @@ def test_a_group_that_is_cut_keeps_its_side_information(group):
     field.clear_from(storage, 2 * group)
     assert torch.equal(storage[:, :, :2], values[:, :, :2])
     assert not storage[:, :, 2:].any()
-
-
-@pytest.mark.parametrize("kind", [*ORDERS, "scale", "bytes", "group"])
-def test_clearing_everything_and_nothing(kind):
-    field = make_field(kind, 5, 33)
-    storage = field.allocate(2, 3, 2 * TILE, CPU)
-    field.write(storage, 0, make_values(field, 5, 2 * TILE, 1))
-    before = storage.clone()
-    field.clear_from(storage, 2 * TILE)
-    assert torch.equal(storage, before)
-    field.clear_from(storage, 0)
-    assert not storage.any()
 
 
 @pytest.mark.parametrize("number", [torch.float32, torch.float16, torch.bfloat16, torch.uint8])

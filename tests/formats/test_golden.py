@@ -113,12 +113,3 @@ def test_a_cache_shows_the_golden_values(path, text, data):
     for side, got in (("k", result.k), ("v", result.v)):
         expected = tensors[f"{text}|{side}|expected"].half()
         assert torch.equal(got[:, :, shown], expected)
-
-
-def test_golden_inputs_have_what_is_hard_to_store():
-    for path in FILES:
-        tensors = load(path)[0]
-        k, v = tensors["input|k"], tensors["input|v"]
-        assert k.shape == (1, 1, 66, 80) and v.shape == (1, 1, 66, 64)
-        assert not k[:, :, 1].any() and not v[:, :, 1].any()
-        assert k[..., 11].float().std() > 5 * k[..., :11].float().std()

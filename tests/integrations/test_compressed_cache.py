@@ -86,19 +86,6 @@ def test_crop(llama, prompt, spec):
         cache.crop(5)
 
 
-def test_batch_operations(llama, prompt):
-    cache = prefilled(llama, prompt)
-    keys = cache.layers[1].keys
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(cache.layers[1].keys, keys[[1, 0]])
-    cache.batch_repeat_interleave(2)
-    assert torch.equal(cache.layers[1].keys, keys[[1, 1, 0, 0]])
-    cache.batch_select_indices(torch.tensor([3, 0]))
-    assert torch.equal(cache.layers[1].keys, keys[[0, 1]])
-    cache.batch_select_indices(torch.tensor([False, True]))
-    assert torch.equal(cache.layers[1].keys, keys[[1]])
-
-
 def test_any_other_attention_reads_decompressed_k_and_v(llama, prompt, greedy, fallbacks):
     spec = "none"
     llama.set_attn_implementation("eager")
@@ -227,20 +214,6 @@ def test_packed_only_attends_to_stored_slots(llama, prompt):
             logits[name] = llama(**inputs, past_key_values=cache).logits
     assert torch.allclose(logits["exact"], logits["new exact"], atol=1e-5)
     assert (logits["exact"] - logits["packed"]).abs().max() > 1e-2
-
-
-def test_tokens_that_cannot_be_stored_leave_the_cache_as_it_was(llama, prompt):
-    """The error comes once; the cache goes on without the tokens that caused it."""
-    cache = prefilled(llama, prompt)
-    before = [t.clone() for t in inner(cache).tensors()]
-    embeddings = torch.full((2, 1, 64), torch.nan)
-    with pytest.raises(NonFiniteError), torch.no_grad():
-        llama(inputs_embeds=embeddings, past_key_values=cache)
-    assert cache.get_seq_length() == 40
-    assert all(map(torch.equal, inner(cache).tensors(), before))
-    with torch.no_grad():
-        llama(prompt["input_ids"][:, :3], past_key_values=cache)
-    assert cache.get_seq_length() == 43
 
 
 @pytest.mark.parametrize("spec", ["none", "kivi:bits=2,window=0,sinks=0"])

@@ -1,7 +1,5 @@
 """Models whose key projection has a large bias: `CompressedCache(model, …)` stores it apart."""
 
-from copy import deepcopy
-
 import pytest
 import torch
 from transformers import (
@@ -15,17 +13,15 @@ from transformers import (
     Starcoder2Config,
 )
 
-from kvpact import CacheGeometry, KeyOffset, PagedKVCache, Snapshot
-from kvpact.errors import DtypeError, GeometryError, LayerIndexError, MismatchError, SpecError
+from kvpact import CacheGeometry, KeyOffset, PagedKVCache
+from kvpact.errors import DtypeError, GeometryError, LayerIndexError, SpecError
 from kvpact.integrations.transformers import (
     CompressedCache,
     PagedBatch,
     key_offsets,
-    prefix_cache,
     register_attention,
 )
 from kvpact.kernels import RowOffset
-from kvpact.stores import MemoryStore
 
 SPEC = "turboquant:bits=4,sinks=0,window=0"
 DIM = 64
@@ -131,27 +127,6 @@ def test_a_large_bias_costs_no_precision(name, positions, make_model, sizes, pro
     assert left > 5 * found
 
 
-def test_keys_are_shown_as_the_model_made_them(qwen2, prompt, greedy):
-    """Of left-padded rows, whose positions begin with their first token."""
-    cache, exact = CompressedCache(qwen2, "int:bits=8,sinks=0,window=0"), DynamicCache()
-    tokens = qwen2.generate(**prompt, **greedy, past_key_values=exact)
-    mask = torch.nn.functional.pad(prompt["attention_mask"], (0, 12), value=1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        for part in (slice(0, 30), slice(30, 31), slice(31, 51)):
-            qwen2(
-                tokens[:, part],
-                attention_mask=mask[:, : part.stop],
-                position_ids=positions[:, part],
-                past_key_values=cache,
-            )
-    for layer, whole in zip(cache.layers, exact.layers, strict=True):
-        k, wanted = layer.keys, whole.keys
-        assert (k - wanted)[1].norm() < 0.02 * 51**0.5 * DIM**0.5
-        assert (k - wanted)[0, :, 7:].norm() < 0.02 * 51**0.5 * DIM**0.5
-        assert wanted[1].norm(dim=-1).min() > 500
-
-
 def test_bf16_models_round_cosine_and_sine(make_model, sizes):
     model = give_bias(make_model(MODELS["qwen2"](sizes))).bfloat16()
     offsets = key_offsets(model)
@@ -169,32 +144,6 @@ def test_bf16_models_round_cosine_and_sine(make_model, sizes):
 
 def _parts(offset):
     return offset.frequencies, offset.channels, offset.bias
-
-
-def test_caches_go_on_after_copies_snapshots_and_prefixes(qwen2, fallbacks):
-    ids = torch.randint(3, 128, (1, 150), generator=torch.Generator().manual_seed(2))
-    cache, store = CompressedCache(qwen2, SPEC), MemoryStore()
-
-    def step(cache, start=149):
-        with torch.no_grad():
-            return qwen2(ids[:, start:], past_key_values=cache).logits[:, -1]
-
-    with torch.no_grad():
-        qwen2(ids[:, :149], past_key_values=cache)
-    snapshot = Snapshot.from_bytes(cache.snapshot().to_bytes())
-    assert prefix_cache(store, qwen2, cache, fingerprint="m").save(ids[:, :149]) == 2
-    wanted = step(deepcopy(cache))
-    restored, loaded = CompressedCache(qwen2, SPEC), CompressedCache(qwen2, SPEC)
-    restored.restore(snapshot)
-    torch.testing.assert_close(step(restored), wanted)
-    prefixes = prefix_cache(store, qwen2, loaded, fingerprint="m")
-    assert prefixes.load(ids[:, :149]) == 128
-    # A prefix has slots alone, so what follows it is not quite as it was.
-    assert (step(loaded, 128) - wanted).norm() < 0.2 * wanted.norm()
-    other = CompressedCache(qwen2, SPEC, key_offsets=None)
-    with pytest.raises(MismatchError, match="key_offsets"):
-        other.restore(snapshot)
-    assert prefix_cache(store, qwen2, other, fingerprint="m").load(ids[:, :149]) == 0
 
 
 def test_pages_take_the_offsets_of_a_model(qwen2):

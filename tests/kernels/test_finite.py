@@ -26,7 +26,10 @@ def test_one_bad_number_is_found_wherever_it_is(backend, dtype):
         assert all_finite(x)
         x[0, 0, 0, 0] = torch.finfo(dtype).max
         assert all_finite(x)
-        places = {(0, 0, 0, 0), tuple(n // 2 for n in shape), tuple(n - 1 for n in shape)}
+        # Everywhere in the small ones; first, middle and last in the large one.
+        places = set(itertools.product(*map(range, shape)))
+        if len(places) > 200:
+            places = {(0, 0, 0, 0), tuple(n // 2 for n in shape), tuple(n - 1 for n in shape)}
         for place, bad in itertools.product(places, (torch.nan, torch.inf, -torch.inf)):
             broken = x.clone(memory_format=torch.preserve_format)
             broken[place] = bad

@@ -95,32 +95,6 @@ def measured(call):
     return allocations
 
 
-def test_the_meter_itself():
-    x = torch.zeros(1000)
-
-    def call():
-        y = x + 1  # 4,000 bytes
-        y = y + 1  # 8,000 at the peak
-        y += 1
-        return y.view(10, 100).sum()
-
-    allocations = measured(call)
-    assert allocations.peak == 8000
-    assert allocations.largest == 4000
-    assert allocations.live == 0
-    assert allocations.scratch == 0
-
-
-@pytest.mark.skipif(isinstance(NATIVE, str), reason=str(NATIVE))
-def test_the_meter_sees_scratch_memory():
-    cache = filled("turboquant:bits=4", 1024, backend="auto")
-    one = measured(lambda: cache.attend(0, **by_name(*tokens(1, 5))))
-    assert one.scratch > 2**16  # a block's scores and weights, the encoder's tile
-    # Another kernel, of another size; which is larger depends on the instruction set.
-    many = measured(lambda: cache.attend(0, **by_name(*tokens(256, 6))))
-    assert many.scratch > 2**16 and many.scratch != one.scratch
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_decode_call_allocates_little_and_no_more_for_a_long_cache(spec, backend):

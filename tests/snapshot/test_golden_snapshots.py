@@ -14,7 +14,7 @@ from kvpact import AttendConfig, Snapshot
 from kvpact.errors import SpecError
 from kvpact.key_offset import same_offset
 from kvpact.snapshot import StreamState
-from kvpact.snapshot.manifest import LATE, VERSION, WITH_ENERGIES
+from kvpact.snapshot.manifest import LATE
 from kvpact.snapshot.tensors import same_tensors
 
 FOLDER = Path(__file__).parents[1] / "golden" / "snapshots"
@@ -156,18 +156,6 @@ def test_tokens_of_an_older_version_of_their_method_are_refused():
     with pytest.raises(SpecError, match=r"'turboquant' version 1 is not known; this is 2: read it"):
         cache.restore(before)
     assert contents(cache.snapshot()) == held
-
-
-def test_the_queries_seen_are_in_their_files():
-    early = load("energies", "before", WITH_ENERGIES)
-    assert early._container.entries["layer.1.k.query_energy"].shape == (2, 2, 40, 16)
-    assert early.layer(1).streams[0].query_energy is None  # nothing learns from them any more
-    assert not early.layer(1).streams[0].learnt
-    assert load("energies", "after", VERSION).layer(1).streams[0].learnt
-    before = load("learning", "before", LATE).layer(1).streams[0]
-    assert before.query_energy.shape == (2, 2, 60 - 37, 16) and not before.learnt
-    assert before.query_energy.dtype is torch.uint8
-    assert load("learning", "after", LATE).layer(1).streams[0].learnt
 
 
 @pytest.mark.parametrize("rows", [[0], [1, 1]])

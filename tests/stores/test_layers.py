@@ -4,7 +4,6 @@ import secrets
 import subprocess
 import sys
 import traceback
-import warnings
 
 import pytest
 
@@ -271,13 +270,3 @@ def test_importing_the_stores_imports_no_extra():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
-
-
-def test_memory_is_quiet():
-    """No warning in a life without trouble."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with open_store("memory://", background=True) as store:
-            store.put("a", b"1")
-            store.flush()
-            assert store.get("a") == b"1" and store.get("b") is None

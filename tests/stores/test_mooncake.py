@@ -9,7 +9,7 @@ import pytest
 from commands import good
 
 from kvpact.errors import StoreFull, StoreUnavailable
-from kvpact.stores import BackgroundStore, EncryptedStore, MooncakeStore, StoreWarning, open_store
+from kvpact.stores import MooncakeStore, StoreWarning, open_store
 from kvpact.testing import StoreContract
 
 
@@ -78,22 +78,6 @@ def test_a_record_lies_in_the_cluster_as_it_is_in_every_store(cluster):
     assert out[:8] == b"kvpentry" and out.endswith(b"keysome bytes") and len(out) == 73
 
 
-def test_a_bit_that_another_client_flipped_is_a_miss(cluster):
-    flip = (
-        "key = 'flip:a'\nfound = bytearray(s.get(key))\nfound[names['at']] ^= 1 << names['bit']\n"
-        "assert s.remove(key, True) == 0 and s.put(key, bytes(found)) == 0\n"
-        "assert s.get(key) == found"
-    )
-    with connect(cluster, prefix="flip:") as store:
-        for at, bit in ((3, 0), (20, 5), (61, 7), (900, 2)):
-            store.put("a", bytes(1000))
-            raw(cluster, flip, at=at, bit=bit)
-            with pytest.warns(StoreWarning, match="does not match; removed"):
-                assert store.get("a") is None
-            assert "a" not in store
-        assert store.stats().damaged == 4
-
-
 def test_two_processes_share_a_cluster(cluster):
     code = (
         "import sys\n"
@@ -132,17 +116,6 @@ def test_keys_of_others_are_left_alone(cluster):
             out = raw(cluster, "sys.stdout.buffer.write(s.get(names['key']))", key=key)
             assert out == b"text"
         assert store.get("a") == b"1"
-
-
-def test_encrypted_and_in_the_background(cluster):
-    url, secret = cluster.url + "&prefix=sealed:", bytes(range(32))
-    with open_store(url, secret=secret, background=True, timeout=20.0) as store:
-        store.put("a", b"plain text")
-        store.flush()
-        assert store.get("a") == b"plain text"
-        assert isinstance(store, BackgroundStore) and isinstance(store._inner, EncryptedStore)
-    out = raw(cluster, "sys.stdout.buffer.write(s.get('sealed:a'))")
-    assert out[:8] == b"kvpentry" and b"plain" not in out
 
 
 def test_the_command_line(cluster):

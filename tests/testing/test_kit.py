@@ -30,10 +30,6 @@ def test_the_kit_reads_no_private_name():
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_private_names_are_found():
-    assert private_names("cache._layers[0]\nself._x\ncache.layers\n") == ["cache._layers, line 1"]
-
-
 def test_a_cache_of_others_is_short_and_imports_public_names():
     """Every name comes from a module that lists it in `__all__` (or is such a module)."""
     source = LIST_CACHE.read_text("utf-8")

@@ -7,7 +7,7 @@ from one_layer import normal
 from scipy.linalg import hadamard as sylvester
 
 from kvpact.arithmetic import divide, hadamard, tree_sum
-from kvpact.transforms import IDENTITY, RandomHadamard
+from kvpact.transforms import RandomHadamard
 from kvpact.transforms.hadamard import random_signs
 
 DIMS = (1, 2, 3, 7, 64, 80, 96, 128, 160, 192, 224, 288, 576)
@@ -34,15 +34,6 @@ def test_rotation_is_orthogonal(dim):
     matrix = rotation.forward(torch.eye(dim)).double()
     assert torch.allclose(matrix @ matrix.T, torch.eye(dim, dtype=torch.double), atol=1e-6)
     assert torch.allclose(rotation.inverse(torch.eye(dim)).double(), matrix.T, atol=1e-6)
-
-
-@pytest.mark.parametrize("dim", DIMS)
-def test_inverse_undoes_forward_and_products_are_kept(dim):
-    rotation, x, y = RandomHadamard(dim), normal(2, 50, dim), normal(2, 50, dim, seed=1)
-    assert torch.allclose(rotation.inverse(rotation.forward(x)), x, atol=3e-6)
-    assert torch.allclose(rotation.forward(rotation.inverse(x)), x, atol=3e-6)
-    products = (rotation.forward(x).double() * rotation.forward(y).double()).sum(-1)
-    assert torch.allclose(products, (x.double() * y.double()).sum(-1), atol=1e-4)
 
 
 @pytest.mark.parametrize("dim", [dim for dim in DIMS if dim >= 64])
@@ -136,12 +127,6 @@ def test_rotation_computes_in_fp32(dtype):
     assert rotation.forward(x).dtype == torch.float32
     assert torch.equal(rotation.forward(x), rotation.forward(x.float()))
     assert torch.equal(rotation.inverse(x), rotation.inverse(x.float()))
-
-
-def test_identity_is_no_transform():
-    x = normal(2, 8)
-    assert IDENTITY.forward(x) is x
-    assert IDENTITY.inverse(x) is x
 
 
 @pytest.mark.parametrize("number", [3, 12, 80, 127, 448.0, 57344.0, 128**0.5])

@@ -5,7 +5,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import GeometryError, SequenceError, StaleResult
-from kvpact.testing import held_bytes, random_tokens, same_bytes
+from kvpact.testing import random_tokens, same_bytes
 
 GEOMETRY = CacheGeometry(2, 2, 32, 48)
 LOSSY = "int:bits=4,sinks=2,window=0"
@@ -92,29 +92,6 @@ def test_a_result_from_before_is_never_another_sequences():
 
 
 # --- prefixes
-
-
-@pytest.mark.parametrize("spec", ["none", LOSSY, "turboquant:bits=3,center=64,window=0"])
-def test_a_published_prefix_is_shared(spec):
-    cache = PagedKVCache(spec, GEOMETRY, 24, 64)
-    seq = cache.allocate()
-    fill(cache, seq, 200)
-    free = cache.num_free_pages
-    assert cache.publish(seq, IDS[:200]) == 3
-    other = cache.allocate(IDS[:250])
-    assert cache.seq_len(other, 0) == cache.seq_len(other, 1) == 192
-    assert cache.num_free_pages == free
-    assert torch.equal(cache.block_table(other), cache.block_table(seq)[:3])
-    # It goes on where the prefix ends, and holds what it would have computed.
-    fill(cache, other, 40)
-    assert_shows(cache, other, twin_of(spec, (192, 0), (40, 0)))
-    assert_shows(cache, seq, twin_of(spec, (200, 0)))
-    assert cache.memory_usage() == held_bytes(cache)
-    cache.free(seq)
-    assert_shows(cache, other, twin_of(spec, (192, 0), (40, 0)))
-    assert cache.memory_usage() == held_bytes(cache)
-    cache.free(other)
-    assert cache.num_free_pages == 24
 
 
 def test_what_matches():

@@ -38,18 +38,6 @@ def test_tokens_come_back_in_the_order_they_came(dtype, form):
         assert torch.equal(torch.stack([x for _, x in cache.for_each_value(layer)]), v)
 
 
-def test_the_token_in_flight_is_seen_by_its_own_layer_alone():
-    cache = filled(3)
-    cache.store_kv(1, rows(1, 5), rows(1, 6))
-    assert cache.seq_len == 3
-    assert len(cache.get_keys(0)) == len(cache.get_values(0)) == 3
-    assert torch.equal(cache.get_keys(1)[3:], rows(1, 5))
-    assert torch.equal(cache.get_values(1)[3:], rows(1, 6))
-    assert [position for position, _ in cache.for_each_value(1)] == [0, 1, 2, 3]
-    cache.store_kv(1, rows(1, 7), rows(1, 8))  # again: it replaces what is in flight
-    assert torch.equal(cache.get_keys(1)[3:], rows(1, 7)) and len(cache.get_keys(1)) == 4
-
-
 def test_part_of_what_is_in_flight_may_be_committed():
     cache = filled(1)
     for layer in range(LAYERS):
@@ -91,27 +79,6 @@ def test_views_share_memory_and_stay_valid():
     k = cache.get_keys(0)
     cache.restore_from_payload(payload)
     assert len(k) == 0 and len(cache.get_keys(0)) == 3
-
-
-@pytest.mark.parametrize("length", range(8))
-def test_truncate_never_extends_and_drops_what_is_in_flight_behind_it(length):
-    cache, wanted = filled(4), filled(4)
-    cache.store_kv(1, rows(2, 7), rows(2, 8))
-    cache.truncate(length)
-    assert cache.seq_len == min(length, 4)
-    assert torch.equal(cache.get_keys(0), wanted.get_keys(0)[:length])
-    both = torch.cat([wanted.get_values(1), rows(2, 8)])
-    assert torch.equal(cache.get_values(1), both[:length])
-
-
-def test_a_cache_continues_after_truncate_and_clear():
-    for forget in (lambda c: c.truncate(0), lambda c: c.clear()):
-        cache = filled(5)
-        forget(cache)
-        for layer in range(LAYERS):
-            cache.store_kv(layer, rows(ROOM, 20 + layer), rows(ROOM, 30 + layer))
-        cache.advance(ROOM)
-        assert torch.equal(cache.get_values(1), rows(ROOM, 31))
 
 
 def _put(number):
