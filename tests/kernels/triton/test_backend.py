@@ -16,8 +16,6 @@ from kvpact.kernels.triton.forms import on_device
 from kvpact.testing import BackendContract
 
 CUDA = torch.cuda.is_available()
-GEOMETRY = CacheGeometry(1, 1, 32, dtype=torch.float32)
-
 
 if CUDA:  # without a GPU the kit is interpreted, with the slow tests
 
