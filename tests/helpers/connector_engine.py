@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import torch
 
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.connector_counts import ConnectorCounts
 from kvpact.integrations.vllm.connector_form import Form
-from kvpact.integrations.vllm.connector_options import options_of
 from kvpact.integrations.vllm.connector_pages import PackedPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
+from kvpact.integrations.vllm.connector_store import ConnectorCounts, options_of
 from kvpact.integrations.vllm.connector_worker import PrefixWorker
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.spec import parse_spec

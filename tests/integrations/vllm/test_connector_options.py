@@ -3,7 +3,7 @@
 import pytest
 
 from kvpact.errors import StoreError
-from kvpact.integrations.vllm.connector_options import options_of, release_store, share_store
+from kvpact.integrations.vllm.connector_store import options_of, release_store, share_store
 from kvpact.stores import open_store
 
 

@@ -17,7 +17,7 @@ from kvpact.cache.room import Moment
 from kvpact.cache.rows import refuse_pickling
 from kvpact.cache.stats import Summarized
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
-from kvpact.integrations.transformers.choice import choose_attention
+from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.handles import untraced
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer

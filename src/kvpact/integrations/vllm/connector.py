@@ -12,20 +12,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from kvpact.integrations.vllm.connector_counts import COUNTED, ConnectorCounts, logger
 from kvpact.integrations.vllm.connector_form import StepPlan
-from kvpact.integrations.vllm.connector_options import (
-    ConnectorOptions,
-    options_of,
-    release_store,
-    share_store,
-)
 from kvpact.integrations.vllm.connector_pages import PackedPages, PlainPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
 from kvpact.integrations.vllm.connector_setup import (
     adapter_fingerprint,
     form_of,
     model_fingerprint,
+)
+from kvpact.integrations.vllm.connector_store import (
+    COUNTED,
+    ConnectorCounts,
+    ConnectorOptions,
+    logger,
+    options_of,
+    release_store,
+    share_store,
 )
 from kvpact.integrations.vllm.connector_worker import PrefixWorker
 from kvpact.integrations.vllm.cpu_attention import orders_of

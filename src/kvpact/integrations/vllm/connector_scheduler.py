@@ -12,7 +12,6 @@ from functools import cache, partial
 from typing import Any
 
 from kvpact.cache.prefixes import page_keys
-from kvpact.integrations.vllm.connector_counts import ConnectorCounts
 from kvpact.integrations.vllm.connector_form import (
     ChunkPiece,
     Form,
@@ -21,8 +20,7 @@ from kvpact.integrations.vllm.connector_form import (
     StepPlan,
     entry_name,
 )
-from kvpact.integrations.vllm.connector_lane import Job, Lane
-from kvpact.integrations.vllm.connector_options import ConnectorOptions
+from kvpact.integrations.vllm.connector_store import ConnectorCounts, ConnectorOptions, Job, Lane
 from kvpact.prefixes.chunks import ChunkKind
 from kvpact.snapshot import Identity
 from kvpact.stores import Store

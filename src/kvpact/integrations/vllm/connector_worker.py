@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreFull
-from kvpact.integrations.vllm.connector_counts import ConnectorCounts
 from kvpact.integrations.vllm.connector_form import (
     ChunkPiece,
     Form,
@@ -22,9 +21,8 @@ from kvpact.integrations.vllm.connector_form import (
     entry_name,
     of_rank,
 )
-from kvpact.integrations.vllm.connector_lane import Job, Lane
-from kvpact.integrations.vllm.connector_options import ConnectorOptions
 from kvpact.integrations.vllm.connector_pages import Copied, PackedPages
+from kvpact.integrations.vllm.connector_store import ConnectorCounts, ConnectorOptions, Job, Lane
 from kvpact.prefixes.chunks import Chunk, ChunkKind
 from kvpact.stores import Store
 
