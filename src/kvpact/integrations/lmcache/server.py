@@ -50,15 +50,10 @@ class Served:
 
 
 class StatusModule:
-    """A module of LMCache's server."""
+    """A module of LMCache's server, which is its `context`."""
 
     def __init__(self, served: Served, context: Any) -> None:
-        self._served, self._context = served, context
-
-    @property
-    def context(self) -> Any:
-        """LMCache's server."""
-        return self._context
+        self._served, self.context = served, context
 
     def report_status(self) -> dict[str, Any]:
         """Return the counts of each serde, for ``GET /status``."""

@@ -160,12 +160,8 @@ class DecodeGraph:
                     "model itself"
                 )
 
-    def _positions_of(self, layers: list[CacheLayer]) -> Tensor:
-        return layers[0].length - self._padding
-
     def _as_ever(self, ids: Tensor) -> Tensor:
-        positions = self._positions_of(self._layers())
-        return self._forward(ids, positions)
+        return self._forward(ids, self._layers()[0].length - self._padding)
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
         given = {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
@@ -174,7 +170,7 @@ class DecodeGraph:
 
     def _capture(self, layers: list[CacheLayer], ids: Tensor) -> None:
         """Capture a step; layers hold what they held before."""
-        self._ids, self._positions = ids.clone(), self._positions_of(layers)
+        self._ids, self._positions = ids.clone(), layers[0].length - self._padding
         before = [layer._held for layer in layers]
         runners = _runners(layers)
 

@@ -206,7 +206,7 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
             return output.zero_()
         if self._layer is None or self._layer.pages is not kv_cache:
             windows = self._pool(stored, key, value, kv_cache.shape[2])
-            self._layer = _layer(stored, key, value, kv_cache, windows, layer.attn_backend.latent)
+            self._layer = self._paged(layer.attn_backend, key, value, kv_cache, windows)
         cut: dict[int, NonFiniteError] = {}
         for rows, prompts in attn_metadata.parts:
             cut |= self._layer.step(rows, query, key, value, output, self._config, prompts)
@@ -239,16 +239,15 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
             self._windows = WindowPool(width, count, page_tokens, shapes, key.dtype, key.device)
         return self._windows
 
-
-def _layer(
-    spec: Spec, key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool, latent: bool
-) -> PagedLayer:
-    dtype, device = key.dtype, key.device
-    k, v = codecs(spec, key.shape[2], value.shape[2], dtype)
-    plan = native_plan(k, v, dtype, device, latent)
-    watch = watch_of(device.type)
-    good = None if watch is None else watch.flags(len(pages))
-    layer = PagedLayer(PageForm(k, v, pages.shape[2]), plan, pages, windows, good, latent)
-    if watch is not None:
-        watch.add(layer.damage)
-    return layer
+    def _paged(
+        self, backend: Any, key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool
+    ) -> PagedLayer:
+        k, v = codecs(backend.stored, key.shape[2], value.shape[2], key.dtype)
+        plan = native_plan(k, v, key.dtype, key.device, backend.latent)
+        watch = watch_of(key.device.type)
+        good = None if watch is None else watch.flags(len(pages))
+        form = PageForm(k, v, pages.shape[2])
+        layer = PagedLayer(form, plan, pages, windows, good, backend.latent)
+        if watch is not None:
+            watch.add(layer.damage)
+        return layer
