@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvpact import create_cache
-from kvpact.cache.specs import latent_spec
+from kvpact.cache.codecs import latent_spec
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from kvpact.cache.checks import KeyOffsets
-from kvpact.cache.codecs import Calibration
+from kvpact.cache.codecs import Calibration, cache_specs
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
-from kvpact.cache.specs import cache_specs
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import choose

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from kvpact.cache.checks import KeyOffsets
-from kvpact.cache.codecs import Calibration, states_of
+from kvpact.cache.codecs import Calibration, cache_specs, states_of
 from kvpact.cache.contiguous import ContiguousCache
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
-from kvpact.cache.specs import cache_specs
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.recipe import SpecLike

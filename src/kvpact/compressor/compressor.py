@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache
-from kvpact.cache.specs import latent_spec
+from kvpact.cache.codecs import latent_spec
 from kvpact.compressor import caches
 from kvpact.compressor.compressed import CompressedKV, Layout
 from kvpact.compressor.stream import PackedStream, check_pair, flat
