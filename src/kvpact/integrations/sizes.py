@@ -172,7 +172,7 @@ def size(
         positions=held.positions,
         dtype=held.dtype,
         batch=batch,
-        layers=held.counted(),
+        layers=[{"count": n, **shape._asdict()} for shape, n in Counter(held.shapes).items()],
         rows=[
             SizeRow(
                 "recipe" if isinstance(spec, Mapping) else str(spec),
@@ -212,19 +212,10 @@ class Layers:
     dtype: str
     positions: int | None = None
 
-    def counted(self) -> list[dict[str, Any]]:
-        """Return each shape once, with the number of layers that have it as ``count``."""
-        return [{"count": n, **shape._asdict()} for shape, n in Counter(self.shapes).items()]
-
     @property
     def itemsize(self) -> int:
         """Bytes of a number that is not compressed."""
         return 4 if self.dtype == "float32" else 2
-
-    def values(self, tokens: int, batch: int) -> int:
-        """Return how many numbers of K and V the compressed layers hold."""
-        shapes = (x for x in self.shapes if x.compressed)
-        return batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
 
 
 def known_name(name: str) -> str | None:
@@ -318,7 +309,8 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
         for each, shape in _pairs(spec, layers)
     ]:
         found.update(part)
-    compressed, values = sum(found.values()), layers.values(tokens, batch)
+    compressed, shapes = sum(found.values()), (x for x in layers.shapes if x.compressed)
+    values = batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
     own = sum(shape.own_bytes(tokens, batch, layers.itemsize) for shape in layers.shapes)
     return {
         **found,
