@@ -14,10 +14,10 @@ from variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS, K_SIDE, V_SIDE
 from kvpact.kernels.triton.decode.decode import decode_triton
-from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
-from kvpact.kernels.triton.encode.form import EncodeSlots, tables_of
+from kvpact.kernels.triton.encode.encoder import TritonEncoder
+from kvpact.kernels.triton.encode.form import encode_reason, tables_of
 from kvpact.kernels.triton.encode.trellis import encode_trellis
-from kvpact.kernels.triton.forms import slots_of
+from kvpact.kernels.triton.forms import Places, slots_of
 from kvpact.kernels.triton.step.step import TritonStep
 from kvpact.kernels.triton.step.taking import Flag, Taker, sent_flags, take, taking_of
 
@@ -124,7 +124,8 @@ class Slot(NamedTuple):
     def taker(self, tokens: int) -> Taker:
         """Return how so many tokens are taken in a step."""
         codec, x = side(self.spec, self.value, self.dim), self.tokens(tokens)
-        slots = EncodeSlots.of(codec, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
+        names = tables_of(codec, x.device).names
+        slots = Places.of(names, [SlotsOfZeros(codec, TOKENS)], 1, x.device)
         return Taker(codec, slots, taking_of(codec, x, (K_SIDE, V_SIDE)[self.value]))
 
     def decoding(self, inverse: bool) -> list[Launch]:

@@ -23,7 +23,8 @@ pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
 from kvpact.errors import GeometryError, NonFiniteError
-from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_reason
+from kvpact.kernels.triton.encode.encoder import TritonEncoder
+from kvpact.kernels.triton.encode.form import encode_reason
 from kvpact.quantizers.checks import collected, deferred
 
 COVERED = [spec for spec in FORMATS if not spec.startswith("kvarn")]

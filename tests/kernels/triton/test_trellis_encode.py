@@ -22,8 +22,9 @@ pytest.importorskip("triton")
 from kvpact.cache.segments import ListSource
 from kvpact.errors import NonFiniteError
 from kvpact.kernels.triton.encode import trellis as encode_trellis
-from kvpact.kernels.triton.encode.encoder import EncodeSlots, TritonEncoder, encode_reason
-from kvpact.kernels.triton.encode.form import tables_of
+from kvpact.kernels.triton.encode.encoder import TritonEncoder
+from kvpact.kernels.triton.encode.form import encode_reason, tables_of
+from kvpact.kernels.triton.forms import Places
 from kvpact.quantizers.checks import collected, deferred
 from kvpact.testing.held import same_bytes
 
@@ -82,9 +83,9 @@ def test_tokens_behind_what_only_the_device_knows():
         {f.name: f.allocate(2, 1, SEGMENT, torch.device("cpu")) for f in codec.fields}
         for _ in range(2)
     ]
-    slots = EncodeSlots.of(codec, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
-    held = (127, 30)
-    form, counts = tables_of(codec, tokens.device).form, torch.tensor([[n, 7] for n in held])
+    held, tables = (127, 30), tables_of(codec, tokens.device)
+    slots = Places.of(tables.names, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
+    form, counts = tables.form, torch.tensor([[n, 7] for n in held])
     encode_trellis.encode_trellis(codec, form, tokens, slots, 0, counts)
     for row, count in enumerate(held):
         expected = torch_slots(codec, tokens[row : row + 1], count)

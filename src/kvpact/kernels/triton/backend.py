@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
 from kvpact.kernels.dense import DTYPES
 from kvpact.kernels.torch.slots import TorchEncoder
+from kvpact.kernels.triton.encode.form import encode_reason
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
@@ -91,8 +92,6 @@ class TritonBackend(Backend):
         if operation == "attend" and (reason := _too_wide(_width(codec), dtype)):
             return reason
         if operation == "encode":
-            from kvpact.kernels.triton.encode.encoder import encode_reason
-
             return "" if _copies(codec) else encode_reason(codec)
         return slots_of(codec, False, _CPU).reason
 

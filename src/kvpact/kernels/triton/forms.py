@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError
-from kvpact.formats import CodesField, Field
-from kvpact.formats.bitpack import WORD, block_words, planes
+from kvpact.formats import TILE, CodesField
+from kvpact.formats.bitpack import WORD, planes
+from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisForm
 from kvpact.kernels.sources import SegmentSource, Where
@@ -25,9 +26,6 @@ from kvpact.kernels.triton.trellis.steps import TrellisSteps, steps_of
 from kvpact.methods import Codec
 from kvpact.quantizers import trellis
 from kvpact.transforms import IDENTITY, RandomHadamard
-
-FIELDS = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
-"""Rows of `Places.table`, as `PackedFormat` names them."""
 
 NUMBERS = {
     torch.float32: "fp32",
@@ -43,14 +41,51 @@ LEAST_WIDTH, MOST_WIDTH = 32, 1024
 """Channels that a tile of a kernel holds at least (of 1 bit, a word), and of the widest vectors."""
 
 
-class Planes:
-    """Where the bits of codes lie, of forms that have `bits` and `dim` (see `formats.bitpack`)."""
+@dataclass(frozen=True)
+class CodeForm:
+    """How codes lie in the slots of one stream, and what stands beside them; to read or to write.
 
+    - `kind`, `bits`, `group`: as in `PackedFormat` or `Encoding`.
+    - `order`: what a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]`
+      numbers of `types[0]` per tile.
+    - `dim`, `padded`: channels of a vector (of a trellis: its codes), and of the tiles that kernels
+      work on: the next power of two.
+    - `words`: words of a token's codes, for ``token``; rows of words of a tile for ``channel``.
+    - `channels`: that share a scale; `dim` where all do.
+    - `types`: dtype of each of `names`, a value of `NUMBERS`; "" for a field that is not there.
+    - `trellis`: what there is to know of a trellis.
+    - `steps`: where its blocks' codes lie.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ()
+    """Rows of `Places.table`."""
+
+    kind: str
     bits: int
+    order: Literal["token", "channel", "number"]
     dim: int
+    padded: int
+    words: int
+    channels: int
+    group: int
+    types: tuple[str, ...]
+    trellis: TrellisForm | None
+    steps: tuple[TrellisSteps, ...]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a field of that name."""
+        return bool(self.type_of(name))
+
+    def type_of(self, name: str) -> str:
+        """Dtype of a field, one of `NUMBERS`; "" for a field that is not there."""
+        return self.types[self.index_of(name)]
+
+    def index_of(self, name: str) -> int:
+        """Row of `names`."""
+        return self.names.index(name)
 
     def plane_count(self) -> int:
-        """How many planes codes lie in."""
+        """How many planes codes lie in (see `formats.bitpack`)."""
         return len(planes(self.bits))
 
     def plane_width(self, plane: int) -> int:
@@ -67,54 +102,24 @@ class Planes:
 
 
 @dataclass(frozen=True)
-class SlotForm(Planes):
+class SlotForm(CodeForm):
     """How the slots of one stream become numbers; see `PackedFormat` for the formulas.
 
-    - `kind`: as in `PackedFormat`.
-    - `order`: what a word of codes holds (see `CodesField`); ``number``: no words, `[dim, 32]`
-      numbers of `types[0]` per tile.
-    - `dim`, `padded`: channels of a vector (of a trellis: its codes), and the next power of two.
-    - `words`: words of a token's codes, for ``token``; rows of words of a tile for ``channel``.
-    - `channels`, `group`, `shift_scaled`, `middle`, `unit`: as in `PackedFormat`; `channels` is
-      `dim` where all share a scale.
+    - `shift_scaled`, `middle`, `unit`: as in `PackedFormat`.
     - `of_values`: whether fold and shift are V's (see `PackedFormat`). (Kernels can't read a
       parameter named ``value``: every constant of theirs has one.)
-    - `types`: dtype of each of `FIELDS`, a value of `NUMBERS`; "" for a field that is not there.
     - `whole`: whether levels are whole numbers of 8 bits.
     - `signed`: whether a code is its level in two's complement, but for its top bit.
-    - `trellis`: what there is to know of a trellis.
-    - `steps`: where its blocks' codes lie.
     """
 
-    kind: Literal["table", "linear", "raw", "e4m3", "e5m2", "trellis"]
-    bits: int
-    order: Literal["token", "channel", "number"]
-    dim: int
-    padded: int
-    words: int
-    channels: int
-    group: int
+    names = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
+
     shift_scaled: bool
     middle: float
     unit: float
     of_values: bool
-    types: tuple[str, ...]
     whole: bool
     signed: bool
-    trellis: TrellisForm | None = None
-    steps: tuple[TrellisSteps, ...] = ()
-
-    def has(self, name: str) -> bool:
-        """Whether there is a field of that name."""
-        return bool(self.type_of(name))
-
-    def type_of(self, name: str) -> str:
-        """Dtype of a field, one of `NUMBERS`; "" for a field that is not there."""
-        return self.types[self.index_of(name)]
-
-    def index_of(self, name: str) -> int:
-        """Row of `FIELDS`."""
-        return FIELDS.index(name)
 
 
 class Slots(NamedTuple):
@@ -122,7 +127,7 @@ class Slots(NamedTuple):
 
     - `form`: None where `reason` says why no kernel reads the slots.
     - `reason`: empty if there is a form.
-    - `names`: the codec's field for each of `FIELDS`, or None.
+    - `names`: the codec's field for each of `SlotForm.names`, or None.
     - `levels`: fp32 on the codec's device: the number of each code (``table``), its least number
       (``linear``), or of each level (``trellis``, all blocks' one behind the other).
     - `learnt`: whether the codec had learnt what it learns.
@@ -140,8 +145,8 @@ class Slots(NamedTuple):
 class Places(NamedTuple):
     """Where the slots of a batch lie.
 
-    `table`: `[8, B, segments]` int64 on the device: the address of each of `FIELDS`, of each row's
-    segments, of the first head; 0 for a field that is not there. `heads`: `[8]` int64 on the
+    `table`: `[fields, B, segments]` int64 on the device: the address of each field, of each row's
+    segments, of the first head; 0 for a field that is not there. `heads`: `[fields]` int64 on the
     device: bytes from one head to the next.
     """
 
@@ -149,26 +154,111 @@ class Places(NamedTuple):
     heads: Tensor
     segment_tokens: int
 
+    @classmethod
+    def of(
+        cls,
+        names: Sequence[str | None],
+        sources: Sequence[SegmentSource],
+        batch: int,
+        device: torch.device,
+    ) -> Places:
+        """Return where fields lie, on the device.
+
+        `names`: of the fields, None for one that is not there. `sources`: one for all rows, or one
+        for each. Raises `GeometryError`.
+        """
+        found = [_lie(names, source) for source in sources]
+        count = max(len(where.segments) for held in found for where in held.values())
+        # numpy sets a number in a tenth of the time that torch takes.
+        table = np.zeros((len(names), batch, count), dtype=np.int64)
+        heads = np.zeros(len(names), dtype=np.int64)
+        each = batch // len(sources)
+        rows = np.arange(each, dtype=np.int64)[:, None]
+        for number, held in enumerate(found):
+            part = table[:, number * each : (number + 1) * each]
+            for index, where in held.items():
+                if number and heads[index] != where.head:
+                    raise GeometryError("the heads of some rows lie otherwise; take each alone")
+                part[index, :, : len(where.segments)] = where.segments + rows * where.row
+                heads[index] = where.head
+        on_device = (sent(torch.from_numpy(x), device) for x in (table, heads))
+        return cls(*on_device, sources[0].segment_tokens)
+
+    @property
+    def segments(self) -> int:
+        """Segments of a row, at most."""
+        return self.table.shape[2]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 32 tokens of a segment."""
+        return self.segment_tokens // TILE
+
+    def row(self, index: int) -> Places:
+        """Return where one row's slots lie."""
+        return self._replace(table=self.table[:, index : index + 1].contiguous())
+
+
+def _lie(names: Sequence[str | None], source: SegmentSource) -> dict[int, Where]:
+    """Return where the fields that are there lie, by their places among the names."""
+    found = {}
+    for index, name in enumerate(names):
+        if name is not None:
+            where = source.where(name)
+            if where is None:
+                raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+            found[index] = where
+    return found
+
 
 def power_of_two(count: int) -> int:
     """Return the least power of two that is not below `count`."""
     return 1 << (count - 1).bit_length()
 
 
-def _order(codes: Field) -> Literal["token", "channel", "number"]:
-    return codes.order if isinstance(codes, CodesField) else "number"
+def width_of(dim: int) -> int:
+    """Return to how many channels kernels pad vectors."""
+    return max(power_of_two(dim), LEAST_WIDTH)
 
 
-def _reason(codec: Codec, form: PackedFormat | None, dim: int) -> str:
-    if form is None:
-        return f"no packed format for {type(codec).__name__}"
-    if dim > MOST_WIDTH:
-        return f"width {dim} is above {MOST_WIDTH}"
+def form_reason(codec: Codec, form: PackedFormat | Encoding) -> str:
+    """Return why no kernel knows how a codec's codes lie; "" if one does."""
     if form.trellis is not None and min(b.dim for b in form.trellis.blocks) < trellis.LEAST:
         return f"trellises of less than {trellis.LEAST} channels"
     if codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
         return f"transform {type(codec.transform).__name__}"
-    return ""
+    dim = _order_and_width(codec, form)[1]
+    return f"width {dim} is above {MOST_WIDTH}" if dim > MOST_WIDTH else ""
+
+
+def _order_and_width(
+    codec: Codec, form: PackedFormat | Encoding
+) -> tuple[Literal["token", "channel", "number"], int]:
+    codes = next(field for field in codec.fields if field.name == form.codes)
+    return (codes.order, codes.dim) if isinstance(codes, CodesField) else ("number", codes.shape[0])
+
+
+def form_parts(
+    codec: Codec, form: PackedFormat | Encoding, kind: type[CodeForm]
+) -> tuple[tuple[str | None, ...], dict[str, Any]]:
+    """Return the codec's field for each of a form's names, or None; and what a `CodeForm` has."""
+    fields = {field.name: field for field in codec.fields}
+    names = tuple(getattr(form, name) for name in kind.names)
+    order, dim = _order_and_width(codec, form)
+    words = 0 if order == "number" else fields[form.codes].shape[order == "token"]
+    return names, {
+        "kind": form.kind,
+        "bits": form.bits,
+        "order": order,
+        "dim": dim,
+        "padded": width_of(dim),
+        "words": words,
+        "channels": min(form.channels or dim, dim),
+        "group": form.group,
+        "types": tuple(NUMBERS[fields[name].dtype] if name else "" for name in names),
+        "trellis": form.trellis,
+        "steps": steps_of(form.trellis, order == "token") if form.trellis else (),
+    }
 
 
 def _levels(form: PackedFormat) -> Tensor:
@@ -182,25 +272,19 @@ def _levels(form: PackedFormat) -> Tensor:
 def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
     form = codec.packed_format()
     if form is None:
-        return Slots(None, _reason(codec, None, 0))
-    fields = {field.name: field for field in codec.fields}
-    codes = fields[form.codes]
-    order = _order(codes)
-    dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
-    if reason := _reason(codec, form, dim):
+        return Slots(None, f"no packed format for {type(codec).__name__}")
+    if reason := form_reason(codec, form):
         return Slots(None, reason)
-    names = tuple(getattr(form, name) for name in FIELDS)
-    words = 0
-    if isinstance(codes, CodesField):
-        blocks = codes.blocks or ((dim, codes.bits),)
-        words = block_words(blocks) if order == "token" else codes.bits
-    types = tuple(NUMBERS[fields[name].dtype] if name else "" for name in names)
-    steps = steps_of(form.trellis, order == "token") if form.trellis else ()
+    names, parts = form_parts(codec, form, SlotForm)
     made = SlotForm(
-        form.kind, form.bits, order, dim, max(power_of_two(dim), LEAST_WIDTH), words,
-        form.channels or dim, form.group, form.shift_scaled, form.middle, form.unit,
-        value, types, form.whole, form.signed, form.trellis, steps,
-    )  # fmt: skip
+        **parts,
+        shift_scaled=form.shift_scaled,
+        middle=form.middle,
+        unit=form.unit,
+        of_values=value,
+        whole=form.whole,
+        signed=form.signed,
+    )
     return Slots(made, "", names, _levels(form).to(device), codec.ready, form.levels)
 
 
@@ -216,48 +300,13 @@ def slots_of(codec: Codec, value: bool, device: torch.device) -> Slots:
     return found
 
 
-def places_of(
-    source: SegmentSource, slots: Slots, batch: int, device: torch.device
-) -> Places | None:
-    """Return where slots lie, made once for a source; None if not as kernels need them."""
+def places_of(source: SegmentSource, slots: Slots, batch: int, device: torch.device) -> Places:
+    """Return where slots lie, made once for a source; see `Places.of`."""
     key = f"triton:{batch}"
     found: Places | None = source.prepared.get(key)
-    if found is not None:
-        return found
-    held = [None if name is None else source.where(name) for name in slots.names]
-    if any(
-        name is not None and where is None for name, where in zip(slots.names, held, strict=True)
-    ):
-        return None
-    made = Places(*addresses_of([held], batch, device), source.segment_tokens)
-    source.prepared[key] = made
-    return made
-
-
-def addresses_of(
-    sources: Sequence[Sequence[Where | None]], batch: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return where fields lie, on the device.
-
-    `sources`: where each field lies, None for one that is not there: of one source for all rows, or
-    of one for each. Raises `GeometryError`.
-    """
-    count = max(len(where.segments) for held in sources for where in held if where is not None)
-    # numpy sets a number in a tenth of the time that torch takes.
-    table = np.zeros((len(sources[0]), batch, count), dtype=np.int64)
-    heads = np.zeros(len(sources[0]), dtype=np.int64)
-    each = batch // len(sources)
-    rows = np.arange(each, dtype=np.int64)[:, None]
-    for number, held in enumerate(sources):
-        part = table[:, number * each : (number + 1) * each]
-        for index, where in enumerate(held):
-            if where is None:
-                continue
-            if number and heads[index] != where.head:
-                raise GeometryError("the heads of some rows lie otherwise; attend to each alone")
-            part[index, :, : len(where.segments)] = where.segments + rows * where.row
-            heads[index] = where.head
-    return sent(torch.from_numpy(table), device), sent(torch.from_numpy(heads), device)
+    if found is None:
+        found = source.prepared[key] = Places.of(slots.names, [source], batch, device)
+    return found
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -42,7 +42,7 @@ def segment_at(slots, tile):
 def units_of(NAME: tl.constexpr, segment, FORM: tl.constexpr):
     """Return a pointer to a field's units of a segment and head; from `segment_at`.
 
-    `NAME`: one that the form knows: a `SlotForm` or an `EncodeForm`.
+    `NAME`: one that the form knows.
     """
     INDEX: tl.constexpr = FORM.index_of(NAME)
     TYPE: tl.constexpr = FORM.type_of(NAME)

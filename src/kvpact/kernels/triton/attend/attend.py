@@ -24,7 +24,7 @@ from kvpact.kernels.triton.attend.rows import UNBOUNDED, Rows, rows_of
 from kvpact.kernels.triton.attend.streams import StreamForm
 from kvpact.kernels.triton.columns import K_SIDE, V_SIDE
 from kvpact.kernels.triton.digits.fast import Fast, attend_fast, fast_of, fast_range
-from kvpact.kernels.triton.forms import LEAST_WIDTH, NUMBERS, Slots, power_of_two, slots_of
+from kvpact.kernels.triton.forms import NUMBERS, Slots, power_of_two, slots_of, width_of
 from kvpact.kernels.triton.step.kernels import Counting
 from kvpact.kernels.triton.tuning import general_choice
 from kvpact.methods import Codec
@@ -129,11 +129,6 @@ def _aligned(rows: Rows) -> bool:
     """Whether exact tokens can be read 16 bytes at a time."""
     steps = (x.stride(axis) * x.itemsize for x in rows.exact for axis in range(3))
     return all(step % 16 == 0 for step in (*steps, *(x.data_ptr() for x in rows.exact)))
-
-
-def width_of(dim: int) -> int:
-    """Return to how many channels kernels pad vectors."""
-    return max(power_of_two(dim), LEAST_WIDTH)
 
 
 def merge_warps(rows: int, width: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpact.errors import CorruptState, GeometryError
+from kvpact.errors import CorruptState
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.triton import columns as at
 from kvpact.kernels.triton.forms import Slots, places_of, sent
@@ -161,8 +161,6 @@ def _stream(
     filling.source(part, side.tail, stream.tail.to(dtype))
     filling.source(part, side.sink, None if stream.sinks is None else stream.sinks.to(dtype))
     places = places_of(stream.source, slots, batch, filling.device)
-    if places is None:
-        raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
     filling.alive += [places.table, places.heads]
     numbers = (places.table.data_ptr(), places.heads.data_ptr(), np.arange(batch), batch)
     for index, number in enumerate((*numbers, places.table.shape[2], places.segment_tokens)):

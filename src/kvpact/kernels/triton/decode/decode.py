@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpact.errors import GeometryError
 from kvpact.formats import TILE, CodesField
 from kvpact.kernels.base import SlotReader
 from kvpact.kernels.dense import check_out
@@ -41,8 +40,6 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
     check_out(out, start, end, dim)
     batch, heads = out.shape[:2]
     places = places_of(slots.source, known, batch, out.device)
-    if places is None:
-        raise GeometryError("the slots have gaps in memory")
     if not out.numel():
         return
     if isinstance(codec, TreatedKeys):
@@ -54,7 +51,7 @@ def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse:
     grid = (-(-end // TILE) - start // TILE, heads, batch)
     decode_tiles[grid](
         places.table, places.heads, known.levels, signs, out, *out.stride()[:3], start, end, batch,
-        places.table.shape[2], places.segment_tokens // TILE,
+        places.segments, places.tiles,
         FORM=form, DIM=dim, INVERSE=inverse and rotated, num_warps=_warps(form),
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -68,6 +65,6 @@ def _decode_keys(
     tiles = -(-end // TILE) - start // TILE
     decode_keys[tiles * len(codec.form.blocks), out.shape[1], out.shape[0]](
         places.table, places.heads, known.levels, *tables[:5], out, *out.stride()[:3], start, end,
-        out.shape[0], places.table.shape[2], places.segment_tokens // TILE,
+        out.shape[0], places.segments, places.tiles,
         FORM=form, num_warps=_warps(form), enable_fp_fusion=False,
     )  # fmt: skip

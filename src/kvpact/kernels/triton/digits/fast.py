@@ -22,7 +22,7 @@ from kvpact.kernels.triton.digits.tables import (
     whole_slots,
 )
 from kvpact.kernels.triton.digits.tiles import TOGETHER
-from kvpact.kernels.triton.forms import FIELDS, SlotForm, Slots, power_of_two
+from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.trellis.fast import (
     level_table,
     treated_queries,
@@ -142,7 +142,7 @@ def _aligned(source: SegmentSource, slots: Slots) -> bool:
     """Whether what is read in vectors lies at multiples of 16 bytes; asked once for a source."""
     found: bool | None = source.prepared.get("triton:aligned")
     if found is None:
-        names = [slots.names[FIELDS.index(name)] for name in _VECTORS]
+        names = [slots.names[SlotForm.names.index(name)] for name in _VECTORS]
         held = [source.where(name) for name in names if name is not None]
         found = all(
             where is not None and not any(where.segments % 16) and not (where.row | where.head) % 16

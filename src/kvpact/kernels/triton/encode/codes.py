@@ -188,7 +188,7 @@ def float8(x, ROWS: tl.constexpr, FORM: tl.constexpr):
     UNIT: tl.constexpr = (127 + DROP + 1 - BIAS) << 23
     most = tl.max(tl.abs(x), 1)
     scale = tl.div_rn(most, tl.full((ROWS,), LIMIT, tl.float32)).to(tl.float16)
-    if FORM.scaled:
+    if FORM.has("scale"):
         safe = tl.where(scale == 0.0, 1.0, scale.to(tl.float32))
         x = tl.div_rn(x, tl.broadcast_to(safe[:, None], (ROWS, FORM.padded)))
     x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)

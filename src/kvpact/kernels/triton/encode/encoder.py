@@ -17,19 +17,18 @@ from kvpact.formats import TILE
 from kvpact.kernels.base import Prepared
 from kvpact.kernels.sources import WritableSource
 from kvpact.kernels.torch.slots import TorchEncoder
-from kvpact.kernels.triton.encode.form import (
-    EncodeForm,
-    EncodeSlots,
-    EncodeTables,
-    encode_reason,
-    tables_of,
+from kvpact.kernels.triton.encode.form import EncodeForm, EncodeTables, encode_reason, tables_of
+from kvpact.kernels.triton.encode.kernel import (
+    CHANNELS,
+    check_tokens,
+    encode_groups,
+    encode_tokens,
+    rotate_tokens,
 )
 from kvpact.kernels.triton.encode.trellis import encode_trellis
-from kvpact.kernels.triton.forms import on_device
+from kvpact.kernels.triton.forms import Places, on_device
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import checks_are_deferred, require
-
-__all__ = ["EncodeSlots", "TritonEncoder", "encode_at", "encode_reason", "encoded_alone"]
 
 _NUMBERS = 2048
 """Numbers of the tokens that a program has in its registers at a time."""
@@ -107,15 +106,14 @@ class TritonEncoder:
         elif prepared.numel():
             found = source.prepared.get("triton encode")
             if found is None:
-                slots = EncodeSlots.of(self._codec, [source], len(prepared), prepared.device)
-                found = source.prepared["triton encode"] = slots
+                names = tables_of(self._codec, prepared.device).names
+                found = Places.of(names, [source], len(prepared), prepared.device)
+                source.prepared["triton encode"] = found
             encode_at(self._codec, prepared, found, start)
 
 
 def check_tokens_at(codec: Codec, x: Tensor, good: Tensor) -> None:
     """Make a 0-d bool on the device False if some of the tokens `[B, H, T, D]` can't be encoded."""
-    from kvpact.kernels.triton.encode.kernel import check_tokens
-
     x, tables = _dense(x), tables_of(codec, x.device)
     form, (batch, heads, tokens, _) = tables.form, x.shape
     if form.limit == math.inf:
@@ -131,7 +129,7 @@ def encoded_alone(codec: Codec) -> bool:
     return not encode_reason(codec) and codec.group == 1
 
 
-def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
+def encode_at(codec: Codec, x: Tensor, slots: Places, start: int) -> None:
     """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
     x, tables = _dense(x), tables_of(codec, x.device)
     with on_device(x.device):
@@ -145,9 +143,7 @@ def encode_at(codec: Codec, x: Tensor, slots: EncodeSlots, start: int) -> None:
         _encode_tokens(x, tables, slots, start)
 
 
-def _encode_tokens(x: Tensor, tables: EncodeTables, slots: EncodeSlots, start: int) -> None:
-    from kvpact.kernels.triton.encode.kernel import encode_tokens
-
+def _encode_tokens(x: Tensor, tables: EncodeTables, slots: Places, start: int) -> None:
     form, (batch, heads, tokens, _) = tables.form, x.shape
     span = span_of(form, tokens)
     encode_tokens[(start + tokens - 1) // span - start // span + 1, heads, batch](
@@ -158,8 +154,6 @@ def _encode_tokens(x: Tensor, tables: EncodeTables, slots: EncodeSlots, start: i
 
 def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
     """Return rotated tokens, fp32."""
-    from kvpact.kernels.triton.encode.kernel import rotate_tokens
-
     batch, heads, tokens, _ = x.shape
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     rotate_tokens[(blocks_of(tables.form, tokens), heads, batch)](
@@ -168,10 +162,8 @@ def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
     return y
 
 
-def _encode_groups(x: Tensor, form: EncodeForm, slots: EncodeSlots, start: int) -> None:
+def _encode_groups(x: Tensor, form: EncodeForm, slots: Places, start: int) -> None:
     """Store what groups of tokens share."""
-    from kvpact.kernels.triton.encode.kernel import CHANNELS, encode_groups
-
     batch, heads, tokens, _ = x.shape
     chunks = -(-form.dim // CHANNELS)
     encode_groups[(tokens // form.group * chunks, heads, batch)](

@@ -128,7 +128,7 @@ def encode_rows(
         codes, scale, zero = _coded(y, tables, ROWS, FORM)
         GROUPS: tl.constexpr = FORM.padded_groups
         COUNT: tl.constexpr = FORM.groups
-        if FORM.scaled:
+        if FORM.has("scale"):
             units = units_of("scale", segment, FORM)
             store_numbers(units, tile, scale, first, live, COUNT, ROWS, GROUPS)
         if FORM.kind == "affine":
@@ -148,9 +148,9 @@ def encode_tokens(
 
     `X`: to the first token: fp32, fp16 or bf16. Rotated ones where `FORM.staged`. `x_row`,
     `x_head`, `x_token`: strides of `X`, in numbers. `TABLE`, `HEADS`, `batch`, `segments`,
-    `tiles_per_segment`: of `SLOT_FIELDS`; see `slots.segment_at`. `SIGNS`, `BOUNDARIES`, `LEVELS`:
-    see `EncodeTables`. `start`: position of the first token, counted from the first of the
-    segments. `ROWS`, `SPAN`: powers of two up to 32.
+    `tiles_per_segment`: as of `slots.segment_at`. `SIGNS`, `BOUNDARIES`, `LEVELS`: see
+    `EncodeTables`. `start`: position of the first token, counted from the first of the segments.
+    `ROWS`, `SPAN`: powers of two up to 32.
     """
     head, row = tl.program_id(1), tl.program_id(2)
     x, tables = (X, x_row, x_head, x_token), (SIGNS, BOUNDARIES, LEVELS)

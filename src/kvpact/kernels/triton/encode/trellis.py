@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from kvpact.formats import TILE
-from kvpact.kernels.triton.encode.form import EncodeForm, EncodeSlots
+from kvpact.kernels.triton.encode.form import EncodeForm
+from kvpact.kernels.triton.encode.trellis_groups import choose_bases
+from kvpact.kernels.triton.encode.trellis_kernels import search_codes, store_codes, treat_tokens
+from kvpact.kernels.triton.forms import Places
 from kvpact.kernels.triton.trellis.queries import KeyTables, key_tables
 from kvpact.methods import Codec
 
@@ -22,7 +25,7 @@ def warps_of(form: EncodeForm) -> int:
 
 
 def encode_trellis(
-    codec: Codec, form: EncodeForm, x: Tensor, slots: EncodeSlots, start: int, held: Tensor | None
+    codec: Codec, form: EncodeForm, x: Tensor, slots: Places, start: int, held: Tensor | None
 ) -> None:
     """Encode tokens, whole groups of the codec.
 
@@ -45,13 +48,11 @@ def encode_trellis(
 def _encode_piece(
     form: EncodeForm,
     x: Tensor,
-    slots: EncodeSlots,
+    slots: Places,
     tables: KeyTables,
     start: int,
     held: Tensor | None,
 ) -> None:
-    from kvpact.kernels.triton.encode.trellis_kernels import search_codes, store_codes, treat_tokens
-
     batch, heads, tokens, _ = x.shape
     if form.group > 1:
         _choose_bases(form, x, slots, tables, start)
@@ -79,11 +80,9 @@ def _encode_piece(
 
 
 def _choose_bases(
-    form: EncodeForm, x: Tensor, slots: EncodeSlots, tables: KeyTables, start: int
+    form: EncodeForm, x: Tensor, slots: Places, tables: KeyTables, start: int
 ) -> None:
     """Store means of groups, and the base of each token."""
-    from kvpact.kernels.triton.encode.trellis_groups import choose_bases
-
     batch, heads, tokens, _ = x.shape
     groups = tokens // form.group
     means = torch.empty(batch, heads, groups, form.dim, dtype=torch.float32, device=x.device)

@@ -81,7 +81,7 @@ def treat_tokens(
     X += (token.to(tl.int64) * x_token)[:, None]
     numbers = NUMBERS + own_memory(FORM.dim * 32, tl.num_programs(1))
     lane, d = tl.arange(0, 32), tl.arange(0, FORM.padded)
-    if FORM.bases:
+    if FORM.has("base"):
         units = units_of("base", segment, FORM)
         if FORM.trellis.center == 0:
             inside = (d < FORM.dim)[None, :] & live[:, None]
@@ -107,7 +107,7 @@ def treat_tokens(
         y = as_fp32(tl.load(X + channel[None, :], mask=inside, other=0.0))
         if FORM.treated:
             base = y * 0.0
-            if FORM.bases:
+            if FORM.has("base"):
                 first = tl.load(FIRST_KEY + head * FORM.dim + channel)
                 base = tl.where((flag == FIRST)[:, None], first[None, :], 0.0)
                 if FORM.trellis.center > 0:

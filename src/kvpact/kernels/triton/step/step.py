@@ -17,10 +17,10 @@ from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, Tok
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
 from kvpact.kernels.triton.columns import K_SIDE, V_SIDE
-from kvpact.kernels.triton.encode.encoder import encode_at, encode_reason
-from kvpact.kernels.triton.encode.form import EncodeSlots, tables_of
+from kvpact.kernels.triton.encode.encoder import encode_at
+from kvpact.kernels.triton.encode.form import encode_reason, tables_of
 from kvpact.kernels.triton.encode.trellis import encode_trellis
-from kvpact.kernels.triton.forms import on_device
+from kvpact.kernels.triton.forms import Places, on_device
 from kvpact.kernels.triton.step.kernels import Counting
 from kvpact.kernels.triton.step.taking import Flag, Taker, same_flags, sent_flags, take, taking_of
 from kvpact.kernels.views import WAITING, StreamView, exact_from
@@ -85,7 +85,7 @@ class TritonStep(StepRunner):
         self._at: list[_At] = []
         self._memory: list[TokenMemory] = []
         self._sources: list[tuple[SegmentSource, SegmentSource]] = []
-        self._slots: list[EncodeSlots] = []
+        self._slots: list[Places] = []
         self._known: Prepared | None = None
         self._flags: tuple[list[Flag], Tensor] | None = None
 
@@ -175,9 +175,9 @@ class TritonStep(StepRunner):
         self._known = prepared(calls, range(len(calls)))
         sources = [runner.sources for runner, *_ in rows]
         if not _same(sources, self._sources):
-            batch = sum(call.q.shape[0] for call in calls)
+            batch, device = sum(call.q.shape[0] for call in calls), calls[0].q.device
             self._slots = [
-                EncodeSlots.of(codec, side, batch, calls[0].q.device)
+                Places.of(tables_of(codec, device).names, side, batch, device)
                 for codec, side in zip(self._codecs, zip(*sources, strict=True), strict=True)
             ]
         self._memory = [memory for _, _, k, v in rows for memory in (k[1], v[1])]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvpact.kernels.triton.columns import Side
 from kvpact.kernels.triton.encode.encoder import encoded_alone, rows_of, span_of, warps_of
-from kvpact.kernels.triton.encode.form import EncodeSlots, tables_of
-from kvpact.kernels.triton.forms import LEAST_WIDTH, power_of_two, sent
+from kvpact.kernels.triton.encode.form import tables_of
+from kvpact.kernels.triton.forms import Places, sent, width_of
 from kvpact.kernels.triton.step.kernels import Taking, take_tokens
 from kvpact.methods import Codec
 
@@ -20,7 +20,7 @@ class Taker(NamedTuple):
     """A stream that takes tokens. `codec`: that a kernel encodes for."""
 
     codec: Codec
-    slots: EncodeSlots
+    slots: Places
     taking: Taking
 
 
@@ -87,7 +87,7 @@ def take(
     take_tokens[spans, 3 * heads, batch](
         table, flags, flags.stride(0) if len(flags) > 1 else 0, k, v, q, *strides, *where,
         new, q.shape[2], heads, q.shape[1] // heads, batch,
-        *how, q.shape[3], max(power_of_two(q.shape[3]), LEAST_WIDTH),
+        *how, q.shape[3], width_of(q.shape[3]),
         num_warps=max(warps_of(one.form, new) for one in how),
         maxnreg=255, enable_fp_fusion=False, num_stages=1,
     )  # fmt: skip
