@@ -13,8 +13,7 @@ from matrix import ENCODED, EXACT
 from kvpact.arithmetic import saturated
 from kvpact.cache.segments import SegmentList
 from kvpact.errors import DtypeError, GeometryError
-from kvpact.kernels.cpu import library
-from kvpact.kernels.cpu.decode import decode
+from kvpact.kernels.cpu.backend import CPU
 
 FORMATS = (*ENCODED, *EXACT)
 GUARD = 12345.0
@@ -35,7 +34,7 @@ def numbers(codec, store: SegmentList, start: int, end: int, dtype, inverse: boo
 
 
 def native(slots: Slots, start: int, end: int, out: torch.Tensor, inverse: bool) -> None:
-    decode(library(), slots, start, end, out, inverse)
+    CPU.decode(slots, start, end, out, inverse=inverse)
 
 
 def compare_slots(

@@ -33,7 +33,7 @@ from kvpact.errors import GeometryError, NonFiniteError
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
-from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder, magnitudes
+from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder, magnitudes
 from kvpact.kernels.cpu.library import NativeLibrary, _load
 from kvpact.quantizers import uniform
 
@@ -89,11 +89,11 @@ def test_any_pieces_are_the_whole(spec, side, dim, counts, start, dtype, seed, s
     if spec in TRELLISES:  # torch's search takes its time
         make, dim, counts = treated_pieces, 16 * (dim % 9 + 1), [n % 40 + 1 for n in counts[:3]]
     codec = codec_of(spec, side, dim, dtype)
-    assume(not codec_encoder(codec).reason)
+    assume(not CodecEncoder.of(codec).reason)
     counts = [-(-count // codec.group) * codec.group for count in counts]
     (tokens,), start = make(spec, side, dim, sum(counts), start, dtype, seed)
     # Beyond the limit torch encodes.
-    limit = min(codec_encoder(codec).limit, torch.finfo(dtype).max) * 0.99
+    limit = min(CodecEncoder.of(codec).limit, torch.finfo(dtype).max) * 0.99
     tokens = (tokens * size).clamp(-limit, limit)
     assert compare(spec, side, list(tokens.split(counts, 2)), start) == ""
 
@@ -222,7 +222,7 @@ def test_what_the_limit_lets_pass_fits_every_field(spec):
     """Tokens in one channel, in one rotated channel, and of both signs at random."""
     for dim in (33, 64, 128, 576):
         codec = codec_of(spec, "k", dim, torch.float32)
-        limit = 0.9999 * codec_encoder(codec).limit
+        limit = 0.9999 * CodecEncoder.of(codec).limit
         if limit == torch.inf or codec.group > 1:
             pytest.skip("the codec's own check_range says what fits")
         one = torch.eye(dim)[None, None] * limit
@@ -244,7 +244,7 @@ def test_levels_agree_on_numbers_at_boundaries_however_these_lie(boundaries):
     pieces = [x.view(1, 2, 64, 64)]
     (usual,) = encoded_slots(native_encoder(codec), codec, pieces, 0)
     steps = torch.tensor(search_tree(boundaries))
-    codec_encoder(codec).args.steps = steps.data_ptr()
+    CodecEncoder.of(codec).args.steps = steps.data_ptr()
     found = []
     for level in library().levels:
         encoder = CpuEncoder(NativeLibrary(library().path, [level]), codec)

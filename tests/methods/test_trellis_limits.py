@@ -5,7 +5,7 @@ import torch
 
 from kvpact import parse_spec
 from kvpact.errors import FormatError, NonFiniteError
-from kvpact.kernels.cpu.encode import codec_encoder
+from kvpact.kernels.cpu.encode import CodecEncoder
 from kvpact.methods.context import Context
 from kvpact.methods.trellis_codec import LARGEST_TOKEN
 from kvpact.quantizers.numbers import LARGEST_E5M3, from_e5m3
@@ -38,7 +38,7 @@ def test_no_scale_overflows_however_uneven_the_channels_are(spec, channel):
 
 def test_the_native_limit_is_the_codecs():
     codec = parse_spec("trellis").key.key_codec(DIM, torch.float32)
-    assert codec_encoder(codec).limit == codec.max_abs == LARGEST_TOKEN
+    assert CodecEncoder.of(codec).limit == codec.max_abs == LARGEST_TOKEN
 
 
 def test_weights_that_fp16_holds_as_zero_are_refused():

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from kvpact.arithmetic import saturated
-from kvpact.errors import CorruptState, GeometryError, KernelError
+from kvpact.errors import CorruptState, KernelError
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import NO_OFFSET, native_offset
-from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.cpu.slots import DTYPES, SlotFormat, exact_tokens
 from kvpact.kernels.offset import RowOffset
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Codec
@@ -29,7 +29,7 @@ _F32 = torch.float32
 class _Fixed(NamedTuple):
     """What of a stream's arguments stays while its slots stay where they are."""
 
-    codec: Codec  # its `slot_format` lives as long, and has what the arguments point to
+    codec: Codec  # its `SlotFormat` lives as long, and has what the arguments point to
     learnt: bool  # unless the codec has learnt since
     dtype: torch.dtype
     data: bytes
@@ -45,24 +45,20 @@ def fixed_arguments(view: StreamView) -> bytes:
         or found.dtype is not dtype
         or (not found.learnt and codec.ready)
     ):
-        form = slot_format(codec)
-        stream = structs.StreamStruct.from_buffer_copy(form.stream)
+        form = SlotFormat.of(codec)
+        stream = structs.StreamStruct.from_buffer_copy(form.args)
         stream.segment_tokens, stream.dtype = view.source.segment_tokens, DTYPES[dtype]
-        if not form.place(stream, view.source):
-            raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+        form.place(stream, view.source)
         data = bytes(stream)[: structs.FIXED_BYTES]
         found = view.source.prepared[NAME] = _Fixed(codec, form.learnt, dtype, data)
     return found.data
 
 
 def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
-    row, head, token, channel = x.stride()
-    if channel != 1 and x.shape[3] != 1:
-        x = x.contiguous()
-        alive.append(x)
-        row, head, token, _ = x.stride()
-    size = x.itemsize
-    return x.data_ptr(), row * size, head * size, token * size
+    place, held = exact_tokens(x)
+    if held is not x:
+        alive.append(held)
+    return place
 
 
 _NO_TOKENS = (0, 0, 0, 0)
@@ -200,7 +196,7 @@ def many_rows(library: NativeLibrary, call: AttendCall) -> int:
     view = call.view
     if view is None or view.length < 8 * call.q.shape[2]:
         return MANY_ROWS
-    whole = slot_format(view.k.codec).whole and slot_format(view.v.codec).whole
+    whole = SlotFormat.of(view.k.codec).whole and SlotFormat.of(view.v.codec).whole
     return MANY_WHOLE.get(library.level, MANY_ROWS) if whole else MANY_ROWS
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvpact.errors import BackendUnavailable
+from kvpact.errors import BackendUnavailable, KernelError
 from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader
-from kvpact.kernels.cpu import attend as native
-from kvpact.kernels.cpu.decode import decode
-from kvpact.kernels.cpu.encode import CpuEncoder, codec_encoder
+from kvpact.kernels.cpu.attend import NAME, attend_native
+from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
 from kvpact.kernels.cpu.learn import learn, reason
 from kvpact.kernels.cpu.library import library
-from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.cpu.slots import DTYPES, SlotFormat
 from kvpact.kernels.cpu.step import CpuStep, covers
-from kvpact.kernels.cpu.structs import MOST_DIM
+from kvpact.kernels.cpu.structs import MOST_DIM, DecodeArgs
+from kvpact.kernels.dense import check_out
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -25,7 +26,7 @@ from kvpact.methods.context import Context
 class CpuBackend(Backend):
     """A C++ library, at the best instruction set that the processor has."""
 
-    name = native.NAME
+    name = NAME
     kind = "cpu"
 
     def describe(self) -> str:
@@ -50,10 +51,10 @@ class CpuBackend(Backend):
         if dtype not in DTYPES:
             return f"dtype {dtype}"
         if operation == "encode":
-            return "" if _copies(codec) else codec_encoder(codec).reason
+            return "" if _copies(codec) else CodecEncoder.of(codec).reason
         if operation == "learn":
             return reason(codec)
-        form = slot_format(codec)
+        form = SlotFormat.of(codec)
         return form.attend_reason if operation == "attend" else form.reason
 
     def covers_new(self, dim: int, dtype: torch.dtype) -> str:
@@ -64,7 +65,7 @@ class CpuBackend(Backend):
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend over all calls at once."""
-        return native.attend_native(library(), calls)
+        return attend_native(library(), calls)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> CpuStep | None:
         """Return what carries out steps like a call, each in one native call."""
@@ -81,8 +82,24 @@ class CpuBackend(Backend):
     def decode(
         self, slots: SlotReader, start: int, end: int, out: Tensor, *, inverse: bool
     ) -> None:
-        """Decode packed tokens."""
-        decode(library(), slots, start, end, out, inverse)
+        """Decode packed tokens: the torch body's numbers, to the bit."""
+        form = SlotFormat.of(slots.codec)
+        check_out(out, start, end, form.dim)
+        args = DecodeArgs(slots=form.args)
+        args.slots.segment_tokens = slots.source.segment_tokens
+        form.place(args.slots, slots.source)
+        if not inverse:
+            args.slots.signs = None
+        args.by_channel, args.dtype = form.by_channel, DTYPES[out.dtype]
+        args.batch, args.heads = out.shape[:2]
+        args.first, args.last = start, end
+        size = out.element_size()
+        args.row, args.head, args.token = (stride * size for stride in out.stride()[:3])
+        args.out, args.threads = out.data_ptr(), torch.get_num_threads()
+        native = library()
+        status = native.decode(native.bit, ctypes.byref(args))
+        if status:
+            raise KernelError(f"the native decoder refused its arguments ({status})")
 
 
 def _copies(codec: Codec) -> bool:

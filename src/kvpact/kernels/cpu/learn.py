@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import KernelError
-from kvpact.kernels.cpu.encode import codec_encoder, exact_tokens
+from kvpact.kernels.cpu.encode import CodecEncoder
 from kvpact.kernels.cpu.library import NativeLibrary
-from kvpact.kernels.cpu.slots import DTYPES, slot_format
+from kvpact.kernels.cpu.slots import DTYPES, SlotFormat, exact_tokens
 from kvpact.kernels.cpu.structs import LearnArgs
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -25,7 +25,7 @@ def reason(codec: Codec) -> str:
         return ""
     if not isinstance(codec, TrellisKeyCodec):
         return f"no native learning for {type(codec).__name__}"
-    return codec_encoder(codec).reason
+    return CodecEncoder.of(codec).reason
 
 
 def new_state(heads: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -46,7 +46,7 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
     args.x, x = exact_tokens(x)
     args.dim, args.dtype = dim, DTYPES[x.dtype]
     args.batch, args.heads, args.tokens = batch, heads, tokens
-    encoder = codec_encoder(codec)
+    encoder = CodecEncoder.of(codec)
     args.trellis = encoder.args.trellis
     args.sinks = context.sinks
     if padding is not None:
@@ -65,5 +65,7 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
     if status:
         raise KernelError(f"the native kernel that learns refused its arguments ({status})")
     learnt = codec.with_state(found)
-    slot_format(codec).after(learnt, encoder.after(learnt)._trellis)
+    arguments = encoder.trellis.learnt(learnt.state())
+    for before in (encoder, SlotFormat.of(codec)):
+        before.after(learnt, arguments)
     return learnt

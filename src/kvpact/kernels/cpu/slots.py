@@ -2,71 +2,132 @@
 
 from __future__ import annotations
 
+from copy import copy
 from ctypes import Structure
+from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from kvpact.errors import GeometryError
 from kvpact.formats import CodesField
+from kvpact.formats.encoding import Encoding
+from kvpact.formats.packed import PackedFormat
 from kvpact.kernels.cpu import structs, trellis
-from kvpact.kernels.sources import SegmentSource
+from kvpact.kernels.sources import SegmentSource, Where
 from kvpact.methods import Codec
-from kvpact.transforms import IDENTITY
-from kvpact.transforms.hadamard import RandomHadamard
+from kvpact.transforms import IDENTITY, RandomHadamard
 
 MOST_GROUPS = 32
 DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
-_FIELDS = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
 
 
-class SlotFormat:
-    """What of a stream's arguments depends on its codec alone; or why there are none.
+def exact_tokens(x: Tensor) -> tuple[tuple[int, int, int, int], Tensor]:
+    """Return a `kvp_exact` of tokens `[B, H, T, D]`, and these: a copy where channels have gaps."""
+    row, head, token, channel = x.stride()
+    if channel != 1 and x.shape[3] != 1:
+        x = x.contiguous()
+        row, head, token, _ = x.stride()
+    size = x.itemsize
+    return (x.data_ptr(), row * size, head * size, token * size), x
 
-    - `reason`: why no kernel reads the slots; empty if one does.
-    - `attend_reason`: why none attends over them.
-    - `stream`: the arguments, but for where slots and tokens lie.
-    - `by_channel`: whether a word of codes holds consecutive tokens of a channel; whether of a
-      trellis.
-    - `whole`: whether the kernel for few query rows multiplies levels as whole numbers, where the
-      processor can: `whole_format` in C.
+
+class CodecArguments:
+    """What of a kernel's arguments depends on a codec alone; or why there are none.
+
+    - `args`: the arguments, but for where slots and tokens lie.
+    - `reason`: why no kernel knows the codec; empty if one does.
+    - `dim`: channels of a vector.
+    - `by_channel`: whether a word of codes holds consecutive tokens of a channel.
     - `learnt`: whether the codec had learnt when this was made.
     """
 
-    def __init__(self, codec: Codec) -> None:
-        self.reason, self.by_channel, self.learnt = "", False, codec.ready
-        self.whole = False
-        self.stream = structs.StreamStruct()
-        self._names: list[tuple[str, str]] = []
+    made: ClassVar[WeakKeyDictionary[Codec, Any]]
+    names: ClassVar[tuple[str, ...]]
+    """Fields of the slots, as the arguments and the codec's description name them."""
+    what: ClassVar[str]
+
+    def __init__(self, codec: Codec, form: PackedFormat | Encoding | None, args: Any) -> None:
+        self.args, self.reason, self.learnt = args, "", codec.ready
         self._alive: list[Tensor] = []
-        self._trellis: trellis.TrellisArguments | None = None
-        form = codec.packed_format()
         if form is None:
-            self.reason = f"no native format for {type(codec).__name__}"
-            self.attend_reason = self.reason
+            self.reason = f"no native {self.what} for {type(codec).__name__}"
             return
         codes = next(field for field in codec.fields if field.name == form.codes)
-        dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
-        if dim > structs.MOST_DIM:
-            self.reason = f"width {dim} is above {structs.MOST_DIM}"
-        elif codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
-            self.reason = f"transform {type(codec.transform).__name__}"
+        self.dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
         self.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
+        named = [(name, getattr(form, name)) for name in self.names]
+        self.fields = [(name, field) for name, field in named if field is not None]
+        args.bits, args.dim, args.group = form.bits, self.dim, form.group
+        args.channels = form.channels or self.dim
         if form.trellis is not None:
-            self.reason = self.reason or trellis.reason(form.trellis, not self.by_channel)
-        channels = form.channels or dim
-        self.attend_reason = self.reason
-        if channels < dim and (channels % 32 or -(-dim // channels) > MOST_GROUPS):
+            self.reason = trellis.reason(form.trellis, not self.by_channel)
+            self.trellis = trellis.TrellisArguments(form.trellis, codec.state())
+            args.trellis = self.trellis.address
+        if isinstance(codec.transform, RandomHadamard):
+            args.signs = self._keep(codec.transform.signs(torch.device("cpu")))
+        elif codec.transform is not IDENTITY:
+            self.reason = f"transform {type(codec.transform).__name__}"
+        if self.dim > structs.MOST_DIM:
+            self.reason = f"width {self.dim} is above {structs.MOST_DIM}"
+
+    @classmethod
+    def of(cls, codec: Codec) -> Self:
+        """Return what there is to know of a codec, made once, and anew when it has learnt."""
+        found: Self | None = cls.made.get(codec)
+        if found is None or (not found.learnt and codec.ready):
+            found = cls.made[codec] = cls(codec)  # type: ignore[call-arg]
+        return found
+
+    def after(self, codec: Codec, arguments: trellis.TrellisArguments) -> None:
+        """Know a codec of trellises that has learnt, from the one before."""
+        other = self.made[codec] = copy(self)
+        other.args, other.learnt = type(self.args).from_buffer_copy(self.args), True
+        other.trellis, other.args.trellis = arguments, arguments.address
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        return tensor.data_ptr()
+
+    def place(self, args: Structure, source: SegmentSource) -> list[Where]:
+        """Write down where the slots lie; what is returned has to stay as long as the arguments."""
+        places = []
+        for name, field in self.fields:
+            found = source.where(field)
+            if found is None:
+                raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
+            setattr(args, name, found[3:] + found[1:3])
+            places.append(found)
+        return places
+
+
+class SlotFormat(CodecArguments):
+    """A `kvp_stream`: how slots become numbers.
+
+    - `attend_reason`: why no kernel attends over them.
+    - `whole`: whether the kernel for few query rows multiplies levels as whole numbers, where the
+      processor can: `whole_format` in C.
+    """
+
+    made: ClassVar[WeakKeyDictionary[Codec, Any]] = WeakKeyDictionary()
+    names = ("codes", "scale", "zero", "fold", "shift", "base", "mean", "step")
+    what = "format"
+
+    def __init__(self, codec: Codec) -> None:
+        form, stream = codec.packed_format(), structs.StreamStruct()
+        super().__init__(codec, form, stream)
+        self.attend_reason, self.whole = self.reason, False
+        if form is None:
+            return
+        channels = stream.channels
+        if channels < self.dim and (channels % 32 or -(-self.dim // channels) > MOST_GROUPS):
             self.attend_reason = self.reason or f"groups of {channels} channels"
-        stream = self.stream
-        stream.kind, stream.bits, stream.dim = structs.KINDS[form.kind], form.bits, dim
-        stream.group, stream.channels = form.group, channels
+        stream.kind = structs.KINDS[form.kind]
         stream.shift_scaled, stream.middle = form.shift_scaled, form.middle
-        if form.trellis is not None:
-            self._trellis = trellis.TrellisArguments(form.trellis, codec.state())
-            stream.trellis, stream.treated = self._trellis.address, codec.transform is IDENTITY
+        stream.treated = form.trellis is not None and codec.transform is IDENTITY
         if form.kind == "raw":
-            stream.number = DTYPES[codes.dtype]
+            stream.number = DTYPES[next(f.dtype for f in codec.fields if f.name == form.codes)]
         stream.unit = form.integer_unit
         self.whole = form.trellis is not None or (
             form.integer_unit > 0 and form.bits in (2, 3, 4, 8)
@@ -76,41 +137,3 @@ class SlotFormat:
             # At least 16: a vector register of levels is filled up with repetitions.
             levels *= max(16 // len(levels), 1)
         stream.table = self._keep(torch.tensor(levels, dtype=torch.float32, device="cpu"))
-        if isinstance(codec.transform, RandomHadamard):
-            stream.signs = self._keep(codec.transform.signs(torch.device("cpu")))
-        for name in _FIELDS:
-            field = getattr(form, name)
-            if field is not None:
-                self._names.append((name, field))
-
-    def after(self, codec: Codec, arguments: trellis.TrellisArguments) -> None:
-        """Know the format of a codec of trellises that has learnt, from the one before."""
-        other = object.__new__(SlotFormat)
-        other.__dict__.update(self.__dict__)
-        other.stream, other.learnt = structs.StreamStruct.from_buffer_copy(self.stream), True
-        other._trellis, other.stream.trellis = arguments, arguments.address
-        _formats[codec] = other
-
-    def _keep(self, tensor: Tensor) -> int:
-        self._alive.append(tensor)
-        return tensor.data_ptr()
-
-    def place(self, stream: Structure, source: SegmentSource) -> bool:
-        """Write down where the slots lie; False if not as kernels need them."""
-        for name, field in self._names:
-            found = source.where(field)
-            if found is None:
-                return False
-            setattr(stream, name, found[3:] + found[1:3])
-        return True
-
-
-_formats: WeakKeyDictionary[Codec, SlotFormat] = WeakKeyDictionary()
-
-
-def slot_format(codec: Codec) -> SlotFormat:
-    """Return the format of a codec's slots, made once, and anew when the codec has learnt."""
-    found = _formats.get(codec)
-    if found is None or (not found.learnt and codec.ready):
-        found = _formats[codec] = SlotFormat(codec)
-    return found

@@ -19,9 +19,10 @@ from kvpact.errors import KernelError
 from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
-from kvpact.kernels.cpu.encode import codec_encoder, exact_tokens, placed
+from kvpact.kernels.cpu.encode import CodecEncoder, placed
 from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import largest, native_offset
+from kvpact.kernels.cpu.slots import exact_tokens
 from kvpact.kernels.offset import RowOffset
 from kvpact.kernels.views import LayerView, StreamView
 
@@ -46,7 +47,7 @@ def covers(call: AttendCall) -> bool:
 
 def _storable(side: StreamView) -> bool:
     codec = side.codec
-    encoder = codec_encoder(codec)
+    encoder = CodecEncoder.of(codec)
     if encoder.reason:
         return False
     # Tokens that waited were not compared with this limit when they came.
@@ -115,7 +116,7 @@ class CpuStep(StepRunner):
                 stream.sink_positions = side.sink_positions.data_ptr()
                 stream.n_sinks = side.sink_positions.shape[1]
                 memory.append(side.sink_positions.untyped_storage())
-            store.form = placed(side.codec, codec_encoder(side.codec), side.source)
+            store.form = placed(side.codec, CodecEncoder.of(side.codec), side.source)
             store.form.segment_tokens = side.source.segment_tokens
         return other
 
@@ -175,7 +176,7 @@ def _append(tokens: StepTokens, held: int, new: int) -> tuple[int, ...]:
 
 
 def _fill(store: ctypes.Structure, side: StreamView) -> None:
-    codec, encoder, dim = side.codec, codec_encoder(side.codec), side.tail.shape[3]
+    codec, encoder, dim = side.codec, CodecEncoder.of(side.codec), side.tail.shape[3]
     store.limit = min(codec.max_abs, codec.max_norm / math.sqrt(dim), encoder.limit, _LARGEST)
     if isinstance(side.offset, RowOffset):
         store.limit -= largest(side.offset)  # what is encoded may be that much larger
