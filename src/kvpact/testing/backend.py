@@ -20,17 +20,15 @@ from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
 from kvpact.methods.fitted import FittedCodec
-from kvpact.spec import parse_spec
 from kvpact.testing.data import floats, integers, random_offset, random_tokens
 from kvpact.testing.held import same_bytes
+from kvpact.testing.method_base import both_sides, new_codec
 from kvpact.testing.specs import example_specs, variant_specs
 
 ROWS, HEADS, SEGMENT = 2, 3, 128
 GUARD = 64
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDTHS = (20, 33, 64, 80)
-both_sides = pytest.mark.parametrize("side", ["key", "value"])
-
 _PADDING = integers(0, 7)
 CALLS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     # Tokens held, new tokens, query heads per KV head, rules.
@@ -53,9 +51,7 @@ def _specs() -> list[str]:
 
 
 def _learns(spec: str) -> bool:
-    k, v = parse_spec(spec).key, parse_spec(spec).value
-    codecs = k.key_codec(64, torch.float32), v.value_codec(64, torch.float32)
-    return any(codec.learns_from for codec in codecs)
+    return any(new_codec(spec, side, 64, torch.float32).learns_from for side in ("key", "value"))
 
 
 def whole_levels(codec: Codec) -> bool:
@@ -125,8 +121,7 @@ class BackendContract:
     def _codec(
         self, spec: str, side: str, dim: int, dtype: torch.dtype, fitted: bool = True
     ) -> Codec:
-        method = getattr(parse_spec(spec), side)
-        codec: Codec = getattr(method, f"{side}_codec")(dim, dtype)
+        codec = new_codec(spec, side, dim, dtype)
         if fitted and isinstance(codec, FittedCodec):
             x = random_tokens(ROWS, HEADS, 256, dim, seed=7)
             codec = codec.fit(x.to(self.device, dtype))
@@ -279,19 +274,14 @@ class BackendContract:
         step = cache.store(0, k=k, v=v, config=AttendConfig(padding=padding))  # type: ignore[union-attr]
         return AttendCall(step.view, k, v, q, config, step.padding)
 
-    def _attended(self, backend: Backend, calls: list[AttendCall]) -> Tensor:
-        with unwritten_is_nan():
-            return backend.attend(calls)
-
-    def _codecs_of(self, call: AttendCall) -> tuple[Codec, Codec]:
-        assert call.view is not None
-        return call.view.k.codec, call.view.v.codec
-
     def _compare(self, calls: list[AttendCall]) -> None:
-        codecs = self._codecs_of(calls[0])
+        view = calls[0].view
+        assert view is not None
+        codecs = view.k.codec, view.v.codec
         for codec in codecs:
             backend = self._covered("attend", codec, calls[0].q.dtype)
-        expected, found = self._attended(TORCH, calls), self._attended(backend, calls)
+        with unwritten_is_nan():
+            expected, found = TORCH.attend(calls), backend.attend(calls)
         assert found.shape == expected.shape
         assert found.dtype == expected.dtype
         whole = any(map(whole_levels, codecs))

@@ -21,7 +21,6 @@ from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
-from kvpact.spec import parse_spec
 from kvpact.testing.cache import CacheContract
 from kvpact.testing.cache_base import SMALL
 from kvpact.testing.cache_paged import PagedCacheContract
@@ -29,7 +28,7 @@ from kvpact.testing.data import Shape, floats, random_tokens
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import copied_tensors, difference, held_bytes
 from kvpact.testing.method import MethodContract
-from kvpact.testing.method_base import both_sides
+from kvpact.testing.method_base import both_sides, new_codec
 from kvpact.testing.method_codec import HARD
 
 State = dict[str, Tensor]
@@ -45,9 +44,7 @@ class FittedKit:
 
     def unfitted(self, side: str, dim: int, dtype: torch.dtype = torch.float32) -> FittedCodec:
         """Return a new codec for K (``key``) or V (``value``) that has learnt nothing."""
-        spec = parse_spec(self.spec)
-        make = spec.key.key_codec if side == "key" else spec.value.value_codec
-        codec = make(dim, dtype)
+        codec = new_codec(self.spec, side, dim, dtype)
         if not isinstance(codec, FittedCodec):
             pytest.skip(f"{side}: {type(codec).__name__} learns nothing")
         return codec
@@ -86,10 +83,8 @@ class FittedKit:
         }
 
     def _state(self, side: str, dim: int, dtype: torch.dtype, heads: int, offset: float) -> State:
-        spec = parse_spec(self.spec)
-        make = spec.key.key_codec if side == "key" else spec.value.value_codec
         # One side may be a method that learns nothing.
-        if not isinstance(make(dim, dtype), FittedCodec):
+        if not isinstance(new_codec(self.spec, side, dim, dtype), FittedCodec):
             return {}
         return self.fitted(side, dim, dtype, heads, offset).state()
 
@@ -253,33 +248,8 @@ class FittedMethodContract(FitChecks, MethodContract):
         self, side: str, dim: int, dtype: torch.dtype = torch.float32, heads: int = 1
     ) -> Codec:
         """Return a fitted codec; one side may be a codec that learns nothing."""
-        spec = parse_spec(self.spec)
-        codec = (spec.key.key_codec if side == "key" else spec.value.value_codec)(dim, dtype)
+        codec = new_codec(self.spec, side, dim, dtype)
         return self.fitted(side, dim, dtype, heads) if isinstance(codec, FittedCodec) else codec
-
-    def sample(self, side: str, shape: Shape, seed: int = 0) -> tuple[Codec, Tensor]:
-        """Return a codec fitted to as many heads as the shape has, and tokens for it."""
-        dim = shape.dim if side == "key" else shape.v_dim
-        codec = self.codec(side, dim, shape.dtype, shape.heads)
-        tokens = -(-shape.tokens // codec.group) * codec.group
-        x = random_tokens(shape.batch, shape.heads, tokens, dim, seed=seed, dtype=shape.dtype)
-        return codec, x.float()
-
-    @depends_on("bytes")
-    @both_sides
-    def test_rows_heads_and_groups_are_independent(self, side: str, shape: Shape) -> None:
-        """As for all methods; but each head may have a basis of its own, so heads stay together."""
-        codec, x = self.sample(side, shape)
-        whole, again = codec.encode(x), self.sample(side, shape)[0].encode(x.clone())
-        assert not difference(whole, again)
-        last = x[-1:, :, -codec.group :].clone()
-        if not codec.joint:
-            last[:, :-1] = last[:, :-1].flip(-1) * 3 + 1  # other heads' tokens don't matter
-        for name, array in codec.encode(last).items():
-            field = next(field for field in codec.fields if field.name == name)
-            count = 1 if field.per_group else codec.group
-            wanted = whole[name][-1:, -1:, -count:]
-            assert not difference({name: wanted}, {name: array[:, -1:]})
 
 
 class _CalibrationChecks(FittedKit):

@@ -20,6 +20,12 @@ Arrays = dict[str, Tensor]
 both_sides = pytest.mark.parametrize("side", ["key", "value"])
 
 
+def new_codec(spec: str, side: str, dim: int, dtype: torch.dtype) -> Codec:
+    """Return a new codec of a spec for K (``key``) or V (``value``)."""
+    codec: Codec = getattr(getattr(parse_spec(spec), side), f"{side}_codec")(dim, dtype)
+    return codec
+
+
 class MethodKit(ShapeKit):
     """The method under test and how to get at its codecs.
 
@@ -42,17 +48,12 @@ class MethodKit(ShapeKit):
         self, side: str, dim: int, dtype: torch.dtype = torch.float32, heads: int = 1
     ) -> Codec:
         """Return a new codec for K (``key``) or V (``value``) of so many heads."""
-        spec = self.parsed()
-        if side == "key":
-            codec: Codec = spec.key.key_codec(dim, dtype)
-        else:
-            codec = spec.value.value_codec(dim, dtype)
-        return codec
+        return new_codec(self.spec, side, dim, dtype)
 
     def sample(self, side: str, shape: Shape, seed: int = 0) -> tuple[Codec, Tensor]:
         """Return a codec and tokens for it: fp32, rounded to the shape's dtype, whole groups."""
         dim = shape.dim if side == "key" else shape.v_dim
-        codec = self.codec(side, dim, shape.dtype)
+        codec = self.codec(side, dim, shape.dtype, shape.heads)
         tokens = -(-shape.tokens // codec.group) * codec.group
         x = random_tokens(shape.batch, shape.heads, tokens, dim, seed=seed, dtype=shape.dtype)
         return codec, x.float()

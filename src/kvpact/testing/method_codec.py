@@ -65,15 +65,21 @@ class CodecChecks(MethodKit):
     @depends_on("bytes")
     @both_sides
     def test_rows_heads_and_groups_are_independent(self, side: str, shape: Shape) -> None:
-        """A token's bytes depend on its own group alone; encoding twice gives the same bytes."""
+        """A token's bytes depend on its own group alone; encoding twice gives the same bytes.
+
+        What a codec has learnt may be of each head, so heads stay together.
+        """
         codec, x = self.sample(side, shape)
         whole, again = codec.encode(x), self.sample(side, shape)[0].encode(x.clone())
         assert not difference(whole, again)
-        row, head = x.shape[0] - 1, 0 if codec.joint else x.shape[1] - 1
-        last = codec.encode(x[row:, head:, -codec.group :].clone())
+        last = x[-1:, :, -codec.group :].clone()
+        if not codec.joint:
+            last[:, :-1] = last[:, :-1].flip(-1) * 3 + 1  # other heads' tokens don't matter
+        found = codec.encode(last)
         for field in codec.fields:
             count = 1 if field.per_group else codec.group
-            assert same_bytes(whole[field.name][row:, head:, -count:], last[field.name]), field.name
+            wanted = whole[field.name][-1:, -1:, -count:]
+            assert same_bytes(wanted, found[field.name][:, -1:]), field.name
 
     @depends_on("bytes")
     @both_sides

@@ -135,17 +135,18 @@ class SlotChecks(MethodKit):
     @depends_on("groups")
     @both_sides
     def test_a_cut_group_of_any_kind_continues(self, side: str) -> None:
-        """Whatever a group held, ordinary and hard tokens after a cut are finite or refused."""
+        """Whatever a group held, ordinary tokens after a cut are taken, hard ones or refused."""
         codec = self._grouped(side, 64)
-        ordinary = random_tokens(1, 1, codec.group, 64)
-        for held in (0.0, 1e-30, 1e-6, 1e3, 3.0 + 0 * ordinary, ordinary * 1e-6):
-            arrays = codec.encode(ordinary * 0 + held)
+        ordinary, other = (random_tokens(1, 1, codec.group, 64, seed=seed) for seed in (0, 1))
+        tiny = [other * scale for scale in (1e-30, 1e-8, 1e-6, 1e-4, 1e-2)]
+        for held in [*(other * 0 + held for held in (0.0, 1e-30, 1e-6, 3.0, 1e3)), *tiny]:
+            arrays = codec.encode(held)
             frozen = _side_information(codec, arrays)
-            for scale in (0.0, 1e-30, 1.0, 6e4, 1e30):
+            for scale in (0.0, 1e-30, 1.0, 50.0, 6e4, 1e30):
                 try:
                     later = codec.encode(ordinary * scale, frozen)
                 except KVPactError:
-                    assert scale != 0, "zeros were refused"
+                    assert scale > 50, "ordinary tokens were refused"
                     continue
                 assert torch.isfinite(codec.decode({**later, **frozen})).all()
 
@@ -166,20 +167,6 @@ class SlotChecks(MethodKit):
                     codec.check_range(x * 1.01)
             with pytest.raises(NonFiniteError):
                 codec.check_range(floats(*[3e38] * dim).view(1, 1, 1, dim))
-
-    @depends_on("groups")
-    @both_sides
-    def test_a_cut_group_of_tiny_tokens_takes_ordinary_ones(self, side: str) -> None:
-        """What a group held before a rollback never makes ordinary tokens impossible."""
-        for dim in (64, 80):
-            codec = self._grouped(side, dim, heads=2)
-            ordinary = random_tokens(1, 2, codec.group, dim)
-            for held in (0.0, 1e-30, 1e-8, 1e-6, 1e-4, 1e-2):
-                arrays = codec.encode(random_tokens(1, 2, codec.group, dim, seed=1) * held)
-                frozen = _side_information(codec, arrays)
-                for scale in (1.0, 50.0):
-                    later = codec.encode(ordinary * scale, frozen)
-                    assert torch.isfinite(codec.decode({**later, **frozen})).all()
 
     @depends_on("bias")
     @both_sides

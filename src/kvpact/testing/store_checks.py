@@ -52,17 +52,6 @@ class EntryChecks(StoreKit):
         assert list(store) == ["a"]
         assert store.stats().entries == 1
 
-    def test_delete_removes_one_entry(self, store: Store) -> None:
-        """It is gone, the others stay; a second delete says that there was none."""
-        store.put("a", b"1")
-        store.put("b", b"2")
-        assert store.delete("a")
-        assert not store.delete("a")
-        assert store.get("a") is None and "a" not in store
-        assert store.get("b") == b"2" and list(store) == ["b"]
-        store.put("a", b"3")
-        assert store.get("a") == b"3"
-
     def test_bytes_are_keys_by_their_hex(self, store: Store) -> None:
         """A digest is a key as it comes."""
         store.put(b"\x00\xff", b"blob")
