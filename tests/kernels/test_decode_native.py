@@ -6,14 +6,22 @@ import itertools
 
 import pytest
 import torch
-from decode_compare import FORMATS, check_refusals, compare, compare_slots, differences, packed
+from decode_compare import (
+    FORMATS,
+    check_refusals,
+    compare,
+    compare_slots,
+    differences,
+    native,
+    packed,
+)
 from encode_compare import DTYPES, SPECIAL, WIDTHS, codec_of
 from hypothesis import strategies as st
 from random_cases import random_cases
 from simd_levels import at_level, levels
 
 from kvpact.kernels import report
-from kvpact.kernels.cpu import decode, library
+from kvpact.kernels.cpu import backend
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.library import _load
 
@@ -64,8 +72,8 @@ def test_the_report_has_decoding():
 
 
 def test_what_the_kernel_can_not_take_raises_before_it_is_called(monkeypatch):
-    monkeypatch.setattr(decode.ctypes, "byref", lambda args: pytest.fail("C++ was entered"))
-    check_refusals(lambda *args: decode.decode(library(), *args))
+    monkeypatch.setattr(backend.ctypes, "byref", lambda args: pytest.fail("C++ was entered"))
+    check_refusals(native)
 
 
 def test_wide_vectors_are_torchs():

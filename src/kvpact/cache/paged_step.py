@@ -107,7 +107,7 @@ def quick_rows(
         rows = cache.known_rows.pop(layer, None)
         if rows is None or rows.seqs != seqs or not rows.stand():
             rows = _find(cache, layer, seqs)
-        if rows is None or not rows.runners[0].fits_rows(k, v, q, config, len(seqs)):
+        if rows is None or not rows.runners[0].fits(k, v, q, config, len(seqs)):
             return None
         new, pool = k.shape[2], cache.pool
         with pool.lock:

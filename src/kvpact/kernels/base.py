@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpact.contract import AttendConfig
+from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels.sources import SegmentSource, WritableSource
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Prepared = Tensor | dict[str, Tensor]
 """Tokens that can't fail any more, or arrays by field name: what most encoders write."""
 Operation = Literal["attend", "encode", "decode", "learn"]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Of exact tokens that compiled kernels read and write."""
 OPERATIONS: tuple[Operation, ...] = ("attend", "encode", "decode")
 """On slots. Who encodes a stream also learns for it, or else torch does."""
 
@@ -60,6 +63,17 @@ class AttendCall(NamedTuple):
     def kv_heads(self) -> int:
         """KV heads; 1 over latents."""
         return self._like("k").shape[1]
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of queries of a KV head."""
+        return self.q.shape[1] // self.kv_heads * self.q.shape[2]
+
+    @property
+    def scale(self) -> float:
+        """What logits are multiplied by."""
+        scale = self.config.softmax_scale
+        return self.q.shape[3] ** -0.5 if scale is None else scale
 
     @property
     def output_dim(self) -> int:
@@ -144,18 +158,16 @@ class StepRunner(ABC):
         self._like = [(tuple(x.shape), x.stride(), x.dtype) for x in (call.k, call.v, call.q)]
         self._row_like = [(shape[1:], stride, dtype) for shape, stride, dtype in self._like]
 
-    def fits(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig) -> bool:
-        """Whether a call is like the one that this was made for; tensors are not looked into."""
-        if config is not self.config and not _equal(config, self.config):
-            return False
-        like_k, like_v, like_q = self._like
-        return self._alike(k, like_k) and self._alike(v, like_v) and self._alike(q, like_q)
+    def fits(
+        self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int | None = None
+    ) -> bool:
+        """Whether a call is like the one that this was made for; tensors are not looked into.
 
-    def fits_rows(self, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig, rows: int) -> bool:
-        """Whether a call has so many rows, each like the call that this was made for."""
+        With `rows`: whether it has so many rows, each like that call.
+        """
         if config is not self.config and not _equal(config, self.config):
             return False
-        like_k, like_v, like_q = self._row_like
+        like_k, like_v, like_q = self._like if rows is None else self._row_like
         alike = self._alike
         return alike(k, like_k, rows) and alike(v, like_v, rows) and alike(q, like_q, rows)
 
@@ -179,16 +191,16 @@ class StepRunner(ABC):
         """Check, attend, encode and keep new tokens: all of them, or none.
 
         `rows`: one for the whole batch, or one for each row of the tensors; their runners are
-        alike. `k`, `v`, `q`: as in the calls that the runners were made for (`fits`, `fits_rows`).
+        alike. `k`, `v`, `q`: as in the calls that the runners were made for (`fits`).
         Returns the output. None, and nothing is written, where a number is NaN, infinite or beyond
         what is surely stored: the ordinary way then decides, and names it.
         """
 
-    def _alike(self, x: Tensor, like: _Like, rows: int = 0) -> bool:
+    def _alike(self, x: Tensor, like: _Like, rows: int | None) -> bool:
         """Whether a tensor is like those before; if `rows` are named, but for so many in front."""
         if type(x) is not Tensor or x.requires_grad or x.get_device() != self._device:
             return False
-        shape = (rows, *like[0]) if rows else like[0]
+        shape = like[0] if rows is None else (rows, *like[0])
         try:
             return x.shape == shape and x.stride() == like[1] and x.dtype is like[2]
         except RuntimeError:  # sparse and nested ones have none; the ordinary way names them
@@ -199,6 +211,18 @@ def _equal(a: AttendConfig, b: AttendConfig) -> bool:
     """Whether configs without tensors are equal."""
     tensors = (x for c in (a, b) for x in (c.mask, c.padding, c.sink_logits, c.origin))
     return all(x is None for x in tensors) and a == b
+
+
+def can_step(call: AttendCall) -> bool:
+    """Whether calls like this one can be steps: plain rules, and tokens as the tail has them."""
+    view, k, v, q, config, _, _ = call
+    if view is None or k is None or v is None or config.mask is not None:
+        return False
+    if config.padding is not None or config.origin is not None or not config.exact_new:
+        return False
+    if any(x.stride(3) != 1 or x.requires_grad for x in (k, v, q)):
+        return False
+    return k.dtype is view.k.tail.dtype and v.dtype is view.v.tail.dtype
 
 
 class StepRow(NamedTuple):
@@ -229,6 +253,21 @@ class Encoder(Protocol):
         from the first segment of the source.
         """
         ...
+
+
+def check_out(out: Tensor, start: int, end: int, dim: int) -> None:
+    """Check what tokens are decoded into (see `Backend.decode`).
+
+    `out`: `[B, H, end - start, dim]`, the channels side by side.
+    """
+    if out.dim() != 4 or not 0 <= start <= end or out.shape[2] != end - start:
+        raise GeometryError(f"out has shape {tuple(out.shape)}, not [B, H, {end - start}, D]")
+    if out.dtype not in DTYPES:
+        raise DtypeError(f"out is {out.dtype}; numbers are decoded to fp32, fp16 or bf16")
+    if out.stride(3) != 1 and out.shape[3] != 1:
+        raise GeometryError("the last axis of out has gaps")
+    if dim != out.shape[3]:
+        raise GeometryError(f"out is {out.shape[3]} wide, vectors are {dim}")
 
 
 class SlotReader(Protocol):

@@ -56,7 +56,6 @@ def coverage(k: Codec, v: Codec, device: torch.device, dtype: torch.dtype) -> li
 
 NAMES = ("auto", *(backend.name for backend in BACKENDS))
 CHECKS = ("now", "deferred")
-_CPU = torch.device("cpu")
 
 
 def choose(backend: str = "auto", check: str = "now") -> Compute:

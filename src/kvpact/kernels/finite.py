@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import NonFiniteError
+from kvpact.kernels.base import DTYPES
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.encode import magnitudes
 from kvpact.kernels.cpu.library import library
-from kvpact.kernels.dense import DTYPES
 from kvpact.kernels.plan import StreamPlan
 from kvpact.quantizers.checks import checks_are_deferred, require
 from kvpact.quantizers.numbers import HALF_MAX

@@ -15,6 +15,7 @@ from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.errors import BackendUnavailable, CorruptState
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.backend import TORCH
+from kvpact.kernels.triton import tuning
 from kvpact.kernels.triton.attend import attend
 from kvpact.kernels.triton.attend.attend import attend_triton
 from kvpact.kernels.triton.tuning import GeneralChoice
@@ -54,7 +55,7 @@ def error(calls: list[AttendCall]) -> float:
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(attend, "TILES_OF_A_PART", 2)
+    monkeypatch.setattr(tuning, "TOKENS_OF_A_PART", 64)
     # Pieces of channels, where more than 32 are there.
     monkeypatch.setattr(attend, "general_choice", lambda *_: GeneralChoice(4, 32, 32))
     # Another kernel's tokens would be its own.
@@ -103,7 +104,7 @@ def test_rules(name, dim, dtype):
 @pytest.mark.slow
 def test_many_parts(monkeypatch):
     """More than are merged at once."""
-    monkeypatch.setattr(attend, "TILES_OF_A_PART", 1)
+    monkeypatch.setattr(tuning, "TOKENS_OF_A_PART", 32)
     call = made(CODES, "one token", 16, torch.float32, 520)
     assert error([call._replace(q=call.q[:, :3])]) < BOUNDS[torch.float32]
 

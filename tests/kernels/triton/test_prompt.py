@@ -9,6 +9,7 @@ from kvpact import AttendConfig, CacheGeometry, create_cache
 from kvpact.kernels.base import AttendCall
 from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.backend import TORCH
+from kvpact.kernels.triton import tuning
 from kvpact.kernels.triton.attend import attend as attention
 from kvpact.kernels.triton.attend import prompt
 from kvpact.kernels.triton.attend.attend import attend_triton
@@ -72,7 +73,7 @@ def chunk(spec, dtype, held, new=11, dim=24, groups=3, padding=None, seed=0, **r
 def few(monkeypatch):
     """Chunks of few tokens, in several parts; the list that their flash attention is put into."""
     monkeypatch.setattr(prompt, "LEAST_CHUNK", 5)
-    monkeypatch.setattr(attention, "TILES_OF_A_PART", 1)
+    monkeypatch.setattr(tuning, "TOKENS_OF_A_PART", 32)
     made = []
 
     def recorded(calls, scale):

@@ -177,13 +177,13 @@ class PagedLayer:
     ) -> list[StepRunner] | None:
         """Return what carries out a step of each row, most often what did in the last batch."""
         steps, count = [row.pages for row, _ in parts], len(parts)
-        if steps == self._steps and self._runners[0].fits_rows(k, v, q, config, count):
+        if steps == self._steps and self._runners[0].fits(k, v, q, config, count):
             return self._runners
         before = dict(zip(self._steps, self._runners, strict=True))
         self._steps, self._runners, runners = [], [], []
         for i, (row, window) in enumerate(parts):
             runner = before.get(row.pages)
-            if runner is None or not runner.fits_rows(k, v, q, config, count):
+            if runner is None or not runner.fits(k, v, q, config, count):
                 k1, v1, q1 = (x[i : i + 1] for x in (k, v, q))
                 view = self._view(row, window)
                 call = AttendCall(view, k1, v1, q1, config, latent=self._latent)

@@ -138,7 +138,7 @@ def native_call(call: AttendCall, out: int) -> NativeCall:
     cache's would be read.
     """
     view, k, v, q, config, padding, _ = call
-    batch, q_heads, queries, dim = q.shape
+    batch, q_heads, queries, _ = q.shape
     held, new = 0 if view is None else view.length, 0 if k is None else k.shape[2]
     heads = (view.k.tail if k is None and view is not None else k).shape[1]  # type: ignore[union-attr]
     if view is not None and view.v.length != held:
@@ -171,8 +171,7 @@ def native_call(call: AttendCall, out: int) -> NativeCall:
         address, q_row, q_head, q_token, out, DTYPES[q.dtype],
         config.is_causal, config.sliding_window or 0, starts, rows,
         mask, mask_row, mask_head, mask_query, mask_float, 0,
-        dim**-0.5 if config.softmax_scale is None else config.softmax_scale,
-        config.softcap or 0.0, torch.get_num_threads(),
+        call.scale, config.softcap or 0.0, torch.get_num_threads(),
     )  # fmt: skip
     return NativeCall(args, alive, q_heads // heads * queries)
 

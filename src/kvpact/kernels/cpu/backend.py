@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable, KernelError
-from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader
+from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, check_out
 from kvpact.kernels.cpu.attend import NAME, attend_native
 from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
 from kvpact.kernels.cpu.learn import learn, reason
@@ -17,8 +17,7 @@ from kvpact.kernels.cpu.library import library
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat
 from kvpact.kernels.cpu.step import CpuStep, covers
 from kvpact.kernels.cpu.structs import MOST_DIM, DecodeArgs
-from kvpact.kernels.dense import check_out
-from kvpact.kernels.torch.slots import TorchEncoder
+from kvpact.kernels.torch.slots import TorchEncoder, copies
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
 
@@ -51,7 +50,7 @@ class CpuBackend(Backend):
         if dtype not in DTYPES:
             return f"dtype {dtype}"
         if operation == "encode":
-            return "" if _copies(codec) else CodecEncoder.of(codec).reason
+            return "" if copies(codec) else CodecEncoder.of(codec).reason
         if operation == "learn":
             return reason(codec)
         form = SlotFormat.of(codec)
@@ -73,7 +72,7 @@ class CpuBackend(Backend):
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder."""
-        return TorchEncoder(codec) if _copies(codec) else CpuEncoder(library(), codec)
+        return TorchEncoder(codec) if copies(codec) else CpuEncoder(library(), codec)
 
     def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
         """Return a codec that learnt."""
@@ -100,11 +99,6 @@ class CpuBackend(Backend):
         status = native.decode(native.bit, ctypes.byref(args))
         if status:
             raise KernelError(f"the native decoder refused its arguments ({status})")
-
-
-def _copies(codec: Codec) -> bool:
-    form = codec.packed_format() if codec.exact else None
-    return form is not None and form.kind == "raw"
 
 
 CPU = CpuBackend()

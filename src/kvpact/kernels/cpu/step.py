@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvpact.arithmetic import saturated
 from kvpact.errors import KernelError
-from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens
+from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, can_step
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu import structs
 from kvpact.kernels.cpu.encode import CodecEncoder, placed
@@ -34,15 +34,10 @@ _LARGEST = torch.finfo(_F32).max
 
 def covers(call: AttendCall) -> bool:
     """Whether steps like this call can be carried out in one native call each."""
-    view, k, v, q, config, _, _ = call
-    if view is None or k is None or v is None or config.mask is not None:
+    if not can_step(call) or not call.q.is_cpu:
         return False
-    if config.padding is not None or config.origin is not None or not config.exact_new:
-        return False
-    if any(x.stride(3) != 1 or x.requires_grad or not x.is_cpu for x in (k, v, q)):
-        return False
-    pairs = ((k, view.k), (v, view.v))
-    return all(x.dtype is side.tail.dtype and _storable(side) for x, side in pairs)
+    assert call.view is not None
+    return _storable(call.view.k) and _storable(call.view.v)
 
 
 def _storable(side: StreamView) -> bool:

@@ -71,13 +71,12 @@ def attend(call: AttendCall) -> Tensor:
     (over latents `[B, H, q_len, r]`). A query that may see no token gets zeros.
     """
     q, config, view = call.q, call.config, call.view
-    batch, q_heads, queries, dim = q.shape
+    batch, q_heads, queries, _ = q.shape
     heads, held, new = call.kv_heads, call.held, call.new
     groups = query_groups(q_heads, heads, config)
     check_call(call)
     rules = LogitRules(config, call.padding, held + new - queries, queries, heads, groups)
-    scale = config.softmax_scale if config.softmax_scale is not None else dim**-0.5
-    rows = torch.unflatten(q.float() * scale, 1, (heads, groups)).flatten(2, 3)
+    rows = torch.unflatten(q.float() * call.scale, 1, (heads, groups)).flatten(2, 3)
     tokens = (LatentTokens if call.latent else SeparateTokens)(view, rows, call.output_dim)
     softmax = OnlineSoftmax(
         (batch, heads, groups * queries),

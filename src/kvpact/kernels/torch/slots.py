@@ -15,6 +15,12 @@ from kvpact.kernels.views import StreamView
 from kvpact.methods import Arrays, Codec
 
 
+def copies(codec: Codec) -> bool:
+    """Whether slots have numbers as they are given: no kernel is needed to write them."""
+    form = codec.packed_format() if codec.exact else None
+    return form is not None and form.kind == "raw"
+
+
 class TorchEncoder:
     """Encodes with the codec's own `encode`; its fields write the arrays."""
 

@@ -10,9 +10,16 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
-from kvpact.kernels.dense import DTYPES
-from kvpact.kernels.torch.slots import TorchEncoder
+from kvpact.kernels.base import (
+    DTYPES,
+    AttendCall,
+    Backend,
+    Encoder,
+    Operation,
+    SlotReader,
+    StepRunner,
+)
+from kvpact.kernels.torch.slots import TorchEncoder, copies
 from kvpact.kernels.triton.encode.form import encode_reason
 from kvpact.kernels.triton.forms import MOST_WIDTH, on_device, slots_of
 from kvpact.methods import Codec
@@ -92,7 +99,7 @@ class TritonBackend(Backend):
         if operation == "attend" and (reason := _too_wide(_width(codec), dtype)):
             return reason
         if operation == "encode":
-            return "" if _copies(codec) else encode_reason(codec)
+            return "" if copies(codec) else encode_reason(codec)
         return slots_of(codec, False, _CPU).reason
 
     def covers_offset(self) -> str:
@@ -135,7 +142,7 @@ class TritonBackend(Backend):
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder."""
-        if _copies(codec):
+        if copies(codec):
             return TorchEncoder(codec)
         from kvpact.kernels.triton.encode.encoder import TritonEncoder
 
@@ -160,11 +167,6 @@ def _too_wide(dim: int, dtype: torch.dtype) -> str:
     """Return why tiles of exact tokens don't fit shared memory or registers; "" if they do."""
     most = MOST_WIDTH // 2 if dtype is torch.float32 else MOST_WIDTH
     return f"{dtype} vectors of {dim} numbers; {most} is the most" if dim > most else ""
-
-
-def _copies(codec: Codec) -> bool:
-    form = codec.packed_format()
-    return form is not None and form.kind == "raw"
 
 
 TRITON = TritonBackend()

@@ -181,8 +181,8 @@ class Places(NamedTuple):
                     raise GeometryError("the heads of some rows lie otherwise; take each alone")
                 part[index, :, : len(where.segments)] = where.segments + rows * where.row
                 heads[index] = where.head
-        on_device = (sent(torch.from_numpy(x), device) for x in (table, heads))
-        return cls(*on_device, sources[0].segment_tokens)
+        at, steps = (sent(torch.from_numpy(x), device) for x in (table, heads))
+        return cls(at, steps, sources[0].segment_tokens)
 
     @property
     def segments(self) -> int:

@@ -1,4 +1,4 @@
-"""`RandomHadamard` and sums in a fixed order, of tiles whose width is a power of two.
+"""`RandomHadamard`, sums in a fixed order and casts, of tiles whose width is a power of two.
 
 Numbers are those of `kvpact.transforms` and `kvpact.arithmetic`, to the bit. Launch kernels that
 use them with ``enable_fp_fusion=False``.
@@ -26,6 +26,23 @@ def log2(count):
 def halved(count, times):
     """Return what is left of `count` after it was halved so often, rounding up."""
     return -(-count >> times)
+
+
+@triton.jit
+def saturated(x, TYPE: tl.constexpr):
+    """Round fp32 as `arithmetic.saturated` does, ties to even.
+
+    `TYPE`: a dtype: fp32, fp16 or bf16.
+    """
+    if TYPE.is_fp16():
+        x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    elif TYPE.is_bf16():
+        # In integers: Triton's interpreter cuts bits off instead of rounding them.
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x == x, rounded, 0x7FC0)
+        x = rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x
 
 
 @triton.jit

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 
 TOKENS_OF_A_PART = 256
 """Tokens that a program attends at least: below that it only makes work for the merge."""
 PROGRAMS_PER_PROCESSOR = 8
 PROCESSORS = 132
-"""Where the device does not say how many it has."""
+"""Where the device is none that says how many it has."""
 LEAST_CHUNK = 64
 """New tokens of a row from which on flash attention computes what they are to each other: fewer
 are little beside their past, and a launch more."""
@@ -83,11 +84,10 @@ def side_by_side(version: str = triton.__version__) -> int:
     return 8 if (major, minor) < (3, 8) else 4
 
 
-def parts_of(tokens: int, programs: int, processors: int = PROCESSORS) -> int:
-    """Return into how many parts packed tokens are split.
-
-    `programs`: that there are without a split: KV heads of all rows; `processors`: multiprocessors
-    of the device.
-    """
+def parts_of(tokens: int, programs: int, device: torch.device) -> int:
+    """Return into how many parts tokens are split; `programs`: that there are without a split."""
+    processors = PROCESSORS
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = processors * PROGRAMS_PER_PROCESSOR // max(programs, 1)
     return max(1, min(wanted, -(-tokens // TOKENS_OF_A_PART)))

@@ -26,33 +26,15 @@ from kvpact.kernels.triton.columns import K_SIDE, V_SIDE
 from kvpact.kernels.triton.digits.fast import Fast, attend_fast, fast_of, fast_range
 from kvpact.kernels.triton.forms import NUMBERS, Slots, power_of_two, slots_of, width_of
 from kvpact.kernels.triton.step.kernels import Counting
-from kvpact.kernels.triton.tuning import general_choice
+from kvpact.kernels.triton.tuning import general_choice, parts_of
 from kvpact.methods import Codec
 
-TILE = 32
 MOST_ROWS, MOST_NUMBERS = 64, 8192
 """Query rows of a program, and numbers of each of their sums, at most (of fp32, half of them)."""
 LEAST_ROWS = 16
 """Rows of the smallest product that tensor cores compute."""
-TILES_OF_A_PART = 8
-"""Tiles of 32 tokens that a part has at least."""
 NARROW = 128
 """Channels up to which one warp merges a row of queries, and four merge `LEAST_ROWS`."""
-PROGRAMS = 1024
-"""Programs of a launch from which on tokens are split no further."""
-
-
-def parts_of(tiles: int, programs: int) -> int:
-    """Return into how many parts the tokens are split."""
-    most = -(-tiles // TILES_OF_A_PART)
-    return max(1, min(most, PROGRAMS // max(programs, 1)))
-
-
-class _Call(NamedTuple):
-    """A call, and where its first row stands in the output."""
-
-    call: AttendCall
-    first: int
 
 
 def attend_triton(calls: Sequence[AttendCall]) -> Tensor:
@@ -63,13 +45,15 @@ def attend_triton(calls: Sequence[AttendCall]) -> Tensor:
     batch = sum(call.q.shape[0] for call in calls)
     heads, queries = first.q.shape[1:3]
     out = first.q.new_empty(batch, heads, queries, first.output_dim)
-    alike: dict[Hashable, list[_Call]] = {}
+    # With each call, where its first row stands in the output.
+    alike: dict[Hashable, list[tuple[AttendCall, int]]] = {}
     done = 0
     for call in calls:
-        alike.setdefault(_key(call), []).append(_Call(call, done))
+        alike.setdefault(_key(call), []).append((call, done))
         done += call.q.shape[0]
     for some in alike.values():
-        _attend(some, out)
+        together = [call for call, _ in some]
+        attend_prepared(prepared(together, [first for _, first in some]), together, out)
     return out
 
 
@@ -105,11 +89,6 @@ def _dtypes(call: AttendCall) -> tuple[torch.dtype, torch.dtype]:
     return made[0], made[1]
 
 
-def _scale(call: AttendCall) -> float:
-    scale = call.config.softmax_scale
-    return call.q.shape[3] ** -0.5 if scale is None else scale
-
-
 def _mask_type(call: AttendCall) -> str:
     mask = call.config.mask
     return "" if mask is None else "u8" if mask.dtype == torch.bool else "fp32"
@@ -121,8 +100,8 @@ def _key(call: AttendCall) -> Hashable:
         codec and (slots and (slots.form, slots.numbers), codec.transform)
         for codec, slots in zip(_codecs(call), _slots(call), strict=True)
     )
-    scale, rules = _scale(call), (call.config.softcap, _mask_type(call), is_chunk(call))
-    return forms, _dtypes(call), call.kv_heads, call.output_dim, scale, rules, call.latent
+    rules = call.scale, call.config.softcap, _mask_type(call), is_chunk(call)
+    return forms, _dtypes(call), call.kv_heads, call.output_dim, rules, call.latent
 
 
 def _aligned(rows: Rows) -> bool:
@@ -154,10 +133,9 @@ def variant_of(call: AttendCall, rows: Rows) -> Variant:
     thrice = torch.float32 in (*dtypes, call.q.dtype)
     rope = call.q.shape[3] - call.output_dim
     dims = (call.output_dim, rope) if call.latent else (call.q.shape[3], call.output_dim)
-    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
     widest = max(width_of(dim) for dim in dims)
     most = max(MOST_NUMBERS // (2 if thrice else 1) // widest, LEAST_ROWS)
-    held = min(max(power_of_two(count), LEAST_ROWS), MOST_ROWS, most)
+    held = min(max(power_of_two(call.query_rows), LEAST_ROWS), MOST_ROWS, most)
     choice = general_choice(held, widest, thrice)
     k, v = (
         StreamForm(
@@ -179,13 +157,13 @@ def variant_of(call: AttendCall, rows: Rows) -> Variant:
     return Variant(k, v, call.latent, held, softcap, mask, choice.warps)
 
 
-def _most_tiles(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tensor, int]]) -> int:
-    """Return the tiles of the longest row, less those that are skipped in all rows of its call."""
+def _most_tokens(calls: Sequence[AttendCall], skipped: Sequence[tuple[int | Tensor, int]]) -> int:
+    """Return the tokens of the longest row, less those that are skipped in all rows of its call."""
     most = 0
     for call, (begin, end) in zip(calls, skipped, strict=True):
         total, left = call.held + call.new, 0 if isinstance(begin, Tensor) else max(begin, 0)
         most = max(most, total - max(min(end, total) - left, 0))
-    return -(-most // TILE)
+    return most
 
 
 class Prepared(NamedTuple):
@@ -203,12 +181,6 @@ class Prepared(NamedTuple):
     chunk: bool
 
 
-def _attend(some: Sequence[_Call], out: Tensor) -> None:
-    """Attend over calls that are alike, into their rows of the output."""
-    calls = [one.call for one in some]
-    attend_prepared(prepared(calls, [one.first for one in some]), calls, out)
-
-
 def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
     """Return what is known before calls that are alike are launched; `first` as in `rows_of`."""
     call, slots = calls[0], _slots(calls[0])
@@ -221,9 +193,10 @@ def prepared(calls: Sequence[AttendCall], first: Sequence[int]) -> Prepared:
         skipped = [(0, 0) if fast is None else fast_range(each) for each in calls]
     rows = rows_of(calls, slots, _dtypes(call), call.q.device, first, skipped)
     variant = variant_of(call, rows)
-    count = call.q.shape[1] // call.kv_heads * call.q.shape[2]
-    programs = sum(each.q.shape[0] for each in calls) * call.kv_heads * -(-count // variant.rows)
-    return Prepared(rows, variant, fast, parts_of(_most_tiles(calls, skipped), programs), chunk)
+    row_tiles = -(-call.query_rows // variant.rows)
+    programs = sum(each.q.shape[0] for each in calls) * call.kv_heads * row_tiles
+    parts = parts_of(_most_tokens(calls, skipped), programs, call.q.device)
+    return Prepared(rows, variant, fast, parts, chunk)
 
 
 def attend_prepared(
@@ -239,7 +212,7 @@ def attend_prepared(
     call, device = calls[0], out.device
     slots = _slots(call)
     values = variant.values
-    q = query_rows(calls, _scale(call), variant)
+    q = query_rows(calls, call.scale, variant)
     batch, heads, count, _ = q.exact.shape
     queries = call.q.shape[2]
     row_tiles = -(-count // variant.rows)
@@ -257,8 +230,8 @@ def attend_prepared(
         enable_fp_fusion=False,
     )  # fmt: skip
     if fast is not None:
-        attend_fast(fast, calls, _scale(call), rows.table, packed, lse, splits)
-    new = attend_new(calls, _scale(call)) if chunk else PromptTokens(exact, lse)
+        attend_fast(fast, calls, call.scale, rows.table, packed, lse, splits)
+    new = attend_new(calls, call.scale) if chunk else PromptTokens(exact, lse)
     steps = [step for x in new for step in x.stride()[:3]] if chunk else [0] * 6
     signs = signs_of(_codecs(call)[0 if call.latent else 1], device)
     each, at_once = merged_at_once(count, values.width)

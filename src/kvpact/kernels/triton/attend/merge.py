@@ -5,10 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.casts import saturated
 from kvpact.kernels.triton.columns import OUTPUT, SINK_LOGITS, of_row
 from kvpact.kernels.triton.step.kernels import advance
-from kvpact.kernels.triton.transforms import rotated_back
+from kvpact.kernels.triton.transforms import rotated_back, saturated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

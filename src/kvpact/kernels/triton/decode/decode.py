@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvpact.formats import TILE, CodesField
-from kvpact.kernels.base import SlotReader
-from kvpact.kernels.dense import check_out
+from kvpact.kernels.base import SlotReader, check_out
 from kvpact.kernels.triton.decode.kernel import decode_keys, decode_tiles
 from kvpact.kernels.triton.forms import Places, SlotForm, Slots, places_of, slots_of
 from kvpact.kernels.triton.trellis.queries import key_tables

@@ -5,9 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvpact.kernels.triton.casts import saturated
 from kvpact.kernels.triton.slots import segment_at, tile_numbers, units_of
-from kvpact.kernels.triton.transforms import rotated_back
+from kvpact.kernels.triton.transforms import rotated_back, saturated
 from kvpact.kernels.triton.trellis.bases import FIRST, MEAN, base_flags
 from kvpact.kernels.triton.trellis.numbers import e5m3, step_numbers, tile_words
 

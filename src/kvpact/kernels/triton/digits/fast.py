@@ -24,25 +24,18 @@ from kvpact.kernels.triton.digits.tables import (
 from kvpact.kernels.triton.digits.tiles import TOGETHER
 from kvpact.kernels.triton.forms import SlotForm, Slots, power_of_two
 from kvpact.kernels.triton.trellis.fast import (
+    MOST_WIDTH,
     level_table,
     treated_queries,
     trellis_choice,
     trellis_reason,
 )
-from kvpact.kernels.triton.tuning import (
-    PROCESSORS,
-    Choice,
-    block_tiles,
-    choice,
-    parts_of,
-    side_by_side,
-)
+from kvpact.kernels.triton.tuning import Choice, block_tiles, choice, parts_of, side_by_side
 
 MOST_ROWS = 16
 """Query rows of a KV head: more make decoding cheap beside the products, and take all registers."""
 MOST_MIXED_ROWS = 8
 """Where there are zeros or shifts."""
-MOST_WIDTH = 256
 LEAST_TOKENS = 256
 """Packed tokens from which on a second launch pays."""
 _VECTORS = ("codes", "scale", "zero", "shift", "mean")
@@ -167,7 +160,7 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
     call = calls[0]
     if k is None or v is None or k.form is None or v.form is None:
         return None
-    rows = call.q.shape[1] // call.kv_heads * call.q.shape[2]
+    rows = call.query_rows
     if digits_reason(k, v, rows):
         return None
     ends = [fast_range(each)[1] for each in calls]
@@ -181,10 +174,7 @@ def fast_of(calls: Sequence[AttendCall], k: Slots | None, v: Slots | None) -> Fa
         return None
     chosen, inside = launch_of(k.form, v.form, rows, sizes)
     programs = sum(each.q.shape[0] for each in calls) * call.kv_heads
-    processors = PROCESSORS
-    if call.q.is_cuda:
-        processors = torch.cuda.get_device_properties(call.q.device).multi_processor_count
-    parts = parts_of(longest, programs, processors)
+    parts = parts_of(longest, programs, call.q.device)
     return Fast(whole_slots(k), whole_slots(v), chosen, inside, parts, side_by_side())
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvpact.errors import KernelError
-from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, TokenMemory
+from kvpact.kernels.base import AttendCall, StepRow, StepRunner, StepTokens, TokenMemory, can_step
 from kvpact.kernels.sources import SegmentSource
 from kvpact.kernels.triton.attend.attend import Prepared, attend_prepared, prepared
 from kvpact.kernels.triton.columns import K_SIDE, V_SIDE
@@ -28,17 +28,11 @@ from kvpact.kernels.views import WAITING, StreamView, exact_from
 
 def covers(call: AttendCall) -> bool:
     """Whether steps like this call can be carried out on the device alone."""
-    view, k, v, q, config, _, latent = call
-    if view is None or k is None or v is None or latent or config.mask is not None:
+    if call.latent or not can_step(call):
         return False
-    if config.padding is not None or config.origin is not None or not config.exact_new:
-        return False
-    if any(x.stride(3) != 1 or x.requires_grad for x in (k, v, q)):
-        return False
-    pairs = ((k, view.k), (v, view.v))
-    if any(encode_reason(side.codec) for _, side in pairs):
-        return False
-    return all(x.dtype is side.tail.dtype and side.offset is None for x, side in pairs)
+    assert call.view is not None
+    sides = call.view.k, call.view.v
+    return all(side.offset is None and not encode_reason(side.codec) for side in sides)
 
 
 End = tuple[int, TokenMemory]

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from kvpact.kernels.triton.digits.levels import bytes_of, order_of_k, prmt, row_of
 from kvpact.kernels.triton.digits.tiles import grouped, token_places
+from kvpact.kernels.triton.transforms import block_of
 from kvpact.kernels.triton.trellis.levels import (
     KEEP,
     PAIR,
@@ -82,12 +83,6 @@ def _upper_shift(form, index, word):
     return (word * block.wider + before) % per * block.high.width
 
 
-@triton.constexpr_function
-def _piece(count):
-    """Return the greatest power of two that is not above `count`."""
-    return 1 << count.bit_length() - 1
-
-
 @triton.jit
 def _load(tiles, live, ROW: tl.constexpr, COUNT: tl.constexpr, WORDS: tl.constexpr,
           VBITS: tl.constexpr):  # fmt: skip
@@ -108,7 +103,7 @@ def key_words(tiles, live, FIRST: tl.constexpr, FORM: tl.constexpr, VBITS: tl.co
 
     `tiles`: the codes of each tile; `VBITS`: 4 or 2: the order of tokens of `token_places`.
     """
-    COUNT: tl.constexpr = _piece(FORM.words - FIRST)
+    COUNT: tl.constexpr = block_of(FORM.words - FIRST)
     words = _load(tiles, live, FIRST, COUNT, FORM.words, VBITS)
     if FORM.words > FIRST + COUNT:
         words += key_words(tiles, live, FIRST + COUNT, FORM, VBITS)
