@@ -5,7 +5,7 @@ import torch
 
 from kvpact import AttendConfig, CacheGeometry, PagedKVCache, create_cache
 from kvpact.errors import GeometryError, SequenceError, StaleResult
-from kvpact.testing import random_tokens, same_bytes
+from kvpact.testing import held_bytes, random_tokens, same_bytes
 
 GEOMETRY = CacheGeometry(2, 2, 32, 48)
 LOSSY = "int:bits=4,sinks=2,window=0"
@@ -103,6 +103,7 @@ def test_what_matches():
     def matched(ids):
         other = cache.allocate(ids)
         found = cache.seq_len(other)
+        assert cache.memory_usage() == held_bytes(cache)  # pages that are shared count once
         cache.free(other)
         return found
 
