@@ -14,11 +14,13 @@ from transformers import (
     LlamaConfig,
     Qwen3NextConfig,
 )
+from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.models.dots3_note import Dots3NoteTextConfig
 
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers import CompressedCache, calibrate, register_attention
 from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.records import attributes_of
 from kvpact.integrations.transformers.shapes import layer_shapes
 from kvpact.spec import parse_spec
 
@@ -265,3 +267,52 @@ def test_a_config_that_changes_is_read_again(sizes):
     assert len(CompressedCache(config, "none").layers) == 2
     config.num_hidden_layers = 3
     assert len(CompressedCache(config, "none").layers) == 3
+
+
+def test_a_layer_that_is_not_known_is_refused_by_name():
+    class NewLayer(DynamicSlidingWindowLayer):
+        pass
+
+    with pytest.raises(KVPactError, match="what transformers' NewLayer holds"):
+        attributes_of(NewLayer(8))
+
+
+def test_a_tensor_that_is_not_known_is_refused_by_name(make_model, sizes, ids):
+    model = make_model(qwen3_next(sizes))
+    cache = CompressedCache(model, "none")
+    run(model, cache, [ids[:, :9]])
+    cache.layers[0].gates = torch.zeros(3, 2)
+    with pytest.raises(KVPactError, match="LinearAttentionLayer holds 'gates'"):
+        cache.batch_select_indices(torch.tensor([0]))
+    assert cache.layers[0].recurrent_states[0].shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("qwen3_next", "linear attention stands for all"),
+        ("lfm2_conv", "a convolution has the last"),
+        ("falcon_h1", "linear attention stands for all"),
+        ("gemma3", "before the window of 16"),
+        ("inkling", "a convolution has the last"),
+    ],
+)
+def test_a_rollback_that_is_not_possible_changes_no_layer(name, why, make_model, sizes, ids):
+    model = make_model(MODELS[name](sizes))
+    cache = CompressedCache(model, "none")
+    run(model, cache, [ids[:, :20]])
+    twin = copy.deepcopy(cache)
+    with pytest.raises(KVPactError, match=why):
+        cache.crop(-2)
+    cache.crop(0)
+    assert torch.equal(*(run(model, x, [ids[:, 20:23]]) for x in (cache, twin)))
+
+
+@every_model
+def test_after_a_reset_a_cache_takes_a_batch_of_another_size(name, make_model, sizes, ids):
+    model = make_model(MODELS[name](sizes))
+    cache, new = CompressedCache(model, "none"), CompressedCache(model, "none")
+    run(model, cache, [ids[:, :20]])
+    cache.reset()
+    parts = ids[:2].split([20, 1, 39], dim=1)
+    assert torch.equal(*(run(model, x, parts) for x in (cache, new)))

@@ -23,6 +23,20 @@ def refuse_pickling(cache: object, protocol: SupportsIndex) -> str:
     )
 
 
+def check_rows(indices: Tensor, batch: int | None) -> None:
+    """Raise `GeometryError` unless `indices` are rows of a batch; None: of any."""
+    if (
+        not isinstance(indices, Tensor)
+        or indices.dim() != 1
+        or indices.dtype not in (torch.int32, torch.int64)
+    ):
+        raise GeometryError("indices should be a 1-D tensor of integers")
+    if batch is None:
+        return
+    if indices.numel() == 0 or indices.min() < 0 or indices.max() >= batch:
+        raise GeometryError(f"indices should be one or more of 0 … {batch - 1}")
+
+
 class BatchRows(Summarized, ABC):
     """`decode`, `select`, `reorder` and `repeat` for caches with rows."""
 
@@ -53,18 +67,10 @@ class BatchRows(Summarized, ABC):
 
     def select(self, indices: Tensor) -> None:
         """Keep the rows `indices` (`[N]` integers), in this order; rows may repeat."""
-        if (
-            not isinstance(indices, Tensor)
-            or indices.dim() != 1
-            or indices.dtype not in (torch.int32, torch.int64)
-        ):
-            raise GeometryError("indices should be a 1-D tensor of integers")
         batch = self.batch_size
-        if batch is None:
-            return
-        if indices.numel() == 0 or indices.min() < 0 or indices.max() >= batch:
-            raise GeometryError(f"indices should be one or more of 0 … {batch - 1}")
-        self._keep_rows(indices)
+        check_rows(indices, batch)
+        if batch is not None:
+            self._keep_rows(indices)
 
     def reorder(self, indices: Tensor) -> None:
         """Rearrange the rows (beam search): `select` with as many rows as there are."""

@@ -14,14 +14,22 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.room import Moment
-from kvpact.cache.rows import refuse_pickling
+from kvpact.cache.rows import check_rows, refuse_pickling
 from kvpact.cache.stats import Summarized
 from kvpact.errors import GeometryError, KVPactError, LayerIndexError
+from kvpact.geometry import check_count
 from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.handles import untraced
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
-from kvpact.integrations.transformers.shared import SharedState, remove_last
+from kvpact.integrations.transformers.records import (
+    attributes_of,
+    check_removable,
+    forget,
+    records_of,
+    remove_tokens,
+)
+from kvpact.integrations.transformers.shared import BatchCache, SharedState, remove_last
 
 REMEDY = (
     "this model's cross-attention wants a cache of its own: pass past_key_values="
@@ -106,6 +114,8 @@ class EngineCache(Summarized, Cache):
         self, layers: list[Any], shared: SharedState, attention: str, crosses: bool, sparse: bool
     ) -> None:
         super().__init__(layers=layers)
+        for layer in self._own_layers():
+            attributes_of(layer)
         # In T5's configs, and in those like it, the other numbers of layers are the encoder's.
         count = getattr(shared.config, "num_decoder_layers", None) or len(layers)
         self._shared, self._order = shared, UpdateOrder(crosses and count > 1)
@@ -177,8 +187,11 @@ class EngineCache(Summarized, Cache):
                 f"crop takes a negative number of tokens to remove, not {tokens_to_remove}"
             )
         self._order.forget()
-        for layer in self._own_layers():
-            layer.crop(tokens_to_remove)
+        own = self._own_layers()
+        if tokens_to_remove:
+            check_removable(own, -tokens_to_remove)
+        for layer in own:
+            remove_tokens(layer, -tokens_to_remove)
         if tokens_to_remove:
             self._shared.remove(-tokens_to_remove)
 
@@ -208,37 +221,43 @@ class EngineCache(Summarized, Cache):
         """Forget all tokens and, in a contiguous cache, their shape."""
         self._order.forget()
         for layer in self._own_layers():
-            layer.reset()
+            forget(layer)
         self._shared.hold(None, len(self._shared.held))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rearrange the batch rows."""
-        self._order.forget()
-        for cache in self._shared.stored():
-            cache.reorder(beam_idx)
-        for layer in self._own_layers():
-            layer.reorder_cache(beam_idx)
+        self._change_rows(lambda cache: cache.reorder(beam_idx), lambda batch: beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every batch row."""
-        self._order.forget()
-        for cache in self._shared.stored():
-            cache.repeat(repeats)
-        for layer in self._own_layers():
-            _change_states(layer, lambda state: state.repeat_interleave(repeats, dim=0))
-            if hasattr(layer, "batch_repeat_interleave"):
-                layer.batch_repeat_interleave(repeats)
+        check_count("repeats", repeats, 1)
+        self._change_rows(
+            lambda cache: cache.repeat(repeats),
+            lambda batch: torch.arange(batch, device="cpu").repeat_interleave(repeats),
+        )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some batch rows (indices, or a boolean mask)."""
-        self._order.forget()
         kept = indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices
-        for cache in self._shared.stored():
-            cache.select(kept)
-        for layer in self._own_layers():
-            _change_states(layer, lambda state: state[kept.to(state.device)])
-            if hasattr(layer, "batch_select_indices"):
-                layer.batch_select_indices(kept)
+        self._change_rows(lambda cache: cache.select(kept), lambda batch: kept)
+
+    def _change_rows(
+        self, compressed: Callable[[BatchCache], None], chosen: Callable[[int], Tensor]
+    ) -> None:
+        """Let all layers hold the rows chosen of a batch, or none where that raises."""
+        self._order.forget()
+        held = [record for layer in self._own_layers() for record in records_of(layer)]
+        caches = self._shared.stored()
+        sizes = [x.batch_size for x in caches] + [x.rows for x in held]
+        batch = next((size for size in sizes if size is not None), None)
+        if batch is None:
+            return
+        check_rows(chosen(batch), batch)
+        changed = [record.with_rows(chosen(batch)) for record in held]
+        for cache in caches:
+            compressed(cache)
+        for record, tensor in zip(held, changed, strict=True):
+            record.put(tensor)
 
 
 def tensors_of(layer: Any) -> Iterator[Tensor]:
@@ -248,10 +267,3 @@ def tensors_of(layer: Any) -> Iterator[Tensor]:
             for tensor in value.values() if isinstance(value, dict) else (value,):
                 if isinstance(tensor, Tensor):
                     yield tensor
-
-
-def _change_states(layer: Any, change: Callable[[Tensor], Tensor]) -> None:
-    """Change what a layer with linear attention holds: transformers' layers can't themselves."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for states in (layer.conv_states, layer.recurrent_states):
-            states.update({i: change(x) for i, x in states.items() if x is not None})

@@ -1,0 +1,151 @@
+"""What transformers' own cache layers hold, as records: streams, rings and states.
+
+A *stream* grows with every token, a *ring* keeps the last tokens of a stream, and a *state* is of
+fixed size and stands for all tokens up to one count. `RECORDS` tells for each class of layers which
+attributes hold them, and which of their axes are rows and tokens. A class or a tensor that is not
+in it is refused by name, so that nothing which a new transformers caches is lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from kvpact.errors import KVPactError
+
+
+class Attribute(NamedTuple):
+    """Where a layer holds a record: a tensor, or a dict of them; `rows`, `tokens`: their axes."""
+
+    name: str
+    kind: str
+    rows: int = 0
+    tokens: int | None = None
+
+
+_STREAMS = Attribute("keys", "stream", 0, 2), Attribute("values", "stream", 0, 2)
+_RINGS = Attribute("keys", "ring", 0, 2), Attribute("values", "ring", 0, 2)
+_STATES = Attribute("conv_states", "state"), Attribute("recurrent_states", "state")
+RECORDS: dict[str, tuple[Attribute, ...]] = {
+    "DynamicLayer": _STREAMS,
+    "DynamicSlidingWindowLayer": _RINGS,
+    "DynamicIndexedLayer": (
+        *_STREAMS,
+        Attribute("indexer_keys", "stream", 0, 1),
+        Attribute("indexer_position_ids", "stream", 1, 2),
+    ),
+    "MiniMaxM3VLSparseCacheLayer": (*_STREAMS, Attribute("idx_keys", "stream", 0, 2)),
+    "LinearAttentionLayer": _STATES,
+    "LinearAttentionAndSlidingWindowAttentionLayer": (*_RINGS, *_STATES),
+    "CompressedHybridLayer": _STATES,
+    "DummyLayer": (),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor of a layer; `state`: its number where the attribute is a dict."""
+
+    layer: Any
+    attribute: Attribute
+    state: int | None
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """The attribute, with the number of the state."""
+        return self.attribute.name + ("" if self.state is None else f".{self.state}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return self.tensor.shape[self.attribute.rows]
+
+    def with_rows(self, rows: Tensor) -> Tensor:
+        """Return the tensor with these rows, in this order."""
+        return self.tensor.index_select(self.attribute.rows, rows.to(self.tensor.device))
+
+    def put(self, tensor: Tensor) -> None:
+        """Let the layer hold another tensor."""
+        if self.state is None:
+            setattr(self.layer, self.attribute.name, tensor)
+        else:
+            getattr(self.layer, self.attribute.name)[self.state] = tensor
+
+
+def attributes_of(layer: Any) -> tuple[Attribute, ...]:
+    """Return where a layer holds its records. Raises `KVPactError` for a class not in `RECORDS`."""
+    kind = type(layer).__name__
+    if kind not in RECORDS:
+        raise KVPactError(
+            f"kvpact does not know what transformers' {kind} holds, so it could lose a part of it; "
+            "use transformers' DynamicCache for this model"
+        )
+    return RECORDS[kind]
+
+
+def records_of(layer: Any) -> list[Record]:
+    """Return what a layer holds. Raises `KVPactError` where that is not all in `RECORDS`."""
+    attributes, found = attributes_of(layer), []
+    known = {attribute.name for attribute in attributes}
+    for name, value in vars(layer).items():
+        tensors = value.values() if isinstance(value, dict) else (value,)
+        if name[0] != "_" and name not in known and any(isinstance(x, Tensor) for x in tensors):
+            raise KVPactError(
+                f"transformers' {type(layer).__name__} holds {name!r}, which kvpact does not know"
+            )
+    for attribute in attributes:
+        value = getattr(layer, attribute.name)
+        parts = value.items() if isinstance(value, dict) else [(None, value)]
+        found += [
+            Record(layer, attribute, state, tensor)
+            for state, tensor in parts
+            if tensor is not None and tensor.numel()
+        ]
+    return found
+
+
+def behind_window(layer: Any) -> bool:
+    """Tell whether a layer with a window has let go of tokens."""
+    window = getattr(layer, "sliding_window", None)
+    return window is not None and layer.get_seq_length() >= window
+
+
+def check_removable(layers: Sequence[Any], count: int) -> None:
+    """Raise `KVPactError` unless all layers can forget their last `count` tokens."""
+    for layer in layers:
+        recording, why = getattr(layer, "record_past", False), ""
+        kinds = {record.attribute.name for record in records_of(layer)}
+        if "recurrent_states" in kinds:
+            why = "the state of linear attention stands for all tokens"
+        elif "conv_states" in kinds and not recording:
+            why = "the state of a convolution has the last tokens alone"
+        elif "keys" in kinds and not recording and behind_window(layer):
+            why = f"tokens before the window of {layer.sliding_window} are no longer held"
+        if why:
+            raise KVPactError(
+                f"the last {count} tokens can't be removed from a {type(layer).__name__}: {why}; "
+                "begin again with reset(), or from a copy.deepcopy of the cache made before"
+            )
+
+
+def remove_tokens(layer: Any, count: int) -> None:
+    """Forget a layer's last `count` tokens, as `check_removable` allows.
+
+    With 0, a layer that records the past for a rollback lets go of what it needs no longer.
+    """
+    if count or getattr(layer, "record_past", False):
+        layer.crop(-count)
+
+
+def forget(layer: Any) -> None:
+    """Forget all that a layer holds, and its shape, which transformers' linear layers keep."""
+    layer.reset()
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        recording = layer.record_past
+        LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
+        layer.record_past = recording
