@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from tiny_configs import KINDS
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
@@ -27,9 +30,9 @@ def methods() -> list[str]:
     return [name for name, m in kvpact.list_methods().items() if not isinstance(m, Alias)]
 
 
-def model():
+def model(config):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="sdpa").eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
 def calibration() -> dict:
@@ -61,13 +64,25 @@ def paged(net, name: str, snapshot: Snapshot | None, folder: Path):
     return net(NEXT, past_key_values=PagedBatch(net.config, held, seqs)).logits
 
 
+@torch.no_grad()
+def of_kinds(net, name: str, snapshot: Snapshot | None, folder: Path):
+    net = model(KINDS[name]({**SIZES, "vocab_size": 128, "pad_token_id": 0}))
+    cache = CompressedCache(net.config, "trellis:bits=4")
+    if snapshot is None:
+        net(PROMPT, past_key_values=cache)
+        cache.snapshot().save(folder / f"{name}.of_kinds")
+    else:
+        cache.restore(snapshot)
+    return net(NEXT, past_key_values=cache).logits
+
+
 def main() -> None:
     what, folder = sys.argv[1], Path(sys.argv[2])
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    net, found = model(), {}
-    for layout in (contiguous, paged):
-        for name in methods():
+    net, found = model(LlamaConfig(**SIZES)), {}
+    for layout, names in ((contiguous, methods()), (paged, methods()), (of_kinds, KINDS)):
+        for name in names:
             path = folder / f"{name}.{layout.__name__}"
             snapshot = Snapshot.load(path) if what == "go" else None
             logits = layout(net, name, snapshot, folder)

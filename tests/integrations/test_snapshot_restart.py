@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiny_configs import KINDS
+
 import kvpact
 from kvpact.registry import Alias
 
@@ -24,6 +26,6 @@ def test_the_same_logits_bit_for_bit_after_a_kill(tmp_path: Path):
     never_stopped, restored = run("save", tmp_path), run("go", tmp_path)
     methods = [n for n, m in kvpact.list_methods().items() if not isinstance(m, Alias)]
     assert len(methods) >= 11
-    assert len(never_stopped) == 2 * len(methods) + 1
+    assert len(never_stopped) == 2 * len(methods) + len(KINDS) + 1
     assert [name for name, x in never_stopped.items() if restored[name] != x] == []
     assert len(set(never_stopped.values())) > len(methods)

@@ -5,6 +5,7 @@ Up to version 3 tokens were packed before they left the window: of those the sam
 
 import hashlib
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from kvpact import AttendConfig, Snapshot
 from kvpact.errors import SpecError
 from kvpact.key_offset import same_offset
 from kvpact.snapshot import StreamState
-from kvpact.snapshot.manifest import LATE
+from kvpact.snapshot.manifest import LATE, WITH_RECORDS
 from kvpact.snapshot.tensors import same_tensors
 
 FOLDER = Path(__file__).parents[1] / "golden" / "snapshots"
@@ -156,6 +157,19 @@ def test_tokens_of_an_older_version_of_their_method_are_refused():
     with pytest.raises(SpecError, match=r"'turboquant' version 1 is not known; this is 2: read it"):
         cache.restore(before)
     assert contents(cache.snapshot()) == held
+
+
+def test_windows_and_states_are_in_their_file():
+    held = Snapshot.load(FOLDER / f"records-v{WITH_RECORDS}.safetensors")
+    assert held.manifest.version == WITH_RECORDS and held.tokens == 9
+    for one, other in zip(held.records(), make.records(), strict=True):
+        assert torch.equal(one.tensor, other.tensor) and one.tensor.dtype == other.tensor.dtype
+        assert replace(one, tensor=None) == replace(other, tensor=None)
+    cache = make.cache_for("waiting")
+    make.grow(cache, 9, 1, [3, 0])
+    assert contents(cache.snapshot_with(make.records())) == contents(held)
+    state = cache.snapshot().layer(1).streams[0]
+    assert torch.equal(held.layer(1).streams[0].tail, state.tail)
 
 
 @pytest.mark.parametrize("rows", [[0], [1, 1]])

@@ -86,6 +86,17 @@ def known_snapshot(given: object) -> Snapshot:
     return given
 
 
+def refuse_records(snapshot: object) -> None:
+    """Raise `GeometryError` where a cache of K and V alone would lose a part of a snapshot."""
+    records = known_snapshot(snapshot).manifest.records
+    if records:
+        layers = len({record.layer for record in records})
+        raise GeometryError(
+            f"the snapshot has windows or states of {layers} more layers of its model, which this "
+            "cache can't hold; restore it into a CompressedCache"
+        )
+
+
 def _check_tensor(name: str, x: Tensor, heads: int | None, dim: int) -> None:
     if type(x) is not Tensor or x.layout is not torch.strided or x.is_meta or x.is_nested:
         check_dense(name, x)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kvpact.cache import room
-from kvpact.cache.checks import KeyOffsets, check_layer, check_offsets, check_query, check_tokens
+from kvpact.cache.checks import (
+    KeyOffsets,
+    check_layer,
+    check_offsets,
+    check_query,
+    check_tokens,
+    refuse_records,
+)
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
@@ -21,7 +29,7 @@ from kvpact.contract import AttendConfig, DequantResult, attend_config
 from kvpact.errors import CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute, check_covered
-from kvpact.snapshot import Identity, Snapshot
+from kvpact.snapshot import Identity, RecordState, Snapshot
 from kvpact.spec import Spec
 
 _DEFAULT = AttendConfig()
@@ -246,10 +254,20 @@ class ContiguousCache(BatchRows):
             Tokens per page of the snapshot, the smallest part that can be read alone: a multiple of
             32 and of the methods' groups; the least one from 64 on if omitted.
         """
+        return self.snapshot_with((), token_ids, identity, page_size)
+
+    @detached
+    def snapshot_with(
+        self,
+        records: Sequence[RecordState],
+        token_ids: Tensor | None = None,
+        identity: Identity | None = None,
+        page_size: int | None = None,
+    ) -> Snapshot:
+        """Return a snapshot that has what other layers of the model hold, too."""
         states = [layer_state(layer) for layer in self._layers]
-        return build_snapshot(
-            states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
-        )
+        given = states, self.specs, self.geometry, self.layout, token_ids, identity, page_size
+        return build_snapshot(*given, records)
 
     @detached
     def restore(self, snapshot: Snapshot, *, device: torch.device | str | None = None) -> None:
@@ -259,6 +277,12 @@ class ContiguousCache(BatchRows):
         from (`Snapshot.select` chooses rows). `device`: where the tokens go; where the cache's are,
         or to the CPU, if omitted.
         """
+        refuse_records(snapshot)
+        self.restore_layers(snapshot, device)
+
+    @detached
+    def restore_layers(self, snapshot: Snapshot, device: torch.device | str | None) -> None:
+        """Restore all but what other layers of the model hold."""
         check_fits(snapshot, self.specs, self.geometry, self.geometry.dtype)
         if self.max_tokens is not None and snapshot.tokens > self.max_tokens:
             raise CacheFull(f"{snapshot.tokens} tokens, {self.max_tokens} allowed")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpact.cache.checks import check_layer, check_tokens
+from kvpact.cache.checks import check_layer, check_tokens, refuse_records
 from kvpact.cache.held import LayerPlan
 from kvpact.cache.layer import CacheLayer, exchange
 from kvpact.cache.modes import detached
@@ -292,6 +292,7 @@ class PagedSequences(Summarized, SequencePages):
         self, snapshot: Snapshot, rows: Sequence[int], seqs: Sequence[int] | None = None
     ) -> list[int]:
         """Make a sequence of each of these rows, all or none; see `restore`."""
+        refuse_records(snapshot)
         check_fits(snapshot, self.specs, self.geometry, self._dtype)
         if seqs is not None and (len(seqs) != len(rows) or len(set(seqs)) != len(seqs)):
             raise SequenceError(f"{len(rows)} rows go into as many different sequences, not {seqs}")

@@ -75,11 +75,11 @@ def recode(
     streams = enumerate(snapshot.layer(index).streams for index in range(len(before)))
     offsets = {i: pair[0].offset for i, pair in streams if pair and pair[0].offset}
     source = ContiguousCache(before, m.geometry, key_offsets=offsets)
-    source.restore(snapshot, device=device)
+    source.restore_layers(snapshot, device)
     kept = offsets if key_offsets is None else key_offsets
     layers = [source.entry(index) for index in range(len(before))]
     target = recoded(layers, after, m.geometry, calibration, kept, device)
-    return target.snapshot(token_ids=snapshot.token_ids, identity=m.identity)
+    return target.snapshot_with(snapshot.records(), snapshot.token_ids, m.identity)
 
 
 def recoded(

@@ -34,7 +34,7 @@ from kvpact.kernels import RowRotation
 from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
-from kvpact.snapshot import FieldInfo, Identity, LayerState, Snapshot, StreamState
+from kvpact.snapshot import FieldInfo, Identity, LayerState, RecordState, Snapshot, StreamState
 from kvpact.spec import Spec
 from kvpact.units import out_of_window
 
@@ -292,6 +292,7 @@ def build_snapshot(
     token_ids: Tensor | None,
     identity: Identity | None,
     page_size: int | None,
+    records: Sequence[RecordState] = (),
 ) -> Snapshot:
     """Make a snapshot of layers' states (see `ContiguousCache.snapshot`)."""
     least = least_page_size(specs, geometry)
@@ -309,4 +310,5 @@ def build_snapshot(
         page_size=size,
         identity=identity,
         token_ids=token_ids,
+        records=records,
     )

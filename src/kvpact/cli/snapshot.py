@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,8 @@ def save(
     if storage is not None:
         held = recode(held, storage, calibration=known, device=network.device)
     held.save(out)
-    exact = cache.stats()["values"] * 2
+    numbers = sum(prod(record.shape) for record in held.manifest.records)
+    exact = (cache.stats()["values"] + numbers) * 2
     if as_json:
         sizes = {"tokens": held.tokens, "bytes": held.nbytes, "exact_bytes_fp16": exact}
         print_document("snapshot save", file=str(out), **sizes)

@@ -3,7 +3,7 @@
 from kvpact.snapshot.container import Container
 from kvpact.snapshot.manifest import Manifest
 from kvpact.snapshot.snapshot import Snapshot
-from kvpact.snapshot.state import FieldInfo, Identity, LayerState, StreamState
+from kvpact.snapshot.state import FieldInfo, Identity, LayerState, RecordState, StreamState
 from kvpact.snapshot.tensors import token_hash
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Identity",
     "LayerState",
     "Manifest",
+    "RecordState",
     "Snapshot",
     "StreamState",
     "token_hash",

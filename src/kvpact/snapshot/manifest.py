@@ -16,15 +16,16 @@ from kvpact.snapshot.state import (
     FieldInfo,
     Identity,
     LayerState,
+    RecordState,
     StreamState,
     geometry_from_json,
     geometry_json,
 )
 
-VERSION, WITH_OFFSETS, WITH_ENERGIES, LATE = VERSIONS = (1, 2, 3, 4)
+VERSION, WITH_OFFSETS, WITH_ENERGIES, LATE, WITH_RECORDS = VERSIONS = (1, 2, 3, 4, 5)
 """Of snapshots, of those in which keys lie without their offset, and of those of caches that are
 still to learn from their first tokens and have seen queries of these, of those in which tokens wait
-in the tail without slots."""
+in the tail without slots, of those with windows and states of a model's other layers."""
 OFFSET_TENSORS = ("offset.bias", "offset.channels", "offset.frequencies")
 _DTYPE = frozenset(DTYPES)
 _FIELD = {"dtype": _DTYPE, "name": re.compile("(?s).{1,99}"), "shape": [COUNT], "tokens": COUNT}
@@ -58,6 +59,44 @@ _MANIFEST: dict[str, Any] = {
     "specs": [dict],
     "token_hash": (re.compile("(?s).{64}"),),
 }
+
+_RECORD = {
+    "dtype": _DTYPE,
+    "layer": SIZE,
+    "name": re.compile(r"[a-z_]{1,60}(\.\d{1,3})?"),
+    "rows": SIZE,
+    "shape": [COUNT],
+    "tokens": SIZE,
+}
+
+
+@dataclass(frozen=True)
+class RecordEntry:
+    """What the manifest says of a window or state (see `RecordState`)."""
+
+    layer: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: int
+    tokens: int
+
+    @classmethod
+    def of(cls, record: RecordState) -> RecordEntry:
+        """Return what the manifest says of a record."""
+        tensor = record.tensor
+        shape = tuple(tensor.shape)
+        return cls(record.layer, record.name, tensor.dtype, shape, record.rows, record.tokens)
+
+    @property
+    def tensor(self) -> str:
+        """Its name in the file."""
+        return f"record.{self.layer}.{self.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-ready data."""
+        given = {**vars(self), "dtype": DTYPE_NAMES[self.dtype], "shape": list(self.shape)}
+        return dict(sorted(given.items()))
 
 
 @dataclass(frozen=True)
@@ -143,6 +182,7 @@ class Manifest:
     layers: tuple[LayerEntry, ...]
     identity: Identity
     token_hash: str | None
+    records: tuple[RecordEntry, ...] = ()
 
     @property
     def version(self) -> int:
@@ -152,6 +192,8 @@ class Manifest:
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions of files in which this may stand, the one that is written last."""
+        if self.records:
+            return (WITH_RECORDS,)
         streams = [stream for entry in self.layers for stream in entry.streams or ()]
         early = WITH_OFFSETS if any(stream.offset for stream in streams) else VERSION
         early = WITH_ENERGIES if any(stream.query_energy for stream in streams) else early
@@ -196,8 +238,10 @@ class Manifest:
                 given = {n: x for n, x in given.items() if x is not None or n not in _SOMETIMES}
                 entry[side] = dict(sorted(given.items()))
             layers.append(dict(sorted(entry.items())))
+        records = {"records": [record.to_json() for record in self.records]}
         return {
-            **vars(self),
+            **{name: value for name, value in vars(self).items() if name != "records"},
+            **(records if self.records else {}),
             **shared,
             "geometry": geometry_json(self.geometry),
             "identity": self.identity.to_json(),
@@ -212,7 +256,8 @@ def pages_of(packed: int, begin: int, page_size: int) -> int:
 
 def read_manifest(data: Any) -> Manifest:
     """Read what `Manifest.to_json` gave (with the container's ``sections``)."""
-    check(data, _MANIFEST, "manifest")
+    wanted = {**_MANIFEST, "records": [_RECORD]} if "records" in data else _MANIFEST
+    check(data, wanted, "manifest")
     page_size, who = data["page_size"], data["identity"]
     geometry = geometry_from_json(data["geometry"])
     need(list(who) == list(_MANIFEST["identity"]), "identity")
@@ -225,8 +270,18 @@ def read_manifest(data: Any) -> Manifest:
     need(bool(streams) == bool(data["batch"]), "batch")
     need(data["begin"] % page_size == 0, "begin")
     need(data["pages"] == pages_of(packed, data["begin"], page_size), "pages")
+    records = tuple(_record(entry, data["batch"]) for entry in data.get("records", ()))
+    need("records" not in data or bool(records), "records")
+    need(len({record.tensor for record in records}) == len(records), "records")
     given = {**data, "geometry": geometry, "identity": Identity(**who), "layers": layers}
+    given["records"] = records
     return Manifest(**{name: given[name] for name in Manifest.__dataclass_fields__})
+
+
+def _record(entry: dict[str, Any], batch: int) -> RecordEntry:
+    shape, rows = tuple(entry["shape"]), entry["rows"]
+    need(rows < len(shape) <= 8 and shape[rows] == batch, "a record's shape")
+    return RecordEntry(**{**entry, "dtype": DTYPES[entry["dtype"]], "shape": shape})
 
 
 def _fields(entry: list[dict[str, Any]], page_size: int) -> tuple[FieldInfo, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from os import PathLike
 from typing import Any
@@ -14,16 +15,30 @@ from kvpact.errors import FormatError, GeometryError, MismatchError
 from kvpact.files import read_regular
 from kvpact.geometry import CacheGeometry
 from kvpact.snapshot.container import Container
-from kvpact.snapshot.header import DTYPE_NAMES
-from kvpact.snapshot.manifest import LATE, VERSIONS, LayerEntry, Manifest, pages_of, read_manifest
+from kvpact.snapshot.manifest import (
+    LATE,
+    VERSIONS,
+    LayerEntry,
+    Manifest,
+    RecordEntry,
+    pages_of,
+    read_manifest,
+)
 from kvpact.snapshot.pages import pack_pages, unpack_pages
 from kvpact.snapshot.parts import cut, joined, select_rows
-from kvpact.snapshot.state import SIDES, Identity, LayerState, StreamState
-from kvpact.snapshot.tensors import exact_tensors, read_offset, sizes, token_hash, token_rows
+from kvpact.snapshot.state import SIDES, Identity, LayerState, RecordState, StreamState
+from kvpact.snapshot.tensors import (
+    PAGES,
+    TOKEN_IDS,
+    check_tensors,
+    exact_tensors,
+    read_offset,
+    sizes,
+    token_hash,
+    token_rows,
+)
 
 KIND = "kvpact.snapshot"
-TOKEN_IDS = "token_ids"
-_PAGES = "pages"
 
 
 class Snapshot:
@@ -39,7 +54,7 @@ class Snapshot:
         if container.version not in self.manifest.versions:
             told = f"what the manifest speaks of does not fit version {container.version}"
             raise FormatError(told)
-        self._check_tensors()
+        check_tensors(self.manifest, container)
 
     @classmethod
     def build(
@@ -53,6 +68,7 @@ class Snapshot:
         begin: int = 0,
         identity: Identity | None = None,
         token_ids: Tensor | None = None,
+        records: Sequence[RecordState] = (),
     ) -> Snapshot:
         """Make a snapshot of plain state, a `LayerState` for each layer; caches call this.
 
@@ -75,6 +91,7 @@ class Snapshot:
             layers=tuple(LayerEntry.of(layer) for layer in layers),
             identity=identity or Identity(),
             token_hash=None if ids is None else token_hash(ids),
+            records=tuple(RecordEntry.of(record) for record in records),
         )
         tensors: list[tuple[str, Tensor]] = []
         if ids is not None and ids.numel():
@@ -86,9 +103,12 @@ class Snapshot:
             sizes.append(sum(tensor.nbytes for tensor in exact.values()))
             tensors += exact.items()
             parts.append(pack_pages(layer.streams or (), pages, page_size))
+        if records:
+            sizes.append(sum(record.tensor.nbytes for record in records))
+            tensors += [(RecordEntry.of(record).tensor, record.tensor) for record in records]
         whole = torch.cat(parts, dim=1)
         if whole.numel():
-            tensors.append((_PAGES, whole))
+            tensors.append((PAGES, whole))
         runs = [(1, sizes), (pages, [part.shape[1] for part in parts])]
         return cls(Container.build(KIND, manifest.version, manifest.to_json(), tensors, runs))
 
@@ -223,12 +243,13 @@ class Snapshot:
         if entry.streams is None:
             return LayerState(entry.spec, None, None)
         last = m.pages if last is None else last
+        paged = 1 + len(m.layers) + bool(m.records)
         if not 0 <= first <= last <= m.pages:
             raise GeometryError(f"pages {first} to {last} are not among {m.pages}")
         exact = self._container.tensors(1 + index)
         data = torch.empty(last - first, m.page_bytes(index), dtype=torch.uint8, device="cpu")
         for page in range(first, last):
-            data[page - first] = self._container.section(1 + len(m.layers) * (page + 1) + index)
+            data[page - first] = self._container.section(paged + len(m.layers) * page + index)
         rows = (m.batch, m.geometry.num_kv_heads)
         slots = unpack_pages(data, [stream.fields for stream in entry.streams], rows, m.page_size)
         dims = (m.geometry.head_dim, m.geometry.value_dim)
@@ -253,9 +274,21 @@ class Snapshot:
             )
         return LayerState(entry.spec, (streams[0], streams[1]), entry.padding)
 
+    def records(self) -> list[RecordState]:
+        """Return windows and states of a model's other layers; `IntegrityError` as of `layer`."""
+        m = self.manifest
+        held = self._container.tensors(1 + len(m.layers)) if m.records else {}
+        return [RecordState(x.layer, x.name, held[x.tensor], x.rows, x.tokens) for x in m.records]
+
     def select(self, rows: Sequence[int]) -> Snapshot:
         """Return a snapshot of these rows of the batch, in this order; without token ids."""
-        return self._like([select_rows(self.layer(i), rows) for i in range(self.num_layers)])
+        states = [select_rows(self.layer(i), rows) for i in range(self.num_layers)]
+        index = torch.tensor(list(rows), dtype=torch.int64, device="cpu")
+        records = [
+            replace(record, tensor=record.tensor.index_select(record.rows, index))
+            for record in self.records()
+        ]
+        return self._like(states, records=records)
 
     def slice(self, start: int, end: int | None = None) -> Snapshot:
         """Return the tokens `start <= t < end` as a snapshot of their own.
@@ -278,6 +311,11 @@ class Snapshot:
             The tokens can't be cut there.
         """
         m = self.manifest
+        if m.records:
+            raise GeometryError(
+                "the windows and states of a model's other layers stand at one count of tokens: "
+                "such a snapshot can't be cut"
+            )
         if start < m.begin or start % m.page_size or (end is not None and end % m.page_size):
             raise GeometryError(f"cut at multiples of {m.page_size} tokens, from {m.begin} on")
         packed = [s.packed for entry in m.layers for s in entry.streams or ()]
@@ -314,10 +352,14 @@ class Snapshot:
             if ends - {b.begin}:
                 raise GeometryError(f"a part ends at {ends}, the next begins at {b.begin}")
         states = [joined([p.layer(i) for p in parts]) for i in range(parts[0].num_layers)]
-        return parts[0]._like(states, parts[0].manifest.begin, token_ids)
+        return parts[0]._like(states, parts[0].manifest.begin, token_ids, parts[-1].records())
 
     def _like(
-        self, states: Sequence[LayerState], begin: int | None = None, ids: Tensor | None = None
+        self,
+        states: Sequence[LayerState],
+        begin: int | None = None,
+        ids: Tensor | None = None,
+        records: Sequence[RecordState] = (),
     ) -> Snapshot:
         m = self.manifest
         return Snapshot.build(
@@ -329,46 +371,10 @@ class Snapshot:
             begin=m.begin if begin is None else begin,
             identity=m.identity,
             token_ids=ids,
+            records=records,
         )
 
     @property
     def num_layers(self) -> int:
         """Layers of the cache."""
         return len(self.manifest.layers)
-
-    def _check_tensors(self) -> None:
-        """Raise `FormatError` unless the tensors are exactly those that the manifest speaks of."""
-        m, entries = self.manifest, self._container.entries
-        rest = list(entries)[1:]
-        if rest and rest[0] == TOKEN_IDS:
-            ids = entries[rest.pop(0)]
-            good = len(ids.shape) == 2 and DTYPE_NAMES[ids.dtype] in ("I32", "I64")
-            if not good or ids.shape[0] != m.batch or m.token_hash is None:
-                raise FormatError("the token ids don't fit the manifest")
-        sizes = [entries[TOKEN_IDS].end - entries[TOKEN_IDS].begin if TOKEN_IDS in entries else 0]
-        dims = (m.geometry.head_dim, m.geometry.value_dim)
-        rows = (m.batch, m.geometry.num_kv_heads)
-        for index, layer in enumerate(m.layers):
-            sizes.append(0)
-            for side, stream, dim in zip(SIDES, layer.streams or (), dims, strict=False):
-                for part, count in stream.tensors().items():
-                    tensor = f"layer.{index}.{side}.{part}"
-                    if not rest or rest.pop(0) != tensor:
-                        raise FormatError(f"tensor {tensor!r} is not where it should be")
-                    found = entries[tensor]
-                    late = self._container.version >= LATE
-                    energies = torch.uint8 if late else torch.float32
-                    dtype = energies if part == "query_energy" else layer.dtype
-                    wanted = (*rows, count, dim), dtype
-                    if count is not None and (found.shape, found.dtype) != wanted:
-                        raise FormatError(f"tensor {tensor!r} has another shape or dtype")
-                    sizes[-1] += found.end - found.begin
-        page = [m.page_bytes(index) for index in range(len(m.layers))]
-        if sum(page) * m.pages:
-            pages = entries.get(rest.pop(0)) if rest == [_PAGES] else None
-            if pages is None or pages.shape != (m.pages, sum(page)) or pages.dtype != torch.uint8:
-                raise FormatError("the pages are not as the manifest says")
-        if rest:
-            raise FormatError(f"tensor {rest[0]!r} should not be there")
-        if self._container.manifest["sections"] != [[1, sizes], [m.pages, page]]:
-            raise FormatError("the sections are not as the manifest says")

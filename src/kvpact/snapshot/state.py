@@ -81,6 +81,21 @@ class LayerState:
     padding: tuple[int, ...] | None
 
 
+@dataclass(frozen=True)
+class RecordState:
+    """What a model's layer holds beside compressed K and V: a window of them, or a state.
+
+    `layer`: of the model; `name`: what the layer calls it; `tensor`: with the batch as its axis
+    `rows`; `tokens`: how many it stands at.
+    """
+
+    layer: int
+    name: str
+    tensor: Tensor
+    rows: int
+    tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Identity:
     """Whose tokens these are: what makes K and V differ beside the tokens and the cache's spec.

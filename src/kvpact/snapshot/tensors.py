@@ -11,9 +11,13 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, GeometryError, KVPactError
 from kvpact.key_offset import KeyOffset
-from kvpact.snapshot.header import TensorEntry
-from kvpact.snapshot.manifest import OFFSET_TENSORS, OffsetEntry, StreamEntry
+from kvpact.snapshot.container import Container
+from kvpact.snapshot.header import DTYPE_NAMES, TensorEntry
+from kvpact.snapshot.manifest import LATE, OFFSET_TENSORS, Manifest, OffsetEntry, StreamEntry
 from kvpact.snapshot.state import SIDES, LayerState
+
+TOKEN_IDS = "token_ids"
+PAGES = "pages"
 
 
 def token_hash(token_ids: Tensor) -> str:
@@ -88,12 +92,63 @@ def sizes(entries: Mapping[str, TensorEntry], total: int) -> dict[str, int]:
     found = {"packed slots": 0, "sinks": 0, "window": 0, "learnt": 0, "token ids": 0}
     found |= {"key offsets": 0} if any(".offset." in name for name in entries) else {}
     found |= {"query energies": 0} if any("query_energy" in name for name in entries) else {}
+    records = [name for name in entries if name.startswith("record.")]
+    found |= {"windows and states": 0} if records else {}
     names = {"sinks": "sinks", "tail": "window", "pages": "packed slots", "token_ids": "token ids"}
     names |= {"query_energy": "query energies"}
     for name, entry in entries.items():
         kind = names.get(name.rpartition(".")[2])
         if ".learnt." in name or ".offset." in name:
             kind = "learnt" if ".learnt." in name else "key offsets"
+        if name in records:
+            kind = "windows and states"
         if kind is not None:
             found[kind] += entry.end - entry.begin
     return {**found, "header and checksums": total - sum(found.values())}
+
+
+def check_tensors(manifest: Manifest, container: Container) -> None:
+    """Raise `FormatError` unless the tensors are exactly those that the manifest speaks of."""
+    m, entries, version = manifest, container.entries, container.version
+    rest = list(entries)[1:]
+    if rest and rest[0] == TOKEN_IDS:
+        ids = entries[rest.pop(0)]
+        good = len(ids.shape) == 2 and DTYPE_NAMES[ids.dtype] in ("I32", "I64")
+        if not good or ids.shape[0] != m.batch or m.token_hash is None:
+            raise FormatError("the token ids don't fit the manifest")
+    sizes = [entries[TOKEN_IDS].end - entries[TOKEN_IDS].begin if TOKEN_IDS in entries else 0]
+    dims = (m.geometry.head_dim, m.geometry.value_dim)
+    rows = (m.batch, m.geometry.num_kv_heads)
+    for index, layer in enumerate(m.layers):
+        sizes.append(0)
+        for side, stream, dim in zip(SIDES, layer.streams or (), dims, strict=False):
+            for part, count in stream.tensors().items():
+                tensor = f"layer.{index}.{side}.{part}"
+                if not rest or rest.pop(0) != tensor:
+                    raise FormatError(f"tensor {tensor!r} is not where it should be")
+                found = entries[tensor]
+                late = version >= LATE
+                energies = torch.uint8 if late else torch.float32
+                dtype = energies if part == "query_energy" else layer.dtype
+                wanted = (*rows, count, dim), dtype
+                if count is not None and (found.shape, found.dtype) != wanted:
+                    raise FormatError(f"tensor {tensor!r} has another shape or dtype")
+                sizes[-1] += found.end - found.begin
+    if m.records:
+        sizes.append(0)
+    for record in m.records:
+        if not rest or rest.pop(0) != record.tensor:
+            raise FormatError(f"tensor {record.tensor!r} is not where it should be")
+        found = entries[record.tensor]
+        if (found.shape, found.dtype) != (record.shape, record.dtype):
+            raise FormatError(f"tensor {record.tensor!r} has another shape or dtype")
+        sizes[-1] += found.end - found.begin
+    page = [m.page_bytes(index) for index in range(len(m.layers))]
+    if sum(page) * m.pages:
+        pages = entries.get(rest.pop(0)) if rest == [PAGES] else None
+        if pages is None or pages.shape != (m.pages, sum(page)) or pages.dtype != torch.uint8:
+            raise FormatError("the pages are not as the manifest says")
+    if rest:
+        raise FormatError(f"tensor {rest[0]!r} should not be there")
+    if container.manifest["sections"] != [[1, sizes], [m.pages, page]]:
+        raise FormatError("the sections are not as the manifest says")

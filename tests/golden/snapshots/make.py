@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, KeyOffset, PagedKVCache, create_cache
-from kvpact.snapshot import Identity
-from kvpact.snapshot.manifest import LATE, VERSION, WITH_ENERGIES, WITH_OFFSETS
+from kvpact.snapshot import Identity, RecordState
+from kvpact.snapshot.manifest import LATE, VERSION, WITH_ENERGIES, WITH_OFFSETS, WITH_RECORDS
 
 FOLDER = Path(__file__).parent
 GEOMETRY = CacheGeometry(2, 2, 16, 8, dtype=torch.float16)
@@ -68,6 +68,13 @@ def cache_for(name: str):
     return create_cache(CASES[name], GEOMETRY, key_offsets=offsets)
 
 
+def records() -> list[RecordState]:
+    """Return a window of 5 tokens and a state, of a model's layers 0 and 3."""
+    (k, v), (state, _, _) = inputs(5, 11)[:2], inputs(4, 12)
+    window = [RecordState(0, name, x, 0, 9) for name, x in (("keys", k), ("values", v))]
+    return [*window, RecordState(3, "recurrent_states.1", state.float(), 0, 9)]
+
+
 def main() -> None:
     """Write the files that are not there, before and after 40 more tokens."""
     for name in CASES:
@@ -86,6 +93,12 @@ def main() -> None:
                 path.chmod(0o644)
                 print(f"{path.name}: {path.stat().st_size:,} bytes")
             grow(cache, 40, 7)
+    path = FOLDER / f"records-v{WITH_RECORDS}.safetensors"
+    if not path.exists():
+        cache = cache_for("waiting")
+        grow(cache, 9, 1, [3, 0])
+        cache.snapshot_with(records()).save(path)
+        path.chmod(0o644)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def test_a_manifest_with_right_checksums_and_wrong_contents(change: dict, manife
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("version", "kind"), [("5", "kvpact.snapshot"), ("1", "other"), ("", "")])
+@pytest.mark.parametrize(("version", "kind"), [("6", "kvpact.snapshot"), ("1", "other"), ("", "")])
 def test_unknown_versions_are_named(version: str, kind: str, manifest: dict):
     data = forged({**manifest, "sections": [[1, [0, 0]], [0, [0]]]}, 2, version, kind)
     with pytest.raises(FormatError, match="can be read"):

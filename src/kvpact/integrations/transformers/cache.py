@@ -23,6 +23,7 @@ from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
+from kvpact.integrations.transformers.records import checked, restore_records, saved
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
@@ -159,45 +160,71 @@ class CompressedCache(EngineCache):
     ) -> Snapshot:
         """Return what all layers hold (see `ContiguousCache.snapshot`).
 
+        Layers that transformers caches itself are in it, too, with their windows and states, bit
+        for bit.
+
         Raises
         ------
         SnapshotError
-            The model has layers that transformers caches itself (sliding, linear, …), which can't
-            be saved; or nothing is held yet.
+            Nothing is held yet.
         GeometryError
             Layers have K and V of unlike shapes.
+        KVPactError
+            A layer holds something that kvpact does not know.
         """
-        held = self.held()
+        held = self._held()
         if held is None:
             raise SnapshotError("the cache is empty; run the model first")
-        return held.snapshot(token_ids=token_ids, identity=identity)
+        records = saved(self._own_by_index(), held.seq_len(0))
+        return held.snapshot_with(records, token_ids, identity)
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
 
-        Errors as of `EngineCache.restore`, and `SnapshotError` if the model has layers that
-        transformers caches itself; the cache is as before then.
+        Errors as of `EngineCache.restore`, and `GeometryError` where the snapshot lacks what layers
+        hold that transformers caches itself; the cache is as before then.
         """
-        self._require_all_compressed()
         geometry = known_snapshot(snapshot).geometry
-        shared, layers = self._shared, len(self.layers)
+        shared, layers = self._shared, len(self._shared.specs)
         if snapshot.num_layers != layers:
-            raise GeometryError(f"{snapshot.num_layers} layers, the model has {layers}")
+            raise GeometryError(f"{snapshot.num_layers} layers, the model compresses {layers}")
         for held in self._caches():
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
+        records = checked(self._own_by_index(), snapshot.records(), snapshot.tokens)
         whole = shared.new_cache(geometry)
-        whole.restore(snapshot, device=device)
+        whole.restore_layers(snapshot, device)
         self._order.forget()
         shared.hold(whole if whole.batch_size is not None else None, layers)
+        restore_records(self._own_by_index(), records, device)
+
+    def _own_by_index(self) -> dict[int, Any]:
+        """Return the layers that hold something of their own, by their number."""
+        return {i: x for i, x in enumerate(self.layers) if type(x) is not CompressedLayer}
 
     def held(self) -> ContiguousCache | None:
         """Return the cache of all layers, every token stored; None while one of them is empty.
 
-        Errors as of `snapshot`.
+        Raises
+        ------
+        SnapshotError
+            The model has layers that transformers caches itself (sliding, linear, …).
+        GeometryError
+            Layers have K and V of unlike shapes.
         """
-        self._require_all_compressed()
+        native = self._own_layers()
+        if native:
+            kinds = ", ".join(sorted({type(layer).__name__ for layer in native}))
+            raise SnapshotError(
+                f"{len(native)} layers are cached by transformers itself ({kinds}): what they hold "
+                "can't be cut at a token, so prefixes of this model can't be stored; "
+                "take snapshot(), which has them"
+            )
+        return self._held()
+
+    def _held(self) -> ContiguousCache | None:
+        """Return the cache of all compressed layers, every token stored; None as of `held`."""
         caches = self._caches()
         if None in self._shared.held:
             return None
@@ -207,15 +234,6 @@ class CompressedCache(EngineCache):
 
     def _caches(self) -> list[ContiguousCache]:
         return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]
-
-    def _require_all_compressed(self) -> None:
-        native = self._own_layers()
-        if native:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in native}))
-            raise SnapshotError(
-                f"{len(native)} layers are cached by transformers itself ({kinds}); their state "
-                "can't be saved, so neither can this model's cache"
-            )
 
     def verify(self) -> None:
         """Read the flags of checks that were deferred.

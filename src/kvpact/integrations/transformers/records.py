@@ -8,14 +8,16 @@ in it is refused by name, so that nothing which a new transformers caches is los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvpact.errors import KVPactError
+from kvpact.errors import GeometryError, KVPactError
+from kvpact.snapshot import RecordState
 
 
 class Attribute(NamedTuple):
@@ -144,8 +146,90 @@ def remove_tokens(layer: Any, count: int) -> None:
 
 def forget(layer: Any) -> None:
     """Forget all that a layer holds, and its shape, which transformers' linear layers keep."""
-    layer.reset()
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         recording = layer.record_past
         LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
         layer.record_past = recording
+    layer.reset()
+
+
+def saved(layers: Mapping[int, Any], tokens: int) -> list[RecordState]:
+    """Return copies of what layers hold, by their number, after so many `tokens`.
+
+    Layers that record the past for a rollback have more than the next token needs; that is left
+    out.
+    """
+    found = []
+    for index, layer in layers.items():
+        for record in records_of(layer):
+            tensor, name = record.tensor.detach(), record.attribute.name
+            if record.attribute.kind == "ring":
+                tensor = tensor[:, :, -layer.sliding_window + 1 :]
+            elif name == "conv_states":
+                tensor = tensor[..., -layer.conv_kernel_size[record.state] :]
+            tensor = tensor.to("cpu", copy=True).contiguous()
+            found.append(RecordState(index, record.name, tensor, record.attribute.rows, tokens))
+    return found
+
+
+def checked(
+    layers: Mapping[int, Any], records: Sequence[RecordState], tokens: int
+) -> list[RecordState]:
+    """Return the records of a snapshot of so many tokens; `GeometryError` unless they fit layers.
+
+    The windows of a layer have to be those of the model; the sizes of states are not known before
+    the model has run.
+    """
+    found: dict[int, set[str]] = {}
+    for record in records:
+        name, _, state = record.name.partition(".")
+        layer: Any = layers.get(record.layer)
+        known = {} if layer is None else {x.name: x for x in attributes_of(layer)}
+        fits = name in known and record.rows == known[name].rows and record.tokens == tokens
+        if fits and name in ("conv_states", "recurrent_states"):
+            fits = state.isdigit() and int(state) < layer.number_of_states
+        elif fits and known[name].kind == "ring":
+            kept = min(tokens, layer.sliding_window - 1)
+            fits = record.tensor.dim() == 4 and record.tensor.shape[2] == kept
+        if not fits:
+            raise GeometryError(
+                f"the snapshot has {record.name} of layer {record.layer}, "
+                f"{list(record.tensor.shape)}, which this model's layer does not hold"
+            )
+        found.setdefault(record.layer, set()).add(name)
+    for index, layer in layers.items():
+        names = {x.name for x in attributes_of(layer)}
+        held = found.get(index, set())
+        lacks = {x for x in names if x in ("keys", "values")} - held
+        lacks |= {"states"} if "conv_states" in names and not held - {"keys", "values"} else set()
+        if lacks:
+            raise GeometryError(
+                f"the snapshot lacks {' and '.join(sorted(lacks))} of the model's layer {index}, a "
+                f"{type(layer).__name__}"
+            )
+    return list(records)
+
+
+def restore_records(
+    layers: Mapping[int, Any], records: Sequence[RecordState], device: torch.device | str
+) -> None:
+    """Let layers hold `checked` records, and nothing else, on a device."""
+    for layer in layers.values():
+        forget(layer)
+    for record in records:
+        layer, tensor = layers[record.layer], record.tensor.to(device)
+        name, _, state = record.name.partition(".")
+        if name != "recurrent_states":  # their dtype may be another
+            layer.dtype, layer.device = tensor.dtype, tensor.device
+        if state:
+            getattr(layer, name)[int(state)] = tensor
+            getattr(layer, f"is_{name}_initialized")[int(state)] = True
+            if name == "conv_states":
+                layer.has_previous_state[int(state)] = True
+                layer.conv_kernel_size[int(state)] = tensor.shape[-1]
+        else:
+            setattr(layer, name, tensor)
+            layer.is_initialized = True
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = record.tokens
+                layer._sliding_window_tensor = layer._sliding_window_tensor.to(tensor.device)
