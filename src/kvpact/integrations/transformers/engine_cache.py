@@ -233,7 +233,9 @@ class EngineCache(Summarized, Cache):
         check_count("repeats", repeats, 1)
         self._change_rows(
             lambda cache: cache.repeat(repeats),
-            lambda batch: torch.arange(batch, device="cpu").repeat_interleave(repeats),
+            lambda batch: torch.arange(batch, dtype=torch.int64, device="cpu").repeat_interleave(
+                repeats
+            ),
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
