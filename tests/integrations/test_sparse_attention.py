@@ -8,6 +8,7 @@ from transformers import DeepseekV32Config, DynamicCache
 from transformers.models.minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
 
+from kvpact import Snapshot
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers import CompressedCache, attention, facts, register_attention
 
@@ -70,6 +71,18 @@ def test_minimax_m3_is_exact_beyond_the_tokens_that_it_chooses(attention, m3, fa
     every = states(m3, ids, DynamicCache(config=m3.config), 8)
     assert (every - wanted)[:, :CHOSEN].abs().max() < 1e-4
     assert (every - wanted)[:, CHOSEN:].abs().max() > 0.01
+
+
+def test_minimax_m3_goes_on_from_a_snapshot_with_the_keys_of_its_index(m3):
+    ids = torch.randint(0, 128, (2, 4 * CHOSEN), generator=torch.Generator().manual_seed(1))
+    cache, again = (CompressedCache(m3, "int:bits=8", attention="keep") for _ in range(2))
+    states(m3, ids[:, : 2 * CHOSEN], cache, 8)
+    data = cache.snapshot().to_bytes()
+    assert b"record.1.idx_keys" in data
+    again.restore(Snapshot.from_bytes(data))
+    assert torch.equal(*(states(m3, ids[:, 2 * CHOSEN :], x, 8) for x in (cache, again)))
+    again.batch_select_indices(torch.tensor([1]))
+    assert again.layers[1].idx_keys.shape[0] == 1
 
 
 def test_minimax_m3_with_attention_kvpact_is_refused_by_name(m3):

@@ -192,12 +192,12 @@ class CompressedCache(EngineCache):
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
-        records = checked(self._own_by_index(), snapshot.records(), snapshot.tokens)
+        records = checked(self._own_by_index(), snapshot.records(), snapshot.tokens, device)
         whole = shared.new_cache(geometry)
         whole.restore_layers(snapshot, device)
         self._order.forget()
         shared.hold(whole if whole.batch_size is not None else None, layers)
-        restore_records(self._own_by_index(), records, device)
+        restore_records(self._own_by_index(), records)
 
     def _own_by_index(self) -> dict[int, Any]:
         """Return the layers that hold something of their own, by their number."""

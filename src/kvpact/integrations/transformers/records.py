@@ -9,10 +9,9 @@ in it is refused by name, so that nothing which a new transformers caches is los
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -173,9 +172,9 @@ def saved(layers: Mapping[int, Any], tokens: int) -> list[RecordState]:
 
 
 def checked(
-    layers: Mapping[int, Any], records: Sequence[RecordState], tokens: int
+    layers: Mapping[int, Any], records: Sequence[RecordState], tokens: int, device: Any
 ) -> list[RecordState]:
-    """Return the records of a snapshot of so many tokens; `GeometryError` unless they fit layers.
+    """Return a snapshot's records on a device; `GeometryError` unless they fit layers and `tokens`.
 
     The windows of a layer have to be those of the model; the sizes of states are not known before
     the model has run.
@@ -207,17 +206,15 @@ def checked(
                 f"the snapshot lacks {' and '.join(sorted(lacks))} of the model's layer {index}, a "
                 f"{type(layer).__name__}"
             )
-    return list(records)
+    return [replace(record, tensor=record.tensor.to(device)) for record in records]
 
 
-def restore_records(
-    layers: Mapping[int, Any], records: Sequence[RecordState], device: torch.device | str
-) -> None:
-    """Let layers hold `checked` records, and nothing else, on a device."""
+def restore_records(layers: Mapping[int, Any], records: Sequence[RecordState]) -> None:
+    """Let layers hold `checked` records, and nothing else."""
     for layer in layers.values():
         forget(layer)
     for record in records:
-        layer, tensor = layers[record.layer], record.tensor.to(device)
+        layer, tensor = layers[record.layer], record.tensor
         name, _, state = record.name.partition(".")
         if name != "recurrent_states":  # their dtype may be another
             layer.dtype, layer.device = tensor.dtype, tensor.device
