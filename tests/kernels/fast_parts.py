@@ -62,7 +62,7 @@ def decode_calls(
 def merged_parts(calls: list[AttendCall], parts: int = 3, kw: int = 4) -> Tensor:
     """Return what the fast kernels make of the calls' packed tokens, `[B, H_kv, rows, D_v]`."""
     call = calls[0]
-    k, v = (slots_of(side.codec, value, CPU) for value, side in enumerate(call.view[:2]))
+    k, v = (slots_of(side.codec, CPU) for side in call.view[:2])
     scale = call.config.softmax_scale or call.q.shape[3] ** -0.5
     q = torch.cat([each.q for each in calls])
     heads = call.kv_heads

@@ -19,7 +19,7 @@ from kvpact.kernels.triton.encode.form import encode_reason, tables_of
 from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import Places, slots_of
 from kvpact.kernels.triton.step.step import TritonStep
-from kvpact.kernels.triton.step.taking import Flag, Taker, sent_flags, take, taking_of
+from kvpact.kernels.triton.step.taking import Taker, sent_flags, take, taking_of
 
 FORMATS = (
     "turboquant:bits=4",
@@ -164,7 +164,8 @@ def taken(k: Slot, v: Slot, tokens: int) -> list[Launch]:
     flag = torch.ones(1, dtype=torch.bool, device="cpu")
     with recorded() as made:
         x, y = k.tokens(tokens), v.tokens(tokens)
-        take(table, sent_flags([Flag(flag, True, True)]), takers, x, y, torch.cat([x] * 4, 1))
+        flags = sent_flags([(flag.data_ptr(), True, True)], flag.device)
+        take(table, flags, takers, x, y, torch.cat([x] * 4, 1))
     return made
 
 
@@ -183,7 +184,7 @@ def decoding() -> Iterator[Scene]:
     """Iterate over what is decoded, rotated back and not."""
     for slot in slots():
         codec = side(slot.spec, slot.value, slot.dim)
-        if not slots_of(codec, slot.value, torch.device("cpu")).reason:
+        if not slots_of(codec, torch.device("cpu")).reason:
             yield Scene(f"decode {slot.name}", partial(slot.decoding, True))
     for value in (False, True):
         slot = Slot(FORMATS[0], value)

@@ -110,7 +110,8 @@ def encode(z: Tensor, bits: int, states: int) -> Tensor:
     """
     flat = z.reshape(-1, z.shape[-1])
     most = max(_AT_A_TIME // flat.shape[1], 1)
-    codes = [_encode(part.mT.contiguous(), bits, states) for part in torch.split(flat, most)]
+    parts = [part.mT.contiguous() for part in torch.split(flat, most)]
+    codes = [_search(*_nearest(part, bits), states) for part in parts]
     return torch.cat(codes).reshape(z.shape) if codes else torch.empty_like(z, dtype=torch.uint8)
 
 
@@ -222,11 +223,6 @@ class _Trellis:
 def states_of(dim: int, states: int) -> int:
     """Return the states of a trellis over vectors of a width, `states` being those of long ones."""
     return states if dim >= SHORT else STATES[0]
-
-
-def _encode(z: Tensor, bits: int, states: int) -> Tensor:
-    """Encode `[D, N]`; return `[N, D]`."""
-    return _search(*_nearest(z, bits), states)
 
 
 def _search(distances: Tensor, points: Tensor, states: int) -> Tensor:

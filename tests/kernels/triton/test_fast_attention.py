@@ -197,7 +197,7 @@ def test_unlike_lengths_in_one_launch(monkeypatch):
     for tokens in (300, 20, 150):
         with pytest.MonkeyPatch.context() as spied:
             calls += decode_calls(spied, "turboquant:bits=3", tokens, (1, 1, 4, 1, 64))
-    slots = [slots_of(side.codec, i == 1, CPU) for i, side in enumerate(calls[0].view[:2])]
+    slots = [slots_of(side.codec, CPU) for side in calls[0].view[:2]]
     assert fast_of(calls, *slots) is not None
     expected = TORCH.attend(calls)
     with unwritten_is_nan():
@@ -216,7 +216,7 @@ def test_another_order_is_wrong(monkeypatch):
 def test_what_is_not_covered():
     def reason(k, v="turboquant:bits=4", rows=4, dim=128):
         codecs = (codec_of(k, "k", dim, torch.float16), codec_of(v, "v", dim, torch.float16))
-        slots = (slots_of(codec, i == 1, CPU) for i, codec in enumerate(codecs))
+        slots = (slots_of(codec, CPU) for codec in codecs)
         return digits_reason(*slots, rows)
 
     assert reason("turboquant:bits=4") == ""
@@ -236,7 +236,7 @@ def test_what_is_not_covered():
 
 def test_when_it_is_worth_a_launch(monkeypatch):
     calls = decode_calls(monkeypatch, "turboquant:bits=4", 300, (1, 1, 2, 1, 64))
-    k, v = (slots_of(side.codec, i == 1, CPU) for i, side in enumerate(calls[0].view[:2]))
+    k, v = (slots_of(side.codec, CPU) for side in calls[0].view[:2])
     assert fast_of(calls, k, v) is None
     longer = decode_calls(monkeypatch, "turboquant:bits=4", 700, (1, 1, 2, 1, 64))
     assert fast_of(longer, k, v).parts == 3
@@ -250,7 +250,7 @@ def test_when_it_is_worth_a_launch(monkeypatch):
 @pytest.mark.parametrize("spec", ("trellis:bits=4", "int:bits=8", "turboquant:bits=2", *MORE))
 def test_long_pasts_are_attended_fast(monkeypatch, spec):
     calls = decode_calls(monkeypatch, spec, 700, (1, 1, 2, 1, 64))
-    k, v = (slots_of(side.codec, i == 1, CPU) for i, side in enumerate(calls[0].view[:2]))
+    k, v = (slots_of(side.codec, CPU) for side in calls[0].view[:2])
     assert fast_of(calls, k, v) is not None
 
 

@@ -91,7 +91,7 @@ def test_pages(monkeypatch):
 )
 def test_what_is_covered(spec, dim, reason):
     parsed = parse_spec(spec)
-    k = slots_of(parsed.key.key_codec(dim, torch.float32), False, CPU)
-    v = slots_of(parsed.value.value_codec(dim, torch.float32), True, CPU)
+    k = slots_of(parsed.key.key_codec(dim, torch.float32), CPU)
+    v = slots_of(parsed.value.value_codec(dim, torch.float32), CPU)
     assert digits_reason(k, v, 4) == reason
     assert "17 query rows" in digits_reason(k, v, 17)

@@ -12,7 +12,7 @@ from kvpact.cache.segments import ListSource
 from kvpact.kernels.triton import columns
 from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.kernels.triton.forms import Places
-from kvpact.kernels.triton.step.taking import Flag, Taker, sent_flags, take, taking_of
+from kvpact.kernels.triton.step.taking import Taker, sent_flags, take, taking_of
 from kvpact.testing.data import random_tokens
 from kvpact.testing.held import same_bytes
 
@@ -33,7 +33,7 @@ class Given(NamedTuple):
     """What a launch is given."""
 
     table: torch.Tensor
-    flags: list[Flag]
+    flags: list[tuple[torch.Tensor, bool, bool]]
     k: Side
     v: Side
     q: torch.Tensor
@@ -41,8 +41,9 @@ class Given(NamedTuple):
     def take(self) -> list[bool]:
         """Launch; return the flags."""
         sides = (self.k.taker, self.v.taker)
-        take(self.table, sent_flags(self.flags), sides, self.k.x, self.v.x, self.q)
-        return [bool(flag.good) for flag in self.flags]
+        flags = sent_flags([(good.data_ptr(), *kept) for good, *kept in self.flags], DEVICE)
+        take(self.table, flags, sides, self.k.x, self.v.x, self.q)
+        return [bool(good) for good, *_ in self.flags]
 
 
 def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> Given:
@@ -70,7 +71,7 @@ def given(specs, held, new, dtype=torch.float32, keeps=((True, True),) * 2) -> G
         taker = Taker(codec, slots, taking_of(codec, x, side))
         sides.append(Side(taker, x, segments, memory))
     q = random_tokens(2, 6, new, 36, seed=2, dtype=dtype).to(DEVICE)
-    flags = [Flag(torch.ones((), dtype=torch.bool, device=DEVICE), *kept) for kept in keeps]
+    flags = [(torch.ones((), dtype=torch.bool, device=DEVICE), *kept) for kept in keeps]
     return Given(table.to(DEVICE), flags, *sides, q)
 
 

@@ -100,7 +100,7 @@ class TritonBackend(Backend):
             return reason
         if operation == "encode":
             return "" if copies(codec) else encode_reason(codec)
-        return slots_of(codec, False, _CPU).reason
+        return slots_of(codec, _CPU).reason
 
     def covers_offset(self) -> str:
         """Cover none: the logits that offsets add are not there."""
@@ -117,7 +117,7 @@ class TritonBackend(Backend):
         from kvpact.kernels.triton.digits.fast import digits_reason
         from kvpact.kernels.triton.digits.tables import LEAST_ROWS
 
-        slots = slots_of(k, False, _CPU), slots_of(v, True, _CPU)
+        slots = slots_of(k, _CPU), slots_of(v, _CPU)
         reason = digits_reason(*slots, LEAST_ROWS)
         return f"the general kernel attends: {reason}" if reason else ""
 
@@ -159,7 +159,7 @@ class TritonBackend(Backend):
 
 
 def _width(codec: Codec) -> int:
-    form = slots_of(codec, False, _CPU).form
+    form = slots_of(codec, _CPU).form
     return 0 if form is None else form.dim
 
 

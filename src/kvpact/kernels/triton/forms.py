@@ -106,8 +106,6 @@ class SlotForm(CodeForm):
     """How the slots of one stream become numbers; see `PackedFormat` for the formulas.
 
     - `shift_scaled`, `middle`, `unit`: as in `PackedFormat`.
-    - `of_values`: whether fold and shift are V's (see `PackedFormat`). (Kernels can't read a
-      parameter named ``value``: every constant of theirs has one.)
     - `whole`: whether levels are whole numbers of 8 bits.
     - `signed`: whether a code is its level in two's complement, but for its top bit.
     """
@@ -117,7 +115,6 @@ class SlotForm(CodeForm):
     shift_scaled: bool
     middle: float
     unit: float
-    of_values: bool
     whole: bool
     signed: bool
 
@@ -269,7 +266,7 @@ def _levels(form: PackedFormat) -> Tensor:
     return torch.cat([trellis.levels(bits, torch.device("cpu")) for bits in held])
 
 
-def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
+def _slots(codec: Codec, device: torch.device) -> Slots:
     form = codec.packed_format()
     if form is None:
         return Slots(None, f"no packed format for {type(codec).__name__}")
@@ -281,22 +278,21 @@ def _slots(codec: Codec, value: bool, device: torch.device) -> Slots:
         shift_scaled=form.shift_scaled,
         middle=form.middle,
         unit=form.unit,
-        of_values=value,
         whole=form.whole,
         signed=form.signed,
     )
     return Slots(made, "", names, _levels(form).to(device), codec.ready, form.levels)
 
 
-_known: WeakKeyDictionary[Codec, dict[tuple[bool, torch.device], Slots]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Codec, dict[torch.device, Slots]] = WeakKeyDictionary()
 
 
-def slots_of(codec: Codec, value: bool, device: torch.device) -> Slots:
-    """Return what kernels are told of a codec, of V or of K; anew when it has learnt."""
+def slots_of(codec: Codec, device: torch.device) -> Slots:
+    """Return what kernels are told of a codec; anew when it has learnt."""
     made = _known.setdefault(codec, {})
-    found = made.get((value, device))
+    found = made.get(device)
     if found is None or (codec.ready and not found.learnt):
-        found = made[value, device] = _slots(codec, value, device)
+        found = made[device] = _slots(codec, device)
     return found
 
 

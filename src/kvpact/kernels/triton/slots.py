@@ -172,7 +172,7 @@ def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
         fold = by_group(units_of("fold", segment, FORM), tile, first, COUNT, FORM)
     if FORM.has("shift"):
         shift = by_group(units_of("shift", segment, FORM), tile, first, COUNT, FORM)
-    if FORM.has("fold") and not FORM.of_values:
+    if FORM.has("fold") and FORM.order == "token":
         x = x * fold
     if FORM.has("shift") and FORM.shift_scaled:
         x = x + shift
@@ -185,7 +185,7 @@ def _scaled(x, segment, tile, first, COUNT: tl.constexpr, FORM: tl.constexpr):
         )
     if FORM.has("shift") and not FORM.shift_scaled:
         x = x + shift
-    if FORM.has("fold") and FORM.of_values:
+    if FORM.has("fold") and FORM.order == "channel":
         x = x * fold
     return x
 

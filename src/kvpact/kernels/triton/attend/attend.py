@@ -65,8 +65,8 @@ def _codecs(call: AttendCall) -> tuple[Codec | None, Codec | None]:
 def _slots(call: AttendCall) -> tuple[Slots | None, Slots | None]:
     """Return what kernels are told of the codecs of K and of V."""
     made: list[Slots | None] = []
-    for codec, value in zip(_codecs(call), (False, True), strict=True):
-        slots = None if codec is None else slots_of(codec, value, call.q.device)
+    for codec in _codecs(call):
+        slots = None if codec is None else slots_of(codec, call.q.device)
         reason = "" if slots is None else slots.reason
         if call.latent and treated(call):
             reason = "latents whose trellis is treated as keys are"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvpact.formats import TILE, CodesField
+from kvpact.formats import TILE
 from kvpact.kernels.base import SlotReader, check_out
 from kvpact.kernels.triton.decode.kernel import decode_keys, decode_tiles
 from kvpact.kernels.triton.forms import Places, SlotForm, Slots, places_of, slots_of
@@ -12,11 +12,6 @@ from kvpact.kernels.triton.trellis.queries import key_tables
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.transforms import RandomHadamard
-
-
-def _of_values(codec: Codec) -> bool:
-    """Whether slots are read by V's formula: words of codes hold tokens of a channel."""
-    return any(isinstance(f, CodesField) and f.order == "channel" for f in codec.fields)
 
 
 def _width(codec: Codec, form: SlotForm) -> int:
@@ -32,7 +27,7 @@ def _warps(form: SlotForm) -> int:
 def decode_triton(slots: SlotReader, start: int, end: int, out: Tensor, inverse: bool) -> None:
     """Decode packed tokens; parameters as of `Backend.decode`."""
     codec = slots.codec
-    known = slots_of(codec, _of_values(codec), out.device)
+    known = slots_of(codec, out.device)
     form = known.form
     assert form is not None and known.levels is not None, known.reason
     dim = _width(codec, form)

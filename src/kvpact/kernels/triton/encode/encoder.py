@@ -132,24 +132,24 @@ def encoded_alone(codec: Codec) -> bool:
 def encode_at(codec: Codec, x: Tensor, slots: Places, start: int) -> None:
     """Encode tokens `[B, H, T, D]` from a position on, whole groups of the codec."""
     x, tables = _dense(x), tables_of(codec, x.device)
-    with on_device(x.device):
-        if tables.form.trellis is not None:
-            encode_trellis(codec, tables.form, x, slots, start, None)
-            return
-        if tables.form.staged:
-            x = _rotated(x, tables)
-        if tables.form.group > 1:
-            _encode_groups(x, tables.form, slots, start)
-        _encode_tokens(x, tables, slots, start)
-
-
-def _encode_tokens(x: Tensor, tables: EncodeTables, slots: Places, start: int) -> None:
     form, (batch, heads, tokens, _) = tables.form, x.shape
-    span = span_of(form, tokens)
-    encode_tokens[(start + tokens - 1) // span - start // span + 1, heads, batch](
-        x, *x.stride()[:3], slots.table, slots.heads, *tables[2:], start, tokens, slots.tiles,
-        batch, slots.segments, SPAN=span, **_variant(form, tokens),
-    )  # fmt: skip
+    where, counts = (slots.table, slots.heads), (slots.tiles, batch, slots.segments)
+    with on_device(x.device):
+        if form.trellis is not None:
+            encode_trellis(codec, form, x, slots, start, None)
+            return
+        if form.staged:
+            x = _rotated(x, tables)
+        if form.group > 1:
+            chunks = -(-form.dim // CHANNELS)
+            encode_groups[tokens // form.group * chunks, heads, batch](
+                x, *x.stride()[:3], *where, start, *counts, FORM=form, num_warps=4, **_EXACT
+            )
+        span = span_of(form, tokens)
+        encode_tokens[(start + tokens - 1) // span - start // span + 1, heads, batch](
+            x, *x.stride()[:3], *where, *tables[2:], start, tokens, *counts, SPAN=span,
+            **_variant(form, tokens),
+        )  # fmt: skip
 
 
 def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
@@ -160,13 +160,3 @@ def _rotated(x: Tensor, tables: EncodeTables) -> Tensor:
         x, *x.stride()[:3], tables.signs, y, tokens, **_variant(tables.form, tokens)
     )
     return y
-
-
-def _encode_groups(x: Tensor, form: EncodeForm, slots: Places, start: int) -> None:
-    """Store what groups of tokens share."""
-    batch, heads, tokens, _ = x.shape
-    chunks = -(-form.dim // CHANNELS)
-    encode_groups[(tokens // form.group * chunks, heads, batch)](
-        x, *x.stride()[:3], slots.table, slots.heads, start, slots.tiles, batch, slots.segments,
-        FORM=form, num_warps=4, **_EXACT,
-    )  # fmt: skip

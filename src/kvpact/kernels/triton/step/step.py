@@ -22,7 +22,7 @@ from kvpact.kernels.triton.encode.form import encode_reason, tables_of
 from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import Places, on_device
 from kvpact.kernels.triton.step.kernels import Counting
-from kvpact.kernels.triton.step.taking import Flag, Taker, same_flags, sent_flags, take, taking_of
+from kvpact.kernels.triton.step.taking import Flag, Taker, sent_flags, take, taking_of
 from kvpact.kernels.views import WAITING, StreamView, exact_from
 
 
@@ -118,7 +118,7 @@ class TritonStep(StepRunner):
             Taker(*each) for each in zip(self._codecs, self._slots, self._taking, strict=True)
         ]
         keeps = [
-            Flag(runner._good, row.k.keep, row.v.keep)
+            (runner._good.data_ptr(), row.k.keep, row.v.keep)
             for row, runner in zip(rows, runners, strict=True)
         ]
         take(table, self._flags_of(keeps), takers, k, v, q)
@@ -140,8 +140,8 @@ class TritonStep(StepRunner):
 
     def _flags_of(self, flags: list[Flag]) -> Tensor:
         """Return what `take` is told of rows, sent where it is not what it was."""
-        if self._flags is None or not same_flags(self._flags[0], flags):
-            self._flags = (flags, sent_flags(flags))
+        if self._flags is None or self._flags[0] != flags:
+            self._flags = (flags, sent_flags(flags, self._good.device))
             self.placed += 1
         return self._flags[1]
 

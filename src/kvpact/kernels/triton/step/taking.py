@@ -40,28 +40,15 @@ def taking_of(codec: Codec, x: Tensor, side: Side, wait: bool = False) -> Taking
     return Taking(form, side, encodes, most, longest, rows, span, x.element_size())
 
 
-class Flag(NamedTuple):
-    """What `take` is told of a row, or of all of them.
-
-    `good`: 0-d bool, which becomes False where a number of its tokens or queries can't be stored;
-    `keeps_k`, `keeps_v`: whether its tokens are copied behind the tail.
-    """
-
-    good: Tensor
-    keeps_k: bool
-    keeps_v: bool
+Flag = tuple[int, bool, bool]
+"""What `take` is told of a row, or of all of them: the address of a 0-d bool that becomes False
+where a number of its tokens or queries can't be stored; whether K's tokens, and V's, are copied
+behind the tail."""
 
 
-def same_flags(a: Sequence[Flag], b: Sequence[Flag]) -> bool:
-    """Whether both tell the same of the same rows."""
-    pairs = zip(a, b, strict=False)
-    return len(a) == len(b) and all(x.good is y.good and x[1:] == y[1:] for x, y in pairs)
-
-
-def sent_flags(flags: Sequence[Flag]) -> Tensor:
-    """Return the addresses and what is kept, `[len(flags), 3]` int64 on the device."""
-    made = [(flag.good.data_ptr(), *flag[1:]) for flag in flags]
-    return sent(torch.tensor(made, dtype=torch.int64, device="cpu"), flags[0].good.device)
+def sent_flags(flags: Sequence[Flag], device: torch.device) -> Tensor:
+    """Return flags on the device, `[len(flags), 3]` int64."""
+    return sent(torch.tensor(flags, dtype=torch.int64, device="cpu"), device)
 
 
 def take(

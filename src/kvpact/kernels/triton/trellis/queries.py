@@ -38,7 +38,16 @@ class KeyTables(NamedTuple):
     cells: Tensor
 
 
-def _tables(form: TrellisForm, state: dict[str, Tensor], heads: int) -> KeyTables:
+_made: WeakKeyDictionary[Codec, dict[tuple[bool, int, torch.device], KeyTables]] = (
+    WeakKeyDictionary()
+)
+
+
+def key_tables(codec: Codec, form: TrellisForm, heads: int, device: torch.device) -> KeyTables:
+    """Return the tables of a codec, made once, and anew when it has learnt."""
+    made, key = _made.setdefault(codec, {}), (codec.ready, heads, device)
+    if key in made:
+        return made[key]
     dim, count = sum(block.dim for block in form.blocks), len(form.blocks)
     cpu = torch.device("cpu")
     rotations = [RandomHadamard(block.dim, block.seed) for block in form.blocks]
@@ -49,24 +58,12 @@ def _tables(form: TrellisForm, state: dict[str, Tensor], heads: int) -> KeyTable
         "first": torch.zeros(heads, dim, dtype=torch.float32, device="cpu"),
         "deviation": torch.ones(heads, count, dtype=torch.float32, device="cpu"),
     }
-    learnt = {name: x.to("cpu", torch.float32) for name, x in state.items()}
+    learnt = {name: x.to("cpu", torch.float32) for name, x in codec.state().items()}
     held = {name: x.contiguous() for name, x in {**plain, **learnt}.items()}
     cells = [trellis.cells(block.bits) for block in form.blocks if block.bits]
     order = held.pop("order").to(torch.int32)
-    return KeyTables(torch.cat(signs), order, **held, cells=torch.stack(cells))
-
-
-_made: WeakKeyDictionary[Codec, dict[tuple[bool, int, torch.device], KeyTables]] = (
-    WeakKeyDictionary()
-)
-
-
-def key_tables(codec: Codec, form: TrellisForm, heads: int, device: torch.device) -> KeyTables:
-    """Return the tables of a codec, made once, and anew when it has learnt."""
-    made, key = _made.setdefault(codec, {}), (codec.ready, heads, device)
-    if key not in made:
-        tables = _tables(form, codec.state(), heads)
-        made[key] = KeyTables(*(table.to(device) for table in tables))
+    tables = KeyTables(torch.cat(signs), order, **held, cells=torch.stack(cells))
+    made[key] = KeyTables(*(table.to(device) for table in tables))
     return made[key]
 
 
@@ -86,7 +83,11 @@ _treatments: WeakKeyDictionary[TreatedKeys, dict[tuple[int, torch.device], Treat
 )
 
 
-def _treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment:
+def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment:
+    """Return what queries are multiplied by, made once for a codec that has learnt."""
+    made, key = _treatments.setdefault(codec, {}), (heads, device)
+    if key in made:
+        return made[key]
     state = {name: x.to(device) for name, x in codec.state().items()}
     dim = sum(block.dim for block in codec.form.blocks)
     x = torch.eye(dim, dtype=torch.float32, device=device).expand(heads, dim, dim)
@@ -102,14 +103,7 @@ def _treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatmen
             rotated = rotated * state["deviation"][:, index].to(torch.float32).view(heads, 1, 1)
         parts.append(rotated)
     first = state["first"].to(torch.float32).unsqueeze(-1) if "first" in state else None
-    return Treatment(torch.cat(parts, -1), first)
-
-
-def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment:
-    """Return what queries are multiplied by, made once for a codec that has learnt."""
-    made, key = _treatments.setdefault(codec, {}), (heads, device)
-    if key not in made:
-        made[key] = _treatment(codec, heads, device)
+    made[key] = Treatment(torch.cat(parts, -1), first)
     return made[key]
 
 
