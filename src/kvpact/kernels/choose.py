@@ -38,19 +38,12 @@ def coverage(k: Codec, v: Codec, device: torch.device, dtype: torch.dtype) -> li
 
     Where a backend attends with a slower kernel than it has for others, that has a reason, too.
     """
-    lines = []
+    compute, lines = Compute(), []
     for operation in OPERATIONS:
-        reasons: list[str] = []
-        for backend in plan.BACKENDS:
-            if backend.runs_here(device):
-                continue
-            reason = next(filter(None, (backend.covers(operation, c, dtype) for c in (k, v))), "")
-            if not reason:
-                if operation == "attend" and (remark := backend.remark(k, v)):
-                    reasons.append(f"{backend.name}: {remark}")
-                lines.append(Line(operation, backend.name, True, "; ".join(reasons)))
-                break
-            reasons.append(f"{backend.name}: {reason}")
+        backend, why = compute.backend(operation, (k, v), device, dtype)
+        remark = backend.remark(k, v) if operation == "attend" else ""
+        reasons = (why, remark and f"{backend.name}: {remark}")
+        lines.append(Line(operation, backend.name, True, "; ".join(filter(None, reasons))))
     return lines
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from kvpact import CacheGeometry, create_cache, parse_spec
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels import coverage
+from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.triton.backend import TritonBackend
 from kvpact.kernels.triton.forms import on_device
 from kvpact.testing import BackendContract
@@ -81,7 +82,7 @@ def test_what_is_not_covered_has_a_reason():
 )
 def test_where_the_general_kernel_attends_the_reason_is_told(monkeypatch, spec, reason):
     backend = TritonBackend()
-    monkeypatch.setattr("kvpact.kernels.plan.BACKENDS", (backend,))
+    monkeypatch.setattr("kvpact.kernels.plan.BACKENDS", (backend, TORCH))
     monkeypatch.setattr(backend, "runs_here", lambda device: "")
     spec = parse_spec(spec)
     codecs = (make(128, torch.bfloat16) for make in (spec.key.key_codec, spec.value.value_codec))
