@@ -14,12 +14,10 @@ from variants import HEADS, TOKENS, SlotsOfZeros, Variant, others, side, steps
 from kvpact.kernels.base import StepRow, StepTokens, TokenMemory
 from kvpact.kernels.triton.columns import COLUMNS, K_SIDE, V_SIDE
 from kvpact.kernels.triton.decode.decode import decode_triton
-from kvpact.kernels.triton.encode.encoder import TritonEncoder
+from kvpact.kernels.triton.encode.encoder import TritonEncoder, encode_trellis
 from kvpact.kernels.triton.encode.form import encode_reason, tables_of
-from kvpact.kernels.triton.encode.trellis import encode_trellis
 from kvpact.kernels.triton.forms import Places, slots_of
-from kvpact.kernels.triton.step.step import TritonStep
-from kvpact.kernels.triton.step.taking import Taker, sent_flags, take, taking_of
+from kvpact.kernels.triton.step.step import Taker, TritonStep, sent_flags, take, taking_of
 
 FORMATS = (
     "turboquant:bits=4",

@@ -12,7 +12,7 @@ from kvpact.cache.segments import ListSource
 from kvpact.kernels.triton import columns
 from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.kernels.triton.forms import Places
-from kvpact.kernels.triton.step.taking import Taker, sent_flags, take, taking_of
+from kvpact.kernels.triton.step.step import Taker, sent_flags, take, taking_of
 from kvpact.testing.data import random_tokens
 from kvpact.testing.held import same_bytes
 

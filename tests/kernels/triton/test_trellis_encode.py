@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
 from kvpact.errors import NonFiniteError
-from kvpact.kernels.triton.encode import trellis as encode_trellis
+from kvpact.kernels.triton.encode import encoder as encoding
 from kvpact.kernels.triton.encode.encoder import TritonEncoder
 from kvpact.kernels.triton.encode.form import encode_reason, tables_of
 from kvpact.kernels.triton.forms import Places
@@ -66,7 +66,7 @@ def test_every_format(case):
 def test_pieces_are_the_whole(monkeypatch):
     """Appended in pieces, and encoded in pieces that end where tiles do."""
     (x,), _ = random_pieces(V3, "v", 8, 41, 0, torch.float32)
-    monkeypatch.setattr(encode_trellis, "_AT_A_TIME", 1)
+    monkeypatch.setattr(encoding, "_AT_A_TIME", 1)
     assert compare(V3, "v", list(x[:1, :1].split([5, 35, 1], 2)), 30, encoder=encoder) == ""
 
 
@@ -86,7 +86,7 @@ def test_tokens_behind_what_only_the_device_knows():
     held, tables = (127, 30), tables_of(codec, tokens.device)
     slots = Places.of(tables.names, [ListSource(tuple(segments), SEGMENT)], 2, tokens.device)
     form, counts = tables.form, torch.tensor([[n, 7] for n in held])
-    encode_trellis.encode_trellis(codec, form, tokens, slots, 0, counts)
+    encoding.encode_trellis(codec, form, tokens, slots, 0, counts)
     for row, count in enumerate(held):
         expected = torch_slots(codec, tokens[row : row + 1], count)
         for wanted, found in zip(expected, segments, strict=False):

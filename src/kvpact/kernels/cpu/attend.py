@@ -19,6 +19,7 @@ from kvpact.kernels.cpu.library import NativeLibrary
 from kvpact.kernels.cpu.offset import NO_OFFSET, native_offset
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat, exact_tokens
 from kvpact.kernels.offset import RowOffset
+from kvpact.kernels.torch.logits import mask_numbers
 from kvpact.kernels.views import StreamView
 from kvpact.methods import Codec
 
@@ -103,18 +104,6 @@ def _stream(
     return fixed_arguments(view), moving + offset
 
 
-def _mask(mask: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return bytes, or fp32 with -inf for what its dtype's lowest number hides."""
-    if mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8) if mask.stride(-1) == 1 else mask.to(torch.uint8)
-    else:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        mask = mask.to(torch.float32).masked_fill(hidden, -torch.inf)
-    if mask.stride(-1) != 1:
-        mask = mask.contiguous()
-    return mask.expand(shape)
-
-
 def new_output(*shape: int) -> Tensor:
     """Return memory for fp32 results; every number of it is written."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -160,7 +149,9 @@ def native_call(call: AttendCall, out: int) -> NativeCall:
         alive.append(sink_logits)
         rows = sink_logits.data_ptr()
     if config.mask is not None:
-        seen = _mask(config.mask.to("cpu"), (batch, q_heads, queries, held + new))
+        seen = mask_numbers(config.mask.to("cpu"))
+        seen = seen if seen.stride(-1) == 1 else seen.contiguous()
+        seen = seen.expand(batch, q_heads, queries, held + new)
         alive.append(seen)
         mask, mask_float = seen.data_ptr(), seen.dtype is _F32
         mask_row, mask_head, mask_query = (step * seen.itemsize for step in seen.stride()[:3])

@@ -122,6 +122,14 @@ def sink_rows(config: AttendConfig, heads: int, groups: int, queries: int) -> Te
     return per_head.expand(-1, -1, -1, queries).flatten(2, 3)
 
 
+def mask_numbers(mask: Tensor) -> Tensor:
+    """Return a mask as bytes, or as fp32 with -inf for what its dtype's lowest number hides."""
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8)
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.to(torch.float32).masked_fill(hidden, -torch.inf)
+
+
 def check_queries(q: Tensor, kv_heads: int, total: int, config: AttendConfig) -> None:
     """Raise what attention would raise for queries over `total` tokens."""
     groups = query_groups(q.shape[1], kv_heads, config)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvpact.errors import CorruptState
 from kvpact.kernels.base import AttendCall
+from kvpact.kernels.torch.logits import mask_numbers
 from kvpact.kernels.triton import columns as at
 from kvpact.kernels.triton.forms import Slots, places_of, sent
 from kvpact.kernels.views import StreamView
@@ -131,20 +132,11 @@ def _rules(filling: _Filling, part: slice, call: AttendCall) -> None:
         table[part, at.SINK_LOGITS.value] = logits.data_ptr()
     if config.mask is not None:
         batch, heads, queries, _ = call.q.shape
-        mask = _mask(config.mask, filling.device).expand(batch, heads, queries, -1)
+        mask = mask_numbers(sent(config.mask, filling.device)).expand(batch, heads, queries, -1)
         filling.alive.append(mask)
         filling.address(part, at.MASK.value, mask)
         for axis in (1, 2, 3):
             table[part, at.MASK.value + axis] = mask.stride(axis) * mask.itemsize
-
-
-def _mask(mask: Tensor, device: torch.device) -> Tensor:
-    """Return bytes, or fp32 with -inf for what its dtype's lowest number hides."""
-    mask = sent(mask, device)
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8)
-    hidden = mask <= torch.finfo(mask.dtype).min / 2
-    return mask.to(torch.float32).masked_fill(hidden, -torch.inf)
 
 
 def _stream(
