@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpact.errors import BackendUnavailable, KernelError
 from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, check_out
-from kvpact.kernels.cpu.attend import NAME, attend_native
+from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
 from kvpact.kernels.cpu.learn import learn, reason
 from kvpact.kernels.cpu.library import library
@@ -25,7 +25,7 @@ from kvpact.methods.context import Context
 class CpuBackend(Backend):
     """A C++ library, at the best instruction set that the processor has."""
 
-    name = NAME
+    name = native.NAME
     kind = "cpu"
 
     def describe(self) -> str:
@@ -64,7 +64,7 @@ class CpuBackend(Backend):
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend over all calls at once."""
-        return attend_native(library(), calls)
+        return native.attend_native(library(), calls)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> CpuStep | None:
         """Return what carries out steps like a call, each in one native call."""
@@ -95,8 +95,8 @@ class CpuBackend(Backend):
         size = out.element_size()
         args.row, args.head, args.token = (stride * size for stride in out.stride()[:3])
         args.out, args.threads = out.data_ptr(), torch.get_num_threads()
-        native = library()
-        status = native.decode(native.bit, ctypes.byref(args))
+        kernels = library()
+        status = kernels.decode(kernels.bit, ctypes.byref(args))
         if status:
             raise KernelError(f"the native decoder refused its arguments ({status})")
 
