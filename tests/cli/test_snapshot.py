@@ -5,6 +5,9 @@ import json
 import pytest
 import torch
 from commands import bad, passed
+from tiny_configs import gemma3
+from tiny_llama import ascii_tokenizer
+from transformers import AutoModelForCausalLM
 
 from kvpact import CacheGeometry, Snapshot, create_cache
 from kvpact.snapshot import Identity
@@ -49,6 +52,25 @@ def test_verify(saved, tmp_path):
     broken.write_bytes(data[:-1])
     bad("snapshot", "verify", broken)
     assert "No such file" in bad("snapshot", "verify", tmp_path / "none")
+
+
+def test_a_model_with_windows_goes_on_as_generate_does(tmp_path):
+    """Its last token can't be taken back: it is computed when the snapshot is restored."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "eos_token_id": None}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    kinds = ("sliding", "full", "sliding", "full")
+    model = AutoModelForCausalLM.from_config(gemma3({**sizes, **heads}, *kinds))
+    model.save_pretrained(tmp_path)
+    ascii_tokenizer().save_pretrained(tmp_path)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('default = "int:bits=8"\n[layers]\n3 = "fp8"\n')
+    options = ("--model", tmp_path, "--max-new-tokens", 12)
+    passed("snapshot", "save", tmp_path / "a", TEXT, "--spec", recipe, "--model", tmp_path)
+    assert Snapshot.load(tmp_path / "a").tokens == len(TEXT) - 1
+    on = passed("snapshot", "restore", tmp_path / "a", *options).stdout
+    whole = passed("generate", TEXT, "--spec", recipe, *options).stdout
+    assert len(on) > 6 and whole.startswith(on)
 
 
 def test_restore_goes_on_as_generate_does(saved, model_folder):

@@ -59,9 +59,13 @@ def save(
     given = prompted(candidate, text, (model, dtype, threads), calibration)
     network, _, ids, cache, known = given
     ids, length = ids.to(network.device), ids.shape[1]
+    if cache.stands:  # the last token is left to the restore, which could not take it back
+        length = max(length - 1, 1)
     with progress("prefill") as report, torch.no_grad():
         for start in range(0, length, chunk):
-            network(ids[:, start : start + chunk], past_key_values=cache, logits_to_keep=1)
+            network(
+                ids[:, start : min(start + chunk, length)], past_key_values=cache, logits_to_keep=1
+            )
             report(min(start + chunk, length), length, "tokens")
     held = cache.snapshot(token_ids=ids, identity=_identity(network, adapter, tenant))
     if storage is not None:
@@ -161,7 +165,7 @@ def restore(
     # Snapshots from before key offsets go on without them.
     offsets = spec is not None or held.manifest.version > 1
     known = load_calibration(calibration, network)
-    candidate = Candidate(spec or _recipe(held), calibration=known)
+    candidate = Candidate(spec or _recipe(held, network), calibration=known)
     cache = compressed_cache(network, candidate, offsets)
     if spec is not None:
         bias, device = key_offsets(network), network.device
@@ -170,7 +174,7 @@ def restore(
     if prompt:
         more = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         ids = torch.cat([ids, more.to(ids.dtype)], dim=1)
-    else:
+    elif ids.shape[1] == held.tokens:
         cache.crop(-1)  # the last token is computed again: a snapshot holds no logits
     check_positions(network, ids.shape[1], max_new_tokens)
     note(f"{held.tokens} tokens restored")
@@ -188,7 +192,10 @@ def _identity(model: Any, adapter: str | None, tenant: str | None) -> Identity:
     return Identity(model=model_fingerprint(model, adapter=adapter), adapter=adapter, tenant=tenant)
 
 
-def _recipe(held: Snapshot) -> Any:
-    """Return the snapshot's specs as a recipe."""
+def _recipe(held: Snapshot, network: Any) -> Any:
+    """Return the snapshot's specs as a recipe for the layers of its model."""
+    from kvpact.integrations.transformers.facts import layer_facts
+
     specs = [Spec.from_json(layer.spec) for layer in held.manifest.layers]
-    return {"default": specs[0], "layers": dict(enumerate(specs))}
+    layers = layer_facts(network.config.get_text_config(decoder=True)).compressed()
+    return {"default": specs[0], "layers": dict(zip(layers, specs, strict=True))}

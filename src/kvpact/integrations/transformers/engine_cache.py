@@ -137,6 +137,11 @@ class EngineCache(Summarized, Cache):
             for layer in self.layers
         ]
 
+    @property
+    def stands(self) -> bool:
+        """Whether layers hold windows or states, which stand at one count of tokens."""
+        return bool(self._own_layers())
+
     def _own_layers(self) -> list[Any]:
         """Return the layers that hold something of their own: transformers', and hybrid ones."""
         return [layer for layer in self.layers if type(layer) is not CompressedLayer]
