@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.vllm.connector_form import Form
+from kvpact.integrations.vllm.connector_form import StoredForm
 from kvpact.integrations.vllm.connector_pages import PackedPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
 from kvpact.integrations.vllm.connector_store import ConnectorCounts, options_of
@@ -46,7 +46,7 @@ class Engine:
     ):
         spec = parse_spec(spec)
         geometry = CacheGeometry(len(LAYERS), HEADS, DIM, dtype=torch.bfloat16)
-        form = Form(LAYERS, (spec,) * len(LAYERS), geometry, PAGE, rank, ranks)
+        form = StoredForm(LAYERS, (spec,) * len(LAYERS), geometry, PAGE, rank, ranks)
         options = options_of({"store": "memory://", "timeout": 5, **extra})
         page = PageForm(*form.codecs[0], PAGE)
         generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,6 @@
 """Quality on a real model: perplexity and KL divergence, teacher-forced through the cache."""
 
-import sys
-from types import ModuleType
-
+from kvpact.callable_package import let_call
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, EvaluationError
 from kvpact.evaluate.compare import Difference, SummaryRow, differences, summarize
 from kvpact.evaluate.contender import Contender
@@ -51,11 +49,4 @@ __all__ = [
     "write_report",
 ]
 
-
-class _Package(ModuleType):
-    """Lets ``kvpact.evaluate(…)`` be a call, and ``kvpact.evaluate.…`` names, at any time."""
-
-    __call__ = staticmethod(evaluate_text)
-
-
-sys.modules[__name__].__class__ = _Package
+let_call(__name__, evaluate_text)

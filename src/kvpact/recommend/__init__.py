@@ -1,8 +1,6 @@
 """Which spec, or which recipe of specs by layer, suits a model: KL predicted from gradients."""
 
-import sys
-from types import ModuleType
-
+from kvpact.callable_package import let_call
 from kvpact.recommend.allocate import allocate
 from kvpact.recommend.base import Measured, Plan, Recommendation, RecommendationError
 from kvpact.recommend.budget import budget_bytes
@@ -29,11 +27,4 @@ __all__ = [
     "write_recommendation",
 ]
 
-
-class _Package(ModuleType):
-    """Lets ``kvpact.recommend(…)`` be a call, as ``kvpact.evaluate(…)`` is."""
-
-    __call__ = staticmethod(recommend)
-
-
-sys.modules[__name__].__class__ = _Package
+let_call(__name__, recommend)

@@ -71,7 +71,7 @@ _RECORD = {
 
 
 @dataclass(frozen=True)
-class RecordEntry:
+class RecordInfo:
     """What the manifest says of a window or state (see `RecordState`)."""
 
     layer: int
@@ -82,7 +82,7 @@ class RecordEntry:
     tokens: int
 
     @classmethod
-    def of(cls, record: RecordState) -> RecordEntry:
+    def of(cls, record: RecordState) -> RecordInfo:
         """Return what the manifest says of a record."""
         tensor = record.tensor
         shape = tuple(tensor.shape)
@@ -182,7 +182,7 @@ class Manifest:
     layers: tuple[LayerEntry, ...]
     identity: Identity
     token_hash: str | None
-    records: tuple[RecordEntry, ...] = ()
+    records: tuple[RecordInfo, ...] = ()
 
     @property
     def version(self) -> int:
@@ -278,10 +278,10 @@ def read_manifest(data: Any) -> Manifest:
     return Manifest(**{name: given[name] for name in Manifest.__dataclass_fields__})
 
 
-def _record(entry: dict[str, Any], batch: int) -> RecordEntry:
+def _record(entry: dict[str, Any], batch: int) -> RecordInfo:
     shape, rows = tuple(entry["shape"]), entry["rows"]
     need(rows < len(shape) <= 8 and shape[rows] == batch, "a record's shape")
-    return RecordEntry(**{**entry, "dtype": DTYPES[entry["dtype"]], "shape": shape})
+    return RecordInfo(**{**entry, "dtype": DTYPES[entry["dtype"]], "shape": shape})
 
 
 def _fields(entry: list[dict[str, Any]], page_size: int) -> tuple[FieldInfo, ...]:

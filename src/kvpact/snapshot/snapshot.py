@@ -20,7 +20,7 @@ from kvpact.snapshot.manifest import (
     VERSIONS,
     LayerEntry,
     Manifest,
-    RecordEntry,
+    RecordInfo,
     pages_of,
     read_manifest,
 )
@@ -91,7 +91,7 @@ class Snapshot:
             layers=tuple(LayerEntry.of(layer) for layer in layers),
             identity=identity or Identity(),
             token_hash=None if ids is None else token_hash(ids),
-            records=tuple(RecordEntry.of(record) for record in records),
+            records=tuple(RecordInfo.of(record) for record in records),
         )
         tensors: list[tuple[str, Tensor]] = []
         if ids is not None and ids.numel():
@@ -105,7 +105,7 @@ class Snapshot:
             parts.append(pack_pages(layer.streams or (), pages, page_size))
         if records:
             sizes.append(sum(record.tensor.nbytes for record in records))
-            tensors += [(RecordEntry.of(record).tensor, record.tensor) for record in records]
+            tensors += [(RecordInfo.of(record).tensor, record.tensor) for record in records]
         whole = torch.cat(parts, dim=1)
         if whole.numel():
             tensors.append((PAGES, whole))

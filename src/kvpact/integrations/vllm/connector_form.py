@@ -19,7 +19,7 @@ from kvpact.spec import Spec
 
 
 @dataclass(frozen=True)
-class Form:
+class StoredForm:
     """Layers of one rank in the order of the model, and how their tokens are stored.
 
     `geometry`: the rank's heads, with the model's dtype; `page`: tokens of one of vLLM's pages;

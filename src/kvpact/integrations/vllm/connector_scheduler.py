@@ -14,10 +14,10 @@ from typing import Any
 from kvpact.cache.prefixes import page_keys
 from kvpact.integrations.vllm.connector_form import (
     ChunkPiece,
-    Form,
     Load,
     Save,
     StepPlan,
+    StoredForm,
     entry_name,
 )
 from kvpact.integrations.vllm.connector_store import ConnectorCounts, ConnectorOptions, Job, Lane
@@ -65,7 +65,7 @@ class PrefixScheduler:
 
     def __init__(
         self,
-        form: Form,
+        form: StoredForm,
         options: ConnectorOptions,
         store: Store,
         model: str,

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from kvpact.errors import BackendUnavailable, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.fingerprint import files_fingerprint
-from kvpact.integrations.vllm.connector_form import Form, in_order
+from kvpact.integrations.vllm.connector_form import StoredForm, in_order
 from kvpact.integrations.vllm.setting import SETTING, check_serves, served, served_specs, specs_of
 from kvpact.spec import Spec, parse_spec
 
@@ -22,7 +22,7 @@ def _refuse(what: str) -> NoReturn:
     raise BackendUnavailable(f"kvpact's connector does not cover {what}")
 
 
-def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> Form:
+def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> StoredForm:
     """Return what the pages of a rank hold. Raises `BackendUnavailable`, `SpecError`."""
     parallel, groups = config.parallel_config, kv_cache_config.kv_cache_groups
     policy = config.kv_transfer_config.kv_load_failure_policy
@@ -53,7 +53,7 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> Form:
     )
     ranks = parallel.tensor_parallel_size
     specs = _specs(storage, layers, config.model_config.get_total_num_hidden_layers())
-    return Form(layers, specs, geometry, pages.block_size, parallel.rank % ranks, ranks)
+    return StoredForm(layers, specs, geometry, pages.block_size, parallel.rank % ranks, ranks)
 
 
 def _specs(storage: str | None, layers: Sequence[str], total: int) -> tuple[Spec, ...]:

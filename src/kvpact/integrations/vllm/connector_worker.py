@@ -14,10 +14,10 @@ from torch import Tensor
 from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreFull
 from kvpact.integrations.vllm.connector_form import (
     ChunkPiece,
-    Form,
     Load,
     Save,
     StepPlan,
+    StoredForm,
     entry_name,
     of_rank,
 )
@@ -43,7 +43,7 @@ class PrefixWorker:
     """Loads and saves chunks of one rank. Threads talk to the store, vLLM's touch the pages."""
 
     def __init__(
-        self, form: Form, options: ConnectorOptions, store: Store, counts: ConnectorCounts
+        self, form: StoredForm, options: ConnectorOptions, store: Store, counts: ConnectorCounts
     ) -> None:
         self._form, self._options, self._store, self._counts = form, options, store, counts
         self._chunk = form.chunk(options.chunk)

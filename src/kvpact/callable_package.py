@@ -1,0 +1,14 @@
+"""Packages that are calls, too: ``kvpact.evaluate(…)`` beside the names in ``kvpact.evaluate``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def let_call(package: str, function: Callable[..., Any]) -> None:
+    """Let calls of an imported package, by its name, be calls of a function."""
+    kind = type("CallablePackage", (ModuleType,), {"__call__": staticmethod(function)})
+    sys.modules[package].__class__ = kind
