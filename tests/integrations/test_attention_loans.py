@@ -31,7 +31,7 @@ def test_a_choice_of_the_user_outlives_the_caches(llama):
     llama.set_attn_implementation("eager")
     del cache
     assert llama.config._attn_implementation == "eager"
-    assert not attention._before
+    assert id(llama.config) not in attention._before  # others of this process may have loans
 
 
 @pytest.mark.parametrize("before", ["sdpa", None])
