@@ -128,8 +128,8 @@ class Recorder:
 
         found, real = library(), {name: getattr(library(), name) for name in CHECKS}
         # What was made earlier has pointers that were not seen.
-        slots._formats.clear()
-        encoder._encoders.clear()
+        slots.SlotFormat.made.clear()
+        encoder.CodecEncoder.made.clear()
         trellis.block_arguments.cache_clear()
         Tensor.data_ptr = data_ptr
         for name, call in real.items():
