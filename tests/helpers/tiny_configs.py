@@ -1,7 +1,10 @@
 """Configs of tiny models that several tests of transformers run."""
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     FalconH1Config,
@@ -120,3 +123,10 @@ KINDS = {
     "gemma3": lambda s: gemma3(s, "sliding", "full"),
 }
 """Models with layers of several kinds, by name."""
+
+
+def run(model: Any, cache: Any, parts: Iterable[Tensor]) -> Tensor:
+    """Return the logits of a text that is given to a model in parts."""
+    with torch.no_grad():
+        steps = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
+    return torch.cat(steps, dim=1)

@@ -82,3 +82,9 @@ def fallbacks():
         return result, [str(w.message) for w in said]
 
     return record
+
+
+@pytest.fixture
+def ids():
+    """Return 60 tokens of 3 rows."""
+    return torch.randint(3, 128, (3, 60), generator=torch.Generator().manual_seed(5))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from closeness import WHOLE_BOUND, error
-from tiny_configs import KINDS, WINDOW, dots3
+from tiny_configs import KINDS, WINDOW, dots3, run
 from transformers import (
     DynamicCache,
     Gemma3nTextConfig,
@@ -20,17 +20,6 @@ from kvpact.integrations.transformers.shapes import layer_shapes
 from kvpact.spec import parse_spec
 
 every_model = pytest.mark.parametrize("name", KINDS)
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (3, 60), generator=torch.Generator().manual_seed(5))
-
-
-def run(model, cache, parts):
-    with torch.no_grad():
-        steps = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
-    return torch.cat(steps, dim=1)
 
 
 @every_model

@@ -1,29 +1,25 @@
 """What transformers' own layers hold beside compressed ones: rows, rollbacks, snapshots."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny_configs import KINDS, WINDOW, qwen3_next
+from tiny_configs import KINDS, WINDOW, qwen3_next, run
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from kvpact import PagedKVCache, Snapshot, create_cache
-from kvpact.errors import FormatError, GeometryError, IntegrityError, KVPactError
+from kvpact.errors import (
+    FormatError,
+    GeometryError,
+    IntegrityError,
+    KVPactError,
+    SnapshotError,
+)
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.records import attributes_of
 
 every_model = pytest.mark.parametrize("name", KINDS)
-
-
-@pytest.fixture
-def ids():
-    return torch.randint(3, 128, (3, 60), generator=torch.Generator().manual_seed(5))
-
-
-def run(model, cache, parts):
-    with torch.no_grad():
-        steps = [model(part, past_key_values=cache, use_cache=True).logits for part in parts]
-    return torch.cat(steps, dim=1)
 
 
 def test_a_layer_that_is_not_known_is_refused_by_name():
@@ -179,3 +175,50 @@ def test_records_in_a_file_of_an_older_version_are_refused(make_model, sizes, id
     data = cache.snapshot().to_bytes().replace(b'"version":"5"', b'"version":"4"')
     with pytest.raises((FormatError, IntegrityError)):
         Snapshot.from_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["inkling", "falcon_h1", "gemma3", "dots3"])
+def test_an_interrupted_call_makes_no_snapshot(name, make_model, sizes, ids, monkeypatch):
+    """Some layers have its tokens and others do not: restored, they would be out of step."""
+    model = make_model(KINDS[name](sizes))
+    cache = CompressedCache(model, "int:bits=8")
+    run(model, cache, [ids[:, :40]])
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.model.layers[-1], "forward", interrupted)
+        run(model, cache, [ids[:, 40:42]])
+    with pytest.raises(SnapshotError, match="hold 40 and 42 tokens: a call"):
+        cache.snapshot()
+    cache.reset()
+    run(model, cache, [ids[:, :40]])
+    assert cache.snapshot().tokens == 40
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "keys.0"},
+        {"name": "gates"},
+        {"layer": 1},
+        {"tokens": 19},
+        {"rows": 1, "tensor": torch.zeros(2, 3, WINDOW - 1, 16)},
+        {"tensor": torch.zeros(3, 2, WINDOW, 16)},
+        {"tensor": torch.zeros(3, 2)},
+    ],
+    ids=str,
+)
+def test_records_that_do_not_fit_change_nothing(wrong, make_model, sizes, ids):
+    """A file may say anything: what it says is compared with the layer before that changes."""
+    model = make_model(KINDS["gemma3"](sizes))
+    cache = CompressedCache(model, "none")
+    run(model, cache, [ids[:, :20]])
+    twin = copy.deepcopy(cache)
+    records = twin.snapshot().records()
+    records[0] = replace(records[0], **wrong)
+    forged = twin._held().snapshot_with(records)
+    with pytest.raises(GeometryError, match="which this model's layer does not hold"):
+        cache.restore(Snapshot.from_bytes(forged.to_bytes()))
+    assert torch.equal(*(run(model, x, [ids[:, 20:24]]) for x in (cache, twin)))

@@ -166,7 +166,8 @@ class CompressedCache(EngineCache):
         Raises
         ------
         SnapshotError
-            Nothing is held yet.
+            Nothing is held yet, or layers hold unlike numbers of tokens since a call was
+            interrupted.
         GeometryError
             Layers have K and V of unlike shapes.
         KVPactError
@@ -175,7 +176,8 @@ class CompressedCache(EngineCache):
         held = self._held()
         if held is None:
             raise SnapshotError("the cache is empty; run the model first")
-        records = saved(self._own_by_index(), held.seq_len(0))
+        counts = {held.seq_len(layer) for layer in range(len(self._shared.specs))}
+        records = saved(self._own_by_index(), counts)
         return held.snapshot_with(records, token_ids, identity)
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:

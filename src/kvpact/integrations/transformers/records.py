@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.snapshot import RecordState
 
 
@@ -152,12 +152,26 @@ def forget(layer: Any) -> None:
     layer.reset()
 
 
-def saved(layers: Mapping[int, Any], tokens: int) -> list[RecordState]:
-    """Return copies of what layers hold, by their number, after so many `tokens`.
+def saved(layers: Mapping[int, Any], counts: set[int]) -> list[RecordState]:
+    """Return copies of what layers hold, by their number.
 
-    Layers that record the past for a rollback have more than the next token needs; that is left
-    out.
+    `counts`: the tokens that the compressed layers hold. Layers that record the past for a rollback
+    have more than the next token needs; that is left out.
+
+    Raises
+    ------
+    SnapshotError
+        Layers hold unlike numbers of tokens. (Layers with nothing but a state count none, so an
+        interrupt behind the last layer that counts is not seen.)
     """
+    rings = (x for x in layers.values() if hasattr(x, "cumulative_length") and x.is_initialized)
+    counts = counts | {layer.get_seq_length() for layer in rings}
+    if len(counts) > 1:
+        raise SnapshotError(
+            f"layers hold {' and '.join(map(str, sorted(counts)))} tokens: a call of the model was "
+            "interrupted. Begin again with reset(), or from a copy.deepcopy made before"
+        )
+    (tokens,) = counts
     found = []
     for index, layer in layers.items():
         for record in records_of(layer):
@@ -185,11 +199,12 @@ def checked(
         layer: Any = layers.get(record.layer)
         known = {} if layer is None else {x.name: x for x in attributes_of(layer)}
         fits = name in known and record.rows == known[name].rows and record.tokens == tokens
-        if fits and name in ("conv_states", "recurrent_states"):
+        if fits and known[name].kind == "state":
             fits = state.isdigit() and int(state) < layer.number_of_states
-        elif fits and known[name].kind == "ring":
-            kept = min(tokens, layer.sliding_window - 1)
-            fits = record.tensor.dim() == 4 and record.tensor.shape[2] == kept
+        elif fits:
+            axis, shape = known[name].tokens, record.tensor.shape
+            kept = min(tokens, getattr(layer, "sliding_window", tokens + 1) - 1)
+            fits = not state and axis is not None and len(shape) > axis and shape[axis] == kept
         if not fits:
             raise GeometryError(
                 f"the snapshot has {record.name} of layer {record.layer}, "
