@@ -209,7 +209,9 @@ def prepare() -> None:
     fast.LEAST_TOKENS = 1
     if not CUDA:
         units.FEW = -1  # segments as on a device
-        backends = [b if b.name != "triton" else TritonBackend(on_cpu=True) for b in BACKENDS]
+        # A native library, where there is one, would attend in place of what is interpreted.
+        backends = [b for b in BACKENDS if b.name not in ("cpu", "triton")]
+        backends.insert(0, TritonBackend(on_cpu=True))
         for name in ("choose", "plan"):
             sys.modules[f"kvpact.kernels.{name}"].__dict__["BACKENDS"] = tuple(backends)
 
