@@ -55,13 +55,6 @@ def fixed_arguments(view: StreamView) -> bytes:
     return found.data
 
 
-def _exact(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
-    place, held = exact_tokens(x)
-    if held is not x:
-        alive.append(held)
-    return place
-
-
 _NO_TOKENS = (0, 0, 0, 0)
 
 
@@ -77,7 +70,7 @@ def _new_stream(fresh: Tensor, alive: list[Tensor]) -> tuple[bytes, tuple[int, .
         dtype=DTYPES[fresh.dtype],
         segment_tokens=1,
     )
-    moving = (0, *_NO_TOKENS, *_exact(fresh, alive), *_NO_TOKENS, 0, 0, *NO_OFFSET)
+    moving = (0, *_NO_TOKENS, *exact_tokens(fresh, alive), *_NO_TOKENS, 0, 0, *NO_OFFSET)
     return bytes(fixed)[: structs.FIXED_BYTES], moving
 
 
@@ -94,13 +87,13 @@ def _stream(
         if fresh.dtype is not view.tail.dtype:
             fresh = fresh.to(view.tail.dtype)
             alive.append(fresh)
-        new = _exact(fresh, alive)
+        new = exact_tokens(fresh, alive)
     if view.sinks is not None and view.sink_positions is not None:
-        sinks = _exact(view.sinks, alive)
+        sinks = exact_tokens(view.sinks, alive)
         placed = view.sink_positions.contiguous()
         alive.append(placed)
         positions, count = placed.data_ptr(), placed.shape[1]
-    moving = (view.exact_from, *_exact(view.tail, alive), *new, *sinks, positions, count)
+    moving = (view.exact_from, *exact_tokens(view.tail, alive), *new, *sinks, positions, count)
     return fixed_arguments(view), moving + offset
 
 
@@ -155,7 +148,7 @@ def native_call(call: AttendCall, out: int) -> NativeCall:
         alive.append(seen)
         mask, mask_float = seen.data_ptr(), seen.dtype is _F32
         mask_row, mask_head, mask_query = (step * seen.itemsize for step in seen.stride()[:3])
-    address, q_row, q_head, q_token = _exact(q, alive)
+    address, q_row, q_head, q_token = exact_tokens(q, alive)
     args = structs.CALL.pack(
         k_fixed, *k_moving, v_fixed, *v_moving,
         batch, heads, q_heads // heads, queries, held, new, held + new - queries,

@@ -60,9 +60,9 @@ class CodecEncoder(CodecArguments):
 def magnitudes(library: NativeLibrary, tensors: Sequence[Tensor]) -> list[float]:
     """Return the largest magnitude in each `[B, H, T, D]`; NaN or infinity where one number is."""
     found, bit, call = [], library.bit, library.magnitude
+    alive: list[Tensor] = []
     for x in tensors:
-        place, x = exact_tokens(x)
-        exact = structs.ExactStruct(*place)
+        exact = structs.ExactStruct(*exact_tokens(x, alive))
         found.append(call(bit, ctypes.byref(exact), DTYPES[x.dtype], *x.shape))
     return found
 
@@ -85,8 +85,7 @@ class CpuEncoder:
 
     def __init__(self, library: NativeLibrary, codec: Codec) -> None:
         self._library, self._codec = library, codec
-        self._torch = TorchEncoder(codec)
-        self._known = ref(CodecEncoder.of(codec))  # the codec has it, and what it learnt
+        self._known: ref[CodecEncoder] | None = None  # the codec has it, and what it learnt
 
     def prepare(self, x: Tensor, size: float | None = None) -> Prepared:
         """Return the tokens, which can't fail any more; or the torch body's arrays.
@@ -96,16 +95,16 @@ class CpuEncoder:
         """
         form = self._form()
         if not form.learnt:
-            return self._torch.prepare(x)
+            return TorchEncoder(self._codec).prepare(x)
         limit = form.limit
         if limit == math.inf or (size is not None and size <= limit):
             return x
         if magnitudes(self._library, (x,))[0] <= limit:
             return x
-        return self._torch.prepare(x)
+        return TorchEncoder(self._codec).prepare(x)
 
     def _form(self) -> CodecEncoder:
-        found = self._known()
+        found = None if self._known is None else self._known()
         if found is None or not found.learnt:
             found = CodecEncoder.of(self._codec)
             self._known = ref(found)
@@ -117,15 +116,18 @@ class CpuEncoder:
         Raises `KernelError` where the kernel refused its arguments; the slots are as they were.
         """
         if isinstance(prepared, dict):
-            self._torch.write(prepared, source, start)
+            TorchEncoder(self._codec).write(prepared, source, start)
             return
-        form, segment_tokens = self._form(), source.segment_tokens
+        # `prepare` has just found out that this has learnt.
+        form = (None if self._known is None else self._known()) or self._form()
+        segment_tokens = source.segment_tokens
         args = EncodeArgs.from_buffer_copy(placed(self._codec, form, source))
         for name, _ in form.fields:  # the kernel counts from where it begins
             getattr(args, name).base += start // segment_tokens * _ADDRESS
-        args.x, x = exact_tokens(prepared)
-        args.dtype = DTYPES[x.dtype]
-        args.batch, args.heads, args.tokens, _ = x.shape
+        alive: list[Tensor] = []
+        args.x = exact_tokens(prepared, alive)
+        args.dtype = DTYPES[prepared.dtype]
+        args.batch, args.heads, args.tokens, _ = prepared.shape
         args.start, args.segment_tokens = start, segment_tokens
         args.threads = torch.get_num_threads()
         status = self._library.encode(self._library.bit, ctypes.byref(args), 1)

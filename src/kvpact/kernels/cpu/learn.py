@@ -43,7 +43,8 @@ def learn(library: NativeLibrary, codec: Codec, x: Tensor, context: Context) -> 
     batch, heads, tokens, dim = x.shape
     found = {name: new_state(heads, *field) for name, field in codec.state_fields().items()}
     args, energy, padding = LearnArgs(), context.query_energy, context.padding
-    args.x, x = exact_tokens(x)
+    alive: list[Tensor] = []
+    args.x = exact_tokens(x, alive)
     args.dim, args.dtype = dim, DTYPES[x.dtype]
     args.batch, args.heads, args.tokens = batch, heads, tokens
     encoder = CodecEncoder.of(codec)

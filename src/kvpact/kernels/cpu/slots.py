@@ -23,14 +23,18 @@ MOST_GROUPS = 32
 DTYPES = {torch.float32: structs.F32, torch.float16: structs.F16, torch.bfloat16: structs.BF16}
 
 
-def exact_tokens(x: Tensor) -> tuple[tuple[int, int, int, int], Tensor]:
-    """Return a `kvp_exact` of tokens `[B, H, T, D]`, and these: a copy where channels have gaps."""
+def exact_tokens(x: Tensor, alive: list[Tensor]) -> tuple[int, int, int, int]:
+    """Return a `kvp_exact` of tokens `[B, H, T, D]`; where channels have gaps, of a copy.
+
+    A copy is put into `alive`: it has to stay as long as the kernel reads it.
+    """
     row, head, token, channel = x.stride()
     if channel != 1 and x.shape[3] != 1:
         x = x.contiguous()
+        alive.append(x)
         row, head, token, _ = x.stride()
     size = x.itemsize
-    return (x.data_ptr(), row * size, head * size, token * size), x
+    return x.data_ptr(), row * size, head * size, token * size
 
 
 class CodecArguments:

@@ -106,8 +106,9 @@ class CpuStep(StepRunner):
             ctypes.memmove(ctypes.addressof(stream), fixed, len(fixed))
             stream.sinks, stream.sink_positions, stream.n_sinks = structs.ExactStruct(), 0, 0
             if side.sinks is not None and side.sink_positions is not None:
-                stream.sinks, sinks = exact_tokens(side.sinks)
-                memory.append(sinks.untyped_storage())
+                alive = [side.sinks]
+                stream.sinks = exact_tokens(side.sinks, alive)
+                memory.append(alive[-1].untyped_storage())
                 stream.sink_positions = side.sink_positions.data_ptr()
                 stream.n_sinks = side.sink_positions.shape[1]
                 memory.append(side.sink_positions.untyped_storage())
