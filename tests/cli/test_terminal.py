@@ -40,7 +40,7 @@ def on_terminal(code, *args, columns=80, **env):
 
 CONSOLE = """
 import sys
-from kvpact.cli.console import error_console, output_console, print_table, progress, table
+from kvpact.cli.console import error_console, output_console, print_table, progress
 from kvpact.cli.size import _show_bars
 row = {"spec": "int:bits=4", "tokens": 64, "sinks": 100, "window": 100, "own": 100, "total": 400,
        "exact": 500}
@@ -49,9 +49,8 @@ error_console().print("[bold red]error:[/bold red] a")
 with progress("counting") as report:
     report(1, 2, "first")
     report(2, 2, "second")
-grid = table(("spec", *(f"number {i}" for i in range(12))))
-grid.add_row("a" * 150, *(str(10**9 + i) for i in range(12)))
-print_table(grid)
+columns = ("spec", *(f"number {i}" for i in range(12)))
+print_table(columns, [("a" * 150, *(str(10**9 + i) for i in range(12)))])
 """
 
 
@@ -95,10 +94,9 @@ def test_help_and_tables_fit_a_terminal(columns):
 
 
 NARROW = """
-from kvpact.cli.console import narrow, print_table, table
-grid = table(("spec", *(f"number {i}" for i in range(9))))
-grid.add_row("turboquant:bits=3", *(str(10**8 + i) for i in range(9)))
-print_table(grid)
+from kvpact.cli.console import narrow, print_table
+columns = ("spec", *(f"number {i}" for i in range(9)))
+print_table(columns, [("turboquant:bits=3", *(str(10**8 + i) for i in range(9)))])
 print(narrow(81), narrow(80))
 """
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -60,36 +61,34 @@ def note(message: str) -> None:
     )
 
 
-def table(columns: Iterable[str | Text], *, title: str = "", left: int = 1) -> Table:
-    """Return an empty table whose first `left` columns are text and the others numbers."""
-    result = Table(
-        title=title or None,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for index, column in enumerate(columns):
-        if index < left:
-            # Numbers are never cut: on a narrow terminal the text gives way, but not wholly.
-            result.add_column(column, overflow="fold", min_width=0 if index else _TEXT)
-        else:
-            result.add_column(column, justify="right", no_wrap=True)
-    return result
-
-
 def narrow(columns: int) -> bool:
     """Return whether stdout is a terminal of fewer columns; a pipe is as wide as its lines."""
     console = output_console()
     return console.is_terminal and console.width < columns
 
 
-def print_table(grid: Table) -> None:
-    """Print a table on stdout; where there is no terminal, a line for each row, however long.
+def print_table(
+    columns: Iterable[str | Text],
+    rows: Iterable[Iterable[str | Text]],
+    *,
+    title: str = "",
+    left: int = 1,
+) -> None:
+    """Print a table whose first `left` columns are text and the others numbers.
 
-    On a terminal that is too narrow for the numbers alone, lines go on at the next one's begin:
-    no column is left out.
+    Where there is no terminal, each row is a line, however long. On a terminal that is too narrow
+    for the numbers alone, lines go on at the next one's begin: no column is left out.
     """
+    style: dict[str, Any] = {"title_justify": "left", "box": SIMPLE_HEAD}
+    grid = Table(title=title or None, pad_edge=False, collapse_padding=True, **style)
+    for index, column in enumerate(columns):
+        if index < left:
+            # Numbers are never cut: on a narrow terminal the text gives way, but not wholly.
+            grid.add_column(column, overflow="fold", min_width=0 if index else _TEXT)
+        else:
+            grid.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
     console = output_console()
     wide = console.options.update(max_width=sys.maxsize)
     if console.is_terminal:
@@ -105,10 +104,7 @@ def print_table(grid: Table) -> None:
 
 def print_pairs(head: tuple[str, object], rows: Iterable[tuple[str, object]]) -> None:
     """Print a table of names and values."""
-    grid = table((head[0], literal(head[1])))
-    for name, value in rows:
-        grid.add_row(name, literal(value))
-    print_table(grid)
+    print_table((head[0], literal(head[1])), ((name, literal(value)) for name, value in rows))
 
 
 def explain(text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvpact.cli import options
-from kvpact.cli.console import output_console, print_document, print_table, table
+from kvpact.cli.console import output_console, print_document, print_table
 from kvpact.evaluate.runner import installed
 from kvpact.kernels import OPERATIONS, coverage, devices, report
 from kvpact.registry import Alias, list_methods
@@ -45,25 +45,25 @@ def doctor(as_json: bool = options.JSON) -> None:
     if as_json:
         print_document("doctor", **found)
         return
-    system = table(("system", ""), left=2)
-    for name, value in found["system"].items():
-        system.add_row(name, value)
-    print_table(system)
+    print_table(("system", ""), found["system"].items(), left=2)
     for device in found["devices"]:
-        backends = table(("operation", "backend", f"runs on {device['name']}", "reason"), left=4)
-        for line in device["backends"]:
-            runs = "yes" if line["available"] else "no"
-            backends.add_row(line["operation"], line["backend"], runs, line["reason"])
-        print_table(backends)
-        methods = table(("method", *OPERATIONS, "why no better one"), left=5)
-        for one in device["methods"]:
-            methods.add_row(one["name"], *one["backends"].values(), "; ".join(one["reasons"]))
-        print_table(methods)
-    extras = table(("extra", "package", "version", "to install"), left=4)
-    for x in found["packages"]:
-        missing = f"pip install {x['install']}" if x["version"] is None else ""
-        extras.add_row(x["extra"], x["package"], x["version"] or "missing", missing)
-    print_table(extras)
+        backends = [
+            (x["operation"], x["backend"], "yes" if x["available"] else "no", x["reason"])
+            for x in device["backends"]
+        ]
+        columns = ("operation", "backend", f"runs on {device['name']}", "reason")
+        print_table(columns, backends, left=4)
+        methods = [
+            (x["name"], *x["backends"].values(), "; ".join(x["reasons"])) for x in device["methods"]
+        ]
+        print_table(("method", *OPERATIONS, "why no better one"), methods, left=5)
+    extras = [
+        (x["extra"], x["package"], "missing", f"pip install {x['install']}")
+        if x["version"] is None
+        else (x["extra"], x["package"], x["version"], "")
+        for x in found["packages"]
+    ]
+    print_table(("extra", "package", "version", "to install"), extras, left=4)
     line = "models: transformers is missing"
     if (kept := found["models"]) is not None:
         line = f"converted models in {kept['folder']}: {', '.join(kept['converted']) or 'none yet'}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvpact.cli.console import explain, narrow, note, print_table, progress, say, table
+from kvpact.cli.console import explain, narrow, note, print_table, progress, say
 from kvpact.cli.inputs import (
     InputError,
     candidate_of,
@@ -38,8 +38,8 @@ from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.report import (
     PAIRED,
+    difference_cells,
     protocol_text,
-    signed,
     summary_cells,
     summary_columns,
 )
@@ -208,25 +208,16 @@ def show(result: EvalResult, against: str | None, *, heading: bool, verbose: boo
     """Print the answer of an evaluation and its tables, and how it was measured."""
     say(result.answer)
     shown = {name: text for name, text in COLUMNS.items() if not (narrow(100) and name in MORE)}
-    grid = table(("spec", *shown), title=run_name(result.protocol) * heading)
-    for row in result.rows:
-        grid.add_row(row_name(row), *(text(row) for text in shown.values()))
-    print_table(grid)
-    found = differences(result, against)
-    if found:
+    rows = ((row_name(row), *(text(row) for text in shown.values())) for row in result.rows)
+    print_table(("spec", *shown), rows, title=run_name(result.protocol) * heading)
+    if found := differences(result, against):
+        pairs = ((x.spec, *difference_cells(x)[:3]) for x in found)
         title = f"paired, against {found[0].against}"
-        grid = table(("spec", "KL less", "±", "ratio"), title=title)
-        for x in found:
-            error, ratio = kl_text(x.kl_difference_se), f"{x.kl_ratio:.3f}"
-            grid.add_row(x.spec, signed(x.kl_difference), error, ratio)
-        print_table(grid)
+        print_table(("spec", "KL less", "±", "ratio"), pairs, title=title)
     if verbose:
         explain(protocol_text(result.protocol, result.rows))
     for probe in result.probes.values():
-        grid = table(probe.columns())
-        for line in probe.lines():
-            grid.add_row(*line)
-        print_table(grid)
+        print_table(probe.columns(), probe.lines())
         explain(probe.about())
 
 
@@ -234,9 +225,7 @@ def show_summary(rows: list[SummaryRow]) -> None:
     """Print a summary over models and texts."""
     if not rows:
         return
-    columns = [column.replace("`", "") for column in summary_columns(rows)]
-    grid = table(columns, title=f"all {rows[0].runs} runs")
-    for row in rows:
-        grid.add_row(row.spec, *summary_cells(row))
-    print_table(grid)
+    columns = (column.replace("`", "") for column in summary_columns(rows))
+    lines = ((row.spec, *summary_cells(row)) for row in rows)
+    print_table(columns, lines, title=f"all {rows[0].runs} runs")
     explain(PAIRED)

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import explain, narrow, output_console, print_document, print_table, table
+from kvpact.cli.console import explain, narrow, output_console, print_document, print_table
 from kvpact.registry import Alias, Foreign, find_method, known_names
 from kvpact.spec import Spec, option_types, parse_spec
 
@@ -37,27 +37,22 @@ def _show_all(found: dict[str, list[dict[str, Any]]]) -> None:
     # A narrow terminal has room for what can't be left out; the rest is in `kvpact methods NAME`.
     short = narrow(110)
     columns = ("method", "what it is", "options and defaults", "paper", "bits, D=128", "D=64")
-    grid = table((*columns[:3], "bits,\nD=128") if short else columns, left=3 if short else 4)
+    rows = []
     for one in found["methods"]:
         choices = " ".join(f"{name}={option_text(value)}" for name, value in one["options"].items())
         bits = [_bits_text(x["k"], x["v"]) for x in reversed(one["slot_bits"])]
         more = bits[:1] if short else [one["paper"] or "-", *bits]
-        grid.add_row(one["name"], one["summary"], choices, *more)
-    aliases = table(("alias", "stands for"), left=2)
-    for one in found["aliases"]:
-        aliases.add_row(one["name"], one["spec"])
-    print_table(grid)
+        rows.append((one["name"], one["summary"], choices, *more))
+    shown = (*columns[:3], "bits,\nD=128") if short else columns
+    print_table(shown, rows, left=3 if short else 4)
     explain(
         "Bits per value of the packed slots at the defaults, K and V apart by a slash where they "
         "differ; exact sinks and window come on top. K and V by unlike methods: int:bits=8/kivi. "
         "More: kvpact methods NAME"
     )
-    print_table(aliases)
+    print_table(("alias", "stands for"), map(dict.values, found["aliases"]), left=2)
     if found["broken"]:
-        broken = table(("can't be used", "why"), left=2)
-        for one in found["broken"]:
-            broken.add_row(one["name"], one["error"])
-        print_table(broken)
+        print_table(("can't be used", "why"), map(dict.values, found["broken"]), left=2)
 
 
 def _show_one(name: str, found: dict[str, Any]) -> None:
@@ -68,11 +63,11 @@ def _show_one(name: str, found: dict[str, Any]) -> None:
         prefix = "" if one["side"] == "both" else f"{one['side'].upper()}: "
         console.rule(f"{prefix}{one['name']}", align="left")
         console.print(one["text"], markup=False, highlight=False)
-        grid = table(("option", "type", "default", "in this spec", "meaning"), left=5)
+        rows = []
         for x in one["options"]:
             value = "" if x["value"] == x["default"] else option_text(x["value"])
-            grid.add_row(x["name"], x["type"], option_text(x["default"]), value, x["meaning"])
-        print_table(grid)
+            rows.append((x["name"], x["type"], option_text(x["default"]), value, x["meaning"]))
+        print_table(("option", "type", "default", "in this spec", "meaning"), rows, left=5)
     for line in found["cautions"]:
         console.print(f"caution: {line}", highlight=False, markup=False)
     console.print("packed slots, bits per value:", highlight=False)

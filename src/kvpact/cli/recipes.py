@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from kvpact.cli import options
-from kvpact.cli.console import explain, print_document, print_table, table
+from kvpact.cli.console import explain, print_document, print_table
 from kvpact.data import recipe_names, recipe_path
 from kvpact.recipe import load_recipe
 from kvpact.spec import RECIPE_PREFIX
@@ -40,14 +40,14 @@ def _overview(held: dict[str, dict[str, Any]]) -> None:
     from kvpact.evaluate.text import kl_text
 
     columns = "recipe|layers|of exact\n%|text|KL|KL of one\nspec|which"
-    grid = table(columns.split("|"), left=1)
+    lines = []
     for name, recipe in held.items():
         rows = recipe["measured"]["rows"]
         for own, other in zip(rows[::2], rows[1::2], strict=True):
             head = (RECIPE_PREFIX + name, str(recipe["num_layers"]), f"{own['percent']:.1f}")
             kl = (kl_text(own["kl"]), kl_text(other["kl"]))
-            grid.add_row(*head, own["text"], *kl, other["spec"])
-    print_table(grid)
+            lines.append((*head, own["text"], *kl, other["spec"]))
+    print_table(columns.split("|"), lines)
     explain(
         "KL: mean over tokens, in nats, against the exact cache; the last two columns are the best "
         "spec for all layers in no more bytes. Recipes were made on the first text. "

@@ -11,14 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvpact.cli import options
-from kvpact.cli.console import (
-    output_console,
-    print_document,
-    print_table,
-    printable,
-    size_text,
-    table,
-)
+from kvpact.cli.console import output_console, print_document, print_table, printable, size_text
 from kvpact.cli.inputs import InputError
 from kvpact.errors import GeometryError
 from kvpact.geometry import MAX_SIZE, CacheGeometry
@@ -123,21 +116,21 @@ def _show_parts(rows: list[dict[str, Any]]) -> None:
     titles = {"packed": "packed", "exact": "sinks,\nwindow", "own": "other\nlayers"}
     held = [name for name in titles if any(_parts(row)[name] for row in rows)]
     columns = (*(titles[name] for name in held), "total", "bits/\nvalue", "of 16\nbits")
-    grid = table(("spec", *columns))
+    lines = []
     for row in rows:
         sizes = (size_text(_parts(row)[name]) for name in held)
-        grid.add_row(name_of(row["spec"]), *sizes, size_text(row["total"]), *_shares(row))
-    print_table(grid)
+        lines.append((name_of(row["spec"]), *sizes, size_text(row["total"]), *_shares(row)))
+    print_table(("spec", *columns), lines)
 
 
 def _show_growth(rows: list[dict[str, Any]], lengths: list[int]) -> None:
     columns = (f"{tokens_text(n)}\ntokens" for n in lengths)
-    grid = table(("spec", *columns, "bits/\nvalue", "of 16\nbits"))
+    lines = []
     for spec in dict.fromkeys(row["spec"] for row in rows):
         of = {row["tokens"]: row for row in rows if row["spec"] == spec}
         sizes = (size_text(of[n]["total"]) for n in lengths)
-        grid.add_row(name_of(spec), *sizes, *_shares(of[max(lengths)]))
-    print_table(grid)
+        lines.append((name_of(spec), *sizes, *_shares(of[max(lengths)])))
+    print_table(("spec", *columns, "bits/\nvalue", "of 16\nbits"), lines)
 
 
 def _shares(row: dict[str, Any]) -> tuple[str, str]:

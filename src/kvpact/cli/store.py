@@ -19,7 +19,6 @@ from kvpact.cli.console import (
     printable,
     progress,
     size_text,
-    table,
 )
 from kvpact.errors import StoreUnavailable
 from kvpact.stores import Store, StoreWarning, open_store
@@ -80,10 +79,9 @@ def stats(
     if as_json:
         print_document("store stats", store=repr(held), entries=found.entries, bytes=found.bytes)
         return
-    grid = table(("store", "entries", "bytes", "mean"))
     mean = size_text(found.bytes / found.entries) if found.entries else "-"
-    grid.add_row(literal(repr(held)), str(found.entries), size_text(found.bytes), mean)
-    print_table(grid)
+    row = (literal(repr(held)), str(found.entries), size_text(found.bytes), mean)
+    print_table(("store", "entries", "bytes", "mean"), [row])
 
 
 def gc(
@@ -104,8 +102,5 @@ def gc(
         document = {"removed": removed, "freed_bytes": report.freed}
         print_document("store gc", store=repr(held), **document)
         return
-    grid = table(("removed", "entries"))
-    for name, count in removed.items():
-        grid.add_row(name, str(count))
-    print_table(grid)
+    print_table(("removed", "entries"), ((name, str(count)) for name, count in removed.items()))
     output_console().print(f"{size_text(report.freed)} freed", highlight=False)

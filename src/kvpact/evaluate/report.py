@@ -36,18 +36,13 @@ def difference_table(found: Sequence[Difference]) -> str:
     if not found:
         return ""
     columns = ["spec", f"KL less that of `{found[0].against}`", "±", "ratio", "NLL less", "±"]
-    rows = [
-        [
-            f"`{x.spec}`",
-            signed(x.kl_difference),
-            kl_text(x.kl_difference_se),
-            f"{x.kl_ratio:.3f}",
-            signed(x.nll_difference),
-            kl_text(x.nll_difference_se),
-        ]
-        for x in found
-    ]
-    return markdown(columns, rows)
+    return markdown(columns, [[f"`{x.spec}`", *difference_cells(x)] for x in found])
+
+
+def difference_cells(x: Difference) -> list[str]:
+    """Return the figures of a paired difference."""
+    kl = [signed(x.kl_difference), kl_text(x.kl_difference_se), f"{x.kl_ratio:.3f}"]
+    return [*kl, signed(x.nll_difference), kl_text(x.nll_difference_se)]
 
 
 def summary_table(rows: Sequence[SummaryRow]) -> str:
