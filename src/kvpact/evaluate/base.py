@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
 from pathlib import PurePath
-from typing import Any, ClassVar, Protocol
 
 from kvpact.calibration import Calibration
 from kvpact.errors import KVPactError
@@ -138,15 +137,7 @@ class EvalRow:
 
 @dataclass(frozen=True)
 class CacheScore:
-    """What was measured of one cache.
-
-    Parameters
-    ----------
-    spec : str
-        The spec as it was given, or the name of a recipe's file.
-    packed_only : bool
-        Whether new tokens, too, were attended as stored.
-    """
+    """What was measured of one cache, named as in `EvalRow`."""
 
     spec: str
     packed_only: bool
@@ -155,35 +146,6 @@ class CacheScore:
 def row_name(row: EvalRow | CacheScore, quote: str = "") -> str:
     """Return a row's name: its spec, marked where only packed slots were attended to."""
     return f"{quote}{row.spec}{quote}" + (" (packed only)" if row.packed_only else "")
-
-
-class Probe(Protocol):
-    """What is measured beside the scores of the text: how a report shows and keeps it."""
-
-    margin: ClassVar[float]  # inches of a figure beside its panels
-    x_label: ClassVar[str]
-
-    @property
-    def height(self) -> float:
-        """Inches of a panel of the chart."""
-
-    def columns(self) -> list[str]:
-        """Return the columns of the table, the spec first."""
-
-    def lines(self, quote: str = "") -> list[list[str]]:
-        """Return the lines of the table."""
-
-    def tables(self) -> list[str]:
-        """Return all tables as Markdown."""
-
-    def about(self) -> str:
-        """Return how it was measured, in a few sentences."""
-
-    def data(self) -> dict[str, Any]:
-        """Return everything measured, ready for JSON."""
-
-    def draw(self, axes: Any, run: str) -> None:
-        """Draw a panel of the chart, for the run of that name."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class FreeRunningRow(CacheScore):
     Parameters
     ----------
     spec, packed_only
-        See `CacheScore`.
+        See `EvalRow`.
     kl_mean, kl_se : float
         Mean over the steps of KL(exact || this) in nats, and its standard error, steps taken as
         independent.
@@ -87,8 +87,8 @@ class FreeRunningResult:
     distinct: float
     text: str = ""
 
-    margin: ClassVar[float] = 0.6
-    height: ClassVar[float] = 4.2
+    margin: ClassVar[float] = 0.6  # inches of a figure beside its panels
+    height: ClassVar[float] = 4.2  # and those of a panel
     x_label: ClassVar[str] = "step; a dot: the first at which the cache's own choice differs"
 
     def columns(self) -> list[str]:
@@ -168,20 +168,18 @@ def free_running(
 
     Parameters
     ----------
-    model : PreTrainedModel
-        A causal language model of transformers, in evaluation mode.
+    model, packed_only, progress, make_cache
+        See `evaluate`.
     prompt : Tensor
         int64 ``[N]``, fed in chunks, so that the text begins with a stored past.
-    candidates, packed_only, make_cache
-        See `evaluate`; at least one candidate, and none is put in front.
+    candidates : sequence of str, Spec, path, mapping or Candidate
+        At least one; none is put in front.
     steps : int
         Tokens of the text. It ends sooner where the exact cache chooses a token that ends it.
     chunk : int
         Tokens of the prompt fed at a time.
     tokenizer : optional
         Decodes the text for the result.
-    progress : callable, optional
-        ``progress(done, total, what)`` after each prompt and each step of a cache.
 
     Returns
     -------
@@ -190,10 +188,8 @@ def free_running(
 
     Raises
     ------
-    EvaluationError
-        No step, an empty prompt, a chunk below 1, or more tokens than the model has positions.
-    SpecError
-        A candidate is no spec or recipe.
+    EvaluationError, SpecError
+        As `evaluate`; also for no step, or an empty prompt.
     """
     from transformers import DynamicCache
 

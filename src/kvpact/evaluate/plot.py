@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
-from kvpact.evaluate.base import EvalRow, Probe, row_name, run_name
+from kvpact.evaluate.base import EvalRow, row_name, run_name
 from kvpact.evaluate.canvas import (
     COLOURS,
     INK,
@@ -18,6 +18,11 @@ from kvpact.evaluate.canvas import (
     place_labels,
     plain_axes,
 )
+from kvpact.evaluate.free_running import FreeRunningResult
+from kvpact.evaluate.task_scores import TaskResult
+
+Probe = FreeRunningResult | TaskResult
+"""What is measured beside the scores of the text: it has its tables, its sentence, its chart."""
 
 FLOOR = 1e-9  # below it a KL is rounding of the arithmetic, not of the cache
 

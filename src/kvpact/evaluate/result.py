@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from os import PathLike
 
-from kvpact.evaluate.base import EvalProtocol, EvalRow, Probe, row_name, run_name, whole_share
+from kvpact.evaluate.base import EvalProtocol, EvalRow, row_name, run_name, whole_share
 from kvpact.evaluate.free_running import FreeRunningResult
 from kvpact.evaluate.metrics import TokenScores
-from kvpact.evaluate.plot import save_plot
+from kvpact.evaluate.plot import Probe, save_plot
 from kvpact.evaluate.task_scores import TaskResult
 from kvpact.evaluate.text import kl_text
 from kvpact.evaluate.verdict import VERDICTS, verdict_of

@@ -39,6 +39,9 @@ from kvpact.spec import Spec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+PACKAGES = ("kvpact", "torch", "transformers")
+"""Distributions whose versions stand in a report."""
+
 
 def evaluate(
     model: PreTrainedModel,
@@ -119,12 +122,8 @@ def evaluate(
                 steps.done(entries[i].label)
             del exact
 
-    rows = [
-        _row(entry, spec, cache, score, spent, reference)
-        for entry, spec, cache, score, spent in zip(
-            entries, specs, caches, scores, seconds, strict=True
-        )
-    ]
+    measured = zip(entries, specs, caches, scores, seconds, strict=True)
+    rows = [_row(*one, reference) for one in measured]
     return EvalResult(
         rows,
         EvalProtocol(
@@ -138,10 +137,7 @@ def evaluate(
             device=str(model.device),
             threads=torch.get_num_threads(),
             seed=seed,
-            versions={
-                name: installed(name) or "not installed"
-                for name in ("kvpact", "torch", "transformers")
-            },
+            versions={name: installed(name) or "not installed" for name in PACKAGES},
         ),
         scores=tuple(score.scores() for score in scores),
     )
@@ -189,9 +185,8 @@ def evaluate_text(
     text = book_path().read_text("utf-8") if text is None else text
     one = isinstance(specs, str | Spec | PathLike | Mapping | Candidate)
     candidates: Any = [specs] if one else specs
-    return evaluate(
-        network, first_tokens(tokenizer, text, tokens), candidates, chunk=chunk, **options
-    )
+    ids = first_tokens(tokenizer, text, tokens)
+    return evaluate(network, ids, candidates, chunk=chunk, **options)
 
 
 def _row(
@@ -205,6 +200,7 @@ def _row(
     stats = cache.stats()
     measured: dict[str, Any] = scores.summary()
     del measured["reference_perplexity"]
+    sides = [side for spec in specs for side in (spec.key, spec.value)]
     return EvalRow(
         **measured,
         spec=entry.label,
@@ -212,8 +208,8 @@ def _row(
         bytes=cache.memory_usage(),
         seconds=seconds,
         slot_bits_per_value=stats["slot_bits_per_value"],
-        sinks=max(int(side.sinks) for spec in specs for side in (spec.key, spec.value)),
-        window=max(int(side.window) for spec in specs for side in (spec.key, spec.value)),
+        sinks=max(side.sinks for side in sides),
+        window=max(side.window for side in sides),
         packed_only=entry.packed_only,
         layers_compressed=stats["layers"]["compressed"],
         layers_native=stats["layers"]["native"],

@@ -33,7 +33,7 @@ class TaskScore(CacheScore):
     Parameters
     ----------
     spec, packed_only
-        See `CacheScore`.
+        See `EvalRow`.
     task : str
         The task's name.
     sample : int
@@ -63,7 +63,7 @@ class TaskRow(CacheScore):
     Parameters
     ----------
     spec, packed_only
-        See `CacheScore`.
+        See `EvalRow`.
     task : str or None
         None for all tasks.
     depth : float or None
@@ -211,14 +211,10 @@ def score_tasks(
         As `kvpact.integrations.models.load_model` gives them.
     cases : sequence of TaskCase
         What `make_cases` returned.
-    candidates, packed_only, make_cache
-        See `evaluate`; at least one candidate, and none is put in front.
+    candidates, chunk, packed_only, progress, make_cache
+        See `free_running`; chunks are those of a context.
     seed : int
         The seed of the cases, for the report.
-    chunk : int
-        Tokens of a context fed at a time.
-    progress : callable, optional
-        ``progress(done, total, what)`` after each context of a cache.
 
     Returns
     -------
@@ -227,10 +223,8 @@ def score_tasks(
 
     Raises
     ------
-    EvaluationError
-        No case, a chunk below 1, or a context with a question longer than the model's positions.
-    SpecError
-        A candidate is no spec or recipe.
+    EvaluationError, SpecError
+        As `evaluate`; also for no case.
     """
     from transformers import DynamicCache
 
