@@ -18,7 +18,7 @@ from kvpact.evaluate import evaluate
 from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import load_model
 from kvpact.recommend import Plan, plan, survey
-from kvpact.recommend.recipe_file import measured_row, recipe_text
+from kvpact.recommend.files import measured_row, recipe_text
 from recommend import text_of
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvpact" / "data" / "recipes"

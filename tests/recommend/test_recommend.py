@@ -19,7 +19,7 @@ from kvpact.integrations.transformers.record import Seen, SeenLayer
 from kvpact.recipe import layer_specs, load_recipe
 from kvpact.recommend import Measured, RecommendationError, plan, survey, verify
 from kvpact.recommend.base import predicted
-from kvpact.recommend.measure import Costs, Survey, measured_of, spec_sizes
+from kvpact.recommend.measure import Costs, Survey, measured_of
 from kvpact.recommend.notes import outlier_notes
 from kvpact.spec import parse_spec
 
@@ -118,16 +118,15 @@ def test_a_ladder_shares_one_sensitivity_a_layer():
     }
     # At 3 bits both layers cost 1 where 4 and 1 are expected; at 4 bits 1 where 1 and 0.25 are.
     found = Survey(_seen(), costs, 1, (), (), 300)
-    sizes = spec_sizes(found, 1024)
-    three, four, other = measured_of(found, sizes, [0])
+    three, four, other = measured_of(found, 1024, [0])
     assert three.key == pytest.approx({0: 1.0, 1: 1.0}) and four.key == pytest.approx(three.key)
     costs["trellis:bits=4"].key[0][0] = 3.0
-    three, four, other = measured_of(found, sizes, [0])
+    three, four, other = measured_of(found, 1024, [0])
     assert sum(three.key.values()) == pytest.approx(2.0)
     assert sum(four.key.values()) == pytest.approx(4.0)
     assert three.key[0] / three.key[1] == pytest.approx(four.key[0] / four.key[1])
     assert three.key[0] > three.key[1] and other.key == {0: 1.0, 1: 1.0}
-    plain = measured_of(found, sizes, [0], smooth=False)
+    plain = measured_of(found, 1024, [0], smooth=False)
     assert plain[1].key == {0: 3.0, 1: 1.0}
 
 

@@ -252,11 +252,7 @@ class Recommendation:
 
         It is multiplied by the measured KL over the predicted one, of whatever was evaluated but
         itself (geometric mean): what predictions leave out is much the same for specs alike.
-
-        Parameters
-        ----------
-        spec : str
-            A measured spec, or ``recipe``.
+        `spec` is a measured one, or ``recipe``.
         """
         own = self.predicted_of(spec)
         ratios = [

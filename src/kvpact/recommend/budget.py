@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from kvpact.cache import planned_bytes
 from kvpact.errors import SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.recommend.base import RecommendationError, Sizes
+from kvpact.recommend.heat_map import SIDES, Slot
 from kvpact.spec import Spec, parse_spec
 
 if TYPE_CHECKING:
@@ -57,16 +59,26 @@ def layer_geometry(seen: SeenLayer, dtype: torch.dtype = torch.float16) -> Cache
     return CacheGeometry(1, seen.k.shape[1], seen.k.shape[3], seen.v.shape[3], dtype=dtype)
 
 
-def side_bytes(spec: str, side: str, seen: SeenLayer, context: int) -> int:
-    """Return the bytes of one layer's K or V with a spec, as ``kvpact size`` counts them."""
-    widths = {"key": seen.k.shape[3], "value": seen.v.shape[3]}
+@cache
+def _side_bytes(spec: str, side: str, shape: CacheGeometry, context: int) -> int:
+    widths = {"key": shape.head_dim, "value": shape.value_dim}
     if spec == "none":
-        return seen.k.shape[1] * context * _ITEM * widths[side]
-    whole, none, geometry = parse_spec(spec), parse_spec("none"), layer_geometry(seen)
-    exact_values = planned_bytes(none, geometry, context)["total"] * widths["value"]
-    keys = planned_bytes(Spec(whole.key, none.value), geometry, context)["total"]
+        return shape.num_kv_heads * context * _ITEM * widths[side]
+    whole, none = parse_spec(spec), parse_spec("none")
+    exact_values = planned_bytes(none, shape, context)["total"] * widths["value"]
+    keys = planned_bytes(Spec(whole.key, none.value), shape, context)["total"]
     keys -= exact_values // sum(widths.values())
-    return keys if side == "key" else planned_bytes(whole, geometry, context)["total"] - keys
+    return keys if side == "key" else planned_bytes(whole, shape, context)["total"] - keys
+
+
+def slot_bytes(spec: str, seen: Seen, context: int) -> dict[Slot, int]:
+    """Return the bytes of each layer's K and V with a spec, as ``kvpact size`` counts them."""
+    shapes = {layer: layer_geometry(x) for layer, x in seen.layers.items()}
+    return {
+        (layer, side): _side_bytes(spec, side, shape, context)
+        for layer, shape in shapes.items()
+        for side in SIDES
+    }
 
 
 def exact_sizes(seen: Seen, context: int) -> Sizes:
@@ -76,11 +88,7 @@ def exact_sizes(seen: Seen, context: int) -> Sizes:
     """
     if context < 1:
         raise RecommendationError(f"context {context} is not possible; take 1 or more tokens")
-    covered = sum(
-        side_bytes("none", side, layer, context)
-        for layer in seen.layers.values()
-        for side in ("key", "value")
-    )
+    covered = sum(slot_bytes("none", seen, context).values())
     native = sum(
         x.heads * (x.key_dim + x.value_dim) * _ITEM * min(context, x.window or context)
         for x in seen.bounded.values()

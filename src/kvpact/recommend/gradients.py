@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 SHRUNK = 0.05
 """Share that V are shortened by: small, and far above the rounding of logits."""
-
-
 BACKWARD = 1.25
 """Time of a backward pass, in forward passes over a chunk."""
 

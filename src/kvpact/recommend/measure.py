@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,17 +14,32 @@ from torch import Tensor
 from kvpact.cache import ContiguousCache
 from kvpact.errors import GeometryError, NonFiniteError, SpecError
 from kvpact.evaluate.feed import Steps
+from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
 from kvpact.methods.base import bytes_per_slot
 from kvpact.recommend.base import Measured
-from kvpact.recommend.budget import layer_geometry, side_bytes
-from kvpact.recommend.candidates import LADDER
+from kvpact.recommend.budget import layer_geometry, slot_bytes
 from kvpact.recommend.heat_map import SIDES
 from kvpact.recommend.sensitivity import Sensitivity
-from kvpact.spec import Spec, parse_spec
+from kvpact.spec import parse_spec
 
 if TYPE_CHECKING:
-    from kvpact.integrations.transformers.record import Seen, SeenLayer
+    from kvpact.integrations.transformers.record import Seen
+
+LADDER = (*(f"trellis:bits={bits}" for bits in range(2, 7)), "int:bits=8", "none")
+"""What K or V of a layer may have in a recipe, from the fewest bytes to the most."""
+
+CANDIDATES = (
+    *LADDER[:-1],
+    "turboquant:bits=4",
+    "int:bits=4,group={head_dim},rotate=true",
+    "kivi:bits=4",
+    "turboquant:bits=3",
+    "turboquant:bits=3,center=64",
+    "kivi:bits=2",
+)
+"""Specs for all layers: all of `LADDER` but ``none``, which costs nothing in quality, and others.
+``{head_dim}`` is the width of the model's widest keys."""
 
 
 class Costs(NamedTuple):
@@ -55,51 +71,52 @@ class Survey:
     tokens: int
 
 
-def allowed(spec: str, seen: Seen) -> str:
+def _refusal(spec: str, seen: Seen) -> str:
     """Return why a spec can't be used on the model's widths; empty where it can."""
     try:
         for layer in seen.layers.values():
-            slot_bits(parse_spec(spec), layer)
+            slot_bits(spec, layer_geometry(layer))
     except (SpecError, GeometryError) as error:
         return str(error)
     return ""
 
 
-def slot_bits(spec: Spec, seen: SeenLayer) -> float:
+@cache
+def slot_bits(text: str, shape: CacheGeometry) -> float:
     """Return the bits of packed slots per number of K and V of one layer."""
-    dims = seen.k.shape[3], seen.v.shape[3]
+    spec, dims = parse_spec(text), (shape.head_dim, shape.value_dim)
     k = spec.key.key_codec(dims[0], torch.float16)
     v = spec.value.value_codec(dims[1], torch.float16)
     return 8 * (bytes_per_slot(k) + bytes_per_slot(v)) / sum(dims)
 
 
 def code_layers(
-    sensitivity: Sensitivity,
-    specs: list[str],
-    offsets: Mapping[int, KeyOffset],
-    steps: Steps,
-    passes: float,
+    sensitivity: Sensitivity, offsets: Mapping[int, KeyOffset], steps: Steps, passes: float
 ) -> tuple[dict[str, Costs], dict[str, str]]:
-    """Return each spec's costs on every layer, and why others can't hold a layer.
+    """Return each candidate's costs on every layer, and why others can't hold the model's K and V.
 
     K and V go through a cache of one layer, so that codecs learn, groups are formed and key
     offsets are taken off as in use; the window is off, so that all tokens are coded.
 
-    `specs`: such as `allowed` allows; `offsets`: layer -> key offset (see `key_offsets`); `steps`:
-    all of it takes `passes` forward passes over a chunk.
+    `offsets`: layer -> key offset (see `key_offsets`); `steps`: all of it takes `passes` forward
+    passes over a chunk.
     """
-    weight = passes / (len(specs) * len(sensitivity.seen.layers))
+    seen = sensitivity.seen
+    width = max(layer.k.shape[3] for layer in seen.layers.values())
+    candidates = [text.format(head_dim=width) for text in CANDIDATES]
+    refused = {spec: why for spec in candidates if (why := _refusal(spec, seen))}
+    specs = [spec for spec in candidates if spec not in refused]
     costs = {spec: Costs({}, {}, {}) for spec in specs}
-    refused: dict[str, str] = {}
+    weight = passes / (len(specs) * len(seen.layers))
     with torch.inference_mode():
-        for index, layer in sensitivity.seen.layers.items():
+        for index, layer in seen.layers.items():
+            geometry = layer_geometry(layer, layer.k.dtype)
             offset = {0: offsets[index]} if index in offsets else None
             for spec in specs:
                 steps.done(f"{spec}, layer {index}", weight)
                 if spec in refused:
                     continue
                 coded = parse_spec(spec).with_options(window=0)
-                geometry = layer_geometry(layer, layer.k.dtype)
                 cache = ContiguousCache([coded], geometry, key_offsets=offset)
                 try:
                     cache.store(0, k=layer.k, v=layer.v, q=layer.q)
@@ -114,53 +131,26 @@ def code_layers(
     return costs, refused
 
 
-class SpecSizes(NamedTuple):
-    """Bits of slots per number, mean of the layers; layer -> bytes of K, and of V."""
-
-    slot_bits: float
-    key: dict[int, int]
-    value: dict[int, int]
-
-
-def spec_sizes(survey: Survey, context: int) -> dict[str, SpecSizes]:
-    """Return the sizes of every spec of a survey at a context."""
-    layers = survey.seen.layers
-    alike: dict[tuple[int, ...], SeenLayer] = {}
-    of = {i: (x.k.shape[1], x.k.shape[3], x.v.shape[3]) for i, x in layers.items()}
-    for i, x in layers.items():
-        alike.setdefault(of[i], x)
-    found = {}
-    for spec in survey.costs:
-        sides = [
-            {shape: side_bytes(spec, side, x, context) for shape, x in alike.items()}
-            for side in SIDES
-        ]
-        bits = {shape: slot_bits(parse_spec(spec), x) for shape, x in alike.items()}
-        key, value = ({i: size[of[i]] for i in layers} for size in sides)
-        found[spec] = SpecSizes(fmean(bits[of[i]] for i in layers), key, value)
-    return found
-
-
 def measured_of(
-    survey: Survey,
-    sizes: Mapping[str, SpecSizes],
-    draws: Sequence[int],
-    *,
-    smooth: bool = True,
+    survey: Survey, context: int, draws: Sequence[int], *, smooth: bool = True
 ) -> list[Measured]:
-    """Return what some of the draws say of each spec.
+    """Return what some of the draws say of each spec, and its bytes at a context.
 
-    `sizes`: of its specs (see `spec_sizes`). `smooth`: whether the specs of a ladder share one
-    sensitivity a layer: the mean of their ratios of cost and expected cost. A recipe chooses among
-    them by their costs on single layers, whose random errors it would take for merits. Sums over
-    the layers stay as they are.
+    `smooth`: whether the specs of a ladder share one sensitivity a layer: the mean of their ratios
+    of cost and expected cost. A recipe chooses among them by their costs on single layers, whose
+    random errors it would take for merits. Sums over the layers stay as they are.
     """
     costs, choose = survey.costs, _smooth if smooth else _plain
     keys = choose({spec: _means(one.key, draws) for spec, one in costs.items()})
     values = choose({spec: _means(one.value, draws) for spec, one in costs.items()})
-    return [
-        Measured(spec, *sizes[spec], keys[spec], values[spec], costs[spec].shrunk) for spec in costs
-    ]
+    layers, found = survey.seen.layers, []
+    for spec, one in costs.items():
+        held = slot_bytes(spec, survey.seen, context)
+        key_bytes, value_bytes = ({i: held[i, side] for i in layers} for side in SIDES)
+        bits = fmean(slot_bits(spec, layer_geometry(x)) for x in layers.values())
+        measured = keys[spec], values[spec], one.shrunk
+        found.append(Measured(spec, bits, key_bytes, value_bytes, *measured))
+    return found
 
 
 def _means(costs: Mapping[int, Tensor], draws: Sequence[int]) -> dict[int, list[float]]:

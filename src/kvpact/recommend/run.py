@@ -26,18 +26,10 @@ from kvpact.recommend.base import (
     Sizes,
     predicted,
 )
-from kvpact.recommend.budget import budget_bytes, exact_sizes, is_spec, side_bytes
-from kvpact.recommend.candidates import LADDER, candidates
+from kvpact.recommend.budget import budget_bytes, exact_sizes, is_spec, slot_bytes
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
-from kvpact.recommend.heat_map import SIDES, Slot
-from kvpact.recommend.measure import (
-    SpecSizes,
-    Survey,
-    allowed,
-    code_layers,
-    measured_of,
-    spec_sizes,
-)
+from kvpact.recommend.heat_map import Slot
+from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
 from kvpact.recommend.notes import bias_notes, outlier_notes
 
 if TYPE_CHECKING:
@@ -47,7 +39,6 @@ if TYPE_CHECKING:
 
 FEWEST_DRAWS, MOST_DRAWS = 4, 8
 _DRAWS = 24  # of all layers together: the fewer layers, the more a few tokens decide
-
 
 CODING = 0.7
 """Time in which all candidates code a chunk in all layers, in forward passes over it."""
@@ -149,19 +140,14 @@ def survey(
     coding = CODING * len(token_ids) / chunk
     steps = Steps(progress, sensitivity_steps(len(token_ids), chunk, draws) + coding)
     found = measure_sensitivity(model, token_ids, chunk=chunk, draws=draws, seed=seed, steps=steps)
-    seen = found.seen
-    widths = sorted({layer.k.shape[3] for layer in seen.layers.values()})
-    reasons = {spec: allowed(spec, seen) for spec in candidates(widths[-1])}
-    specs = [spec for spec, reason in reasons.items() if not reason]
     offsets = key_offsets(model)
-    costs, refused = code_layers(found, specs, offsets, steps, coding)
-    reasons |= refused
+    costs, refused = code_layers(found, offsets, steps, coding)
     return Survey(
-        seen=seen,
+        seen=found.seen,
         costs=costs,
         draws=draws,
-        left_out=tuple(f"{spec}: {reason}" for spec, reason in reasons.items() if reason),
-        notes=(*bias_notes(offsets), *outlier_notes(seen)),
+        left_out=tuple(f"{spec}: {reason}" for spec, reason in refused.items()),
+        notes=(*bias_notes(offsets), *outlier_notes(found.seen)),
         tokens=len(token_ids),
     )
 
@@ -174,13 +160,8 @@ def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
     sizes = exact_sizes(found.seen, context)
     limit = _limit(budget, sizes, found.seen, context)
     room = limit - sizes.native
-    none = {
-        (i, side): side_bytes("none", side, x, context)
-        for i, x in found.seen.layers.items()
-        for side in SIDES
-    }
-    sizes_of = spec_sizes(found, context)
-    measured = measured_of(found, sizes_of, range(found.draws))
+    none = slot_bytes("none", found.seen, context)
+    measured = measured_of(found, context, range(found.draws))
     measured.sort(key=lambda x: x.predicted)
     fitting = [x.spec for x in measured if x.bytes <= room]
     if not fitting:
@@ -196,7 +177,7 @@ def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
         budget=limit,
         choice={slot: rung.spec for slot, rung in taken.items()},
         recipe_bytes=sizes.native + sum(rung.bytes for rung in taken.values()),
-        recipe_predicted=_crossed(found, sizes_of, none, room),
+        recipe_predicted=_crossed(found, context, none, room),
         uniform=fitting[0],
         notes=found.notes,
         num_layers=found.seen.num_layers,
@@ -204,15 +185,13 @@ def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
     )
 
 
-def _crossed(
-    found: Survey, sizes: Mapping[str, SpecSizes], none: Mapping[Slot, int], room: int
-) -> float:
+def _crossed(found: Survey, context: int, none: Mapping[Slot, int], room: int) -> float:
     """Return the mean over the draws of what each predicts of the recipe that the others make."""
     told = []
     for draw in range(found.draws):
         others = [x for x in range(found.draws) if x != draw]
-        taken = allocate(_ladders(measured_of(found, sizes, others), none), room)
-        alone = measured_of(found, sizes, [draw], smooth=False)
+        taken = allocate(_ladders(measured_of(found, context, others), none), room)
+        alone = measured_of(found, context, [draw], smooth=False)
         choice = {slot: rung.spec for slot, rung in taken.items()}
         told.append(predicted({x.spec: x for x in alone}, choice))
     return fmean(told)
@@ -222,8 +201,7 @@ def _limit(budget: str, sizes: Sizes, seen: Seen, context: int) -> int:
     """Return the bytes of a budget, which may be a spec."""
     if not is_spec(budget):
         return budget_bytes(budget, sizes.exact)
-    held = (side_bytes(budget, side, x, context) for x in seen.layers.values() for side in SIDES)
-    return sizes.native + sum(held)
+    return sizes.native + sum(slot_bytes(budget, seen, context).values())
 
 
 def _ladders(measured: Sequence[Measured], none: Mapping[Slot, int]) -> dict[Slot, list[Rung]]:

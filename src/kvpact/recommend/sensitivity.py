@@ -59,21 +59,10 @@ class Sensitivity:
     def noise(self, layer: int, side: str, coded: Tensor) -> Tensor:
         """Return what the errors of one layer's coded K or V cost one by one, in nats per token.
 
-        Parameters
-        ----------
-        layer : int
-            Of the model.
-        side : {"key", "value"}
-            K or V.
-        coded : Tensor
-            ``[1, H_kv, T, D]``, as a cache holds them.
-
-        Returns
-        -------
-        Tensor
-            ``[2, draws]``: the cost, and what it would be if each token's error in a channel had
-            the mean square of all tokens of its head. The latter compares specs on one layer: it
-            varies far less between draws, but leaves out how unlike tokens are.
+        `side`: ``key`` or ``value``; `coded`: ``[1, H_kv, T, D]``, as a cache holds them. Returns
+        ``[2, draws]``: the cost, and what it would be if each token's error in a channel had the
+        mean square of all tokens of its head. The latter compares specs on one layer: it varies
+        far less between draws, but leaves out how unlike tokens are.
         """
         seen = self.seen.layers[layer]
         error = (coded.float() - (seen.k if side == "key" else seen.v).float())[:, :, SINKS:]
