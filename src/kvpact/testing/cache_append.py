@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from math import isnan
 from typing import Any
 
-import pytest
 import torch
 
 from kvpact.cache import bytes_per_token, planned_bytes
@@ -122,13 +121,6 @@ class AppendChecks(CacheKit):
         for layer in range(3):
             fill(alone, layer)
         self.assert_same(cache, alone)
-
-    @pytest.mark.parametrize("layer", [0, 2])
-    def test_layers_are_independent(self, layer: int) -> None:
-        """Tokens of one layer show in no other."""
-        cache = self.make_cache(SMALL.geometry(3))
-        self.append(cache, self.tokens(SMALL, 70), layer=layer)
-        assert [cache.seq_len(i) for i in range(3)] == [70 * (i == layer) for i in range(3)]
 
 
 class ExactChecks(CacheKit):

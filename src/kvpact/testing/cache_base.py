@@ -32,28 +32,12 @@ def in_pieces(tokens: Tokens, pieces: Iterable[int]) -> Iterator[Tokens]:
 
 
 class CacheKit(ShapeKit):
-    """The cache under test.
-
-    Attributes
-    ----------
-    spec : str
-        The spec of the cache that `make_cache` makes.
-    operations : tuple of str
-        Calls of `EngineCache` that the cache has beside those of `CompressedKVCache`. A cache that
-        lacks one leaves it out here, and the checks that need it are skipped.
-    """
+    """The cache under test; `CacheContract` says what its attributes are."""
 
     spec: ClassVar[str] = "none"
     operations: ClassVar[tuple[str, ...]] = (
-        "attend",
-        "store",
-        "truncate",
-        "fork",
-        "select",
-        "reorder",
-        "repeat",
-        "stats",
-        "snapshot",
+        *("attend", "store", "truncate", "fork", "select", "reorder", "repeat"),
+        *("stats", "snapshot"),
     )
 
     def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
@@ -62,10 +46,8 @@ class CacheKit(ShapeKit):
 
     def options(self, geometry: CacheGeometry) -> dict[str, Any]:
         """Return what `create_cache` is given besides, in every layout."""
-        return {
-            "calibration": self.calibration(geometry),
-            "key_offsets": self.key_offsets(geometry),
-        }
+        learnt, offsets = self.calibration(geometry), self.key_offsets(geometry)
+        return {"calibration": learnt, "key_offsets": offsets}
 
     def key_offsets(self, geometry: CacheGeometry) -> dict[int, KeyOffset]:
         """Return what keys are stored without, by layer: nothing."""

@@ -11,21 +11,8 @@ import torch
 from torch import Tensor
 
 _LEAVES = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type,
-    ModuleType,
-    BuiltinFunctionType,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    type(threading.Lock()),
-    type(threading.RLock()),
+    *(type(None), bool, int, float, complex, str, bytes, type, ModuleType, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size, type(threading.Lock()), type(threading.RLock())),
 )
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

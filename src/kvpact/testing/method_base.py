@@ -27,15 +27,7 @@ def new_codec(spec: str, side: str, dim: int, dtype: torch.dtype) -> Codec:
 
 
 class MethodKit(ShapeKit):
-    """The method under test and how to get at its codecs.
-
-    Attributes
-    ----------
-    spec : str
-        The spec to be tested.
-    max_relative_error : float
-        `|decoded - x| / |x|` over normally distributed tokens stays below it.
-    """
+    """The method under test; `MethodContract` says what its attributes are."""
 
     spec: ClassVar[str]
     max_relative_error: ClassVar[float] = 1.0

@@ -339,8 +339,13 @@ class StoreContract(EntryChecks, DamageChecks, LimitChecks):
 
     Attributes
     ----------
-    persistent, budget, expires, tampers : bool
-        What the store can do; the checks of what it can't are skipped.
+    persistent : bool
+        Entries outlive the object: a second one made at the same place sees them.
+    budget, expires : bool
+        `make_store` takes ``max_bytes``, and the least recently used entries make room; it takes
+        ``ttl`` and ``clock``. Checks of what a store can't do are skipped.
+    tampers : bool
+        `tamper` is there.
     examples, steps : int
         How many random histories are run beside a dict, and how long they are.
 
