@@ -316,7 +316,6 @@ class CompressedKVCache(Protocol):
         CacheFull
             The cache has no room for all new tokens.
         """
-        ...
 
     def decode(
         self, layer: int, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -338,17 +337,9 @@ class CompressedKVCache(Protocol):
         KVPactError
             As `prefill`; `GeometryError` also for more than one token.
         """
-        ...
 
     def seq_len(self, layer: int) -> int:
-        """Return the tokens that a layer holds, padding included.
-
-        Raises
-        ------
-        LayerIndexError
-            There is no such layer.
-        """
-        ...
+        """Return the tokens that a layer holds, padding included. Raises `LayerIndexError`."""
 
     def reset(self, layer: int | None = None) -> None:
         """Forget all tokens of one layer, or of all layers (None).
@@ -360,8 +351,6 @@ class CompressedKVCache(Protocol):
         GeometryError
             The layers share their memory (pages do) and can only be reset together.
         """
-        ...
 
     def memory_usage(self) -> int:
         """Return the bytes of all tensors that the cache holds, unused capacity included."""
-        ...

@@ -107,6 +107,8 @@ class KeyOffset:
     ) -> KeyOffset | None:
         """Return the offset of a key projection's bias: of those few pairs that hold most of it.
 
+        None where nothing is to be taken. Errors are those of `KeyOffset`.
+
         Parameters
         ----------
         bias : Tensor
@@ -121,16 +123,6 @@ class KeyOffset:
         leave : float or Tensor
             Norm that may stay in the keys of each head, as a share of its bias' norm (one number,
             or `[H_kv]`): the largest pairs are taken until no more is left than that.
-
-        Returns
-        -------
-        KeyOffset or None
-            None where nothing is to be taken.
-
-        Raises
-        ------
-        GeometryError, DtypeError, NonFiniteError
-            Wrong input.
         """
         if layout not in LAYOUTS:
             raise GeometryError(f"layout should be one of {', '.join(LAYOUTS)}, not {layout!r}")
@@ -160,12 +152,8 @@ class KeyOffset:
         if not len(too_much):
             return None
         kept = order[: int(too_much[-1]) + 1].sort().values
-        given: dict[str, Any] = {
-            "frequencies": frequency[kept],
-            "channels": channels[kept],
-            "bias": values[:, kept],
-        }
-        return cls(**given, scaling=scaling, dtype=dtype)
+        given: tuple[Any, Any, Any] = (frequency[kept], channels[kept], values[:, kept])
+        return cls(*given, scaling=scaling, dtype=dtype)
 
     @property
     def heads(self) -> int:

@@ -75,13 +75,7 @@ class Spec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | str) -> Spec:
-        """Read what `to_json` gave (data or text).
-
-        Raises
-        ------
-        SpecError
-            Not such data, an unknown version, method or option.
-        """
+        """Read what `to_json` gave (data or text). Raises `SpecError` if it isn't that."""
         if isinstance(data, str):
             try:
                 data = json.loads(data)
@@ -100,12 +94,7 @@ def parse_spec(text: str | Spec) -> Spec:
     """Read a spec string such as ``turboquant:bits=4`` or ``int:bits=8/turboquant:bits=3``.
 
     Short forms with one meaning are read as well: ``trellis:4``, ``int4``, and ``4bit`` for so many
-    bits of the default method.
-
-    Parameters
-    ----------
-    text : str or Spec
-        A `Spec` is returned as it is.
+    bits of the default method. A `Spec` is returned as it is.
 
     Raises
     ------
