@@ -65,6 +65,10 @@ class Spec:
         key, value = (_replace(method, options) for method in (self.key, self.value))
         return Spec(key, value, self.slashed)
 
+    def codecs(self, dim: int, v_dim: int, dtype: Any) -> tuple[Any, Any]:
+        """Return new codecs for K and for V, of these widths and this dtype."""
+        return self.key.key_codec(dim, dtype), self.value.value_codec(v_dim, dtype)
+
     def to_json(self) -> dict[str, Any]:
         """Return the whole spec, defaults written out, as JSON-ready data with versions."""
         return {

@@ -26,8 +26,7 @@ def bound_of(spec: str, way: str = "few") -> float:
     """Return which of the two bounds holds."""
     if way != "few":
         return BOUND
-    k, v = parse_spec(spec).key, parse_spec(spec).value
-    codecs = k.key_codec(64, torch.float32), v.value_codec(64, torch.float32)
+    codecs = parse_spec(spec).codecs(64, 64, torch.float32)
     return WHOLE_BOUND if any(map(rounds_queries, codecs)) else BOUND
 
 

@@ -136,8 +136,7 @@ class Facts(NamedTuple):
 
 def codecs(spec: str) -> tuple[Codec, Codec]:
     """Return the codecs of K and V at an ordinary width."""
-    parsed = parse_spec(spec)
-    return parsed.key.key_codec(64, torch.float32), parsed.value.value_codec(64, torch.float32)
+    return parse_spec(spec).codecs(64, 64, torch.float32)
 
 
 @cache

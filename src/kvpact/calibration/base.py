@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any
@@ -70,20 +70,17 @@ class Calibration:
     def needed(self, specs: Sequence[Spec]) -> Calibration:
         """Return the calibration with what the methods of specs learn, and nothing else."""
         names = {method.learnt_name() for spec in specs for method in (spec.key, spec.value)}
-
-        def kept(held: Mapping[str, State]) -> dict[str, State]:
-            return {name: state for name, state in held.items() if name in names}
-
-        layers = {i: replace(x, k=kept(x.k), v=kept(x.v)) for i, x in self.layers.items()}
-        return replace(self, layers=layers)
+        return self._with(lambda held: {name: held[name] for name in held if name in names})
 
     def to(self, device: torch.device | str) -> Calibration:
         """Return the calibration with its tensors on a device."""
+        return self._with(
+            lambda held: {n: {part: x.to(device) for part, x in s.items()} for n, s in held.items()}
+        )
 
-        def moved(held: Mapping[str, State]) -> dict[str, State]:
-            return {n: {part: x.to(device) for part, x in s.items()} for n, s in held.items()}
-
-        layers = {i: replace(x, k=moved(x.k), v=moved(x.v)) for i, x in self.layers.items()}
+    def _with(self, change: Callable[[Mapping[str, State]], Mapping[str, State]]) -> Calibration:
+        """Return the calibration with what was learnt of each layer's K and V changed."""
+        layers = {i: replace(x, k=change(x.k), v=change(x.v)) for i, x in self.layers.items()}
         return replace(self, layers=layers)
 
     def states(
@@ -138,13 +135,7 @@ class Calibration:
         return known[method.learnt_name()]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a file (safetensors with checksums): whole, or not at all.
-
-        Raises
-        ------
-        OSError
-            It can't be written; what was there before is there still.
-        """
+        """Write a file (safetensors with checksums): whole, or with an `OSError` not at all."""
         files.write(path, self._header(), self._tensors())
 
     @classmethod
@@ -161,17 +152,14 @@ class Calibration:
             There is no such file.
         """
         header, tensors = files.read(path)
-        layers = {}
-        for index, (layer, data) in enumerate(header["layers"].items()):
-            sides: list[dict[str, State]] = []
-            for side in files.SIDES:
-                sides.append(
-                    {
-                        method: {name: tensors[f"{index}.{side}.{i}.{name}"] for name in names}
-                        for i, (method, names) in enumerate(data[side].items())
-                    }
-                )
-            layers[int(layer)] = LayerCalibration(*data["shape"], *sides)
+        layers, following = {}, iter(tensors)
+        for layer, data in header["layers"].items():
+            k, v = (
+                {name: {part: next(following) for part in parts} for name, parts in side.items()}
+                for side in (data["k"], data["v"])
+            )
+            heads, key_dim, value_dim = data["shape"]
+            layers[int(layer)] = LayerCalibration(heads, key_dim, value_dim, k, v)
         return cls(layers, header["model"], header["tokens"])
 
     def _header(self) -> dict[str, Any]:
@@ -187,17 +175,15 @@ class Calibration:
 
     def _tensors(self) -> list[dict[str, Tensor]]:
         """Return the tensors of each layer, by name in the file."""
-        found = []
-        for index, (_, held) in enumerate(sorted(self.layers.items())):
-            found.append(
-                {
-                    f"{index}.{side}.{i}.{name}": state[name]
-                    for side, methods in (("k", held.k), ("v", held.v))
-                    for i, state in enumerate(methods.values())
-                    for name in sorted(state)
-                }
-            )
-        return found
+        return [
+            {
+                f"{index}.{side}.{i}.{name}": state[name]
+                for side, methods in (("k", held.k), ("v", held.v))
+                for i, state in enumerate(methods.values())
+                for name in sorted(state)
+            }
+            for index, (_, held) in enumerate(sorted(self.layers.items()))
+        ]
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,6 @@ from kvpact.snapshot.header import COUNT, SIZE, check, need
 
 KIND = "kvpact.calibration"
 VERSION = 1
-SIDES = ("k", "v")
 
 
 def write(
@@ -24,16 +23,16 @@ def write(
 ) -> None:
     """Write a file.
 
-    `header`: JSON-ready: ``model``, ``tokens``, and of each layer its shape and the names of what
-    each method learnt; `layers`: of each layer, tensors by name.
+    `header`: ``model``, ``tokens``, and of each layer its shape and the names of what each method
+    learnt; `layers`: of each layer, tensors by name.
     """
     tensors = [item for layer in layers for item in layer.items()]
     runs = [(1, [sum(x.nbytes for x in layer.values()) for layer in layers])]
     Container.build(KIND, VERSION, header, tensors, runs).save(path)
 
 
-def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return header and tensors of a file, every byte checked."""
+def read(path: str | PathLike[str]) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return the header and, in the order in which it names them, the tensors; all is checked."""
     held = Container(read_regular(path), KIND, VERSION)
     header = {name: value for name, value in held.manifest.items() if name != "sections"}
     check(header, {"layers": dict, "model": str, "tokens": SIZE}, f"{path}: header")
@@ -51,10 +50,10 @@ def read(path: str | PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     wanted = [
         f"{index}.{side}.{i}.{name}"
         for index, layer in enumerate(header["layers"].values())
-        for side in SIDES
+        for side in ("k", "v")
         for i, names in enumerate(layer[side].values())
         for name in names
     ]
     if list(tensors) != wanted:
         raise FormatError(f"{path}: the tensors are not those that the header names")
-    return header, tensors
+    return header, list(tensors.values())

@@ -127,9 +127,8 @@ def slot_bits(key: Any, value: Any, dim: int) -> tuple[float, float]:
 
     from kvpact.methods import bytes_per_slot
 
-    codecs = (key.key_codec(dim, torch.float16), value.value_codec(dim, torch.float16))
-    k, v = (8 * bytes_per_slot(codec) / dim for codec in codecs)
-    return k, v
+    k, v = Spec(key, value).codecs(dim, dim, torch.float16)
+    return 8 * bytes_per_slot(k) / dim, 8 * bytes_per_slot(v) / dim
 
 
 def option_text(value: object) -> str:

@@ -151,10 +151,8 @@ class CompressedKV:
 
     def decompress(self) -> tuple[Tensor, Tensor]:
         """Return K and V in the shapes and the dtype that were given."""
-        return (
-            self.k.decompress().reshape(self.k_shape),
-            self.v.decompress().reshape(self.v_shape),
-        )
+        k, v = self.k.decompress(), self.v.decompress()
+        return k.reshape(self.k_shape), v.reshape(self.v_shape)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file with a manifest in its metadata; see `compressor.files`."""
@@ -166,7 +164,7 @@ class CompressedKV:
 
     def _container(self) -> Container:
         parts = self.spec, self.layout, self.batch, self.k, self.v
-        return files.container(parts, list(self.tensors().items()))
+        return files.container(parts, self.tensors())
 
     @staticmethod
     def load(path: str | PathLike[str]) -> CompressedKV:
@@ -174,10 +172,8 @@ class CompressedKV:
 
         Raises
         ------
-        FormatError
-            No such file format, an unknown version, a damaged file.
-        IntegrityError
-            A tensor's bytes were changed.
+        FormatError, IntegrityError
+            No such file format, an unknown version, a damaged file, a tensor's bytes were changed.
         SpecError
             It was made with a method that is not there.
         """

@@ -114,36 +114,25 @@ class KVCacheCompressor:
         return self._compress(k, v, "unbatched")
 
     def _compress(self, k: Tensor, v: Tensor, layout: Layout) -> CompressedKV:
-        key = self.spec.key.key_codec(k.shape[-1], k.dtype)
-        value = self.spec.value.value_codec(v.shape[-1], v.dtype)
-        return CompressedKV(
-            self.spec,
-            layout,
-            k.shape[0] if layout == "batched" else 1,
-            PackedStream.of(key, flat(k), self._compute, self._measure),
-            PackedStream.of(value, flat(v), self._compute, self._measure),
+        key, value = self.spec.codecs(k.shape[-1], v.shape[-1], k.dtype)
+        packed = (
+            PackedStream.of(codec, flat(x), self._compute, self._measure)
+            for codec, x in ((key, k), (value, v))
         )
+        return CompressedKV(self.spec, layout, k.shape[0] if k.dim() == 4 else 1, *packed)
 
     def file_bytes(
         self, k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: torch.dtype
     ) -> int:
         """Return the bytes that a file of K and V of these shapes will have, header included.
 
-        Parameters
-        ----------
-        k_shape, v_shape, dtype
-            `[B, H, T, D]` and `[B, H, T, D_v]`, both of one dtype.
-
-        Raises
-        ------
-        SpecError
-            The tokens decide it: the method learns from them, or the error is measured.
+        Shapes are `[B, H, T, D]` and `[B, H, T, D_v]`. Raises `SpecError` where the tokens decide:
+        the method learns from them, or the error is measured.
         """
         if self._measure:
             raise SpecError("a file's bytes depend on the error's digits: pass measure=False")
-        key = self.spec.key.key_codec(k_shape[-1], dtype)
-        value = self.spec.value.value_codec(v_shape[-1], dtype)
-        k, v = (self._blank(codec, x, dtype) for codec, x in ((key, k_shape), (value, v_shape)))
+        key, value = self.spec.codecs(k_shape[-1], v_shape[-1], dtype)
+        k, v = self._blank(key, k_shape, dtype), self._blank(value, v_shape, dtype)
         return len(CompressedKV(self.spec, "batched", k_shape[0], k, v).to_bytes())
 
     @staticmethod
@@ -157,26 +146,14 @@ class KVCacheCompressor:
     def decompress_kv(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
         """Return K and V `[B, H, T, D]`, whatever method compressed them.
 
-        What had no batch dimension comes back as a batch of one.
-
-        Raises
-        ------
-        DtypeError
-            It is no `CompressedKV`.
+        What had no batch dimension comes back as a batch of one. Raises `DtypeError` for what is
+        no `CompressedKV`, as all methods that take one.
         """
         k, v = self._own(compressed).decompress()
         return (k, v) if k.dim() == 4 else (k.unsqueeze(0), v.unsqueeze(0))
 
     def decompress_kv_3d(self, compressed: CompressedKV) -> tuple[Tensor, Tensor]:
-        """Return K and V `[H, T, D]`.
-
-        Raises
-        ------
-        GeometryError
-            They are a batch of more than one row.
-        DtypeError
-            It is no `CompressedKV`.
-        """
+        """Return K and V `[H, T, D]`. Raises `GeometryError` for more than one row."""
         compressed = self._own(compressed)
         if compressed.batch > 1:
             raise GeometryError(f"a batch of {compressed.batch} rows; use decompress_kv")
@@ -188,16 +165,7 @@ class KVCacheCompressor:
 
         Where the cache has the same method, the packed slots are copied as they are: nothing is
         quantised twice, and the error is not known (NaN). Else what the cache gives back is
-        compressed, and the error is that of the second compression.
-
-        Parameters
-        ----------
-        cache : PagedKVCache
-            Stays as it is.
-        layer : int
-            Layer index.
-        seq_id : int
-            The sequence.
+        compressed, and the error is that of the second compression. The cache stays as it is.
 
         Raises
         ------

@@ -27,6 +27,7 @@ from kvpact.spec import Spec
 
 FORMAT = "kvpact.compressed_kv"
 VERSION = 1
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _STREAM = {
     "rows": COUNT,
@@ -60,7 +61,7 @@ Parts = tuple[Spec, Literal["batched", "unbatched"], int, PackedStream, PackedSt
 """What a `CompressedKV` is made of: spec, layout, batch, K and V."""
 
 
-def container(parts: Parts, tensors: list[tuple[str, Tensor]]) -> Container:
+def container(parts: Parts, tensors: dict[str, Tensor]) -> Container:
     """Return what is stored; equal contents give equal bytes."""
     spec, layout, batch, k, v = parts
     manifest = {
@@ -72,8 +73,8 @@ def container(parts: Parts, tensors: list[tuple[str, Tensor]]) -> Container:
         "k": _stream_entry(k),
         "v": _stream_entry(v),
     }
-    runs = [(1, [tensor.nbytes for _, tensor in tensors])]
-    return Container.build(FORMAT, VERSION, manifest, tensors, runs)
+    runs = [(1, [tensor.nbytes for tensor in tensors.values()])]
+    return Container.build(FORMAT, VERSION, manifest, list(tensors.items()), runs)
 
 
 def read(file: Container, name: str) -> Parts:
@@ -93,14 +94,7 @@ def read(file: Container, name: str) -> Parts:
         raise type(error)(f"{name}: {error}") from error
     except KVPactError:
         raise
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _DAMAGE as error:
         raise FormatError(f"{name}: the manifest is damaged: {error!r}") from error
 
 
@@ -110,14 +104,13 @@ def _rebuild(manifest: dict[str, Any], tensors: dict[str, Tensor]) -> Parts:
     k, v = manifest["k"], manifest["v"]
     need(k["rows"] == v["rows"] and k["rows"] % manifest["batch"] == 0, "rows")
     need(k["packed"] + k["open"] == v["packed"] + v["open"], "K and V of unlike length")
-    streams = [
-        _stream(entry, codec, {n[2:]: x for n, x in tensors.items() if n[0] == side}, dtype)
-        for side, entry, codec in (
-            ("k", k, spec.key.key_codec(k["dim"], dtype)),
-            ("v", v, spec.value.value_codec(v["dim"], dtype)),
+    k_stream, v_stream = (
+        _stream(
+            manifest[side], codec, {n[2:]: x for n, x in tensors.items() if n[0] == side}, dtype
         )
-    ]
-    return spec, manifest["layout"], manifest["batch"], streams[0], streams[1]
+        for side, codec in zip("kv", spec.codecs(k["dim"], v["dim"], dtype), strict=True)
+    )
+    return spec, manifest["layout"], manifest["batch"], k_stream, v_stream
 
 
 def _stream(

@@ -240,8 +240,7 @@ def coverage(reference: Any, cache: Any, specs: Sequence[Spec]) -> dict[str, int
 
 def learns(spec: Spec) -> bool:
     """Tell whether a codec of a spec learns from tokens; width and dtype are of no account."""
-    codecs = spec.key.key_codec(64, torch.float32), spec.value.value_codec(64, torch.float32)
-    return any(isinstance(codec, FittedCodec) for codec in codecs)
+    return any(isinstance(codec, FittedCodec) for codec in spec.codecs(64, 64, torch.float32))
 
 
 def installed(name: str) -> str | None:

@@ -80,10 +80,7 @@ def check_covered(
     named = next(one for one in BACKENDS if one.name == compute.requested)
     device = next((one for one in devices() if not named.runs_here(one)), _CPU)
     for spec in set(specs):
-        codecs = (
-            spec.key.key_codec(geometry.head_dim, dtype),
-            spec.value.value_codec(geometry.value_dim, dtype),
-        )
+        codecs = spec.codecs(geometry.head_dim, geometry.value_dim, dtype)
         for operation in OPERATIONS:
             # What is kept exactly has no offset.
             known = offset and operation == "attend" and not codecs[0].exact

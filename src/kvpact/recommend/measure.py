@@ -84,9 +84,8 @@ def _refusal(spec: str, seen: Seen) -> str:
 @cache
 def slot_bits(text: str, shape: CacheGeometry) -> float:
     """Return the bits of packed slots per number of K and V of one layer."""
-    spec, dims = parse_spec(text), (shape.head_dim, shape.value_dim)
-    k = spec.key.key_codec(dims[0], torch.float16)
-    v = spec.value.value_codec(dims[1], torch.float16)
+    dims = shape.head_dim, shape.value_dim
+    k, v = parse_spec(text).codecs(*dims, torch.float16)
     return 8 * (bytes_per_slot(k) + bytes_per_slot(v)) / sum(dims)
 
 

@@ -73,8 +73,8 @@ class CacheKit(ShapeKit):
 
     def groups(self) -> tuple[int, int]:
         """Return the tokens that are quantised together, for K and for V."""
-        spec, dtype = parse_spec(self.spec), torch.float32
-        return spec.key.key_codec(64, dtype).group, spec.value.value_codec(64, dtype).group
+        key, value = parse_spec(self.spec).codecs(64, 64, torch.float32)
+        return key.group, value.group
 
     def units(self) -> tuple[int, int]:
         """Return the tokens that leave the window together, for K and for V."""

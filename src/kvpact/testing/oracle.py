@@ -199,10 +199,10 @@ class LayerOracle:
 
     def reset(self) -> None:
         """Forget everything, padding included."""
-        key, value, (dim, v_dim) = self._spec.key, self._spec.value, self._widths
-        codec = key.key_codec(dim, self._dtype)
-        self.k = StreamOracle(codec, key.sinks, key.window, self._offset)
-        self.v = StreamOracle(value.value_codec(v_dim, self._dtype), value.sinks, value.window)
+        key, value = self._spec.key, self._spec.value
+        k, v = self._spec.codecs(*self._widths, self._dtype)
+        self.k = StreamOracle(k, key.sinks, key.window, self._offset)
+        self.v = StreamOracle(v, value.sinks, value.window)
         self.padding: list[int] = []
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from kvpact.methods.fitted import FittedCodec
 from kvpact.registry import Alias, list_methods
-from kvpact.testing.method_base import new_codec
+from kvpact.spec import parse_spec
 
 _ALIASES = {"q8_0": 0.0067, "tq3": 0.265}
 """Aliases with sinks and window of 0, as they are written."""
@@ -69,7 +69,7 @@ def _examples(name: str, method: type) -> dict[str, float]:
 
 
 def _is(text: str, fitted: bool | None, grouped: bool | None) -> bool:
-    codecs = [new_codec(text, side, 64, torch.float32) for side in ("key", "value")]
+    codecs = parse_spec(text).codecs(64, 64, torch.float32)
     learns = any(isinstance(codec, FittedCodec) for codec in codecs)
     groups = any(codec.group > 1 for codec in codecs)
     return fitted in (None, learns) and grouped in (None, groups)

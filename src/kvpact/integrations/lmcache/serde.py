@@ -74,10 +74,8 @@ class ChunkFormat:
 
     def _checked_groups(self, text: str) -> list[tuple[str, int]]:
         """Return the tokens that K and V pack together."""
-        codecs = (
-            self.spec.key.key_codec(self.layout.head_dim, torch.float32),
-            self.spec.value.value_codec(self.layout.value_dim, torch.float32),
-        )
+        widths = self.layout.head_dim, self.layout.value_dim
+        codecs = self.spec.codecs(*widths, torch.float32)
         for side, codec in zip("KV", codecs, strict=True):
             reason = ""
             if codec.learns_from or not codec.ready:
