@@ -92,6 +92,7 @@ bench: $(BUILT) ## speed, bytes and memory on this machine, targets beside them:
 	@$(PY) benchmarks/paged.py
 	@$(PY) benchmarks/store.py
 	@$(PY) benchmarks/first_token.py
+	@$(PY) benchmarks/stored_prefix.py
 	@$(PY) benchmarks/latency.py --out $(BENCH)
 	@$(PY) benchmarks/prompt_share.py --out $(BENCH)
 	@$(PY) benchmarks/step.py --out $(BENCH)

@@ -218,7 +218,7 @@ def test_records_that_do_not_fit_change_nothing(wrong, make_model, sizes, ids):
     twin = copy.deepcopy(cache)
     records = twin.snapshot().records()
     records[0] = replace(records[0], **wrong)
-    forged = twin._held().snapshot_with(records)
+    forged = twin.held().snapshot_with(records)
     with pytest.raises(GeometryError, match="which this model's layer does not hold"):
         cache.restore(Snapshot.from_bytes(forged.to_bytes()))
     assert torch.equal(*(run(model, x, [ids[:, 20:24]]) for x in (cache, twin)))

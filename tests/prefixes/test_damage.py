@@ -188,7 +188,7 @@ def test_a_chunk_with_right_checksums_that_no_cache_could_have_written(store, id
 def test_chunks_that_can_not_be_joined_are_a_miss(store, ids, saved, monkeypatch):
     _, whole = saved
 
-    def refuse(self, chunks):
+    def refuse(self, chunks, records):
         raise FormatError("the snapshot can't be right: no reason")
 
     cache = create_cache(SPEC, GEOMETRY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +115,7 @@ def generate(
         sampling = {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0}
     stream, started = TextStream(tokenizer, as_json), time.perf_counter()
     with prefix_of(prefix_store, network, cache, tenant, password, storage, known) as prefix:
-        prefix.load(ids)
+        prefix.load(ids, stands=cache.stands)
         sampling |= {"prefill_chunk_size": chunk, "streamer": stream}
         prefix.save(continued(network, ids, cache, max_new_tokens, **sampling))
     figures = figures_of(cache, stream, ids.shape[1], network.dtype, prefix, started)
@@ -153,7 +153,7 @@ def figures_of(
         "layers": stats["layers"],
         "seconds": {
             "first_token": stream.times[0] - started,
-            "prefill": stream.times[0] - stream.started,
+            "prefill": stream.times[0] - stream.started + prefix.computing,
             "decode": stream.times[-1] - stream.times[0],
         },
         "prefix": prefix.figures,
@@ -199,7 +199,7 @@ class Prefix:
 
     def __init__(self, prefixes: Any, *rows: tuple[str, str]) -> None:
         self._prefixes, self.rows, self.loaded = prefixes, list(rows), 0
-        self._saved = 0
+        self.computing = 0.0
 
     @property
     def figures(self) -> dict[str, int] | None:
@@ -208,24 +208,38 @@ class Prefix:
             return None
         return {"loaded_tokens": self.loaded, "saved_tokens": self._saved}
 
-    def load(self, ids: Tensor) -> None:
-        """Put the prefix of a prompt `[1, T]` into the cache, all but the last token at most."""
+    def load(self, ids: Tensor, *, stands: bool) -> None:
+        """Put the prefix of a prompt `[1, T]` into the cache, all but the last token at most.
+
+        `stands`: whether the cache has windows or states, which are saved where the model stops:
+        then the rest of the prompt's chunks is computed here, in `computing` seconds.
+        """
         if self._prefixes is not None:
             begin = time.perf_counter()
             self.loaded = self._prefixes.load(ids[:, :-1])
-            self.rows.append(("  loading the prefix", f"{time.perf_counter() - begin:.2f}"))
+            loaded = time.perf_counter()
+            self.rows.append(("  loading the prefix", f"{loaded - begin:.2f}"))
             self.rows.append(("prompt tokens from the store", str(self.loaded)))
+            if stands:
+                self._try(lambda: self._prefixes.prefill(ids))
+                self.computing = time.perf_counter() - loaded
 
     def save(self, ids: Tensor) -> None:
         """Save the chunks of the whole text, `[1, T]`, that the store does not have."""
         if self._prefixes is not None:
-            written = 0
-            try:
-                written = self._prefixes.save(ids)
-            except StoreError as error:  # the text is there; only the next run is slower
-                note(f"the prefix was not saved: {error}")
-            self._saved = written * self._prefixes.chunk
+            self._try(lambda: self._prefixes.save(ids))
             self.rows.append(("tokens saved to the store", str(self._saved)))
+
+    def _try(self, save: Callable[[], int]) -> None:
+        """Save, and go on where that fails: the text is there, only the next run is slower."""
+        try:
+            save()
+        except StoreError as error:
+            note(f"the prefix was not saved: {error}")
+
+    @property
+    def _saved(self) -> int:
+        return int(self._prefixes.written * self._prefixes.chunk)
 
 
 @contextmanager

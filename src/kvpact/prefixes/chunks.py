@@ -31,6 +31,7 @@ from kvpact.snapshot import (
     FieldInfo,
     Identity,
     LayerState,
+    RecordState,
     Snapshot,
     StreamState,
     token_hash,
@@ -190,8 +191,11 @@ class ChunkKind:
             found.append(torch.cat([one, missing], 2) if method.sinks else None)
         return found
 
-    def join(self, chunks: Sequence[Chunk]) -> Snapshot:
-        """Return the prefix that chunks make, in order from the first: sinks, and no window."""
+    def join(self, chunks: Sequence[Chunk], records: Sequence[RecordState] = ()) -> Snapshot:
+        """Return the prefix that chunks make, in order from the first: sinks, and no window.
+
+        `records`: what the model's other layers hold at its end.
+        """
         data, sinks = torch.stack([chunk.slots for chunk in chunks]), self._sinks(chunks)
         heads, end, states = self.geometry.num_kv_heads, len(chunks) * self.size, []
         for index, (begin, stop) in enumerate(pairwise(accumulate(self.slot_bytes, initial=0))):
@@ -216,4 +220,5 @@ class ChunkKind:
             layout="contiguous",
             page_size=self.size,
             identity=self.identity,
+            records=records,
         )

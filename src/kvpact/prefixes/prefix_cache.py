@@ -25,10 +25,11 @@ from kvpact.errors import (
 )
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
+from kvpact.prefixes.checkpoints import CheckpointKind
 from kvpact.prefixes.chunks import ChunkKind
-from kvpact.prefixes.sources import PrefixSource, StoredSource, source_of
+from kvpact.prefixes.sources import PrefixSource, RecordSource, StoredSource, source_of
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import Identity
+from kvpact.snapshot import Identity, RecordState
 from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
 
@@ -71,6 +72,9 @@ class PrefixCache:
         depend on it, and no longer on the cache's own spec.
     calibration : Calibration or mapping, optional
         What methods of `storage` learnt (``kvpact calibrate``).
+    windows : {"int8", "exact"}, optional
+        How the windows of a model's other layers are stored: as 8-bit integers with a scale per
+        channel over 64 tokens, or as they are. If omitted, exact where all specs are ``none``.
     device : torch.device
         Where a contiguous cache's tokens go.
 
@@ -82,6 +86,7 @@ class PrefixCache:
         The cache's geometry has no dtype.
     SpecError
         A method that learns from tokens and has not learnt yet: make the cache with `calibration`.
+        Or `windows` is something else.
     MismatchError
         `model` is empty.
 
@@ -103,14 +108,18 @@ class PrefixCache:
         chunk: int | None = None,
         storage: SpecLike | None = None,
         calibration: Calibration | None = None,
+        windows: str | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if not model:
             raise MismatchError("name the model, by a fingerprint of its weights: K and V are its")
         self.store = store
+        self.written = 0
+        """Chunks that `save` wrote."""
         self._unreadable: set[str] = set()
         """Keys that the store affirms and gave nothing usable for: `save` writes them anew."""
         self._source: PrefixSource = source_of(cache, device)
+        self._records = self._source if isinstance(self._source, RecordSource) else None
         if storage is not None:
             self._source = StoredSource(self._source, storage, calibration)
         elif calibration is not None:
@@ -130,6 +139,13 @@ class PrefixCache:
             size,
             self._source.key_offsets,
         )
+        if windows not in (None, "int8", "exact"):
+            raise SpecError(f"windows should be 'int8' or 'exact', not {windows!r}")
+        exact = all(codec.exact for pair in self._kind.codecs for codec in pair)
+        packed = windows == "int8" or (windows is None and not exact)
+        self._checkpoints: CheckpointKind | None = None
+        if self._records is not None and self._records.shapes:
+            self._checkpoints = CheckpointKind(self._kind, tuple(self._records.shapes), packed)
 
     def _codecs(self) -> tuple[tuple[Codec, Codec], ...]:
         source = self._source
@@ -152,15 +168,25 @@ class PrefixCache:
     def match(self, tokens: Tokens) -> int:
         """Return how many of the first tokens the store holds; nothing is read.
 
+        Of a model whose other layers hold windows and states, as many as have these, too.
+
         Parameters
         ----------
         tokens : sequence of int or Tensor
             Token ids, `[T]` or `[1, T]`, from the first on.
         """
-        return self._held(self.keys(tokens)) * self.chunk
+        keys = self.keys(tokens)
+        return self._checkpoint(keys, self._held(keys)) * self.chunk
 
     def _held(self, keys: Sequence[str]) -> int:
         return next((i for i, key in enumerate(keys) if self._lacks(key)), len(keys))
+
+    def _checkpoint(self, keys: Sequence[str], last: int) -> int:
+        """Return how many chunks there are, `last` at most, up to one with a checkpoint."""
+        kind = self._checkpoints
+        if kind is None:
+            return last
+        return next((n for n in range(last, 0, -1) if not self._lacks(kind.key(keys[n - 1]))), 0)
 
     def _lacks(self, key: str) -> bool:
         return key in self._unreadable or not self.store.contains(key)
@@ -195,7 +221,9 @@ class PrefixCache:
         ids = token_ids(tokens)
         keys = self.keys(ids)
         self._unreadable.difference_update(keys)  # another process may have written them since
-        keys = keys[: self._held(keys)]
+        if self._checkpoints is not None:
+            self._unreadable.difference_update(map(self._checkpoints.key, keys))
+        keys = keys[: self._checkpoint(keys, self._held(keys))]
         # The last chunk first: then the first ones, which all others need, are the latest used.
         blobs = [self.store.get(key) for key in reversed(keys)][::-1]
         chunks = []
@@ -211,14 +239,41 @@ class PrefixCache:
                 self._shorter(index, len(keys), str(error))
                 break
         self._unreadable.update(k for k, blob in zip(keys, blobs, strict=True) if blob is None)
+        count, records = self._load_checkpoint(keys, ids, len(chunks))
+        chunks = chunks[:count]
         if chunks:
             try:
-                self._source.restore(self._kind.join(chunks), seq)
+                self._source.restore(self._kind.join(chunks, records), seq)
             except (FormatError, IntegrityError) as error:  # each is whole, all of them are not
                 self._drop(keys[: len(chunks)])
                 self._shorter(0, len(keys), str(error))
                 return 0
         return len(chunks) * self.chunk
+
+    def _load_checkpoint(
+        self, keys: Sequence[str], ids: Sequence[int], last: int
+    ) -> tuple[int, list[RecordState]]:
+        """Return how many chunks, `last` at most, end in a checkpoint that can be read, and it."""
+        kind = self._checkpoints
+        if kind is None:
+            return last, []
+
+        def read(end: int) -> bytes:
+            blob = self.store.get(kind.key(keys[end // self.chunk - 1]))
+            if blob is None:
+                raise FormatError(f"the checkpoint behind token {end} is gone")
+            return blob
+
+        while count := self._checkpoint(keys, last):
+            try:
+                return count, kind.load(read, ids[: count * self.chunk])
+            except (FormatError, IntegrityError) as error:
+                self._drop([kind.key(keys[count - 1])])
+                told = f"windows and states behind token {count * self.chunk} can't be used"
+                warnings.warn(
+                    f"{told} ({error}): the prefix is shorter", StoreWarning, stacklevel=3
+                )
+        return 0, []
 
     def _drop(self, keys: Sequence[str]) -> None:
         """Remove entries that are damaged; where that fails, `save` replaces them."""
@@ -278,7 +333,31 @@ class PrefixCache:
             for index, blob in zip(run, blobs, strict=True):
                 self.store.put(keys[index], blob)
                 self._unreadable.discard(keys[index])
+                self.written += 1
+        self._save_checkpoint(keys, ids, max((layer.length for layer in layers), default=0), seq)
         return len(missing)
+
+    def _save_checkpoint(
+        self, keys: Sequence[str], ids: Sequence[int], held: int, seq: int | None
+    ) -> None:
+        """Store the windows and states behind the `held` tokens, if a chunk ends there."""
+        kind, records = self._checkpoints, self._records
+        if kind is None or records is None or not keys:
+            return
+        count = held // self.chunk
+        if held % self.chunk:
+            if not self._checkpoint(keys, len(keys)):
+                told = (
+                    f"the windows and states of this model stand at {held} tokens, where no chunk "
+                    "of the prefix ends, so nothing of it can be loaded: prefill() stops where "
+                    "they can be saved"
+                )
+                warnings.warn(told, StoreWarning, stacklevel=3)
+        elif count <= len(keys) and self._lacks(key := kind.key(keys[count - 1])):
+            before = self._checkpoint(keys, count - 1) * self.chunk
+            begin = before if before > kind.begins(held) else 0
+            self.store.put(key, kind.pack(records.records(seq), begin, ids[:held]))
+            self._unreadable.discard(key)
 
     def _check(self, layers: Sequence[CacheLayer], tokens: int) -> None:
         held = min((layer.length for layer in layers), default=0)

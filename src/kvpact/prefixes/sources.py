@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from kvpact.cache.recode import recoded
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
+from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import Snapshot
+from kvpact.snapshot import RecordState, Snapshot
 from kvpact.spec import Spec
 
 Codecs = list[tuple[Codec, Codec]]
@@ -51,6 +53,17 @@ class PrefixSource(Protocol):
 
     def restore(self, snapshot: Snapshot, seq: int | None) -> None:
         """Hold what a snapshot holds."""
+        ...
+
+
+@runtime_checkable
+class RecordSource(Protocol):
+    """A `PrefixSource` of a model whose other layers hold windows and states, at one count."""
+
+    shapes: Sequence[RecordShape]
+
+    def records(self, seq: int | None) -> list[RecordState]:
+        """Return copies of what these layers hold. Raises `SnapshotError` after an interrupt."""
         ...
 
 

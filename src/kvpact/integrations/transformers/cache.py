@@ -28,7 +28,7 @@ from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
-from kvpact.snapshot import Identity, Snapshot
+from kvpact.snapshot import Identity, RecordState, Snapshot
 from kvpact.spec import DEFAULT_SPEC
 
 
@@ -173,12 +173,21 @@ class CompressedCache(EngineCache):
         KVPactError
             A layer holds something that kvpact does not know.
         """
-        held = self._held()
+        held = self.held()
         if held is None:
             raise SnapshotError("the cache is empty; run the model first")
-        counts = {held.seq_len(layer) for layer in range(len(self._shared.specs))}
-        records = saved(self._own_by_index(), counts)
-        return held.snapshot_with(records, token_ids, identity)
+        return held.snapshot_with(self.records(), token_ids, identity)
+
+    def records(self) -> list[RecordState]:
+        """Return copies of what layers hold that transformers caches itself, for a snapshot.
+
+        Raises
+        ------
+        SnapshotError
+            Layers hold unlike numbers of tokens since a call was interrupted.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        return saved(self.own_by_index(), {layer.get_seq_length() for layer in layers})
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.
@@ -194,39 +203,27 @@ class CompressedCache(EngineCache):
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
-        records = checked(self._own_by_index(), snapshot.records(), snapshot.tokens, device)
+        records = checked(self.own_by_index(), snapshot.records(), snapshot.tokens, device)
         whole = shared.new_cache(geometry)
         whole.restore_layers(snapshot, device)
         self._order.forget()
         shared.hold(whole if whole.batch_size is not None else None, layers)
-        restore_records(self._own_by_index(), records)
+        restore_records(self.own_by_index(), records)
 
-    def _own_by_index(self) -> dict[int, Any]:
+    def own_by_index(self) -> dict[int, Any]:
         """Return the layers that hold something of their own, by their number."""
         return {i: x for i, x in enumerate(self.layers) if type(x) is not CompressedLayer}
 
     def held(self) -> ContiguousCache | None:
-        """Return the cache of all layers, every token stored; None while one of them is empty.
+        """Return the cache of all compressed layers, every token stored; None while one is empty.
+
+        What layers hold that transformers caches itself is not in it, but in `records`.
 
         Raises
         ------
-        SnapshotError
-            The model has layers that transformers caches itself (sliding, linear, …).
         GeometryError
             Layers have K and V of unlike shapes.
         """
-        native = self._own_layers()
-        if native:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in native}))
-            raise SnapshotError(
-                f"{len(native)} layers are cached by transformers itself ({kinds}): what they hold "
-                "can't be cut at a token, so prefixes of this model can't be stored; "
-                "take snapshot(), which has them"
-            )
-        return self._held()
-
-    def _held(self) -> ContiguousCache | None:
-        """Return the cache of all compressed layers, every token stored; None as of `held`."""
         caches = self._caches()
         if None in self._shared.held:
             return None

@@ -19,7 +19,7 @@ from kvpact.cache.held import Held
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.quick import counted
 from kvpact.cache.room import rewind
-from kvpact.errors import BackendUnavailable, GeometryError
+from kvpact.errors import BackendUnavailable, GeometryError, KVPactError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.kernels.triton.backend import installed
 
@@ -49,7 +49,7 @@ class DecodeGraph:
     BackendUnavailable
         Triton is not installed; or a layer can't be stepped by the device alone, and the message
         says which, and why.
-    SnapshotError
+    KVPactError
         The model has layers that transformers caches itself.
 
     Examples
@@ -64,6 +64,11 @@ class DecodeGraph:
     def __init__(self, model: PreTrainedModel, cache: CompressedCache, room: int = ROOM) -> None:
         if isinstance(room, bool) or not isinstance(room, int) or room < 1:
             raise GeometryError(f"room should be a positive number of tokens, not {room!r}")
+        if cache.stands:
+            raise KVPactError(
+                "transformers caches layers of this model itself, whose steps no graph of kvpact "
+                "has: call the model"
+            )
         if not installed():
             raise BackendUnavailable("steps of a graph need Triton: pip install 'kvpact[triton]'")
         self.model, self.cache, self.room = model, cache, room

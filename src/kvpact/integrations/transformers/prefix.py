@@ -4,39 +4,98 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from inspect import signature
 from typing import Any
 
 import torch
 
-from kvpact.cache import ContiguousCache
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
-from kvpact.errors import SnapshotError
+from kvpact.errors import GeometryError, SnapshotError
 from kvpact.integrations.fingerprint import model_fingerprint, require_adapter_name
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.offsets import entries, rope_by_length
+from kvpact.integrations.transformers.records import record_shapes
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
 from kvpact.prefixes.sources import Codecs
 from kvpact.recipe import SpecLike
-from kvpact.snapshot import Snapshot
+from kvpact.snapshot import RecordState, Snapshot
 from kvpact.stores import Store
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*_token_(id|index)")
 """Names in configs of the tokens in whose place an image, a video or sound stands."""
+_FORGETFUL = {"jamba", "falcon_mamba"}
+"""Models whose states of linear attention count for single tokens alone (transformers 5.23)."""
 
 
-class _TextPrefixes(PrefixCache):
+class TextPrefixes(PrefixCache):
     """Prefixes that end before the first token of an image, a video or sound.
 
     What those show is in no token id: equal ids may stand for other K and V.
     """
 
     media: frozenset[int] = frozenset()
+    model: Any
+    cache: CompressedCache
 
     def keys(self, tokens: Tokens) -> list[str]:
+        """Return the store's keys of all full chunks before the first image, video or sound."""
         ids = token_ids(tokens)
         first = next((i for i, token in enumerate(ids) if token in self.media), len(ids))
         return super().keys(ids[:first])
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tokens, *, every: int | None = None) -> int:
+        """Load the longest known prefix of a prompt, compute the rest of its chunks, and save them.
+
+        Windows and states of other layers than full attention's stand at one count of tokens: they
+        are saved where the model stops. It stops at the prompt's last full chunk, and where a known
+        prefix ends behind which the prompt goes on otherwise; with `every`, more often.
+
+        Parameters
+        ----------
+        tokens : sequence of int or Tensor
+            The prompt's token ids, `[T]` or `[1, T]`. At least the last one is left to the model.
+        every : int, optional
+            Stop at its multiples, too; itself a multiple of `chunk`.
+
+        Returns
+        -------
+        int
+            Tokens that the cache holds now; `generate` computes the rest.
+
+        Raises
+        ------
+        GeometryError
+            `every` cuts a chunk, or the cache holds other tokens already.
+
+        Examples
+        --------
+        >>> prefixes.prefill(input_ids)
+        >>> tokens = model.generate(input_ids, past_key_values=cache)
+        >>> prefixes.save(tokens)
+        """
+        ids = token_ids(tokens)
+        if every is not None and (type(every) is not int or every < 1 or every % self.chunk):
+            raise GeometryError(f"every should be a multiple of {self.chunk}, not {every!r}")
+        keys = self.keys(ids[:-1])
+        end = len(keys) * self.chunk
+        stops = {self._held(keys) * self.chunk, end, *range(0, end, every or max(end, 1))}
+        held = self.cache.get_seq_length() or self.load(ids[:-1])
+        for stop in sorted(stop for stop in stops if stop > held):
+            self._compute(ids, held, stop)
+            self.save(ids[:stop])
+            held = stop
+        return held
+
+    def _compute(self, ids: list[int], first: int, last: int) -> None:
+        """Let the model compute the tokens `first <= t < last`."""
+        given = torch.tensor([ids[first:last]], device=self.model.device)
+        known = signature(self.model.forward).parameters
+        more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
+        if "position_ids" in known:  # Bamba counts them from 0 otherwise
+            more["position_ids"] = torch.arange(first, last, device=given.device)[None]
+        self.model(input_ids=given, past_key_values=self.cache, use_cache=True, **more)
 
 
 class _PrefixSource:
@@ -44,7 +103,10 @@ class _PrefixSource:
 
     def __init__(self, cache: CompressedCache, model: Any) -> None:
         self._cache, self._device = cache, model.device
-        held = cache.held() or _probed(cache, model)
+        probe = _probed(cache, model)
+        held = probe.held()
+        assert held is not None
+        self.shapes = record_shapes(probe.own_by_index())
         self.geometry, self.specs = held.geometry, held.specs
         self.key_offsets = held.key_offsets
         self._codecs = [held.entry(i).codecs for i in range(len(self.specs))]
@@ -58,18 +120,21 @@ class _PrefixSource:
         held = self._cache.held()
         return [] if held is None else [held.entry(i) for i in range(len(self.specs))]
 
+    def records(self, seq: int | None) -> list[RecordState]:
+        return self._cache.records()
+
     def restore(self, snapshot: Snapshot, seq: int | None) -> None:
         self._cache.restore(snapshot, device=self._device)
 
 
 @torch.no_grad()
-def _probed(cache: CompressedCache, model: Any) -> ContiguousCache:
-    """Return a cache of one token: what shape and dtype K and V have, only the model knows."""
+def _probed(cache: CompressedCache, model: Any) -> CompressedCache:
+    """Return the cache, or one of a token: shape and dtype of K and V only the model knows."""
+    if cache.held() is not None:
+        return cache
     probe = deepcopy(cache)
     model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=probe)
-    held = probe.held()
-    assert held is not None
-    return held
+    return probe
 
 
 def prefix_cache(
@@ -83,10 +148,12 @@ def prefix_cache(
     chunk: int | None = None,
     storage: SpecLike | None = None,
     calibration: Calibration | None = None,
-) -> PrefixCache:
-    """Return the `PrefixCache` of a transformers model.
+    windows: str | None = None,
+) -> TextPrefixes:
+    """Return the `PrefixCache` of a transformers model, which can `prefill`, too.
 
     Prefixes end before the first image, video or sound: what it shows is not in the token ids.
+    Layers that transformers caches itself (sliding, linear, …) are stored with them.
 
     Parameters
     ----------
@@ -100,15 +167,15 @@ def prefix_cache(
         What `model_fingerprint(model)` gave. If omitted it is computed, which reads every weight
         (about a second per gigabyte); keep it where many caches serve one model, and compute it
         anew when the weights change.
-    adapter, tenant, chunk, storage, calibration : optional
+    adapter, tenant, chunk, storage, calibration, windows : optional
         As in `PrefixCache`. Adapters that are merged are in the fingerprint already; where others
         are loaded, `adapter` has to say which one is active, and how strongly.
 
     Raises
     ------
     SnapshotError
-        The model has layers that transformers caches itself (sliding, linear, …), or RoPE whose
-        frequencies depend on the text's length (``dynamic``, ``longrope``).
+        The model has RoPE whose frequencies depend on the text's length (``dynamic``,
+        ``longrope``), or computes several tokens without the state before them (Jamba).
     MismatchError
         The model has adapters that are not merged, and `adapter` is missing.
     SpecError
@@ -118,7 +185,7 @@ def prefix_cache(
     --------
     >>> cache = CompressedCache(model, "turboquant:bits=4")
     >>> prefixes = prefix_cache(store, model, cache)
-    >>> prefixes.load(input_ids[:, :-1])
+    >>> prefixes.prefill(input_ids)
     >>> tokens = model.generate(input_ids, past_key_values=cache)
     >>> prefixes.save(tokens)
     """
@@ -129,7 +196,12 @@ def prefix_cache(
             f"RoPE of type {kind!r} turns equal tokens otherwise in longer texts: prefixes of "
             "this model can't be shared; a snapshot of the whole cache can be taken"
         )
-    prefixes = _TextPrefixes(
+    if config.get("model_type") in _FORGETFUL:
+        raise SnapshotError(
+            f"{config['model_type']} computes several tokens as if none were before them, so what "
+            "follows a prefix would be wrong; a snapshot of the whole cache can be taken"
+        )
+    prefixes = TextPrefixes(
         store,
         _PrefixSource(cache, model),
         model=fingerprint or model_fingerprint(model, adapter=adapter),
@@ -138,7 +210,9 @@ def prefix_cache(
         chunk=chunk,
         storage=storage,
         calibration=calibration,
+        windows=windows,
     )
+    prefixes.model, prefixes.cache = model, cache
     prefixes.media = frozenset(
         value for name, value in entries(config) if _MEDIA.fullmatch(name) and type(value) is int
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.snapshot import RecordState
 
 
@@ -182,6 +183,24 @@ def saved(layers: Mapping[int, Any], counts: set[int]) -> list[RecordState]:
                 tensor = tensor[..., -layer.conv_kernel_size[record.state] :]
             tensor = tensor.to("cpu", copy=True).contiguous()
             found.append(RecordState(index, record.name, tensor, record.attribute.rows, tokens))
+    return found
+
+
+def record_shapes(layers: Mapping[int, Any]) -> list[RecordShape]:
+    """Return what records of layers, which hold some tokens, are like."""
+    found = []
+    for index, layer in layers.items():
+        for record in records_of(layer):
+            kind, rows, tokens = record.attribute[1:]
+            shape = list(record.tensor.shape)
+            shape[rows] = 1
+            if tokens is not None:
+                shape[tokens] = 0
+            elif record.attribute.name == "conv_states":
+                shape[-1] = layer.conv_kernel_size[record.state]
+            kept = layer.sliding_window - 1 if kind == "ring" else None
+            dtype = record.tensor.dtype
+            found.append(RecordShape(index, record.name, dtype, tuple(shape), rows, tokens, kept))
     return found
 
 

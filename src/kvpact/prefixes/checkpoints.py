@@ -1,0 +1,221 @@
+"""Checkpoints: the windows and states of a model's other layers at the end of a chunk, as blobs.
+
+Layers that an engine caches itself hold *rings*, the last tokens of K and V, and *states*, which
+stand for all tokens up to one count. Neither can be cut at a token later on, so they are saved
+where the model stopped. A checkpoint has all states, and of the rings those tokens that the
+checkpoint before has not: a chat that grows writes its new tokens alone, and who loads a checkpoint
+reads those before it until the rings are full.
+
+Rings at rest are 8-bit integers with a scale per channel over 64 tokens, counted from the text's
+first one; states, and rings of caches that store exactly, are as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpact.errors import FormatError, SnapshotError
+from kvpact.prefixes.chunks import ChunkKind
+from kvpact.snapshot import Container, RecordState, token_hash
+
+KIND = "kvpact.checkpoint"
+VERSION = 1
+GROUP = 64
+"""Tokens that share a scale of a ring at rest."""
+SCALE = ".scale"
+
+
+@dataclass(frozen=True)
+class RecordShape:
+    """What all records of one name have in common.
+
+    `shape`: of a batch of one row, with 0 tokens; `tokens`: the axis of tokens, None of a state;
+    `kept`: the tokens that a ring keeps, None where it keeps all.
+    """
+
+    layer: int
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    rows: int
+    tokens: int | None = None
+    kept: int | None = None
+
+    @property
+    def key(self) -> str:
+        """The name of its tensor."""
+        return f"{self.layer}.{self.name}"
+
+    def first(self, end: int) -> int:
+        """Return the first token that it holds after `end` tokens."""
+        return 0 if self.kept is None else max(0, end - self.kept)
+
+    def with_tokens(self, count: int) -> tuple[int, ...]:
+        """Return its shape with `count` tokens; a state's has none to count."""
+        return tuple(count if axis == self.tokens else n for axis, n in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a blob holds, checked: records that begin with token `begin`, as they lay."""
+
+    begin: int
+    records: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CheckpointKind:
+    """How records become the blobs of checkpoints, and back; `packed`: rings as integers."""
+
+    chunks: ChunkKind
+    shapes: tuple[RecordShape, ...]
+    packed: bool
+
+    @cached_property
+    def salt(self) -> bytes:
+        """A hash of everything on which the bytes of equal tokens depend, beside the chunks'."""
+        shapes = [{**vars(x), "dtype": str(x.dtype)} for x in self.shapes]
+        data = {"format": [KIND, VERSION], "packed": self.packed, "records": shapes}
+        return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=32).digest()
+
+    def key(self, chunk: str) -> str:
+        """Return the store's key of the checkpoint at the end of a chunk with this key."""
+        return hashlib.blake2b(bytes.fromhex(chunk) + self.salt, digest_size=32).hexdigest()
+
+    def begins(self, end: int) -> int:
+        """Return the first token that any ring holds after `end` tokens; `end` without rings."""
+        return min((x.first(end) for x in self.shapes if x.tokens is not None), default=end)
+
+    def _parts(self, begin: int, end: int) -> list[tuple[RecordShape, int]]:
+        """Return each record with the first of its tokens in a checkpoint."""
+        return [(x, max(begin, x.first(end))) for x in self.shapes]
+
+    def _stored(self, begin: int, end: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Return name, dtype and shape of a blob's tensors, those without a number left out."""
+        found = []
+        for shape, first in self._parts(begin, end):
+            whole = shape.with_tokens(end - first)
+            if shape.tokens is None or shape.kept is None or not self.packed:
+                found.append((shape.key, shape.dtype, whole))
+            else:
+                groups = -(-end // GROUP) - first // GROUP
+                found.append((shape.key, torch.int8, whole))
+                found.append((shape.key + SCALE, torch.float32, shape.with_tokens(groups)))
+        return [(name, dtype, size) for name, dtype, size in found if 0 not in size]
+
+    def _manifest(self, begin: int, end: int, part: Sequence[int]) -> dict[str, Any]:
+        return {
+            "begin": begin,
+            "end": end,
+            "kind": (self.chunks.salt + self.salt).hex(),
+            "tokens": token_hash(torch.tensor([part], dtype=torch.int64, device="cpu")),
+        }
+
+    def pack(self, records: Sequence[RecordState], begin: int, ids: Sequence[int]) -> bytes:
+        """Return the blob of records that stand behind the tokens `ids`, from `begin` on.
+
+        Raises `SnapshotError` where they are not the records that the kind knows.
+        """
+        end, held = len(ids), {f"{x.layer}.{x.name}": x for x in records}
+        wanted = {x.key: (x.dtype, x.with_tokens(end - x.first(end))) for x in self.shapes}
+        found = {name: (x.tensor.dtype, tuple(x.tensor.shape)) for name, x in held.items()}
+        if found != wanted or any(x.tokens != end for x in records):
+            odd = sorted(found.items() ^ wanted.items(), key=str)
+            raise SnapshotError(
+                f"the model's layers hold other records than its first call's: {odd}"
+            )
+        tensors: dict[str, Tensor] = {}
+        for shape, first in self._parts(begin, end):
+            tensor = held[shape.key].tensor
+            if shape.tokens is not None:
+                tensor = tensor.narrow(
+                    shape.tokens, tensor.shape[shape.tokens] - (end - first), end - first
+                )
+            if shape.tokens is not None and shape.kept is not None and self.packed:
+                tensor, tensors[shape.key + SCALE] = to_integers(tensor, shape.tokens, first)
+            tensors[shape.key] = tensor
+        named = [(name, tensors[name]) for name, _, _ in self._stored(begin, end)]
+        runs = [(1, [sum(x.nbytes for _, x in named)])]
+        manifest = self._manifest(begin, end, ids[-self.chunks.size :])
+        return Container.build(KIND, VERSION, manifest, named, runs).to_bytes()
+
+    def unpack(self, blob: bytes, ids: Sequence[int]) -> Checkpoint:
+        """Return what a blob of `pack` holds, every byte checked; `ids` as there."""
+        held, end = Container(blob, KIND, VERSION), len(ids)
+        begin = held.manifest.get("begin")
+        if type(begin) is not int or not 0 <= begin < end or begin % self.chunks.size:
+            begin = -1  # no manifest says so
+        manifest = {name: value for name, value in held.manifest.items() if name != "sections"}
+        if manifest != self._manifest(begin, end, ids[-self.chunks.size :]):
+            raise FormatError("the checkpoint is of other tokens, or of another model or spec")
+        _, *found = [(name, x.dtype, x.shape) for name, x in held.entries.items()]
+        if held.num_sections != 1 or found != self._stored(begin, end):
+            raise FormatError("the checkpoint's tensors are not those of its kind")
+        tensors = held.tensors(0)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise FormatError(f"{name} of the checkpoint is not finite")
+        records = {}
+        for shape, first in self._parts(begin, end):
+            size = shape.with_tokens(end - first)
+            part = tensors.get(shape.key, torch.zeros(size, dtype=shape.dtype, device="cpu"))
+            if shape.key + SCALE in tensors and shape.tokens is not None:
+                scale = tensors[shape.key + SCALE]
+                part = from_integers(part, scale, shape.tokens, first).to(shape.dtype)
+            records[shape.key] = part
+        return Checkpoint(begin, records)
+
+    def load(self, read: Callable[[int], bytes], ids: Sequence[int]) -> list[RecordState]:
+        """Return the records behind the tokens `ids`; `read` gives the blob behind so many tokens.
+
+        Raises `FormatError` and `IntegrityError` where a blob that is needed is missing or damaged.
+        """
+        end = len(ids)
+        found = [self.unpack(read(end), ids)]
+        while self.begins(end) < (begin := found[-1].begin):
+            found.append(self.unpack(read(begin), ids[:begin]))
+        states = []
+        for shape in self.shapes:
+            tensor = found[0].records[shape.key]
+            if shape.tokens is not None:
+                whole = torch.cat([x.records[shape.key] for x in reversed(found)], shape.tokens)
+                length, count = whole.shape[shape.tokens], end - shape.first(end)
+                tensor = whole.narrow(shape.tokens, length - count, count)
+            states.append(RecordState(shape.layer, shape.name, tensor, shape.rows, end))
+        return states
+
+
+def to_integers(x: Tensor, axis: int, first: int) -> tuple[Tensor, Tensor]:
+    """Return `x` as int8 and float32 scales, one for `GROUP` tokens along `axis` and a channel.
+
+    `first`: the number of its first token in the text, from which groups are counted.
+    """
+    grouped = _grouped(x.float().movedim(axis, 0), first)
+    scale = grouped.abs().amax(1) / 127
+    codes = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
+    codes = codes.to(torch.int8).flatten(0, 1)[first % GROUP :][: x.shape[axis]]
+    return codes.movedim(0, axis).contiguous(), scale.movedim(0, axis).contiguous()
+
+
+def from_integers(codes: Tensor, scale: Tensor, axis: int, first: int) -> Tensor:
+    """Return what `to_integers` took, rounded, as float32."""
+    grouped = _grouped(codes.float().movedim(axis, 0), first) * scale.movedim(axis, 0)[:, None]
+    x = grouped.flatten(0, 1)[first % GROUP :][: codes.shape[axis]]
+    return x.movedim(0, axis).contiguous()
+
+
+def _grouped(x: Tensor, first: int) -> Tensor:
+    """Return `[tokens, …]` as `[groups, GROUP, …]`, zeros where a group has no token."""
+    lead, count = first % GROUP, x.shape[0]
+    groups = -(-(lead + count) // GROUP)
+    padded = x.new_zeros(groups * GROUP, *x.shape[1:])
+    padded[lead : lead + count] = x
+    return padded.view(groups, GROUP, *x.shape[1:])
