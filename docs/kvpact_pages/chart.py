@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,8 +50,12 @@ def svg(axes: Any) -> str:
         for light, dark in DARK.items()
         for what in ("fill", "stroke")
     )
+    # Identifiers are hashes of numbers whose last digit depends on the processor.
+    text = file.getvalue()
+    for index, name in enumerate(dict.fromkeys(re.findall(r'<clipPath id="(\w+)"', text))):
+        text = text.replace(name, f"clip{index}")
     dark = f"<style>@media(prefers-color-scheme:dark){{{rules}}}</style>\n</svg>"
-    lines = file.getvalue().replace("</svg>", dark).splitlines()
+    lines = text.replace("</svg>", dark).splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
