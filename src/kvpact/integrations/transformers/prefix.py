@@ -90,11 +90,13 @@ class TextPrefixes(PrefixCache):
 
     def _compute(self, ids: list[int], first: int, last: int) -> None:
         """Let the model compute the tokens `first <= t < last`."""
-        given = torch.tensor([ids[first:last]], device=self.model.device)
+        device = self.model.device
+        given = torch.tensor([ids[first:last]], dtype=torch.long, device=device)
         known = signature(self.model.forward).parameters
         more: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
         if "position_ids" in known:  # Bamba counts them from 0 otherwise
-            more["position_ids"] = torch.arange(first, last, device=given.device)[None]
+            positions = torch.arange(first, last, dtype=torch.long, device=device)
+            more["position_ids"] = positions[None]
         self.model(input_ids=given, past_key_values=self.cache, use_cache=True, **more)
 
 
