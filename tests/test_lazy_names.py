@@ -25,11 +25,19 @@ def test_all_names_are_there_and_known_to_type_checkers():
     assert {*told} <= {*dir(kvpact)}
 
 
-def test_importing_kvpact_imports_no_torch():
+def test_nothing_is_imported_before_it_is_used():
+    """Neither torch, nor methods, nor what kernels, stores and engines are for."""
     code = (
         "import sys, kvpact; assert 'torch' not in sys.modules\n"
         "assert kvpact.methods.Method and kvpact.errors.SpecError\n"
+        "names = ['turboquant', 'kvarn', 'kivi', 'fp8', 'aliases']\n"
+        "loaded = lambda: [n for n in names if 'kvpact.methods.' + n in sys.modules]\n"
+        "assert not loaded()\n"
+        "kvpact.parse_spec('kvarn'); assert loaded() == ['kvarn'], loaded()\n"
         "assert kvpact.create_cache is kvpact.create_cache and 'torch' in sys.modules\n"
+        "import kvpact.stores, kvpact.integrations.lmcache, kvpact.integrations.vllm\n"
+        "extras = {'cryptography', 'fsspec', 'lmcache', 'redis', 'triton', 'vllm'}\n"
+        "assert not extras & sys.modules.keys(), extras & sys.modules.keys()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

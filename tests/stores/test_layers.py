@@ -1,7 +1,6 @@
 """Records, encryption, background writes, `open_store`."""
 
 import secrets
-import subprocess
 import sys
 import traceback
 
@@ -261,12 +260,3 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, module, extra, m
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(BackendUnavailable, match=rf"pip install 'kvpact\[{extra}\]'"):
         make()
-
-
-def test_importing_the_stores_imports_no_extra():
-    code = (
-        "import sys, kvpact.stores\n"
-        "print([m for m in ('redis', 'fsspec', 'cryptography') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"

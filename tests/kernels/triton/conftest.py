@@ -1,6 +1,7 @@
 """The Triton backend wherever tests run: on a GPU, or interpreted on the CPU."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,29 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if CUDA and item.path.parent == HERE and item.path.stem not in ON_DEVICES:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_quicker_interpreter():
+    """Triton's patches its language at each call, and asks for overflows that it tells nobody."""
+    if CUDA:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    patch, scopes, builder = interpreter._patch_lang, {}, interpreter.interpreter_builder
+
+    def patch_once(fn):
+        module = id(fn.__globals__)
+        if module not in scopes:
+            scopes[module] = patch(fn)  # and is never restored
+        return type(scopes[module])()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(interpreter, "_patch_lang", patch_once)
+        if not builder.options.debug:
+            patched.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
 
 
 @pytest.fixture(autouse=True)
