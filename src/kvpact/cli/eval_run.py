@@ -7,17 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvpact.cli import inputs
 from kvpact.cli.console import explain, narrow, note, print_table, progress, say
-from kvpact.cli.inputs import (
-    InputError,
-    candidate_of,
-    check_models,
-    load_calibration,
-    note_if_short,
-    open_model,
-    require,
-    results_folder,
-)
 from kvpact.evaluate import (
     Candidate,
     EvalResult,
@@ -29,6 +20,7 @@ from kvpact.evaluate import (
     evaluate_text,
     free_running,
     make_cases,
+    report,
     score_tasks,
     summarize,
     write_report,
@@ -36,13 +28,6 @@ from kvpact.evaluate import (
 from kvpact.evaluate.base import row_name, run_name, whole_share
 from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
-from kvpact.evaluate.report import (
-    PAIRED,
-    difference_cells,
-    protocol_text,
-    summary_cells,
-    summary_columns,
-)
 from kvpact.evaluate.text import kl_text
 from kvpact.evaluate.verdict import verdict_of
 from kvpact.methods.cautions import KEY_NORM, cautions
@@ -79,15 +64,15 @@ def run(
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
     if plan.out is not None:
-        require("matplotlib", extra="eval")
+        inputs.require("matplotlib", extra="eval")
     results = []
-    with results_folder(plan.out):
-        check_models(models)
+    with inputs.results_folder(plan.out):
+        inputs.check_models(models)
         for name in models:
-            network, tokenizer = open_model(name, dtype, threads)
+            network, tokenizer = inputs.open_model(name, dtype, threads)
             for line in known_cautions(plan.told, network):
                 note(line)
-            known = load_calibration(plan.calibration, network)
+            known = inputs.load_calibration(plan.calibration, network)
             plan = replace(
                 plan, candidates=[replace(c, calibration=known) for c in plan.candidates]
             )
@@ -113,8 +98,8 @@ def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> lis
     for spec in dict.fromkeys(specs):
         candidate = Candidate(spec, packed_only)
         if ablation and candidate.is_recipe:
-            raise InputError(f"--ablation takes specs, and {spec} is a recipe")
-        candidate_of(spec)
+            raise inputs.InputError(f"--ablation takes specs, and {spec} is a recipe")
+        inputs.candidate_of(spec)
         if ablation and spec != "none":
             bare = parse_spec(spec).with_options(sinks=0, window=0)
             candidates += [Candidate(spec), Candidate(bare), Candidate(spec, True)]
@@ -147,23 +132,21 @@ def _run_one(
     names: dict[str, str],
 ) -> EvalResult:
     shared: dict[str, Any] = {"chunk": plan.chunk, "seed": plan.seed}
-    with progress("evaluating") as report:
-        options = {"tokens": plan.tokens, "progress": report, **shared, **names}
+    with progress("evaluating") as bar:
+        options = {"tokens": plan.tokens, "progress": bar, **shared, **names}
         result = evaluate_text(network, plan.candidates, text, tokenizer=tokenizer, **options)
-    note_if_short(result.protocol.tokens, plan.tokens)
+    inputs.note_if_short(result.protocol.tokens, plan.tokens)
     if plan.free_running:
         result = replace(result, free_running=_run_free(plan, network, tokenizer, text))
     if cases:
-        with progress("tasks") as report:
-            found = score_tasks(
-                network, tokenizer, cases, plan.candidates, progress=report, **shared
-            )
+        with progress("tasks") as bar:
+            found = score_tasks(network, tokenizer, cases, plan.candidates, progress=bar, **shared)
         result = replace(result, tasks=found)
     return result
 
 
 def _run_free(plan: RunPlan, network: Any, tokenizer: Any, text: str) -> FreeRunningResult:
-    with progress("free running") as report:
+    with progress("free running") as bar:
         free = free_running(
             network,
             first_tokens(tokenizer, text, plan.tokens),
@@ -171,7 +154,7 @@ def _run_free(plan: RunPlan, network: Any, tokenizer: Any, text: str) -> FreeRun
             steps=plan.free_running,
             chunk=plan.chunk,
             tokenizer=tokenizer,
-            progress=report,
+            progress=bar,
         )
     if free.steps < plan.free_running:
         note(f"the exact cache ended its text after {free.steps} of {plan.free_running} steps")
@@ -211,11 +194,11 @@ def show(result: EvalResult, against: str | None, *, heading: bool, verbose: boo
     rows = ((row_name(row), *(text(row) for text in shown.values())) for row in result.rows)
     print_table(("spec", *shown), rows, title=run_name(result.protocol) * heading)
     if found := differences(result, against):
-        pairs = ((x.spec, *difference_cells(x)[:3]) for x in found)
+        pairs = ((x.spec, *report.difference_cells(x)[:3]) for x in found)
         title = f"paired, against {found[0].against}"
         print_table(("spec", "KL less", "±", "ratio"), pairs, title=title)
     if verbose:
-        explain(protocol_text(result.protocol, result.rows))
+        explain(report.protocol_text(result.protocol, result.rows))
     for probe in result.probes.values():
         print_table(probe.columns(), probe.lines())
         explain(probe.about())
@@ -225,7 +208,7 @@ def show_summary(rows: list[SummaryRow]) -> None:
     """Print a summary over models and texts."""
     if not rows:
         return
-    columns = (column.replace("`", "") for column in summary_columns(rows))
-    lines = ((row.spec, *summary_cells(row)) for row in rows)
+    columns = (column.replace("`", "") for column in report.summary_columns(rows))
+    lines = ((row.spec, *report.summary_cells(row)) for row in rows)
     print_table(columns, lines, title=f"all {rows[0].runs} runs")
-    explain(PAIRED)
+    explain(report.PAIRED)

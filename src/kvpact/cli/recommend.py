@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvpact.cli import options
+from kvpact.cli import inputs, options
 from kvpact.cli.console import explain, print_document, progress, say, show_files, size_text
-from kvpact.cli.inputs import (
-    check_models,
-    note_if_short,
-    open_model,
-    require,
-    results_folder,
-    texts_of,
-)
 
 if TYPE_CHECKING:
     from kvpact.recommend import Recommendation
@@ -53,22 +45,22 @@ def recommend_command(
     from kvpact.recommend.budget import is_spec
     from kvpact.recommend.files import RECIPE, recommendation_data
 
-    ((text_name, content),) = texts_of([] if text is None else [text])
+    ((text_name, content),) = inputs.texts_of([] if text is None else [text])
     if tokens is None:
         tokens = QUICK_TOKENS if quick else TOKENS
     check_sizes(tokens, 256)
     if not is_spec(budget):
         budget_bytes(budget, 0)  # a misspelt one is told before a model is loaded
     if out is not None:
-        require("matplotlib", extra="eval")
-    with results_folder(out):
-        check_models([model])
-        network, tokenizer = open_model(model, dtype, threads)
+        inputs.require("matplotlib", extra="eval")
+    with inputs.results_folder(out):
+        inputs.check_models([model])
+        network, tokenizer = inputs.open_model(model, dtype, threads)
         given: dict[str, Any] = {"budget": budget, "context": context, "tokens": tokens}
         given |= {"model_name": model, "text_name": text_name}
         with progress("measuring") as report:
             found = recommend(network, content, tokenizer=tokenizer, progress=report, **given)
-        note_if_short(found.plan.tokens, tokens)
+        inputs.note_if_short(found.plan.tokens, tokens)
         files = [] if out is None else write_recommendation(found, out)
     if as_json:
         data = recommendation_data(found)

@@ -8,19 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvpact.cli import options
+from kvpact.cli import inputs, options
 from kvpact.cli.console import note, print_document, print_pairs, printable, progress, size_text
 from kvpact.cli.generate import TextStream
-from kvpact.cli.inputs import (
-    candidate_of,
-    check_parent,
-    check_positions,
-    continued,
-    load_calibration,
-    open_model,
-    prompt_text,
-    prompted,
-)
 from kvpact.errors import SnapshotError
 from kvpact.spec import Spec
 
@@ -53,10 +43,10 @@ def save(
 
     from kvpact.cache import recode
 
-    candidate = candidate_of(spec)
-    check_parent(out)
-    text = prompt_text(file, prompt, "hold")
-    given = prompted(candidate, text, (model, dtype, threads), calibration)
+    candidate = inputs.candidate_of(spec)
+    inputs.check_parent(out)
+    text = inputs.prompt_text(file, prompt, "hold")
+    given = inputs.prompted(candidate, text, (model, dtype, threads), calibration)
     network, _, ids, cache, known = given
     ids, length = ids.to(network.device), ids.shape[1]
     if cache.stands:  # the last token is left to the restore, which could not take it back
@@ -160,11 +150,11 @@ def restore(
     if ids is None or ids.shape[0] != 1:
         raise SnapshotError(f"{path} has no token ids, or several rows; restore it in Python")
     dtype = next(str(layer.dtype)[6:] for layer in held.manifest.layers if layer.dtype)
-    network, tokenizer = open_model(model, dtype, threads)
+    network, tokenizer = inputs.open_model(model, dtype, threads)
     held.require(**_identity(network, adapter, tenant).to_json())
     # Snapshots from before key offsets go on without them.
     offsets = spec is not None or held.manifest.version > 1
-    known = load_calibration(calibration, network)
+    known = inputs.load_calibration(calibration, network)
     candidate = Candidate(spec or _recipe(held, network), calibration=known)
     cache = compressed_cache(network, candidate, offsets)
     if spec is not None:
@@ -176,10 +166,10 @@ def restore(
         ids = torch.cat([ids, more.to(ids.dtype)], dim=1)
     elif ids.shape[1] == held.tokens:
         cache.crop(-1)  # the last token is computed again: a snapshot holds no logits
-    check_positions(network, ids.shape[1], max_new_tokens)
+    inputs.check_positions(network, ids.shape[1], max_new_tokens)
     note(f"{held.tokens} tokens restored")
     stream = TextStream(tokenizer, as_json)
-    continued(network, ids, cache, max_new_tokens, streamer=stream)
+    inputs.continued(network, ids, cache, max_new_tokens, streamer=stream)
     if as_json:
         counts = {"restored_tokens": held.tokens, "new_tokens": len(stream.tokens)}
         print_document("snapshot restore", file=str(path), text=stream.text(), **counts)

@@ -54,10 +54,7 @@ class Candidate:
     def layers(self, num_layers: int) -> list[Spec]:
         """Return the spec of every layer as it is evaluated.
 
-        Raises
-        ------
-        SpecError
-            `source` is no spec or recipe, or a recipe for another number of layers.
+        Raises `SpecError` for what is no spec or recipe, or a recipe for another number of layers.
         """
         specs = layer_specs(self.source, num_layers)
         if self.packed_only:

@@ -78,8 +78,6 @@ def place_labels(
     figure: Any,
     axes: Any,
     points: Sequence[tuple[float, float, str]],
-    *,
-    size: float = 9.5,
 ) -> None:
     """Name points (x, y, text) where a label covers no point and no other label, highest first.
 
@@ -104,7 +102,7 @@ def place_labels(
                 textcoords="offset points",
                 ha="left" if side > 0 else "right",
                 va="center",
-                fontsize=size,
+                fontsize=9.5,
                 color=INK,
                 # From the point to the near edge of the label.
                 arrowprops={**leader, "relpos": (0 if side > 0 else 1, 0.5)} if rise else None,

@@ -58,7 +58,7 @@ def baseline_index(rows: Sequence[EvalRow], against: str | None = None) -> int |
 
 
 def differences(result: EvalResult, against: str | None = None) -> list[Difference]:
-    """Compare every row with the baseline, token by token.
+    """Compare every row with the baseline, token by token, but the exact cache unless asked for.
 
     Parameters
     ----------
@@ -66,11 +66,6 @@ def differences(result: EvalResult, against: str | None = None) -> list[Differen
         What `evaluate` returned.
     against : str, optional
         The baseline's spec as it was given; the first row that is not ``none`` if omitted.
-
-    Returns
-    -------
-    list of Difference
-        One for each row but the baseline and, unless asked for, the exact cache; in their order.
 
     Raises
     ------
@@ -130,19 +125,14 @@ class SummaryRow:
 
 
 def summarize(results: Sequence[EvalResult], against: str | None = None) -> list[SummaryRow]:
-    """Summarise the same specs over several models and texts.
+    """Summarise the same specs, all but the exact cache, over several models and texts.
 
     Parameters
     ----------
     results : sequence of EvalResult
         One for each model and text, with the same candidates.
     against : str, optional
-        The baseline's spec as it was given; the first row that is not ``none`` if omitted.
-
-    Returns
-    -------
-    list of SummaryRow
-        One for each candidate but the exact cache, in their order.
+        As of `differences`.
 
     Raises
     ------

@@ -10,17 +10,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from kvpact.evaluate import report
 from kvpact.evaluate.base import row_name, run_name
 from kvpact.evaluate.compare import baseline_index, differences, summarize
 from kvpact.evaluate.plot import save_panels, save_plot, save_summary_plot
-from kvpact.evaluate.report import (
-    PAIRED,
-    READING,
-    difference_table,
-    markdown_table,
-    protocol_text,
-    summary_table,
-)
 from kvpact.evaluate.result import PROBES, EvalResult
 from kvpact.files import json_ready
 
@@ -69,10 +62,13 @@ def write_report(
     text = ["# Quality of compressed KV caches"]
     if len(runs) > 1:
         written.append(write_json(folder / "summary.json", data["summary"]))
-        text += [f"## {len(runs)} runs", *filter(None, (summary_table(summary), PAIRED))]
+        text += [
+            f"## {len(runs)} runs",
+            *filter(None, (report.summary_table(summary), report.PAIRED)),
+        ]
     for run in runs:
         text += _sections(run, against, heading=len(runs) > 1)
-    text.append(READING)
+    text.append(report.READING)
     written.append(folder / "eval.md")
     written[-1].write_text("\n\n".join(text) + "\n", encoding="utf-8")
     for run, name in zip(runs, _plot_names(runs), strict=True):
@@ -123,9 +119,9 @@ def _rows(run: EvalResult, against: str | None) -> list[dict[str, Any]]:
 
 
 def _sections(run: EvalResult, against: str | None, *, heading: bool) -> list[str]:
-    paired = difference_table(differences(run, against)) if run.scores else ""
+    paired = report.difference_table(differences(run, against)) if run.scores else ""
     parts = [f"## {run_name(run.protocol)}" if heading else ""]
-    parts += [protocol_text(run.protocol, run.rows), markdown_table(run.rows), paired]
+    parts += [report.protocol_text(run.protocol, run.rows), report.markdown_table(run.rows), paired]
     for probe in run.probes.values():
         parts += [probe.about(), *probe.tables()]
     return [part for part in parts if part]

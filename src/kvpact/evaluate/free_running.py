@@ -181,11 +181,6 @@ def free_running(
     tokenizer : optional
         Decodes the text for the result.
 
-    Returns
-    -------
-    FreeRunningResult
-        A row a candidate, in their order.
-
     Raises
     ------
     EvaluationError, SpecError

@@ -39,17 +39,7 @@ def score_tokens(ref_logits: Tensor, logits: Tensor, targets: Tensor) -> TokenSc
     ref_logits, logits : Tensor
         ``[T, V]``, any floating-point dtype; computed in float64, `ROW_BLOCK` rows at a time.
     targets : Tensor
-        The true next tokens, int64 ``[T]``.
-
-    Returns
-    -------
-    TokenScores
-        On the CPU.
-
-    Raises
-    ------
-    ValueError
-        The shapes do not belong together.
+        The true next tokens, int64 ``[T]``; other shapes are a `ValueError`.
     """
     if ref_logits.shape != logits.shape or logits.shape[:-1] != targets.shape or logits.ndim != 2:
         raise ValueError(

@@ -38,11 +38,6 @@ def save_plot(rows: Sequence[EvalRow], path: str | PathLike[str], *, title: str 
         A PNG of 1500 x 960 pixels.
     title : str
         A line above the plot.
-
-    Raises
-    ------
-    BackendUnavailable
-        matplotlib is not installed.
     """
     figure = new_figure((10, 6.4))
     axes: Any = figure.add_subplot()

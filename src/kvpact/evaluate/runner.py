@@ -17,18 +17,8 @@ import torch
 from torch import Tensor
 
 from kvpact.data import book_path
+from kvpact.evaluate import feed
 from kvpact.evaluate.base import Candidate, EvalProtocol, EvalRow, Progress
-from kvpact.evaluate.feed import (
-    CacheFactory,
-    Steps,
-    cache_of,
-    check_sizes,
-    chunks,
-    entries_of,
-    first_tokens,
-    forward,
-    positions,
-)
 from kvpact.evaluate.metrics import MetricAccumulator, score_tokens
 from kvpact.evaluate.result import EvalResult
 from kvpact.integrations.models import opened
@@ -54,7 +44,7 @@ def evaluate(
     model_name: str = "",
     text_name: str = "",
     seed: int = 0,
-    make_cache: CacheFactory | None = None,
+    make_cache: feed.CacheFactory | None = None,
     exact_row: bool = True,
 ) -> EvalResult:
     """Measure what each cache costs in quality on given tokens.
@@ -81,11 +71,6 @@ def evaluate(
     make_cache : callable, optional
         ``make_cache(model.config, candidate)`` instead of `CompressedCache`.
 
-    Returns
-    -------
-    EvalResult
-        A row a candidate, in their order.
-
     Raises
     ------
     EvaluationError
@@ -95,25 +80,25 @@ def evaluate(
     """
     from transformers import DynamicCache
 
-    entries = entries_of(candidates, packed_only)
+    entries = feed.entries_of(candidates, packed_only)
     if exact_row and all(entry.label != "none" for entry in entries):
         entries.insert(0, Candidate("none"))
-    check_sizes(len(token_ids), chunk, positions(model))
+    feed.check_sizes(len(token_ids), chunk, feed.positions(model))
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     specs = [entry.layers(layers) for entry in entries]
-    caches = [cache_of(model, entry, make_cache) for entry in entries]
+    caches = [feed.cache_of(model, entry, make_cache) for entry in entries]
     reference = DynamicCache(config=model.config)
     scores = [MetricAccumulator() for _ in entries]
     seconds = [0.0] * len(entries)
-    steps = Steps(progress, -(-len(token_ids) // chunk) * (1 + len(entries)))
+    steps = feed.Steps(progress, -(-len(token_ids) // chunk) * (1 + len(entries)))
 
     with torch.inference_mode():
-        for start, ids, targets in chunks(token_ids.to(model.device), chunk):
-            exact = forward(model, ids, reference)
+        for start, ids, targets in feed.chunks(token_ids.to(model.device), chunk):
+            exact = feed.forward(model, ids, reference)
             steps.done("exact reference")
             for i, cache in enumerate(caches):
                 begin = time.perf_counter()
-                logits = forward(model, ids, cache)
+                logits = feed.forward(model, ids, cache)
                 seconds[i] += time.perf_counter() - begin
                 if start and len(targets):  # the first chunk had no stored past to attend to
                     count = len(targets)
@@ -170,22 +155,17 @@ def evaluate_text(
     chunk, options
         See `evaluate`.
 
-    Returns
-    -------
-    EvalResult
-        `print` shows a verdict for each cache; `plot` draws them.
-
     Raises
     ------
     KVPactError
         As `evaluate`, before the text is tokenised; no such model, or no tokenizer for it.
     """
     network, tokenizer = opened(model, tokenizer)
-    check_sizes(tokens, chunk, positions(network))
+    feed.check_sizes(tokens, chunk, feed.positions(network))
     text = book_path().read_text("utf-8") if text is None else text
     one = isinstance(specs, str | Spec | PathLike | Mapping | Candidate)
     candidates: Any = [specs] if one else specs
-    ids = first_tokens(tokenizer, text, tokens)
+    ids = feed.first_tokens(tokenizer, text, tokens)
     return evaluate(network, ids, candidates, chunk=chunk, **options)
 
 

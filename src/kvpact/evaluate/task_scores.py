@@ -216,11 +216,6 @@ def score_tasks(
     seed : int
         The seed of the cases, for the report.
 
-    Returns
-    -------
-    TaskResult
-        A score for each question and candidate.
-
     Raises
     ------
     EvaluationError, SpecError

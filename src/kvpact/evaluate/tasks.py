@@ -98,7 +98,7 @@ def make_cases(
     samples: int = 2,
     seed: int = 0,
 ) -> list[TaskCase]:
-    """Make contexts and questions of all tasks.
+    """Make contexts and questions of all tasks, task by task.
 
     Parameters
     ----------
@@ -115,16 +115,10 @@ def make_cases(
     seed : int
         Same seed, text and tokenizer, same cases.
 
-    Returns
-    -------
-    list of TaskCase
-        `samples` for each task, task by task.
-
     Raises
     ------
     EvaluationError
-        The text has too few sentences or words, the context is too short for its parts, no sample,
-        no depth, or a depth outside of 0 to 1.
+        The text has too few sentences or words, the context no room for its parts; wrong numbers.
     """
     if samples < 1 or not depths or not all(0 <= depth <= 1 for depth in depths):
         raise EvaluationError("tasks need 1 or more samples, and depths from 0 to 1")

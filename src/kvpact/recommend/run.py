@@ -76,17 +76,8 @@ def recommend(
         Tokens at which bytes are counted.
     tokens : int
         Tokens of the text to use; 768 are a third of the work.
-    chunk : int
-        Tokens fed at a time.
-    progress : callable, optional
-        ``progress(done, total, what)`` after each step, in proportion to time.
-    model_name, text_name : str
-        For the report.
-
-    Returns
-    -------
-    Recommendation
-        `print` shows the verdict and the line to write; `plot` draws what each layer costs.
+    chunk, progress, model_name, text_name
+        See `kvpact.evaluate.evaluate`.
 
     Raises
     ------

@@ -97,16 +97,12 @@ def by_name(k: Tensor, v: Tensor, q: Tensor | None = None) -> dict[str, Tensor]:
 def random_tokens(
     *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, offset: float = 0.0
 ) -> Tensor:
-    """Return N(0, 1) numbers, the same ones for the same arguments.
+    """Return N(0, 1) numbers `B, H, T, D`, the same ones for the same arguments.
 
     Parameters
     ----------
-    *shape : int
-        `B, H, T, D`.
-    seed : int
-        Chooses the numbers.
-    dtype : torch.dtype
-        They are rounded to it.
+    *shape, seed, dtype
+        What is made; numbers are rounded to the dtype.
     offset : float
         Standard deviation of a constant that is added to each channel, as keys have it.
     """
@@ -124,12 +120,8 @@ def random_offset(heads: int, dim: int, *, norm: float = 10.0, seed: int = 0) ->
 
     Parameters
     ----------
-    heads, dim : int
-        Of the keys.
-    norm : float
-        Of each head's bias.
-    seed : int
-        Chooses the pairs and the numbers.
+    heads, dim, norm, seed
+        Of the keys, and of each head's bias; the seed chooses pairs and numbers.
     """
     generator = torch.Generator().manual_seed(seed)
     frequencies = 1e4 ** -(torch.arange(dim // 2, dtype=torch.float32, device="cpu") / (dim / 2))

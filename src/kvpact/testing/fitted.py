@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvpact import errors
 from kvpact.cache import create_cache
-from kvpact.errors import (
-    FormatError,
-    GeometryError,
-    KVPactError,
-    LayerIndexError,
-    NonFiniteError,
-    SpecError,
-)
 from kvpact.formats import TILE
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
@@ -98,9 +91,9 @@ class FitChecks(FittedKit):
         codec = self.unfitted(side, 64)
         assert not codec.fitted
         assert codec.state() == {}
-        with pytest.raises(SpecError, match="fit"):
+        with pytest.raises(errors.SpecError, match="fit"):
             codec.require_fitted()
-        with pytest.raises(SpecError, match="fit"):
+        with pytest.raises(errors.SpecError, match="fit"):
             codec.decode(self.fitted(side, 64).encode(random_tokens(1, 1, TILE, 64)))
         fitted = self.fitted(side, 64)
         assert fitted.fitted
@@ -165,7 +158,7 @@ class FitChecks(FittedKit):
             if tensor.is_floating_point() and tensor.dim()
         ]
         for broken in wrong:
-            with pytest.raises(FormatError):
+            with pytest.raises(errors.FormatError):
                 codec.restore(broken)
         assert not codec.fitted
 
@@ -174,12 +167,12 @@ class FitChecks(FittedKit):
         """Another rank or width, no token, NaN and infinity."""
         codec = self.unfitted(side, 64)
         for shape in ((1, 2, 0, 64), (1, 2, 3, 32), (2, 3, 64), (0, 2, 3, 64)):
-            with pytest.raises(GeometryError):
+            with pytest.raises(errors.GeometryError):
                 codec.fit(random_tokens(*shape))
         for number in (torch.nan, torch.inf):
             x = random_tokens(1, 2, 3, 64)
             x[0, 1, 2, 3] = number
-            with pytest.raises(NonFiniteError):
+            with pytest.raises(errors.NonFiniteError):
                 codec.fit(x)
         assert not codec.fitted
 
@@ -190,7 +183,7 @@ class FitChecks(FittedKit):
         """Enough to go on, or refused with a named error."""
         try:
             codec = self.unfitted(side, 64).fit(random_tokens(1, 1, tokens, 64))
-        except KVPactError:
+        except errors.KVPactError:
             return
         x = random_tokens(1, 1, 2 * max(TILE, codec.group), 64, seed=1)
         y = codec.transform.inverse(codec.decode(codec.encode(x)))
@@ -205,14 +198,14 @@ class FitChecks(FittedKit):
         for name, magnitude in HARD.items():
             try:
                 fitted = codec.fit(floats(magnitude).expand(1, 1, 128, 80).clone())
-            except KVPactError:
+            except errors.KVPactError:
                 assert magnitude > 1e4, f"{name}: ordinary calibration was refused"
                 continue
             assert all(torch.isfinite(t.float()).all() for t in fitted.state().values()), name
             for x in (ordinary, torch.full_like(ordinary, magnitude), ordinary * 0):
                 try:
                     arrays = fitted.encode(x)
-                except KVPactError:
+                except errors.KVPactError:
                     assert x.any(), f"{name}: zeros were refused"
                     continue
                 assert torch.isfinite(fitted.decode(arrays)).all(), name
@@ -264,11 +257,11 @@ class _CalibrationChecks(FittedKit):
         k, v = self.calibration_data("key", 2, 32), self.calibration_data("value", 2, 48)
         good = self.calibration(geometry)
         wrong: list[tuple[type[Exception], Any]] = [
-            (GeometryError, {**good, 1: (k[..., 1:], v[..., 1:])}),
-            (GeometryError, {**good, 1: (k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))}),
-            (GeometryError, {**good, 1: (k[:, :, :0], v[:, :, :0])}),
-            (LayerIndexError, {**good, 2: (k, v)}),
-            (FormatError, {**good, 0: ({"no_such": k}, {"no_such": v})}),
+            (errors.GeometryError, {**good, 1: (k[..., 1:], v[..., 1:])}),
+            (errors.GeometryError, {**good, 1: (k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))}),
+            (errors.GeometryError, {**good, 1: (k[:, :, :0], v[:, :, :0])}),
+            (errors.LayerIndexError, {**good, 2: (k, v)}),
+            (errors.FormatError, {**good, 0: ({"no_such": k}, {"no_such": v})}),
         ]
         for error, calibration in wrong:
             with pytest.raises(error):
@@ -320,5 +313,5 @@ class FittedPagedCacheContract(_CalibrationChecks, PagedCacheContract):
 
     def test_pages_need_calibration(self) -> None:
         """What one sequence learnt could not be shared with others."""
-        with pytest.raises(SpecError, match="fit"):
+        with pytest.raises(errors.SpecError, match="fit"):
             create_cache(self.spec, SMALL.geometry(), layout="paged", num_pages=4)

@@ -161,10 +161,7 @@ class StreamOracle:
     def read(self, padding: Sequence[int]) -> Tensor:
         """Return what a cache should show, `[B, H, length, D]`.
 
-        Parameters
-        ----------
-        padding : sequence of int
-            Left-padding tokens of each row; the row's sinks are the tokens that follow them.
+        A row's sinks are the tokens that follow its left padding, of so many tokens.
         """
         assert self.given is not None and self.shown is not None
         x = self.given.clone()
@@ -180,12 +177,8 @@ class LayerOracle:
 
     Parameters
     ----------
-    spec : Spec
-        Of the cache.
-    dim, v_dim : int
-        Width of K and of V.
-    dtype : torch.dtype
-        Of the tokens.
+    spec, dim, v_dim, dtype
+        Of the cache, and of its K and V.
     offset : KeyOffset, optional
         What keys are encoded without; each row's first token that is no padding is at position 0.
     """
