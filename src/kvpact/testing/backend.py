@@ -173,7 +173,7 @@ class BackendContract:
                 reason = backend.covers(operation, codec, torch.float32)
                 assert isinstance(reason, str)
 
-    @both_sides
+    @both_sides()
     def test_encoded_bytes(self, spec: str, side: str) -> None:
         """The slots of the torch body, whatever the pieces; nothing is written beside them."""
         for dim, dtype in zip(WIDTHS, (*DTYPES, torch.float32), strict=True):
@@ -187,7 +187,7 @@ class BackendContract:
             for wanted, found in zip(expected, self._slots(backend, codec, x, pieces), strict=True):
                 assert all(same_bytes(wanted[name], found[name]) for name in wanted)
 
-    @both_sides
+    @both_sides()
     def test_what_codecs_learn(self, spec: str, side: str) -> None:
         """The state that the torch body learns, of rows with padding and without queries."""
         for dim, dtype in zip((64, 80, 128), DTYPES, strict=True):
@@ -206,7 +206,7 @@ class BackendContract:
                 assert list(expected) == list(found)
                 assert all(same_bytes(expected[name], found[name]) for name in expected)
 
-    @both_sides
+    @both_sides()
     def test_decoded_numbers(self, spec: str, side: str) -> None:
         """The numbers of the torch body for any part, into memory with gaps."""
         for dim, dtype in zip(WIDTHS, (*DTYPES, torch.float32), strict=True):

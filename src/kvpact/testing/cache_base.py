@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from kvpact.cache import create_cache
 from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
+from kvpact.errors import KVPactError
 from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import parse_spec
@@ -142,6 +143,18 @@ class CacheKit(ShapeKit):
     def state(self, cache: Any) -> dict[str, Tensor]:
         """Return copies of all tensors that a cache holds."""
         return copied_tensors(cache)
+
+    def refused(
+        self, cache: Any, error: type[Exception], call: Callable[..., Any], *args: Any
+    ) -> None:
+        """Check that a call on a cache of two layers is a named error, and changes nothing."""
+        before, lengths = self.state(cache), [cache.seq_len(layer) for layer in range(2)]
+        with pytest.raises(error) as caught:
+            call(*args)
+        assert isinstance(caught.value, KVPactError)
+        assert len(str(caught.value)) > 10, "an error says what to do"
+        assert [cache.seq_len(layer) for layer in range(2)] == lengths
+        self.assert_same(before, cache)
 
     def assert_same(self, a: Any, b: Any) -> None:
         """Check that two caches hold the same tensors, byte by byte."""

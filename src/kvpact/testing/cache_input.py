@@ -91,20 +91,6 @@ def _named(call: Callable[..., Any]) -> Callable[..., Any]:
 class InputChecks(CacheKit):
     """Nothing is stored of a call that fails."""
 
-    def _refused(
-        self, cache: Any, error: type[Exception], call: Callable[..., Any], *args: Any
-    ) -> None:
-        before, lengths = self.state(cache), self._lengths(cache)
-        with pytest.raises(error) as caught:
-            call(*args)
-        assert isinstance(caught.value, errors.KVPactError)
-        assert len(str(caught.value)) > 10, "an error says what to do"
-        assert self._lengths(cache) == lengths
-        self.assert_same(before, cache)
-
-    def _lengths(self, cache: Any) -> list[int]:
-        return [cache.seq_len(layer) for layer in range(2)]
-
     def _calls(self, cache: Any) -> list[Callable[..., Any]]:
         names = ("prefill", *(x for x in ("attend", "store") if x in self.operations))
         return [_named(getattr(cache, name)) for name in names]
@@ -116,10 +102,10 @@ class InputChecks(CacheKit):
         empty, cache = self.make_cache(SMALL.geometry(2)), self.filled(SMALL, layers=2)
         wrong = change(self.tokens(SMALL, 3, seed=1))
         for call in self._calls(cache):
-            self._refused(cache, error, call, 1, *wrong, None)
+            self.refused(cache, error, call, 1, *wrong, None)
         if name != "other batch":  # an empty cache takes any
             for call in self._calls(empty):
-                self._refused(empty, error, call, 1, *wrong, None)
+                self.refused(empty, error, call, 1, *wrong, None)
 
     @pytest.mark.parametrize("name", WRONG_CONFIGS)
     def test_wrong_configs(self, name: str) -> None:
@@ -127,31 +113,31 @@ class InputChecks(CacheKit):
         self.needs("attend")
         config, error = WRONG_CONFIGS[name]
         cache = self.filled(SMALL, layers=2)
-        self._refused(cache, error, _named(cache.attend), 1, *self.tokens(SMALL, 3, seed=1), config)
+        self.refused(cache, error, _named(cache.attend), 1, *self.tokens(SMALL, 3, seed=1), config)
         if name in ("groups", "padding"):
-            self._refused(cache, error, cache.prefill, 1, *self.tokens(SMALL, 3, seed=1), config)
+            self.refused(cache, error, cache.prefill, 1, *self.tokens(SMALL, 3, seed=1), config)
 
     @pytest.mark.parametrize("layer", [-1, 2, 1.0, None, True])
     def test_wrong_layers(self, layer: Any) -> None:
         """Layers that are not there."""
         cache, tokens = self.filled(SMALL, layers=2), self.tokens(SMALL, 1, seed=1)
         for call in [*self._calls(cache), cache.decode]:
-            self._refused(cache, errors.LayerIndexError, call, layer, *tokens, AttendConfig())
-        self._refused(cache, errors.LayerIndexError, cache.seq_len, layer)
+            self.refused(cache, errors.LayerIndexError, call, layer, *tokens, AttendConfig())
+        self.refused(cache, errors.LayerIndexError, cache.seq_len, layer)
         if layer is not None:
-            self._refused(cache, errors.LayerIndexError, cache.reset, layer)
+            self.refused(cache, errors.LayerIndexError, cache.reset, layer)
 
     def test_decode_takes_one_token(self) -> None:
         """More go through `attend` or `prefill`."""
         cache, tokens = self.filled(SMALL, layers=2), self.tokens(SMALL, 2, seed=1)
-        self._refused(cache, errors.GeometryError, cache.decode, 0, *tokens, AttendConfig())
+        self.refused(cache, errors.GeometryError, cache.decode, 0, *tokens, AttendConfig())
 
     def test_all_layers_hold_the_same_rows(self) -> None:
         """A layer can't begin with another batch than the others hold."""
         cache = self.make_cache(SMALL.geometry(2))
         self.append(cache, self.tokens(SMALL, 3))
         wrong = tuple(x[:1] for x in self.tokens(SMALL, 3))
-        self._refused(cache, errors.GeometryError, cache.prefill, 1, *wrong, None)
+        self.refused(cache, errors.GeometryError, cache.prefill, 1, *wrong, None)
 
     def test_full(self) -> None:
         """What would be too much isn't stored in part; what fits still is."""
@@ -159,10 +145,10 @@ class InputChecks(CacheKit):
         self.append(cache, self.tokens(SMALL, 70))
         tokens = self.tokens(SMALL, 3, seed=1)
         for call in self._calls(cache):
-            self._refused(cache, errors.CacheFull, call, 0, *tokens, None)
+            self.refused(cache, errors.CacheFull, call, 0, *tokens, None)
         self.append(cache, self.tokens(SMALL, 2, seed=1))
         one = self.tokens(SMALL, 1, seed=1)
-        self._refused(cache, errors.CacheFull, cache.decode, 0, *one, AttendConfig())
+        self.refused(cache, errors.CacheFull, cache.decode, 0, *one, AttendConfig())
         assert cache.seq_len(0) == 72
 
     @depends_on("bytes")
@@ -214,7 +200,7 @@ class InputChecks(CacheKit):
         broken[0] = True
         for layer in range(2):
             for call in self._calls(cache):
-                self._refused(cache, errors.NonFiniteError, call, layer, *tokens[1], config)
+                self.refused(cache, errors.NonFiniteError, call, layer, *tokens[1], config)
         broken[0] = False
         cache.prefill(0, *tokens[1], config)
         whole = self.make_cache(SMALL.geometry(2))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kvpact.cache import create_cache
 from kvpact.cache.layer import CacheLayer
-from kvpact.cache.stream import Stream
 from kvpact.contract import AttendConfig
 from kvpact.errors import CacheFull
 from kvpact.geometry import CacheGeometry
@@ -24,18 +23,6 @@ from kvpact.testing.cache_base import SMALL, in_pieces
 from kvpact.testing.data import Shape, integers
 from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference
-
-
-def used_slots(stream: Stream) -> dict[str, Tensor]:
-    """Return the storage `[B, H, units, …]` of a stream's packed tokens, by field; copies."""
-    found = {}
-    for field in stream.codec.fields if stream.packed else ():
-        segments = -(-stream.packed // stream.store.segment_tokens)
-        units = stream.store.source().gather(field.name, 0, segments).clone()
-        # What a shared page holds behind `packed` is another sequence's.
-        field.clear_from(units, stream.packed)
-        found[field.name] = units[:, :, : -(-stream.packed // field.tokens)]
-    return found
 
 
 def _layer_tensors(layer: CacheLayer, path: str, row: int) -> dict[str, Tensor]:
@@ -49,8 +36,13 @@ def _layer_tensors(layer: CacheLayer, path: str, row: int) -> dict[str, Tensor]:
         found[f"{here}.tail"] = stream.tail[row : row + 1]
         if stream.sinks is not None:
             found[f"{here}.sinks"] = stream.sinks[row : row + 1]
-        for field, units in used_slots(stream).items():
-            found[f"{here}.{field}"] = units[row : row + 1]
+        for field in stream.codec.fields if stream.packed else ():
+            segments = -(-stream.packed // stream.store.segment_tokens)
+            units = stream.store.source().gather(field.name, 0, segments).clone()
+            # What a shared page holds behind `packed` is another sequence's.
+            field.clear_from(units, stream.packed)
+            used = -(-stream.packed // field.tokens)
+            found[f"{here}.{field.name}"] = units[row : row + 1, :, :used]
         for learnt, tensor in stream.codec.state().items():
             found[f"{here}.state.{learnt}"] = tensor
     return found
@@ -155,8 +147,8 @@ class PagedCacheContract(CacheContract):
         self.append(cache, self.tokens(SMALL, 2 * size - 2))
         tokens = self.tokens(SMALL, 3, seed=1)
         for call in self._calls(cache):
-            self._refused(cache, CacheFull, call, 0, *tokens, None)
+            self.refused(cache, CacheFull, call, 0, *tokens, None)
         self.append(cache, self.tokens(SMALL, 2, seed=1))
         one = self.tokens(SMALL, 1, seed=1)
-        self._refused(cache, CacheFull, cache.decode, 0, *one, AttendConfig())
+        self.refused(cache, CacheFull, cache.decode, 0, *one, AttendConfig())
         assert cache.seq_len(0) == 2 * size

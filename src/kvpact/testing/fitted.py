@@ -85,7 +85,7 @@ class FittedKit:
 class FitChecks(FittedKit):
     """`fit`, `state` and `restore`."""
 
-    @both_sides
+    @both_sides()
     def test_an_unfitted_codec_says_so(self, side: str) -> None:
         """It has no state, and decodes nothing."""
         codec = self.unfitted(side, 64)
@@ -99,8 +99,7 @@ class FitChecks(FittedKit):
         assert fitted.fitted
         fitted.require_fitted()
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_fit_returns_another_codec(self, side: str, shape: Shape) -> None:
         """The one that is asked stays as it is; the same tokens lead to the same bytes."""
         dim = shape.dim if side == "key" else shape.v_dim
@@ -115,8 +114,7 @@ class FitChecks(FittedKit):
         codec.fit(random_tokens(1, shape.heads, 64, dim, seed=6, dtype=shape.dtype))
         assert not difference(first.state(), second.state())
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_state_is_all_that_was_learnt(self, side: str, shape: Shape) -> None:
         """A fitted codec holds no other tensor than an unfitted one and its state."""
         dim = shape.dim if side == "key" else shape.v_dim
@@ -128,8 +126,7 @@ class FitChecks(FittedKit):
             assert tensor.is_contiguous(), name
             assert torch.isfinite(tensor.float()).all(), name
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_a_state_restores_the_codec(self, side: str) -> None:
         """What `state` gives makes a new codec that stores the same bytes."""
         for dim in (64, 80, 128):
@@ -145,7 +142,7 @@ class FitChecks(FittedKit):
             decoded = {"decoded": fitted.decode(wanted)}
             assert not difference(decoded, {"decoded": again.decode(wanted)})
 
-    @both_sides
+    @both_sides()
     def test_wrong_states_are_refused(self, side: str) -> None:
         """Nothing, too much, other shapes and NaN are a `FormatError`; the codec is unharmed."""
         codec, state = self.unfitted(side, 64), self.fitted(side, 64).state()
@@ -162,7 +159,7 @@ class FitChecks(FittedKit):
                 codec.restore(broken)
         assert not codec.fitted
 
-    @both_sides
+    @both_sides()
     def test_wrong_calibration_is_refused(self, side: str) -> None:
         """Another rank or width, no token, NaN and infinity."""
         codec = self.unfitted(side, 64)
@@ -176,8 +173,7 @@ class FitChecks(FittedKit):
                 codec.fit(x)
         assert not codec.fitted
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     @pytest.mark.parametrize("tokens", [1, 2, 33])
     def test_few_calibration_tokens(self, side: str, tokens: int) -> None:
         """Enough to go on, or refused with a named error."""
@@ -190,8 +186,7 @@ class FitChecks(FittedKit):
         assert torch.isfinite(y).all()
         assert (y - x).norm() < 1.1 * x.norm()
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_hard_calibration_is_finite_or_refused(self, side: str) -> None:
         """Whatever was learnt from, what is stored later comes back finite, or is refused."""
         codec, ordinary = self.unfitted(side, 80), random_tokens(1, 1, 128, 80)
@@ -210,8 +205,7 @@ class FitChecks(FittedKit):
                     continue
                 assert torch.isfinite(fitted.decode(arrays)).all(), name
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_the_first_tokens_are_learnt_from(self, side: str) -> None:
         """A codec that was never fitted learns from what it encodes first, and keeps that."""
         codec = self.unfitted(side, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 from typing import ClassVar
 
@@ -13,11 +14,18 @@ from kvpact.formats import TILE
 from kvpact.methods import Codec
 from kvpact.spec import Spec, parse_spec
 from kvpact.testing.data import Shape, ShapeKit, random_tokens
+from kvpact.testing.depends import Check, Reason, depends_on
 
 Arrays = dict[str, Tensor]
 
-# Stands on each check: on a class of checks it would reach all that a subclass inherits.
-both_sides = pytest.mark.parametrize("side", ["key", "value"])
+
+def both_sides(reason: Reason | None = None) -> Callable[[Check], Check]:
+    """Make a check for K and for V, and say what it depends on (see `depends_on`).
+
+    It stands on each check: on a class of checks it would reach all that a subclass inherits.
+    """
+    sides = pytest.mark.parametrize("side", ["key", "value"])
+    return lambda check: sides(check if reason is None else depends_on(reason)(check))
 
 
 def new_codec(spec: str, side: str, dim: int, dtype: torch.dtype) -> Codec:

@@ -8,7 +8,6 @@ import torch
 from kvpact.errors import KVPactError
 from kvpact.formats import TILE, CodesField
 from kvpact.testing.data import Shape, floats, integers, random_tokens
-from kvpact.testing.depends import depends_on
 from kvpact.testing.held import copied_tensors, difference, same_bytes
 from kvpact.testing.method_base import MethodKit, both_sides, relative_error
 
@@ -27,8 +26,7 @@ HARD = {
 class CodecChecks(MethodKit):
     """`encode` and `decode` on arrays."""
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_arrays_are_as_declared(self, side: str, shape: Shape) -> None:
         """Group, field names, shapes, dtypes and code ranges are those that the fields say."""
         codec, x = self.sample(side, shape)
@@ -53,8 +51,7 @@ class CodecChecks(MethodKit):
         assert decoded.dtype == torch.float32
         assert decoded.shape == x.shape
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_distortion(self, side: str, shape: Shape) -> None:
         """Normally distributed tokens come back with less than `max_relative_error`."""
         codec, x = self.sample(side, shape)
@@ -62,8 +59,7 @@ class CodecChecks(MethodKit):
         assert torch.isfinite(y).all()
         assert relative_error(x, y) < self.max_relative_error
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_rows_heads_and_groups_are_independent(self, side: str, shape: Shape) -> None:
         """A token's bytes depend on its own group alone; encoding twice gives the same bytes.
 
@@ -81,8 +77,7 @@ class CodecChecks(MethodKit):
             wanted = whole[field.name][-1:, -1:, -count:]
             assert same_bytes(wanted, found[field.name][:, -1:]), field.name
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_nothing_stays_in_the_codec(self, side: str) -> None:
         """A codec has no memory: what isn't in a field would be in no count of bytes."""
         codec = self.codec(side, 64, heads=2)
@@ -93,8 +88,7 @@ class CodecChecks(MethodKit):
         codec.decode(codec.encode(x))
         assert not difference(before, copied_tensors(codec))
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_transform_is_orthogonal(self, side: str) -> None:
         """Inner products survive the transform, and `inverse` undoes it."""
         for dim in (1, 64, 80, 96, 576):
@@ -106,8 +100,7 @@ class CodecChecks(MethodKit):
             products = transform.forward(x) @ transform.forward(y).mT
             torch.testing.assert_close(products, x @ y.mT, atol=1e-3, rtol=1e-4)
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     @pytest.mark.parametrize("varied", [False, True], ids=["constant", "varied"])
     def test_hard_input_is_finite_or_refused(self, side: str, varied: bool) -> None:
         """Whatever is finite comes back finite, or is refused with a named error."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from kvpact.errors import KVPactError, NonFiniteError
 from kvpact.methods import Codec, bytes_per_slot
 from kvpact.testing.data import Shape, floats, integers, random_tokens
-from kvpact.testing.depends import depends_on
 from kvpact.testing.held import difference, held_bytes, same_bytes
 from kvpact.testing.method_base import (
     Arrays,
@@ -29,8 +28,7 @@ from kvpact.testing.method_base import (
 class SlotChecks(MethodKit):
     """A codec's fields in storage."""
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_storage_gives_back_what_was_written(self, side: str, shape: Shape) -> None:
         """Arrays read from storage decode to the same numbers, bit for bit."""
         codec, x = self.sample(side, shape)
@@ -44,7 +42,7 @@ class SlotChecks(MethodKit):
         decoded = decode_storage(codec, storage)[:, :, :count]
         assert same_bytes(decoded, codec.decode(arrays))
 
-    @both_sides
+    @both_sides()
     def test_pieces_are_the_whole(self, side: str, shape: Shape) -> None:
         """Written in pieces or at once, cleared and written again: the same bytes."""
         codec, x = self.sample(side, shape)
@@ -66,8 +64,7 @@ class SlotChecks(MethodKit):
         write(codec, pieces, kept, codec.encode(x[:, :, kept:]))
         assert not difference(whole, pieces)
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_bytes_are_those_declared(self, side: str, shape: Shape) -> None:
         """`bytes_per_slot` is what storage takes, and the fields know their storage's shape."""
         codec, x = self.sample(side, shape)
@@ -82,8 +79,7 @@ class SlotChecks(MethodKit):
         rows = x.shape[0] * x.shape[1]
         assert held_bytes(storage) == bytes_per_slot(codec) * tokens * rows
 
-    @depends_on("bytes")
-    @both_sides
+    @both_sides("bytes")
     def test_unused_slots_are_zero_and_never_read(self, side: str) -> None:
         """Slots that nobody wrote are zero; garbage in them doesn't change what is read."""
         for dim in (64, 96):
@@ -105,8 +101,7 @@ class SlotChecks(MethodKit):
             pytest.skip("no groups of tokens")
         return codec
 
-    @depends_on("groups")
-    @both_sides
+    @both_sides("groups")
     def test_a_cut_group_continues(self, side: str) -> None:
         """After a rollback into a group its side information stays and codes new tokens."""
         for dim in (64, 80):
@@ -132,8 +127,7 @@ class SlotChecks(MethodKit):
                 again = codec.transform.inverse(decoded[:, :, cut:])
                 assert relative_error(new[:, :, kept:], again) < self.max_relative_error
 
-    @depends_on("groups")
-    @both_sides
+    @both_sides("groups")
     def test_a_cut_group_of_any_kind_continues(self, side: str) -> None:
         """Whatever a group held, ordinary tokens after a cut are taken, hard ones or refused."""
         codec = self._grouped(side, 64)
@@ -150,8 +144,7 @@ class SlotChecks(MethodKit):
                     continue
                 assert torch.isfinite(codec.decode({**later, **frozen})).all()
 
-    @depends_on("groups")
-    @both_sides
+    @both_sides("groups")
     def test_what_is_in_range_fits_every_group(self, side: str) -> None:
         """A codec with groups encodes later than tokens come: `check_range` has to suffice."""
         for dim in (1, 64, 80):
@@ -168,8 +161,7 @@ class SlotChecks(MethodKit):
             with pytest.raises(NonFiniteError):
                 codec.check_range(floats(*[3e38] * dim).view(1, 1, 1, dim))
 
-    @depends_on("bias")
-    @both_sides
+    @both_sides("bias")
     def test_bias_is_a_part_of_the_whole(self, side: str) -> None:
         """A codec with a bias gives it apart, finite, in the same space."""
         codec = self.codec(side, 96, heads=2)

@@ -172,9 +172,7 @@ class DamageChecks(StoreKit):
 
     def _damaged(self, place: Path, edit: Callable[[bytes], bytes]) -> None:
         with self.make_store(place) as store:
-            store.put("a", SMALL)
-            store.put("b", SMALL)
-            store.flush()
+            self.put(store, a=SMALL, b=SMALL)
             self.tamper(store, "a", edit)
             with pytest.warns(StoreWarning):
                 assert store.get("a") is None
@@ -210,8 +208,7 @@ class DamageChecks(StoreKit):
         taken: list[bytes] = []
         with self.make_store(tmp_path) as store, warnings.catch_warnings():
             warnings.simplefilter("ignore", StoreWarning)
-            store.put("a", SMALL)
-            store.flush()
+            self.put(store, a=SMALL)
             self.tamper(store, "a", lambda record: taken.append(record) or record)  # type: ignore[func-returns-value]
             assert store.get("a") == SMALL
             for bit in range(0, len(taken[0]) * 8, 11):
@@ -221,8 +218,7 @@ class DamageChecks(StoreKit):
                     changed[bit // 8] ^= 1 << bit % 8
                     return bytes(changed)
 
-                store.put("a", SMALL)
-                store.flush()
+                self.put(store, a=SMALL)
                 self.tamper(store, "a", flip)
                 assert store.get("a") is None, f"bit {bit}"
                 assert "a" not in store
@@ -232,9 +228,7 @@ class DamageChecks(StoreKit):
         self.need("tampers")
         records: dict[str, bytes] = {}
         with self.make_store(tmp_path) as store:
-            for key in ("a", "b"):
-                store.put(key, key.encode() * 10)
-            store.flush()
+            self.put(store, a=b"a" * 10, b=b"b" * 10)
             self.tamper(store, "b", lambda record: records.setdefault("b", record))
             self.tamper(store, "a", lambda record: records["b"])
             with pytest.warns(StoreWarning):
@@ -245,9 +239,7 @@ class DamageChecks(StoreKit):
         """It removes the damaged entry and counts it, and no other."""
         self.need("tampers")
         with self.make_store(tmp_path) as store:
-            for key in ("a", "b", "c"):
-                store.put(key, SMALL)
-            store.flush()
+            self.put(store, a=SMALL, b=SMALL, c=SMALL)
             self.tamper(store, "b", lambda record: record[:-1] + bytes([record[-1] ^ 1]))
             assert store.gc().damaged == 0
             report = store.gc(verify=True)
@@ -263,11 +255,9 @@ class LimitChecks(StoreKit):
         self.need("expires")
         clock = Clock()
         with self.make_store(tmp_path, ttl=60.0, clock=clock) as store:
-            store.put("a", b"1")
-            store.flush()
+            self.put(store, a=b"1")
             clock.now += 30
-            store.put("b", b"2")
-            store.flush()
+            self.put(store, b=b"2")
             clock.now += 29.5
             assert store.get("a") == b"1"
             clock.now += 1
@@ -285,8 +275,7 @@ class LimitChecks(StoreKit):
         with self.make_store(tmp_path, max_bytes=10_000) as store:
             for index in range(50):
                 blob = random_bytes(index * 137 % 3000, index)
-                store.put(f"k{index}", blob)
-                store.flush()
+                self.put(store, **{f"k{index}": blob})
                 held = store.stats().bytes
                 assert held is not None and held <= 10_000
                 assert store.get(f"k{index}") == blob
@@ -297,26 +286,20 @@ class LimitChecks(StoreKit):
         """Reading and replacing are uses; asking whether it is there is none."""
         self.need("budget")
         with self.make_store(tmp_path, max_bytes=4500) as store:
-            for key in ("a", "b", "c", "d"):
-                store.put(key, random_bytes(1000))
-            store.flush()
+            self.put(store, **dict.fromkeys("abcd", random_bytes(1000)))
             assert store.get("a") is not None
-            store.put("b", random_bytes(1000, 1))
-            store.flush()
+            self.put(store, b=random_bytes(1000, 1))
             assert "c" in store
-            store.put("e", random_bytes(1000))
-            store.flush()
+            self.put(store, e=random_bytes(1000))
             assert sorted(store) == ["a", "b", "d", "e"]
-            store.put("f", random_bytes(1000))
-            store.flush()
+            self.put(store, f=random_bytes(1000))
             assert sorted(store) == ["a", "b", "e", "f"]
 
     def test_what_never_fits_is_refused(self, tmp_path: Path) -> None:
         """With `StoreFull`, and nothing is dropped for it."""
         self.need("budget")
         with self.make_store(tmp_path, max_bytes=1000) as store:
-            store.put("a", b"1")
-            store.flush()
+            self.put(store, a=b"1")
             with pytest.raises(StoreFull):
                 store.put("a", bytes(1001))
                 store.flush()

@@ -61,6 +61,12 @@ class StoreKit:
         with self.make_store(tmp_path) as store:
             yield store
 
+    def put(self, store: Store, **blobs: bytes) -> None:
+        """Put entries, and wait until they are there."""
+        for key, blob in blobs.items():
+            store.put(key, blob)
+        store.flush()
+
     def need(self, name: str) -> None:
         """Skip a check of what the store does not have."""
         if not getattr(self, name):
