@@ -89,14 +89,11 @@ class CacheGeometry:
 
         Parameters
         ----------
-        num_layers : int
-            Layers that hold latents.
-        latent_dim : int
-            Width r of the joint latent `c_kv` (512 in DeepSeek-V3).
-        rope_dim : int
-            Width of the shared rotated key `k_rope` (64 in DeepSeek-V3).
-        dtype : torch.dtype, optional
-            Dtype of both.
+        num_layers, dtype
+            As of `CacheGeometry`.
+        latent_dim, rope_dim : int
+            Widths of the joint latent `c_kv` and of the shared rotated key `k_rope` (512 and 64 in
+            DeepSeek-V3).
         """
         return cls(num_layers, 1, latent_dim, rope_dim, dtype, latent=True)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvpact.cli.console import note
 from kvpact.data import book_path
@@ -167,16 +167,6 @@ def check_positions(model: Any, tokens: int, new: int = 0) -> None:
         raise InputError(f"{tokens} tokens{more} do not fit the model's {limit} positions{hint}")
 
 
-class Prompted(NamedTuple):
-    """A model, the ids ``[1, T]`` of a prompt, and the empty cache that is to hold them."""
-
-    model: Any
-    tokenizer: Any
-    ids: torch.Tensor
-    cache: Any
-    calibration: Calibration | None
-
-
 def prompted(
     candidate: Candidate,
     text: str,
@@ -185,8 +175,12 @@ def prompted(
     *,
     chat: bool = False,
     new: int = 0,
-) -> Prompted:
-    """Load a model (see `open_model`), and see that it takes a text and `new` tokens after it."""
+) -> tuple[Any, Any, torch.Tensor, Any, Calibration | None]:
+    """Load a model (see `open_model`), and see that it takes a text and `new` tokens after it.
+
+    Returns it, its tokenizer, the text's ids ``[1, T]``, an empty cache for them, and what the file
+    `calibration` holds.
+    """
     from kvpact.evaluate import compressed_cache
 
     network, tokenizer = open_model(*model)
@@ -194,7 +188,7 @@ def prompted(
     check_positions(network, ids.shape[1], new)
     known = load_calibration(calibration, network)
     cache = compressed_cache(network, replace(candidate, calibration=known))
-    return Prompted(network, tokenizer, ids, cache, known)
+    return network, tokenizer, ids, cache, known
 
 
 def continued(model: Any, ids: torch.Tensor, cache: Any, new: int, **options: Any) -> torch.Tensor:

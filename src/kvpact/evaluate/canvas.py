@@ -74,11 +74,7 @@ def log_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def place_labels(
-    figure: Any,
-    axes: Any,
-    points: Sequence[tuple[float, float, str]],
-) -> None:
+def place_labels(figure: Any, axes: Any, points: Sequence[tuple[float, float, str]]) -> None:
     """Name points (x, y, text) where a label covers no point and no other label, highest first.
 
     The figure's scales, limits and layout may not change afterwards. A label stands to

@@ -33,12 +33,12 @@ def write_report(
     directory : str or path
         Made where missing; files of those names are replaced.
     against : str, optional
-        The spec that the others are compared with (see `differences`).
+        As of `differences`.
 
     Returns
     -------
     list of Path
-        The files: ``eval.json`` (a list of rows: fields of `EvalRow`, of `EvalProtocol`, and of
+        ``eval.json`` (a list of rows: fields of `EvalRow`, of `EvalProtocol`, and of
         `Difference` where the row has one), ``eval.md``, ``eval.png``. Of several runs
         ``eval-MODEL-TEXT.png`` each, ``summary.json`` and ``summary.png``. Of runs with a free
         run ``free_running.json`` and ``free_running.png``, with tasks ``tasks.json`` and
@@ -46,8 +46,6 @@ def write_report(
 
     Raises
     ------
-    OSError
-        The directory can't be made or written to.
     EvaluationError
         `against` is no candidate, or the results have unlike candidates; nothing is written.
     BackendUnavailable

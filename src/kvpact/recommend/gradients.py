@@ -158,12 +158,10 @@ def _half_variance(weights: Tensor, change: Tensor) -> Tensor:
 def _detach(cache: Any) -> None:
     """Cut a cache off the graph of the chunk that filled it."""
     for layer in cache.layers:
-        for name, x in list(vars(layer).items()):
-            if isinstance(x, Tensor):
-                setattr(layer, name, x.detach())
-            elif isinstance(x, dict):
-                setattr(
-                    layer,
-                    name,
-                    {k: y.detach() if isinstance(y, Tensor) else y for k, y in x.items()},
-                )
+        vars(layer).update({name: _detached(x) for name, x in vars(layer).items()})
+
+
+def _detached(x: Any) -> Any:
+    if isinstance(x, dict):
+        return {name: _detached(y) for name, y in x.items()}
+    return x.detach() if isinstance(x, Tensor) else x
