@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AutoModel,
     DeepseekV3Config,
+    DeepseekV32Config,
     FalconH1Config,
     Gemma3TextConfig,
     InklingTextConfig,
@@ -14,7 +16,14 @@ from transformers import (
     PreTrainedConfig,
     Qwen3NextConfig,
 )
+from transformers.models.axk2.configuration_axk2 import AXK2Config
 from transformers.models.dots3_note import Dots3NoteTextConfig
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
+from transformers.models.glm_moe_dsa.configuration_glm_moe_dsa import GlmMoeDsaConfig
+from transformers.models.hy_v4.configuration_hy_v4 import HYV4Config
+from transformers.models.minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
+from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
 WINDOW = 16
 """Tokens of layers with a window."""
@@ -98,19 +107,25 @@ def dots3(sizes):
     )
 
 
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+"""Sizes of the linear attention and the experts of Qwen3-Next and Qwen4."""
+
+
 def qwen3_next(sizes):
     return Qwen3NextConfig(
         **sizes,
         head_dim=16,
         layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
+        **LINEAR,
     )
 
 
@@ -123,6 +138,88 @@ KINDS = {
     "gemma3": lambda s: gemma3(s, "sliding", "full"),
 }
 """Models with layers of several kinds, by name."""
+
+INDEX = {"index_head_dim": 32, "index_n_heads": 16, "index_topk": 24}
+"""An index of so many heads that no two tokens score alike; it chooses 24 of them."""
+
+
+def minimax_m3(sizes, **more):
+    return MiniMaxM3VLTextConfig(
+        **{**sizes, "num_hidden_layers": 3},
+        head_dim=16,
+        rotary_dim=8,
+        dense_intermediate_size=64,
+        shared_intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention", "minimax_m3_sparse", "full_attention"],
+        mlp_layer_types=["dense"] * 3,
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=8,
+        **{"index_topk_blocks": 3, **more},
+    )
+
+
+def qwen4(sizes, index_topk=24):
+    return Qwen4ExpTextConfig(
+        **sizes,
+        **LINEAR,
+        head_dim=16,
+        layer_types=["linear_attention", "indexed_attention"],
+        indexer_n_heads=16,
+        indexer_kv_heads=1,
+        indexer_head_dim=32,
+        indexer_budget=index_topk,
+        indexer_compress_ratio=4,
+        hc_count=2,
+        hc_lowrank=8,
+    )
+
+
+def glm5(sizes, index_topk=24):
+    return Glm5NextTextConfig(
+        **sizes | LATENT | INDEX | {"index_topk": index_topk, "qk_rope_head_dim": 0},
+        index_kpool=4,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        layer_types=["linear_attention", "indexed_attention"],
+        hc_mult=2,
+    )
+
+
+def latent_indexed(config):
+    """Return a function that makes a model of latents and an index, of this class."""
+    return lambda sizes, **more: deepseek(sizes, config, **INDEX | more)
+
+
+INDEXED = {
+    "deepseek_v32": latent_indexed(DeepseekV32Config),
+    "glm_dsa": latent_indexed(GlmMoeDsaConfig),
+    "axk2": latent_indexed(AXK2Config),
+    "hunyuan_v4": latent_indexed(HYV4Config),
+    "mistral_large4": latent_indexed(MistralLarge4TextConfig),
+    "dots3_indexed": latent_indexed(Dots3NoteTextConfig),
+    "qwen4": qwen4,
+    "glm5": glm5,
+    "minimax_m3": minimax_m3,
+}
+"""Models whose layers choose the tokens they attend to, by name."""
+
+
+class TextModel(torch.nn.Module):
+    """A model without logits: its hidden states are called so."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = AutoModel.from_config(config, attn_implementation="sdpa")
+        self.config, self.device = self.model.config, self.model.device
+
+    def forward(self, input_ids: Tensor, **options: Any) -> Any:
+        """Run the model."""
+        output = self.model(input_ids, **options)
+        output.logits = output.last_hidden_state
+        return output
 
 
 def run(model: Any, cache: Any, parts: Iterable[Tensor]) -> Tensor:

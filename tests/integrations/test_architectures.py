@@ -3,7 +3,6 @@
 import pytest
 from tiny_configs import deepseek, gemma3, lfm2
 from transformers import (
-    DeepseekV32Config,
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
@@ -63,8 +62,6 @@ def test_a_model_without_full_attention_is_refused(sizes):
     told = r"no layer of this model has full attention.* 2 of 'sliding_attention' \(the last tokens"
     with pytest.raises(KVPactError, match=told):
         CompressedCache(config, "none")
-    with pytest.raises(KVPactError, match=r"2 of 'indexed_attention' \(tokens that an index"):
-        CompressedCache(DeepseekV32Config(**sizes), "none")
 
 
 def test_recipe_names_layers_of_the_model(llama, prompt):

@@ -8,7 +8,7 @@ from transformers import DynamicCache, JambaConfig
 
 from kvpact.errors import FormatError, GeometryError, IntegrityError, SnapshotError, SpecError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache
-from kvpact.prefixes.checkpoints import GROUP, from_integers, to_integers
+from kvpact.quantizers.channels import GROUP, from_integers, to_integers
 from kvpact.stores import MemoryStore, StoreWarning
 
 every_model = pytest.mark.parametrize("name", KINDS)

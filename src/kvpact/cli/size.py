@@ -195,7 +195,7 @@ def _layer_text(layer: dict[str, Any]) -> str:
     if layer["limit"] is not None:
         parts.append(f"{layer['limit']:,} tokens at most")
     if layer["index_width"]:
-        parts.append(f"{layer['index_width']} more numbers a token")
+        parts.append(f"{layer['index_width']} numbers a token of an index")
     if layer["state_bytes"]:
         parts.append(f"states of {size_text(layer['state_bytes'])}")
     held = ", ".join(parts) or "holds nothing"

@@ -32,9 +32,15 @@ class LayerShape(NamedTuple):
         """Return the geometry of a cache of this layer alone."""
         return CacheGeometry(1, self.heads, self.key_dim, self.value_dim, dtype, self.latent)
 
-    def own_bytes(self, tokens: int, batch: int, itemsize: int) -> int:
-        """Return the bytes that transformers holds of the layer, and no spec compresses."""
+    def own_bytes(self, tokens: int, batch: int, itemsize: int, *, packed: bool = False) -> int:
+        """Return the bytes that are held of the layer beside compressed K and V.
+
+        `packed`: whether keys of an index are 8-bit integers, all but the last 64 tokens' at least,
+        with a scale of four bytes per channel over 64 tokens.
+        """
         kept = tokens if self.limit is None else min(tokens, self.limit)
-        width = 0 if self.compressed else self.heads * (self.key_dim + self.value_dim)
-        numbers = kept * (width + self.index_width)
-        return batch * (numbers * itemsize + (self.state_bytes if tokens else 0))
+        numbers = 0 if self.compressed else kept * self.heads * (self.key_dim + self.value_dim)
+        groups = max(tokens // 64 - 1, 0) if packed and self.compressed else 0
+        index = groups * (64 + 4) + (kept - 64 * groups) * itemsize
+        whole = numbers * itemsize + self.index_width * index
+        return batch * (whole + (self.state_bytes if tokens else 0))

@@ -304,20 +304,28 @@ def _dtype(config: Any) -> Any:
 def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str, Any]:
     """Return the bytes of a cache: the fields of a `SizeRow` behind its first two."""
     found = Counter(dict.fromkeys(PARTS, 0))
-    for part in _known_parts(spec, layers, tokens, batch) or [
-        _layer_bytes(each, shape.geometry(dtype_of(layers.dtype)), tokens, batch)
-        for each, shape in _pairs(spec, layers)
-    ]:
+    packed = [spec != "none"] * len(layers.shapes)
+    parts = _known_parts(spec, layers, tokens, batch)
+    if parts is None:
+        pairs = _pairs(spec, layers)
+        dtype = dtype_of(layers.dtype)
+        parts = [_layer_bytes(each, x.geometry(dtype), tokens, batch) for each, x in pairs]
+        exact = iter([each.key.name == "none" for each, _ in pairs])
+        packed = [x.compressed and not next(exact) for x in layers.shapes]
+    for part in parts:
         found.update(part)
     compressed, shapes = sum(found.values()), (x for x in layers.shapes if x.compressed)
     values = batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
-    own = sum(shape.own_bytes(tokens, batch, layers.itemsize) for shape in layers.shapes)
+    given = tokens, batch, layers.itemsize
+    exact_own = sum(shape.own_bytes(*given) for shape in layers.shapes)
+    both = zip(layers.shapes, packed, strict=True)
+    own = sum(shape.own_bytes(*given, packed=x) for shape, x in both)
     return {
         **found,
         "compressed": compressed,
         "own": own,
         "total": compressed + own,
-        "exact": 2 * values + own,
+        "exact": 2 * values + exact_own,
         "bits_per_value": 8 * compressed / values if values else None,
     }
 

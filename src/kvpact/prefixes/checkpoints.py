@@ -6,8 +6,9 @@ where the model stopped. A checkpoint has all states, and of the rings those tok
 checkpoint before has not: a chat that grows writes its new tokens alone, and who loads a checkpoint
 reads those before it until the rings are full.
 
-Rings at rest are 8-bit integers with a scale per channel over 64 tokens, counted from the text's
-first one; states, and rings of caches that store exactly, are as they are.
+Rings and keys of an index are 8-bit integers at rest, with a scale per channel over 64 tokens that
+are counted from the text's first one; states, and all of caches that store exactly, are as they
+are.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from torch import Tensor
 
 from kvpact.errors import FormatError, SnapshotError
 from kvpact.prefixes.chunks import ChunkKind
+from kvpact.quantizers.channels import GROUP, from_integers, to_integers
 from kvpact.snapshot import Container, RecordState, token_hash
 
 KIND = "kvpact.checkpoint"
 VERSION = 1
-GROUP = 64
-"""Tokens that share a scale of a ring at rest."""
 SCALE = ".scale"
 
 
@@ -38,7 +38,8 @@ class RecordShape:
     """What all records of one name have in common.
 
     `shape`: of a batch of one row, with 0 tokens; `tokens`: the axis of tokens, None of a state;
-    `kept`: the tokens that a ring keeps, None where it keeps all.
+    `kept`: the tokens that a ring keeps, None where it keeps all; `rounded`: whether its numbers
+    may be stored as integers.
     """
 
     layer: int
@@ -48,6 +49,7 @@ class RecordShape:
     rows: int
     tokens: int | None = None
     kept: int | None = None
+    rounded: bool = False
 
     @property
     def key(self) -> str:
@@ -103,7 +105,7 @@ class CheckpointKind:
         found = []
         for shape, first in self._parts(begin, end):
             whole = shape.with_tokens(end - first)
-            if shape.tokens is None or shape.kept is None or not self.packed:
+            if not (shape.rounded and self.packed):
                 found.append((shape.key, shape.dtype, whole))
             else:
                 groups = -(-end // GROUP) - first // GROUP
@@ -139,7 +141,7 @@ class CheckpointKind:
                 tensor = tensor.narrow(
                     shape.tokens, tensor.shape[shape.tokens] - (end - first), end - first
                 )
-            if shape.tokens is not None and shape.kept is not None and self.packed:
+            if shape.tokens is not None and shape.rounded and self.packed:
                 tensor, tensors[shape.key + SCALE] = to_integers(tensor, shape.tokens, first)
             tensors[shape.key] = tensor
         named = [(name, tensors[name]) for name, _, _ in self._stored(begin, end)]
@@ -191,31 +193,3 @@ class CheckpointKind:
                 tensor = whole.narrow(shape.tokens, length - count, count)
             states.append(RecordState(shape.layer, shape.name, tensor, shape.rows, end))
         return states
-
-
-def to_integers(x: Tensor, axis: int, first: int) -> tuple[Tensor, Tensor]:
-    """Return `x` as int8 and float32 scales, one for `GROUP` tokens along `axis` and a channel.
-
-    `first`: the number of its first token in the text, from which groups are counted.
-    """
-    grouped = _grouped(x.float().movedim(axis, 0), first)
-    scale = grouped.abs().amax(1) / 127
-    codes = (grouped / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
-    codes = codes.to(torch.int8).flatten(0, 1)[first % GROUP :][: x.shape[axis]]
-    return codes.movedim(0, axis).contiguous(), scale.movedim(0, axis).contiguous()
-
-
-def from_integers(codes: Tensor, scale: Tensor, axis: int, first: int) -> Tensor:
-    """Return what `to_integers` took, rounded, as float32."""
-    grouped = _grouped(codes.float().movedim(axis, 0), first) * scale.movedim(axis, 0)[:, None]
-    x = grouped.flatten(0, 1)[first % GROUP :][: codes.shape[axis]]
-    return x.movedim(0, axis).contiguous()
-
-
-def _grouped(x: Tensor, first: int) -> Tensor:
-    """Return `[tokens, …]` as `[groups, GROUP, …]`, zeros where a group has no token."""
-    lead, count = first % GROUP, x.shape[0]
-    groups = -(-(lead + count) // GROUP)
-    padded = x.new_zeros(groups * GROUP, *x.shape[1:])
-    padded[lead : lead + count] = x
-    return padded.view(groups, GROUP, *x.shape[1:])

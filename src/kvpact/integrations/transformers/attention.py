@@ -23,13 +23,24 @@ from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers.facts import modeling_module
 from kvpact.integrations.transformers.fallback import say_once
 from kvpact.integrations.transformers.handles import KVHandle, refuse_gradients, untraced
+from kvpact.integrations.transformers.indexed import chosen
 from kvpact.integrations.transformers.latent import meet_class
 from kvpact.integrations.transformers.shared import Asked
 from kvpact.integrations.transformers.tokens import NewTokens, read_before_stored
 from kvpact.kernels import attend_exact
 
 ATTENTION = "kvpact"
-HONOURED = frozenset({"position_bias", "position_ids", "s_aux", "sliding_window", "softcap"})
+HONOURED = frozenset(
+    {
+        "block_indices",
+        "indices",
+        "position_bias",
+        "position_ids",
+        "s_aux",
+        "sliding_window",
+        "softcap",
+    }
+)
 """Arguments by name that are taken into account, besides those of `attention_forward`."""
 HARMLESS = frozenset(
     {
@@ -86,7 +97,9 @@ def attention_forward(
     else:
         meet_class(module)
         fresh = read_before_stored(key)
-    compressed = tokens is not None or fresh is not None
+    compressed, seen = tokens is not None or fresh is not None, attention_mask
+    if kwargs.get("indices") is not None or kwargs.get("block_indices") is not None:
+        attention_mask = chosen(module, seen, query.shape[2], key.shape[2], kwargs)
     if compressed and module.training:
         raise KVPactError("a compressed cache is for inference; call model.eval() first")
     if fresh is not None and fresh.whole and fresh.total == query.shape[2]:  # the first ones
@@ -94,7 +107,7 @@ def attention_forward(
         if needs_own(kwargs):
             fresh.shared.may_wait, tokens = False, fresh
     if fresh is not None and tokens is None:
-        padding = _own_padding(fresh, attention_mask)
+        padding = _own_padding(fresh, seen)
         if padding is not None or not fresh.whole:
             fresh.store(padding)
     last = attention_mask is None and 1 < query.shape[2] < key.shape[2]
@@ -189,6 +202,8 @@ def call_config(
 
 
 def _own_padding(tokens: NewTokens, mask: Tensor | None) -> Tensor | None:
+    if tokens.shared.indexed and tokens.total > tokens.k.shape[2]:
+        return None  # what no query sees now was perhaps not chosen
     left = left_padding(mask)
     return None if left is None else tokens.own_padding(left)
 
@@ -300,16 +315,16 @@ def _chosen(config: PreTrainedConfig, attention: str, sparse: bool) -> Loan | No
         )
     if sparse and current == ATTENTION:
         raise KVPactError(
-            "layers of this model choose the tokens they attend to, which 'kvpact' does not "
-            "honour: call model.set_attn_implementation('sdpa')"
+            "layers of this model attend to streams that it compresses itself, which 'kvpact' does "
+            "not honour: call model.set_attn_implementation('sdpa')"
         )
     if attention == "keep":
         return None
     if sparse:
         say_once(
             "sparse",
-            "layers of this model choose the tokens they attend to, which works with attention "
-            f"{current!r} and not with 'kvpact': the compressed layers are read decompressed",
+            "layers of this model attend to streams that it compresses itself, which works with "
+            f"attention {current!r} and not with 'kvpact': K and V are read decompressed",
         )
     elif by_name:
         say_once(

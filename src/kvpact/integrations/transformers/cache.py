@@ -19,8 +19,9 @@ from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend, tensors_of
-from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
+from kvpact.integrations.transformers.facts import COMPRESSED, INDEXED, layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
+from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.records import checked, restore_records, saved
@@ -138,7 +139,8 @@ class CompressedCache(EngineCache):
         layers: list[Any] = []
         for index, (kind, more) in enumerate(zip(facts.types, facts.options, strict=True)):
             if kind in COMPRESSED:
-                own = CompressedHybridLayer if kind == "hybrid" else CompressedLayer
+                own = CompressedIndexedLayer if kind in INDEXED else CompressedLayer
+                own = CompressedHybridLayer if kind == "hybrid" else own
                 layers.append(own(shared, next(indices), **more))
                 layers[-1].read_again = index in facts.read_again
             else:
@@ -178,8 +180,13 @@ class CompressedCache(EngineCache):
             raise SnapshotError("the cache is empty; run the model first")
         return held.snapshot_with(self.records(), token_ids, identity)
 
-    def records(self) -> list[RecordState]:
-        """Return copies of what layers hold that transformers caches itself, for a snapshot.
+    def records(self, *, whole: bool = False) -> list[RecordState]:
+        """Return copies of what layers hold beside compressed K and V, for a snapshot.
+
+        Parameters
+        ----------
+        whole : bool
+            Packed streams, the keys of an index, decompressed instead of as they lie.
 
         Raises
         ------
@@ -187,7 +194,8 @@ class CompressedCache(EngineCache):
             Layers hold unlike numbers of tokens since a call was interrupted.
         """
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        return saved(self.own_by_index(), {layer.get_seq_length() for layer in layers})
+        counts = {layer.get_seq_length() for layer in layers}
+        return saved(self.own_by_index(), counts, whole=whole)
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.

@@ -12,7 +12,9 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 
 from kvpact.errors import KVPactError
 
-COMPRESSED = frozenset({"full_attention", "hybrid"})
+INDEXED = frozenset({"indexed_attention", "minimax_m3_sparse"})
+"""Types of layers that choose the tokens they attend to."""
+COMPRESSED = frozenset({"full_attention", "hybrid", *INDEXED})
 """Types of layers whose K and V are compressed."""
 _MASKED = {*COMPRESSED, "sliding_attention", "chunked_attention", "hybrid_sliding"}
 _STATES = {"linear_attention", "conv", "dummy"}
@@ -22,8 +24,6 @@ _MEANINGS = {
     "linear_attention": "a state of fixed size",
     "conv": "a state of fixed size",
     "hybrid_sliding": "the last tokens and a state",
-    "indexed_attention": "tokens that an index chooses",
-    "minimax_m3_sparse": "tokens that an index chooses",
     "compressed_sparse_attention": "streams that the model compresses itself",
     "heavily_compressed_attention": "streams that the model compresses itself",
     "dummy": "nothing",

@@ -38,7 +38,10 @@ class HeadTokens:
         """Attend over the latents, absorbed: `[B, H, S, d_nope + d_rope]` to `[B, H, S, d_v]`."""
         w_uk, w_uv = _weights(self._module)
         nope = w_uk.shape[1]
-        query = absorb_query(q[..., :nope], q[..., nope:], w_uk)
+        rope = q[..., nope:]
+        if not rope.shape[3]:
+            rope = q.new_zeros(*q.shape[:3], 1)  # as it is stored
+        query = absorb_query(q[..., :nope], rope, w_uk)
         return expand_output(self.origin.attend(query, config), w_uv)
 
     def part(self, side: str) -> Tensor:

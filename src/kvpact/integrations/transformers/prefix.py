@@ -123,7 +123,7 @@ class _PrefixSource:
         return [] if held is None else [held.entry(i) for i in range(len(self.specs))]
 
     def records(self, seq: int | None) -> list[RecordState]:
-        return self._cache.records()
+        return self._cache.records(whole=True)
 
     def restore(self, snapshot: Snapshot, seq: int | None) -> None:
         self._cache.restore(snapshot, device=self._device)

@@ -21,7 +21,10 @@ from kvpact.snapshot import RecordState
 
 
 class Attribute(NamedTuple):
-    """Where a layer holds a record: a tensor, or a dict of them; `rows`, `tokens`: their axes."""
+    """Where a layer holds a record: a tensor, or a dict of them; `rows`, `tokens`: their axes.
+
+    A stream may be packed: then it is held as parts, and as a whole it is made of them.
+    """
 
     name: str
     kind: str
@@ -35,15 +38,14 @@ _STATES = Attribute("conv_states", "state"), Attribute("recurrent_states", "stat
 RECORDS: dict[str, tuple[Attribute, ...]] = {
     "DynamicLayer": _STREAMS,
     "DynamicSlidingWindowLayer": _RINGS,
-    "DynamicIndexedLayer": (
-        *_STREAMS,
-        Attribute("indexer_keys", "stream", 0, 1),
-        Attribute("indexer_position_ids", "stream", 1, 2),
-    ),
-    "MiniMaxM3VLSparseCacheLayer": (*_STREAMS, Attribute("idx_keys", "stream", 0, 2)),
     "LinearAttentionLayer": _STATES,
     "LinearAttentionAndSlidingWindowAttentionLayer": (*_RINGS, *_STATES),
     "CompressedHybridLayer": _STATES,
+    "CompressedIndexedLayer": (
+        *(Attribute(f"index_{part}", "part") for part in ("codes", "scale", "tail")),
+        Attribute("indexer_keys", "whole", 0, 1),
+        Attribute("indexer_position_ids", "stream", 1, 2),
+    ),
     "DummyLayer": (),
 }
 
@@ -90,8 +92,11 @@ def attributes_of(layer: Any) -> tuple[Attribute, ...]:
     return RECORDS[kind]
 
 
-def records_of(layer: Any) -> list[Record]:
-    """Return what a layer holds. Raises `KVPactError` where that is not all in `RECORDS`."""
+def records_of(layer: Any, *, whole: bool = False) -> list[Record]:
+    """Return what a layer holds. Raises `KVPactError` where that is not all in `RECORDS`.
+
+    `whole`: packed streams as a whole, which can be cut at any token, instead of their parts.
+    """
     attributes, found = attributes_of(layer), []
     known = {attribute.name for attribute in attributes}
     for name, value in vars(layer).items():
@@ -101,6 +106,8 @@ def records_of(layer: Any) -> list[Record]:
                 f"transformers' {type(layer).__name__} holds {name!r}, which kvpact does not know"
             )
     for attribute in attributes:
+        if attribute.kind == ("part" if whole else "whole"):
+            continue
         value = getattr(layer, attribute.name)
         parts = value.items() if isinstance(value, dict) else [(None, value)]
         found += [
@@ -153,8 +160,8 @@ def forget(layer: Any) -> None:
     layer.reset()
 
 
-def saved(layers: Mapping[int, Any], counts: set[int]) -> list[RecordState]:
-    """Return copies of what layers hold, by their number.
+def saved(layers: Mapping[int, Any], counts: set[int], *, whole: bool = False) -> list[RecordState]:
+    """Return copies of what layers hold, by their number; `whole`: as of `records_of`.
 
     `counts`: the tokens that the compressed layers hold. Layers that record the past for a rollback
     have more than the next token needs; that is left out.
@@ -175,7 +182,7 @@ def saved(layers: Mapping[int, Any], counts: set[int]) -> list[RecordState]:
     (tokens,) = counts
     found = []
     for index, layer in layers.items():
-        for record in records_of(layer):
+        for record in records_of(layer, whole=whole):
             tensor, name = record.tensor.detach(), record.attribute.name
             if record.attribute.kind == "ring":
                 tensor = tensor[:, :, -layer.sliding_window + 1 :]
@@ -190,7 +197,7 @@ def record_shapes(layers: Mapping[int, Any]) -> list[RecordShape]:
     """Return what records of layers, which hold some tokens, are like."""
     found = []
     for index, layer in layers.items():
-        for record in records_of(layer):
+        for record in records_of(layer, whole=True):
             kind, rows, tokens = record.attribute[1:]
             shape = list(record.tensor.shape)
             shape[rows] = 1
@@ -199,8 +206,8 @@ def record_shapes(layers: Mapping[int, Any]) -> list[RecordShape]:
             elif record.attribute.name == "conv_states":
                 shape[-1] = layer.conv_kernel_size[record.state]
             kept = layer.sliding_window - 1 if kind == "ring" else None
-            dtype = record.tensor.dtype
-            found.append(RecordShape(index, record.name, dtype, tuple(shape), rows, tokens, kept))
+            axes = tuple(shape), rows, tokens, kept, kind in ("ring", "whole")
+            found.append(RecordShape(index, record.name, record.tensor.dtype, *axes))
     return found
 
 
@@ -220,6 +227,8 @@ def checked(
         fits = name in known and record.rows == known[name].rows and record.tokens == tokens
         if fits and known[name].kind == "state":
             fits = state.isdigit() and int(state) < layer.number_of_states
+        elif fits and known[name].kind == "part":
+            fits = not state
         elif fits:
             axis, shape = known[name].tokens, record.tensor.shape
             kept = min(tokens, getattr(layer, "sliding_window", tokens + 1) - 1)
@@ -235,6 +244,8 @@ def checked(
         held = found.get(index, set())
         lacks = {x for x in names if x in ("keys", "values")} - held
         lacks |= {"states"} if "conv_states" in names and not held - {"keys", "values"} else set()
+        if hasattr(layer, "check_index"):
+            layer.check_index({x.name: x.tensor for x in records if x.layer == index}, tokens)
         if lacks:
             raise GeometryError(
                 f"the snapshot lacks {' and '.join(sorted(lacks))} of the model's layer {index}, a "
@@ -260,7 +271,8 @@ def restore_records(layers: Mapping[int, Any], records: Sequence[RecordState]) -
                 layer.conv_kernel_size[int(state)] = tensor.shape[-1]
         else:
             setattr(layer, name, tensor)
-            layer.is_initialized = True
+            if name in ("keys", "values"):
+                layer.is_initialized = True
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = record.tokens
                 layer._sliding_window_tensor = layer._sliding_window_tensor.to(tensor.device)

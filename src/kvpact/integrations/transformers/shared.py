@@ -14,7 +14,7 @@ from kvpact.cache.room import Wait
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
-from kvpact.integrations.transformers.facts import layer_facts
+from kvpact.integrations.transformers.facts import INDEXED, layer_facts
 from kvpact.kernels import Compute
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
@@ -39,6 +39,7 @@ class Asked(NamedTuple):
 class SharedState:
     """What the layers of one transformers cache share, without a reference to it or to them.
 
+    - `indexed`: whether layers choose the tokens they attend to.
     - `specs`: one per compressed layer; empty over a paged cache.
     - `held`: what holds each layer's tokens, nearly always one cache; None before the first.
     - `waiting`: each layer's tokens that nothing has used yet (`tokens.NewTokens`).
@@ -59,7 +60,9 @@ class SharedState:
     ) -> None:
         self.key_offsets, self.calibration = key_offsets, calibration
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
-        self.latent_widths = layer_facts(config).latent_widths
+        facts = layer_facts(config)
+        self.latent_widths = facts.latent_widths
+        self.indexed = not INDEXED.isdisjoint(facts.types)
         self.held: list[BatchCache | None] = [None] * len(specs)
         self.waiting: list[Any] = [None] * len(specs)
         self.asked: Asked | None = None

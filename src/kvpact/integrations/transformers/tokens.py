@@ -65,6 +65,7 @@ class NewTokens:
         "_parts",
         "_step",
         "_wait",
+        "_widths",
         "expanded",
         "k",
         "shared",
@@ -76,8 +77,11 @@ class NewTokens:
         self, shared: SharedState, layer: int, k: Tensor, v: Tensor, again: bool = False
     ) -> None:
         self._dtypes = k_dtype, v_dtype = k.dtype, v.dtype
+        self._widths = k.shape[3], v.shape[3]
         if k.requires_grad or v.requires_grad:
             k, v = k.detach(), v.detach()
+        if v.shape[3] == 0:  # latents of a layer without RoPE (GLM-5): a zero stands for it
+            v = v.new_zeros(*v.shape[:3], 1)
         cache = shared.held[layer]
         if cache is None:
             k, v = as_stored(k, v, None)
@@ -229,7 +233,7 @@ class NewTokens:
         """Return K (``k``) or V (``v``) of all tokens, decompressed, in the new ones' dtype."""
         index = 0 if side == "k" else 1
         whole = (self.k, self.v) if self.fresh else self._all()
-        return whole[index].to(self._dtypes[index])
+        return whole[index].to(self._dtypes[index])[..., : self._widths[index]]
 
     def _all(self) -> tuple[Tensor, Tensor]:
         if self._parts is None:

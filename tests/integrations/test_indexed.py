@@ -1,0 +1,319 @@
+"""Layers that choose the tokens they attend to: the choice is honoured, and is kept with K."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_arguments import attention_arguments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_configs import INDEXED, TextModel, run
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers.cache_utils import DynamicLayer
+
+from kvpact import Snapshot
+from kvpact.errors import GeometryError, KVPactError
+from kvpact.integrations.transformers import (
+    CompressedCache,
+    attention,
+    facts,
+    prefix_cache,
+    register_attention,
+)
+from kvpact.integrations.transformers import cache as cache_module
+from kvpact.integrations.transformers.indexed import CompressedIndexedLayer, chosen
+from kvpact.integrations.transformers.shared import SharedState
+from kvpact.spec import parse_spec
+from kvpact.stores import MemoryStore
+
+every_model = pytest.mark.parametrize("name", INDEXED)
+WITHOUT_HEAD = {"mistral_large4", "glm5", "minimax_m3"}
+EAGER = {"hunyuan_v4"}
+"""Models that transformers does not let attend by ``sdpa``."""
+
+
+@pytest.fixture
+def ids():
+    """Return tokens beyond the 24 that are chosen."""
+    return torch.randint(3, 128, (3, 90), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture
+def make(sizes):
+    """Return a function that makes a model that chooses; equal seeds give equal weights."""
+
+    def made(name, attention=None, **more):
+        torch.manual_seed(0)
+        config = INDEXED[name](sizes, **more)
+        attention = attention or ("eager" if name in EAGER else "sdpa")
+        if name in WITHOUT_HEAD:
+            model = TextModel(config)
+            model.model.set_attn_implementation(attention)
+        else:
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        return model.eval()
+
+    return made
+
+
+def parts_of(ids):
+    return ids.split([40, 1, 1, 8, 1, ids.shape[1] - 51], dim=1)
+
+
+def close(one, other):
+    return (one - other).abs().max() < 1e-5 * other.abs().max()
+
+
+@every_model
+def test_it_attends_to_what_the_index_chooses(name, make, ids):
+    model = make(name)
+    wanted = run(model, DynamicCache(config=model.config), parts_of(ids))
+    cache = CompressedCache(model.config, "none")
+    assert model.config._attn_implementation == ("eager" if name in EAGER else "kvpact")
+    assert close(run(model, cache, parts_of(ids)), wanted)
+    assert cache.stats()["layers"]["compressed"] == {"minimax_m3": 3, "qwen4": 1, "glm5": 1}.get(
+        name, 2
+    )
+    # The choice matters: where it is all tokens, the result is another one.
+    few = {"index_topk_blocks": 1000} if name == "minimax_m3" else {"index_topk": 10_000}
+    everything = make(name, **few)
+    other = run(everything, CompressedCache(everything.config, "none"), parts_of(ids))
+    assert close(other[:, :24], wanted[:, :24])
+    assert (other - wanted)[:, 40:].abs().max() > 0.01 * wanted.abs().max()
+
+
+@every_model
+def test_attention_kvpact_honours_the_choice_over_any_cache(name, make, ids):
+    register_attention()
+    model, own = make(name), make(name, "kvpact")
+    wanted = run(model, DynamicCache(config=model.config), parts_of(ids))
+    assert close(run(own, DynamicCache(config=own.config), parts_of(ids)), wanted)
+
+
+def test_up_to_the_tokens_that_it_chooses_it_is_full_attention_bit_for_bit(make, ids):
+    models = make("deepseek_v32"), make("deepseek_v32", index_topk=10_000)
+    got = [run(x, CompressedCache(x.config, "int:bits=8"), ids[:, :24].split(8, 1)) for x in models]
+    assert torch.equal(*got)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "qwen4"])
+def test_beams_and_left_padding(name, make, ids, greedy):
+    model = make(name)
+    mask = torch.ones_like(ids)
+    mask[0, :30], mask[1, :7] = 0, 0
+    for options in (greedy, {**greedy, "num_beams": 3, "max_new_tokens": 5}):
+        given = {"attention_mask": mask, **options}
+        wanted = model.generate(ids, **given, past_key_values=DynamicCache(config=model.config))
+        for _ in range(2):
+            cache = CompressedCache(model.config, "none")
+            assert torch.equal(model.generate(ids, **given, past_key_values=cache), wanted)
+
+
+@every_model
+def test_the_index_goes_wherever_k_goes(name, make, ids):
+    """Into snapshots, prefixes and copies, and with its rows."""
+    model, spec = make(name), "int:bits=8,window=8"
+    cache = CompressedCache(model.config, spec)
+    run(model, cache, [ids[:, :48], ids[:, 48:64]])
+    data, fork = cache.snapshot().to_bytes(), copy.deepcopy(cache)
+    wanted = run(model, cache, ids[:, 64:].split([1, 25], 1))
+    again = CompressedCache(model.config, spec)
+    again.restore(Snapshot.from_bytes(data))
+    for other in (again, fork):
+        assert torch.equal(run(model, other, ids[:, 64:].split([1, 25], 1)), wanted)
+    rows = torch.tensor([2, 0])
+    again.restore(Snapshot.from_bytes(data).select(rows.tolist()))
+    assert close(run(model, again, ids[rows, 64:].split([1, 25], 1)), wanted[rows])
+    again.restore(Snapshot.from_bytes(data))
+    again.reorder_cache(torch.tensor([1, 1, 0]))
+    again.batch_repeat_interleave(2)
+    twice = torch.tensor([1, 1, 1, 1, 0, 0])
+    assert close(run(model, again, ids[twice, 64:].split([1, 25], 1)), wanted[twice])
+
+
+@every_model
+def test_a_prefix_has_the_index(name, make, ids):
+    model = make(name)
+    one = ids[:1]
+    with MemoryStore() as store:
+        caches = [CompressedCache(model.config, "none") for _ in range(2)]
+        for cache in caches:
+            prefixes = prefix_cache(store, model, cache, fingerprint="one", chunk=32)
+            held = prefixes.prefill(one[:, :70])
+        assert held == 64 and prefixes.written == 0
+        went_on, loaded = (run(model, x, one[:, 64:].split([1, 25], 1)) for x in caches)
+        assert torch.equal(loaded, went_on)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "axk2"])
+def test_a_rollback_takes_the_index_back(name, make, ids):
+    model = make(name)
+    cache, never = (CompressedCache(model.config, "none") for _ in range(2))
+    run(model, cache, [ids[:, :64]])
+    cache.crop(-14)
+    run(model, never, [ids[:, :50]])
+    got, wanted = (run(model, x, ids[:, 50:].split([1, 39], 1)) for x in (cache, never))
+    assert close(got, wanted)
+    cache.reset()
+    never.reset()
+    assert torch.equal(*(run(model, x, [ids[:2, :50]]) for x in (cache, never)))
+
+
+def test_an_index_that_is_out_of_step_is_refused(make, ids):
+    model = make("deepseek_v32")
+    cache = CompressedCache(model.config, "int:bits=8")
+    run(model, cache, [ids[:, :40]])
+    layer = cache.layers[1]
+    layer.indexer_keys = torch.cat([layer.indexer_keys, layer.indexer_keys[:, :2]], 1)
+    with pytest.raises(KVPactError, match="index holds 42 tokens where K and V hold 40: a call"):
+        run(model, cache, [ids[:, 40:43]])
+    cache.reset()
+    run(model, cache, [ids[:, :40]])
+
+
+OF_ATTENTION = {"scaling", "dropout", "is_causal", "attention_mask", "query", "key", "value"}
+REFUSED = {"sinks"} | {f"{name}_{side}" for name in ("cu_seq_lens", "max_length") for side in "kq"}
+NEVER = {f"decoder_{x}" for x in ("attention_mask", "input_ids", "inputs_embeds", "position_ids")}
+NEVER |= {"encoder_outputs", "grid_thw", "reverse"}
+"""The walk takes one of two classes in a variable for the other: these have a taker on the way."""
+
+
+def test_a_model_that_compresses_streams_itself_keeps_its_attention(llama, fallbacks, monkeypatch):
+    types = ["full_attention", "compressed_sparse_attention"]
+    monkeypatch.setattr(facts, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
+    layers = {"compressed_sparse_attention": DynamicLayer}
+    monkeypatch.setattr(facts, "DYNAMIC_LAYER_TYPE_MAPPING", {**dict.fromkeys(types), **layers})
+    monkeypatch.setattr(cache_module, "DYNAMIC_LAYER_TYPE_MAPPING", layers)
+    _, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
+    assert llama.config._attn_implementation == "sdpa"
+    assert len(said) == 1 and "streams that it compresses itself" in said[0]
+    register_attention()
+    llama.set_attn_implementation("kvpact")
+    with pytest.raises(KVPactError, match="streams that it compresses itself"):
+        CompressedCache(llama.config, "none")
+
+
+def test_every_argument_that_models_pass_to_attention_is_classified():
+    known = attention.HONOURED | attention.HARMLESS
+    assert not known & (REFUSED | NEVER)
+    found = attention_arguments()
+    unknown = {x: sorted(found[x]) for x in found.keys() - known - OF_ATTENTION - REFUSED - NEVER}
+    assert not unknown, "read what these say, and add them to HONOURED, HARMLESS or REFUSED"
+    # The walk sees what it is to see.
+    assert {"indices", "block_indices", "s_aux", "position_ids", "use_cache"} <= found.keys()
+    assert "minimax_m3_vl" in found["block_indices"]
+    assert len(found["position_ids"]) > 100
+
+
+@pytest.fixture
+def packed(make):
+    """Return a cache of 200 tokens of three rows, whose index is packed, its model and the rest."""
+    model = make("deepseek_v32")
+    more = torch.randint(3, 128, (3, 220), generator=torch.Generator().manual_seed(5))
+    cache = CompressedCache(model.config, "int:bits=8,window=8")
+    run(model, cache, [more[:, :150], more[:, 150:200]])
+    return cache, model, more
+
+
+def test_a_packed_index_is_restored_bit_for_bit(packed):
+    cache, model, ids = packed
+    layer = cache.layers[0]
+    assert layer.index_codes.shape == (3, 128, 32) and layer.index_tail.shape == (3, 72, 32)
+    again = CompressedCache(model.config, cache.spec)
+    snapshot = cache.snapshot()
+    again.restore(Snapshot.from_bytes(snapshot.to_bytes()))
+    assert again.snapshot().to_bytes() == snapshot.to_bytes()
+    wanted, got = (run(model, x, ids[:, 200:].split([1, 19], 1)) for x in (cache, again))
+    assert torch.equal(got, wanted)
+    # The index matters: without its packed part the result is another one.
+    again.restore(snapshot)
+    for other in again.layers:
+        other.index_codes.zero_()
+    assert (run(model, again, ids[:, 200:].split([1, 19], 1)) - wanted).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: None if x.name == "index_codes" else x,
+        lambda x: None if x.name == "index_scale" else x,
+        lambda x: replace(x, tensor=x.tensor[:, 1:]) if x.name == "index_tail" else x,
+        lambda x: replace(x, tensor=x.tensor[:, :64]) if x.name == "index_codes" else x,
+        lambda x: replace(x, tensor=x.tensor.to(torch.int16)) if x.name == "index_codes" else x,
+        lambda x: replace(x, name="index_heads") if x.name == "index_tail" else x,
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused_and_changes_nothing(wrong, packed):
+    cache, model, ids = packed
+    records = [x for x in map(wrong, cache.snapshot().records()) if x is not None]
+    forged = cache.held().snapshot_with(records)
+    twin = copy.deepcopy(cache)
+    with pytest.raises(GeometryError, match="the snapshot has"):
+        cache.restore(Snapshot.from_bytes(forged.to_bytes()))
+    assert torch.equal(*(run(model, x, [ids[:, 200:]]) for x in (cache, twin)))
+
+
+@pytest.mark.parametrize("left", [199, 136, 129, 128, 127, 70, 64, 63, 1])
+def test_a_rollback_into_the_packed_index(left, packed):
+    """The tokens kept have the keys that they had."""
+    cache, model, ids = packed
+    before = [layer.indexer_keys for layer in cache.layers]
+    cache.crop(left - 200)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.allclose(layer.indexer_keys, keys[:, :left], atol=1e-6)
+        layer.check_index(vars(layer), left)
+    run(model, cache, [ids[:, left : left + 1]])
+    assert cache.layers[0].indexer_keys.shape[1] == left + 1
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_an_index_of_any_history_is_that_of_its_tokens(data):
+    config = LlamaConfig(num_hidden_layers=1)
+    layer = CompressedIndexedLayer(SharedState(config, True, [parse_spec("int:bits=8")]), 0)
+    generator = torch.Generator().manual_seed(0)
+    exact, total = torch.zeros(2, 0, 3), 0
+    layer.get_seq_length = lambda: total
+    for _ in range(data.draw(st.integers(1, 8))):
+        if total and data.draw(st.booleans()):
+            removed = data.draw(st.integers(1, total))
+            layer.crop(-removed)
+            exact, total = exact[:, : total - removed], total - removed
+        else:
+            new = torch.randn(2, data.draw(st.integers(1, 150)), 3, generator=generator)
+            exact = torch.cat([exact, new], 1)
+            whole = layer.update_indexer(new)
+            total = exact.shape[1]
+            assert torch.equal(whole[:, -new.shape[1] :], new), "new ones are used as they are"
+        if total:
+            layer.check_index(vars(layer), total)
+            # Groups that a rollback cut are rounded twice, by scales that are at most as large.
+            steps = exact.abs().amax() / 127 if exact.numel() else 0
+            held = layer.indexer_keys
+            assert held.shape == exact.shape and (held - exact).abs().max() <= 4 * steps
+            assert layer.index_tail.shape[1] < 128 + 64
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float"])
+def test_a_choice_narrows_the_mask_that_is_there(kind):
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(-1, 13, (2, 3, 4), generator=generator)
+    seen = torch.ones(3, 13, dtype=torch.bool).tril(10).expand(2, 1, 3, 13)
+    mask = {"none": None, "bool": seen, "float": torch.zeros(2, 1, 3, 13).masked_fill(~seen, -1e9)}
+    got = chosen(torch.nn.Identity(), mask[kind], 3, 13, {"indices": tokens})
+    for row in range(2):
+        for query in range(3):
+            kept = {t for t in tokens[row, query].tolist() if 0 <= t <= 10 + query}
+            value = got[row, 0, query]
+            allowed = value if value.dtype == torch.bool else value == 0
+            assert set(allowed.nonzero().flatten().tolist()) == kept
+    assert chosen(torch.nn.Identity(), mask[kind], 3, 4, {"indices": tokens}) is mask[kind]
+
+
+def test_blocks_of_a_size_that_nobody_tells_are_refused():
+    blocks = torch.zeros(1, 1, 1, 2, dtype=torch.long)
+    with pytest.raises(KVPactError, match="does not say how large they are"):
+        chosen(torch.nn.Identity(), None, 1, 40, {"block_indices": blocks})
