@@ -103,7 +103,7 @@ def make_values(field, bits: int, tokens: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if isinstance(field, CodesField) or field.dtype == torch.uint8:
         return random_codes(bits, tokens, field.dim if hasattr(field, "dim") else field.count, seed)
-    count = tokens // field.group if field.per_group else tokens
+    count = tokens // field.tokens if field.per_group else tokens
     return torch.randn(2, 3, count, field.count, generator=generator).half()
 
 

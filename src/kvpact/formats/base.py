@@ -10,7 +10,7 @@ equal bytes. FORMAT_VERSION changes when any of this does.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, Literal
 
 import torch
@@ -21,34 +21,28 @@ Order = Literal["token", "channel"]
 """What a word of codes holds: channels of a token (K), or tokens of a channel (V)."""
 
 
-@dataclass(frozen=True)
 class Field(ABC):
-    """One stored tensor of a stream.
+    """One stored tensor of a stream; subclasses are frozen dataclasses.
 
-    Parameters
+    Attributes
     ----------
     name : str
         Name within the stream.
+    kind : {"codes", "side"}
+        Codes, or information beside them.
+    dtype : torch.dtype
+        Dtype of the storage.
+    tokens : int
+        Tokens that one unit of storage covers.
+    per_group : bool
+        Whether values come per group of tokens rather than per token.
     """
 
     name: str
+    kind: Literal["codes", "side"]
+    dtype: torch.dtype
+    tokens: int
     per_group: ClassVar[bool] = False
-    """Whether values come per group of tokens rather than per token."""
-
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """``codes`` or ``side`` (information beside the codes)."""
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Dtype of the storage."""
-
-    @property
-    @abstractmethod
-    def tokens(self) -> int:
-        """Tokens that one unit of storage covers."""
 
     @property
     @abstractmethod
@@ -58,10 +52,7 @@ class Field(ABC):
     @property
     def bytes_per_token(self) -> float:
         """Bytes that one token and head takes in this field."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize / self.tokens
+        return prod(self.shape) * self.dtype.itemsize / self.tokens
 
     def allocate(self, batch: int, heads: int, tokens: int, device: torch.device) -> Tensor:
         """Return zeroed storage for `tokens` tokens (a multiple of `self.tokens`)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -53,26 +53,16 @@ class CodesField(Field):
         `bits` are then their sum and the largest. Empty for one block.
     """
 
+    kind = "codes"
+    dtype = torch.int32  # the sign bit of a word is a bit like any other
+    tokens = TILE
+
+    name: str
     bits: int
     dim: int
     order: Order
     interleave: int = 0
     blocks: Blocks = ()
-
-    @property
-    def kind(self) -> str:
-        """These are codes."""
-        return "codes"
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """32-bit words; the sign bit is a bit like any other."""
-        return torch.int32
-
-    @cached_property
-    def tokens(self) -> int:
-        """A unit is a tile."""
-        return TILE
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -123,30 +113,18 @@ class TokenField(Field):
     ----------
     count : int
         Numbers per token.
-    number : torch.dtype
+    dtype : torch.dtype
         Their dtype.
-    content : {"side", "codes"}
+    kind : {"side", "codes"}
         Side information, or (``codes``) what the method stores instead of codes.
     """
 
+    tokens = TILE
+
+    name: str
     count: int
-    number: torch.dtype = torch.float16
-    content: Literal["side", "codes"] = "side"
-
-    @property
-    def kind(self) -> str:
-        """As given by `content`."""
-        return self.content
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the numbers."""
-        return self.number
-
-    @cached_property
-    def tokens(self) -> int:
-        """A unit is a tile."""
-        return TILE
+    dtype: torch.dtype = torch.float16
+    kind: Literal["codes", "side"] = "side"
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -190,31 +168,19 @@ class GroupField(Field):
     ----------
     count : int
         Numbers per group.
-    group : int
+    tokens : int
         Tokens per group, a multiple of the tile.
-    number : torch.dtype
+    dtype : torch.dtype
         Their dtype.
     """
 
-    per_group: ClassVar[bool] = True
+    kind = "side"
+    per_group = True
+
+    name: str
     count: int
-    group: int
-    number: torch.dtype = torch.float16
-
-    @property
-    def kind(self) -> str:
-        """Side information."""
-        return "side"
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the numbers."""
-        return self.number
-
-    @cached_property
-    def tokens(self) -> int:
-        """A unit is a group."""
-        return self.group
+    tokens: int
+    dtype: torch.dtype = torch.float16
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -223,7 +189,7 @@ class GroupField(Field):
 
     def write(self, storage: Tensor, start: int, values: Tensor) -> None:
         """Copy the numbers of whole groups into place."""
-        first = start // self.group
+        first = start // self.tokens
         storage[:, :, first : first + values.shape[2]] = values
 
     def read(self, storage: Tensor) -> Tensor:
@@ -232,4 +198,4 @@ class GroupField(Field):
 
     def clear_from(self, storage: Tensor, start: int) -> None:
         """Zero the groups that begin at or behind `start`; a group that is cut stays."""
-        storage[:, :, -(-start // self.group) :] = 0
+        storage[:, :, -(-start // self.tokens) :] = 0

@@ -136,7 +136,8 @@ class FittedCodec(Codec):
         """Encode tokens; learn from them first if nothing was learnt yet."""
         if not self.fitted:
             self._set(self._learn(x))
-        return self._encode(x)
+        # Without groups nothing is frozen, and a codec's own `_encode` need not take it.
+        return self._encode(x) if frozen is None else self._encode(x, frozen)
 
     def decode(self, arrays: Arrays) -> Tensor:
         """Undo `encode` but for the transform."""
@@ -152,12 +153,44 @@ class FittedCodec(Codec):
         """Raise `FormatError` unless `state` is one of this codec."""
 
     @abstractmethod
-    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+    def _encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Encode with the state."""
 
     @abstractmethod
     def _decode(self, arrays: Arrays) -> Tensor:
         """Decode with the state."""
+
+
+class KeysThatLearn(FittedCodec):
+    """Keys that learn from the first tokens of a cache and what is known of these: by KV head."""
+
+    @abstractmethod
+    def state_fields(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return what is learnt: `[H, width]` tensors by name, their width and dtype."""
+
+    def state_bytes(self, heads: int) -> int:
+        """Return the bytes of what is learnt."""
+        return heads * sum(width * kind.itemsize for width, kind in self.state_fields().values())
+
+    def learn(self, x: Tensor, context: Context) -> Self:
+        """Return a codec that learnt from the first tokens of a cache."""
+        return self.with_state(self._learn(x, context))
+
+    def check_heads(self, heads: int) -> None:
+        """Raise `FormatError` if the state is of another number of heads."""
+        self._check(all(len(x) == heads for x in self._state.values()), f"not of {heads} heads")
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        fields = self.state_fields()
+        self._check(state.keys() == fields.keys(), ", ".join(sorted(state)))
+        heads = len(next(iter(state.values())))
+        for name, (width, kind) in fields.items():
+            tensor = state[name]
+            good = tensor.shape == (heads, width) and tensor.dtype is kind
+            self._check(good and bool(tensor.isfinite().all()), name)
+
+    @abstractmethod
+    def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]: ...
 
 
 class FittedMethod(Method):

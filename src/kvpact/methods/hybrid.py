@@ -136,7 +136,7 @@ class HybridCodec(FittedCodec):
             c = x.gather(-1, order)
         return c / state["sigma"].unsqueeze(-2)
 
-    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+    def _encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         c = self._coefficients(x, self._state)
         out = self._inner.encode(c[..., self._exact :])
         if self._exact:

@@ -94,7 +94,7 @@ class LowRankCodec(FittedCodec):
         self.rank = state["basis"].shape[2] if "basis" in state else self._dim
         self.fields = (self._field(),)
 
-    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+    def _encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         if "basis" in self._state:
             x = project(x, self._state["basis"])
         return {"coefficients": cast(x, self._dtype, "a coefficient")}

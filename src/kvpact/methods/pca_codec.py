@@ -178,7 +178,7 @@ class PcaCodec(FittedCodec):
             basis.new_tensor(between),
         )
 
-    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+    def _encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         heads = x.shape[1]
         self._check_heads(heads)
         tables = self._tables()

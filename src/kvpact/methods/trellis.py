@@ -41,7 +41,7 @@ import torch
 from kvpact.methods.base import Codec
 from kvpact.methods.fitted import FittedMethod
 from kvpact.methods.trellis_codec import TrellisCodec
-from kvpact.methods.trellis_keys import TrellisMeanCodec
+from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.methods.trellis_learning import TrellisKeyCodec
 from kvpact.quantizers.trellis import STATES
 
@@ -97,9 +97,8 @@ class Trellis(FittedMethod):
         """Return the codec for keys."""
         if not (self.center or self.first or self.weights or self.blocks):
             return TrellisCodec(dim, self.bits, self.states, "token", self.seed)
-        if not (self.first or self.weights or self.blocks):
-            return TrellisMeanCodec(dim, self.bits, self.states, self.center, self.seed)
-        return TrellisKeyCodec(
+        learns = self.first or self.weights or self.blocks
+        return (TrellisKeyCodec if learns else TreatedKeys)(
             dim,
             self.bits,
             self.states,

@@ -1,7 +1,4 @@
-"""Keys of `trellis`: a base for each token, then weights, sorted blocks and the trellis.
-
-`TreatedKeys` encodes and decodes with whatever was learnt; `TrellisMeanCodec` learns nothing.
-"""
+"""Keys of `trellis`: a base for each token, then weights, sorted blocks and the trellis."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def quarters(dim: int, bits: int) -> tuple[tuple[int, int], ...]:
 
 
 class TreatedKeys(Codec):
-    """Keys, with the state that a subclass has learnt.
+    """Keys, with the state that `TrellisKeyCodec` has learnt; nothing is where bases are means.
 
     `dim`, `bits`, `states`, `center`, `first`, `weights`, `blocks`, `seed`: as in `Trellis`.
     """
@@ -133,12 +130,3 @@ class TreatedKeys(Codec):
         if self.weighted:
             y = y / self._state["weight"].to(torch.float32).view(1, -1, 1, self._dim)
         return self._bases.add(y, arrays, self._first_key(y))
-
-
-class TrellisMeanCodec(TreatedKeys):
-    """Keys less the mean of their tile, or nothing: without weights, blocks and first key."""
-
-    def __init__(self, dim: int, bits: int, states: int, center: int, seed: int = 0) -> None:
-        super().__init__(
-            dim, bits, states, center=center, first=False, weights=False, blocks=False, seed=seed
-        )

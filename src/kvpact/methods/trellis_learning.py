@@ -9,10 +9,9 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import NonFiniteError
-from kvpact.methods.base import Arrays
 from kvpact.methods.bases import first_key
 from kvpact.methods.context import Context, mean_over_tokens
-from kvpact.methods.fitted import Calibrating, FittedCodec
+from kvpact.methods.fitted import Calibrating, KeysThatLearn
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers.checks import require
 from kvpact.quantizers.numbers import half
@@ -21,15 +20,23 @@ _FLOOR = 0.001  # of the mean energy: added, so that no channel counts for nothi
 _MOST_WEIGHT = 1.01  # mean square of the weights: 1, but for rounding
 
 
-class TrellisKeyCodec(TreatedKeys, FittedCodec):
+class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
     """Keys with weights, sorted blocks or a first key, which are learnt.
 
     `dim`, `bits`, `states`, `center`, `first`, `weights`, `blocks`, `seed`: as in `Trellis`.
     """
 
-    def learn(self, x: Tensor, context: Context) -> TrellisKeyCodec:
-        """Return a codec that learnt from the first tokens of a cache."""
-        return self.with_state(self._learn(x, context))
+    encode, decode = KeysThatLearn.encode, KeysThatLearn.decode
+    _encode, _decode = TreatedKeys.encode, TreatedKeys.decode
+
+    def state_fields(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return what is learnt: first key, weights, order and deviations."""
+        found = {"first": (self._dim, torch.float16)} if self._first else {}
+        if self.weighted or self.sorted:
+            found["weight"] = self._dim, torch.float16
+            found["order"] = self._dim, torch.int16
+            found["deviation"] = len(self.blocks), torch.float16
+        return found
 
     def calibrated(self, x: Tensor, known: Calibrating) -> TrellisKeyCodec:
         """Return a codec that learnt from calibration keys and their queries."""
@@ -95,55 +102,14 @@ class TrellisKeyCodec(TreatedKeys, FittedCodec):
         return _floored(mean_over_tokens((x - base).square(), counted))
 
     def _check_state(self, state: Mapping[str, Tensor]) -> None:
-        self._check(set(state) == set(self.state_fields()), ", ".join(sorted(state)))
-        for name in ("first", "weight"):
-            if name in state:
-                good = state[name].dim() == 2 and state[name].shape[1] == self._dim
-                self._check(good and bool(state[name].isfinite().all()), name)
+        super()._check_state(state)
         if "weight" in state:
-            weight, order, deviation = state["weight"], state["order"], state["deviation"]
-            heads = weight.shape[0]
+            weight, order = state["weight"], state["order"]
             size = weight.to(torch.float32).square().mean(-1)
             self._check(bool((weight > 0).all() and (size < _MOST_WEIGHT).all()), "weight")
-            self._check(tuple(deviation.shape) == (heads, len(self.blocks)), "deviation")
-            self._check(bool((deviation >= 1).all() and deviation.isfinite().all()), "deviation")
+            self._check(bool((state["deviation"] >= 1).all()), "deviation")
             channels = torch.arange(self._dim, dtype=order.dtype, device=order.device)
-            good = order.shape == weight.shape and order.dtype is torch.int16
-            self._check(good and bool((order.sort(-1).values == channels).all()), "order")
-
-    def check_heads(self, heads: int) -> None:
-        """Raise `FormatError` if the state is of another number of heads."""
-        self._check(all(len(x) == heads for x in self._state.values()), f"not of {heads} heads")
-
-    def state_bytes(self, heads: int) -> int:
-        """Return the bytes of first key, weights, order and deviations."""
-        return heads * sum(width * kind.itemsize for width, kind in self.state_fields().values())
-
-    def state_fields(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Return what is learnt: `[H, width]` tensors by name, their width and dtype."""
-        found = {"first": (self._dim, torch.float16)} if self._first else {}
-        if self.weighted or self.sorted:
-            found["weight"] = self._dim, torch.float16
-            found["order"] = self._dim, torch.int16
-            found["deviation"] = len(self.blocks), torch.float16
-        return found
-
-    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
-        """Encode tokens; learn from them first if nothing was learnt yet."""
-        if not self.fitted:
-            self._set(self._learn(x))
-        return super().encode(x, frozen)
-
-    def decode(self, arrays: Arrays) -> Tensor:
-        """Undo `encode`."""
-        self.require_fitted()
-        return super().decode(arrays)
-
-    def _encode(self, x: Tensor) -> dict[str, Tensor]:
-        return super().encode(x)
-
-    def _decode(self, arrays: Arrays) -> Tensor:
-        return super().decode(arrays)
+            self._check(bool((order.sort(-1).values == channels).all()), "order")
 
 
 def _no_weight() -> NonFiniteError:

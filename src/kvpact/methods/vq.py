@@ -97,7 +97,7 @@ class VectorCodec(FittedCodec):
         self._check(books.shape == wanted and books.is_floating_point(), "shape of the codebooks")
         self._check(bool(torch.isfinite(books).all()), "numbers of the codebooks")
 
-    def _encode(self, x: Tensor) -> dict[str, Tensor]:
+    def _encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         y = self.transform.forward(x)
         left, out = self._cut(self._normal(y)), {}
         total = torch.zeros_like(left)
