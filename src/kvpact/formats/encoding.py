@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from kvpact.formats.trellis import TrellisForm
 
 
 @dataclass(frozen=True)
 class Encoding:
     """What a codec's `encode` does; `encode` itself is the definition, to the bit.
+
+    Fields are known by their names: ``codes``, ``scale``, ``zero``, ``mean`` and ``mean_step``,
+    ``balance``, ``base``.
 
     Parameters
     ----------
@@ -28,12 +33,8 @@ class Encoding:
         Tokens that are encoded together; 1 for none. With a codebook, their mean is taken out.
     channels : int
         Channels that share a scale; 0 for all.
-    levels, boundaries : tuple of float
-        The codebook, and what is between its levels.
-    codes : str
-        Name of the field of codes.
-    scale, zero, mean, balance, base, step : str or None
-        Names of the fields; None for a field that is not there.
+    levels : tuple of float
+        The codebook.
     trellis : TrellisForm or None
         What there is to know of a trellis.
     """
@@ -45,15 +46,13 @@ class Encoding:
     group: int = 1
     channels: int = 0
     levels: tuple[float, ...] = ()
-    boundaries: tuple[float, ...] = ()
-    codes: str = "codes"
-    scale: str | None = "scale"
-    zero: str | None = None
-    mean: str | None = None
-    balance: str | None = None
-    base: str | None = None
-    step: str | None = None
     trellis: TrellisForm | None = None
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        """What is between the levels."""
+        book = torch.tensor(self.levels, dtype=torch.float32, device="cpu")
+        return tuple(((book[1:] + book[:-1]) / 2).tolist())
 
 
 def search_tree(boundaries: tuple[float, ...]) -> list[float]:

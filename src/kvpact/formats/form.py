@@ -270,22 +270,12 @@ class Form:
             return Encoding("symmetric", bits, limit, channels=channels)
         if what == ("grid", "minmax"):
             kind: Literal["affine", "channel"] = "affine" if group == 1 else "channel"
-            return Encoding(kind, bits, limit, group=group, channels=channels, zero="zero")
+            return Encoding(kind, bits, limit, group=group, channels=channels)
         if what == ("grid", "balance"):
-            return Encoding("balanced", bits, limit, group=group, zero="zero", balance="balance")
+            return Encoding("balanced", bits, limit, group=group)
         if what == ("float", "absmax"):
-            scale = self._name("mul", True)
-            return Encoding("float8", bits, limit, levels.number, scale=scale)
+            return Encoding("float8", bits, limit, levels.number)
         if levels.kind == "book" and self.rule in CODEBOOK_RULES:
             book = torch.tensor(levels.values, dtype=torch.float32, device="cpu") * levels.unit
-            return Encoding(
-                "codebook",
-                bits,
-                limit,
-                self.rule,
-                group,
-                levels=tuple(book.tolist()),
-                boundaries=tuple(((book[1:] + book[:-1]) / 2).tolist()),
-                mean=self._name("add", False),
-            )
+            return Encoding("codebook", bits, limit, self.rule, group, levels=tuple(book.tolist()))
         return None

@@ -36,8 +36,8 @@ class PackedFormat:
     levels : tuple of float
         In units. Kernels can multiply whole numbers of 8 bits (-128 to 127) exactly in integers, so
         state those where there are any.
-    codes, scale, zero, fold, shift, base, mean, step : str or None
-        Names of the fields.
+    codes, scale, zero, fold, shift : str or None
+        Names of the fields; those of a trellis have the names that `Encoding` tells.
     channels : int
         Channels that share a scale and a zero; 0 for all.
     group : int
@@ -66,9 +66,6 @@ class PackedFormat:
     shift_scaled: bool = False
     middle: float = 0.0
     unit: float = 1.0
-    base: str | None = None
-    mean: str | None = None
-    step: str | None = None
     trellis: TrellisForm | None = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,11 +12,9 @@ from torch import Tensor
 from kvpact.contract import AttendConfig
 from kvpact.errors import DtypeError, GeometryError
 from kvpact.kernels.sources import SegmentSource, WritableSource
+from kvpact.kernels.views import LayerView
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
-
-if TYPE_CHECKING:
-    from kvpact.kernels.views import LayerView
 
 Prepared = Tensor | dict[str, Tensor]
 """Tokens that can't fail any more, or arrays by field name: what most encoders write."""
@@ -244,7 +242,6 @@ class Encoder(Protocol):
 
         Raises `NonFiniteError` (a token that the codec can't hold).
         """
-        ...
 
     def write(self, prepared: Any, source: WritableSource, start: int) -> None:
         """Write what `prepare` returned; the slots are zero before.
@@ -252,7 +249,6 @@ class Encoder(Protocol):
         `prepared`: from `prepare` of this encoder. `start`: position of the first token, counted
         from the first segment of the source.
         """
-        ...
 
 
 def check_out(out: Tensor, start: int, end: int, dim: int) -> None:
@@ -295,18 +291,15 @@ class Backend(Protocol):
 
     def describe(self) -> str:
         """Return what the backend is, in a few words, where it runs."""
-        ...
 
     def runs_here(self, device: torch.device) -> str:
         """Return why the backend can't compute on a device in this process; "" if it can."""
-        ...
 
     def covers(self, operation: Operation, codec: Codec, dtype: torch.dtype) -> str:
         """Return why an operation on slots of this codec is not there; "" if it is.
 
         `codec`: of K or of V. `dtype`: of the exact tokens.
         """
-        ...
 
     def covers_offset(self) -> str:
         """Return why attention over keys without their offset is not there; "" if it is.
@@ -339,7 +332,6 @@ class Backend(Protocol):
         `calls`: checked; their queries have `H_q`, `q_len`, `D` and dtype in common. Returns
         `[sum of B, H_q, q_len, D_v]` in q's dtype; a query that may see no token gets zeros.
         """
-        ...
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
         """Return what carries out steps like `call` at once; None where there is no such thing.
@@ -351,7 +343,6 @@ class Backend(Protocol):
 
     def encoder(self, codec: Codec) -> Encoder:
         """Return an encoder for one stream."""
-        ...
 
     def learn(self, codec: Codec, x: Tensor, context: Context) -> Codec:
         """Return a codec that learnt from a cache's first tokens, as `Codec.learn` does.
@@ -373,4 +364,3 @@ class Backend(Protocol):
         is beyond fp16 becomes its largest number. `inverse`: whether the codec's transform is
         undone.
         """
-        ...

@@ -284,7 +284,12 @@ class Plan:
     ) -> None:
         self.k, self.v, self.compute = k, v, compute
         self._runners: dict[str, ref[StepRunner]] = {}  # in common with `after`; none is kept
-        self._choose(offset, latent)
+        codecs = k.codec, v.codec
+        self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset, latent)
+        self._name = self._attend.name
+        self.alike = self._attend is k._encode is v._encode and self._attend is not TORCH
+        self._new: Backend | None = None
+        compute.note("attend", self._attend, why)
 
     def after(self, k: StreamPlan) -> Plan:
         """Return the plan for K's codec after it has learnt; the same backends cover it."""
@@ -292,14 +297,6 @@ class Plan:
         other.__dict__.update(self.__dict__)
         other.k = k
         return other
-
-    def _choose(self, offset: bool, latent: bool) -> None:
-        compute, k, codecs = self.compute, self.k, (self.k.codec, self.v.codec)
-        self._attend, why = compute.backend("attend", codecs, k.device, k.dtype, offset, latent)
-        self._name = self._attend.name
-        self.alike = self._attend is k._encode is self.v._encode and self._attend is not TORCH
-        self._new: Backend | None = None
-        compute.note("attend", self._attend, why)
 
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend: `[sum of B, H_q, q_len, D_v]`; see `Backend.attend`."""

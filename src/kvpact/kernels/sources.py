@@ -16,18 +16,17 @@ class Where(NamedTuple):
 
     - `segments`: `[segments]` int64: the address of each one's first row and head.
     - `row`, `head`: bytes from one batch row to the next, and from one head to the next.
-    - `address`: where `segments` stands, for native code.
     """
 
     segments: np.ndarray[Any, Any]
     row: int
     head: int
-    address: int
 
-    @classmethod
-    def of(cls, segments: np.ndarray[Any, Any], row: int, head: int) -> Where:
-        """Return where a field lies, with the address of the addresses."""
-        return cls(segments, row, head, segments.__array_interface__["data"][0])
+    @property
+    def address(self) -> int:
+        """Where `segments` stands, for native code."""
+        found: int = self.segments.__array_interface__["data"][0]
+        return found
 
     @classmethod
     def of_segments(cls, tensors: list[Tensor]) -> Where | None:
@@ -38,7 +37,7 @@ class Where(NamedTuple):
         alike = all(map(Tensor.is_contiguous, tensors)) or (
             len(set(map(Tensor.stride, tensors))) == 1 and tensors[0][0, 0].is_contiguous()
         )
-        return cls.of(segments, row * size, head * size) if alike else None
+        return cls(segments, row * size, head * size) if alike else None
 
 
 class SegmentSource(Protocol):
@@ -53,14 +52,12 @@ class SegmentSource(Protocol):
 
     def gather(self, name: str, first: int, last: int) -> Tensor:
         """Return a field's units `[B, H, units, …]` of the segments `first <= i < last`."""
-        ...
 
     def where(self, name: str) -> Where | None:
         """Return where a field lies in memory; None where segments differ in strides or have gaps.
 
         What is returned is valid while the source lives.
         """
-        ...
 
 
 class WritableSource(SegmentSource, Protocol):
@@ -68,4 +65,3 @@ class WritableSource(SegmentSource, Protocol):
 
     def segment(self, index: int) -> Segment:
         """Return a segment."""
-        ...

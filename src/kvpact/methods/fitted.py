@@ -59,10 +59,7 @@ class FittedCodec(Codec):
         """Whether the state is there."""
         return bool(self._state)
 
-    @property
-    def ready(self) -> bool:
-        """Whether the state is there."""
-        return bool(self._state)
+    ready = fitted
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors learnt, by name; empty before."""

@@ -98,16 +98,9 @@ class Trellis(FittedMethod):
         if not (self.center or self.first or self.weights or self.blocks):
             return TrellisCodec(dim, self.bits, self.states, "token", self.seed)
         learns = self.first or self.weights or self.blocks
-        return (TrellisKeyCodec if learns else TreatedKeys)(
-            dim,
-            self.bits,
-            self.states,
-            center=self.center,
-            first=self.first,
-            weights=self.weights,
-            blocks=self.blocks,
-            seed=self.seed,
-        )
+        options = {name: getattr(self, name) for name in self.key_only}
+        kind = TrellisKeyCodec if learns else TreatedKeys
+        return kind(dim, self.bits, self.states, seed=self.seed, **options)
 
     def value_codec(self, dim: int, dtype: torch.dtype) -> Codec:
         """Return the codec for values."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,10 +81,15 @@ class TrellisVectors:
             center,
         )
 
-    def packed_format(self, **fields: Any) -> PackedFormat:
-        """Return the format of the slots; `fields` are names of further fields."""
+    def packed_format(self) -> PackedFormat:
+        """Return the format of the slots."""
         bits = max(bits for _, bits in self.blocks)
-        return PackedFormat("trellis", bits, scale="scale", trellis=self.form, **fields)
+        return PackedFormat("trellis", bits, scale="scale", trellis=self.form)
+
+    def encoding(self) -> Encoding:
+        """Return how kernels encode."""
+        bits, group = max(bits for _, bits in self.blocks), self.form.center or 1
+        return Encoding("trellis", bits, LARGEST_TOKEN, group=group, trellis=self.form)
 
     def encode(self, y: Tensor) -> dict[str, Tensor]:
         """Return the arrays of vectors `[..., D]` fp32."""
@@ -133,8 +137,7 @@ class TrellisCodec(Codec):
 
     def encoding(self) -> Encoding:
         """Describe `encode` to the native kernels."""
-        bits = self.form.blocks[0].bits
-        return Encoding("trellis", bits, LARGEST_TOKEN, trellis=self.form)
+        return self._vectors.encoding()
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Rotate, choose the scale, find the codes."""

@@ -59,24 +59,11 @@ class TreatedKeys(Codec):
 
     def encoding(self) -> Encoding:
         """Describe `encode` to the native kernels."""
-        return Encoding(
-            "trellis",
-            max(bits for _, bits in self.blocks),
-            self.max_abs,
-            group=self._center or 1,
-            mean="mean" if self._center else None,
-            base="base" if self._center or self._first else None,
-            step="mean_step" if self._center else None,
-            trellis=self.form,
-        )
+        return self._vectors.encoding()
 
     def packed_format(self) -> PackedFormat:
         """Blocks with rotations of their own, and the bases."""
-        return self._vectors.packed_format(
-            base="base" if self._center or self._first else None,
-            mean="mean" if self._center else None,
-            step="mean_step" if self._center else None,
-        )
+        return self._vectors.packed_format()
 
     def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
         """Choose bases, weigh, sort, rotate; find the codes."""

@@ -42,8 +42,7 @@ from typing import ClassVar
 import torch
 
 from kvpact.methods.base import Codec, Method
-from kvpact.methods.turboquant_codec import TurboQuantCodec
-from kvpact.methods.turboquant_keys import TurboQuantKeyCodec
+from kvpact.methods.turboquant_codec import TurboQuantCodec, TurboQuantKeyCodec
 
 
 @dataclass(frozen=True, kw_only=True)

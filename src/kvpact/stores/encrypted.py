@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import blake2b
+from importlib import import_module
 from typing import Any, Literal
 
 from kvpact.errors import StoreError
@@ -71,9 +72,7 @@ class EncryptedStore(Store):
         name, code = _CIPHERS[cipher]
         module = optional("cryptography.hazmat.primitives.ciphers.aead", "encryption")
         self._cipher: Any = getattr(module, name)(secret)
-        self._refused: type[Exception] = optional(
-            "cryptography.exceptions", "encryption"
-        ).InvalidTag
+        self._refused: type[Exception] = import_module("cryptography.exceptions").InvalidTag
         identity = blake2b(code, key=secret, digest_size=8, person=b"kvpact-store").digest()
         self._head = MAGIC + code + identity
         self._lock = threading.Lock()

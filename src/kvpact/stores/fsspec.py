@@ -160,12 +160,8 @@ class FsspecStore(RecordStore):
     def _names(self) -> Iterator[str]:
         return iter([n for n in self._found() if self._ttl is None or self._contains(n)])
 
-    def _held(self) -> tuple[int | None, int | None]:
-        try:
-            found = self._found()
-        except StoreError as error:
-            self._failed(error)
-            return None, None
+    def _held(self) -> tuple[int, int]:
+        found = self._found()
         return len(found), sum(found.values())
 
     def _collect(self) -> GCReport:

@@ -268,12 +268,8 @@ class MooncakeStore(RecordStore):
         found: list[str] = self._listed("names")
         return iter([n for n in found if self._ttl is None or self._contains(n)])
 
-    def _held(self) -> tuple[int | None, int | None]:
-        try:
-            entries, held = self._listed("held")
-        except StoreError as error:
-            self._failed(error)
-            return None, None
+    def _held(self) -> tuple[int, int]:
+        entries, held = self._listed("held")
         return entries, held
 
     def _collect(self) -> GCReport:

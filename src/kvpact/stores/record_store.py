@@ -67,7 +67,7 @@ class RecordStore(Store):
     def _names(self) -> Iterator[str]: ...
 
     @abstractmethod
-    def _held(self) -> tuple[int | None, int | None]:
+    def _held(self) -> tuple[int, int]:
         """Return entries and bytes."""
 
     def _collect(self) -> GCReport:
@@ -135,10 +135,14 @@ class RecordStore(Store):
     def stats(self) -> StoreStats:
         """Return numbers; see `Store.stats`."""
         self._check_open()
-        entries, held = self._held()
+        held: tuple[int | None, int | None] = None, None
+        try:
+            held = self._held()
+        except StoreError as error:
+            self._failed(error)
         with self._counts_lock:
             counts = {name: self._counts[name] for name in _COUNTED}
-        return StoreStats(entries=entries, bytes=held, **counts)
+        return StoreStats(entries=held[0], bytes=held[1], **counts)
 
     def gc(self, *, verify: bool = False, progress: Progress | None = None) -> GCReport:
         """Remove what is of no use; see `Store.gc`."""

@@ -192,18 +192,14 @@ class RedisStore(RecordStore):
             found = {bytes(key)[len(self._prefix) :].decode(errors="replace") for key in scan}
         return iter(sorted(filter(is_key, found)))
 
-    def _held(self) -> tuple[int | None, int | None]:
-        try:
-            names = list(self._names())
-            held = 0
-            for start in range(0, len(names), _BATCH):
-                with self._reachable(), self._client.pipeline(transaction=False) as pipe:
-                    for name in names[start : start + _BATCH]:
-                        pipe.strlen(self._prefix + name)
-                    held += sum(pipe.execute())
-        except StoreError as error:
-            self._failed(error)
-            return None, None
+    def _held(self) -> tuple[int, int]:
+        names = list(self._names())
+        held = 0
+        for start in range(0, len(names), _BATCH):
+            with self._reachable(), self._client.pipeline(transaction=False) as pipe:
+                for name in names[start : start + _BATCH]:
+                    pipe.strlen(self._prefix + name)
+                held += sum(pipe.execute())
         return len(names), held
 
     def _collect(self) -> GCReport:

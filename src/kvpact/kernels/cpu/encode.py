@@ -122,7 +122,7 @@ class CpuEncoder:
         form = (None if self._known is None else self._known()) or self._form()
         segment_tokens = source.segment_tokens
         args = EncodeArgs.from_buffer_copy(placed(self._codec, form, source))
-        for name, _ in form.fields:  # the kernel counts from where it begins
+        for name in form.fields:  # the kernel counts from where it begins
             getattr(args, name).base += start // segment_tokens * _ADDRESS
         alive: list[Tensor] = []
         args.x = exact_tokens(prepared, alive)

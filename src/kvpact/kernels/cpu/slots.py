@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError
-from kvpact.formats import CodesField
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
 from kvpact.kernels.cpu import structs, trellis
+from kvpact.kernels.of_codec import order_and_width, slot_fields
 from kvpact.kernels.sources import SegmentSource, Where
 from kvpact.methods import Codec
 from kvpact.transforms import IDENTITY, RandomHadamard
@@ -49,7 +49,7 @@ class CodecArguments:
 
     made: ClassVar[WeakKeyDictionary[Codec, Any]]
     names: ClassVar[tuple[str, ...]]
-    """Fields of the slots, as the arguments and the codec's description name them."""
+    """Fields of the slots, as the arguments name them."""
     what: ClassVar[str]
 
     def __init__(self, codec: Codec, form: PackedFormat | Encoding | None, args: Any) -> None:
@@ -58,11 +58,9 @@ class CodecArguments:
         if form is None:
             self.reason = f"no native {self.what} for {type(codec).__name__}"
             return
-        codes = next(field for field in codec.fields if field.name == form.codes)
-        self.dim = codes.dim if isinstance(codes, CodesField) else codes.shape[0]
-        self.by_channel = isinstance(codes, CodesField) and codes.order == "channel"
-        named = [(name, getattr(form, name)) for name in self.names]
-        self.fields = [(name, field) for name, field in named if field is not None]
+        self.fields = slot_fields(codec, form, self.names)
+        order, self.dim = order_and_width(self.fields["codes"])
+        self.by_channel = order == "channel"
         args.bits, args.dim, args.group = form.bits, self.dim, form.group
         args.channels = form.channels or self.dim
         if form.trellis is not None:
@@ -97,11 +95,11 @@ class CodecArguments:
     def place(self, args: Structure, source: SegmentSource) -> list[Where]:
         """Write down where the slots lie; what is returned has to stay as long as the arguments."""
         places = []
-        for name, field in self.fields:
-            found = source.where(field)
+        for name, field in self.fields.items():
+            found = source.where(field.name)
             if found is None:
                 raise GeometryError("the slots have gaps in memory; backend='torch' reads them")
-            setattr(args, name, found[3:] + found[1:3])
+            setattr(args, name, (found.address, found.row, found.head))
             places.append(found)
         return places
 
@@ -131,7 +129,7 @@ class SlotFormat(CodecArguments):
         stream.shift_scaled, stream.middle = form.shift_scaled, form.middle
         stream.treated = form.trellis is not None and codec.transform is IDENTITY
         if form.kind == "raw":
-            stream.number = DTYPES[next(f.dtype for f in codec.fields if f.name == form.codes)]
+            stream.number = DTYPES[self.fields["codes"].dtype]
         stream.unit = form.integer_unit
         self.whole = form.trellis is not None or (
             form.integer_unit > 0 and form.bits in (2, 3, 4, 8)

@@ -24,14 +24,8 @@ _TYPES: dict[str, Any] = {
 
 ABI, MOST_DIM, MOST_GROUP = (_NUMBERS[name] for name in ("ABI", "MOST_DIM", "MOST_GROUP"))
 F32, F16, BF16 = (_NUMBERS[name] for name in ("F32", "F16", "BF16"))
-KINDS = {
-    "table": _NUMBERS["TABLE"],
-    "linear": _NUMBERS["LINEAR"],
-    "raw": _NUMBERS["RAW"],
-    "e4m3": _NUMBERS["E4M3"],
-    "e5m2": _NUMBERS["E5M2"],
-    "trellis": _NUMBERS["TRELLIS_CODES"],
-}
+KINDS = {kind: _NUMBERS[kind.upper()] for kind in ("table", "linear", "raw", "e4m3", "e5m2")}
+KINDS["trellis"] = _NUMBERS["TRELLIS_CODES"]
 ENCODINGS = {
     kind: _NUMBERS[kind.upper()]
     for kind in ("codebook", "symmetric", "affine", "channel", "float8", "balanced", "trellis")
@@ -62,9 +56,7 @@ for _body, _name in re.findall(r"typedef struct \{([^{}]*)\} (\w+);", _HEADER):
     _TYPES[_name] = type(_name, (Structure,), {"_fields_": list(_members(_body))})
 
 FieldStruct, ExactStruct, Block = (_TYPES[f"kvp_{name}"] for name in ("field", "exact", "block"))
-TrellisStruct, StreamStruct, StoreStruct = (
-    _TYPES[f"kvp_{name}"] for name in ("trellis", "stream", "store")
-)
+TrellisStruct, StreamStruct = _TYPES["kvp_trellis"], _TYPES["kvp_stream"]
 AttendArgs, EncodeArgs, LearnArgs, DecodeArgs, StepArgs = (
     _TYPES[f"kvp_{name}_args"] for name in ("attend", "encode", "learn", "decode", "step")
 )

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvpact.errors import GeometryError
-from kvpact.formats import TILE, CodesField
+from kvpact.formats import TILE
 from kvpact.formats.bitpack import WORD, planes
 from kvpact.formats.encoding import Encoding
 from kvpact.formats.packed import PackedFormat
 from kvpact.formats.trellis import TrellisForm
+from kvpact.kernels.of_codec import once_for_codec, order_and_width, slot_fields
 from kvpact.kernels.sources import SegmentSource, Where
 from kvpact.kernels.triton.trellis.steps import TrellisSteps, steps_of
 from kvpact.methods import Codec
@@ -127,7 +127,6 @@ class Slots(NamedTuple):
     - `names`: the codec's field for each of `SlotForm.names`, or None.
     - `levels`: fp32 on the codec's device: the number of each code (``table``), its least number
       (``linear``), or of each level (``trellis``, all blocks' one behind the other).
-    - `learnt`: whether the codec had learnt what it learns.
     - `numbers`: the same as `levels`, on the host; empty for trellises, whose `form` says them.
     """
 
@@ -135,7 +134,6 @@ class Slots(NamedTuple):
     reason: str
     names: tuple[str | None, ...] = ()
     levels: Tensor | None = None
-    learnt: bool = True
     numbers: tuple[float, ...] = ()
 
 
@@ -224,35 +222,26 @@ def form_reason(codec: Codec, form: PackedFormat | Encoding) -> str:
         return f"trellises of less than {trellis.LEAST} channels"
     if codec.transform is not IDENTITY and not isinstance(codec.transform, RandomHadamard):
         return f"transform {type(codec.transform).__name__}"
-    dim = _order_and_width(codec, form)[1]
+    dim = order_and_width(slot_fields(codec, form, ("codes",))["codes"])[1]
     return f"width {dim} is above {MOST_WIDTH}" if dim > MOST_WIDTH else ""
-
-
-def _order_and_width(
-    codec: Codec, form: PackedFormat | Encoding
-) -> tuple[Literal["token", "channel", "number"], int]:
-    codes = next(field for field in codec.fields if field.name == form.codes)
-    return (codes.order, codes.dim) if isinstance(codes, CodesField) else ("number", codes.shape[0])
 
 
 def form_parts(
     codec: Codec, form: PackedFormat | Encoding, kind: type[CodeForm]
 ) -> tuple[tuple[str | None, ...], dict[str, Any]]:
     """Return the codec's field for each of a form's names, or None; and what a `CodeForm` has."""
-    fields = {field.name: field for field in codec.fields}
-    names = tuple(getattr(form, name) for name in kind.names)
-    order, dim = _order_and_width(codec, form)
-    words = 0 if order == "number" else fields[form.codes].shape[order == "token"]
-    return names, {
+    fields = slot_fields(codec, form, kind.names)
+    order, dim = order_and_width(fields["codes"])
+    return tuple(fields[name].name if name in fields else None for name in kind.names), {
         "kind": form.kind,
         "bits": form.bits,
         "order": order,
         "dim": dim,
         "padded": width_of(dim),
-        "words": words,
+        "words": 0 if order == "number" else fields["codes"].shape[order == "token"],
         "channels": min(form.channels or dim, dim),
         "group": form.group,
-        "types": tuple(NUMBERS[fields[name].dtype] if name else "" for name in names),
+        "types": tuple(NUMBERS[fields[x].dtype] if x in fields else "" for x in kind.names),
         "trellis": form.trellis,
         "steps": steps_of(form.trellis, order == "token") if form.trellis else (),
     }
@@ -266,7 +255,9 @@ def _levels(form: PackedFormat) -> Tensor:
     return torch.cat([trellis.levels(bits, torch.device("cpu")) for bits in held])
 
 
-def _slots(codec: Codec, device: torch.device) -> Slots:
+@once_for_codec
+def slots_of(codec: Codec, device: torch.device) -> Slots:
+    """Return what kernels are told of a codec."""
     form = codec.packed_format()
     if form is None:
         return Slots(None, f"no packed format for {type(codec).__name__}")
@@ -281,19 +272,7 @@ def _slots(codec: Codec, device: torch.device) -> Slots:
         whole=form.whole,
         signed=form.signed,
     )
-    return Slots(made, "", names, _levels(form).to(device), codec.ready, form.levels)
-
-
-_known: WeakKeyDictionary[Codec, dict[torch.device, Slots]] = WeakKeyDictionary()
-
-
-def slots_of(codec: Codec, device: torch.device) -> Slots:
-    """Return what kernels are told of a codec; anew when it has learnt."""
-    made = _known.setdefault(codec, {})
-    found = made.get(device)
-    if found is None or (codec.ready and not found.learnt):
-        found = made[device] = _slots(codec, device)
-    return found
+    return Slots(made, "", names, _levels(form).to(device), form.levels)
 
 
 def places_of(source: SegmentSource, slots: Slots, batch: int, device: torch.device) -> Places:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvpact.formats import TILE
+from kvpact.kernels.of_codec import once_for_codec
 from kvpact.kernels.triton.forms import CodeForm, form_parts, form_reason, power_of_two
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
@@ -108,30 +108,25 @@ def encode_reason(codec: Codec) -> str:
     return form_reason(codec, form)
 
 
-_known: WeakKeyDictionary[Codec, dict[torch.device, EncodeTables]] = WeakKeyDictionary()
-
-
+@once_for_codec
 def tables_of(codec: Codec, device: torch.device) -> EncodeTables:
-    """Return what kernels need of a codec that `encode_reason` lets pass, made once."""
-    made = _known.setdefault(codec, {})
-    if device not in made:
-        encoding = codec.encoding()
-        assert encoding is not None and not encode_reason(codec), encode_reason(codec)
-        names, parts = form_parts(codec, encoding, EncodeForm)
-        form = EncodeForm(
-            **parts,
-            choice=encoding.choice,
-            rotates=isinstance(codec.transform, RandomHadamard),
-            limit=encoding.limit,
-            treated=isinstance(codec, TreatedKeys),
-            first="first" in codec.state(),
-        )
-        transform, signs = codec.transform, torch.zeros(1, dtype=torch.float32, device=device)
-        if isinstance(transform, RandomHadamard):
-            signs = transform.signs(device)
-        boundaries, levels = (
-            torch.tensor(numbers or (0.0,), dtype=torch.float32, device="cpu").to(device)
-            for numbers in (encoding.boundaries, encoding.levels)
-        )
-        made[device] = EncodeTables(form, names, signs, boundaries, levels)
-    return made[device]
+    """Return what kernels need of a codec that `encode_reason` lets pass."""
+    encoding, transform = codec.encoding(), codec.transform
+    assert encoding is not None and not encode_reason(codec), encode_reason(codec)
+    names, parts = form_parts(codec, encoding, EncodeForm)
+    form = EncodeForm(
+        **parts,
+        choice=encoding.choice,
+        rotates=isinstance(transform, RandomHadamard),
+        limit=encoding.limit,
+        treated=isinstance(codec, TreatedKeys),
+        first="first" in codec.state(),
+    )
+    signs = torch.zeros(1, dtype=torch.float32, device=device)
+    if isinstance(transform, RandomHadamard):
+        signs = transform.signs(device)
+    boundaries, levels = (
+        torch.tensor(numbers or (0.0,), dtype=torch.float32, device="cpu").to(device)
+        for numbers in (encoding.boundaries, encoding.levels)
+    )
+    return EncodeTables(form, names, signs, boundaries, levels)

@@ -8,7 +8,7 @@ sends them where a layer's tokens have come to lie elsewhere.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -239,7 +239,7 @@ class TritonStep(StepRunner):
             calls.append(runner._call._replace(view=view))
         self._known = prepared(calls, range(len(calls)))
         sources = [runner.sources for runner, *_ in rows]
-        if not _same(sources, self._sources):
+        if sources != self._sources:
             batch, device = sum(call.q.shape[0] for call in calls), calls[0].q.device
             self._slots = [
                 Places.of(tables_of(codec, device).names, side, batch, device)
@@ -298,13 +298,6 @@ def _own(row: StepRow) -> TritonStep:
 
 def _end(tokens: StepTokens) -> End:
     return tokens.exact_from, tokens.memory
-
-
-def _same(a: list[tuple[Any, Any]], b: list[tuple[Any, Any]]) -> bool:
-    """Whether pairs have the same objects."""
-    return len(a) == len(b) and all(
-        x is y for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)
-    )
 
 
 def _moved(side: StreamView, exact_from: int, memory: TokenMemory, held: int) -> StreamView:

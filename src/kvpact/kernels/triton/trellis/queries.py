@@ -8,12 +8,12 @@ deviations. It is one matrix for each head, made once; bases are for `trellis.ba
 from __future__ import annotations
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvpact.formats.trellis import TrellisForm
+from kvpact.kernels.of_codec import once_for_codec
 from kvpact.methods import Codec
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers import trellis
@@ -38,16 +38,9 @@ class KeyTables(NamedTuple):
     cells: Tensor
 
 
-_made: WeakKeyDictionary[Codec, dict[tuple[bool, int, torch.device], KeyTables]] = (
-    WeakKeyDictionary()
-)
-
-
+@once_for_codec
 def key_tables(codec: Codec, form: TrellisForm, heads: int, device: torch.device) -> KeyTables:
-    """Return the tables of a codec, made once, and anew when it has learnt."""
-    made, key = _made.setdefault(codec, {}), (codec.ready, heads, device)
-    if key in made:
-        return made[key]
+    """Return the tables of a codec."""
     dim, count = sum(block.dim for block in form.blocks), len(form.blocks)
     cpu = torch.device("cpu")
     rotations = [RandomHadamard(block.dim, block.seed) for block in form.blocks]
@@ -63,8 +56,7 @@ def key_tables(codec: Codec, form: TrellisForm, heads: int, device: torch.device
     cells = [trellis.cells(block.bits) for block in form.blocks if block.bits]
     order = held.pop("order").to(torch.int32)
     tables = KeyTables(torch.cat(signs), order, **held, cells=torch.stack(cells))
-    made[key] = KeyTables(*(table.to(device) for table in tables))
-    return made[key]
+    return KeyTables(*(table.to(device) for table in tables))
 
 
 class Treatment(NamedTuple):
@@ -78,16 +70,9 @@ class Treatment(NamedTuple):
     first: Tensor | None
 
 
-_treatments: WeakKeyDictionary[TreatedKeys, dict[tuple[int, torch.device], Treatment]] = (
-    WeakKeyDictionary()
-)
-
-
+@once_for_codec
 def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment:
-    """Return what queries are multiplied by, made once for a codec that has learnt."""
-    made, key = _treatments.setdefault(codec, {}), (heads, device)
-    if key in made:
-        return made[key]
+    """Return what queries are multiplied by, of a codec that has learnt."""
     state = {name: x.to(device) for name, x in codec.state().items()}
     dim = sum(block.dim for block in codec.form.blocks)
     x = torch.eye(dim, dtype=torch.float32, device=device).expand(heads, dim, dim)
@@ -103,8 +88,7 @@ def treatment(codec: TreatedKeys, heads: int, device: torch.device) -> Treatment
             rotated = rotated * state["deviation"][:, index].to(torch.float32).view(heads, 1, 1)
         parts.append(rotated)
     first = state["first"].to(torch.float32).unsqueeze(-1) if "first" in state else None
-    made[key] = Treatment(torch.cat(parts, -1), first)
-    return made[key]
+    return Treatment(torch.cat(parts, -1), first)
 
 
 def packed_queries(codec: Codec, rows: Tensor) -> tuple[Tensor, Tensor | None]:
