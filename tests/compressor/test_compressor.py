@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from matrix import class_specs
 from one_layer import normal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +41,7 @@ METHODS = {
 }
 GROUPED = {"turboquant:bits=3,center=64": 64, "kivi:bits=4": 32, "kvarn:bits=4": 128}
 each_method = pytest.mark.parametrize("method", METHODS)
+each_class = pytest.mark.parametrize("method", class_specs(METHODS))
 
 
 @each_method
@@ -73,7 +75,7 @@ class Made(TorchDispatchMode):
         return result
 
 
-@each_method
+@each_class
 def test_an_append_costs_the_same_however_much_is_held(method: str):
     compressor, x, sizes = KVCacheCompressor(method), normal(1, 2, 1, 64), []
     for held in (1280, 5120):
@@ -85,7 +87,7 @@ def test_an_append_costs_the_same_however_much_is_held(method: str):
     assert sizes[1] <= 1.1 * sizes[0]
 
 
-@each_method
+@each_class
 def test_an_append_shares_full_segments_and_writes_to_none_that_another_has(method: str):
     x = normal(1, 2, 1, 64)
     first = KVCacheCompressor(method).compress_kv(normal(1, 2, 700, 64), normal(1, 2, 700, 64))

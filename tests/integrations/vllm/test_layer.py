@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from forms import slow
 from vllm_pages import TOKENS, SequenceBeside, WindowBeside, make_layer, random_qkv, run
 
 from kvpact.contract import AttendConfig
@@ -134,7 +135,7 @@ def test_pages_that_cut_a_tile_are_refused(size):
         PageForm(*pair, size)
 
 
-@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("text", [SPECS[1], *SPECS[4:], *slow(SPECS[0], *SPECS[2:4])])
 def test_random_sequences_share_abort_and_take_each_others_pages(text):
     """Two hundred sequences over eight pages; each answers as in pages of its own."""
     generator = random.Random(10)
