@@ -44,20 +44,13 @@ class Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[Operation, Counter[str]] = {
-            name: Counter() for name in get_args(Operation)
-        }
+        self._counts: dict[str, Counter[str]] = {name: Counter() for name in get_args(Operation)}
 
-    def add(self, operation: Operation, who: str, count: int = 1) -> None:
-        """Count operations."""
+    def add(self, who: str, **operations: int) -> None:
+        """Count what a backend did."""
         with self._lock:
-            self._counts[operation][who] += count
-
-    def add_step(self, who: str, attends: int, encodes: int) -> None:
-        """Count what steps did that were carried out at once."""
-        with self._lock:
-            self._counts["attend"][who] += attends
-            self._counts["encode"][who] += encodes
+            for operation, count in operations.items():
+                self._counts[operation][who] += count
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Return the counts by operation and backend."""
@@ -230,7 +223,7 @@ class StreamPlan:
         reason = self._encode.covers("learn", self.codec, self.dtype)
         backend = TORCH if reason else self._encode
         codec = backend.learn(self.codec, x, context)
-        self._compute.counts.add("learn", f"torch: {reason}" if reason else backend.name)
+        self._compute.counts.add(f"torch: {reason}" if reason else backend.name, learn=1)
         return self.for_codec(codec)
 
     def fork(self) -> StreamPlan:
@@ -247,13 +240,13 @@ class StreamPlan:
         larger, where that is known.
         """
         if frozen is not None:
-            self._compute.counts.add("encode", "torch: the rest of a group that was cut")
+            self._compute.counts.add("torch: the rest of a group that was cut", encode=1)
             return self._rest, self._rest.prepare(x, frozen=frozen)
         prepared = self.encoder.prepare(x, size)
         who = self._encode.name
         if who != "torch" and isinstance(prepared, dict):
             who = "torch: magnitudes that may be beyond the format"
-        self._compute.counts.add("encode", who)
+        self._compute.counts.add(who, encode=1)
         return self.encoder, prepared
 
     def decode(self, view: StreamView, start: int, end: int, out: Tensor) -> None:
@@ -269,7 +262,7 @@ class StreamPlan:
     def decode_slots(self, slots: SlotReader, start: int, end: int, out: Tensor) -> None:
         """Decode packed tokens into `out`; see `Backend.decode`."""
         self._decode.decode(slots, start, end, out, inverse=True)
-        self._compute.counts.add("decode", self._decode.name)
+        self._compute.counts.add(self._decode.name, decode=1)
 
 
 class Plan:
@@ -307,7 +300,7 @@ class Plan:
             backend = self._for_new(calls[0])
             name = backend.name
         output = backend.attend(calls)
-        self.compute.counts.add("attend", name, len(calls))
+        self.compute.counts.add(name, attend=len(calls))
         return output
 
     def _for_new(self, call: AttendCall) -> Backend:
@@ -345,7 +338,7 @@ class Plan:
 
     def count_step(self, steps: int, encodes: int) -> None:
         """Count what was carried out by what `step` returned."""
-        self.compute.counts.add_step(self._name, steps, encodes)
+        self.compute.counts.add(self._name, attend=steps, encode=encodes)
 
     def explain(self) -> list[Line]:
         """Return who does what, and why no better backend."""

@@ -68,12 +68,6 @@ def require(good: Tensor, error: Callable[[], NonFiniteError]) -> None:
         raise error()
 
 
-def are_finite(x: Tensor) -> Tensor:
-    """Return a 0-d bool: no NaN, no infinity; many times faster than `isfinite`."""
-    low, high = torch.aminmax(x)  # both are NaN where one number is
-    return (low > -math.inf) & (high < math.inf)
-
-
 def require_finite(x: Tensor, error: Callable[[], NonFiniteError], below: float = math.inf) -> None:
     """Raise `error()` where a number is NaN or has a magnitude of `below` or more; see `require`.
 

@@ -12,14 +12,7 @@ from kvpact.errors import StoreError
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 _SIZE = re.compile(r"(\d+)\s*([kmgt]?)(i?b)?", re.IGNORECASE)
-_DEFAULTS: dict[str, Any] = {
-    "segment_size": 0,
-    "buffer_size": 256 << 20,
-    "admin": 9003,
-    "hostname": None,
-    "prefix": "kvpact:",
-    "timeout": 5.0,
-}
+_KNOWN = ("segment_size", "buffer_size", "admin", "hostname", "prefix", "timeout")
 _SMALLEST_SEGMENT = 16 << 20  # in which Mooncake rounds them
 
 
@@ -66,20 +59,18 @@ def options_of(url: str, **arguments: Any) -> Options:
     master = Address.of(parts.netloc)
     given = {name: value for name, value in arguments.items() if value is not None}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in _DEFAULTS:
-            known = ", ".join(_DEFAULTS)
-            raise StoreError(f"{url!r} has an option {name}; known are {known}")
+        if name not in _KNOWN:
+            raise StoreError(f"{url!r} has an option {name}; known are {', '.join(_KNOWN)}")
         if name in given:
             raise StoreError(f"{name} is given twice")
         given[name] = value
-    found = _DEFAULTS | given
-    segment = _size("segment_size", found["segment_size"])
+    segment = _size("segment_size", given.get("segment_size", 0))
     if 0 < segment < _SMALLEST_SEGMENT:
         raise StoreError(f"segment_size={segment} should be 0, or {_SMALLEST_SEGMENT} and more")
-    buffer = _size("buffer_size", found["buffer_size"])
+    buffer = _size("buffer_size", given.get("buffer_size", 256 << 20))
     if buffer < 1 << 20:
         raise StoreError(f"buffer_size={buffer} should be {1 << 20} and more")
-    admin = str(found["admin"])
+    admin = str(given.get("admin", 9003))
     if ":" not in admin and not (admin.isdecimal() and 0 < int(admin) < 65536):
         raise StoreError(f"admin={admin!r} should be host:port, or a port")
     return Options(
@@ -87,9 +78,9 @@ def options_of(url: str, **arguments: Any) -> Options:
         admin=Address.of(admin if ":" in admin else str(Address(master.host, int(admin)))),
         segment_size=segment,
         buffer_size=buffer,
-        hostname=found["hostname"],
-        prefix=found["prefix"],
-        timeout=_seconds(found["timeout"]),
+        hostname=given.get("hostname"),
+        prefix=given.get("prefix", "kvpact:"),
+        timeout=_seconds(given.get("timeout", 5.0)),
     )
 
 
