@@ -18,7 +18,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import parse_spec
 from kvpact.testing.data import Shape, ShapeKit, random_tokens
-from kvpact.testing.held import copied_tensors, difference, held_tensors
+from kvpact.testing.held import difference, held_tensors
 
 SMALL = Shape(2, 2, (70, 1, 64), 32, 48, torch.float32)
 """For checks to which the widths don't matter: two rows, a group of 128 and one of 64 cut."""
@@ -140,9 +140,13 @@ class CacheKit(ShapeKit):
         rows = getattr(cache, "batch_size", None)
         return shape.batch if rows is None else int(rows)
 
+    def held(self, cache: Any) -> dict[str, Tensor]:
+        """Return all tensors that a cache holds, by name."""
+        return held_tensors(cache)
+
     def state(self, cache: Any) -> dict[str, Tensor]:
         """Return copies of all tensors that a cache holds."""
-        return copied_tensors(cache)
+        return {name: tensor.detach().clone() for name, tensor in self.held(cache).items()}
 
     def refused(
         self, cache: Any, error: type[Exception], call: Callable[..., Any], *args: Any
@@ -158,6 +162,6 @@ class CacheKit(ShapeKit):
 
     def assert_same(self, a: Any, b: Any) -> None:
         """Check that two caches hold the same tensors, byte by byte."""
-        left, right = (x if isinstance(x, dict) else held_tensors(x) for x in (a, b))
+        left, right = (x if isinstance(x, dict) else self.held(x) for x in (a, b))
         different = difference(left, right)
         assert not different, f"not the same bytes: {different}"

@@ -139,17 +139,21 @@ class InputChecks(CacheKit):
         wrong = tuple(x[:1] for x in self.tokens(SMALL, 3))
         self.refused(cache, errors.GeometryError, cache.prefill, 1, *wrong, None)
 
+    def limited(self) -> tuple[Any, int]:
+        """Return a cache of two layers, and for how many tokens of `SMALL` it has room."""
+        return self.make_cache(SMALL.geometry(2), max_tokens=72), 72
+
     def test_full(self) -> None:
         """What would be too much isn't stored in part; what fits still is."""
-        cache = self.make_cache(SMALL.geometry(2), max_tokens=72)
-        self.append(cache, self.tokens(SMALL, 70))
+        cache, room = self.limited()
+        self.append(cache, self.tokens(SMALL, room - 2))
         tokens = self.tokens(SMALL, 3, seed=1)
         for call in self._calls(cache):
             self.refused(cache, errors.CacheFull, call, 0, *tokens, None)
         self.append(cache, self.tokens(SMALL, 2, seed=1))
         one = self.tokens(SMALL, 1, seed=1)
         self.refused(cache, errors.CacheFull, cache.decode, 0, *one, AttendConfig())
-        assert cache.seq_len(0) == 72
+        assert cache.seq_len(0) == room
 
     @depends_on("bytes")
     @pytest.mark.parametrize("number", [7e4, 1e6, 1e30, 3e38])

@@ -9,20 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import Tensor
 
 from kvpact.cache import create_cache
 from kvpact.cache.layer import CacheLayer
-from kvpact.contract import AttendConfig
-from kvpact.errors import CacheFull
 from kvpact.geometry import CacheGeometry
 from kvpact.testing.cache import CacheContract
 from kvpact.testing.cache_base import SMALL, in_pieces
 from kvpact.testing.data import Shape, integers
 from kvpact.testing.depends import depends_on
-from kvpact.testing.held import difference
 
 
 def _layer_tensors(layer: CacheLayer, path: str, row: int) -> dict[str, Tensor]:
@@ -62,35 +58,28 @@ class PagedCacheContract(CacheContract):
     operations = tuple(name for name in CacheContract.operations if name != "store")
 
     def make_cache(self, geometry: CacheGeometry, max_tokens: int | None = None) -> Any:
-        """Return a view of a new pool."""
-        if max_tokens is not None:
-            pytest.skip("a pool has pages and no limit of tokens: see test_full")
+        """Return a view of a new pool, whose pages are its limit."""
         return self._view(geometry, self.num_pages)
 
     def _view(self, geometry: CacheGeometry, num_pages: int) -> Any:
         options = self.options(geometry)
         return create_cache(self.spec, geometry, layout="paged", num_pages=num_pages, **options)
 
-    def row_tensors(self, view: Any) -> dict[str, Tensor]:
+    def limited(self) -> tuple[Any, int]:
+        """Return a view of four pages, which hold two rows of two pages each."""
+        cache = self._view(SMALL.geometry(2), 4)
+        return cache, 2 * cache.cache.pool.page_size
+
+    def held(self, cache: Any) -> dict[str, Tensor]:
         """Return what the rows of a view hold: which pages it stands on is no part of it."""
         found: dict[str, Tensor] = {}
-        for row, seq in enumerate(view.seqs or ()):
-            for index in range(view.cache.geometry.num_layers):
-                layer = view.cache.layer_of(seq, index)
+        for row, seq in enumerate(cache.seqs or ()):
+            for index in range(cache.cache.geometry.num_layers):
+                layer = cache.cache.layer_of(seq, index)
                 found |= _layer_tensors(layer, f"{row}.{index}", 0)
                 if layer.padding is not None:
                     found[f"{row}.{index}.padding"] = layer.padding
         return found
-
-    def state(self, cache: Any) -> dict[str, Tensor]:
-        """Return contents of the rows: a fork lies in the same pool, on pages of its own."""
-        return {name: tensor.clone() for name, tensor in self.row_tensors(cache).items()}
-
-    def assert_same(self, a: Any, b: Any) -> None:
-        """Check that the rows of two views hold the same, byte by byte."""
-        left, right = (x if isinstance(x, dict) else self.row_tensors(x) for x in (a, b))
-        different = difference(left, right)
-        assert not different, f"not the same bytes: {different}"
 
     def empty_bytes(self, cache: Any, geometry: CacheGeometry) -> int:
         """Return what an empty cache holds: its pool, and what was learnt."""
@@ -119,8 +108,7 @@ class PagedCacheContract(CacheContract):
         for row in range(flat.batch_size):
             for index in range(flat.geometry.num_layers):
                 rows |= _layer_tensors(flat.entry(index), f"{row}.{index}", row)
-        different = difference(rows, self.row_tensors(paged))
-        assert not different, f"not the same bytes: {different}"
+        self.assert_same(rows, paged)
 
     def test_reset_gives_all_pages_back(self) -> None:
         """An empty view holds no page, whatever it held."""
@@ -139,16 +127,3 @@ class PagedCacheContract(CacheContract):
             used = cache.cache.num_pages - cache.cache.num_free_pages
             assert used == -(-cache.seq_len(0) // size)
             assert used * size <= 1.05 * cache.seq_len(0)
-
-    def test_full(self) -> None:
-        """A pool counts pages: what would be too much isn't stored in part, what fits is."""
-        size = self.make_cache(SMALL.geometry(2)).cache.pool.page_size
-        cache = self._view(SMALL.geometry(2), 4)
-        self.append(cache, self.tokens(SMALL, 2 * size - 2))
-        tokens = self.tokens(SMALL, 3, seed=1)
-        for call in self._calls(cache):
-            self.refused(cache, CacheFull, call, 0, *tokens, None)
-        self.append(cache, self.tokens(SMALL, 2, seed=1))
-        one = self.tokens(SMALL, 1, seed=1)
-        self.refused(cache, CacheFull, cache.decode, 0, *one, AttendConfig())
-        assert cache.seq_len(0) == 2 * size
