@@ -19,7 +19,7 @@ from kvpact.methods import Codec
 from kvpact.methods.cautions import cautions
 from kvpact.methods.fitted import FittedCodec
 from kvpact.registry import Alias, Foreign, find_method, known_names, list_methods
-from kvpact.spec import parse_spec
+from kvpact.spec import Spec, parse_spec
 from kvpact_pages import by_model
 from kvpact_pages.results import NARROW, code, table
 
@@ -112,7 +112,7 @@ def groups(method: Any) -> str:
 
 def sides(key_method: Any, value_method: Any, dim: int) -> str:
     """Return the bits of slots at a width, K and V apart where they differ."""
-    key, value = slot_bits(key_method, value_method, dim)
+    key, value = slot_bits(Spec(key_method, value_method), dim)
     return f"{key:.4g}" if key == value else f"{key:.4g}{NARROW}/{NARROW}{value:.4g}"
 
 

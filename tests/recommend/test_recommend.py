@@ -20,7 +20,7 @@ from kvpact.recipe import layer_specs, load_recipe
 from kvpact.recommend import Measured, RecommendationError, plan, survey, verify
 from kvpact.recommend.base import predicted
 from kvpact.recommend.measure import Costs, Survey, measured_of
-from kvpact.recommend.notes import outlier_notes
+from kvpact.recommend.run import outlier_notes
 from kvpact.spec import parse_spec
 
 

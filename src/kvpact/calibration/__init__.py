@@ -1,6 +1,5 @@
 """What methods learn of a model from calibration texts, as one checked file."""
 
-from kvpact.calibration.base import Calibration, LayerCalibration
-from kvpact.calibration.fit import LayerTokens, calibrate_layer
+from kvpact.calibration.base import Calibration, LayerCalibration, LayerTokens, calibrate_layer
 
 __all__ = ["Calibration", "LayerCalibration", "LayerTokens", "calibrate_layer"]

@@ -100,8 +100,7 @@ def methods_on(device: torch.device) -> list[dict[str, Any]]:
     for name, method in list_methods().items():
         if isinstance(method, Alias):
             continue
-        spec = parse_spec(name)
-        k, v = (make(WIDTH, torch.float32) for make in (spec.key.key_codec, spec.value.value_codec))
+        k, v = parse_spec(name).codecs(WIDTH, WIDTH, torch.float32)
         lines = coverage(k, v, device, torch.float32)
         reasons = dict.fromkeys(line.reason for line in lines if line.reason)
         backends = {line.operation: line.backend for line in lines}

@@ -28,8 +28,7 @@ from kvpact.evaluate import (
 from kvpact.evaluate.base import row_name, run_name, whole_share
 from kvpact.evaluate.feed import check_sizes, first_tokens, positions
 from kvpact.evaluate.free_running import check_steps
-from kvpact.evaluate.text import kl_text
-from kvpact.evaluate.verdict import verdict_of
+from kvpact.evaluate.text import kl_text, verdict_of
 from kvpact.methods.cautions import KEY_NORM, cautions
 from kvpact.spec import parse_spec
 
@@ -63,8 +62,6 @@ def run(
 ) -> tuple[list[EvalResult], list[Path]]:
     """Let every model read every text, print the tables, and write the files of a plan."""
     check_sizes(plan.tokens, plan.chunk)
-    if plan.out is not None:
-        inputs.require("matplotlib", extra="eval")
     results = []
     with inputs.results_folder(plan.out):
         inputs.check_models(models)

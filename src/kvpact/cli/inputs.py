@@ -64,10 +64,11 @@ def texts_of(paths: list[Path]) -> list[tuple[str, str]]:
 
 @contextmanager
 def results_folder(path: Path | None) -> Iterator[None]:
-    """Make a folder for results before the work starts; remove it, if empty, where that fails."""
+    """Make a folder for results and plots before the work starts; if that fails, remove it."""
     if path is None:
         yield
         return
+    require("matplotlib", extra="eval")
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         try:

@@ -121,13 +121,13 @@ def _method(cls: Any) -> dict[str, Any]:
     }
 
 
-def slot_bits(key: Any, value: Any, dim: int) -> tuple[float, float]:
+def slot_bits(spec: Spec, dim: int) -> tuple[float, float]:
     """Return the bits per value of packed slots of K and of V, `dim` wide and given in fp16."""
     import torch
 
     from kvpact.methods import bytes_per_slot
 
-    k, v = Spec(key, value).codecs(dim, dim, torch.float16)
+    k, v = spec.codecs(dim, dim, torch.float16)
     return 8 * bytes_per_slot(k) / dim, 8 * bytes_per_slot(v) / dim
 
 
@@ -137,7 +137,7 @@ def option_text(value: object) -> str:
 
 
 def _slot_bits(spec: Spec) -> list[dict[str, Any]]:
-    bits = [(dim, slot_bits(spec.key, spec.value, dim)) for dim in WIDTHS]
+    bits = [(dim, slot_bits(spec, dim)) for dim in WIDTHS]
     return [{"width": dim, "k": k, "v": v} for dim, (k, v) in bits]
 
 

@@ -51,8 +51,6 @@ def recommend_command(
     check_sizes(tokens, 256)
     if not is_spec(budget):
         budget_bytes(budget, 0)  # a misspelt one is told before a model is loaded
-    if out is not None:
-        inputs.require("matplotlib", extra="eval")
     with inputs.results_folder(out):
         inputs.check_models([model])
         network, tokenizer = inputs.open_model(model, dtype, threads)
@@ -76,7 +74,7 @@ def recommend_command(
 
 def _explain(found: Recommendation) -> None:
     """Print how it was measured, and what is remarkable."""
-    from kvpact.evaluate.verdict import VERDICTS
+    from kvpact.evaluate.text import VERDICTS
 
     planned, sizes = found.plan, found.plan.sizes
     stay = "; layers with a bounded window stay exact, " + size_text(sizes.native)

@@ -14,7 +14,7 @@ from kvpact.evaluate.result import EvalResult
 from kvpact.evaluate.runner import evaluate, evaluate_text
 from kvpact.evaluate.task_scores import TaskResult, TaskRow, TaskScore, score_tasks
 from kvpact.evaluate.tasks import Question, TaskCase, make_cases
-from kvpact.evaluate.verdict import verdict_of
+from kvpact.evaluate.text import verdict_of
 
 __all__ = [
     "Candidate",

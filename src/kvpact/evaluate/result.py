@@ -10,8 +10,7 @@ from kvpact.evaluate.free_running import FreeRunningResult
 from kvpact.evaluate.metrics import TokenScores
 from kvpact.evaluate.plot import Probe, save_plot
 from kvpact.evaluate.task_scores import TaskResult
-from kvpact.evaluate.text import kl_text
-from kvpact.evaluate.verdict import VERDICTS, verdict_of
+from kvpact.evaluate.text import VERDICTS, kl_text, verdict_of
 from kvpact.files import aligned
 
 PROBES = ("free_running", "tasks")

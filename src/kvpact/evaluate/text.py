@@ -1,8 +1,22 @@
-"""Tables and numbers as text."""
+"""Tables, numbers and verdicts as text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+VERDICTS = (("lossless", 0.0005), ("near-lossless", 0.002), ("visible", 0.02))
+"""Largest mean KL of each verdict, in nats per token against the exact cache; ``broken`` is above.
+
+- ``lossless``: what 8-bit formats cost. The most probable token differs on about one token in a
+  hundred, and there only between candidates that are nearly as probable.
+- ``near-lossless``: what good 4-bit formats cost; perplexity rises by some tenths of a percent.
+- ``visible``: the most probable token differs on some five tokens in a hundred, so texts soon go
+  other ways, and tasks that hang on single tokens lose.
+- ``broken``: the model is another one.
+
+They are conventions, read off teacher-forced runs of small models. A KL is a mean over tokens of
+one text; ``kvpact eval --tasks`` tells whether a task of yours is hurt.
+"""
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -17,3 +31,8 @@ def kl_text(value: float) -> str:
     if 0 < abs(value) < 1e-5:
         return f"{value:.0e}"
     return f"{value:.5f}"
+
+
+def verdict_of(kl: float) -> str:
+    """Return the verdict on a mean KL; NaN is ``broken``."""
+    return next((name for name, most in VERDICTS if kl <= most), "broken")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from kvpact.recommend.base import RecommendationError
-from kvpact.recommend.heat_map import Slot
+from kvpact.recommend.base import RecommendationError, Slot
 
 
 class Rung(NamedTuple):

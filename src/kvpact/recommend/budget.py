@@ -11,8 +11,7 @@ import torch
 from kvpact.cache import planned_bytes
 from kvpact.errors import SpecError
 from kvpact.geometry import CacheGeometry
-from kvpact.recommend.base import RecommendationError, Sizes
-from kvpact.recommend.heat_map import SIDES, Slot
+from kvpact.recommend.base import SIDES, RecommendationError, Sizes, Slot
 from kvpact.spec import Spec, parse_spec
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpact.evaluate import EvalRow
-from kvpact.evaluate.verdict import VERDICTS
+from kvpact.evaluate.text import VERDICTS
 from kvpact.recommend.base import Plan, Recommendation
 
 RECIPE = "recipe.toml"

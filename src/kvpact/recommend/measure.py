@@ -17,9 +17,8 @@ from kvpact.evaluate.feed import Steps
 from kvpact.geometry import CacheGeometry
 from kvpact.key_offset import KeyOffset
 from kvpact.methods.base import bytes_per_slot
-from kvpact.recommend.base import Measured
+from kvpact.recommend.base import SIDES, Measured
 from kvpact.recommend.budget import layer_geometry, slot_bytes
-from kvpact.recommend.heat_map import SIDES
 from kvpact.recommend.sensitivity import Sensitivity
 from kvpact.spec import parse_spec
 

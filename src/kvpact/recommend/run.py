@@ -16,6 +16,7 @@ from kvpact.evaluate.base import Progress
 from kvpact.evaluate.feed import Steps, check_sizes, first_tokens, part, positions
 from kvpact.integrations.models import opened
 from kvpact.integrations.sizes import size
+from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike
 from kvpact.recommend.allocate import Rung, allocate
 from kvpact.recommend.base import (
@@ -24,13 +25,12 @@ from kvpact.recommend.base import (
     Recommendation,
     RecommendationError,
     Sizes,
+    Slot,
     predicted,
 )
 from kvpact.recommend.budget import budget_bytes, exact_sizes, is_spec, slot_bytes
 from kvpact.recommend.gradients import measure_sensitivity, sensitivity_steps
-from kvpact.recommend.heat_map import Slot
 from kvpact.recommend.measure import LADDER, Survey, code_layers, measured_of
-from kvpact.recommend.notes import bias_notes, outlier_notes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +42,10 @@ _DRAWS = 24  # of all layers together: the fewer layers, the more a few tokens d
 
 CODING = 0.7
 """Time in which all candidates code a chunk in all layers, in forward passes over it."""
+
+
+OUTLIER = 50.0
+"""A channel is an outlier if its energy is so many times the median channel's of its head."""
 
 
 def _draws(model: PreTrainedModel) -> int:
@@ -141,6 +145,36 @@ def survey(
         notes=(*bias_notes(offsets), *outlier_notes(found.seen)),
         tokens=len(token_ids),
     )
+
+
+def bias_notes(offsets: Mapping[int, KeyOffset]) -> list[str]:
+    """Tell which layers have keys with a large bias."""
+    if not offsets:
+        return []
+    layers = ", ".join(f"{layer} ({x.norm:.1f})" for layer, x in sorted(offsets.items()))
+    return [
+        "large key biases, stored apart where the cache is given the model; layers and norms: "
+        + layers
+    ]
+
+
+def outlier_notes(seen: Seen) -> list[str]:
+    """Tell which layers have outlier channels in K or V."""
+    notes = []
+    for side in ("k", "v"):
+        found = []
+        for index, layer in sorted(seen.layers.items()):
+            energy = getattr(layer, side)[0].float().square().mean(1)
+            ratio = energy / energy.median(1, keepdim=True).values.clamp(min=1e-30)
+            count = int((ratio > OUTLIER).sum())
+            if count:
+                found.append(f"{index} ({count}, {float(ratio.max()):.0f})")
+        if found:
+            notes.append(
+                f"outlier channels in {side.upper()}, of more than {OUTLIER:.0f} times the median "
+                f"energy; layers, how many, and the largest: {', '.join(found)}"
+            )
+    return notes
 
 
 def plan(found: Survey, *, context: int = 32_768, budget: str = "30%") -> Plan:
