@@ -9,13 +9,7 @@ from tests.helpers.one_layer import kvq
 
 import kvpact
 from kvpact import AttendConfig, CacheGeometry, KeyOffset, PagedKVCache, PrefixCache, Snapshot
-from kvpact.errors import (
-    DtypeError,
-    FormatError,
-    GeometryError,
-    LayerIndexError,
-    MismatchError,
-)
+from kvpact.errors import DtypeError, FormatError, GeometryError, LayerIndexError, MismatchError
 from kvpact.kernels import RowOffset
 from kvpact.stores import MemoryStore
 from kvpact.testing import CacheContract, PagedCacheContract, random_offset, same_bytes

@@ -14,9 +14,7 @@ from typer.testing import CliRunner
 import kvpact.cli
 from kvpact.cli.app import Deferred, app
 from kvpact.cli.commands import COMMANDS
-from kvpact.cli.options import (
-    complete_spec,
-)
+from kvpact.cli.options import complete_spec
 
 GROUPS = [name for name, entry in COMMANDS.items() if not entry.target]
 SINGLE = [name for name, entry in COMMANDS.items() if entry.target]

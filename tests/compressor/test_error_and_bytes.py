@@ -5,13 +5,7 @@ import torch
 from one_layer import normal
 from torch import Tensor
 
-from kvpact import (
-    CompressedKV,
-    Hybrid,
-    KVCacheCompressor,
-    LowRank,
-    VectorQuantization,
-)
+from kvpact import CompressedKV, Hybrid, KVCacheCompressor, LowRank, VectorQuantization
 
 
 def error(x: Tensor, y: Tensor) -> float:

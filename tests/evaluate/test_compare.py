@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import (
-    FalconH1Config,
-    FalconH1ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-)
+from transformers import FalconH1Config, FalconH1ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvpact.evaluate import (
     EvalProtocol,

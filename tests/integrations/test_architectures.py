@@ -2,13 +2,7 @@
 
 import pytest
 from tiny_configs import deepseek, gemma3, lfm2
-from transformers import (
-    Gemma2Config,
-    GPT2Config,
-    GptOssConfig,
-    LlamaConfig,
-    MistralConfig,
-)
+from transformers import Gemma2Config, GPT2Config, GptOssConfig, LlamaConfig, MistralConfig
 
 from kvpact.errors import KVPactError, SpecError
 from kvpact.integrations.transformers import CompressedCache, register_attention

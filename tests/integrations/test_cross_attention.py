@@ -4,16 +4,7 @@ import copy
 
 import pytest
 import torch
-from cross_attention_models import (
-    DECODERS,
-    PAIRED,
-    WIDTH,
-    in_pair,
-    lengths,
-    made,
-    source,
-    target,
-)
+from cross_attention_models import DECODERS, PAIRED, WIDTH, in_pair, lengths, made, source, target
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvpact import CacheGeometry, PagedKVCache

@@ -9,11 +9,7 @@ import pytest
 import torch
 from cross_attention_models import PAIRED, made, source
 from packaging.requirements import Requirement
-from transformers import (
-    AutoModelForCausalLM,
-    EncoderDecoderCache,
-    dynamic_module_utils,
-)
+from transformers import AutoModelForCausalLM, EncoderDecoderCache, dynamic_module_utils
 
 import kvpact
 from kvpact.errors import SpecError

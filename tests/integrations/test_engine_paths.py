@@ -8,13 +8,7 @@ import pickle
 import pytest
 import torch
 from tiny_configs import falcon_h1
-from transformers import (
-    AttentionInterface,
-    DynamicCache,
-    FalconConfig,
-    LlamaConfig,
-    Zamba2Config,
-)
+from transformers import AttentionInterface, DynamicCache, FalconConfig, LlamaConfig, Zamba2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

@@ -6,12 +6,7 @@ import pytest
 import torch
 from closeness import WHOLE_BOUND, error
 from tiny_configs import KINDS, WINDOW, dots3, run
-from transformers import (
-    DynamicCache,
-    Gemma3nTextConfig,
-    Gemma4TextConfig,
-    LlamaConfig,
-)
+from transformers import DynamicCache, Gemma3nTextConfig, Gemma4TextConfig, LlamaConfig
 
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.integrations.transformers import CompressedCache, calibrate, register_attention

@@ -9,15 +9,8 @@ import weakref
 
 import pytest
 
-from kvpact.errors import (
-    StoreError,
-    StoreFull,
-)
-from kvpact.stores import (
-    BackgroundStore,
-    DirectoryStore,
-    MemoryStore,
-)
+from kvpact.errors import StoreError, StoreFull
+from kvpact.stores import BackgroundStore, DirectoryStore, MemoryStore
 
 
 class Gated(MemoryStore):

@@ -6,13 +6,7 @@ import traceback
 
 import pytest
 
-from kvpact.errors import (
-    BackendUnavailable,
-    FormatError,
-    IntegrityError,
-    StoreError,
-    StoreFull,
-)
+from kvpact.errors import BackendUnavailable, FormatError, IntegrityError, StoreError, StoreFull
 from kvpact.stores import (
     BackgroundStore,
     DirectoryStore,

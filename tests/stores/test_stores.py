@@ -4,13 +4,7 @@ import secrets
 
 import pytest
 
-from kvpact.stores import (
-    BackgroundStore,
-    DirectoryStore,
-    EncryptedStore,
-    FsspecStore,
-    MemoryStore,
-)
+from kvpact.stores import BackgroundStore, DirectoryStore, EncryptedStore, FsspecStore, MemoryStore
 from kvpact.testing import StoreContract
 
 
