@@ -22,6 +22,10 @@ def levels() -> list[Any]:
     ]
 
 
+each_half = pytest.mark.parametrize("half", (0, pytest.param(1, marks=pytest.mark.slow)))
+"""Every second of many cases; the others are slow."""
+
+
 @contextmanager
 def at_level(level: str) -> Iterator[None]:
     """Let the native kernels compute at a SIMD level; the test is skipped where there is none."""

@@ -87,13 +87,13 @@ def decoded(spec: str, side: str, dim: int) -> str:
 PLACES = ((0, 1), (37, 38), (30, 33), (0, 31), (5, 38), (90, 150))
 
 
-def differences() -> list[object]:
-    """Return what differs, over all formats, sides, widths and dtypes."""
+def differences(half: int) -> list[object]:
+    """Return what differs, over all formats, sides, widths and dtypes, at every second place."""
     bad = []
     for spec, dim, side in itertools.product(FORMATS, (20, 33, 64, 80, 256), "kv"):
         (tokens,), _ = random_pieces(spec, side, dim, PLACES[-1][1], 0, torch.float32)
         codec, store = packed(spec, side, tokens)
-        for (start, end), dtype in zip(PLACES, DTYPES * 2, strict=True):
+        for (start, end), dtype in [*zip(PLACES, DTYPES * 2, strict=True)][half::2]:
             difference = compare_slots(codec, store, start, end, dtype, start % 2 == 0)
             if difference:
                 bad.append((spec, side, dim, start, end, dtype, difference))

@@ -18,7 +18,7 @@ from decode_compare import (
 from encode_compare import DTYPES, SPECIAL, WIDTHS, codec_of
 from hypothesis import strategies as st
 from random_cases import random_cases
-from simd_levels import at_level, levels
+from simd_levels import at_level, each_half, levels
 
 from kvpact.kernels import report
 from kvpact.kernels.cpu import backend
@@ -28,10 +28,11 @@ from kvpact.kernels.cpu.library import _load
 pytestmark = pytest.mark.skipif(isinstance(_load(), str), reason=f"native kernels: {_load()}")
 
 
+@each_half
 @pytest.mark.parametrize("level", levels())
-def test_every_format_at_every_level(level):
+def test_every_format_at_every_level(level, half):
     with at_level(level):
-        assert differences() == []
+        assert differences(half) == []
 
 
 @random_cases(
