@@ -96,11 +96,12 @@ class TritonBackend(Backend):
             return f"dtype {dtype}"
         if operation == "learn":
             return "no kernel learns" if codec.learns_from else ""
-        if operation == "attend" and (reason := _too_wide(_width(codec), dtype)):
-            return reason
         if operation == "encode":
             return "" if copies(codec) else encode_reason(codec)
-        return slots_of(codec, _CPU).reason
+        slots = slots_of(codec, _CPU)
+        if operation == "attend" and slots.form is not None:
+            return _too_wide(slots.form.dim, dtype)
+        return slots.reason
 
     def covers_offset(self) -> str:
         """Cover none: the logits that offsets add are not there."""
@@ -156,11 +157,6 @@ class TritonBackend(Backend):
 
         with on_device(out.device):
             decode_triton(slots, start, end, out, inverse)
-
-
-def _width(codec: Codec) -> int:
-    form = slots_of(codec, _CPU).form
-    return 0 if form is None else form.dim
 
 
 def _too_wide(dim: int, dtype: torch.dtype) -> str:
