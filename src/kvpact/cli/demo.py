@@ -79,15 +79,10 @@ def continuations(model: Any, ids: torch.Tensor, new_tokens: int) -> list[Contin
     return made
 
 
-def first_difference(exact: list[int], other: list[int]) -> int | None:
-    """Return the index of the first token that differs, None where all are the same."""
-    pairs = enumerate(zip_longest(exact, other))
-    return next((index for index, (left, right) in pairs if left != right), None)
-
-
 def _panel(tokenizer: Any, exact: Continuation, own: Continuation) -> Panel:
     """Return a text in a frame, red where it is another one, with the bytes of its cache."""
-    split = first_difference(exact.tokens, own.tokens)
+    pairs = enumerate(zip_longest(exact.tokens, own.tokens))
+    split = next((index for index, (left, right) in pairs if left != right), None)
     same = tokenizer.decode(own.tokens[:split])
     body = Text(same.replace("\n", " "))
     body.append(tokenizer.decode(own.tokens)[len(same) :].replace("\n", " "), style="red")

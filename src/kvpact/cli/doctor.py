@@ -57,12 +57,10 @@ def doctor(as_json: bool = options.JSON) -> None:
             (x["name"], *x["backends"].values(), "; ".join(x["reasons"])) for x in device["methods"]
         ]
         print_table(("method", *OPERATIONS, "why no better one"), methods, left=5)
-    extras = [
-        (x["extra"], x["package"], "missing", f"pip install {x['install']}")
-        if x["version"] is None
-        else (x["extra"], x["package"], x["version"], "")
-        for x in found["packages"]
-    ]
+    extras = []
+    for x in found["packages"]:
+        missing = f"pip install {x['install']}" if x["version"] is None else ""
+        extras.append((x["extra"], x["package"], x["version"] or "missing", missing))
     print_table(("extra", "package", "version", "to install"), extras, left=4)
     line = "models: transformers is missing"
     if (kept := found["models"]) is not None:
