@@ -1,13 +1,13 @@
-"""Random cases of kernels: some in `make test`, four times as many in `make test-slow`."""
+"""Random cases of kernels: some in `make test`, eight times as many in `make test-slow`."""
 
 import pytest
 from hypothesis import given, settings
 
-times = pytest.mark.parametrize("times", (1, pytest.param(4, marks=pytest.mark.slow)))
+times = pytest.mark.parametrize("times", (1, pytest.param(8, marks=pytest.mark.slow)))
 
 
 def random_cases(examples, *arguments):
-    """Let a function that checks a case be a test of so many random ones, or four times as many."""
+    """Let a function that checks a case be a test of so many random ones; of more, where slow."""
 
     def decorate(check):
         @times

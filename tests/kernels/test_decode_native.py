@@ -36,7 +36,7 @@ def test_every_format_at_every_level(level, half):
 
 
 @random_cases(
-    120,
+    60,
     st.sampled_from(FORMATS),
     st.sampled_from("kv"),
     st.integers(1, 70) | st.sampled_from(WIDTHS),

@@ -75,7 +75,7 @@ def test_ties(spec):
 
 
 @random_cases(
-    100,
+    50,
     st.sampled_from(FORMATS) | st.sampled_from(TRELLISES),
     st.sampled_from("kv"),
     st.integers(1, 70) | st.sampled_from(WIDTHS),

@@ -28,7 +28,7 @@ def test_every_level(level):
 
 
 @random_cases(
-    60,
+    30,
     st.builds(
         Case,
         st.sampled_from(LEARNT),

@@ -30,6 +30,14 @@ LEARNING = (
     "trellis:bits=2,center=0/int:bits=8",
 )
 
+EACH = (*itertools.product(SPECS, LAYOUTS), *((spec, "contiguous") for spec in LEARNING))
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CASES = [
+    pytest.param(*one, dtype, marks=() if turn % 3 == place else pytest.mark.slow)
+    for turn, one in enumerate(EACH)
+    for place, dtype in enumerate(DTYPES)
+]
+
 
 def history(spec, kernel, dtype, layout, offsets=None):
     """Return what a cache shows, learns and holds: of rows with padding, in pieces, cut, forked."""
@@ -54,11 +62,7 @@ def history(spec, kernel, dtype, layout, offsets=None):
     return found, cache.stats()["compute"]
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(
-    ("spec", "layout"),
-    (*itertools.product(SPECS, LAYOUTS), *((spec, "contiguous") for spec in LEARNING)),
-)
+@pytest.mark.parametrize(("spec", "layout", "dtype"), CASES)
 def test_caches_are_alike(spec, layout, dtype):
     offsets = {0: random_offset(3, 64, seed=3)} if dtype == torch.bfloat16 else None
     learning = spec in LEARNING
