@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from functools import cache
@@ -92,7 +93,25 @@ def refusals() -> str:
     return table(("what", "error", "shown by"), rows, left=3)
 
 
+def operations() -> str:
+    """Return what can be done with a cache of each model, and why something is refused."""
+    found = json.loads((Path(__file__).parent / "operations.json").read_text("utf-8"))
+    names = list(next(iter(found.values())))
+    reasons: dict[str, int] = {}
+    rows = []
+    for model, outcomes in found.items():
+        row = [f"`{model}`"]
+        for name in names:
+            what, _, why = outcomes[name].partition(": ")
+            mark = reasons.setdefault(why, len(reasons) + 1) if why else 0
+            row.append(f"no ({mark})" if mark else {"right": "yes"}.get(what, what))
+        rows.append(row)
+    why = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join([table(("model", *names), rows, left=1), "", *why])
+
+
 BLOCKS = {
+    "support-operations": operations,
     "support-matrix": matrix,
     "support-details": details,
     "support-refusals": refusals,
