@@ -91,7 +91,9 @@ def test_dtype_is_that_of_the_parameters(smollm2):
 
 
 @pytest.mark.slow
-def test_a_conversion_is_told_once_and_keeps_the_weights_of_the_gguf_file(tmp_path, monkeypatch, capfd):
+def test_a_conversion_is_told_once_and_keeps_the_weights_of_the_gguf_file(
+    tmp_path, monkeypatch, capfd
+):
     from gguf import GGUFReader, dequantize
 
     monkeypatch.setenv("KVPACT_CACHE", str(tmp_path))

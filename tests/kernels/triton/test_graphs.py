@@ -3,6 +3,8 @@
 On a GPU a CUDA graph is replayed; interpreted, a step runs again with the host's old counts.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from host_reads import HostReads
@@ -81,7 +83,7 @@ def test_steps_that_pack_a_group_run_as_ever_and_rollbacks_are_seen(triton_backe
 def test_a_machine_without_triton_is_told(monkeypatch):
     monkeypatch.setattr(graphs, "installed", lambda: "")
     with pytest.raises(BackendUnavailable, match="pip install"):
-        DecodeGraph(None, None)
+        DecodeGraph(None, SimpleNamespace(stands=False))
 
 
 def test_what_can_not_be_captured_is_refused(triton_backend):
