@@ -48,7 +48,7 @@ class SlotChecks(MethodKit):
         codec, x = self.sample(side, shape)
         whole = stored(codec, x)
         pieces = allocate(codec, x, capacity(codec, x.shape[2]))
-        step, start = codec.group if codec.group > 1 else 7, 0
+        step, start = codec.group if codec.group > 1 else 23, 0
         while start < x.shape[2]:
             part = x[:, :, start : start + step]
             write(codec, pieces, start, codec.encode(part))
