@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from guards import Guards
 from matrix import ENCODED as FORMATS
@@ -12,6 +13,7 @@ from matrix import UNTREATED as _PLAIN
 
 from kvpact import parse_spec
 from kvpact.cache.segments import ListSource
+from kvpact.errors import GeometryError
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.encode import CpuEncoder
@@ -98,6 +100,14 @@ def compare(
             if not torch.equal(left, right):
                 return f"{name} of segment {index}: {int((left != right).sum())} bytes"
     return ""
+
+
+def check_gaps(encoder, codec) -> None:
+    """Slots with gaps between them are refused, and nothing is written."""
+    gaps = {f.name: f.allocate(1, 1, 256, torch.device("cpu"))[:, :, ::2] for f in codec.fields}
+    with pytest.raises(GeometryError, match="gaps"):
+        encoder.write(torch.ones(1, 1, 1, 64), ListSource((gaps,), 128), 0)
+    assert not any(storage.any() for storage in gaps.values())
 
 
 def random_pieces(

@@ -13,6 +13,7 @@ from encode_compare import (
     TRELLISES,
     WIDTHS,
     cases,
+    check_gaps,
     codec_of,
     compare,
     encoded_slots,
@@ -28,8 +29,7 @@ from simd_levels import at_level, each_half, levels
 
 from kvpact import CacheGeometry, create_cache
 from kvpact.arithmetic import square_root
-from kvpact.cache.segments import ListSource
-from kvpact.errors import GeometryError, NonFiniteError
+from kvpact.errors import NonFiniteError
 from kvpact.formats.encoding import search_tree
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
@@ -177,12 +177,7 @@ def test_what_the_kernel_can_not_take_raises_before_it_is_called():
     assert "dtype" in CPU.covers("encode", codec, torch.float64)
     wide = codec_of("fp8", "k", 2048, torch.float32)
     assert "width" in CPU.covers("encode", wide, torch.float32)
-    gaps = {
-        field.name: field.allocate(1, 1, 256, torch.device("cpu"))[:, :, ::2]
-        for field in codec.fields
-    }
-    with pytest.raises(GeometryError, match="gaps"):
-        CpuEncoder(library(), codec).write(torch.zeros(1, 1, 1, 64), ListSource((gaps,), 128), 0)
+    check_gaps(CpuEncoder(library(), codec), codec)
 
 
 def test_the_search_tree_finds_the_number_of_boundaries_below():

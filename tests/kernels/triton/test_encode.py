@@ -10,7 +10,9 @@ from encode_compare import (
     DTYPES,
     FORMATS,
     PLACES,
+    SPECIAL,
     WIDTHS,
+    check_gaps,
     codec_of,
     compare,
     encoded_slots,
@@ -22,14 +24,13 @@ from host_reads import HostReads
 pytest.importorskip("triton")
 
 from kvpact.cache.segments import ListSource
-from kvpact.errors import GeometryError, NonFiniteError
+from kvpact.errors import NonFiniteError
 from kvpact.kernels.triton.encode.encoder import TritonEncoder
 from kvpact.kernels.triton.encode.form import encode_reason
 from kvpact.quantizers.checks import collected, deferred
 
 COVERED = [spec for spec in FORMATS if not spec.startswith("kvarn")]
 NARROW = (64, 20, 33, 80, 3)
-SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1e-30, 6e-8, -3e-5, 0.5, 1.0, -1.0, 2.5, -400.0, 400.0)
 
 
 def encoder(codec) -> TritonEncoder:
@@ -207,13 +208,7 @@ def test_tokens_that_are_beyond_the_limit_and_fit_are_encoded(spec, size):
 
 def test_slots_with_gaps_are_refused_before_anything_is_written():
     codec = codec_of("turboquant:bits=4", "k", 64, torch.float32)
-    gaps = {
-        field.name: field.allocate(1, 1, 256, torch.device("cpu"))[:, :, ::2]
-        for field in codec.fields
-    }
-    with pytest.raises(GeometryError, match="gaps"):
-        encoder(codec).write(torch.ones(1, 1, 1, 64), ListSource((gaps,), 128), 0)
-    assert all(not storage.any() for storage in gaps.values())
+    check_gaps(encoder(codec), codec)
 
 
 @pytest.mark.parametrize(
