@@ -234,8 +234,63 @@ def test_tokens_stored_by_another_spec_have_windows_and_states(store, wide, ids)
     assert (got - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
-def test_models_that_forget_their_state_are_refused(store, make_model, sizes):
+def test_models_that_forget_their_state_are_refused(store, make_model, sizes, ids):
     config = JambaConfig(**sizes, num_experts=2, attn_layer_period=2, attn_layer_offset=1)
     model = make_model(config)
     with pytest.raises(SnapshotError, match="jamba computes several tokens as if none were"):
         prefix_cache(store, model, CompressedCache(model, "none"))
+    # They do forget it: the same tokens in two calls give something else.
+    whole = run(model, DynamicCache(config=config), [ids[:, :60]])
+    parts = run(model, DynamicCache(config=config), ids[:, :60].split(30, dim=1))
+    assert (whole - parts).abs().max() > 1e-3 * whole.abs().max()
+
+
+def test_a_cache_of_another_text_is_refused_and_stores_nothing(store, wide, ids):
+    cache, prefixes = opened(store, wide)
+    prefixes.prefill(ids[:, :70])
+    before, other = set(store.keys()), ids.flip(1)
+    for wrong in (other, ids[:, :60]):
+        with pytest.raises(GeometryError, match="not loaded or saved here as the first of"):
+            prefixes.prefill(wrong)
+    run(wide, cache, [ids[:, 64:70]])
+    with pytest.raises(GeometryError, match="save\\(\\) the whole text before"):
+        prefixes.prefill(ids)
+    assert set(store.keys()) == before
+    prefixes.save(ids[:, :70])
+    assert prefixes.prefill(ids) == 288
+
+
+@pytest.mark.parametrize("kind", ["sliding", "state"])
+def test_after_an_interrupt_it_does_not_go_on(kind, store, make_model, sizes, ids, monkeypatch):
+    model = make_model(
+        gemma3(sizes, "full", "sliding") if kind == "sliding" else KINDS["qwen3_next"](sizes)
+    )
+    cache, prefixes = opened(store, model)
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.model.layers[-1], "forward", interrupted)
+        prefixes.prefill(ids[:, :129])
+    if cache.get_seq_length():
+        with pytest.raises((GeometryError, SnapshotError)):
+            prefixes.prefill(ids[:, :129])
+    cache.reset()
+    assert prefixes.prefill(ids[:, :129]) == 128 and len(store) == 5
+
+
+def test_a_checkpoint_that_can_not_be_read_now_stays(store, wide, ids, monkeypatch):
+    """Another secret, a server that is down: the entry may be good."""
+    _, prefixes = opened(store, wide)
+    prefixes.prefill(ids[:, :129])
+    held = set(store.keys())
+    _, again = opened(store, wide)
+    key = again._checkpoints.key(again.keys(ids)[3])
+    get = store.get
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "get", lambda name: None if name == key else get(name))
+        with pytest.warns(StoreWarning, match="behind token 128 is gone"):
+            assert again.load(ids) == 0
+    assert set(store.keys()) == held
+    assert opened(store, wide)[1].load(ids) == 128

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 from transformers.cache_utils import DynamicLayer
 
 from kvpact import Snapshot
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers import (
     CompressedCache,
     attention,
@@ -243,6 +243,8 @@ def test_a_packed_index_is_restored_bit_for_bit(packed):
         lambda x: replace(x, tensor=x.tensor[:, 1:]) if x.name == "index_tail" else x,
         lambda x: replace(x, tensor=x.tensor[:, :64]) if x.name == "index_codes" else x,
         lambda x: replace(x, tensor=x.tensor.to(torch.int16)) if x.name == "index_codes" else x,
+        lambda x: replace(x, tensor=x.tensor * torch.inf) if x.name == "index_scale" else x,
+        lambda x: replace(x, tensor=x.tensor.to(torch.int8)) if x.name == "index_tail" else x,
         lambda x: replace(x, name="index_heads") if x.name == "index_tail" else x,
     ],
 )
@@ -254,6 +256,68 @@ def test_an_index_that_does_not_fit_is_refused_and_changes_nothing(wrong, packed
     with pytest.raises(GeometryError, match="the snapshot has"):
         cache.restore(Snapshot.from_bytes(forged.to_bytes()))
     assert torch.equal(*(run(model, x, [ids[:, 200:]]) for x in (cache, twin)))
+
+
+def test_padded_rows_of_minimax_m3_attend_to_no_block_that_is_left_out(make, ids):
+    """There were as many choices as blocks, and some of them were none."""
+    model = make("minimax_m3")
+    mask = torch.ones_like(ids[:, :22])
+    mask[1, :7] = 0
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    given = {"attention_mask": mask, "position_ids": places}
+    with torch.no_grad():
+        caches = DynamicCache(config=model.config), CompressedCache(model.config, "none")
+        wanted, got = (model(ids[:, :22], past_key_values=x, **given).logits for x in caches)
+    assert close(got[mask == 1], wanted[mask == 1])
+
+
+def test_an_index_keeps_no_graph_of_gradients(make, ids):
+    model = make("minimax_m3")
+    cache = CompressedCache(model.config, "none")
+    with pytest.raises(KVPactError, match="no gradients"):
+        model(ids[:, :30], past_key_values=cache).logits.sum().backward()
+    assert not cache.layers[1].index_tail.requires_grad
+    copy.deepcopy(cache)
+
+
+def test_a_rollback_after_an_interrupt_mends_all_layers(make, ids, monkeypatch):
+    """Layers that the call never reached lose none of their index."""
+    model = make("deepseek_v32")
+    cache, never = (CompressedCache(model.config, "none") for _ in range(2))
+    run(model, cache, [ids[:, :40]])
+    run(model, never, [ids[:, :40]])
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.model.layers[1], "forward", interrupted)
+        run(model, cache, [ids[:, 40:45]])
+    with pytest.raises(SnapshotError, match="hold 40 and 45 tokens"):
+        cache.snapshot()
+    cache.crop(-5)
+    got, wanted = (run(model, x, [ids[:, 40:]]) for x in (cache, never))
+    assert close(got, wanted)
+
+
+def test_positions_that_are_out_of_step_are_refused(make, ids):
+    model = make("qwen4")
+    cache = CompressedCache(model.config, "none")
+    run(model, cache, [ids[:, :40]])
+    layer = cache.layers[1]
+    layer.indexer_position_ids = layer.indexer_position_ids[..., [*range(40), 39]]
+    with pytest.raises(KVPactError, match="begin again with reset"):
+        run(model, cache, [ids[:, 40:43]])
+    with pytest.raises(SnapshotError):
+        cache.snapshot()
+
+
+def test_nothing_is_left_of_an_index_without_tokens(packed):
+    cache, model, ids = packed
+    cache.crop(-200)
+    assert cache.layers[0].index_tail is None and cache.layers[0].index_codes is None
+    cache.batch_repeat_interleave(2)
+    run(model, cache, [ids[[0, 0, 1, 1, 2, 2], :30]])
 
 
 @pytest.mark.parametrize("left", [199, 136, 129, 128, 127, 70, 64, 63, 1])
@@ -280,8 +344,8 @@ def test_an_index_of_any_history_is_that_of_its_tokens(data):
     for _ in range(data.draw(st.integers(1, 8))):
         if total and data.draw(st.booleans()):
             removed = data.draw(st.integers(1, total))
-            layer.crop(-removed)
             exact, total = exact[:, : total - removed], total - removed
+            layer.fit_index()
         else:
             new = torch.randn(2, data.draw(st.integers(1, 150)), 3, generator=generator)
             exact = torch.cat([exact, new], 1)
@@ -310,7 +374,11 @@ def test_a_choice_narrows_the_mask_that_is_there(kind):
             value = got[row, 0, query]
             allowed = value if value.dtype == torch.bool else value == 0
             assert set(allowed.nonzero().flatten().tolist()) == kept
-    assert chosen(torch.nn.Identity(), mask[kind], 3, 4, {"indices": tokens}) is mask[kind]
+    every = torch.arange(4).expand(2, 3, 4)
+    assert chosen(torch.nn.Identity(), mask[kind], 3, 4, {"indices": every}) is mask[kind]
+    if kind == "none":
+        few = chosen(torch.nn.Identity(), None, 3, 4, {"indices": every.where(every != 1, -1)})
+        assert not few[..., 1].any(), "of as many as there are tokens, one is none"
 
 
 def test_blocks_of_a_size_that_nobody_tells_are_refused():

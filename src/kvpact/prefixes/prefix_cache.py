@@ -34,6 +34,16 @@ from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
 
 Tokens = Sequence[int] | Tensor
+
+
+class _Gone(Exception):
+    """The store gave nothing for the key of a checkpoint that it affirms."""
+
+    def __init__(self, key: str, end: int) -> None:
+        super().__init__(f"the checkpoint behind token {end} is gone")
+        self.key = key
+
+
 BATCH = 64
 """Chunks that are packed at once: what saving takes of memory, beside the cache."""
 
@@ -261,14 +271,17 @@ class PrefixCache:
         def read(end: int) -> bytes:
             blob = self.store.get(kind.key(keys[end // self.chunk - 1]))
             if blob is None:
-                raise FormatError(f"the checkpoint behind token {end} is gone")
+                raise _Gone(kind.key(keys[end // self.chunk - 1]), end)
             return blob
 
         while count := self._checkpoint(keys, last):
             try:
                 return count, kind.load(read, ids[: count * self.chunk])
-            except (FormatError, IntegrityError) as error:
-                self._drop([kind.key(keys[count - 1])])
+            except (FormatError, IntegrityError, _Gone) as error:
+                if isinstance(error, _Gone):  # perhaps the store can't read it now
+                    self._unreadable |= {error.key, kind.key(keys[count - 1])}
+                else:
+                    self._drop([kind.key(keys[count - 1])])
                 told = f"windows and states behind token {count * self.chunk} can't be used"
                 warnings.warn(
                     f"{told} ({error}): the prefix is shorter", StoreWarning, stacklevel=3
@@ -354,8 +367,9 @@ class PrefixCache:
                 )
                 warnings.warn(told, StoreWarning, stacklevel=3)
         elif count <= len(keys) and self._lacks(key := kind.key(keys[count - 1])):
-            before = self._checkpoint(keys, count - 1) * self.chunk
-            begin = before if before > kind.begins(held) else 0
+            nearest = range(count - 1, kind.begins(held) // self.chunk, -1)
+            lacks = (self._lacks(kind.key(keys[n - 1])) for n in nearest)
+            begin = next((n * self.chunk for n, x in zip(nearest, lacks, strict=True) if not x), 0)
             self.store.put(key, kind.pack(records.records(seq), begin, ids[:held]))
             self._unreadable.discard(key)
 

@@ -24,7 +24,12 @@ from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
 from kvpact.integrations.transformers.offsets import key_offsets
-from kvpact.integrations.transformers.records import checked, restore_records, saved
+from kvpact.integrations.transformers.records import (
+    checked,
+    restore_records,
+    saved,
+    tokens_held,
+)
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
@@ -193,9 +198,22 @@ class CompressedCache(EngineCache):
         SnapshotError
             Layers hold unlike numbers of tokens since a call was interrupted.
         """
+        return saved(self.own_by_index(), self._counts(), whole=whole)
+
+    def tokens(self) -> int:
+        """Return how many tokens all layers hold.
+
+        Raises
+        ------
+        SnapshotError
+            They hold unlike numbers, since a call was interrupted. (Layers with nothing but a state
+            count none.)
+        """
+        return tokens_held(self.own_by_index(), self._counts())
+
+    def _counts(self) -> set[int]:
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        counts = {layer.get_seq_length() for layer in layers}
-        return saved(self.own_by_index(), counts, whole=whole)
+        return {layer.get_seq_length() for layer in layers}
 
     def restore(self, snapshot: Snapshot, *, device: torch.device | str = "cpu") -> None:
         """Hold what a snapshot holds, from whichever layout, on the model's `device`.

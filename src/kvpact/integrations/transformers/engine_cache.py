@@ -20,6 +20,7 @@ from kvpact.errors import GeometryError, KVPactError, LayerIndexError
 from kvpact.geometry import check_count
 from kvpact.integrations.transformers.attention import choose_attention
 from kvpact.integrations.transformers.handles import untraced
+from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.records import (
@@ -199,6 +200,9 @@ class EngineCache(Summarized, Cache):
             remove_tokens(layer, -tokens_to_remove)
         if tokens_to_remove:
             self._shared.remove(-tokens_to_remove)
+        for layer in own:
+            if isinstance(layer, CompressedIndexedLayer):
+                layer.fit_index()
 
     def _take_back(self, first: FirstLayer) -> None:
         """Let a call's first layer hold what it held before, exactly: as if nobody had called."""

@@ -60,15 +60,18 @@ class CompressedIndexedLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
         Raises `KVPactError` where a call was interrupted between K and them.
         """
-        held, new = self.indexer_keys, indexer_key_states
+        held, new = self.indexer_keys, indexer_key_states.detach()
         total, count = self.get_seq_length(), 0 if held is None else held.shape[1]
         if self._first is None:
             self._first = total == count
         before = total if self._first else total - new.shape[1]
-        if count != before:
+        positions = self.indexer_position_ids
+        if count != before or (
+            positions is not None and positions.shape[-1] != before + new.shape[1]
+        ):
             raise KVPactError(
                 f"the layer's index holds {count} tokens where K and V hold {before}: a call of "
-                "the model was interrupted; begin again with reset()"
+                "the model was interrupted, or the snapshot had no index; begin again with reset()"
             )
         whole = new if held is None else torch.cat([held, new], 1)
         self.index_tail = new if self.index_tail is None else torch.cat([self.index_tail, new], 1)
@@ -93,23 +96,35 @@ class CompressedIndexedLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             self.index_codes, self.index_scale = codes, scale
             self.index_tail = tail[:, count:].clone()
 
+    def index_lengths(self) -> set[int]:
+        """Return how many tokens the parts of the index hold, those that there are."""
+        found = set()
+        if self.index_tail is not None:
+            packed = 0 if self.index_codes is None else self.index_codes.shape[1]
+            found.add(packed + self.index_tail.shape[1])
+        if self.indexer_position_ids is not None:
+            found.add(self.indexer_position_ids.shape[-1])
+        return found
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of the index; K and V are the cache's."""
-        tail, positions = self.index_tail, self.indexer_position_ids
-        if tokens_to_remove and positions is not None:
-            self.indexer_position_ids = positions[..., :tokens_to_remove]
-        if not tokens_to_remove or tail is None:
+        """Do nothing: `fit_index` is called when K and V have been cut."""
+
+    def fit_index(self) -> None:
+        """Forget what the index holds beyond K and V."""
+        length, keys, codes = self.get_seq_length(), self.indexer_keys, self.index_codes
+        if not length:
+            self.reset()
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., :length]
+        if not length or keys is None or self.index_tail is None or keys.shape[1] <= length:
             return
-        left = tail.shape[1] + tokens_to_remove
-        if left <= 0 and self.index_codes is not None and self.index_scale is not None:
-            whole, held = self.indexer_keys, self.index_codes.shape[1] + left
-            kept = max(held // GROUP - (held % GROUP == 0), 0)  # groups; some of the tail stay
-            assert whole is not None
-            self.index_tail = whole[:, kept * GROUP : max(held, 0)].clone()
-            self.index_codes = self.index_codes[:, : kept * GROUP] if kept else None
+        packed = 0 if codes is None else codes.shape[1]
+        if codes is not None and self.index_scale is not None and packed >= length:
+            kept = (length - 1) // GROUP  # groups; at least one token is exact
+            packed = kept * GROUP
+            self.index_codes = codes[:, :packed] if kept else None
             self.index_scale = self.index_scale[:, :kept] if kept else None
-        else:
-            self.index_tail = tail[:, : max(left, 0)]
+        self.index_tail = keys[:, packed:length].clone()
 
     def check_index(self, parts: Mapping[str, Tensor], tokens: int) -> None:
         """Raise `GeometryError` unless parts of a snapshot are an index of so many tokens."""
@@ -124,7 +139,9 @@ class CompressedIndexedLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             groups, rest = divmod(tokens - count, GROUP)
             wanted = [(rows, tokens - count, width), (rows, groups, width)]
             fits = not rest and shapes[:2] == wanted and codes.dtype == torch.int8
-        if not fits:
+            fits = fits and scale.dtype == torch.float32 and bool(scale.isfinite().all())
+        numbers = tail is None or (tail.is_floating_point() and bool(tail.isfinite().all()))
+        if not (fits and numbers):
             raise GeometryError(f"the snapshot has an index of {shapes}, not of {tokens} tokens")
 
     def _whole(self, side: str) -> Tensor | None:
@@ -146,7 +163,7 @@ def chosen(
     """
     tokens, blocks = kwargs.get("indices"), kwargs.get("block_indices")
     if tokens is not None:
-        if tokens.shape[-1] >= total:
+        if tokens.shape[-1] >= total and not bool((tokens < 0).any()):
             return mask
         kept = _scattered(tokens, total)[:, None]
     elif blocks is not None:
@@ -158,7 +175,7 @@ def chosen(
                 "model.set_attn_implementation('sdpa') before the cache is made"
             )
         count = -(-total // size)
-        if blocks.shape[-1] >= count:
+        if blocks.shape[-1] >= count and not bool((blocks < 0).any()):
             return mask
         kept = _scattered(blocks, count).repeat_interleave(size, dim=-1)[..., :total]
         heads: int = module.config.num_attention_heads  # type: ignore

@@ -24,7 +24,7 @@ from kvpact.stores import Store
 
 _MEDIA = re.compile(r"(image|video|audio|vision|speech).*_token_(id|index)")
 """Names in configs of the tokens in whose place an image, a video or sound stands."""
-_FORGETFUL = {"jamba", "falcon_mamba"}
+_FORGETFUL = {"falcon_mamba", "jamba", "zamba"}
 """Models whose states of linear attention count for single tokens alone (transformers 5.23)."""
 
 
@@ -37,6 +37,20 @@ class TextPrefixes(PrefixCache):
     media: frozenset[int] = frozenset()
     model: Any
     cache: CompressedCache
+    _ids: list[int] | None = None
+    """What the cache holds, as far as this object knows; None while a call is under way."""
+
+    def load(self, tokens: Tokens, *, seq: int | None = None) -> int:
+        """See `PrefixCache.load`."""
+        held = super().load(tokens, seq=seq)
+        self._ids = token_ids(tokens)[:held]
+        return held
+
+    def save(self, tokens: Tokens, *, seq: int | None = None) -> int:
+        """See `PrefixCache.save`."""
+        written = super().save(tokens, seq=seq)
+        self._ids = token_ids(tokens)
+        return written
 
     def keys(self, tokens: Tokens) -> list[str]:
         """Return the store's keys of all full chunks before the first image, video or sound."""
@@ -67,7 +81,12 @@ class TextPrefixes(PrefixCache):
         Raises
         ------
         GeometryError
-            `every` cuts a chunk, or the cache holds other tokens already.
+            `every` cuts a chunk, or the cache holds other tokens than the prompt's first, or such
+            as this object has neither loaded nor saved.
+        SnapshotError
+            Layers hold unlike numbers of tokens since a call was interrupted.
+        StoreError
+            The store could not write; the cache holds what was computed, and can be used.
 
         Examples
         --------
@@ -81,11 +100,23 @@ class TextPrefixes(PrefixCache):
         keys = self.keys(ids[:-1])
         end = len(keys) * self.chunk
         stops = {self._held(keys) * self.chunk, end, *range(0, end, every or max(end, 1))}
-        held = self.cache.get_seq_length() or self.load(ids[:-1])
+        held = self._going_on(ids) or self.load(ids[:-1])
         for stop in sorted(stop for stop in stops if stop > held):
             self._compute(ids, held, stop)
             self.save(ids[:stop])
             held = stop
+        return held
+
+    def _going_on(self, ids: list[int]) -> int:
+        """Return how many tokens the cache holds, which have to be the first of `ids`."""
+        if not self.cache.get_seq_length():
+            return 0
+        held, known = self.cache.tokens(), self._ids
+        if known is None or not held <= min(len(known), len(ids) - 1) or known[:held] != ids[:held]:
+            raise GeometryError(
+                f"the cache holds {held} tokens that were not loaded or saved here as the first of "
+                "this prompt; reset it, or save() the whole text before"
+            )
         return held
 
     def _compute(self, ids: list[int], first: int, last: int) -> None:
@@ -97,7 +128,9 @@ class TextPrefixes(PrefixCache):
         if "position_ids" in known:  # Bamba counts them from 0 otherwise
             positions = torch.arange(first, last, dtype=torch.long, device=device)
             more["position_ids"] = positions[None]
+        self._ids = None
         self.model(input_ids=given, past_key_values=self.cache, use_cache=True, **more)
+        self._ids = ids[:last]
 
 
 class _PrefixSource:
@@ -198,9 +231,10 @@ def prefix_cache(
             f"RoPE of type {kind!r} turns equal tokens otherwise in longer texts: prefixes of "
             "this model can't be shared; a snapshot of the whole cache can be taken"
         )
-    if config.get("model_type") in _FORGETFUL:
+    decoder = model.config.get_text_config(decoder=True)
+    if decoder.model_type in _FORGETFUL:
         raise SnapshotError(
-            f"{config['model_type']} computes several tokens as if none were before them, so what "
+            f"{decoder.model_type} computes several tokens as if none were before them, so what "
             "follows a prefix would be wrong; a snapshot of the whole cache can be taken"
         )
     prefixes = TextPrefixes(

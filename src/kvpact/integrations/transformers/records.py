@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.snapshot import RecordState
 
@@ -160,6 +161,22 @@ def forget(layer: Any) -> None:
     layer.reset()
 
 
+def tokens_held(layers: Mapping[int, Any], counts: set[int]) -> int:
+    """Return how many tokens layers hold, and `counts` say. Raises `SnapshotError` if unlike."""
+    counts = set(counts)
+    for layer in layers.values():
+        if hasattr(layer, "cumulative_length") and layer.is_initialized:
+            counts.add(layer.get_seq_length())
+        if isinstance(layer, CompressedIndexedLayer):
+            counts |= layer.index_lengths()
+    if len(counts) > 1:
+        raise SnapshotError(
+            f"layers hold {' and '.join(map(str, sorted(counts)))} tokens: a call of the model was "
+            "interrupted. Begin again with reset(), or from a copy.deepcopy made before"
+        )
+    return counts.pop()
+
+
 def saved(layers: Mapping[int, Any], counts: set[int], *, whole: bool = False) -> list[RecordState]:
     """Return copies of what layers hold, by their number; `whole`: as of `records_of`.
 
@@ -172,14 +189,7 @@ def saved(layers: Mapping[int, Any], counts: set[int], *, whole: bool = False) -
         Layers hold unlike numbers of tokens. (Layers with nothing but a state count none, so an
         interrupt behind the last layer that counts is not seen.)
     """
-    rings = (x for x in layers.values() if hasattr(x, "cumulative_length") and x.is_initialized)
-    counts = counts | {layer.get_seq_length() for layer in rings}
-    if len(counts) > 1:
-        raise SnapshotError(
-            f"layers hold {' and '.join(map(str, sorted(counts)))} tokens: a call of the model was "
-            "interrupted. Begin again with reset(), or from a copy.deepcopy made before"
-        )
-    (tokens,) = counts
+    tokens = tokens_held(layers, counts)
     found = []
     for index, layer in layers.items():
         for record in records_of(layer, whole=whole):
@@ -244,7 +254,7 @@ def checked(
         held = found.get(index, set())
         lacks = {x for x in names if x in ("keys", "values")} - held
         lacks |= {"states"} if "conv_states" in names and not held - {"keys", "values"} else set()
-        if hasattr(layer, "check_index"):
+        if isinstance(layer, CompressedIndexedLayer):
             layer.check_index({x.name: x.tensor for x in records if x.layer == index}, tokens)
         if lacks:
             raise GeometryError(
