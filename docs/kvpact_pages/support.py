@@ -39,8 +39,7 @@ def exists(test: str) -> bool:
 
 def tests() -> list[str]:
     """Return all tests that the matrix names."""
-    cells = [one[engine] for one in STRUCTURES for engine in ENGINES]
-    named = [test for cell in cells for test in cell.get("tests", ())]
+    named = [test for one in STRUCTURES for x in ENGINES for test in one[x].get("tests", ())]
     return [*named, *(one["test"] for one in REFUSED)]
 
 
@@ -57,9 +56,7 @@ def linked(test: str) -> str:
 
 
 def _shown(cell: dict[str, Any]) -> str:
-    if cell.get("untested"):
-        return "no test"
-    return ", ".join(map(linked, cell.get("tests", ())))
+    return "no test" if cell.get("untested") else ", ".join(map(linked, cell.get("tests", ())))
 
 
 def matrix() -> str:
@@ -96,18 +93,12 @@ def refusals() -> str:
 def operations() -> str:
     """Return what can be done with a cache of each model, and why something is refused."""
     found = json.loads((Path(__file__).parent / "operations.json").read_text("utf-8"))
-    names = list(next(iter(found.values())))
-    reasons: dict[str, int] = {}
-    rows = []
-    for model, outcomes in found.items():
-        row = [f"`{model}`"]
-        for name in names:
-            what, _, why = outcomes[name].partition(": ")
-            mark = reasons.setdefault(why, len(reasons) + 1) if why else 0
-            row.append(f"no ({mark})" if mark else {"right": "yes"}.get(what, what))
-        rows.append(row)
-    why = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([table(("model", *names), rows, left=1), "", *why])
+    said = (text for outcomes in found.values() for text in outcomes.values())
+    whys = [text for text in dict.fromkeys(said) if text.startswith("refused")]
+    marks = {"right": "yes"} | {why: f"no ({n})" for n, why in enumerate(whys, 1)}
+    rows = [[f"`{x}`", *(marks.get(y, y) for y in found[x].values())] for x in found]
+    notes = [f"{n}. {why.partition(': ')[2]}" for n, why in enumerate(whys, 1)]
+    return "\n".join([table(("model", *found["llama"]), rows, left=1), "", *notes])
 
 
 BLOCKS = {
