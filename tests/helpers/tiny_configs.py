@@ -28,6 +28,19 @@ from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextCo
 WINDOW = 16
 """Tokens of layers with a window."""
 Sizes = dict[str, Any]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""What every tiny config starts from."""
 LATENT = {
     "kv_lora_rank": 32,
     "q_lora_rank": 16,

@@ -3,22 +3,10 @@
 from typing import Any
 
 import torch
-from tiny_configs import INDEXED, KINDS, TextModel
+from tiny_configs import INDEXED, KINDS, SIZES, TextModel
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "expert_num")
 _SMALL = {
     "head_dim": 16,

@@ -4,25 +4,13 @@ import warnings
 
 import pytest
 import torch
+from tiny_configs import SIZES
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
 from kvpact.integrations.transformers import fallback
 
 logging.set_verbosity_error()
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.transformers import (
     CompressedCache,
     attention,
@@ -218,6 +219,15 @@ def packed(make):
     return cache, model, more
 
 
+def test_the_bytes_of_an_index_are_those_that_are_counted(packed):
+    """The formula of `kvpact size` beside the tensors that are held."""
+    cache, _, _ = packed
+    for layer in cache.layers:
+        shape = LayerShape("indexed_attention", True, 1, 32, 16, True, index_width=32)
+        held = layer.index_codes, layer.index_scale, layer.index_tail
+        assert shape.own_bytes(200, 3, 4, packed=True) == sum(x.nbytes for x in held)
+
+
 def test_a_packed_index_is_restored_bit_for_bit(packed):
     cache, model, ids = packed
     layer = cache.layers[0]
@@ -243,6 +253,7 @@ def test_a_packed_index_is_restored_bit_for_bit(packed):
         lambda x: replace(x, tensor=x.tensor[:, 1:]) if x.name == "index_tail" else x,
         lambda x: replace(x, tensor=x.tensor[:, :64]) if x.name == "index_codes" else x,
         lambda x: replace(x, tensor=x.tensor.to(torch.int16)) if x.name == "index_codes" else x,
+        lambda x: None if x.name.startswith("index") else x,
         lambda x: replace(x, tensor=x.tensor * torch.inf) if x.name == "index_scale" else x,
         lambda x: replace(x, tensor=x.tensor.to(torch.int8)) if x.name == "index_tail" else x,
         lambda x: replace(x, name="index_heads") if x.name == "index_tail" else x,

@@ -244,3 +244,16 @@ def test_packed_only_stores_first(model, prompt, greedy):
     cache = CompressedCache(model.config, "int:bits=8,sinks=0,window=0", exact_new=False)
     model.generate(**prompt, **greedy, past_key_values=cache)
     assert cache.get_seq_length() == 40 + greedy["max_new_tokens"] - 1
+
+
+def test_the_default_spec_learns_from_a_short_prompt_and_what_follows(make_model, sizes):
+    """Energies of queries had the rotated part, too, and the call that learns raised."""
+    model = make_model(deepseek(sizes))
+    ids = torch.randint(3, 128, (2, 150), generator=torch.Generator().manual_seed(2))
+    cache, exact = CompressedCache(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in ids.split([6, 1, 90, 1, 52], dim=1):
+            got, wanted = (model(part, past_key_values=x).logits for x in (cache, exact))
+    assert cache.layers[0].cache.entry(0).k.codec.ready
+    p, q = wanted.log_softmax(-1), got.log_softmax(-1)
+    assert (p.exp() * (p - q)).sum(-1).mean() < 0.01

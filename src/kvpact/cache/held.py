@@ -71,7 +71,8 @@ def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor
     # A call without queries ends what is seen.
     if q is None or length + q.shape[2] <= first or end <= 0 or known != max(length - first, 0):
         return seen
-    energy = energies(q[:, :, start:end], k.shape[1])
+    # Queries of latents have the rotated part behind what meets K.
+    energy = energies(q[:, :, start:end, : k.shape[3]], k.shape[1])
     return energy if seen is None else torch.cat([seen, energy], 2)
 
 

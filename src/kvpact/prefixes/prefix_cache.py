@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from math import lcm
 
 import torch
-from torch import Tensor
 
 from kvpact.cache import ContiguousCache, PagedKVCache, PagedView
 from kvpact.cache.codecs import Calibration, layer_codecs
@@ -27,13 +26,12 @@ from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.prefixes.checkpoints import CheckpointKind
 from kvpact.prefixes.chunks import ChunkKind
+from kvpact.prefixes.ids import Tokens, runs, token_ids
 from kvpact.prefixes.sources import PrefixSource, RecordSource, StoredSource, source_of
 from kvpact.recipe import SpecLike
 from kvpact.snapshot import Identity, RecordState
 from kvpact.snapshot.tensors import same_tensors
 from kvpact.stores import Store, StoreWarning
-
-Tokens = Sequence[int] | Tensor
 
 
 class _Gone(Exception):
@@ -42,10 +40,6 @@ class _Gone(Exception):
     def __init__(self, key: str, end: int) -> None:
         super().__init__(f"the checkpoint behind token {end} is gone")
         self.key = key
-
-
-BATCH = 64
-"""Chunks that are packed at once: what saving takes of memory, beside the cache."""
 
 
 class PrefixCache:
@@ -341,7 +335,7 @@ class PrefixCache:
         packed = min((s.packed for layer in layers for s in layer.streams()), default=0)
         keys = self.keys(ids)[: packed // self.chunk]
         missing = [i for i, key in enumerate(keys) if self._lacks(key)]
-        for run in _runs(missing):
+        for run in runs(missing):
             blobs = self._kind.pack(layers, run[0], run[-1] + 1, ids)
             for index, blob in zip(run, blobs, strict=True):
                 self.store.put(keys[index], blob)
@@ -395,25 +389,3 @@ class PrefixCache:
                         "the cache holds tokens of codecs that learnt something else than its "
                         "calibration: their slots would not be understood"
                     )
-
-
-def token_ids(tokens: Tokens) -> list[int]:
-    """Return token ids, `[T]` or `[1, T]`, as a list. Raises `GeometryError`."""
-    if not isinstance(tokens, Tensor):
-        return list(tokens)
-    if tokens.dim() not in (1, 2) or (tokens.dim() == 2 and tokens.shape[0] != 1):
-        raise GeometryError(f"token ids should be [T] or [1, T], not {list(tokens.shape)}")
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise GeometryError("token ids should be whole numbers")
-    return [int(token) for token in tokens.flatten().tolist()]
-
-
-def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Return runs of numbers that follow each other, none too long to be packed at once."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1 and len(runs[-1]) < BATCH:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs

@@ -50,7 +50,7 @@ class DecodeGraph:
         Triton is not installed; or a layer can't be stepped by the device alone, and the message
         says which, and why.
     KVPactError
-        The model has layers that transformers caches itself.
+        Layers of the model hold more than compressed K and V.
 
     Examples
     --------
@@ -66,8 +66,8 @@ class DecodeGraph:
             raise GeometryError(f"room should be a positive number of tokens, not {room!r}")
         if cache.stands:
             raise KVPactError(
-                "transformers caches layers of this model itself, whose steps no graph of kvpact "
-                "has: call the model"
+                "layers of this model hold more than compressed K and V (windows, states, an "
+                "index), whose steps no graph of kvpact has: call the model"
             )
         if not installed():
             raise BackendUnavailable("steps of a graph need Triton: pip install 'kvpact[triton]'")

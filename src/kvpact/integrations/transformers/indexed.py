@@ -154,7 +154,7 @@ class CompressedIndexedLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
 
 def chosen(
-    module: torch.nn.Module, mask: Tensor | None, queries: int, total: int, kwargs: dict[str, Any]
+    module: Any, mask: Tensor | None, queries: int, total: int, kwargs: dict[str, Any]
 ) -> Tensor | None:
     """Return a mask `[B, 1 or H, S, T]` narrowed to what an index chose; as it is if that is all.
 
@@ -178,7 +178,7 @@ def chosen(
         if blocks.shape[-1] >= count and not bool((blocks < 0).any()):
             return mask
         kept = _scattered(blocks, count).repeat_interleave(size, dim=-1)[..., :total]
-        heads: int = module.config.num_attention_heads  # type: ignore
+        heads = module.config.num_attention_heads
         kept = kept.repeat_interleave(heads // kept.shape[1], dim=1)
     else:
         return mask

@@ -249,6 +249,9 @@ def checked(
                 f"{list(record.tensor.shape)}, which this model's layer does not hold"
             )
         found.setdefault(record.layer, set()).add(name)
+    indexed = tokens and any(isinstance(x, CompressedIndexedLayer) for x in layers.values())
+    if indexed and not {x.name for x in records} & {"index_tail", "indexer_keys"}:
+        raise GeometryError("the snapshot has no index, by which layers choose their tokens")
     for index, layer in layers.items():
         names = {x.name for x in attributes_of(layer)}
         held = found.get(index, set())
