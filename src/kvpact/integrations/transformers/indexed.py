@@ -7,26 +7,20 @@ mask that they narrow themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpact.errors import GeometryError, KVPactError
+from kvpact.errors import KVPactError
 from kvpact.integrations.transformers.handles import KVHandle
+from kvpact.integrations.transformers.index_keys import IndexKeys
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
-from kvpact.quantizers.channels import GROUP, from_integers, to_integers
 
 
-class CompressedIndexedLayer(CompressedLayer):  # type: ignore[no-untyped-call]
-    """A layer whose K and V are compressed, with the keys of its index.
-
-    Keys are 8-bit integers, `index_codes` `[B, n, D]`, with `index_scale` per channel over 64
-    tokens; at least the last 64 tokens are exact, `index_tail` `[B, T - n, D]`, and all of them
-    where K is.
-    """
+class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore
+    """A layer whose K and V are compressed, with the keys of its index."""
 
     def __init__(self, shared: SharedState, index: int, **options: Any) -> None:
         super().__init__(shared, index)
@@ -34,74 +28,35 @@ class CompressedIndexedLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Forget the keys of the index."""
-        self.index_codes: Tensor | None = None
-        self.index_scale: Tensor | None = None
-        self.index_tail: Tensor | None = None
+        self.forget_keys()
         self.indexer_position_ids: Tensor | None = None  # [3, B, T], Qwen4's first layer alone
         self._first: bool | None = None  # whether a call brings them before K and V
-
-    @property
-    def indexer_keys(self) -> Tensor | None:
-        """Keys of all tokens, `[B, T, D]`; None before the first."""
-        tail = self.index_tail
-        if tail is None or self.index_codes is None or self.index_scale is None:
-            return tail
-        packed = from_integers(self.index_codes, self.index_scale, 1, 0)
-        return torch.cat([packed.to(tail.dtype), tail], 1)
-
-    @indexer_keys.setter
-    def indexer_keys(self, keys: Tensor) -> None:
-        self.index_codes = self.index_scale = None
-        self.index_tail = keys
-        self._pack()
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append keys of the index `[B, S, D]`; return those of all tokens.
 
         Raises `KVPactError` where a call was interrupted between K and them.
         """
-        held, new = self.indexer_keys, indexer_key_states.detach()
-        total, count = self.get_seq_length(), 0 if held is None else held.shape[1]
+        total, count = self.get_seq_length(), self.key_count or 0
         if self._first is None:
             self._first = total == count
-        before = total if self._first else total - new.shape[1]
+        new = indexer_key_states.shape[1]
+        before = total if self._first else total - new
         positions = self.indexer_position_ids
-        if count != before or (
-            positions is not None and positions.shape[-1] != before + new.shape[1]
-        ):
+        if count != before or (positions is not None and positions.shape[-1] != before + new):
             raise KVPactError(
                 f"the layer's index holds {count} tokens where K and V hold {before}: a call of "
                 "the model was interrupted, or the snapshot had no index; begin again with reset()"
             )
-        whole = new if held is None else torch.cat([held, new], 1)
-        self.index_tail = new if self.index_tail is None else torch.cat([self.index_tail, new], 1)
-        self._pack()
-        return whole
+        return self.append_keys(indexer_key_states)
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Append MiniMax M3's keys of the index `[B, 1, S, D]`; return those of all tokens."""
         return self.update_indexer(idx_k.squeeze(1)).unsqueeze(1)
 
-    def _pack(self) -> None:
-        """Make integers of the groups before the last 64 tokens."""
-        tail = self.index_tail
-        if tail is None or self.spec.key.name == "none":
-            return
-        count = tail.shape[1] // GROUP * GROUP - GROUP
-        if count > 0:
-            codes, scale = to_integers(tail[:, :count], 1, 0)
-            if self.index_codes is not None and self.index_scale is not None:
-                codes = torch.cat([self.index_codes, codes], 1)
-                scale = torch.cat([self.index_scale, scale], 1)
-            self.index_codes, self.index_scale = codes, scale
-            self.index_tail = tail[:, count:].clone()
-
     def index_lengths(self) -> set[int]:
         """Return how many tokens the parts of the index hold, those that there are."""
-        found = set()
-        if self.index_tail is not None:
-            packed = 0 if self.index_codes is None else self.index_codes.shape[1]
-            found.add(packed + self.index_tail.shape[1])
+        found = set() if self.key_count is None else {self.key_count}
         if self.indexer_position_ids is not None:
             found.add(self.indexer_position_ids.shape[-1])
         return found
@@ -111,38 +66,13 @@ class CompressedIndexedLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     def fit_index(self) -> None:
         """Forget what the index holds beyond K and V."""
-        length, keys, codes = self.get_seq_length(), self.indexer_keys, self.index_codes
+        length = self.get_seq_length()
         if not length:
             self.reset()
+            return
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = self.indexer_position_ids[..., :length]
-        if not length or keys is None or self.index_tail is None or keys.shape[1] <= length:
-            return
-        packed = 0 if codes is None else codes.shape[1]
-        if codes is not None and self.index_scale is not None and packed >= length:
-            kept = (length - 1) // GROUP  # groups; at least one token is exact
-            packed = kept * GROUP
-            self.index_codes = codes[:, :packed] if kept else None
-            self.index_scale = self.index_scale[:, :kept] if kept else None
-        self.index_tail = keys[:, packed:length].clone()
-
-    def check_index(self, parts: Mapping[str, Tensor], tokens: int) -> None:
-        """Raise `GeometryError` unless parts of a snapshot are an index of so many tokens."""
-        codes, scale, tail = (parts.get(f"index_{x}") for x in ("codes", "scale", "tail"))
-        shapes = [None if x is None else tuple(x.shape) for x in (codes, scale, tail)]
-        if tail is None:
-            fits = codes is scale is None
-        elif tail.dim() != 3 or codes is None or scale is None:
-            fits = codes is scale is None and tail.dim() == 3 and tail.shape[1] == tokens
-        else:
-            rows, count, width = tail.shape
-            groups, rest = divmod(tokens - count, GROUP)
-            wanted = [(rows, tokens - count, width), (rows, groups, width)]
-            fits = not rest and shapes[:2] == wanted and codes.dtype == torch.int8
-            fits = fits and scale.dtype == torch.float32 and bool(scale.isfinite().all())
-        numbers = tail is None or (tail.is_floating_point() and bool(tail.isfinite().all()))
-        if not (fits and numbers):
-            raise GeometryError(f"the snapshot has an index of {shapes}, not of {tokens} tokens")
+        self.cut_keys(length)
 
     def _whole(self, side: str) -> Tensor | None:
         tokens = self._shared.waiting[self._index]
