@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from kvpact.cache import cache_specs, stream_facts
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.sizes import SPECS
 from kvpact.integrations.transformers.shapes import layer_shapes
 
@@ -28,8 +29,9 @@ PATH = Path(__file__).parents[1] / "src" / "kvpact" / "data" / "models.json"
 def shapes_of(model: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what the cache of each layer holds, without the fields that are as by default."""
     config = AutoConfig.for_model(**model["config"])
+    default = LayerShape("", False)._asdict() | {"kind": None, "compressed": None}
     found = [x._asdict() for x in layer_shapes(config, torch.bfloat16)]
-    return [{name: x for name, x in each.items() if x or name == "compressed"} for each in found]
+    return [{name: x for name, x in each.items() if x != default[name]} for each in found]
 
 
 def widths_of(models: dict[str, Any]) -> list[tuple[int, int, bool]]:

@@ -16,7 +16,8 @@ ANY = object()
 FLOAT = (float, NONE)  # null stands for NaN
 SHAPE = {
     "count": int, "kind": str, "compressed": bool, "heads": int, "key_dim": int, "value_dim": int,
-    "latent": bool, "limit": (int, NONE), "state_bytes": int, "index_width": int,
+    "latent": bool, "limit": (int, NONE), "state_bytes": int, "index_width": int, "rate": int,
+    "window_width": int, "buffer_width": int,
 }  # fmt: skip
 BITS = [{"width": int, "k": float, "v": float}]
 ROW = {

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import (
     AutoModel,
     DeepseekV3Config,
+    DeepseekV4Config,
     DeepseekV32Config,
     FalconH1Config,
     Gemma3TextConfig,
@@ -142,6 +143,19 @@ def qwen3_next(sizes):
     )
 
 
+def deepseek_v4(sizes, index_topk=4):
+    kinds = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
+    return DeepseekV4Config(
+        **{**sizes, "num_hidden_layers": 3},
+        **{"head_dim": 32, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16},
+        **{"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        layer_types=list(kinds),
+        compress_rates={kinds[1]: 8, kinds[2]: 4},
+        sliding_window=WINDOW,
+        **{"index_n_heads": 16, "index_head_dim": 32, "index_topk": index_topk},
+    )
+
+
 KINDS = {
     "inkling": inkling,
     "dots3": dots3,
@@ -149,6 +163,7 @@ KINDS = {
     "lfm2_conv": lfm2,
     "falcon_h1": falcon_h1,
     "gemma3": lambda s: gemma3(s, "sliding", "full"),
+    "deepseek_v4": deepseek_v4,
 }
 """Models with layers of several kinds, by name."""
 

@@ -77,7 +77,6 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "lfm3": {},
     "zaya": {"num_experts_per_tok": 1},
-    "deepseek_v4": {},
 }
 NAMES = [*_OWN, *KINDS, *INDEXED]
 _HIDDEN = {"mistral_large4", "glm5", "minimax_m3"}

@@ -32,7 +32,8 @@ def methods() -> list[str]:
 
 def model(config):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    attention = "eager" if config.model_type == "deepseek_v4" else "sdpa"
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
 def calibration() -> dict:

@@ -11,7 +11,7 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.quantizers.channels import GROUP, from_integers, to_integers
 from kvpact.stores import MemoryStore, StoreWarning
 
-every_model = pytest.mark.parametrize("name", KINDS)
+every_model = pytest.mark.parametrize("name", sorted(KINDS.keys() - {"deepseek_v4"}))
 CHUNK = 32
 
 

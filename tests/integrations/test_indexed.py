@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_configs import INDEXED, TextModel, run
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
-from transformers.cache_utils import DynamicLayer
 
 from kvpact import Snapshot
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
@@ -18,11 +17,9 @@ from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.transformers import (
     CompressedCache,
     attention,
-    facts,
     prefix_cache,
     register_attention,
 )
-from kvpact.integrations.transformers import cache as cache_module
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer, chosen
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.spec import parse_spec
@@ -182,21 +179,6 @@ NEVER |= {"encoder_outputs", "grid_thw", "reverse"}
 """The walk takes one of two classes in a variable for the other: these have a taker on the way."""
 
 
-def test_a_model_that_compresses_streams_itself_keeps_its_attention(llama, fallbacks, monkeypatch):
-    types = ["full_attention", "compressed_sparse_attention"]
-    monkeypatch.setattr(facts, "get_layer_types_and_kwargs", lambda config: (types, [{}, {}]))
-    layers = {"compressed_sparse_attention": DynamicLayer}
-    monkeypatch.setattr(facts, "DYNAMIC_LAYER_TYPE_MAPPING", {**dict.fromkeys(types), **layers})
-    monkeypatch.setattr(cache_module, "DYNAMIC_LAYER_TYPE_MAPPING", layers)
-    _, said = fallbacks(lambda: CompressedCache(llama.config, "none"))
-    assert llama.config._attn_implementation == "sdpa"
-    assert len(said) == 1 and "streams that it compresses itself" in said[0]
-    register_attention()
-    llama.set_attn_implementation("kvpact")
-    with pytest.raises(KVPactError, match="streams that it compresses itself"):
-        CompressedCache(llama.config, "none")
-
-
 def test_every_argument_that_models_pass_to_attention_is_classified():
     known = attention.HONOURED | attention.HARMLESS
     assert not known & (REFUSED | NEVER)
@@ -339,7 +321,7 @@ def test_a_rollback_into_the_packed_index(left, packed):
     cache.crop(left - 200)
     for layer, keys in zip(cache.layers, before, strict=True):
         assert torch.allclose(layer.indexer_keys, keys[:, :left], atol=1e-6)
-        layer.check_index(vars(layer), left)
+        layer.check_parts(vars(layer), left)
     run(model, cache, [ids[:, left : left + 1]])
     assert cache.layers[0].indexer_keys.shape[1] == left + 1
 
@@ -364,7 +346,7 @@ def test_an_index_of_any_history_is_that_of_its_tokens(data):
             total = exact.shape[1]
             assert torch.equal(whole[:, -new.shape[1] :], new), "new ones are used as they are"
         if total:
-            layer.check_index(vars(layer), total)
+            layer.check_parts(vars(layer), total)
             # Groups that a rollback cut are rounded twice, by scales that are at most as large.
             steps = exact.abs().amax() / 127 if exact.numel() else 0
             held = layer.indexer_keys

@@ -189,13 +189,16 @@ def _layer_text(layer: dict[str, Any]) -> str:
     parts = []
     if layer["latent"]:
         parts.append(f"latents of {layer['key_dim']} and {layer['value_dim']}")
+        if layer["rate"] > 1:
+            parts = [f"an entry of {layer['key_dim']} numbers for {layer['rate']} tokens"]
     elif layer["heads"]:
         widths = f"{layer['key_dim']} and {layer['value_dim']}"
         parts.append(f"{layer['heads']} KV heads, widths {widths}")
     if layer["limit"] is not None:
         parts.append(f"{layer['limit']:,} tokens at most")
     if layer["index_width"]:
-        parts.append(f"{layer['index_width']} numbers a token of an index")
+        each = "a token" if layer["rate"] == 1 else "an entry"
+        parts.append(f"{layer['index_width']} numbers {each} of an index")
     if layer["state_bytes"]:
         parts.append(f"states of {size_text(layer['state_bytes'])}")
     held = ", ".join(parts) or "holds nothing"

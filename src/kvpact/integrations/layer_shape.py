@@ -16,6 +16,9 @@ class LayerShape(NamedTuple):
     `kind`: as transformers names it; `compressed`: whether its K and V are; `latent`: K is a latent
     and V the rotated part of the key; `limit`: tokens kept at most; `state_bytes`: of one sequence,
     however long; `index_width`: numbers per token beside K and V, of indexers.
+
+    Where the model makes entries of `rate` tokens each, K and the index are of entries, and there
+    are `window_width` numbers per token of the window, `buffer_width` of a token in no entry yet.
     """
 
     kind: str
@@ -27,10 +30,14 @@ class LayerShape(NamedTuple):
     limit: int | None = None
     state_bytes: int = 0
     index_width: int = 0
+    rate: int = 1
+    window_width: int = 0
+    buffer_width: int = 0
 
     def geometry(self, dtype: torch.dtype) -> CacheGeometry:
         """Return the geometry of a cache of this layer alone."""
-        return CacheGeometry(1, self.heads, self.key_dim, self.value_dim, dtype, self.latent)
+        value_dim = max(self.value_dim, 1)  # a zero stands for a rotated part without width
+        return CacheGeometry(1, self.heads, self.key_dim, value_dim, dtype, self.latent)
 
     def own_bytes(self, tokens: int, batch: int, itemsize: int, *, packed: bool = False) -> int:
         """Return the bytes that are held of the layer beside compressed K and V.
@@ -39,8 +46,11 @@ class LayerShape(NamedTuple):
         with a scale of four bytes per channel over 64 tokens.
         """
         kept = tokens if self.limit is None else min(tokens, self.limit)
-        numbers = 0 if self.compressed else kept * self.heads * (self.key_dim + self.value_dim)
-        groups = max(tokens // 64 - 1, 0) if packed and self.compressed else 0
-        index = groups * (64 + 4) + (kept - 64 * groups) * itemsize
+        entries, rest = divmod(tokens, self.rate)
+        width = self.heads * (self.key_dim + self.value_dim)
+        numbers = kept * (self.window_width if self.compressed else width)
+        numbers += rest * self.buffer_width
+        groups = max(entries // 64 - 1, 0) if packed and self.compressed else 0
+        index = groups * (64 + 4) + (entries - 64 * groups) * itemsize
         whole = numbers * itemsize + self.index_width * index
-        return batch * (whole + (self.state_bytes if tokens else 0))
+        return batch * (whole + (self.state_bytes if tokens >= self.rate else 0))

@@ -309,13 +309,15 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     if parts is None:
         pairs = _pairs(spec, layers)
         dtype = dtype_of(layers.dtype)
-        parts = [_layer_bytes(each, x.geometry(dtype), tokens, batch) for each, x in pairs]
+        parts = [
+            _layer_bytes(each, x.geometry(dtype), tokens // x.rate, batch) for each, x in pairs
+        ]
         exact = iter([each.key.name == "none" for each, _ in pairs])
         packed = [x.compressed and not next(exact) for x in layers.shapes]
     for part in parts:
         found.update(part)
     compressed, shapes = sum(found.values()), (x for x in layers.shapes if x.compressed)
-    values = batch * tokens * sum(x.heads * (x.key_dim + x.value_dim) for x in shapes)
+    values = batch * sum(tokens // x.rate * x.heads * (x.key_dim + x.value_dim) for x in shapes)
     given = tokens, batch, layers.itemsize
     exact_own = sum(shape.own_bytes(*given) for shape in layers.shapes)
     both = zip(layers.shapes, packed, strict=True)
@@ -344,7 +346,7 @@ def _known_parts(
         for side in slots[width]:
             facts = StreamFacts(*side)
             facts = facts._replace(state=facts.state * shape.heads)
-            parts.append(facts.held(tokens, batch, shape.heads, layers.itemsize))
+            parts.append(facts.held(tokens // shape.rate, batch, shape.heads, layers.itemsize))
     return parts
 
 

@@ -163,6 +163,11 @@ class LayerEntry:
         k, v = (StreamEntry.of(stream) for stream in layer.streams)
         return cls(layer.spec, layer.streams[0].tail.dtype, layer.padding, (k, v))
 
+    @property
+    def tokens(self) -> int:
+        """Tokens held."""
+        return max((stream.start + stream.tail for stream in self.streams or ()), default=0)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -202,8 +207,9 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the longest layer."""
-        return max((s.start + s.tail for e in self.layers for s in e.streams or ()), default=0)
+        """Tokens of the longest layer, or those at which the records stand."""
+        records = (record.tokens for record in self.records)
+        return max((*(entry.tokens for entry in self.layers), *records), default=0)
 
     def kind(self) -> tuple[Any, ...]:
         """Return what parts of one snapshot have in common."""
@@ -267,7 +273,7 @@ def read_manifest(data: Any) -> Manifest:
     layers = tuple(_layer(index, fields, data) for index in range(geometry.num_layers))
     streams = [stream for layer in layers for stream in layer.streams or ()]
     packed = max((stream.packed for stream in streams), default=0)
-    need(bool(streams) == bool(data["batch"]), "batch")
+    need(bool(streams or data.get("records")) == bool(data["batch"]), "batch")
     need(data["begin"] % page_size == 0, "begin")
     need(data["pages"] == pages_of(packed, data["begin"], page_size), "pages")
     records = tuple(_record(entry, data["batch"]) for entry in data.get("records", ()))

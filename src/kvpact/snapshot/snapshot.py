@@ -77,6 +77,8 @@ class Snapshot:
         """
         streams = [stream for layer in layers for stream in layer.streams or ()]
         batch = streams[0].tail.shape[0] if streams else 0
+        if records and not streams:
+            batch = records[0].tensor.shape[records[0].rows]
         packed = max((stream.packed for stream in streams), default=0)
         pages = pages_of(packed, begin, page_size)
         ids = None if token_ids is None else token_rows(token_ids, batch)

@@ -19,7 +19,8 @@ from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
 from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend, tensors_of
-from kvpact.integrations.transformers.facts import COMPRESSED, INDEXED, layer_facts
+from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
+from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, INDEXED, layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
@@ -144,8 +145,10 @@ class CompressedCache(EngineCache):
         layers: list[Any] = []
         for index, (kind, more) in enumerate(zip(facts.types, facts.options, strict=True)):
             if kind in COMPRESSED:
-                own = CompressedIndexedLayer if kind in INDEXED else CompressedLayer
+                own: Any = CompressedIndexedLayer if kind in INDEXED else CompressedLayer
                 own = CompressedHybridLayer if kind == "hybrid" else own
+                if kind in ENTRIES:
+                    own = entries_class(DYNAMIC_LAYER_TYPE_MAPPING[kind])
                 layers.append(own(shared, next(indices), **more))
                 layers[-1].read_again = index in facts.read_again
             else:
@@ -229,12 +232,19 @@ class CompressedCache(EngineCache):
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
+        for layer, entry in zip(self._packed_layers(), snapshot.manifest.layers, strict=True):
+            if isinstance(layer, EntriesLayer):
+                layer.check_entries(entry.tokens, snapshot.tokens)
         records = checked(self.own_by_index(), snapshot.records(), snapshot.tokens, device)
         whole = shared.new_cache(geometry)
         whole.restore_layers(snapshot, device)
         self._order.forget()
-        shared.hold(whole if whole.batch_size is not None else None, layers)
+        shared.hold(whole if snapshot.tokens else None, layers)
         restore_records(self.own_by_index(), records)
+
+    def _packed_layers(self) -> list[Any]:
+        """Return the layers that the compressed cache has, in its order."""
+        return [x for x in self.layers if isinstance(x, CompressedLayer | EntriesLayer)]
 
     def own_by_index(self) -> dict[int, Any]:
         """Return the layers that hold something of their own, by their number."""
@@ -272,26 +282,31 @@ class CompressedCache(EngineCache):
             cache.verify()
 
     def memory_usage(self) -> int:
-        """Bytes held by the compressed layers."""
-        return sum(cache.memory_usage() for cache in self._caches())
+        """Bytes held by all layers: packed, and windows, states and an index beside."""
+        return sum(cache.memory_usage() for cache in self._caches()) + self._own_bytes()
+
+    def _own_bytes(self) -> int:
+        return sum(tensor.nbytes for x in self._own_layers() for tensor in tensors_of(x))
 
     def _summary(self) -> Summary:
         held = self._shared.caches()  # what waits is counted and not stored: repr changes nothing
         parts = [cache._summary() for cache in held]
         waiting = [x for x in self._shared.waiting if x is not None]
         more = sum(x.k.nbytes + x.v.nbytes for x in waiting)
-        more += sum(tensor.nbytes for x in self._own_layers() for tensor in tensors_of(x))
+        more += self._own_bytes()
         rows = max([part.rows for part in parts] + [x.k.shape[0] for x in waiting], default=0)
-        tokens = max([part.tokens for part in parts] + [x.total for x in waiting], default=0)
+        counts = [getattr(layer, "cumulative_length", 0) for layer in self._own_layers()]
+        counts += [part.tokens for part in parts] + [x.total for x in waiting]
         nbytes, exact = more + sum(x.nbytes for x in parts), more + sum(x.exact for x in parts)
         spec = parts[0].spec if len(parts) == 1 else spec_text(self._shared.specs)
-        return Summary(spec, rows, tokens, nbytes, exact)
+        return Summary(spec, rows, max(counts, default=0), nbytes, exact)
 
     def stats(self) -> dict[str, Any]:
         """Return what the compressed layers hold (see `kvpact.cache.stats`).
 
         ``layers`` counts ``compressed`` layers and ``native`` ones, which transformers caches
-        itself and whose bytes are not in the figures.
+        itself. ``own_bytes`` are those of windows, states and the keys of an index, which are in no
+        other figure.
         """
         self._shared.stored()
         held = enumerate(self._shared.held)
@@ -299,4 +314,6 @@ class CompressedCache(EngineCache):
         compressed = len(self._shared.specs)
         counts = {"compressed": compressed, "native": len(self.layers) - compressed}
         stats = cache_stats(layers, ContiguousCache.layout, self._shared.compute or Compute())
-        return {**stats, "spec": self.spec, "layers": counts}
+        own = {"own_bytes": self._own_bytes(), "layers": counts}
+        told = self._summary()
+        return {**stats, "spec": told.spec, "tokens": told.tokens, **own}

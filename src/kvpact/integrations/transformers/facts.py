@@ -14,9 +14,11 @@ from kvpact.errors import KVPactError
 
 INDEXED = frozenset({"indexed_attention", "minimax_m3_sparse"})
 """Types of layers that choose the tokens they attend to."""
-COMPRESSED = frozenset({"full_attention", "hybrid", *INDEXED})
-"""Types of layers whose K and V are compressed."""
-_MASKED = {*COMPRESSED, "sliding_attention", "chunked_attention", "hybrid_sliding"}
+ENTRIES = frozenset({"compressed_sparse_attention", "heavily_compressed_attention"})
+"""Types of layers whose model makes entries of tokens itself."""
+COMPRESSED = frozenset({"full_attention", "hybrid", *INDEXED, *ENTRIES})
+"""Types of layers whose K and V, or entries, are compressed."""
+_MASKED = {*COMPRESSED - ENTRIES, "sliding_attention", "chunked_attention", "hybrid_sliding"}
 _STATES = {"linear_attention", "conv", "dummy"}
 _MEANINGS = {
     "sliding_attention": "the last tokens alone",
@@ -24,8 +26,6 @@ _MEANINGS = {
     "linear_attention": "a state of fixed size",
     "conv": "a state of fixed size",
     "hybrid_sliding": "the last tokens and a state",
-    "compressed_sparse_attention": "streams that the model compresses itself",
-    "heavily_compressed_attention": "streams that the model compresses itself",
     "dummy": "nothing",
 }
 
@@ -33,8 +33,8 @@ _MEANINGS = {
 class LayerFacts(NamedTuple):
     """What a config says of its layers: transformers' types, and the options of their cache layers.
 
-    `latent_widths`: of latents (MLA); `sparse`: some layers may choose the tokens that they attend
-    to; `read_again`: layers whose K and V later layers read, too.
+    `latent_widths`: of latents (MLA), and of entries; `sparse`: some layers may choose the tokens
+    that they attend to; `read_again`: layers whose K and V later layers read, too.
     """
 
     types: tuple[str, ...]
@@ -75,6 +75,7 @@ def layer_facts(config: Any) -> LayerFacts:
         raise KVPactError(f"layer type {unknown!r} is not known to this transformers")
     # Some configs have a value for each layer, and none for all.
     widths = {getattr(layer, "kv_lora_rank", None) for layer in config.per_layer_config}
+    widths |= set() if ENTRIES.isdisjoint(types) else {config.head_dim}
     sparse = not set(types) <= _MASKED | _STATES
     modes = getattr(config, "kv_sharing_modes", None) or ()
     again = frozenset(i for i, mode in enumerate(modes) if mode == "store" and "reuse" in modes)

@@ -89,8 +89,7 @@ class IndexKeys:
             self.index_scale = self.index_scale[:, :kept] if kept else None
         self.index_tail = keys[:, packed:length].clone()
 
-    @staticmethod
-    def check_index(parts: Mapping[str, Tensor], tokens: int) -> None:
+    def check_parts(self, parts: Mapping[str, Tensor], tokens: int) -> None:
         """Raise `GeometryError` unless parts of a snapshot are an index of so many tokens."""
         codes, scale, tail = (parts.get(f"index_{x}") for x in ("codes", "scale", "tail"))
         shapes = [None if x is None else tuple(x.shape) for x in (codes, scale, tail)]

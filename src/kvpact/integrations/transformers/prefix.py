@@ -14,6 +14,7 @@ from kvpact.cache.layer import CacheLayer
 from kvpact.errors import GeometryError, SnapshotError
 from kvpact.integrations.fingerprint import model_fingerprint, require_adapter_name
 from kvpact.integrations.transformers.cache import CompressedCache
+from kvpact.integrations.transformers.facts import ENTRIES, layer_facts
 from kvpact.integrations.transformers.offsets import entries, rope_by_length
 from kvpact.integrations.transformers.records import record_shapes
 from kvpact.prefixes import PrefixCache, Tokens, token_ids
@@ -236,6 +237,11 @@ def prefix_cache(
         raise SnapshotError(
             f"{decoder.model_type} computes several tokens as if none were before them, so what "
             "follows a prefix would be wrong; a snapshot of the whole cache can be taken"
+        )
+    if not ENTRIES.isdisjoint(layer_facts(decoder).types):
+        raise SnapshotError(
+            f"{decoder.model_type} makes entries of several tokens each, which are no chunks of a "
+            "prefix; a snapshot of the whole cache can be taken"
         )
     prefixes = TextPrefixes(
         store,

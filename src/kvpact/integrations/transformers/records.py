@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
+from kvpact.integrations.transformers.entries import EntriesLayer
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.snapshot import RecordState
@@ -36,6 +37,9 @@ class Attribute(NamedTuple):
 _STREAMS = Attribute("keys", "stream", 0, 2), Attribute("values", "stream", 0, 2)
 _RINGS = Attribute("keys", "ring", 0, 2), Attribute("values", "ring", 0, 2)
 _STATES = Attribute("conv_states", "state"), Attribute("recurrent_states", "state")
+_ENTRIES = (_RINGS[0], Attribute("buffer_kv", "state"), Attribute("buffer_gate", "state"))
+_OVERLAPS = Attribute("overlap_kv", "state"), Attribute("overlap_gate", "state")
+_INDEX = tuple(Attribute(f"index_{part}", "part") for part in ("codes", "scale", "tail"))
 RECORDS: dict[str, tuple[Attribute, ...]] = {
     "DynamicLayer": _STREAMS,
     "DynamicSlidingWindowLayer": _RINGS,
@@ -43,10 +47,12 @@ RECORDS: dict[str, tuple[Attribute, ...]] = {
     "LinearAttentionAndSlidingWindowAttentionLayer": (*_RINGS, *_STATES),
     "CompressedHybridLayer": _STATES,
     "CompressedIndexedLayer": (
-        *(Attribute(f"index_{part}", "part") for part in ("codes", "scale", "tail")),
+        *_INDEX,
         Attribute("indexer_keys", "whole", 0, 1),
         Attribute("indexer_position_ids", "stream", 1, 2),
     ),
+    "CompressedDeepseekV4HCACache": _ENTRIES,
+    "CompressedDeepseekV4CSACache": (*_ENTRIES, *_OVERLAPS, *_INDEX),
     "DummyLayer": (),
 }
 
@@ -79,7 +85,8 @@ class Record:
         if self.state is None:
             setattr(self.layer, self.attribute.name, tensor)
         else:
-            getattr(self.layer, self.attribute.name)[self.state] = tensor
+            states = getattr(self.layer, self.attribute.name)
+            states[list(states)[self.state]] = tensor
 
 
 def attributes_of(layer: Any) -> tuple[Attribute, ...]:
@@ -110,7 +117,7 @@ def records_of(layer: Any, *, whole: bool = False) -> list[Record]:
         if attribute.kind == ("part" if whole else "whole"):
             continue
         value = getattr(layer, attribute.name)
-        parts = value.items() if isinstance(value, dict) else [(None, value)]
+        parts = enumerate(value.values()) if isinstance(value, dict) else [(None, value)]
         found += [
             Record(layer, attribute, state, tensor)
             for state, tensor in parts
@@ -130,7 +137,9 @@ def check_removable(layers: Sequence[Any], count: int) -> None:
     for layer in layers:
         recording, why = getattr(layer, "record_past", False), ""
         kinds = {record.attribute.name for record in records_of(layer)}
-        if "recurrent_states" in kinds:
+        if isinstance(layer, EntriesLayer) and layer.cumulative_length:
+            why = "an entry stands for several tokens"
+        elif "recurrent_states" in kinds:
             why = "the state of linear attention stands for all tokens"
         elif "conv_states" in kinds and not recording:
             why = "the state of a convolution has the last tokens alone"
@@ -167,7 +176,7 @@ def tokens_held(layers: Mapping[int, Any], counts: set[int]) -> int:
     for layer in layers.values():
         if hasattr(layer, "cumulative_length") and layer.is_initialized:
             counts.add(layer.get_seq_length())
-        if isinstance(layer, CompressedIndexedLayer):
+        if isinstance(layer, CompressedIndexedLayer | EntriesLayer):
             counts |= layer.index_lengths()
     if len(counts) > 1:
         raise SnapshotError(
@@ -236,7 +245,7 @@ def checked(
         known = {} if layer is None else {x.name: x for x in attributes_of(layer)}
         fits = name in known and record.rows == known[name].rows and record.tokens == tokens
         if fits and known[name].kind == "state":
-            fits = state.isdigit() and int(state) < layer.number_of_states
+            fits = state.isdigit() and int(state) < len(getattr(layer, name))
         elif fits and known[name].kind == "part":
             fits = not state
         elif fits:
@@ -257,8 +266,8 @@ def checked(
         held = found.get(index, set())
         lacks = {x for x in names if x in ("keys", "values")} - held
         lacks |= {"states"} if "conv_states" in names and not held - {"keys", "values"} else set()
-        if isinstance(layer, CompressedIndexedLayer):
-            layer.check_index({x.name: x.tensor for x in records if x.layer == index}, tokens)
+        if isinstance(layer, CompressedIndexedLayer | EntriesLayer):
+            layer.check_parts({x.name: x.tensor for x in records if x.layer == index}, tokens)
         if lacks:
             raise GeometryError(
                 f"the snapshot lacks {' and '.join(sorted(lacks))} of the model's layer {index}, a "
@@ -277,8 +286,9 @@ def restore_records(layers: Mapping[int, Any], records: Sequence[RecordState]) -
         if name != "recurrent_states":  # their dtype may be another
             layer.dtype, layer.device = tensor.dtype, tensor.device
         if state:
-            getattr(layer, name)[int(state)] = tensor
-            getattr(layer, f"is_{name}_initialized")[int(state)] = True
+            Record(layer, Attribute(name, "state"), int(state), tensor).put(tensor)
+            if not isinstance(layer, EntriesLayer):
+                getattr(layer, f"is_{name}_initialized")[int(state)] = True
             if name == "conv_states":
                 layer.has_previous_state[int(state)] = True
                 layer.conv_kernel_size[int(state)] = tensor.shape[-1]
@@ -289,3 +299,5 @@ def restore_records(layers: Mapping[int, Any], records: Sequence[RecordState]) -
             if hasattr(layer, "cumulative_length"):
                 layer.cumulative_length = record.tokens
                 layer._sliding_window_tensor = layer._sliding_window_tensor.to(tensor.device)
+            if isinstance(layer, EntriesLayer):
+                layer.stand_at(record.tokens)

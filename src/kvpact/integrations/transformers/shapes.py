@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from kvpact.errors import KVPactError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.models import first_line, quiet_transformers
-from kvpact.integrations.transformers.facts import COMPRESSED, layer_facts
+from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, layer_facts
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
 _DTYPE = torch.bfloat16  # some kernels of experts know no other one
@@ -52,7 +52,7 @@ def _shape(
     keys, values = held.pop("keys", None), held.pop("values", None)
     states = [
         x
-        for name in ("conv_states", "recurrent_states")
+        for name in ("conv_states", "recurrent_states", "overlap_kv", "overlap_gate")
         for x in getattr(layer, name, {}).values()
         if isinstance(x, Tensor)
     ]
@@ -66,6 +66,19 @@ def _shape(
     )
     if keys is None or values is None:
         return shape
+    if kind in ENTRIES:
+        buffers = [x for part in (layer.buffer_kv, layer.buffer_gate) for x in part.values()]
+        widths = {name: x.shape[2] for name, x in layer.compressed_kv.items()}
+        return shape._replace(
+            heads=1,
+            key_dim=widths["compressor"],
+            latent=True,
+            limit=layer.sliding_window - 1,
+            index_width=widths.get("indexer", 0),
+            rate=layer.compress_rate,
+            window_width=keys.shape[3],
+            buffer_width=sum(x.shape[2] for x in buffers),
+        )
     heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
     mla = heads == 1 and key_dim == getattr(config, "kv_lora_rank", None)
     return shape._replace(heads=heads, key_dim=key_dim, value_dim=value_dim, latent=mla)
