@@ -51,7 +51,7 @@ DOCUMENTS = {
     },
     "generate": {
         "spec": str, "text": str, "prompt_tokens": int, "new_tokens": int,
-        "bytes": {name: int for name in ("codes", "side", "sinks", "window", "unused", "total")},
+        "bytes": dict.fromkeys(("codes", "side", "sinks", "window", "unused", "own", "total"), int),
         "exact_bytes": {"*": int}, "bits_per_value": FLOAT, "slot_bits_per_value": FLOAT,
         "layers": {"compressed": int, "native": int},
         "seconds": {"first_token": float, "prefill": float, "decode": float},

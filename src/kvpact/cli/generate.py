@@ -142,12 +142,13 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return what the cache holds after a prompt of `length` tokens and how fast it went."""
     stats = cache.stats()
+    own, values = stats["own_bytes"], stats["values"]
     exact = {"float16": 2, str(dtype).removeprefix("torch."): dtype.itemsize}
     return {
         "prompt_tokens": length,
         "new_tokens": len(stream.tokens),
-        "bytes": {**stats["bytes"], "total": cache.memory_usage()},
-        "exact_bytes": {name: stats["values"] * width for name, width in exact.items()},
+        "bytes": {**stats["bytes"], "own": own, "total": cache.memory_usage()},
+        "exact_bytes": {name: values * width + own for name, width in exact.items()},
         "bits_per_value": stats["bits_per_value"],
         "slot_bits_per_value": stats["slot_bits_per_value"],
         "layers": stats["layers"],
@@ -179,6 +180,7 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         ("  packed slots", size_text(parts["codes"] + parts["side"])),
         ("  exact sinks and window", size_text(parts["sinks"] + parts["window"])),
         ("  allocated, not yet used", size_text(parts["unused"])),
+        *([("  windows and states", size_text(parts["own"]))] if parts["own"] else []),
         *exact,
         ("bits per value", f"{figures['bits_per_value']:.2f}" if saves else TOO_SHORT),
         ("bits per value, packed slots", packed),

@@ -185,7 +185,7 @@ def _row(
         **measured,
         spec=entry.label,
         bits_per_value=stats["bits_per_value"],
-        bytes=cache.memory_usage(),
+        bytes=stats["bytes"]["total"],
         seconds=seconds,
         slot_bits_per_value=stats["slot_bits_per_value"],
         sinks=max(side.sinks for side in sides),
