@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpact.data import model_table
-from kvpact.integrations.sizes import Layers, layers_of, planned
+from kvpact.integrations.sizes import Layers, layers_of, planned, values_alone
 from kvpact.spec import DEFAULT_SPEC
 from kvpact_pages.results import code, table
 
@@ -24,9 +24,9 @@ def gigabytes(count: float) -> str:
     return f"{size:.2f} GB" if size < 10 else f"{size:.1f} GB" if size < 100 else f"{size:.0f} GB"
 
 
-def row(name: str, title: str) -> list[str]:
+def row(name: str, title: str, k_eq_v: bool = False) -> list[str]:
     """Return a model's row: its layers, and the bytes of one sequence."""
-    held = layers_of(name)
+    held = values_alone(layers_of(name)) if k_eq_v else layers_of(name)
     cells = [title, f"{sum(x.compressed for x in held.shapes)} of {len(held.shapes)}"]
     for tokens in LENGTHS:
         found = planned(DEFAULT_SPEC, held, tokens, 1)
@@ -64,7 +64,11 @@ def every() -> str:
     """Return all models, with the kinds of their layers and where these are known from."""
     document = model_table()
     numbers = {source: f"({at})" for at, source in enumerate(document["sources"], 1)}
-    sizes = [row(name, code(name)) for name in document["models"]]
+    sizes = []
+    for name in document["models"]:
+        sizes.append(row(name, code(name)))
+        if any(shape.k_eq_v for shape in layers_of(name).shapes):
+            sizes.append(row(name, f"{code(name)}, {code('k_eq_v=True')}", k_eq_v=True))
     layers = [
         [code(name), kinds(name), numbers[model["source"]]]
         for name, model in document["models"].items()

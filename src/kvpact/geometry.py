@@ -42,7 +42,8 @@ class CacheGeometry:
     num_kv_heads : int
         KV heads per layer (fewer than query heads in grouped-query attention).
     head_dim : int
-        Width of one key vector, any positive number.
+        Width of one key vector, any positive number; 0 where no keys are held, because they can be
+        made of the values (K = V): see `Step.attend_made`.
     v_head_dim : int, optional
         Width of one value vector; `head_dim` if omitted.
     dtype : torch.dtype, optional
@@ -70,12 +71,15 @@ class CacheGeometry:
             object.__setattr__(self, "v_head_dim", self.head_dim)
         for name in ("num_layers", "num_kv_heads", "head_dim", "v_head_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            least = 0 if name == "head_dim" and self.v_head_dim else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise GeometryError(f"{name} must be a positive integer, not {value!r}")
             if value > MAX_SIZE:
                 raise GeometryError(f"{name} = {value} is too large; {MAX_SIZE:,} is the most")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise GeometryError(f"dtype must be a floating-point dtype, not {self.dtype}")
+        if self.latent and not self.head_dim:
+            raise GeometryError("latents have a width")
         if self.latent and self.num_kv_heads != 1:
             raise GeometryError(
                 f"latents have one head, shared by all query heads, not {self.num_kv_heads}"

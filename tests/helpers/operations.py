@@ -35,6 +35,12 @@ class _Wrong(Exception):
     """A result is another one, and nothing said so."""
 
 
+def _cache(model: Any) -> CompressedCache:
+    """Return an empty cache; of values alone where keys are made of them."""
+    alone = getattr(model.config, "attention_k_eq_v", False)
+    return CompressedCache(model, "none", k_eq_v=alone)
+
+
 def _run(model: Any, cache: Any, ids: Tensor, begin: int = 0) -> Tensor:
     """Return the logits of a text in calls of several tokens and of single ones."""
     ids, made = ids[:, begin:], []
@@ -56,14 +62,14 @@ def _same(got: Tensor, wanted: Tensor) -> None:
 
 def _held(model: Any, tokens: int, rows: Tensor | slice = slice(None)) -> tuple[Any, Tensor]:
     """Return a cache that holds the first tokens, and all of them."""
-    cache, ids = CompressedCache(model, "none"), _IDS[rows]
+    cache, ids = _cache(model), _IDS[rows]
     _run(model, cache, ids[:, :tokens])
     return cache, ids
 
 
 def tokens(model: Any) -> None:
     """Calls of many and of single tokens, within the window and beyond it."""
-    caches = DynamicCache(config=model.config), CompressedCache(model, "none")
+    caches = DynamicCache(config=model.config), _cache(model)
     wanted, got = (_run(model, x, _IDS) for x in caches)
     _same(got, wanted)
 
@@ -82,7 +88,7 @@ def beams(model: Any) -> None:
 
 def _generated(model: Any, **options: Any) -> None:
     given = {**_GREEDY, **options}
-    caches = DynamicCache(config=model.config), CompressedCache(model, "none")
+    caches = DynamicCache(config=model.config), _cache(model)
     one, other = (model.generate(_IDS[:, :50], **given, past_key_values=x) for x in caches)
     if not torch.equal(one, other):
         raise _Wrong
@@ -90,7 +96,7 @@ def _generated(model: Any, **options: Any) -> None:
 
 def turns(model: Any) -> None:
     """A second turn on the cache of the first."""
-    cache = CompressedCache(model, "none")
+    cache = _cache(model)
     first = model.generate(_IDS[:, :30], **_GREEDY, past_key_values=cache)
     text = torch.cat([first, _IDS[:, 60:80]], 1)
     theirs = DynamicCache(config=model.config)
@@ -149,7 +155,7 @@ def snapshot(model: Any) -> None:
     for held in (WINDOW - 2, WINDOW, 50):
         cache, ids = _held(model, held)
         data = cache.snapshot().to_bytes()
-        again = CompressedCache(model, "none")
+        again = _cache(model)
         again.restore(Snapshot.from_bytes(data))
         if not torch.equal(_run(model, again, ids, held), _run(model, cache, ids, held)):
             raise _Wrong
@@ -162,7 +168,7 @@ def prefix(model: Any) -> None:
         with MemoryStore() as store:
             made = []
             for _ in range(2):
-                cache, ids = CompressedCache(model, "none"), _IDS[:1, :length]
+                cache, ids = _cache(model), _IDS[:1, :length]
                 prefixes = prefix_cache(store, model, cache, fingerprint="x", chunk=CHUNK)
                 held = prefixes.prefill(ids)
                 more = torch.cat([ids, _IDS[:1, -20:]], 1)
@@ -202,6 +208,7 @@ def main() -> None:
     for name in names:
         found[name] = {operation: outcome(name, operation) for operation in OPERATIONS}
         print(name, found[name], flush=True)
+    found = {name: found[name] for name in NAMES}
     PATH.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 

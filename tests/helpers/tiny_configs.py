@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV32Config,
     FalconH1Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     InklingTextConfig,
     Lfm2Config,
     PreTrainedConfig,
@@ -76,6 +77,15 @@ def gemma3(sizes: Sizes, *kinds: str, **more: Any) -> Any:
     types = [f"{kind}_attention" for kind in kinds]
     own = {"head_dim": 16, "sliding_window": 16, "num_hidden_layers": len(types)}
     return Gemma3TextConfig(**sizes | own | more, layer_types=types)
+
+
+def gemma4_k_eq_v(sizes: Sizes, *kinds: str, **more: Any) -> Any:
+    """Return a Gemma 4 whose full layers make keys of values; the last one reuses another's."""
+    types = [f"{kind}_attention" for kind in kinds or ("full", "full", "full")]
+    own = {"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 2}
+    own |= {"sliding_window": WINDOW, "num_hidden_layers": len(types), "num_kv_shared_layers": 1}
+    own |= {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128}
+    return Gemma4TextConfig(**sizes | own | more, layer_types=types, attention_k_eq_v=True)
 
 
 def lfm2(sizes: Sizes) -> Any:
@@ -166,6 +176,9 @@ KINDS = {
     "deepseek_v4": deepseek_v4,
 }
 """Models with layers of several kinds, by name."""
+
+MADE = {"gemma4_k_eq_v": gemma4_k_eq_v}
+"""Models that make keys of values, by name."""
 
 INDEX = {"index_head_dim": 32, "index_n_heads": 16, "index_topk": 24}
 """An index of so many heads that no two tokens score alike; it chooses 24 of them."""

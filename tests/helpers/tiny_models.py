@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from tiny_configs import INDEXED, KINDS, SIZES, TextModel
+from tiny_configs import INDEXED, KINDS, MADE, SIZES, TextModel
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -78,14 +78,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm3": {},
     "zaya": {"num_experts_per_tok": 1},
 }
-NAMES = [*_OWN, *KINDS, *INDEXED]
+NAMES = [*_OWN, *KINDS, *INDEXED, *MADE]
 _HIDDEN = {"mistral_large4", "glm5", "minimax_m3"}
 """Models of which transformers has no version with logits."""
 
 
 def tiny_config(name: str) -> PreTrainedConfig:
     """Return the config of a model, by the name of its type or of a maker in `tiny_configs`."""
-    for makers in (KINDS, INDEXED):
+    for makers in (KINDS, INDEXED, MADE):
         if name in makers:
             made: PreTrainedConfig = makers[name](dict(SIZES))
             return made

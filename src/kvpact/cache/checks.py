@@ -75,6 +75,8 @@ def check_tokens(
 def check_query(geometry: CacheGeometry, q: Tensor, config: AttendConfig) -> None:
     """Raise `GeometryError` unless query heads divide among KV heads and latents have a scale."""
     query_groups(q.shape[1], geometry.num_kv_heads, config)
+    if not geometry.head_dim:
+        raise GeometryError("a cache without keys makes them of its values: see Step.attend_made")
     if geometry.latent:
         check_latent_config(config)
 

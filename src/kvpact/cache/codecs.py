@@ -14,7 +14,7 @@ from kvpact.errors import DtypeError, GeometryError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import RowOffset
 from kvpact.key_offset import KeyOffset
-from kvpact.methods import Codec, Method
+from kvpact.methods import Codec, Method, make_codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.methods.integer import Integer
 from kvpact.methods.none import Exact
@@ -61,8 +61,7 @@ def latent_spec(spec: Spec, rope: str | None = None) -> Spec:
 @lru_cache(maxsize=256)
 def codec_of(method: Method, key: bool, dim: int, dtype: torch.dtype) -> Codec:
     """Return the codec of a method for K or V before it learnt anything, one for all caches."""
-    codec: Codec = (method.key_codec if key else method.value_codec)(dim, dtype)
-    return codec
+    return make_codec(method, key, dim, dtype)
 
 
 Learnt = Tensor | Mapping[str, Tensor]

@@ -13,7 +13,7 @@ from kvpact.cache.modes import detached
 from kvpact.cache.paged_sequences import PagedSequences
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.pages import PagePool
-from kvpact.errors import SnapshotError
+from kvpact.errors import GeometryError, SnapshotError
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels import check_covered, choose
 from kvpact.recipe import SpecLike
@@ -70,6 +70,8 @@ class PagedKVCache(PagedSequences):
     ) -> None:
         compute = choose(backend, check)
         specs, place = cache_specs(spec, geometry), torch.device(device)
+        if not geometry.head_dim:
+            raise GeometryError("pages hold K and V: head_dim should be 1 or more")
         offsets = check_offsets(key_offsets, geometry)
         check_covered(compute, specs, geometry, bool(offsets))
         pool = PagePool(specs, geometry, num_pages, page_size, place, calibration, offsets)

@@ -137,7 +137,8 @@ class Wait(NamedTuple):
 
 
 def _limit(stream: Stream) -> float:
-    codec, form, root = stream.codec, stream.plan.form, math.sqrt(stream.memory.tensor.shape[3])
+    codec, form = stream.codec, stream.plan.form
+    root = math.sqrt(stream.memory.tensor.shape[3] or 1)
     least = min(codec.max_abs, codec.max_norm) / root
     if codec.group > 1:
         return least

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import known_snapshot
-from kvpact.cache.codecs import Calibration
+from kvpact.cache.codecs import Calibration, codec_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.parts import E5M2
 from kvpact.cache.stream import Stream
@@ -46,8 +46,8 @@ def least_page_size(specs: Sequence[Spec], geometry: CacheGeometry) -> int:
     """Return the tokens that pages have to be multiples of: whole tiles and groups."""
     dtype, groups = geometry.dtype or torch.float32, set()
     for spec in set(specs):
-        groups.add(spec.key.key_codec(geometry.head_dim, dtype).group)
-        groups.add(spec.value.value_codec(geometry.value_dim, dtype).group)
+        groups.add(codec_of(spec.key, True, geometry.head_dim, dtype).group)
+        groups.add(codec_of(spec.value, False, geometry.value_dim, dtype).group)
     return lcm(TILE, *groups)
 
 

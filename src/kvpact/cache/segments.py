@@ -113,9 +113,9 @@ class SegmentList(ListSource, SegmentStore):
         size: int = 0,
     ) -> None:
         if not size:
-            field = codec.fields[0]
             size = segment_tokens(codec.group, 0, device.type)
-            size = segments[0][field.name].shape[2] * field.tokens if segments else size
+            for field in codec.fields[:1] if segments else ():
+                size = segments[0][field.name].shape[2] * field.tokens
         super().__init__(segments, size)
         self._codec, self._shape, self._device, self._shared = codec, (batch, heads), device, shared
 

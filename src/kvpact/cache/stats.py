@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpact.cache.codecs import codec_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.stream import Stream
 from kvpact.files import size_text
@@ -34,7 +35,10 @@ class Summary(NamedTuple):
         cls, specs: Iterable[Spec], layers: Iterable[CacheLayer], nbytes: int, rows: int = 0
     ) -> Summary:
         """Return the summary of layers; `rows` where each row has layers of its own."""
-        found = [(x.length, x.tail) for layer in layers for x in layer.streams()]
+        found: list[tuple[int, torch.Tensor]] = []
+        for k, v in filter(None, (layer.streams() for layer in layers)):
+            keys = k.tail if k.tail.shape[3] else v.tail  # made of values, they are as wide
+            found += (k.length, keys), (v.length, v.tail)
         rows = rows or max((len(tail) for _, tail in found), default=0)
         exact = sum(n * x.shape[:2].numel() * x.shape[3] * x.element_size() for n, x in found)
         return cls(spec_text(specs), rows, max((n for n, _ in found), default=0), nbytes, exact)
@@ -159,8 +163,8 @@ def _count(stream: Stream, sizes: dict[str, int]) -> None:
 def _codecs(spec: Spec, geometry: CacheGeometry) -> list[tuple[Method, Codec, int]]:
     dtype = geometry.dtype or torch.float16
     return [
-        (spec.key, spec.key.key_codec(geometry.head_dim, dtype), geometry.head_dim),
-        (spec.value, spec.value.value_codec(geometry.value_dim, dtype), geometry.value_dim),
+        (spec.key, codec_of(spec.key, True, geometry.head_dim, dtype), geometry.head_dim),
+        (spec.value, codec_of(spec.value, False, geometry.value_dim, dtype), geometry.value_dim),
     ]
 
 

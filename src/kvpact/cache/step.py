@@ -22,6 +22,7 @@ from kvpact.kernels import (
     StreamView,
     query_groups,
 )
+from kvpact.kernels.torch.latent import KeyMaking
 from kvpact.kernels.torch.slots import read
 
 
@@ -56,6 +57,15 @@ class Step(NamedTuple):
                 return self.attend(q, config)
         with self.lock:
             return self.plan.attend((self._call(q, config),))
+
+    def attend_made(self, q: Tensor, config: AttendConfig, keys: KeyMaking) -> Tensor:
+        """Attend as `attend` does over a cache without keys (`head_dim` 0), K = V.
+
+        Values are decompressed chunk by chunk, and `keys` makes the keys of them. Errors as of
+        `attend`.
+        """
+        with self.lock, torch.no_grad():
+            return self.plan.attend_made(self._call(q, config), keys)
 
     def _call(self, q: Tensor, config: AttendConfig) -> AttendCall:
         if self.view is not None:

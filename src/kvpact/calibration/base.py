@@ -14,7 +14,7 @@ from kvpact.calibration import files
 from kvpact.errors import SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.key_rotation import KeyRotation
-from kvpact.methods.base import Method
+from kvpact.methods.base import Method, make_codec
 from kvpact.methods.fitted import Calibrating, FittedCodec
 from kvpact.spec import Spec
 
@@ -102,7 +102,8 @@ class Calibration:
             A method learns, and what it learns is not here; no layer has that shape.
         """
         shape = geometry.num_kv_heads, geometry.head_dim, geometry.value_dim
-        shapes = {(x.heads, x.key_dim, x.value_dim) for x in self.layers.values()}
+        keys = geometry.head_dim > 0  # a cache without them takes what was learnt of V
+        shapes = {(x.heads, x.key_dim * keys, x.value_dim) for x in self.layers.values()}
         if shape not in shapes and shapes:
             raise SpecError(
                 f"the calibration is of layers with {sorted(shapes)} KV heads and widths of K and "
@@ -111,7 +112,7 @@ class Calibration:
         found: dict[int, tuple[State, State]] = {}
         for index, spec in enumerate(specs):
             held = self.layers.get(index)
-            if held is not None and (held.heads, held.key_dim, held.value_dim) != shape:
+            if held is not None and (held.heads, held.key_dim * keys, held.value_dim) != shape:
                 continue
             k = self._state(index, "k", spec.key, geometry)
             v = self._state(index, "v", spec.value, geometry)
@@ -121,8 +122,7 @@ class Calibration:
 
     def _state(self, layer: int, side: str, method: Method, geometry: CacheGeometry) -> State:
         dim = geometry.head_dim if side == "k" else geometry.value_dim
-        make = method.key_codec if side == "k" else method.value_codec
-        codec = make(dim, geometry.dtype or torch.float32)
+        codec = make_codec(method, side == "k", dim, geometry.dtype or torch.float32)
         if not isinstance(codec, FittedCodec):
             return {}
         held = self.layers.get(layer)

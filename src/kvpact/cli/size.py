@@ -46,6 +46,9 @@ def size(
         "that is wider.",
         autocompletion=options.complete_dtype,
     ),
+    k_eq_v: bool = typer.Option(
+        False, "--k-eq-v", help="Values alone where keys are made of them (Gemma 4's full layers)."
+    ),
     as_json: bool = options.JSON,
 ) -> None:
     """Print the bytes that caches of a model take; no weights are loaded.
@@ -72,7 +75,7 @@ def size(
         CacheGeometry(layers or 0, kv_heads or 0, head_dim or 0, v_head_dim) if by_number else None
     )
     specs = list(dict.fromkeys(words if shape else words[1:])) or sizes.SPECS
-    found = sizes.size(shape or words[0], specs, lengths, batch=batch, dtype=dtype)
+    found = sizes.size(shape or words[0], specs, lengths, batch=batch, dtype=dtype, k_eq_v=k_eq_v)
     if as_json:
         print_document("size", **asdict(found))
     else:

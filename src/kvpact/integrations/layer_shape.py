@@ -15,7 +15,8 @@ class LayerShape(NamedTuple):
 
     `kind`: as transformers names it; `compressed`: whether its K and V are; `latent`: K is a latent
     and V the rotated part of the key; `limit`: tokens kept at most; `state_bytes`: of one sequence,
-    however long; `index_width`: numbers per token beside K and V, of indexers.
+    however long; `index_width`: numbers per token beside K and V, of indexers; `k_eq_v`: whether
+    keys are made of values, and `made`: whether they are not held.
 
     Where the model makes entries of `rate` tokens each, K and the index are of entries, and there
     are `window_width` numbers per token of the window, `buffer_width` of a token in no entry yet.
@@ -33,11 +34,14 @@ class LayerShape(NamedTuple):
     rate: int = 1
     window_width: int = 0
     buffer_width: int = 0
+    k_eq_v: bool = False
+    made: bool = False
 
     def geometry(self, dtype: torch.dtype) -> CacheGeometry:
         """Return the geometry of a cache of this layer alone."""
         value_dim = max(self.value_dim, 1)  # a zero stands for a rotated part without width
-        return CacheGeometry(1, self.heads, self.key_dim, value_dim, dtype, self.latent)
+        key_dim = 0 if self.made else self.key_dim
+        return CacheGeometry(1, self.heads, key_dim, value_dim, dtype, self.latent)
 
     def own_bytes(self, tokens: int, batch: int, itemsize: int, *, packed: bool = False) -> int:
         """Return the bytes that are held of the layer beside compressed K and V.
@@ -53,4 +57,5 @@ class LayerShape(NamedTuple):
         groups = max(entries // 64 - 1, 0) if packed and self.compressed else 0
         index = groups * (64 + 4) + (entries - 64 * groups) * itemsize
         whole = numbers * itemsize + self.index_width * index
+        whole += 4 * tokens if self.made and self.compressed else 0  # where keys are made
         return batch * (whole + (self.state_bytes if tokens >= self.rate else 0))

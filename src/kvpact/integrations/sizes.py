@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from os import PathLike
@@ -131,6 +131,7 @@ def size(
     *,
     batch: int = 1,
     dtype: str | None = None,
+    k_eq_v: bool = False,
 ) -> SizeResult:
     """Return the bytes that caches of a model take; no weights are loaded.
 
@@ -148,11 +149,13 @@ def size(
     dtype : str, optional
         Of sinks, window and uncompressed caches; the model's if omitted, or float16 where that is
         wider.
+    k_eq_v : bool
+        Of caches that hold values alone where keys are made of them (see `CompressedCache`).
 
     Raises
     ------
     KVPactError
-        No such model, spec or number.
+        No such model, spec or number, or no layer of the model makes keys of values.
 
     Examples
     --------
@@ -167,6 +170,7 @@ def size(
     told = [tokens] if isinstance(tokens, str | int | float) else tokens
     lengths = list(dict.fromkeys(map(length_of, told)))
     held = layers_of(model, dtype)
+    held = values_alone(held) if k_eq_v else held
     return SizeResult(
         model=str(model) if isinstance(model, str | PathLike) else None,
         positions=held.positions,
@@ -253,6 +257,13 @@ def layers_of(
     return Layers(shapes, dtype or "bfloat16", table["config"].get("max_position_embeddings"))
 
 
+def values_alone(layers: Layers) -> Layers:
+    """Return layers that hold no keys where these are made of values. Raises `SpecError`."""
+    if not any(shape.k_eq_v for shape in layers.shapes):
+        raise SpecError("no layer of this model makes keys of its values: leave k_eq_v out")
+    return replace(layers, shapes=[x._replace(made=x.k_eq_v) for x in layers.shapes])
+
+
 def _loaded(name: str) -> PreTrainedConfig:
     if not Path(name).expanduser().exists() and _is_spec(name):
         raise GeometryError(
@@ -319,7 +330,7 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     compressed, shapes = sum(found.values()), (x for x in layers.shapes if x.compressed)
     values = batch * sum(tokens // x.rate * x.heads * (x.key_dim + x.value_dim) for x in shapes)
     given = tokens, batch, layers.itemsize
-    exact_own = sum(shape.own_bytes(*given) for shape in layers.shapes)
+    exact_own = sum(shape._replace(made=False).own_bytes(*given) for shape in layers.shapes)
     both = zip(layers.shapes, packed, strict=True)
     own = sum(shape.own_bytes(*given, packed=x) for shape, x in both)
     return {
@@ -343,7 +354,7 @@ def _known_parts(
         return None
     parts = []
     for shape, width in zip(shapes, widths, strict=True):
-        for side in slots[width]:
+        for side in slots[width][shape.made :]:
             facts = StreamFacts(*side)
             facts = facts._replace(state=facts.state * shape.heads)
             parts.append(facts.held(tokens // shape.rate, batch, shape.heads, layers.itemsize))

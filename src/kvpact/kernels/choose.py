@@ -12,7 +12,7 @@ from kvpact.kernels import plan
 from kvpact.kernels.base import OPERATIONS
 from kvpact.kernels.cpu.library import cap
 from kvpact.kernels.plan import BACKENDS, Compute, Line
-from kvpact.methods import Codec
+from kvpact.methods import Codec, make_codec
 from kvpact.spec import Spec
 
 _CPU = torch.device("cpu")
@@ -80,7 +80,10 @@ def check_covered(
     named = next(one for one in BACKENDS if one.name == compute.requested)
     device = next((one for one in devices() if not named.runs_here(one)), _CPU)
     for spec in set(specs):
-        codecs = spec.codecs(geometry.head_dim, geometry.value_dim, dtype)
+        codecs = (
+            make_codec(spec.key, True, geometry.head_dim, dtype),
+            make_codec(spec.value, False, geometry.value_dim, dtype),
+        )
         for operation in OPERATIONS:
             # What is kept exactly has no offset.
             known = offset and operation == "attend" and not codecs[0].exact

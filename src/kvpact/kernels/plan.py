@@ -21,7 +21,9 @@ from kvpact.arithmetic import saturated
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
 from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.backend import TORCH
+from kvpact.kernels.torch.latent import KeyMaking
 from kvpact.kernels.torch.logits import check_call
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.kernels.triton.backend import TRITON
@@ -251,6 +253,8 @@ class StreamPlan:
 
     def decode(self, view: StreamView, start: int, end: int, out: Tensor) -> None:
         """Decode packed tokens into `out`, with their offset, sink tokens as they were given."""
+        if not out.shape[3]:
+            return
         if view.offset is None:
             self.decode_slots(view, start, end, out)
         else:
@@ -302,6 +306,14 @@ class Plan:
         output = backend.attend(calls)
         self.compute.counts.add(name, attend=len(calls))
         return output
+
+    def attend_made(self, call: AttendCall, keys: KeyMaking) -> Tensor:
+        """Attend over values, of which `keys` makes the keys: torch multiplies them."""
+        if call.view is None and call.v is not None:
+            return self.attend((call._replace(k=keys.make(call.v, 0)),))
+        check_call(call)
+        self.compute.counts.add("torch: keys are made of values", attend=1)
+        return attend(call, (self.v.decode, keys))
 
     def _for_new(self, call: AttendCall) -> Backend:
         """Return who attends over a prompt without a past, whatever the codecs are."""

@@ -169,6 +169,23 @@ class Codec(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no bias")
 
 
+class NothingCodec(Codec):
+    """Stores vectors of width 0, in no bytes: keys that are made of values."""
+
+    exact = True
+
+    def __init__(self) -> None:
+        self.fields = ()
+
+    def encode(self, x: Tensor, frozen: Arrays | None = None) -> dict[str, Tensor]:
+        """Return nothing."""
+        return {}
+
+    def decode(self, arrays: Arrays) -> Tensor:
+        """Is never called: who decodes no numbers calls nobody."""
+        raise NotImplementedError("vectors of width 0 are not decoded")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
     """Base of all methods; options are the fields of the dataclass.
@@ -245,3 +262,13 @@ class Method(ABC):
 def bytes_per_slot(codec: Codec) -> float:
     """Bytes of packed codes and side information per token and head."""
     return sum(field.bytes_per_token for field in codec.fields)
+
+
+def make_codec(method: Any, key: bool, dim: int, dtype: torch.dtype) -> Codec:
+    """Return a method's codec for K or V of a width, which may be 0 of keys."""
+    codec: Codec
+    if not dim:
+        codec = NothingCodec()
+    else:
+        codec = method.key_codec(dim, dtype) if key else method.value_codec(dim, dtype)
+    return codec

@@ -260,7 +260,10 @@ class Snapshot:
         late = self._container.version >= LATE
         for side, stream, held, dim in zip(SIDES, entry.streams, slots, dims, strict=True):
             name = f"layer.{index}.{side}"
-            empty = torch.zeros(*rows, 0, dim, dtype=entry.dtype, device="cpu")
+            count = 0 if dim else stream.tail
+            empty = torch.zeros(*rows, count, dim, dtype=entry.dtype, device="cpu")
+            none = empty.new_zeros(*rows, stream.sinks or 0, dim)
+            sinks = exact[f"{name}.sinks"] if dim and stream.sinks else none
             streams.append(
                 StreamState(
                     stream.fields,
@@ -268,7 +271,7 @@ class Snapshot:
                     stream.packed,
                     stream.start,
                     exact.get(f"{name}.tail", empty),
-                    exact[f"{name}.sinks"] if stream.sinks else None,
+                    sinks if stream.sinks else None,
                     {part: exact[f"{name}.learnt.{part}"] for part in stream.learnt},
                     *read_offset(stream.offset, exact, name),
                     exact.get(f"{name}.query_energy") if late else None,

@@ -17,13 +17,25 @@ from kvpact.cache import ContiguousCache, check_layer
 from kvpact.cache.checks import known_snapshot
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.errors import DtypeError, GeometryError, KVPactError, SnapshotError, SpecError
+from kvpact.errors import (
+    BackendUnavailable,
+    DtypeError,
+    GeometryError,
+    KVPactError,
+    SnapshotError,
+    SpecError,
+)
 from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, INDEXED, layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
+from kvpact.integrations.transformers.made_keys import (
+    CompressedValueLayer,
+    check_positions,
+    key_makers,
+)
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.records import (
     checked,
@@ -102,11 +114,17 @@ class CompressedCache(EngineCache):
     calibration : Calibration or path, optional
         What methods that learn from tokens learnt of this model (``kvpact calibrate``), by layer of
         the model. Without it, they learn from the first tokens.
+    k_eq_v : bool
+        Whether layers whose keys are made of their values (Gemma 4's full layers with
+        ``attention_k_eq_v``) hold the values alone, by the spec's method for V: half as many bytes.
+        Steps then decompress the values and make the keys, which takes longer. A warning says so
+        where the first call's keys are other ones, as with positions that don't follow one another;
+        K and V are held apart then. A later call of such positions is refused.
 
     Raises
     ------
     SpecError
-        The spec, `attention` or an option is not known.
+        The spec, `attention` or an option is not known; no layer makes keys of values.
     FormatError, IntegrityError
         The calibration is damaged.
     KVPactError
@@ -124,6 +142,7 @@ class CompressedCache(EngineCache):
         check: str = "now",
         key_offsets: Mapping[int, KeyOffset] | Literal["auto"] | None = "auto",
         calibration: Calibration | str | PathLike[str] | None = None,
+        k_eq_v: bool = False,
         **bits: Any,
     ) -> None:
         model = bits.pop("config", model) if model is None else model
@@ -141,6 +160,12 @@ class CompressedCache(EngineCache):
             calibration = calibration.to(getattr(model, "device", "cpu"))
         compute = choose(backend, check)
         shared = SharedState(decoder, exact_new, kept, compute, offsets, calibration)
+        if type(k_eq_v) is not bool:
+            raise SpecError(f"k_eq_v should be True or False, not {k_eq_v!r}")
+        full = [i for i in compressed if facts.types[i] == "full_attention"]
+        makers = key_makers(model, full) if k_eq_v else {}
+        if makers and backend not in ("auto", "torch"):
+            raise BackendUnavailable("keys made of values are torch's to multiply: use 'auto'")
         indices = count()
         layers: list[Any] = []
         for index, (kind, more) in enumerate(zip(facts.types, facts.options, strict=True)):
@@ -149,6 +174,8 @@ class CompressedCache(EngineCache):
                 own = CompressedHybridLayer if kind == "hybrid" else own
                 if kind in ENTRIES:
                     own = entries_class(DYNAMIC_LAYER_TYPE_MAPPING[kind])
+                if index in makers:
+                    own, more = CompressedValueLayer, {"keys": makers[index]}
                 layers.append(own(shared, next(indices), **more))
                 layers[-1].read_again = index in facts.read_again
             else:
@@ -235,6 +262,7 @@ class CompressedCache(EngineCache):
         for layer, entry in zip(self._packed_layers(), snapshot.manifest.layers, strict=True):
             if isinstance(layer, EntriesLayer):
                 layer.check_entries(entry.tokens, snapshot.tokens)
+        check_positions(self.own_by_index(), snapshot.records(), geometry, snapshot.tokens)
         records = checked(self.own_by_index(), snapshot.records(), snapshot.tokens, device)
         whole = shared.new_cache(geometry)
         whole.restore_layers(snapshot, device)
@@ -294,10 +322,12 @@ class CompressedCache(EngineCache):
         waiting = [x for x in self._shared.waiting if x is not None]
         more = sum(x.k.nbytes + x.v.nbytes for x in waiting)
         more += self._own_bytes()
+        made = sum(x.v.nbytes for x in waiting if not x.k.shape[3])
         rows = max([part.rows for part in parts] + [x.k.shape[0] for x in waiting], default=0)
         counts = [getattr(layer, "cumulative_length", 0) for layer in self._own_layers()]
         counts += [part.tokens for part in parts] + [x.total for x in waiting]
-        nbytes, exact = more + sum(x.nbytes for x in parts), more + sum(x.exact for x in parts)
+        nbytes = more + sum(x.nbytes for x in parts)
+        exact = more + made + sum(x.exact for x in parts)
         spec = parts[0].spec if len(parts) == 1 else spec_text(self._shared.specs)
         return Summary(spec, rows, max(counts, default=0), nbytes, exact)
 

@@ -23,6 +23,7 @@ from kvpact.integrations.transformers.handles import untraced
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.latent import hand_on
 from kvpact.integrations.transformers.layer import CompressedLayer
+from kvpact.integrations.transformers.made_keys import CompressedValueLayer
 from kvpact.integrations.transformers.records import (
     attributes_of,
     check_removable,
@@ -273,6 +274,8 @@ class EngineCache(Summarized, Cache):
 
 def tensors_of(layer: Any) -> Iterator[Tensor]:
     """Yield what one of transformers' layers caches: K and V, or the states of linear attention."""
+    if isinstance(layer, CompressedValueLayer) and layer.positions is not None:
+        yield layer.positions
     for name, value in vars(layer).items():
         if not name.startswith("_"):
             for tensor in value.values() if isinstance(value, dict) else (value,):

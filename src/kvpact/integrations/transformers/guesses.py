@@ -13,7 +13,7 @@ from kvpact.errors import KVPactError, SpecError
 from kvpact.recipe import SpecLike
 from kvpact.spec import DEFAULT_SPEC, parse_spec
 
-_OPTIONS = ("attention", "exact_new", "backend", "check", "key_offsets", "calibration")
+_OPTIONS = ("attention", "exact_new", "backend", "check", "key_offsets", "calibration", "k_eq_v")
 _MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "window"}
 
 

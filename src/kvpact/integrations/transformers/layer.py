@@ -88,7 +88,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return tokens.k, tokens.v
         if index + 1 == len(shared.waiting):
             shared.look(tokens.total - key_states.shape[2])
-        return _returned_pair(tokens, key_states, value_states)
+        return returned_pair(tokens, key_states, value_states)
 
     def _whole(self, side: str) -> Tensor | None:
         cache = self.cache
@@ -141,12 +141,14 @@ class CompressedHybridLayer(LinearAttentionLayer, CompressedLayer):  # type: ign
         LinearAttentionLayer.__init__(self, number_of_states)
 
 
-def _returned_pair(tokens: NewTokens, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def returned_pair(
+    tokens: NewTokens, k: Tensor, v: Tensor, read: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return handles for K and V of all tokens; decompressed ones where attention reads memory."""
     shared = tokens.shared
     differentiable = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     made: tuple[Tensor, Tensor]
-    if shared.attention not in _TAKES_HANDLES:
+    if read or shared.attention not in _TAKES_HANDLES:
         made = tokens.part("k"), tokens.part("v")
     else:
         like = tokens.total, k.shape, v.shape, k.dtype, v.dtype, k.device

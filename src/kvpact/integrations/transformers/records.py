@@ -53,6 +53,7 @@ RECORDS: dict[str, tuple[Attribute, ...]] = {
     ),
     "CompressedDeepseekV4HCACache": _ENTRIES,
     "CompressedDeepseekV4CSACache": (*_ENTRIES, *_OVERLAPS, *_INDEX),
+    "CompressedValueLayer": (Attribute("positions", "stream", 0, 1),),
     "DummyLayer": (),
 }
 

@@ -18,6 +18,7 @@ from kvpact.errors import KVPactError
 from kvpact.integrations.layer_shape import LayerShape
 from kvpact.integrations.models import first_line, quiet_transformers
 from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, layer_facts
+from kvpact.integrations.transformers.made_keys import attentions_without_values
 
 _TOKENS = 7  # of the one call; no other axis of a cache is that long
 _DTYPE = torch.bfloat16  # some kernels of experts know no other one
@@ -42,7 +43,9 @@ def layer_shapes(config: PreTrainedConfig, dtype: torch.dtype) -> list[LayerShap
             f"({first_line(error)}); give --layers, --kv-heads and --head-dim in its place"
         ) from error
     parts = zip(facts.types, cache.layers, facts.options, decoder.per_layer_config, strict=True)
-    return [_shape(*part, dtype) for part in parts]
+    made = attentions_without_values(model)
+    shapes = [_shape(*part, dtype) for part in parts]
+    return [x._replace(k_eq_v=x.compressed and i in made) for i, x in enumerate(shapes)]
 
 
 def _shape(

@@ -73,6 +73,9 @@ class NewTokens:
         "v",
     )
 
+    by_steps = False
+    """Whether tokens are stored first, and then attended to (`_over`)."""
+
     def __init__(
         self, shared: SharedState, layer: int, k: Tensor, v: Tensor, again: bool = False
     ) -> None:
@@ -181,14 +184,14 @@ class NewTokens:
             return self.attend(q.float(), config).to(q.dtype)
         if self.shared.waiting[self._layer] is not self:
             if self._step is not None:
-                return self._step.attend(q, config)
+                return self._over(self._step, q, config)
             k, v = self._all()
             latent = self._cache.geometry.latent
             return attend(AttendCall(None, k, v, q, config, config.padding, latent))
         self._use()
         output: Tensor
         try:
-            if self._again and isinstance(self._cache, ContiguousCache):
+            if (self._again or self.by_steps) and isinstance(self._cache, ContiguousCache):
                 output = self._stored_step(self._cache, q, config)
             else:
                 output = self._cache.attend(self._layer, k=self.k, v=self.v, q=q, config=config)
@@ -197,12 +200,16 @@ class NewTokens:
             self.shared.handles = None  # they refer to these tokens
             raise
 
+    def _over(self, step: Step, q: Tensor, config: AttendConfig) -> Tensor:
+        return step.attend(q, config)
+
     def _stored_step(self, cache: ContiguousCache, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend, and keep what other layers attend to, too."""
         before = Moment.of(cache.entry(self._layer))
-        step = cache.store(self._layer, k=self.k, v=self.v, config=config, q=q)
+        learns = q if self.k.shape[3] else None  # queries that meet the keys held
+        step = cache.store(self._layer, k=self.k, v=self.v, config=config, q=learns)
         try:
-            output = step.attend(q, config)
+            output = self._over(step, q, config)
         except BaseException:
             before.restore()
             raise

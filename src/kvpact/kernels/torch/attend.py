@@ -13,7 +13,13 @@ from torch import Tensor
 from kvpact.arithmetic import saturated
 from kvpact.contract import AttendConfig
 from kvpact.kernels.base import AttendCall
-from kvpact.kernels.torch.latent import LatentTokens, SeparateTokens
+from kvpact.kernels.torch.latent import (
+    Decode,
+    KeyMaking,
+    LatentTokens,
+    MadeTokens,
+    SeparateTokens,
+)
 from kvpact.kernels.torch.logits import LogitRules, check_call, query_groups, sink_rows
 from kvpact.kernels.views import CHUNK
 
@@ -64,10 +70,11 @@ class OnlineSoftmax:
         return self._exact / total, self._transformed / total
 
 
-def attend(call: AttendCall) -> Tensor:
+def attend(call: AttendCall, made: tuple[Decode, KeyMaking] | None = None) -> Tensor:
     """Attend over what a layer holds and over new tokens.
 
-    `call`: the tokens, the queries and how to attend. Returns `[B, H_q, q_len, D_v]` in q's dtype
+    `call`: the tokens, the queries and how to attend; `made`: how values are decoded and keys made
+    of them, where no keys are held (see `MadeTokens`). Returns `[B, H_q, q_len, D_v]` in q's dtype
     (over latents `[B, H, q_len, r]`). A query that may see no token gets zeros.
     """
     q, config, view = call.q, call.config, call.view
@@ -77,7 +84,11 @@ def attend(call: AttendCall) -> Tensor:
     check_call(call)
     rules = LogitRules(config, call.padding, held + new - queries, queries, heads, groups)
     rows = torch.unflatten(q.float() * call.scale, 1, (heads, groups)).flatten(2, 3)
-    tokens = (LatentTokens if call.latent else SeparateTokens)(view, rows, call.output_dim)
+    tokens: LatentTokens | SeparateTokens | MadeTokens
+    if made is not None:
+        tokens = MadeTokens(view, rows, *made)
+    else:
+        tokens = (LatentTokens if call.latent else SeparateTokens)(view, rows, call.output_dim)
     softmax = OnlineSoftmax(
         (batch, heads, groups * queries),
         call.output_dim,

@@ -12,6 +12,9 @@ output, all heads attend over one shared key `[c, k_r]` and one shared value `c`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -72,6 +75,59 @@ def expand_output(output: Tensor, w_uv: Tensor) -> Tensor:
     `[B, H, S, d_v]`.
     """
     return output @ w_uv.mT
+
+
+Decode = Callable[[StreamView, int, int, Tensor], None]
+"""Writes packed tokens `start <= t < end` to its last argument, as numbers."""
+
+
+class KeyMaking(Protocol):
+    """Makes keys of values `[B, H_kv, t, D]`, given the first one's place among all tokens."""
+
+    def make(self, v: Tensor, start: int) -> Tensor:
+        """Return the keys, in the values' dtype."""
+
+    def logits(self, rows: Tensor, v: Tensor, start: int) -> Tensor:
+        """Return `rows @ make(v, start).mT` `[B, H_kv, R, t]` of fp32 values, but for rounding.
+
+        `rows`: `[B, H_kv, R, D]`, the same ones for all tokens of a call.
+        """
+
+
+class MadeTokens:
+    """Values, of which keys are made as they are read (K = V).
+
+    `rows`: as of `SeparateTokens`; `decode`: writes packed values `start <= t < end` to its last
+    argument; `keys`: makes keys.
+    """
+
+    def __init__(
+        self,
+        view: LayerView | None,
+        rows: Tensor,
+        decode: Decode,
+        keys: KeyMaking,
+    ) -> None:
+        self._view, self._rows, self._decode, self._keys = view, rows, decode, keys
+        self._place, self._memory = 0 if view is None else view.length, rows
+
+    def held(self, start: int, end: int) -> tuple[Tensor, Tensor, bool]:
+        """Return logits `[B, H_kv, R, t]`, values, and that these are not transformed."""
+        assert self._view is not None
+        view = self._view.v
+        if start >= view.exact_from:
+            v = view.exact(start, end)
+            return self._rows @ self._keys.make(v, start).float().mT, v, False
+        shape = (*view.tail.shape[:2], end - start, view.tail.shape[3])
+        if self._memory.shape != shape:
+            self._memory = self._rows.new_empty(shape)
+        self._decode(view, start, end, self._memory)
+        return self._keys.logits(self._rows, self._memory, start), self._memory, False
+
+    def new(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and values of new tokens."""
+        start, self._place = self._place, self._place + v.shape[2]
+        return self._rows @ self._keys.make(v, start).float().mT, v
 
 
 class LatentTokens:
