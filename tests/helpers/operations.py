@@ -3,8 +3,8 @@
     python tests/helpers/operations.py [NAME …]
 
 Each operation is done on a cache of spec ``none`` and compared with transformers' own cache, or
-with a cache that never went another way. What is found is written to
-docs/kvpact_pages/operations.json, of which docs/support.md has a table.
+with a cache that never went another way; the last one on the default spec. What is found is
+written to docs/kvpact_pages/operations.json, of which docs/support.md has a table.
 """
 
 import copy
@@ -178,9 +178,24 @@ def prefix(model: Any) -> None:
         _same(made[0], _run(model, DynamicCache(config=model.config), more)[:, held:])
 
 
+def default(model: Any) -> None:
+    """The default spec: close to an exact cache, copied and restored bit for bit."""
+    cache, held = CompressedCache(model), 110
+    _run(model, cache, _IDS[:, :held])
+    again, twin = CompressedCache(model), copy.deepcopy(cache)
+    again.restore(Snapshot.from_bytes(cache.snapshot().to_bytes()))
+    exact = DynamicCache(config=model.config)
+    wanted = _run(model, exact, _IDS)[:, held:].double().log_softmax(-1)
+    got = _run(model, cache, _IDS, held)
+    kl = torch.nn.functional.kl_div(got.double().log_softmax(-1), wanted, log_target=True)
+    same = all(torch.equal(_run(model, x, _IDS, held), got) for x in (again, twin))
+    if not (same and kl * got.shape[-1] < 0.02):
+        raise _Wrong
+
+
 OPERATIONS: dict[str, Callable[[Any], None]] = {
     x.__name__: x
-    for x in (tokens, padding, beams, turns, fork, crop, select, repeat, snapshot, prefix)
+    for x in (tokens, padding, beams, turns, fork, crop, select, repeat, snapshot, prefix, default)
 }
 
 
