@@ -30,6 +30,7 @@ class Held(NamedTuple):
     - `seen`: `[B, H_kv, n, D]` uint8 (e5m2): energies of the queries (see `Context`) from the token
       `Stream.learning` on, while the codec of K is to learn from them.
     - `runner`: carries out the next step at once, if that is like those before.
+    - `begin`: tokens in front that were let go of; all others are counted from there.
     """
 
     k: Stream | None
@@ -40,6 +41,7 @@ class Held(NamedTuple):
     good: Tensor | None = None
     seen: Tensor | None = None
     runner: StepRunner | None = None
+    begin: int = 0
 
     @property
     def length(self) -> int:

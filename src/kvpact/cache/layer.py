@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
+from math import lcm
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from kvpact.key_offset import KeyOffset
 from kvpact.methods import Codec
 from kvpact.quantizers.checks import collected
 from kvpact.spec import Spec
+from kvpact.units import TILE
 
 
 class CacheLayer:
@@ -125,7 +127,8 @@ class CacheLayer:
             new = collected()
             good = new if good is None or new is None else good & new
         seen = None if seen is None or k_plan.after.codec.ready else seen
-        after = Held(k_plan.after, v_plan.after, padding, held.version, plan, good, seen)
+        k_after, v_after, begin = k_plan.after, v_plan.after, held.begin
+        after = Held(k_after, v_after, padding, held.version, plan, good, seen, None, begin)
         past = self._view(held, padding)
         step = Step(past, k, v, padding, self.lock, plan, self._latent)
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
@@ -161,11 +164,16 @@ class CacheLayer:
         self.clean = all([stream.store.clear_from(stream.packed) for stream in streams])
 
     def restore(
-        self, k: Stream | None, v: Stream | None, padding: Tensor | None, seen: Tensor | None = None
+        self,
+        k: Stream | None,
+        v: Stream | None,
+        padding: Tensor | None,
+        seen: Tensor | None = None,
+        begin: int = 0,
     ) -> None:
-        """Hold other streams from now on, whose slots are clean, and queries seen (see `Held`)."""
+        """Hold other streams from now on, whose slots are clean, and what else is in `Held`."""
         with self.lock:
-            self._held = Held(k, v, padding, self._held.version + 1, seen=seen)
+            self._held = Held(k, v, padding, self._held.version + 1, seen=seen, begin=begin)
             self.clean = True
 
     def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
@@ -258,7 +266,29 @@ class CacheLayer:
         padding = held.padding if length else None
         seen, last = held.seen, max(length - k.learning[0], 0)
         seen = None if seen is None else seen[:, :, :last].clone()
-        return Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
+        known = held.plan, held.good, seen, None, held.begin if length else 0
+        return Held(k, v, padding, held.version + 1, *known)
+
+    def let_go(self, kept: int) -> None:
+        """Forget tokens in front of the last `kept`, as far as they fill whole segments."""
+        with self.lock:
+            held, streams = self._held, self._held.streams()
+            first = min([held.length - kept, *(stream.tail_start for stream in streams)])
+            if first < TILE or not streams:
+                return
+            least = lcm(TILE, *(stream.codec.group for stream in streams))
+            sizes = [stream.segment_behind(first, least) for stream in streams]
+            if not (first := first // lcm(*sizes) * lcm(*sizes)):
+                return
+            if not self.clean:
+                self.settle()
+            k, v = (stream.behind(first, size) for stream, size in zip(streams, sizes, strict=True))
+            padding = None if held.padding is None else (held.padding - first).clamp(min=0)
+            if padding is not None and not padding.any():
+                padding = None
+            # Views of what was held keep what they read.
+            known = held.version, held.plan, held.good, held.seen, None, held.begin + first
+            self._held = Held(k, v, padding, *known)
 
     def fork(self, make_store: MakeStore | None = None) -> CacheLayer:
         """Return a copy that shares slots until one side writes; with `make_store`, the lock."""
@@ -289,7 +319,8 @@ class CacheLayer:
             self.clean = False
             seen = held.seen
             seen = None if seen is None else seen.index_select(0, indices.to(seen.device))
-            self._held = Held(k, v, padding, held.version + 1, held.plan, held.good, seen)
+            known = held.plan, held.good, seen, None, held.begin
+            self._held = Held(k, v, padding, held.version + 1, *known)
             self.settle()  # What forks share may not have been clean.
 
     def streams(self) -> list[Stream]:

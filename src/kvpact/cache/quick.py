@@ -92,7 +92,7 @@ def quick_step(
 
     `index`: the layer's row, where it is one of many; `stay`: slots lie where they lay.
     """
-    k_before, v_before, padding, version, plan, good, seen, runner = layer._held
+    k_before, v_before, padding, version, plan, good, seen, runner, begin = layer._held
     if k_before is None or v_before is None or runner is None:
         return None
     held, new = k_before.length, k.shape[2]
@@ -118,7 +118,7 @@ def quick_step(
             return None
     if runner.good is not None:
         good = runner.good
-    after = _new(Held, (k_after, v_after, padding, version, plan, good, seen, runner))
+    after = _new(Held, (k_after, v_after, padding, version, plan, good, seen, runner, begin))
     return after, _new(StepRow, (runner, held, k_tokens, v_tokens))
 
 

@@ -53,6 +53,10 @@ class SegmentStore(ABC):
         """Return a store without the segments that `tokens` tokens do not need."""
         return self
 
+    def behind(self, tokens: int, size: int) -> SegmentStore:
+        """Return a store without the first tokens, whole segments of `size`, its own or less."""
+        raise NotImplementedError("sequences of a paged cache keep their pages")
+
     def shared(self) -> SegmentStore:
         """Return a store of the same segments that writes to none of them."""
         return self
@@ -178,6 +182,19 @@ class SegmentList(ListSource, SegmentStore):
         if count >= len(self._segments):
             return self
         return self._with(self._segments[:count], min(count, self._shared))
+
+    def behind(self, tokens: int, size: int) -> SegmentList:
+        """Drop earlier segments; in smaller ones the others are copied."""
+        count, ratio = tokens // size, self.segment_tokens // size
+        if ratio == 1:
+            return self._with(self._segments[count:], max(self._shared - count, 0))
+        first = count // ratio
+        parts = [
+            {name: x.chunk(ratio, 2)[part].clone() for name, x in segment.items()}
+            for segment in self._segments[first:]
+            for part in range(ratio)
+        ]
+        return self._with(tuple(parts[count - first * ratio :]), 0)
 
     def clear_from(self, tokens: int) -> bool:
         """Zero slots; shared segments are cleared when they are copied."""

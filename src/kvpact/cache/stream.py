@@ -33,7 +33,7 @@ from kvpact.kernels import (
 from kvpact.kernels.finite import check_arrival
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
-from kvpact.units import FEW, learning, out_of_window, unit_of
+from kvpact.units import FEW, learning, out_of_window, segment_tokens, unit_of
 
 
 class Piece(NamedTuple):
@@ -288,6 +288,26 @@ class Stream(NamedTuple):
         cut = self._replace(store=self.store.cut(packed), packed=packed, sinks=sinks)
         cut = cut if length else cut.from_origin(None)
         return cut._with_tail(tail, start)
+
+    def segment_behind(self, first: int, least: int) -> int:
+        """Return the tokens of a segment without the first tokens, rounded down to `least`."""
+        left, device = self.packed - first + least, self.memory.tensor.device.type
+        return min(self.store.segment_tokens, segment_tokens(self.codec.group, left, device))
+
+    def behind(self, first: int, size: int) -> Stream:
+        """Return a stream without sinks as it is without its first tokens, segments of `size`."""
+        offset = self.offset
+        if offset is not None:
+            origin = offset.origin or (0,) * self.memory.tensor.shape[0]
+            offset = offset.begun_at(tuple(token - first for token in origin))
+        return self._replace(
+            store=self.store.behind(first, size).cut(self.packed - first),
+            packed=self.packed - first,
+            memory=TokenMemory(self.memory.tensor, self.memory.start - first),
+            tail_start=self.tail_start - first,
+            length=self.length - first,
+            offset=offset,
+        )
 
     def shared(self) -> Stream:
         """Return the stream as this side of a fork holds it: it writes nowhere that both read."""

@@ -184,7 +184,7 @@ def call_config(
     """Return how to attend, made once for all layers and steps that are called alike."""
     shared, get = tokens.shared, kwargs.get
     version = 0 if mask is None or mask.is_inference() else mask._version
-    plain = scaling, is_causal, get("softcap"), get("sliding_window"), version
+    plain = scaling, is_causal, get("softcap"), get("sliding_window"), version, tokens.behind
     sinks, bias, known = get("s_aux"), get("position_bias"), shared.asked
     if (
         known is not None
@@ -196,7 +196,8 @@ def call_config(
         return known.config
     padding = _own_padding(tokens, mask)
     origin = tokens.origins(get("position_ids"), padding)
-    config = _config(mask, scaling, is_causal, kwargs, padding, shared.exact_new, origin)
+    held, kwargs = tokens.as_held(mask, kwargs)
+    config = _config(held, scaling, is_causal, kwargs, padding, shared.exact_new, origin)
     shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
 

@@ -27,7 +27,13 @@ from kvpact.errors import (
 )
 from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
-from kvpact.integrations.transformers.facts import COMPRESSED, ENTRIES, INDEXED, layer_facts
+from kvpact.integrations.transformers.facts import (
+    COMPRESSED,
+    ENTRIES,
+    INDEXED,
+    SLIDING,
+    layer_facts,
+)
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
@@ -37,18 +43,20 @@ from kvpact.integrations.transformers.made_keys import (
     key_makers,
 )
 from kvpact.integrations.transformers.offsets import key_offsets
+from kvpact.integrations.transformers.packed_rings import restored_rings
 from kvpact.integrations.transformers.records import (
     checked,
     restore_records,
     saved,
     tokens_held,
 )
-from kvpact.integrations.transformers.shared import SharedState
+from kvpact.integrations.transformers.shared import BatchCache, SharedState
+from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
 from kvpact.kernels import Compute, choose
 from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, RecordState, Snapshot
-from kvpact.spec import DEFAULT_SPEC
+from kvpact.spec import DEFAULT_SPEC, Spec
 
 
 def _offsets(
@@ -120,6 +128,10 @@ class CompressedCache(EngineCache):
         Steps then decompress the values and make the keys, which takes longer. A warning says so
         where the first call's keys are other ones, as with positions that don't follow one another;
         K and V are held apart then. A later call of such positions is refused.
+    sliding : str or Spec, optional
+        Pack layers with sliding attention, too, by this spec, without sinks; what methods learn of
+        them they learn from the first tokens. They let go of tokens that no query will see. If
+        omitted, they stay as transformers caches them, exact.
 
     Raises
     ------
@@ -143,6 +155,7 @@ class CompressedCache(EngineCache):
         key_offsets: Mapping[int, KeyOffset] | Literal["auto"] | None = "auto",
         calibration: Calibration | str | PathLike[str] | None = None,
         k_eq_v: bool = False,
+        sliding: str | Spec | None = None,
         **bits: Any,
     ) -> None:
         model = bits.pop("config", model) if model is None else model
@@ -166,7 +179,11 @@ class CompressedCache(EngineCache):
         makers = key_makers(model, full) if k_eq_v else {}
         if makers and backend not in ("auto", "torch"):
             raise BackendUnavailable("keys made of values are torch's to multiply: use 'auto'")
-        indices = count()
+        crosses = may_cross_attend(config, decoder)
+        slide = [layer for layer, kind in enumerate(facts.types) if kind == SLIDING]
+        offsets = _offsets(model, len(specs), slide, None if sliding is None else key_offsets)
+        rings = rings_of(sliding, shared, facts, crosses, offsets)
+        indices, ring = count(), count()
         layers: list[Any] = []
         for index, (kind, more) in enumerate(zip(facts.types, facts.options, strict=True)):
             if kind in COMPRESSED:
@@ -178,10 +195,12 @@ class CompressedCache(EngineCache):
                     own, more = CompressedValueLayer, {"keys": makers[index]}
                 layers.append(own(shared, next(indices), **more))
                 layers[-1].read_again = index in facts.read_again
+            elif kind == SLIDING and rings.specs:
+                layers.append(CompressedSlidingLayer(rings, next(ring), **more))
+                layers[-1].read_again = index in facts.read_again
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**more))
-        crosses = may_cross_attend(config, decoder)
-        super().__init__(layers, shared, attention, crosses, facts.sparse)
+        super().__init__(layers, shared, attention, crosses, facts.sparse, rings)
 
     @property
     def max_cache_len(self) -> int:
@@ -262,17 +281,25 @@ class CompressedCache(EngineCache):
         for layer, entry in zip(self._packed_layers(), snapshot.manifest.layers, strict=True):
             if isinstance(layer, EntriesLayer):
                 layer.check_entries(entry.tokens, snapshot.tokens)
-        check_positions(self.own_by_index(), snapshot.records(), geometry, snapshot.tokens)
-        records = checked(self.own_by_index(), snapshot.records(), snapshot.tokens, device)
+        records, tokens = snapshot.records(), snapshot.tokens
+        own = self.own_by_index()
+        check_positions(own, records, geometry, tokens)
+        packed = [i for i, x in own.items() if isinstance(x, CompressedSlidingLayer)]
+        theirs = [record for record in records if record.layer in packed]
+        rings = restored_rings(self._rings, packed, theirs, tokens, device)
+        own = {i: x for i, x in own.items() if i not in packed}
+        records = checked(own, [x for x in records if x.layer not in packed], tokens, device)
         whole = shared.new_cache(geometry)
         whole.restore_layers(snapshot, device)
         self._order.forget()
-        shared.hold(whole if snapshot.tokens else None, layers)
-        restore_records(self.own_by_index(), records)
+        shared.hold(whole if tokens else None, layers)
+        self._rings.hold(rings, len(packed))
+        restore_records(own, records)
 
     def _packed_layers(self) -> list[Any]:
         """Return the layers that the compressed cache has, in its order."""
-        return [x for x in self.layers if isinstance(x, CompressedLayer | EntriesLayer)]
+        kept = (x for x in self.layers if not isinstance(x, CompressedSlidingLayer))
+        return [x for x in kept if isinstance(x, CompressedLayer | EntriesLayer)]
 
     def own_by_index(self) -> dict[int, Any]:
         """Return the layers that hold something of their own, by their number."""
@@ -298,6 +325,9 @@ class CompressedCache(EngineCache):
     def _caches(self) -> list[ContiguousCache]:
         return [x for x in self._shared.stored() if isinstance(x, ContiguousCache)]
 
+    def _all_caches(self) -> list[BatchCache]:
+        return [*self._caches(), *self._rings.stored()]
+
     def verify(self) -> None:
         """Read the flags of checks that were deferred.
 
@@ -306,20 +336,20 @@ class CompressedCache(EngineCache):
         NonFiniteError
             A token that was stored is NaN, infinite or beyond the method's range.
         """
-        for cache in self._caches():
+        for cache in self._all_caches():
             cache.verify()
 
     def memory_usage(self) -> int:
         """Bytes held by all layers: packed, and windows, states and an index beside."""
-        return sum(cache.memory_usage() for cache in self._caches()) + self._own_bytes()
+        return sum(cache.memory_usage() for cache in self._all_caches()) + self._own_bytes()
 
     def _own_bytes(self) -> int:
         return sum(tensor.nbytes for x in self._own_layers() for tensor in tensors_of(x))
 
     def _summary(self) -> Summary:
-        held = self._shared.caches()  # what waits is counted and not stored: repr changes nothing
-        parts = [cache._summary() for cache in held]
-        waiting = [x for x in self._shared.waiting if x is not None]
+        rings = self._rings  # what waits is counted and not stored: repr changes nothing
+        parts = [cache._summary() for cache in [*self._shared.caches(), *rings.caches()]]
+        waiting = [x for x in [*self._shared.waiting, *rings.waiting] if x is not None]
         more = sum(x.k.nbytes + x.v.nbytes for x in waiting)
         more += self._own_bytes()
         made = sum(x.v.nbytes for x in waiting if not x.k.shape[3])
@@ -338,10 +368,12 @@ class CompressedCache(EngineCache):
         itself. ``own_bytes`` are those of windows, states and the keys of an index, which are in no
         other figure.
         """
-        self._shared.stored()
-        held = enumerate(self._shared.held)
+        both = self._shared, self._rings
+        for shared in both:
+            shared.stored()
+        held = [pair for shared in both for pair in enumerate(shared.held)]
         layers = [x.entry(i) for i, x in held if isinstance(x, ContiguousCache)]
-        compressed = len(self._shared.specs)
+        compressed = len(held)
         counts = {"compressed": compressed, "native": len(self.layers) - compressed}
         stats = cache_stats(layers, ContiguousCache.layout, self._shared.compute or Compute())
         own = {"own_bytes": self._own_bytes(), "layers": counts}

@@ -32,6 +32,7 @@ from kvpact.integrations.transformers.records import (
     remove_tokens,
 )
 from kvpact.integrations.transformers.shared import BatchCache, SharedState, remove_last
+from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, crop_rings
 
 REMEDY = (
     "this model's cross-attention wants a cache of its own: pass past_key_values="
@@ -113,13 +114,20 @@ class EngineCache(Summarized, Cache):
     __reduce_ex__ = refuse_pickling
 
     def __init__(
-        self, layers: list[Any], shared: SharedState, attention: str, crosses: bool, sparse: bool
+        self,
+        layers: list[Any],
+        shared: SharedState,
+        attention: str,
+        crosses: bool,
+        sparse: bool,
+        rings: SharedState | None = None,
     ) -> None:
         super().__init__(layers=layers)
         for layer in self._own_layers():
             attributes_of(layer)
         # In T5's configs, and in those like it, the other numbers of layers are the encoder's.
         count = getattr(shared.config, "num_decoder_layers", None) or len(layers)
+        self._rings = rings or SharedState(shared.config, shared.exact_new, [])
         self._shared, self._order = shared, UpdateOrder(crosses and count > 1)
         self._loan = choose_attention(shared.config, attention, sparse)
         if shared.latent_widths:
@@ -142,11 +150,12 @@ class EngineCache(Summarized, Cache):
     @property
     def stands(self) -> bool:
         """Whether layers hold windows or states, which stand at one count of tokens."""
-        return bool(self._own_layers())
+        return bool(self._own_layers() or self._rings.specs)
 
     def _own_layers(self) -> list[Any]:
         """Return the layers that hold something of their own: transformers', and hybrid ones."""
-        return [layer for layer in self.layers if type(layer) is not CompressedLayer]
+        packed = CompressedLayer, CompressedSlidingLayer
+        return [layer for layer in self.layers if type(layer) not in packed]
 
     @untraced
     def update(
@@ -195,8 +204,10 @@ class EngineCache(Summarized, Cache):
             )
         self._order.forget()
         own = self._own_layers()
+        rings = [layer for layer in self.layers if isinstance(layer, CompressedSlidingLayer)]
         if tokens_to_remove:
-            check_removable(own, -tokens_to_remove)
+            check_removable([*own, *rings], -tokens_to_remove)
+        crop_rings(rings, -tokens_to_remove)
         for layer in own:
             remove_tokens(layer, -tokens_to_remove)
         if tokens_to_remove:
@@ -232,7 +243,8 @@ class EngineCache(Summarized, Cache):
         self._order.forget()
         for layer in self._own_layers():
             forget(layer)
-        self._shared.hold(None, len(self._shared.held))
+        for shared in (self._shared, self._rings):
+            shared.hold(None, len(shared.held))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Rearrange the batch rows."""
@@ -259,7 +271,7 @@ class EngineCache(Summarized, Cache):
         """Let all layers hold the rows chosen of a batch, or none where that raises."""
         self._order.forget()
         held = [record for layer in self._own_layers() for record in records_of(layer)]
-        caches = self._shared.stored()
+        caches = [*self._shared.stored(), *self._rings.stored()]
         sizes = [x.batch_size for x in caches] + [x.rows for x in held]
         batch = next((size for size in sizes if size is not None), None)
         if batch is None:

@@ -18,6 +18,7 @@ ENTRIES = frozenset({"compressed_sparse_attention", "heavily_compressed_attentio
 """Types of layers whose model makes entries of tokens itself."""
 COMPRESSED = frozenset({"full_attention", "hybrid", *INDEXED, *ENTRIES})
 """Types of layers whose K and V, or entries, are compressed."""
+SLIDING = "sliding_attention"
 _MASKED = {*COMPRESSED - ENTRIES, "sliding_attention", "chunked_attention", "hybrid_sliding"}
 _STATES = {"linear_attention", "conv", "dummy"}
 _MEANINGS = {

@@ -13,7 +13,16 @@ from kvpact.errors import KVPactError, SpecError
 from kvpact.recipe import SpecLike
 from kvpact.spec import DEFAULT_SPEC, parse_spec
 
-_OPTIONS = ("attention", "exact_new", "backend", "check", "key_offsets", "calibration", "k_eq_v")
+_OPTIONS = (
+    "attention",
+    "exact_new",
+    "backend",
+    "check",
+    "key_offsets",
+    "calibration",
+    "k_eq_v",
+    "sliding",
+)
 _MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "window"}
 
 

@@ -28,6 +28,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_croppable = True
     supports_early_init = False
+    new_tokens = NewTokens
     read_again = False
     """Whether other layers of the model read what `update` returns, too."""
 
@@ -82,7 +83,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if before.grow(key_states, value_states):
                 return before.k, before.v
             before.store()
-        tokens = NewTokens(shared, index, key_states, value_states, self.read_again)
+        tokens = self.new_tokens(shared, index, key_states, value_states, self.read_again)
         first = tokens.total == key_states.shape[2]
         if first and tokens.wait_whole(key_states, value_states):
             return tokens.k, tokens.v
@@ -151,11 +152,12 @@ def returned_pair(
     if read or shared.attention not in _TAKES_HANDLES:
         made = tokens.part("k"), tokens.part("v")
     else:
-        like = tokens.total, k.shape, v.shape, k.dtype, v.dtype, k.device
+        total = tokens.total - tokens.behind
+        like = total, k.shape, v.shape, k.dtype, v.dtype, k.device
         # Taken away first, so that no other thread gets the same.
         pair, shared.handles = shared.handles, None
         if pair is None or pair.like != like or pair.references() != UNUSED:
-            pair = new_pair(tokens, k, v, tokens.total, like)
+            pair = new_pair(tokens, k, v, total, like)
         pair.k.pending = pair.v.pending = tokens
         made = pair.k, pair.v
         if not differentiable and k.shape[2] <= MOST_STEP:

@@ -18,6 +18,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from kvpact.errors import GeometryError, KVPactError, SnapshotError
 from kvpact.integrations.transformers.entries import EntriesLayer
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
+from kvpact.integrations.transformers.packed_rings import PACKED_RING
+from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
 from kvpact.prefixes.checkpoints import RecordShape
 from kvpact.snapshot import RecordState
 
@@ -54,6 +56,11 @@ RECORDS: dict[str, tuple[Attribute, ...]] = {
     "CompressedDeepseekV4HCACache": _ENTRIES,
     "CompressedDeepseekV4CSACache": (*_ENTRIES, *_OVERLAPS, *_INDEX),
     "CompressedValueLayer": (Attribute("positions", "stream", 0, 1),),
+    "CompressedSlidingLayer": (
+        Attribute(PACKED_RING, "part"),
+        Attribute("keys", "whole ring", 0, 2),
+        Attribute("values", "whole ring", 0, 2),
+    ),
     "DummyLayer": (),
 }
 
@@ -115,7 +122,7 @@ def records_of(layer: Any, *, whole: bool = False) -> list[Record]:
                 f"transformers' {type(layer).__name__} holds {name!r}, which kvpact does not know"
             )
     for attribute in attributes:
-        if attribute.kind == ("part" if whole else "whole"):
+        if attribute.kind.partition(" ")[0] == ("part" if whole else "whole"):
             continue
         value = getattr(layer, attribute.name)
         parts = enumerate(value.values()) if isinstance(value, dict) else [(None, value)]
@@ -137,13 +144,16 @@ def check_removable(layers: Sequence[Any], count: int) -> None:
     """Raise `KVPactError` unless all layers can forget their last `count` tokens."""
     for layer in layers:
         recording, why = getattr(layer, "record_past", False), ""
-        kinds = {record.attribute.name for record in records_of(layer)}
+        packed = isinstance(layer, CompressedSlidingLayer)
+        kinds = set() if packed else {record.attribute.name for record in records_of(layer)}
         if isinstance(layer, EntriesLayer) and layer.cumulative_length:
             why = "an entry stands for several tokens"
         elif "recurrent_states" in kinds:
             why = "the state of linear attention stands for all tokens"
         elif "conv_states" in kinds and not recording:
             why = "the state of a convolution has the last tokens alone"
+        elif packed:
+            why = layer.lost(count)
         elif "keys" in kinds and not recording and behind_window(layer):
             why = f"tokens before the window of {layer.sliding_window} are no longer held"
         if why:
@@ -225,8 +235,8 @@ def record_shapes(layers: Mapping[int, Any]) -> list[RecordShape]:
                 shape[tokens] = 0
             elif record.attribute.name == "conv_states":
                 shape[-1] = layer.conv_kernel_size[record.state]
-            kept = layer.sliding_window - 1 if kind == "ring" else None
-            axes = tuple(shape), rows, tokens, kept, kind in ("ring", "whole")
+            kept = layer.sliding_window - 1 if kind.endswith("ring") else None
+            axes = tuple(shape), rows, tokens, kept, kind.endswith(("ring", "whole"))
             found.append(RecordShape(index, record.name, record.tensor.dtype, *axes))
     return found
 

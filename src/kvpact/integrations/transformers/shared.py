@@ -43,6 +43,8 @@ class SharedState:
     - `specs`: one per compressed layer; empty over a paged cache.
     - `held`: what holds each layer's tokens, nearly always one cache; None before the first.
     - `waiting`: each layer's tokens that nothing has used yet (`tokens.NewTokens`).
+    - `window`: of the layers' attention, if it slides; None where it is over all tokens.
+    - `recording`: whether those with a window let go of nothing until a rollback.
     - `may_wait`: whether the model's attention takes exact K and V as they are, without softcap.
     - `attention`: the implementation that reads what `update` returns; reading a config is slow.
     - `asked`: how the last layer was called; the next ones, mostly, are called alike.
@@ -57,7 +59,9 @@ class SharedState:
         compute: Compute | None = None,
         key_offsets: dict[int, KeyOffset] | None = None,
         calibration: Calibration | None = None,
+        window: int | None = None,
     ) -> None:
+        self.window, self.recording = window, False
         self.key_offsets, self.calibration = key_offsets, calibration
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
         facts = layer_facts(config)
@@ -67,7 +71,7 @@ class SharedState:
         self.waiting: list[Any] = [None] * len(specs)
         self.asked: Asked | None = None
         self.latest: tuple[Any, BatchCache] | None = None
-        self.may_wait = True
+        self.may_wait = window is None
         self.wait: tuple[Spec, Any, Wait] | None = None
         self.attention: str | None = None
         self.handles: HandlePair | None = None
@@ -83,9 +87,10 @@ class SharedState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedState:
         given = self.config, self.exact_new, self.specs, self.compute, self.key_offsets
-        other = SharedState(*given, self.calibration)
+        other = SharedState(*given, self.calibration, self.window)
         forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
+        other.recording = self.recording
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
         memo[id(self)] = other
         return other

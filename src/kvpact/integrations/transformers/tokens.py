@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from itertools import starmap
+from typing import Any
 from weakref import proxy, ref
 
 import torch
@@ -100,6 +101,15 @@ class NewTokens:
         self._as_read: ref[NewTokens] | None = None
         self.expanded: ref[Tensor] | None = None
         shared.waiting[layer] = self
+
+    behind = 0
+    """Tokens held that no query of these sees, by how attention slides."""
+
+    def as_held(
+        self, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """Return a mask, and what comes beside it, for all tokens that are held."""
+        return mask, kwargs
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on, which were not stored."""
