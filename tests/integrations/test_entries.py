@@ -100,6 +100,24 @@ def test_a_short_text_is_restored(held, model, ids):
     assert torch.equal(*(run(model, x, [ids[:, held : held + 9]]) for x in (cache, again)))
 
 
+@pytest.mark.parametrize("held", [1, 3, 5, 9])
+def test_rows_of_a_short_text(held, model, ids):
+    """Some streams hold nothing yet."""
+    for rows, change in (
+        ([1], lambda cache: cache.batch_select_indices(torch.tensor([1]))),
+        ([0, 0, 1, 1], lambda cache: cache.batch_repeat_interleave(2)),
+        ([1, 1], lambda cache: cache.reorder_cache(torch.tensor([1, 1]))),
+    ):
+        changed, never = (CompressedCache(model, "int:bits=8,sinks=0,window=0") for _ in range(2))
+        run(model, changed, [ids[:, :held]])
+        change(changed)
+        run(model, never, [ids[rows, :held]])
+        got, wanted = (
+            run(model, x, ids[rows, held:30].split([1, 29 - held], 1)) for x in (changed, never)
+        )
+        assert largest(got, wanted) < 1e-5
+
+
 @pytest.mark.parametrize("wrong", ["buffer_kv.1", "buffer_gate.0", "overlap_kv.0", "index_tail"])
 @pytest.mark.parametrize("how", ["left out", "cut"])
 def test_a_snapshot_that_lacks_a_part_changes_nothing(wrong, how, model, ids):

@@ -48,6 +48,8 @@ class IndexKeys:
     def append_keys(self, new: Tensor) -> Tensor:
         """Append keys `[B, S, D]`; return those of all tokens, the new ones as they are."""
         held, new = self.indexer_keys, new.detach()
+        if not new.shape[1]:  # of entries that are not whole yet
+            return new if held is None else held
         whole = new if held is None else torch.cat([held, new], 1)
         self.index_tail = new if self.index_tail is None else torch.cat([self.index_tail, new], 1)
         self._pack()
