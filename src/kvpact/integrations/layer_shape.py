@@ -57,5 +57,4 @@ class LayerShape(NamedTuple):
         groups = max(entries // 64 - 1, 0) if packed and self.compressed else 0
         index = groups * (64 + 4) + (entries - 64 * groups) * itemsize
         whole = numbers * itemsize + self.index_width * index
-        whole += 4 * tokens if self.made and self.compressed else 0  # where keys are made
         return batch * (whole + (self.state_bytes if tokens >= self.rate else 0))

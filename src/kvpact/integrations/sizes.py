@@ -330,7 +330,7 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     compressed, shapes = sum(found.values()), (x for x in layers.shapes if x.compressed)
     values = batch * sum(tokens // x.rate * x.heads * (x.key_dim + x.value_dim) for x in shapes)
     given = tokens, batch, layers.itemsize
-    exact_own = sum(shape._replace(made=False).own_bytes(*given) for shape in layers.shapes)
+    exact_own = sum(shape.own_bytes(*given) for shape in layers.shapes)
     both = zip(layers.shapes, packed, strict=True)
     own = sum(shape.own_bytes(*given, packed=x) for shape, x in both)
     return {

@@ -42,17 +42,19 @@ _tables: WeakKeyDictionary[Any, dict[tuple[object, ...], _Table]] = WeakKeyDicti
 class Keys:
     """Makes keys of values at known positions (see `kvpact.kernels.torch.latent.KeyMaking`).
 
-    `weight`: `[D]` fp32; `table`: cosines and sines by position; `positions`: `[B or 1, T]`.
+    `weight`: `[D]` fp32; `table`: cosines and sines by position; `positions`: `[B or 1, T]`, or
+    None where they are those of a text: 0, 1, 2, ….
     """
 
-    def __init__(self, weight: Tensor, table: _Table, positions: Tensor) -> None:
+    def __init__(self, weight: Tensor, table: _Table, positions: Tensor | None) -> None:
         self._weight, self._table, self._positions = weight, table, positions
         self._queries: tuple[Tensor, Tensor, Tensor] | None = None
 
     def _turns(self, v: Tensor, start: int) -> tuple[Tensor, Tensor, slice, slice]:
         """Return cosines and sines `[B or 1, 1, T, P]`, and the channels that turn together."""
-        places = self._positions[:, start : start + v.shape[2]].long()
-        cos, sin = (part[places].unsqueeze(1).to(v.dtype) for part in self._table)
+        known, places = self._positions, slice(start, start + v.shape[2])
+        at = (None, places) if known is None else (known[:, places].long(),)
+        cos, sin = (part[at].unsqueeze(1).to(v.dtype) for part in self._table)
         pairs, half = cos.shape[3], v.shape[3] // 2
         return cos, sin, slice(0, pairs), slice(half, half + pairs)
 
@@ -99,11 +101,15 @@ class KeyMaker:
         weight = _there(self._attention).k_norm.weight.detach().to(torch.float32, copy=True)
         return KeyMaker(self._attention, self._rotary, self._kind, weight)
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Keys:
-        """Return what makes keys at positions `[B or 1, T]`, for a model of this dtype."""
+    def at(self, positions: Tensor | None, like: Tensor, end: int = 0) -> Keys:
+        """Return what makes keys at positions `[B or 1, T]`; None: of a text with `end` tokens.
+
+        `like`: in the model's dtype, on its device.
+        """
         assert self.weight is not None
-        table = self._table(int(positions.max()) + 1, dtype, positions.device)
-        return Keys(self.weight.to(positions.device), table, positions)
+        end = end if positions is None else int(positions.max()) + 1
+        table = self._table(end, like.dtype, like.device)
+        return Keys(self.weight.to(like.device), table, positions)
 
     def _table(self, length: int, dtype: torch.dtype, device: torch.device) -> _Table:
         """Return cosines and sines as the model's own RoPE makes them. Raises `KVPactError`."""
@@ -128,7 +134,7 @@ class KeyMaker:
     def alike(self, v: Tensor, positions: Tensor, k: Tensor) -> bool:
         """Whether keys are those made of values, but for rounding; mostly bit for bit in fp32."""
         assert self.weight is not None
-        made = self.at(positions, v.dtype).make(v)
+        made = self.at(positions, v).make(v)
         if torch.equal(made, k):
             return True
         size = (v.to(torch.float32) * self.weight.to(v.device)).abs()
@@ -142,7 +148,8 @@ class KeyMaker:
         """
         if self.alike(v, expected, k):
             return expected
-        each = zip(torch.split(k, 1), torch.split(v, 1), torch.split(expected, 1), strict=True)
+        wide = expected.expand(len(k), -1)
+        each = zip(torch.split(k, 1), torch.split(v, 1), torch.split(wide, 1), strict=True)
         found = [self._row(x, y, at, int(expected.max()) + 1) for x, y, at in each]
         rows = [row for row in found if row is not None]
         return torch.cat(rows) if len(rows) == len(found) else None
@@ -150,7 +157,7 @@ class KeyMaker:
     def _row(self, k: Tensor, v: Tensor, expected: Tensor, most: int) -> Tensor | None:
         """Return one row's positions, below `most`: that follow one another, behind padding."""
         ends = torch.arange(most, dtype=torch.long, device=v.device)[None]
-        made = self.at(ends, v.dtype).make(v[:, :1, -1:].expand(-1, -1, most, -1))
+        made = self.at(ends, v).make(v[:, :1, -1:].expand(-1, -1, most, -1))
         end = (made.float() - k[:, :1, -1:].float()).abs().amax((0, 1, 3)).argmin()
         new = expected.shape[1]
         steps = end + torch.arange(1 - new, 1, dtype=torch.long, device=v.device)[None]
@@ -179,15 +186,15 @@ class ValueTokens(NewTokens):
         k: Tensor,
         v: Tensor,
         keys: KeyMaker,
-        positions: Tensor,
+        positions: Tensor | None,
         again: bool,
     ) -> None:
         super().__init__(shared, layer, v[..., :0], v, again)
         self._dtypes, self._widths = (k.dtype, v.dtype), (k.shape[3], v.shape[3])
         self._keys, self._positions = keys, positions
 
-    def grow_at(self, v: Tensor, positions: Tensor) -> bool:
-        """Append values at known positions, `[B, T]` of all; False where they can't wait."""
+    def grow_at(self, v: Tensor, positions: Tensor | None) -> bool:
+        """Append values at known positions (of all); False where they can't wait."""
         grown = self.grow(v[..., :0], v)
         if grown:
             self._positions = positions
@@ -206,7 +213,9 @@ class ValueTokens(NewTokens):
         return super().part(side)
 
     def _made(self, v: Tensor) -> Tensor:
-        return self._keys.at(self._positions[:, : v.shape[2]], self.v.dtype).make(v)
+        known = self._positions
+        known = None if known is None else known[:, : v.shape[2]]
+        return self._keys.at(known, self.v, v.shape[2]).make(v)
 
     def _all(self) -> tuple[Tensor, Tensor]:
         known = self._parts
@@ -218,19 +227,21 @@ class ValueTokens(NewTokens):
 
     def _over(self, step: Step, q: Tensor, config: AttendConfig) -> Tensor:
         """Attend over a step: keys are made of its values chunk by chunk."""
-        return step.attend_made(q, config, self._keys.at(self._positions, self.v.dtype))
+        return step.attend_made(q, config, self._keys.at(self._positions, self.v, self.total))
 
 
 class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
-    """A layer of which values alone are held; K and V apart where keys are not made of them.
-
-    `positions`: `[B, T]`, of all tokens.
-    """
+    """A layer of which values alone are held; K and V apart where keys are not made of them."""
 
     def __init__(self, shared: SharedState, index: int, keys: KeyMaker) -> None:
         super().__init__(shared, index)
         self._keys = keys
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget positions and weights."""
         self._positions: Tensor | None = None
+        self._begun: KeyMaker | None = None
 
     @property
     def apart(self) -> bool:
@@ -240,19 +251,13 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     @property
     def positions(self) -> Tensor | None:
-        """Positions of the tokens held; None before the first."""
+        """Positions `[B, T]` of the tokens held; None where they are 0, 1, 2, …."""
         held, length = self._positions, self.get_seq_length()
-        return None if held is None or not length or self.apart else held[:, :length]
+        return None if held is None or not length else held[:, :length]
 
     @positions.setter
     def positions(self, positions: Tensor) -> None:
-        if self._positions is None:
-            self._keys = self._keys.begun()
         self._positions = positions
-
-    def reset(self) -> None:
-        """Forget the positions."""
-        self._positions = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing: positions are those of the tokens held."""
@@ -265,23 +270,19 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         Raises `KVPactError` where keys are not those that are made of values, but for the first
         ones: then the layer holds K and V apart, and a warning says so.
         """
-        if self.apart:
-            return super().update(key_states, value_states)
         shared, index = self._shared, self._index
-        positions = self._found(key_states, value_states, self.positions)
-        if positions is None:
+        if self.apart or not self._place(key_states.detach(), value_states.detach()):
             return super().update(key_states, value_states)
-        before = shared.waiting[index]
+        before, keys = shared.waiting[index], self._begun
+        assert keys is not None
         if index == 0 or shared.held[index] is None:
             shared.attention = shared.config._attn_implementation
         if before is not None:
-            if before.grow_at(value_states, positions):
-                self._positions = positions
+            if before.grow_at(value_states, self._positions):
                 return before.read()  # type: ignore[no-any-return]
             before.store()
-        given = key_states, value_states, self._keys, positions, self.read_again
+        given = key_states, value_states, keys, self._positions, self.read_again
         tokens = ValueTokens(shared, index, *given)
-        self._positions = positions
         first = tokens.total == key_states.shape[2]
         if first and tokens.wait_whole(tokens.k, tokens.v):
             return tokens.read()
@@ -291,55 +292,58 @@ class CompressedValueLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         exact = self.spec.value.name == "none"
         return returned_pair(tokens, key_states, value_states, exact)
 
-    def _found(self, k: Tensor, v: Tensor, known: Tensor | None) -> Tensor | None:
-        """Return the positions of all tokens; None where the first keys are not made of values."""
-        batch, _, new, _ = k.shape
-        if known is None:
-            self._keys = self._keys.begun()
-        elif known.shape[0] != batch:
+    def _place(self, k: Tensor, v: Tensor) -> bool:
+        """Find the positions of new tokens; False where the first keys are not made of values."""
+        held, known, cache = self.get_seq_length(), self.positions, self._shared.held[self._index]
+        batch = None if cache is None or not held else self.batch_size
+        if batch not in (None, len(k)):
             raise GeometryError(
-                f"batch {batch}, but the cache holds {known.shape[0]} rows; reset, select or repeat"
+                f"batch {len(k)}, but the cache holds {batch} rows; reset, select or repeat"
             )
-        held = 0 if known is None else known.shape[1]
-        steps = torch.arange(held, held + new, dtype=torch.long, device=v.device)
+        begun = self._begun if held and self._begun is not None else self._keys.begun()
+        expected = torch.arange(held, held + k.shape[2], dtype=torch.long, device=v.device)[None]
         if known is not None:
-            steps = steps + (known[:, -1:].long() - (held - 1))
-        found, expected = None, steps.expand(batch, new)
-        k, v = k.detach(), v.detach()
+            expected = expected + (known[:, -1:].long() - (held - 1))
+        found = None
         if k.shape == v.shape and k.dtype is v.dtype:
-            found = self._keys.found(k, v, expected)
+            found = begun.found(k, v, expected)
         if found is None and not bool(v.isfinite().all() & k.isfinite().all()):
             found = expected  # refused by whoever stores them
-        if found is not None:
-            found = found.to(torch.int32)
-            return found if known is None else torch.cat([known, found], 1)
-        if self._shared.held[self._index] is not None:
+        if found is None and cache is not None:
             raise KVPactError(
                 "keys of this call are not those that are made of its values (K = V): its "
                 "positions don't follow those before, or the weights have changed. Begin again "
                 "with a cache made with k_eq_v=False, which holds K and V apart"
             )
-        say_once(
-            "k_eq_v",
-            "keys of this model's first call are not those that are made of its values, at "
-            "positions that follow one another: K and V are held apart, as with k_eq_v=False",
-        )
-        return None
+        if found is None:
+            say_once(
+                "k_eq_v",
+                "keys of this model's first call are not those that are made of its values, at "
+                "positions that follow one another: K and V are held apart, as with k_eq_v=False",
+            )
+            return False
+        if known is None and found is not expected:
+            known = torch.arange(held, dtype=torch.int32, device=v.device).expand(len(k), -1)
+        if known is not None:
+            known = torch.cat([known, found.to(torch.int32)], 1)
+        self._positions, self._begun = known, begun
+        return True
 
     def _whole(self, side: str) -> Tensor | None:
-        v, positions = super()._whole("v"), self.positions
-        if side == "v" or v is None or positions is None:
+        v = super()._whole("v")
+        if side == "v" or v is None or self.apart:
             return v if side == "v" else super()._whole(side)
-        return self._keys.at(positions, v.dtype).make(v)
+        begun = self._begun or self._keys.begun()
+        return begun.at(self.positions, v, v.shape[2]).make(v)
 
 
 def check_positions(
     layers: Mapping[int, Any], records: Sequence[RecordState], geometry: CacheGeometry, tokens: int
 ) -> None:
-    """Raise `GeometryError` unless a snapshot has the positions that keys are made at, if any."""
+    """Raise `GeometryError` where a snapshot is of values alone and does not fit."""
     known = {x.layer: x.tensor for x in records if x.name == "positions"}
     alone = {i for i, x in layers.items() if isinstance(x, CompressedValueLayer)}
-    good = known.keys() == (alone if tokens and not geometry.head_dim else set())
+    good = known.keys() <= (set() if geometry.head_dim else alone)
     for held in known.values():
         good = good and held.dtype is torch.int32 and held.dim() == 2
         good = good and bool(((held >= 0) & (held < max(tokens, 2))).all())
