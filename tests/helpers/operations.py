@@ -23,6 +23,7 @@ from transformers import DynamicCache
 from kvpact import Snapshot
 from kvpact.errors import KVPactError
 from kvpact.integrations.transformers import CompressedCache, prefix_cache, register_attention
+from kvpact.spec import DEFAULT_SPEC
 from kvpact.stores import MemoryStore
 
 PATH = Path(__file__).parents[2] / "docs" / "kvpact_pages" / "operations.json"
@@ -35,10 +36,10 @@ class _Wrong(Exception):
     """A result is another one, and nothing said so."""
 
 
-def _cache(model: Any) -> CompressedCache:
+def _cache(model: Any, spec: str = "none") -> CompressedCache:
     """Return an empty cache; of values alone where keys are made of them."""
     alone = getattr(model.config, "attention_k_eq_v", False)
-    return CompressedCache(model, "none", k_eq_v=alone)
+    return CompressedCache(model, spec, k_eq_v=alone)
 
 
 def _run(model: Any, cache: Any, ids: Tensor, begin: int = 0) -> Tensor:
@@ -180,9 +181,9 @@ def prefix(model: Any) -> None:
 
 def default(model: Any) -> None:
     """The default spec: close to an exact cache, copied and restored bit for bit."""
-    cache, held = CompressedCache(model), 110
+    cache, held = _cache(model, DEFAULT_SPEC), 110
     _run(model, cache, _IDS[:, :held])
-    again, twin = CompressedCache(model), copy.deepcopy(cache)
+    again, twin = _cache(model, DEFAULT_SPEC), copy.deepcopy(cache)
     again.restore(Snapshot.from_bytes(cache.snapshot().to_bytes()))
     exact = DynamicCache(config=model.config)
     wanted = _run(model, exact, _IDS)[:, held:].double().log_softmax(-1)

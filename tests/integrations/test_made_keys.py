@@ -308,6 +308,18 @@ def test_rows_tokens_and_copies_go_with_their_positions(model):
     assert value_layers(cache)[0].positions is None
 
 
+def test_windows_may_be_packed_beside_values():
+    model = made(torch.float32, "sliding", "full", "sliding", "full")
+    given = {"k_eq_v": True, "sliding": "int:bits=8,window=4"}
+    cache, exact = CompressedCache(model, "int:bits=8", **given), DynamicCache(config=model.config)
+    wanted, got = (run(model, x, IDS[:, :200], sizes=(150, 1, 49)) for x in (exact, cache))
+    assert (got - wanted).abs().max() <= 0.05 * wanted.abs().max()
+    again = CompressedCache(model, "int:bits=8", **given)
+    again.restore(Snapshot.from_bytes(cache.snapshot().to_bytes()))
+    one, other = (run(model, x, IDS[:, 200:210], 200, (10,)) for x in (cache, again))
+    assert torch.equal(one, other) and value_layers(again)
+
+
 def test_generate_makes_such_caches_once_enabled(model):
     twin = copy.deepcopy(model)
     wanted = model.generate(
