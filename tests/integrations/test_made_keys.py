@@ -9,7 +9,10 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
+    Gemma4VisionConfig,
     LlamaConfig,
 )
 
@@ -346,6 +349,23 @@ def test_what_makes_no_keys_of_values_is_refused_by_name(model):
     run(model, cache, IDS[:, :10], sizes=(10,))
     with pytest.raises(GeometryError, match="batch 1, but the cache holds 2"):
         run(model, cache, IDS[:1, 10:12], 10, (2,))
+
+
+def test_a_tower_for_images_has_a_rope_of_its_own():
+    text = gemma4_k_eq_v(SIZES, "sliding", "full", "full")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+    tower = Gemma4VisionConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    config = Gemma4Config(
+        text_config=text.to_dict(), vision_config=tower.to_dict(), audio_config=None
+    )
+    torch.manual_seed(0)
+    model = Gemma4ForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    cache = CompressedCache(model, "none", k_eq_v=True)
+    wanted, got = (
+        run(model, x, IDS[:, :60], sizes=(30, 1, 29))
+        for x in (DynamicCache(config=model.config), cache)
+    )
+    assert torch.equal(got, wanted) and not any(layer.apart for layer in value_layers(cache))
 
 
 def test_sizes_count_values_alone():

@@ -374,12 +374,15 @@ def key_makers(model: Any, layers: Sequence[int]) -> dict[int, KeyMaker]:
         raise SpecError("k_eq_v=True makes keys by a model's weights: give the model, no config")
     config = model.config.get_text_config(decoder=True)
     kinds = dict(enumerate(getattr(config, "layer_types", None) or []))
-    alone, found = attentions_without_values(model), {}
-    rotary = next((m for _, m in modules_named(model, "rotary_emb") if _turns(m)), None)
-    for layer in alone.keys() & set(layers) if rotary is not None else ():
-        kind = kinds.get(layer)
-        kind = kind if hasattr(rotary, f"{kind}_inv_freq") else None
-        found[layer] = KeyMaker(ref(alone[layer]), ref(rotary), kind)
+    found = {}
+    for decoder, rotary in modules_named(model, "rotary_emb"):  # a tower for images has its own
+        if not any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False)):
+            continue
+        alone = attentions_without_values(decoder)
+        for layer in alone.keys() & set(layers):
+            kind = kinds.get(layer)
+            kind = kind if hasattr(rotary, f"{kind}_inv_freq") else None
+            found[layer] = KeyMaker(ref(alone[layer]), ref(rotary), kind)
     if not found:
         raise SpecError(
             "k_eq_v=True: no layer of this model makes keys of its values; leave k_eq_v out"
@@ -390,7 +393,3 @@ def key_makers(model: Any, layers: Sequence[int]) -> dict[int, KeyMaker]:
             "keys have to be held; leave k_eq_v out"
         )
     return found
-
-
-def _turns(rotary: Any) -> bool:
-    return any(name.endswith("inv_freq") for name, _ in rotary.named_buffers(recurse=False))
