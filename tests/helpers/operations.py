@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import NAMES, tiny_model
+from tiny_models import NAMES as MODELS
+from tiny_models import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -27,6 +28,9 @@ from kvpact.spec import DEFAULT_SPEC
 from kvpact.stores import MemoryStore
 
 PATH = Path(__file__).parents[2] / "docs" / "kvpact_pages" / "operations.json"
+PACKED = " sliding="
+NAMES = [*MODELS, *(x + PACKED for x in ("gemma3", "gemma4_text", "gpt_oss", "lfm3"))]
+"""Models, and some of them whose layers with sliding attention are packed, too."""
 WINDOW, CHUNK = 16, 32
 _IDS = torch.randint(3, 128, (3, 140), generator=torch.Generator().manual_seed(7))
 _GREEDY = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -39,7 +43,8 @@ class _Wrong(Exception):
 def _cache(model: Any, spec: str = "none") -> CompressedCache:
     """Return an empty cache; of values alone where keys are made of them."""
     alone = getattr(model.config, "attention_k_eq_v", False)
-    return CompressedCache(model, spec, k_eq_v=alone)
+    packed = spec if spec == "none" else "int:bits=8,window=0"
+    return CompressedCache(model, spec, k_eq_v=alone, sliding=packed if model.sliding else None)
 
 
 def _run(model: Any, cache: Any, ids: Tensor, begin: int = 0) -> Tensor:
@@ -202,7 +207,8 @@ OPERATIONS: dict[str, Callable[[Any], None]] = {
 
 def outcome(name: str, operation: str) -> str:
     """Return ``right``, ``wrong``, ``refused: …``, or ``-`` where the model has no logits."""
-    model = tiny_model(name)
+    model = tiny_model(name.removesuffix(PACKED))
+    model.sliding = name.endswith(PACKED)
     if operation in ("padding", "beams", "turns") and not hasattr(model, "generate"):
         return "-"
     register_attention()
