@@ -54,7 +54,8 @@ def test_verify(saved, tmp_path):
     assert "No such file" in bad("snapshot", "verify", tmp_path / "none")
 
 
-def test_a_model_with_windows_goes_on_as_generate_does(tmp_path):
+@pytest.mark.parametrize("more", [(), ("--sliding", "int:bits=8,window=0")])
+def test_a_model_with_windows_goes_on_as_generate_does(tmp_path, more):
     """Its last token can't be taken back: it is computed when the snapshot is restored."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 128, "eos_token_id": None}
@@ -66,10 +67,13 @@ def test_a_model_with_windows_goes_on_as_generate_does(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text('default = "int:bits=8"\n[layers]\n3 = "fp8"\n')
     options = ("--model", tmp_path, "--max-new-tokens", 12)
-    passed("snapshot", "save", tmp_path / "a", TEXT, "--spec", recipe, "--model", tmp_path)
+    given = ("--spec", recipe, "--model", tmp_path, *more)
+    passed("snapshot", "save", tmp_path / "a", TEXT, *given)
     assert Snapshot.load(tmp_path / "a").tokens == len(TEXT) - 1
     on = passed("snapshot", "restore", tmp_path / "a", *options).stdout
-    whole = passed("generate", TEXT, "--spec", recipe, *options).stdout
+    whole = passed("generate", TEXT, "--spec", recipe, *options, *more).stdout
+    names = {record.name for record in Snapshot.load(tmp_path / "a").records()}
+    assert names == ({"packed_ring"} if more else {"keys", "values"})
     assert len(on) > 6 and whole.startswith(on)
 
 

@@ -264,3 +264,20 @@ def kvpact_attention(model, k, v):
 
     module, q = model.model.layers[0].self_attn, torch.zeros(1, 4, 60, 16)
     attention_forward(module, q, k, v, None, scaling=1.0)
+
+
+def test_an_evaluation_names_the_spec_of_windows(model):
+    from kvpact.evaluate import Candidate, evaluate
+
+    with pytest.raises(SpecError, match="treli"):
+        Candidate("none", sliding="treli:bits=4").sliding_spec()
+    candidates = [
+        Candidate("int:bits=8", sliding=PACKED),
+        Candidate("int:bits=8", packed_only=True, sliding="int:bits=4,window=8"),
+    ]
+    result = evaluate(model, IDS[0], candidates, chunk=50)
+    one, other = [row for row in result.rows if row.spec != "none"]
+    assert one.spec == f"int:bits=8 sliding={PACKED}" and 0 < one.kl_mean < other.kl_mean
+    assert (one.layers_compressed, one.layers_native) == (3, 0)
+    line = "CompressedCache(model, 'int:bits=8', sliding='int:bits=4,window=8')"
+    assert line in result.answer  # the smaller one

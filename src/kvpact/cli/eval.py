@@ -49,6 +49,7 @@ def evaluate_command(
         help="Evaluate each spec as given, with sinks=0,window=0, and packed only.",
     ),
     calibration: Path | None = options.CALIBRATION,
+    sliding: str | None = options.SLIDING,
     verbose: bool = options.VERBOSE,
     dtype: str = options.DTYPE,
     threads: int | None = options.THREADS,
@@ -61,7 +62,9 @@ def evaluate_command(
     from kvpact.cli.eval_run import RunPlan, candidates_of, run
     from kvpact.evaluate.files import report_data
 
-    candidates = candidates_of(specs, packed_only=packed_only, ablation=ablation)
+    candidates = candidates_of(specs, sliding, packed_only=packed_only, ablation=ablation)
+    if sliding is not None and against in specs:
+        against = f"{against} sliding={sliding}"  # as its row is called
     if against is not None and against not in ("none", *(c.label for c in candidates)):
         raise InputError(f"--against {against} is not among the specs; take one of them, or none")
     if free_running_steps < 0:

@@ -89,20 +89,22 @@ def run(
     return results, files
 
 
-def candidates_of(specs: list[str], *, packed_only: bool, ablation: bool) -> list[Candidate]:
+def candidates_of(
+    specs: list[str], sliding: str | None = None, *, packed_only: bool, ablation: bool
+) -> list[Candidate]:
     """Return the candidates of the command line, checked before anything is loaded."""
     candidates = []
     for spec in dict.fromkeys(specs):
         candidate = Candidate(spec, packed_only)
         if ablation and candidate.is_recipe:
             raise inputs.InputError(f"--ablation takes specs, and {spec} is a recipe")
-        inputs.candidate_of(spec)
+        inputs.candidate_of(spec, sliding)
         if ablation and spec != "none":
             bare = parse_spec(spec).with_options(sinks=0, window=0)
             candidates += [Candidate(spec), Candidate(bare), Candidate(spec, True)]
         else:
             candidates.append(candidate)
-    return candidates
+    return [replace(candidate, sliding=sliding) for candidate in candidates]
 
 
 def known_cautions(specs: Sequence[str], network: Any) -> list[str]:

@@ -73,6 +73,7 @@ def generate(
     prompt: str | None = typer.Argument(None, help="Text to continue."),
     file: Path | None = options.FILE,
     spec: str = options.SPEC,
+    sliding: str | None = options.SLIDING,
     model: str = options.MODEL,
     max_new_tokens: int = options.NEW_TOKENS,
     temperature: float = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy."),
@@ -103,7 +104,7 @@ def generate(
 
     if storage is not None and prefix_store is None:
         raise InputError("--storage goes with --prefix-store")
-    candidate, text = candidate_of(spec), prompt_text(file, prompt, "continue")
+    candidate, text = candidate_of(spec, sliding), prompt_text(file, prompt, "continue")
     if prefix_store is not None and calibration is None:
         _require_shareable(candidate)
     loaded = (model, dtype, threads)

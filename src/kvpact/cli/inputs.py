@@ -106,11 +106,12 @@ def require(*packages: str, extra: str) -> None:
         raise BackendUnavailable(f"{names} not installed; pip install 'kvpact[{extra}]'")
 
 
-def candidate_of(spec: str) -> Candidate:
+def candidate_of(spec: str, sliding: str | None = None) -> Candidate:
     """Return a spec or recipe; a bad spec is told now, before a model is loaded."""
     from kvpact.evaluate import Candidate
 
-    candidate = Candidate(spec)
+    candidate = Candidate(spec, sliding=sliding)
+    candidate.sliding_spec()
     if candidate.is_recipe:
         load_recipe(spec)
     else:

@@ -55,6 +55,11 @@ MODEL_ARGUMENT = typer.Argument(
 DTYPE = typer.Option("float32", help="float32, bfloat16 or float16.", autocompletion=complete_dtype)
 THREADS = optional("CPU threads; torch's default if omitted.")
 SPEC = typer.Option(DEFAULT_SPEC, help="Spec or recipe of the cache.", autocompletion=complete_spec)
+SLIDING = optional(
+    metavar="SPEC",
+    help="Pack layers with sliding attention, too, by this spec; they stay exact if omitted.",
+    autocompletion=complete_spec,
+)
 STORAGE_SPEC = optional(
     metavar="SPEC",
     help="Store by this spec instead, such as pca:bits=1.5 (with --calibration).",

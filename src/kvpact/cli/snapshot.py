@@ -28,6 +28,7 @@ def save(
     prompt: str | None = typer.Argument(None, help="Text to run through the model."),
     file: Path | None = options.FILE,
     spec: str = options.SPEC,
+    sliding: str | None = options.SLIDING,
     model: str = options.MODEL,
     storage: str | None = options.STORAGE_SPEC,
     calibration: Path | None = options.CALIBRATION,
@@ -42,8 +43,9 @@ def save(
     import torch
 
     from kvpact.cache import recode
+    from kvpact.integrations.transformers.packed_rings import PACKED_RING
 
-    candidate = inputs.candidate_of(spec)
+    candidate = inputs.candidate_of(spec, sliding)
     inputs.check_parent(out)
     text = inputs.prompt_text(file, prompt, "hold")
     given = inputs.prompted(candidate, text, (model, dtype, threads), calibration)
@@ -61,7 +63,9 @@ def save(
     if storage is not None:
         held = recode(held, storage, calibration=known, device=network.device)
     held.save(out)
-    numbers = sum(prod(record.shape) for record in held.manifest.records)
+    # What is packed of windows is among the values.
+    others = (x for x in held.manifest.records if x.name != PACKED_RING)
+    numbers = sum(prod(record.shape) for record in others)
     exact = (cache.stats()["values"] + numbers) * 2
     if as_json:
         sizes = {"tokens": held.tokens, "bytes": held.nbytes, "exact_bytes_fp16": exact}
@@ -143,6 +147,7 @@ def restore(
     from kvpact.cache import recode
     from kvpact.evaluate import Candidate, compressed_cache
     from kvpact.integrations.transformers import key_offsets
+    from kvpact.integrations.transformers.packed_rings import ring_spec
     from kvpact.snapshot import Snapshot
 
     held = Snapshot.load(path)
@@ -155,7 +160,8 @@ def restore(
     # Snapshots from before key offsets go on without them.
     offsets = spec is not None or held.manifest.version > 1
     known = inputs.load_calibration(calibration, network)
-    candidate = Candidate(spec or _recipe(held, network), calibration=known)
+    rings = ring_spec(held)
+    candidate = Candidate(spec or _recipe(held, network), calibration=known, sliding=rings)
     cache = compressed_cache(network, candidate, offsets)
     if spec is not None:
         bias, device = key_offsets(network), network.device

@@ -10,7 +10,7 @@ from pathlib import PurePath
 from kvpact.calibration import Calibration
 from kvpact.errors import KVPactError
 from kvpact.recipe import SpecLike, is_recipe, layer_specs
-from kvpact.spec import Spec
+from kvpact.spec import Spec, parse_spec
 
 Progress = Callable[[float, float, str], None]
 """Called as ``progress(done, total, what)`` after each step; in proportion to time."""
@@ -32,11 +32,14 @@ class Candidate:
         No exact sinks, no window, and new tokens attend to one another as stored, too.
     calibration : Calibration, optional
         What methods that learn learnt of the model; without it they learn from the text.
+    sliding : str or Spec, optional
+        What layers with sliding attention are packed by; they stay exact if omitted.
     """
 
     source: SpecLike
     packed_only: bool = False
     calibration: Calibration | None = field(default=None, compare=False, repr=False)
+    sliding: str | Spec | None = None
 
     @property
     def is_recipe(self) -> bool:
@@ -49,7 +52,8 @@ class Candidate:
         if isinstance(self.source, Mapping):
             return "recipe"
         text = str(self.source).strip()
-        return PurePath(text).name if self.is_recipe else text
+        text = PurePath(text).name if self.is_recipe else text
+        return text if self.sliding is None else f"{text} sliding={self.sliding}"
 
     def layers(self, num_layers: int) -> list[Spec]:
         """Return the spec of every layer as it is evaluated.
@@ -60,6 +64,13 @@ class Candidate:
         if self.packed_only:
             return [spec.with_options(sinks=0, window=0) for spec in specs]
         return specs
+
+    def sliding_spec(self) -> Spec | None:
+        """Return the spec of layers with sliding attention as it is evaluated."""
+        if self.sliding is None:
+            return None
+        spec = parse_spec(self.sliding)
+        return spec.with_options(sinks=0, window=0) if self.packed_only else spec
 
     def spec_for_cache(self, num_layers: int) -> SpecLike:
         """Return what `CompressedCache` is to be built with."""

@@ -45,6 +45,7 @@ def compressed_cache(model: PreTrainedModel, candidate: Candidate, offsets: bool
         exact_new=not candidate.packed_only,
         key_offsets="auto" if offsets else None,
         calibration=candidate.calibration,
+        sliding=candidate.sliding_spec(),
     )
 
 

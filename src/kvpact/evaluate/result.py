@@ -54,7 +54,9 @@ class EvalResult:
         least = min(rows, key=lambda row: row.kl_mean)
         row = min(good or [least], key=lambda row: row.bytes + row.native_bytes)
         told = ", ".join((verdict_of(row.kl_mean), *self._told(row)))
-        return f"{row_name(row)}: {told}; write CompressedCache(model, {row.spec!r})"
+        spec, _, sliding = row.spec.partition(" sliding=")
+        more = f", sliding={sliding!r}" if sliding else ""
+        return f"{row_name(row)}: {told}; write CompressedCache(model, {spec!r}{more})"
 
     @staticmethod
     def _told(row: EvalRow) -> tuple[str, str]:

@@ -24,6 +24,7 @@ from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.shared import SharedState
 from kvpact.snapshot import RecordState, Snapshot
 from kvpact.snapshot.parts import stack_rows
+from kvpact.spec import Spec
 
 PACKED_RING = "packed_ring"
 _LENGTH = 8
@@ -51,6 +52,12 @@ def _rows(tensor: Tensor) -> list[Snapshot]:
             raise FormatError("the snapshot's packed ring is longer than its bytes, or shorter")
         rows.append(Snapshot.from_bytes(data[_LENGTH:end]))
     return rows
+
+
+def ring_spec(snapshot: Snapshot) -> Spec | None:
+    """Return what windows in a snapshot are packed by; None where none is."""
+    found = (x.tensor for x in snapshot.records() if x.name == PACKED_RING)
+    return next((Spec.from_json(_rows(x)[0].manifest.layers[0].spec) for x in found), None)
 
 
 @detached
