@@ -18,6 +18,7 @@ SHAPE = {
     "count": int, "kind": str, "compressed": bool, "heads": int, "key_dim": int, "value_dim": int,
     "latent": bool, "limit": (int, NONE), "state_bytes": int, "index_width": int, "rate": int,
     "window_width": int, "buffer_width": int,
+    "k_eq_v": bool, "made": bool, "sliding": (str, NONE),
 }  # fmt: skip
 BITS = [{"width": int, "k": float, "v": float}]
 ROW = {

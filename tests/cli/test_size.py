@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import bad, good
+from tiny_configs import SIZES, gemma3
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -156,6 +157,22 @@ def test_size_of_a_model_is_what_its_cache_holds(name, tmp_path):
         assert row["own"] == sum(held_by(layer) for layer in cache.layers)
         assert row["total"] == row["compressed"] + row["own"] == cache.memory_usage()
     assert sum(layer["count"] for layer in document["layers"]) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("sliding", ["int:bits=8", "kivi:bits=4,group=64", "trellis:bits=4"])
+@pytest.mark.parametrize("tokens", [60, 200, 1000])
+def test_size_of_packed_windows_is_what_they_hold(sliding, tokens, tmp_path):
+    torch.manual_seed(0)
+    kinds = "sliding", "full", "sliding"
+    config = gemma3({**SIZES, "max_position_embeddings": 2048}, *kinds, sliding_window=130)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    cache = CompressedCache(model, "int:bits=8", sliding=sliding)
+    with torch.no_grad():
+        model(torch.arange(2 * tokens).view(2, -1) % 128, past_key_values=cache)
+    args = ("--tokens", tokens, "--batch", 2, "--dtype", "float32", "--sliding", sliding)
+    (row,) = json.loads(good("size", tmp_path, "int:bits=8", *args, "--json"))["rows"]
+    assert row["total"] == cache.memory_usage()
 
 
 def test_a_config_file_is_a_model(tmp_path):

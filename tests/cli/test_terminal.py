@@ -75,7 +75,7 @@ for words in (["--help"], ["size", "--help"], ["store", "gc", "--help"]):
     except SystemExit: pass
 layer = {"count": 30, "kind": "full_attention", "compressed": True, "heads": 3, "key_dim": 64,
          "value_dim": 64, "latent": False, "limit": None, "index_width": 0, "state_bytes": 0,
-         "rate": 1, "window_width": 0, "buffer_width": 0}
+         "rate": 1, "window_width": 0, "buffer_width": 0, "sliding": None}
 row = {"spec": "turboquant:bits=3,center=64", "tokens": 4096, "slots": 123456789, "factors": 0,
        "sinks": 123456, "window": 987654, "unused": 123456, "compressed": 124, "own": 222333444,
        "total": 346913687, "exact": 999888777, "bits_per_value": 3.1234}

@@ -49,6 +49,7 @@ def size(
     k_eq_v: bool = typer.Option(
         False, "--k-eq-v", help="Values alone where keys are made of them (Gemma 4's full layers)."
     ),
+    sliding: str | None = options.SLIDING,
     as_json: bool = options.JSON,
 ) -> None:
     """Print the bytes that caches of a model take; no weights are loaded.
@@ -75,7 +76,8 @@ def size(
         CacheGeometry(layers or 0, kv_heads or 0, head_dim or 0, v_head_dim) if by_number else None
     )
     specs = list(dict.fromkeys(words if shape else words[1:])) or sizes.SPECS
-    found = sizes.size(shape or words[0], specs, lengths, batch=batch, dtype=dtype, k_eq_v=k_eq_v)
+    more = {"batch": batch, "dtype": dtype, "k_eq_v": k_eq_v, "sliding": sliding}
+    found = sizes.size(shape or words[0], specs, lengths, **more)  # type: ignore[arg-type]
     if as_json:
         print_document("size", **asdict(found))
     else:
@@ -161,7 +163,7 @@ def _show_bars(console: Console, rows: list[dict[str, Any]], batch: int) -> None
                 seen[name] = ascii_block if plain else block
         line.append(f" {size_text(row['total'])}")
         console.print(line, no_wrap=True, crop=False, overflow="ignore")
-    names = {"packed": "packed", "exact": "exact tokens", "own": "layers that stay as they are"}
+    names = {"packed": "packed", "exact": "exact tokens", "own": "other layers"}
     legend = ", ".join(f"{block} {names[name]}" for name, block in seen.items())
     legend = f": {legend}" if len(seen) > 1 else ""
     tokens = tokens_text(rows[0]["tokens"])
@@ -205,4 +207,5 @@ def _layer_text(layer: dict[str, Any]) -> str:
     if layer["state_bytes"]:
         parts.append(f"states of {size_text(layer['state_bytes'])}")
     held = ", ".join(parts) or "holds nothing"
-    return f"{kind}: {held}{'' if layer['compressed'] else '; not compressed'}"
+    packed = f"; packed by {layer['sliding']}" if layer["sliding"] else "; not compressed"
+    return f"{kind}: {held}{'' if layer['compressed'] else packed}"

@@ -16,7 +16,8 @@ class LayerShape(NamedTuple):
     `kind`: as transformers names it; `compressed`: whether its K and V are; `latent`: K is a latent
     and V the rotated part of the key; `limit`: tokens kept at most; `state_bytes`: of one sequence,
     however long; `index_width`: numbers per token beside K and V, of indexers; `k_eq_v`: whether
-    keys are made of values, and `made`: whether they are not held.
+    keys are made of values, and `made`: whether they are not held; `sliding`: what its window is
+    packed by, if it is.
 
     Where the model makes entries of `rate` tokens each, K and the index are of entries, and there
     are `window_width` numbers per token of the window, `buffer_width` of a token in no entry yet.
@@ -36,6 +37,7 @@ class LayerShape(NamedTuple):
     buffer_width: int = 0
     k_eq_v: bool = False
     made: bool = False
+    sliding: str | None = None
 
     def geometry(self, dtype: torch.dtype) -> CacheGeometry:
         """Return the geometry of a cache of this layer alone."""
@@ -47,8 +49,12 @@ class LayerShape(NamedTuple):
         """Return the bytes that are held of the layer beside compressed K and V.
 
         `packed`: whether keys of an index are 8-bit integers, all but the last 64 tokens' at least,
-        with a scale of four bytes per channel over 64 tokens.
+        with a scale of four bytes per channel over 64 tokens, and whether its window is packed.
         """
+        if self.sliding is not None and packed:
+            from kvpact.integrations.packed_windows import window_bytes
+
+            return window_bytes(self, tokens, batch, itemsize)
         kept = tokens if self.limit is None else min(tokens, self.limit)
         entries, rest = divmod(tokens, self.rate)
         width = self.heads * (self.key_dim + self.value_dim)

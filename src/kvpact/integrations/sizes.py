@@ -132,6 +132,7 @@ def size(
     batch: int = 1,
     dtype: str | None = None,
     k_eq_v: bool = False,
+    sliding: str | Spec | None = None,
 ) -> SizeResult:
     """Return the bytes that caches of a model take; no weights are loaded.
 
@@ -151,6 +152,8 @@ def size(
         wider.
     k_eq_v : bool
         Of caches that hold values alone where keys are made of them (see `CompressedCache`).
+    sliding : str or Spec, optional
+        Of caches whose layers with sliding attention are packed by this spec; among ``own``.
 
     Raises
     ------
@@ -171,6 +174,10 @@ def size(
     lengths = list(dict.fromkeys(map(length_of, told)))
     held = layers_of(model, dtype)
     held = values_alone(held) if k_eq_v else held
+    if sliding is not None:
+        from kvpact.integrations.packed_windows import with_packed_windows
+
+        held = replace(held, shapes=with_packed_windows(held.shapes, sliding))
     return SizeResult(
         model=str(model) if isinstance(model, str | PathLike) else None,
         positions=held.positions,
@@ -332,7 +339,7 @@ def planned(spec: SpecLike, layers: Layers, tokens: int, batch: int) -> dict[str
     given = tokens, batch, layers.itemsize
     exact_own = sum(shape.own_bytes(*given) for shape in layers.shapes)
     both = zip(layers.shapes, packed, strict=True)
-    own = sum(shape.own_bytes(*given, packed=x) for shape, x in both)
+    own = sum(x.own_bytes(*given, packed=coded or x.sliding is not None) for x, coded in both)
     return {
         **found,
         "compressed": compressed,
