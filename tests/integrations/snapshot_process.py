@@ -68,7 +68,8 @@ def paged(net, name: str, snapshot: Snapshot | None, folder: Path):
 @torch.no_grad()
 def of_kinds(net, name: str, snapshot: Snapshot | None, folder: Path):
     net = model(KINDS[name]({**SIZES, "vocab_size": 128, "pad_token_id": 0}))
-    cache = CompressedCache(net.config, "trellis:bits=4")
+    packed = "trellis:bits=4,window=8" if name == "gemma3" else None
+    cache = CompressedCache(net.config, "trellis:bits=4", sliding=packed)
     if snapshot is None:
         net(PROMPT, past_key_values=cache)
         cache.snapshot().save(folder / f"{name}.of_kinds")

@@ -74,7 +74,12 @@ def test_tokens_behind_the_window_are_given_back(model):
     before = cache.nbytes
     assert cache.stats()["bytes"]["total"] == cache.memory_usage() == before
     assert cache.stats()["layers"] == {"compressed": 3, "native": 0}
-    assert "200 tokens" in repr(cache)
+    exact = DynamicCache(config=model.config)
+    run(model, exact, [IDS[:1]])
+    whole = sum(x.keys.nbytes + x.values.nbytes for x in exact.layers)
+    assert "200 tokens" in repr(cache) and cache.saved == pytest.approx(
+        1 - before / whole, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("spec", [PACKED, "kivi:bits=4,window=8"])
@@ -185,6 +190,21 @@ def test_rollbacks_go_as_far_as_the_window_is_held(model):
     assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
     cache.reset()
     assert told(cache) == [(0, 0)] * 2
+
+
+def test_a_rollback_makes_layers_equal_again_which_a_failed_call_left_unlike(model):
+    cache, broken = CompressedCache(model, "none", sliding="none"), model.model.layers[2]
+    run(model, cache, [IDS[:, :90]])
+    hook = broken.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(model, cache, [IDS[:, 90:95]])
+    hook.remove()
+    assert [end for _, end in told(cache)] == [95, 90]
+    cache.crop(-5)
+    assert cache.tokens() == 90
+    never = CompressedCache(model, "none", sliding="none")
+    got, wanted = run(model, cache, [IDS[:, 90:120]]), run(model, never, [IDS[:, :120]])[:, 90:]
+    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
 def test_assisted_generation_is_greedy_generation(model, greedy):

@@ -348,7 +348,12 @@ class CompressedCache(EngineCache):
 
     def _summary(self) -> Summary:
         rings = self._rings  # what waits is counted and not stored: repr changes nothing
-        parts = [cache._summary() for cache in [*self._shared.caches(), *rings.caches()]]
+        parts = [cache._summary() for cache in self._shared.caches()]
+        for part in (
+            cache._summary() for cache in rings.caches()
+        ):  # exact ones are as long as seen
+            kept = min((rings.window or 1) - 1, part.tokens)
+            parts.append(part._replace(exact=part.exact * kept // max(part.tokens, 1)))
         waiting = [x for x in [*self._shared.waiting, *rings.waiting] if x is not None]
         more = sum(x.k.nbytes + x.v.nbytes for x in waiting)
         more += self._own_bytes()
