@@ -69,6 +69,9 @@ class AttendConfig:
     exact_new : bool
         The tokens of this call are attended as given (True), or as they are stored (False: the
         harsher way of measuring a codec).
+    sparse : bool
+        `mask` lets few tokens through (an index chose them): attention may read these alone, which
+        is quicker. The result is the same but for rounding.
 
     Raises
     ------
@@ -94,12 +97,13 @@ class AttendConfig:
     padding: Tensor | None = None
     exact_new: bool = True
     origin: Tensor | None = None
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         for name in ("sink_logits", "mask", "padding", "origin"):
             if getattr(self, name) is not None:
                 check_dense(name, getattr(self, name))
-        for name in ("is_causal", "exact_new"):
+        for name in ("is_causal", "exact_new", "sparse"):
             if type(getattr(self, name)) is not bool:
                 raise DtypeError(f"{name} should be True or False, not {getattr(self, name)!r}")
         for name in ("sliding_window", "n_kv_groups"):

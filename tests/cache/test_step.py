@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpact import AttendConfig, CacheGeometry, create_cache
-from kvpact.cache.segments import ListSource
+from kvpact.kernels import ListSource
 
 
 class Lock:

@@ -196,9 +196,7 @@ def minimax_m3(sizes, **more):
         layer_types=["full_attention", "minimax_m3_sparse", "full_attention"],
         mlp_layer_types=["dense"] * 3,
         index_n_heads=2,
-        index_head_dim=16,
-        index_block_size=8,
-        **{"index_topk_blocks": 3, **more},
+        **{"index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3, **more},
     )
 
 

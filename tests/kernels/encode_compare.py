@@ -12,8 +12,8 @@ from matrix import TRELLISES
 from matrix import UNTREATED as _PLAIN
 
 from kvpact import parse_spec
-from kvpact.cache.segments import ListSource
 from kvpact.errors import GeometryError
+from kvpact.kernels import ListSource
 from kvpact.kernels.cpu import library
 from kvpact.kernels.cpu.backend import CPU
 from kvpact.kernels.cpu.encode import CpuEncoder

@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import repeat
-from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpact.kernels import Segment, Where, WritableSource
+from kvpact.kernels import ListSource, Segment, WritableSource
 from kvpact.methods import Codec
 from kvpact.units import segment_tokens
 
@@ -74,30 +72,6 @@ def clear_segment(codec: Codec, segment: Segment, start: int) -> None:
     """Zero what a segment holds of its tokens from `start` on."""
     for field in codec.fields:
         field.clear_from(segment[field.name], start)
-
-
-class ListSource:
-    """Reads segments by joining them. `segments`: field -> `[B, H, units, …]` each."""
-
-    def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
-        self._segments, self.segment_tokens = segments, segment_tokens
-        self._where: dict[str, Where | None] = {}
-        self.prepared: dict[str, Any] = {}
-
-    def segment(self, index: int) -> Segment:
-        """Return a segment."""
-        return self._segments[index]
-
-    def gather(self, name: str, first: int, last: int) -> Tensor:
-        """Return a field's units of the segments `first <= i < last`."""
-        parts = [segment[name] for segment in self._segments[first:last]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def where(self, name: str) -> Where | None:
-        """Return where a field's segments lie."""
-        if name not in self._where:
-            self._where[name] = Where.of_segments(list(map(itemgetter(name), self._segments)))
-        return self._where[name]
 
 
 class SegmentList(ListSource, SegmentStore):

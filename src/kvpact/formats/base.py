@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from math import prod
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ from torch import Tensor
 FORMAT_VERSION = 1
 Order = Literal["token", "channel"]
 """What a word of codes holds: channels of a token (K), or tokens of a channel (V)."""
+
+
+class Places(NamedTuple):
+    """Where a unit of storage has the bytes of each of its tokens.
+
+    Token i is `pieces` pieces of `size` bytes, `step` bytes apart, of which the first lies at
+    `first[i]`.
+    """
+
+    first: tuple[int, ...]
+    pieces: int
+    step: int
+    size: int
 
 
 class Field(ABC):
@@ -48,6 +61,11 @@ class Field(ABC):
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Shape of one unit."""
+
+    @property
+    def places(self) -> Places | None:
+        """Where the tokens of a unit lie; None where some share a byte, or what is stored."""
+        return None
 
     @property
     def bytes_per_token(self) -> float:

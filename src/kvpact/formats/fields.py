@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvpact.formats.base import Field, Order
+from kvpact.formats.base import Field, Order, Places
 from kvpact.formats.bitpack import (
     Blocks,
     block_words,
@@ -71,6 +71,17 @@ class CodesField(Field):
             return (2, block_words(self._blocks), HALF)
         return (self.bits, self.dim)
 
+    @cached_property
+    def places(self) -> Places | None:
+        """Words of a token lie 16 apart; of a channel's codes, those of 8 bits are bytes."""
+        if self.order == "token":
+            _, words, _ = self.shape
+            first = (i // HALF * words * HALF * 4 + i % HALF * 4 for i in range(TILE))
+            return Places(tuple(first), words, HALF * 4, 4)
+        if self.bits != 8:
+            return None
+        return Places(tuple(i // 4 * self.dim * 4 + i % 4 for i in range(TILE)), self.dim, 4, 1)
+
     @property
     def _blocks(self) -> Blocks:
         return self.blocks or ((self.dim, self.bits),)
@@ -130,6 +141,12 @@ class TokenField(Field):
     def shape(self) -> tuple[int, ...]:
         """Tokens lie side by side."""
         return (self.count, TILE)
+
+    @cached_property
+    def places(self) -> Places:
+        """Numbers of a token lie a tile apart."""
+        size = self.dtype.itemsize
+        return Places(tuple(i * size for i in range(TILE)), self.count, TILE * size, size)
 
     def write(self, storage: Tensor, start: int, values: Tensor) -> None:
         """Copy the numbers into place."""

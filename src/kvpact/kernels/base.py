@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvpact.contract import AttendConfig
 from kvpact.errors import DtypeError, GeometryError
-from kvpact.kernels.sources import SegmentSource, WritableSource
+from kvpact.kernels.sources import Pick, SegmentSource, WritableSource, copy_slots
 from kvpact.kernels.views import LayerView
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -332,6 +332,10 @@ class Backend(Protocol):
         `calls`: checked; their queries have `H_q`, `q_len`, `D` and dtype in common. Returns
         `[sum of B, H_q, q_len, D_v]` in q's dtype; a query that may see no token gets zeros.
         """
+
+    def copy_slots(self, source: SegmentSource, pick: Pick, out: Tensor) -> None:
+        """Copy items of slots, which lie apart, into storage of zeros, where they lie together."""
+        copy_slots(source, pick, out)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> StepRunner | None:
         """Return what carries out steps like `call` at once; None where there is no such thing.

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 from weakref import ref
 
@@ -21,6 +22,7 @@ from kvpact.arithmetic import saturated
 from kvpact.errors import BackendUnavailable
 from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, StepRunner
 from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.gather import chosen_calls
 from kvpact.kernels.torch.attend import attend
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.kernels.torch.latent import KeyMaking
@@ -299,6 +301,10 @@ class Plan:
         """Attend: `[sum of B, H_q, q_len, D_v]`; see `Backend.attend`."""
         for call in calls:
             check_call(call)
+        if any(call.config.sparse for call in calls) and not self.compute.deferred:
+            output = self._attend_chosen(calls)
+            if output is not None:
+                return output
         backend, name = self._attend, self._name
         if calls[0].view is None and (len(calls) == 1 or all(call.view is None for call in calls)):
             backend = self._for_new(calls[0])
@@ -314,6 +320,21 @@ class Plan:
         check_call(call)
         self.compute.counts.add("torch: keys are made of values", attend=1)
         return attend(call, (self.v.decode, keys))
+
+    def _attend_chosen(self, calls: Sequence[AttendCall]) -> Tensor | None:
+        """Attend to the tokens alone that masks let through; None where no mask is so sparse."""
+        chosen = [chosen_calls(call, self._attend.copy_slots) for call in calls]
+        if not any(chosen):
+            return None
+        outputs = []
+        for call, few in zip(calls, chosen, strict=True):
+            if few:
+                self.compute.counts.add(f"{self._name}, of chosen tokens", attend=1)
+                outputs.append(self._attend.attend(few).view(*call.q.shape[:3], -1))
+            else:
+                whole = call._replace(config=replace(call.config, sparse=False))
+                outputs.append(self.attend((whole,)))
+        return torch.cat(outputs)
 
     def _for_new(self, call: AttendCall) -> Backend:
         """Return who attends over a prompt without a past, whatever the codecs are."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from kvpact.formats import Field
+from kvpact.formats.base import Places
 
 Segment = dict[str, Tensor]
 """Storage of consecutive tokens by field name: `[B, H, units, …]` each."""
@@ -65,3 +70,68 @@ class WritableSource(SegmentSource, Protocol):
 
     def segment(self, index: int) -> Segment:
         """Return a segment."""
+
+
+class ListSource:
+    """Reads segments by joining them. `segments`: field -> `[B, H, units, …]` each."""
+
+    def __init__(self, segments: tuple[Segment, ...], segment_tokens: int) -> None:
+        self._segments, self.segment_tokens = segments, segment_tokens
+        self._where: dict[str, Where | None] = {}
+        self.prepared: dict[str, Any] = {}
+
+    def segment(self, index: int) -> Segment:
+        """Return a segment."""
+        return self._segments[index]
+
+    def gather(self, name: str, first: int, last: int) -> Tensor:
+        """Return a field's units of the segments `first <= i < last`."""
+        parts = [segment[name] for segment in self._segments[first:last]]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def where(self, name: str) -> Where | None:
+        """Return where a field's segments lie."""
+        if name not in self._where:
+            self._where[name] = Where.of_segments(list(map(itemgetter(name), self._segments)))
+        return self._where[name]
+
+
+class Pick:
+    """Which parts of one field's units are copied, for a row and some heads.
+
+    - `items`: `[n]` int64, ascending: tokens, counted from the stream's first; or whole units.
+    - `inside`: items in a unit. `places`: where these lie in it.
+    """
+
+    def __init__(self, field: Field, row: int, heads: slice, items: Tensor, units: bool) -> None:
+        self.field, self.row, self.heads, self.items = field, row, heads, items
+        size = field.dtype.itemsize * torch.Size(field.shape).numel()
+        places = None if units else field.places
+        self.places = places or Places((0,), 1, size, size)
+        self.inside, self.unit = len(self.places.first), size
+
+    def new(self, device: torch.device) -> Tensor:
+        """Return zeroed storage for the items, `[1, heads, units, …]`."""
+        heads, units = self.heads.stop - self.heads.start, -(-len(self.items) // self.inside)
+        shape = 1, heads, units, *self.field.shape
+        return torch.zeros(shape, dtype=self.field.dtype, device=device)
+
+
+def copy_slots(source: SegmentSource, pick: Pick, out: Tensor) -> None:
+    """Copy in torch."""
+    places, inside = pick.places, pick.inside
+    per_segment = source.segment_tokens // pick.field.tokens
+    last = int(pick.items[-1]) // inside // per_segment + 1
+    held = source.gather(pick.field.name, 0, last)[pick.row : pick.row + 1, pick.heads]
+    from_bytes = held.contiguous().flatten(3).view(torch.uint8)
+    to_bytes = out.flatten(3).view(torch.uint8)
+
+    def whole(*ends: int) -> Tensor:
+        return torch.arange(*ends, dtype=torch.int64, device=out.device)
+
+    first = torch.tensor(places.first, dtype=torch.int64, device=out.device)
+    pieces = whole(0, places.pieces * places.step, places.step).unsqueeze(1)
+    piece = (pieces + whole(places.size)).flatten()
+    items, put = pick.items, whole(len(pick.items))
+    taken = from_bytes[:, :, (items // inside)[:, None], first[items % inside][:, None] + piece]
+    to_bytes[:, :, (put // inside)[:, None], first[put % inside][:, None] + piece] = taken

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import create_cache
-from kvpact.cache.segments import ListSource
 from kvpact.contract import AttendConfig
 from kvpact.geometry import CacheGeometry
 from kvpact.kernels.base import OPERATIONS, AttendCall, Backend, Operation
-from kvpact.kernels.sources import Segment, SegmentSource
+from kvpact.kernels.sources import ListSource, Segment, SegmentSource
 from kvpact.kernels.torch.backend import TORCH
 from kvpact.methods import Codec
 from kvpact.methods.context import Context

@@ -8,7 +8,7 @@ from encode_compare import SEGMENT, codec_of, torch_slots
 
 pytest.importorskip("triton")
 
-from kvpact.cache.segments import ListSource
+from kvpact.kernels import ListSource
 from kvpact.kernels.triton import columns
 from kvpact.kernels.triton.encode.form import tables_of
 from kvpact.kernels.triton.forms import Places

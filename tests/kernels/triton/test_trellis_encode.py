@@ -19,8 +19,8 @@ from host_reads import HostReads
 
 pytest.importorskip("triton")
 
-from kvpact.cache.segments import ListSource
 from kvpact.errors import NonFiniteError
+from kvpact.kernels import ListSource
 from kvpact.kernels.triton.encode import encoder as encoding
 from kvpact.kernels.triton.encode.encoder import TritonEncoder
 from kvpact.kernels.triton.encode.form import encode_reason, tables_of

@@ -159,6 +159,7 @@ def _config(
     padding: Tensor | None = None,
     exact_new: bool = True,
     origin: Tensor | None = None,
+    sparse: bool = False,
 ) -> AttendConfig:
     return AttendConfig(
         softmax_scale=scaling,
@@ -171,6 +172,7 @@ def _config(
         padding=padding,
         exact_new=exact_new,
         origin=origin,
+        sparse=sparse,
     )
 
 
@@ -197,7 +199,8 @@ def call_config(
     padding = _own_padding(tokens, mask)
     origin = tokens.origins(get("position_ids"), padding)
     held, kwargs = tokens.as_held(mask, kwargs)
-    config = _config(held, scaling, is_causal, kwargs, padding, shared.exact_new, origin)
+    sparse = shared.indexed and held is not None  # an index has narrowed it
+    config = _config(held, scaling, is_causal, kwargs, padding, shared.exact_new, origin, sparse)
     shared.asked = Asked(plain, mask, sinks, bias, config)
     return config
 

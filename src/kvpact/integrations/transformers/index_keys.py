@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvpact.cache.parts import MOST_STEP
 from kvpact.errors import GeometryError
+from kvpact.integrations.transformers.index_scan import KeysHandle, PackedKeys
 from kvpact.integrations.transformers.shared import SharedState
-from kvpact.quantizers.channels import GROUP, from_integers, to_integers
+from kvpact.quantizers.channels import GROUP, to_integers
 
 
 class IndexKeys:
@@ -36,8 +38,7 @@ class IndexKeys:
         tail = self.index_tail
         if tail is None or self.index_codes is None or self.index_scale is None:
             return tail
-        packed = from_integers(self.index_codes, self.index_scale, 1, 0)
-        return torch.cat([packed.to(tail.dtype), tail], 1)
+        return PackedKeys(self.index_codes, self.index_scale, tail).whole()
 
     @indexer_keys.setter
     def indexer_keys(self, keys: Tensor) -> None:
@@ -46,12 +47,22 @@ class IndexKeys:
         self._pack()
 
     def append_keys(self, new: Tensor) -> Tensor:
-        """Append keys `[B, S, D]`; return those of all tokens, the new ones as they are."""
-        held, new = self.indexer_keys, new.detach()
+        """Append keys `[B, S, D]`; return those of all tokens, the new ones as they are.
+
+        In a step of a few tokens packed ones are not dequantised: a handle stands for them.
+        """
+        tail, new = self.index_tail, new.detach()
         if not new.shape[1]:  # of entries that are not whole yet
+            held = self.indexer_keys
             return new if held is None else held
-        whole = new if held is None else torch.cat([held, new], 1)
-        self.index_tail = new if self.index_tail is None else torch.cat([self.index_tail, new], 1)
+        whole = tail = new if tail is None else torch.cat([tail, new], 1)
+        if self.index_codes is not None and self.index_scale is not None:
+            compute = self._shared.compute
+            requested = "auto" if compute is None else compute.requested
+            keys = PackedKeys(self.index_codes, self.index_scale, tail, requested)
+            few = new.shape[1] <= MOST_STEP and not new.is_meta
+            whole = KeysHandle.of(keys) if few else keys.whole()
+        self.index_tail = tail
         self._pack()
         return whole
 

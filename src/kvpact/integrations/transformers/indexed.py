@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpact.errors import KVPactError
-from kvpact.integrations.transformers.handles import KVHandle
+from kvpact.integrations.transformers.handles import KVHandle, untraced
 from kvpact.integrations.transformers.index_keys import IndexKeys
 from kvpact.integrations.transformers.layer import CompressedLayer
 from kvpact.integrations.transformers.shared import SharedState
@@ -32,6 +32,7 @@ class CompressedIndexedLayer(IndexKeys, CompressedLayer):  # type: ignore
         self.indexer_position_ids: Tensor | None = None  # [3, B, T], Qwen4's first layer alone
         self._first: bool | None = None  # whether a call brings them before K and V
 
+    @untraced
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Append keys of the index `[B, S, D]`; return those of all tokens.
 

@@ -18,6 +18,9 @@ extern "C" {
 // is encoded together.
 enum { KVP_TILE = 32, KVP_MOST_DIM = 1024, KVP_MOST_GROUP = 128 };
 
+// Tokens of an index whose keys share a scale per channel.
+enum { KVP_INDEX_GROUP = 64 };
+
 // Cells of half a step between the levels of a trellis, from -128 to 128: cell k + 256 is (k - 1) / 2 < z <= k / 2.
 enum { KVP_CELLS = 513 };
 
@@ -186,6 +189,33 @@ typedef struct {
     int64_t threads;
 } kvp_decode_args;
 
+// Queries over the packed keys of an index.
+typedef struct {
+    const int8_t *codes;   // [B, tokens, dim]
+    const float *scale;    // [B, tokens / KVP_INDEX_GROUP, dim]
+    const float *q;        // [B, queries, heads, dim]
+    const float *weight;   // [B, queries, heads]: of the positive scores of heads, which are summed up; or NULL
+    float *out;            // [B, queries, out_row], or without weights [B, queries, heads, out_row]
+    int64_t out_row;       // numbers
+    int64_t batch, queries, heads, tokens, dim, threads;
+} kvp_scan_args;
+
+// Parts of one field's slots that lie apart, and where they are to lie side by side. An item (a token, or a
+// whole unit) is `pieces` pieces of `size` bytes, `step` bytes apart.
+typedef struct {
+    kvp_field from;
+    int64_t segment_units; // of a segment
+    int64_t unit;          // bytes
+    int64_t row, head, heads;
+    const int64_t *items;  // [count], counted from the first segment's first
+    int64_t count;
+    const int64_t *places; // [inside]: where in a unit each item begins, in bytes
+    int64_t inside;        // items of a unit
+    int64_t pieces, step, size;
+    char *out;             // [heads, units, unit], zeros before
+    int64_t out_head;      // bytes
+} kvp_gather_args;
+
 // A step: new tokens of a layer, and queries that attend over them and the past, in one call. What stays
 // from step to step is a plan, made once: shapes, strides, rules, where the slots lie.
 enum { KVP_STEP_FEW = 0, KVP_STEP_ROWS = 1, KVP_STEP_LATENT = 2 };
@@ -245,6 +275,10 @@ KVP_EXPORT float kvp_magnitude(int level, const kvp_exact *x, int32_t dtype, int
                                int64_t tokens, int64_t dim);
 // Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
 KVP_EXPORT int kvp_decode(int level, const kvp_decode_args *args);
+// Level as in kvp_attend. Returns 0, or why nothing was written (or, 3, not all).
+KVP_EXPORT int kvp_scan(int level, const kvp_scan_args *args);
+// Always returns 0.
+KVP_EXPORT int kvp_gather(const kvp_gather_args *args);
 // Steps of several sequences, all of one kernel: checks q, K and V, attends, encodes what is to be encoded
 // and copies the new tokens behind the tails. Returns 0; 4 where a number is NaN, infinite or beyond its
 // limit, and nothing was written; else as kvp_attend, and what lies behind the tokens held may be written.

@@ -12,11 +12,13 @@ from kvpact.errors import BackendUnavailable, KernelError
 from kvpact.kernels.base import AttendCall, Backend, Encoder, Operation, SlotReader, check_out
 from kvpact.kernels.cpu import attend as native
 from kvpact.kernels.cpu.encode import CodecEncoder, CpuEncoder
+from kvpact.kernels.cpu.index import gather
 from kvpact.kernels.cpu.learn import learn, reason
 from kvpact.kernels.cpu.library import library
 from kvpact.kernels.cpu.slots import DTYPES, SlotFormat
 from kvpact.kernels.cpu.step import CpuStep, covers
 from kvpact.kernels.cpu.structs import MOST_DIM, DecodeArgs
+from kvpact.kernels.sources import Pick, SegmentSource
 from kvpact.kernels.torch.slots import TorchEncoder, copies
 from kvpact.methods import Codec
 from kvpact.methods.context import Context
@@ -65,6 +67,10 @@ class CpuBackend(Backend):
     def attend(self, calls: Sequence[AttendCall]) -> Tensor:
         """Attend over all calls at once."""
         return native.attend_native(library(), calls)
+
+    def copy_slots(self, source: SegmentSource, pick: Pick, out: Tensor) -> None:
+        """Copy slots natively."""
+        gather(source, pick, out)
 
     def step(self, call: AttendCall, good: Tensor | None = None) -> CpuStep | None:
         """Return what carries out steps like a call, each in one native call."""

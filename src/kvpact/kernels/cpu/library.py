@@ -37,7 +37,11 @@ class NativeLibrary:
         self.attend, self.attend_rows = loaded.kvp_attend, loaded.kvp_attend_rows
         self.encode, self.decode = loaded.kvp_encode, loaded.kvp_decode
         self.learn, self.step = loaded.kvp_learn, loaded.kvp_step
-        self.magnitude = loaded.kvp_magnitude
+        self.magnitude, self.scan, self.gather = (
+            loaded.kvp_magnitude,
+            loaded.kvp_scan,
+            loaded.kvp_gather,
+        )
         self._read, self._scratch = loaded.kvp_read, loaded.kvp_scratch
         self.bit = LEVELS[self.level]
 

@@ -30,6 +30,7 @@ int supported() {
         name::fill_encode(table);   \
         name::fill_learn(table);    \
         name::fill_decode(table);   \
+        name::fill_scan(table);     \
         return table;               \
     }()
 

@@ -25,6 +25,8 @@ struct Table {
     bool (*learn_head)(const kvp_learn_args &args, int64_t head);
     // decode/decode.cpp: positions of one head.
     bool (*decode_span)(const kvp_decode_args &args, Span span);
+    // scan/scan.cpp: tokens of a row, whole groups.
+    bool (*scan_span)(const kvp_scan_args &args, Span span);
 };
 
 // The table of a level, one bit of kvp_levels; NULL where it is not compiled in or not supported.
@@ -37,6 +39,7 @@ const Table *table_of(int level);
     void fill_encode(Table &table);     \
     void fill_learn(Table &table);      \
     void fill_decode(Table &table);     \
+    void fill_scan(Table &table);       \
     }
 KVP_LEVEL(kvp_base)
 KVP_LEVEL(kvp_neon)

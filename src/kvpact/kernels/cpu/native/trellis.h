@@ -100,7 +100,7 @@ struct Trellis {
 };
 
 // Bytes of a tile's codes.
-static int64_t trellis_bytes(const kvp_trellis &t, bool key) {
+static inline int64_t trellis_bytes(const kvp_trellis &t, bool key) {
     if (!key) return 4 * (int64_t)t.block[0].bits * t.block[0].dim;
     int64_t words = 0, single = 0;
     for (int i = 0; i < t.blocks; i++) {

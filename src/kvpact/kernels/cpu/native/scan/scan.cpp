@@ -1,0 +1,149 @@
+// Scores of an index: queries times its packed keys (kernels/index.py). Where levels are multiplied as whole numbers
+// (attend/whole.h), keys stay bytes: the scales of a group are taken into the queries, which are rounded to 16
+// bits. Elsewhere a group's keys become numbers, and a matrix product does the rest.
+#include "attend/whole.h"
+#include "scratch.h"
+#include "simd/lanes.h"
+#include "table.h"
+#if !defined(KVP_WHOLE)
+#include "attend/product.h"
+#endif
+
+namespace KVP_NS {
+namespace {
+
+constexpr int GROUP = KVP_INDEX_GROUP;
+
+#if defined(KVP_WHOLE)
+constexpr int VECTORS_AT_ONCE = W == 16 ? 4 : 2; // whose sums stay in registers
+
+struct ScanScratch {
+    alignas(64) uint32_t keys[MOST_DIM / 4 * GROUP]; // [channels / 4][token]: four levels each
+    alignas(64) float most[MOST_DIM];
+    alignas(64) char factors[2 * 2 * MOST_DIM]; // of two heads
+    const float *scale;
+
+    // Makes the greatest whole numbers of a head's channels, times the scales of any group, just fit; returns the unit.
+    float prepare(float *to, const float *q, int64_t dim) const {
+        vf high = zero();
+        for (int64_t c = 0; c < dim; c += W) high = max(high, magnitude(mul(load(q + c), load(most + c))));
+        const float top = highest(high), greatest = most_whole(dim);
+        const vf inverse = set1(top > 1e-30f ? greatest / top : 0);
+        for (int64_t c = 0; c < dim; c += W) store(to + c, mul(load(q + c), inverse));
+        return top / greatest;
+    }
+    void read(const int8_t *codes, const float *scales, int64_t dim) {
+        scale = scales;
+        for (int64_t at = 0; at < GROUP * dim; at += 64) prefetch(codes + GROUP * dim + at);
+        for (int64_t t = 0; t < GROUP; t += W)
+            for (int64_t c = 0; c < dim / 4; c += W) {
+                const int64_t some = dim / 4 - c < W ? dim / 4 - c : W;
+                vf r[W];
+                for (int i = 0; i < W; i++) r[i] = load_first((const float *)(codes + (t + i) * dim) + c, (int)some);
+                transpose(r);
+                for (int64_t i = 0; i < some; i++) store((float *)keys + (c + i) * GROUP + t, (vf)((Ints)r[i] ^ (int)0x80808080));
+            }
+    }
+    // Adds the positive scores of N heads, times their weights, to `out`; without weights, writes them.
+    template <int N>
+    void products(const float *q, const float *unit, int64_t dim, const float *weight, float *out, int64_t row) {
+        constexpr int V = VECTORS_AT_ONCE;
+        int32_t offset[N];
+        for (int h = 0; h < N; h++) {
+            vi all = no_sum();
+            for (int64_t c = 0; c < dim; c += TILE) {
+                vf x[TILE / W];
+                for (int k = 0; k < TILE / W; k++) x[k] = mul(load(q + h * dim + c + k * W), load(scale + c + k * W));
+                all = add_sums(all, put_factors<8>(factors + 2 * (h * dim + c), x));
+            }
+            offset[h] = total(all);
+        }
+        for (int64_t t = 0; t < GROUP; t += V * W) {
+            WholeSum sums[V][N];
+            for (int k = 0; k < V; k++)
+                for (int h = 0; h < N; h++) sums[k][h].start(offset[h]);
+            for (int64_t c = 0; c < dim / 4; c++) {
+                Operand x[V];
+                for (int k = 0; k < V; k++) x[k] = bytes_of(load_words(keys + c * GROUP + t + k * W));
+                for (int h = 0; h < N; h++) add_products<V>(&sums[0][h], N, x, factors + 2 * h * dim + c * FACTORS);
+            }
+            for (int k = 0; k < V; k++)
+                for (int h = 0; h < N; h++) {
+                    const vf x = mul(sums[k][h].value(), set1(unit[h]));
+                    float *to = out + t + k * W;
+                    if (weight) store(to, fma(max(x, zero()), set1(weight[h]), load(to)));
+                    else store(to + h * row, x);
+                }
+        }
+    }
+    void scores(const float *q, const float *unit, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
+        for (int64_t h = 0; h < heads; h += 2) {
+            const float *own = weight ? weight + h : nullptr;
+            float *to = weight ? out : out + h * row;
+            if (h + 1 < heads) products<2>(q + h * dim, unit + h, dim, own, to, row);
+            else products<1>(q + h * dim, unit + h, dim, own, to, row);
+        }
+    }
+};
+
+#else
+constexpr int HEADS = 8; // at once
+
+struct ScanScratch {
+    alignas(64) float keys[MOST_DIM * GROUP]; // panels [dim][PANEL]
+    alignas(64) float most[MOST_DIM], score[HEADS * GROUP];
+
+    float prepare(float *to, const float *q, int64_t dim) const {
+        memcpy(to, q, sizeof(float) * dim);
+        return 1;
+    }
+    void read(const int8_t *codes, const float *scales, int64_t dim) {
+        for (int64_t t = 0; t < GROUP; t++)
+            for (int64_t c = 0; c < dim; c++)
+                keys[(t / PANEL * dim + c) * PANEL + t % PANEL] = (float)codes[t * dim + c] * scales[c];
+    }
+    void scores(const float *q, const float *, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
+        for (int64_t first = 0; first < heads; first += HEADS) {
+            const int64_t some = heads - first < HEADS ? heads - first : HEADS;
+            product({some, dim, q + first * dim, dim, keys, score, GROUP, false}, GROUP / W, dim * PANEL);
+            for (int64_t h = 0; h < some; h++) {
+                float *to = out + (weight ? 0 : (first + h) * row);
+                for (int j = 0; j < GROUP; j += W) {
+                    const vf x = load(score + h * GROUP + j);
+                    store(to + j, weight ? fma(max(x, zero()), set1(weight[first + h]), load(to + j)) : x);
+                }
+            }
+        }
+    }
+};
+#endif
+
+} // namespace
+
+static bool scan_span(const kvp_scan_args &a, Span span) {
+    static thread_local Scratch numbers;
+    const int64_t first = span.pair * a.queries * a.heads, rows = a.queries * a.heads;
+    ScanScratch *own = own_scratch<ScanScratch>();
+    float *q = numbers.floats((size_t)(rows * (a.dim + 1))), *unit = q + rows * a.dim;
+    if (!own || !q) return false;
+    ScanScratch &s = *own;
+    const int8_t *codes = a.codes + span.pair * a.tokens * a.dim;
+    const float *scale = a.scale + span.pair * (a.tokens / GROUP) * a.dim;
+    memset(s.most, 0, sizeof s.most);
+    for (int64_t g = span.begin / GROUP; g < span.end / GROUP; g++)
+        for (int64_t c = 0; c < a.dim; c += W) store(s.most + c, max(load(s.most + c), load(scale + g * a.dim + c)));
+    for (int64_t i = 0; i < rows; i++) unit[i] = s.prepare(q + i * a.dim, a.q + (first + i) * a.dim, a.dim);
+    for (int64_t t = span.begin; t < span.end; t += GROUP) {
+        s.read(codes + t * a.dim, scale + t / GROUP * a.dim, a.dim);
+        for (int64_t i = 0; i < rows; i += a.heads) {
+            const float *weight = a.weight ? a.weight + first + i : nullptr;
+            float *out = a.out + (weight ? (first + i) / a.heads : first + i) * a.out_row + t;
+            if (weight) memset(out, 0, sizeof(float) * GROUP);
+            s.scores(q + i * a.dim, unit + i, a.heads, a.dim, weight, out, a.out_row);
+        }
+    }
+    return true;
+}
+
+void fill_scan(Table &table) { table.scan_span = scan_span; }
+} // namespace KVP_NS

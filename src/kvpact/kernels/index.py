@@ -1,0 +1,42 @@
+"""Scores of an index over its packed keys: what chooses the tokens that attention reads.
+
+A query's score for a token is the sum, over the heads of the index, of the products that are
+positive, each times the head's weight (DeepSeek V3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvpact.kernels.cpu.backend import CPU
+from kvpact.kernels.cpu.index import covers, scan
+from kvpact.quantizers.channels import from_integers
+
+
+def index_scores(
+    codes: Tensor, scale: Tensor, q: Tensor, weight: Tensor | None, requested: str = "auto"
+) -> Tensor:
+    """Return the scores of packed keys, fp32.
+
+    `codes`, `scale`: of `to_integers`, `[B, n, D]` and `[B, n / 64, D]`. `q`: `[B, S, H, D]` fp32.
+    `weight`: `[B, S, H]` fp32, or None for each head's products as they are. `requested`: ``auto``
+    or the backend asked for. Returns `[B, S, n]`, without weights `[B, S, H, n]`.
+
+    Where the native kernels multiply whole numbers, queries are rounded to 16 bits: scores differ
+    by less than 1e-4 of the largest.
+    """
+    if requested in ("auto", "cpu") and covers(codes, scale, q) and not CPU.runs_here(q.device):
+        shape = (*q.shape[: 2 if weight is not None else 3], codes.shape[1])
+        out = torch.empty(shape, dtype=torch.float32, device=q.device)
+        scan(codes, scale, q, weight, out)
+        return out
+    return torch_scores(codes, scale, q, weight)
+
+
+def torch_scores(codes: Tensor, scale: Tensor, q: Tensor, weight: Tensor | None) -> Tensor:
+    """Do what `index_scores` does in torch, which defines the result."""
+    products = q @ from_integers(codes, scale, 1, 0).mT.unsqueeze(1)
+    if weight is None:
+        return products
+    return (weight.unsqueeze(-2) @ products.relu()).squeeze(-2)
