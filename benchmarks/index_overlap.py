@@ -5,7 +5,8 @@
 No small model that is free to load has an index, so a stand-in's numbers are real ones: keys and
 queries of Gemma 3 270M's layers with full attention, from a book. A query's score for a token is
 the sum of its heads' products that are positive, as DeepSeek V3.2's; of all tokens before it, one
-in --share is chosen. Keys are stored as `kvpact.quantizers.channels` does, none exact.
+in --share is chosen. Keys are stored as `kvpact.quantizers.channels` does, none exact,
+and scanned as they lie.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvpact.data import book_path
 from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import load_model
-from kvpact.quantizers.channels import from_integers, to_integers
+from kvpact.kernels import index_scores
+from kvpact.quantizers.channels import to_integers
 
 
 def keys_and_queries(model: Any, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -52,11 +54,12 @@ def main() -> None:
     ids = first_tokens(tokenizer, book_path().read_text("utf-8"), options.tokens).view(1, -1)
     print(f"{'layer':>6}{'same tokens':>14}{'score lost':>13}")
     for number, (keys, queries) in enumerate(keys_and_queries(model, ids)):
-        packed = from_integers(*to_integers(keys[None], 1, 0), 1, 0)[0]
+        packed, weight = to_integers(keys[None], 1, 0), torch.ones(1, 1, len(queries))
         same, lost = [], []
         for place in range(options.tokens // 2, options.tokens, 8):
             query, count = queries[:, place], (place + 1) // options.share
-            scores = [(query @ x[: place + 1].mT).relu().sum(0) for x in (keys, packed)]
+            scan = index_scores(*packed, query[None, None], weight)[0, 0]
+            scores = (query @ keys[: place + 1].mT).relu().sum(0), scan[: place + 1]
             exact, rounded = (x.topk(count).indices for x in scores)
             same.append(len(set(exact.tolist()) & set(rounded.tolist())) / count)
             lost.append(1 - (scores[0][rounded].sum() / scores[0][exact].sum()).item())
