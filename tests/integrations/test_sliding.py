@@ -1,6 +1,7 @@
 """Layers with sliding attention, packed by a spec of their own: `CompressedCache(…, sliding=)`."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,6 +114,14 @@ def test_keys_with_a_bias_are_packed_without_it(make_model):
         cache = CompressedCache(model, "none", **given)
         errors.append(float((run(model, cache, parts) - exact).norm() / exact.norm()))
     assert errors[0] < errors[1] / 3
+    # So they are where a window that was exact is packed.
+    cache, whole = (
+        CompressedCache(model, "none", sliding=x) for x in ("int:bits=4,window=0", None)
+    )
+    run(model, whole, parts)
+    cache.restore(whole.snapshot())
+    k, wanted = (x.layers[1].keys for x in (cache, whole))
+    assert 0 < (k - wanted).abs().max() < 1
 
 
 @pytest.mark.parametrize("spec", ["none", PACKED, LEARNS])
@@ -140,6 +149,16 @@ def test_rows_of_a_snapshot_and_of_the_cache_are_chosen_alike(model):
     assert torch.equal(*(run(model, x, [IDS[:2, 40:43]]) for x in (cache, rows)))
 
 
+def test_a_snapshot_whose_records_stand_elsewhere_changes_nothing(model):
+    cache, other = (CompressedCache(model, "none") for _ in range(2))
+    run(model, cache, [IDS[:, :60]])
+    records = [replace(record, tokens=70) for record in cache.records()]
+    forged = cache.held().snapshot_with(records)
+    with pytest.raises(GeometryError, match="stand at 70 tokens, a layer at 60"):
+        other.restore(forged)
+    assert other.get_seq_length() == 0
+
+
 def test_what_was_exact_may_be_packed_and_nothing_else(model):
     exact, packed = CompressedCache(model, "none"), CompressedCache(model, "none", sliding=PACKED)
     run(model, exact, [IDS[:, :90]])
@@ -148,7 +167,7 @@ def test_what_was_exact_may_be_packed_and_nothing_else(model):
     wanted = run(model, exact, [IDS[:, 90:92]])
     error = (run(model, packed, [IDS[:, 90:92]]) - wanted).abs().max() / wanted.abs().max()
     assert 1e-5 < error < 0.05
-    with pytest.raises(GeometryError, match="packed_ring of layer 0"):
+    with pytest.raises(GeometryError, match="make the cache with sliding='int:bits=8"):
         exact.restore(packed.snapshot())
     with pytest.raises(SpecError, match="layer 0 of the snapshot is of"):
         CompressedCache(model, "none", sliding=LEARNS).restore(packed.snapshot())
@@ -192,19 +211,26 @@ def test_rollbacks_go_as_far_as_the_window_is_held(model):
     assert told(cache) == [(0, 0)] * 2
 
 
-def test_a_rollback_makes_layers_equal_again_which_a_failed_call_left_unlike(model):
-    cache, broken = CompressedCache(model, "none", sliding="none"), model.model.layers[2]
-    run(model, cache, [IDS[:, :90]])
-    hook = broken.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        run(model, cache, [IDS[:, 90:95]])
+@pytest.mark.parametrize("sliding", [None, "none"])
+@pytest.mark.parametrize("reached", [0, 1, 2])
+def test_a_rollback_makes_layers_equal_again_which_a_failed_call_left_unlike(
+    model, sliding, reached
+):
+    """Whichever layer the call got to, and whether windows are packed."""
+    cache, never = (CompressedCache(model, "none", sliding=sliding) for _ in range(2))
+    for each in (cache, never):
+        run(model, each, [IDS[:, :30]])
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[reached].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, cache, [IDS[:, 30:33]])
     hook.remove()
-    assert [end for _, end in told(cache)] == [95, 90]
-    cache.crop(-5)
-    assert cache.tokens() == 90
-    never = CompressedCache(model, "none", sliding="none")
-    got, wanted = run(model, cache, [IDS[:, 90:120]]), run(model, never, [IDS[:, :120]])[:, 90:]
-    assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    cache.crop(-3 if reached else 0)
+    assert {layer.get_seq_length() for layer in cache.layers} == {30}
+    assert torch.equal(*(run(model, x, [IDS[:, 30:80]]) for x in (cache, never)))
 
 
 def test_assisted_generation_is_greedy_generation(model, greedy):

@@ -43,7 +43,7 @@ from kvpact.integrations.transformers.made_keys import (
     key_makers,
 )
 from kvpact.integrations.transformers.offsets import key_offsets
-from kvpact.integrations.transformers.packed_rings import restored_rings
+from kvpact.integrations.transformers.packed_rings import restored_rings, ring_spec
 from kvpact.integrations.transformers.records import (
     checked,
     restore_records,
@@ -278,10 +278,18 @@ class CompressedCache(EngineCache):
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
+        records, tokens = snapshot.records(), snapshot.tokens
         for layer, entry in zip(self._packed_layers(), snapshot.manifest.layers, strict=True):
             if isinstance(layer, EntriesLayer):
-                layer.check_entries(entry.tokens, snapshot.tokens)
-        records, tokens = snapshot.records(), snapshot.tokens
+                layer.check_entries(entry.tokens, tokens)
+            elif records and entry.tokens != tokens:
+                raise GeometryError(
+                    f"the snapshot's records stand at {tokens} tokens, a layer at {entry.tokens}"
+                )
+        if (spec := ring_spec(snapshot)) is not None and not self._rings.specs:
+            raise GeometryError(
+                f"the snapshot's windows are packed: make the cache with sliding={str(spec)!r}"
+            )
         own = self.own_by_index()
         check_positions(own, records, geometry, tokens)
         packed = [i for i, x in own.items() if isinstance(x, CompressedSlidingLayer)]

@@ -32,7 +32,7 @@ from kvpact.integrations.transformers.records import (
     remove_tokens,
 )
 from kvpact.integrations.transformers.shared import BatchCache, SharedState, remove_last
-from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, crop_rings
+from kvpact.integrations.transformers.sliding import CompressedSlidingLayer
 
 REMEDY = (
     "this model's cross-attention wants a cache of its own: pass past_key_values="
@@ -203,16 +203,20 @@ class EngineCache(Summarized, Cache):
                 f"crop takes a negative number of tokens to remove, not {tokens_to_remove}"
             )
         self._order.forget()
-        own = self._own_layers()
+        own, count = self._own_layers(), -tokens_to_remove
         rings = [layer for layer in self.layers if isinstance(layer, CompressedSlidingLayer)]
-        if tokens_to_remove:
-            check_removable([*own, *rings], -tokens_to_remove)
-        crop_rings(rings, -tokens_to_remove)
+        # Layers of which a call that failed had reached only some become equal again.
+        length = max(max(map(_tokens_of, self.layers), default=0) - count, 0)
+        if count:
+            own = [x for x in own if not _counts(x) or _tokens_of(x) > length]
+            check_removable([*own, *rings], count)
+        for ring in rings:
+            ring.cut_to(length if count else ring.get_seq_length())
         for layer in own:
-            remove_tokens(layer, -tokens_to_remove)
-        if tokens_to_remove:
-            self._shared.remove(-tokens_to_remove)
-        for layer in own:
+            remove_tokens(layer, _tokens_of(layer) - length if count and _counts(layer) else count)
+        if count:
+            self._shared.remove(count, length)
+        for layer in self._own_layers():
             if isinstance(layer, CompressedIndexedLayer):
                 layer.fit_index()
 
@@ -244,6 +248,7 @@ class EngineCache(Summarized, Cache):
         for layer in self._own_layers():
             forget(layer)
         for shared in (self._shared, self._rings):
+            shared.recording = False
             shared.hold(None, len(shared.held))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -282,6 +287,16 @@ class EngineCache(Summarized, Cache):
             compressed(cache)
         for record, tensor in zip(held, changed, strict=True):
             record.put(tensor)
+
+
+def _counts(layer: Any) -> bool:
+    """Whether a layer knows how many tokens it was given; those with nothing but a state don't."""
+    return isinstance(layer, CompressedLayer) or hasattr(layer, "cumulative_length")
+
+
+def _tokens_of(layer: Any) -> int:
+    """Return how many tokens a layer that counts them was given."""
+    return layer.get_seq_length() if _counts(layer) else 0
 
 
 def tensors_of(layer: Any) -> Iterator[Tensor]:

@@ -132,8 +132,11 @@ class SharedState:
                 tokens.cut(held)
             raise
 
-    def remove(self, count: int) -> None:
-        """Forget the last `count` tokens of every row; those that wait, exact, are not stored."""
+    def remove(self, count: int, length: int) -> None:
+        """Forget the last `count` tokens of every row; those that wait, exact, are not stored.
+
+        `length`: tokens that are left, of the longest row.
+        """
         for tokens in self.waiting:
             if tokens is not None and not tokens.whole:
                 tokens.store()
@@ -141,10 +144,6 @@ class SharedState:
             if isinstance(cache, PagedView):
                 remove_last(cache, count)
                 continue
-            # Layers of which a call that failed had reached only some become equal again.
-            first = self.held.index(cache)
-            ahead = self.waiting[first]
-            length = max((cache.seq_len(first) if ahead is None else ahead.total) - count, 0)
             for tokens, held in zip(self.waiting, self.held, strict=True):
                 if tokens is not None and held is cache:
                     tokens.cut(length)

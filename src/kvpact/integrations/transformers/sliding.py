@@ -7,7 +7,6 @@ one: what lies in front is hidden from its attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -195,10 +194,3 @@ class CompressedSlidingLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         whole = super()._whole(side)
         kept = self.sliding_window - 1
         return whole if whole is None else whole[:, :, max(whole.shape[2] - kept, 0) :]
-
-
-def crop_rings(layers: Sequence[CompressedSlidingLayer], count: int) -> None:
-    """Forget the last `count` tokens; layers of which a failed call had reached some get equal."""
-    length = layers[0].get_seq_length() - count if layers else 0
-    for layer in layers:
-        layer.cut_to(max(length, 0))
