@@ -127,7 +127,8 @@ class CompressedCache(EngineCache):
         ``attention_k_eq_v``) hold the values alone, by the spec's method for V: half as many bytes.
         Steps then decompress the values and make the keys, which takes longer. A warning says so
         where the first call's keys are other ones, as with positions that don't follow one another;
-        K and V are held apart then. A later call of such positions is refused.
+        K and V are held apart then. A later call of such positions is refused. A snapshot does not
+        tell the weights that make keys: name the model in its `identity`.
     sliding : str or Spec, optional
         Pack layers with sliding attention, too, by this spec, without sinks; what methods learn of
         them they learn from the first tokens. They let go of tokens that no query will see. If
