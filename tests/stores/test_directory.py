@@ -217,6 +217,15 @@ def test_gc_leaves_alone_what_no_writer_made(filled_store, tmp_path):
     assert outside.read_bytes() == b"somebody's"
 
 
+def test_a_store_that_another_process_is_making_is_no_other_folder(tmp_path):
+    """The marker is looked for first, and the other process may be further by then."""
+    for name in ("index.sqlite3", "index.sqlite3-journal", "index.lock"):
+        (tmp_path / name).touch()
+    with DirectoryStore(tmp_path) as store:
+        store.put("a" * 64, b"x")
+        assert store.get("a" * 64) is not None
+
+
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(StoreError, match=r"thesis\.tex"):

@@ -26,7 +26,8 @@ from kvpact.stores.record_store import RecordStore
 
 _MARKER = "kvpact-store.json"
 _FORMAT = {"format": "kvpact.store", "version": 1}
-_OURS = ("blobs", "tmp", "index.lock", "index.sqlite3", "index.sqlite3-wal", "index.sqlite3-shm")
+_SQLITE = ("", "-wal", "-shm", "-journal")  # the last one while another process makes the index
+_OURS = ("blobs", "tmp", "index.lock", *(f"index.sqlite3{suffix}" for suffix in _SQLITE))
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _USES_KEPT = 256  # reads remembered before the index is told in what order entries were used
 
