@@ -4,10 +4,11 @@
 
 One layer as DeepSeek V3.2 has them: 16 query heads over latents of 512 and rotated keys of 64, and
 an index of 64 heads of 128 channels. ``full``: attention over all packed latents; ``by the mask``:
-over the same with the choice as a mask; ``chosen``: the chosen slots alone; ``with the scan``: the
-same, and before it the scores of the packed keys of the index and top-k; ``exact keys``: scores of
-keys that are not packed, as the model's own code computes them, and top-k. All take turns;
-medians. The last column is how often ``full`` takes as long.
+over the same with the choice as a mask; ``chosen``: the chosen slots alone; ``scan, chosen``: the
+same, and before it the scores of the packed keys of the index; ``with top-k``: torch's top-k
+between the two, too; ``exact keys``: scores of keys that are not packed, as the model's own code
+computes them, and top-k. All take turns; medians. The last column is how often ``full`` takes as
+long.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def turns(spec: str, tokens: int, chosen: int) -> dict[str, Callable[[], object]
         "full": lambda: step.attend(q, everything),
         "by the mask": lambda: step.attend(q, replace(sparse, sparse=False)),
         "chosen": lambda: step.attend(q, sparse),
-        "with the scan": lambda: step.attend(q, mask_of(packed.scores(queries, weight))),
+        "scan, chosen": lambda: (packed.scores(queries, weight), step.attend(q, sparse)),
+        "with top-k": lambda: step.attend(q, mask_of(packed.scores(queries, weight))),
         "exact keys": exact,
     }
 

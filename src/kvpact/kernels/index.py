@@ -15,23 +15,31 @@ from kvpact.quantizers.channels import from_integers
 
 
 def index_scores(
-    codes: Tensor, scale: Tensor, q: Tensor, weight: Tensor | None, requested: str = "auto"
+    codes: Tensor,
+    scale: Tensor,
+    q: Tensor,
+    weight: Tensor | None,
+    requested: str = "auto",
+    room: int = 0,
 ) -> Tensor:
     """Return the scores of packed keys, fp32.
 
     `codes`, `scale`: of `to_integers`, `[B, n, D]` and `[B, n / 64, D]`. `q`: `[B, S, H, D]` fp32.
     `weight`: `[B, S, H]` fp32, or None for each head's products as they are. `requested`: ``auto``
-    or the backend asked for. Returns `[B, S, n]`, without weights `[B, S, H, n]`.
+    or the backend asked for. Returns `[B, S, n + room]`, without weights `[B, S, H, n + room]`;
+    what is in the room at the end is not written.
 
     Where the native kernels multiply whole numbers, queries are rounded to 16 bits: scores differ
     by less than 1e-4 of the largest.
     """
+    tokens = codes.shape[1]
+    shape = (*q.shape[: 2 if weight is not None else 3], tokens + room)
+    out = torch.empty(shape, dtype=torch.float32, device=q.device)
     if requested in ("auto", "cpu") and covers(codes, scale, q) and not CPU.runs_here(q.device):
-        shape = (*q.shape[: 2 if weight is not None else 3], codes.shape[1])
-        out = torch.empty(shape, dtype=torch.float32, device=q.device)
         scan(codes, scale, q, weight, out)
-        return out
-    return torch_scores(codes, scale, q, weight)
+    else:
+        out[..., :tokens] = torch_scores(codes, scale, q, weight)
+    return out
 
 
 def torch_scores(codes: Tensor, scale: Tensor, q: Tensor, weight: Tensor | None) -> Tensor:

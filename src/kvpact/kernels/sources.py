@@ -111,10 +111,17 @@ class Pick:
         self.inside, self.unit = len(self.places.first), size
 
     def new(self, device: torch.device) -> Tensor:
-        """Return zeroed storage for the items, `[1, heads, units, …]`."""
-        heads, units = self.heads.stop - self.heads.start, -(-len(self.items) // self.inside)
-        shape = 1, heads, units, *self.field.shape
-        return torch.zeros(shape, dtype=self.field.dtype, device=device)
+        """Return storage for the items, `[1, heads, units, …]`, zero where no item lies."""
+        heads, (units, rest) = (
+            self.heads.stop - self.heads.start,
+            divmod(len(self.items), self.inside),
+        )
+        shape = 1, heads, units + (rest > 0), *self.field.shape
+        if self.inside * self.places.pieces * self.places.size < self.unit:
+            return torch.zeros(shape, dtype=self.field.dtype, device=device)
+        made = torch.empty(shape, dtype=self.field.dtype, device=device)
+        made[:, :, units:] = 0
+        return made
 
 
 def copy_slots(source: SegmentSource, pick: Pick, out: Tensor) -> None:

@@ -39,11 +39,13 @@ class PackedKeys(NamedTuple):
 
     def scores(self, q: Tensor, weight: Tensor | None) -> Tensor:
         """Return what `index_scores` returns, of the exact keys, too."""
-        packed = index_scores(self.codes, self.scale, q, weight, self.requested)
+        last = self.tail.shape[1]
+        found = index_scores(self.codes, self.scale, q, weight, self.requested, last)
         exact = q @ self.tail.float().mT.unsqueeze(1)
         if weight is not None:
             exact = (weight.unsqueeze(-2) @ exact.relu()).squeeze(-2)
-        return torch.cat([packed, exact], -1)
+        found[..., found.shape[-1] - last :] = exact
+        return found
 
 
 class _Handle(Tensor):

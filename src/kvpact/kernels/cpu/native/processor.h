@@ -3,9 +3,13 @@
 #pragma once
 #include <cpuid.h>
 #include <stdint.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 struct Processor {
-    bool avx2 = false, avx512 = false, vbmi = false;
+    bool avx2 = false, avx512 = false, vbmi = false, tiles = false;
 
     Processor() {
         uint32_t a, b, c, d;
@@ -19,6 +23,12 @@ struct Processor {
         const bool vnni = c >> 11 & 1;
         avx512 = avx2 && (registers & ZMM) == ZMM && (b & (F | DQ | BW | VL)) == (F | DQ | BW | VL) && vnni;
         vbmi = avx512 && c >> 1 & 1;
+#if defined(__linux__)
+        // AMX with bytes. Linux saves tiles for processes alone that ask.
+        constexpr uint32_t TMM = 3u << 17, AMX = 3u << 24;
+        constexpr int REQUEST = 0x1023, TILE_DATA = 18;
+        tiles = vbmi && (registers & TMM) == TMM && (d & AMX) == AMX && !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+#endif
     }
 
   private:

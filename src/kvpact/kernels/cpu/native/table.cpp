@@ -8,6 +8,8 @@ namespace {
 
 enum { BASE = 1, AVX2 = 2, AVX512 = 4, NEON = 8, VBMI = 16 };
 
+bool tiles = false; // whether the processor has AMX, and the process may use it
+
 // The levels that this processor supports, of those that were compiled in.
 int supported() {
     int found = BASE;
@@ -16,6 +18,7 @@ int supported() {
     if (processor.avx2) found |= AVX2;
     if (processor.avx512) found |= AVX512;
     if (processor.vbmi) found |= VBMI;
+    tiles = processor.tiles;
 #elif defined(KVP_ARM)
     found |= NEON; // part of every AArch64
 #endif
@@ -44,6 +47,9 @@ const Table *table_of(int level) {
     static const Table vbmi = [] {
         Table table = avx512;
         kvp_avx512vbmi::fill_attend(table);
+#if defined(KVP_TILES)
+        if (tiles) kvp_amx::fill_scan(table);
+#endif
         return table;
     }();
     if (level == VBMI) return &vbmi;

@@ -49,3 +49,7 @@ KVP_LEVEL(kvp_avx512)
 namespace kvp_avx512vbmi {
 void fill_attend(Table &table);
 }
+// Scans alone, of the level above where the processor has tiles.
+namespace kvp_amx {
+void fill_scan(Table &table);
+}

@@ -1,6 +1,7 @@
 // Scores of an index: queries times its packed keys (kernels/index.py). Where levels are multiplied as whole numbers
 // (attend/whole.h), keys stay bytes: the scales of a group are taken into the queries, which are rounded to 16
-// bits. Elsewhere a group's keys become numbers, and a matrix product does the rest.
+// bits. Elsewhere a group's keys become numbers, and a matrix product does the rest. KVP_AMX: the processor multiplies
+// whole tiles, up to 16 rows of 64 bytes.
 #include "attend/whole.h"
 #include "scratch.h"
 #include "simd/lanes.h"
@@ -15,12 +16,36 @@ namespace {
 constexpr int GROUP = KVP_INDEX_GROUP;
 
 #if defined(KVP_WHOLE)
+#if defined(KVP_AMX)
+constexpr int HEADS = 16; // at once
+constexpr int FLIP = 0;   // of keys' bits: tiles multiply signed bytes
+
+// How the calling thread's tiles are shaped: 0 to 3 sums, 4 and 5 factors, 6 and 7 keys.
+struct Tiles {
+    explicit Tiles(int step) {
+        struct {
+            uint8_t palette = 1, start = 0, unused[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shape;
+        for (int i = 0; i < 8; i++) {
+            shape.bytes[i] = i == 4 || i == 5 ? step : 64;
+            shape.rows[i] = i > 5 ? step / 4 : 16;
+        }
+        _tile_loadconfig(&shape);
+    }
+    ~Tiles() { _tile_release(); }
+};
+#else
+constexpr int HEADS = 2;
 constexpr int VECTORS_AT_ONCE = W == 16 ? 4 : 2; // whose sums stay in registers
+constexpr int FLIP = 0x80808080;
+#endif
 
 struct ScanScratch {
     alignas(64) uint32_t keys[MOST_DIM / 4 * GROUP]; // [channels / 4][token]: four levels each
     alignas(64) float most[MOST_DIM];
-    alignas(64) char factors[2 * 2 * MOST_DIM]; // of two heads
+    alignas(64) char factors[2 * HEADS * MOST_DIM];
     const float *scale;
 
     // Makes the greatest whole numbers of a head's channels, times the scales of any group, just fit; returns the unit.
@@ -39,12 +64,68 @@ struct ScanScratch {
             for (int64_t c = 0; c < dim / 4; c += W) {
                 const int64_t some = dim / 4 - c < W ? dim / 4 - c : W;
                 vf r[W];
-                for (int i = 0; i < W; i++) r[i] = load_first((const float *)(codes + (t + i) * dim) + c, (int)some);
+                for (int i = 0; i < W; i++) {
+                    const float *from = (const float *)(codes + (t + i) * dim) + c;
+                    r[i] = some == W ? load(from) : load_first(from, (int)some);
+                }
                 transpose(r);
-                for (int64_t i = 0; i < some; i++) store((float *)keys + (c + i) * GROUP + t, (vf)((Ints)r[i] ^ (int)0x80808080));
+                for (int64_t i = 0; i < some; i++) store((float *)keys + (c + i) * GROUP + t, (vf)((Ints)r[i] ^ FLIP));
             }
     }
-    // Adds the positive scores of N heads, times their weights, to `out`; without weights, writes them.
+    // The positive scores of some heads, times their weights, are added to `out`; without weights, scores are written.
+#if defined(KVP_AMX)
+    alignas(64) int32_t sums[4][HEADS * 16]; // of high digits, then of low ones: [head][token] of 16 tokens, then of 16 more
+
+    void products(const float *q, const float *unit, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
+        alignas(64) static constexpr uint8_t PLACES[64] = {0, 4, 8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
+                                                           1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61};
+        char *low = factors, *high = factors + HEADS * MOST_DIM;
+        for (int64_t h = 0; h < heads; h++)
+            for (int64_t c = 0; c < dim; c += W) {
+                const vi numbers = _mm512_cvtps_epi32(mul(load(q + h * dim + c), load(scale + c)));
+                const vi bytes = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), numbers);
+                _mm_store_si128((__m128i *)(low + h * dim + c), _mm512_castsi512_si128(bytes));
+                _mm_store_si128((__m128i *)(high + h * dim + c), _mm512_extracti32x4_epi32(bytes, 1));
+            }
+        asm volatile("" ::: "memory"); // GCC does not know that tiles are read from it
+        const int64_t step = dim % 64 ? 32 : 64;
+        for (int64_t t = 0; t < GROUP; t += 32) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t c = 0; c < dim; c += step) {
+                _tile_loadd(4, high + c, dim);
+                _tile_loadd(5, low + c, dim);
+                _tile_loadd(6, keys + c / 4 * GROUP + t, 4 * GROUP);
+                _tile_loadd(7, keys + c / 4 * GROUP + t + 16, 4 * GROUP);
+                _tile_dpbssd(0, 4, 6);
+                _tile_dpbssd(1, 4, 7);
+                _tile_dpbusd(2, 5, 6);
+                _tile_dpbusd(3, 5, 7);
+            }
+            _tile_stored(0, sums[0], 64);
+            _tile_stored(1, sums[1], 64);
+            _tile_stored(2, sums[2], 64);
+            _tile_stored(3, sums[3], 64);
+            for (int k = 0; k < 2; k++) {
+                float *to = out + t + k * W;
+                vf all = weight ? load(to) : zero();
+                for (int64_t h = 0; h < heads; h++) {
+                    const WholeSum sum{_mm512_load_si512(sums[k] + h * W), _mm512_load_si512(sums[2 + k] + h * W)};
+                    if (weight) all = fma(max(sum.value(), zero()), set1(unit[h] * weight[h]), all); // units are positive
+                    else store(to + h * row, mul(sum.value(), set1(unit[h])));
+                }
+                if (weight) store(to, all);
+            }
+        }
+    }
+    void scores(const float *q, const float *unit, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
+        for (int64_t h = 0; h < heads; h += HEADS)
+            products(q + h * dim, unit + h, heads - h < HEADS ? heads - h : HEADS, dim, weight ? weight + h : nullptr,
+                     weight ? out : out + h * row, row);
+    }
+#else
     template <int N>
     void products(const float *q, const float *unit, int64_t dim, const float *weight, float *out, int64_t row) {
         constexpr int V = VECTORS_AT_ONCE;
@@ -84,6 +165,7 @@ struct ScanScratch {
             else products<1>(q + h * dim, unit + h, dim, own, to, row);
         }
     }
+#endif
 };
 
 #else
@@ -127,6 +209,9 @@ static bool scan_span(const kvp_scan_args &a, Span span) {
     float *q = numbers.floats((size_t)(rows * (a.dim + 1))), *unit = q + rows * a.dim;
     if (!own || !q) return false;
     ScanScratch &s = *own;
+#if defined(KVP_AMX)
+    const Tiles tiles(a.dim % 64 ? 32 : 64);
+#endif
     const int8_t *codes = a.codes + span.pair * a.tokens * a.dim;
     const float *scale = a.scale + span.pair * (a.tokens / GROUP) * a.dim;
     memset(s.most, 0, sizeof s.most);
