@@ -45,6 +45,10 @@ class CacheFull(KVPactError):
     """No room for the tokens; the cache is as before."""
 
 
+class BudgetExceeded(CacheFull):
+    """No way to hold the tokens within the cache's budget of bytes; the cache is as before."""
+
+
 class IncompleteToken(KVPactError, RuntimeError):
     """`KVCache.advance` before every layer had stored the token."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,17 @@ def json_ready(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_ready(entry) for entry in value]
     return value
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def bytes_of(text: str) -> int:
+    """Return the bytes that a text such as ``300MB`` or ``1.5GiB`` means; 0 where it is none."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)", text.strip())
+    unit = _UNITS.get(found[2].upper()) if found else None
+    return 0 if found is None or unit is None else int(float(found[1]) * unit)
 
 
 def size_text(count: float) -> str:

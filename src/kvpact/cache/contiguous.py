@@ -18,15 +18,16 @@ from kvpact.cache.checks import (
     refuse_records,
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
+from kvpact.cache.ladder import Budget, Schedule
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.quick import attend, quick_attend
 from kvpact.cache.rows import BatchRows
-from kvpact.cache.saved import build_snapshot, check_fits, layer_state, restored_layer
+from kvpact.cache.saved import build_snapshot, check_fits, layer_state, put_on_rungs, restored_layer
 from kvpact.cache.stats import Summary, cache_stats
 from kvpact.cache.step import Step
 from kvpact.contract import AttendConfig, DequantResult, attend_config
-from kvpact.errors import CacheFull, DtypeError, GeometryError
+from kvpact.errors import BudgetExceeded, CacheFull, DtypeError, GeometryError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import Compute, check_covered
 from kvpact.snapshot import Identity, RecordState, Snapshot
@@ -54,9 +55,11 @@ class ContiguousCache(BatchRows):
         calibration: Calibration | None = None,
         compute: Compute | None = None,
         key_offsets: KeyOffsets | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.geometry, self.max_tokens = geometry, max_tokens
-        self.specs = list(specs)
+        self._specs, self.budget = list(specs), budget
+        self._schedule: Schedule | None = None
         self.compute = compute or Compute()
         self.key_offsets = check_offsets(key_offsets, geometry)
         check_covered(self.compute, specs, geometry, bool(self.key_offsets))
@@ -90,12 +93,30 @@ class ContiguousCache(BatchRows):
                 f"layer {layer}: {total} tokens wanted, {self.max_tokens} allowed, "
                 f"{self.max_tokens - entry.length} free; truncate or raise max_tokens"
             )
+        if self.budget is not None:
+            self._within_budget(layer, k, total - k.shape[2])
         for name, rows in (("padding", config.padding), ("origin", config.origin)):
             if rows is not None and rows.shape != k.shape[:1]:
                 raise GeometryError(
                     f"{name} has shape {tuple(rows.shape)}; it should be [{k.shape[0]}]"
                 )
         return sizes
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The spec of each layer, of a cache with a budget by which it stores tokens now."""
+        return self._specs if self.budget is None else [layer.spec for layer in self._layers]
+
+    def _within_budget(self, layer: int, k: Tensor, held: int) -> None:
+        """Raise `BudgetExceeded` unless the budget has room for new tokens of a layer."""
+        schedule = self._schedule
+        if schedule is None or (schedule.batch != k.shape[0] and self.batch_size is None):
+            assert self.budget is not None
+            schedule = self.budget.schedule(self.geometry, k.shape[0], k.dtype)
+            for entry, changes in zip(self._layers, schedule.layers, strict=True):
+                entry.ladder = changes[1:]
+            self._schedule = schedule
+        schedule.check_call(held, k.shape[2])
 
     def attend(
         self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -283,18 +304,35 @@ class ContiguousCache(BatchRows):
     @detached
     def restore_layers(self, snapshot: Snapshot, device: torch.device | str | None) -> None:
         """Restore all but what other layers of the model hold."""
-        check_fits(snapshot, self.specs, self.geometry, self.geometry.dtype)
+        places = self._places(snapshot)
+        specs = [entry.spec for entry in places]
+        check_fits(snapshot, specs, self.geometry, self.geometry.dtype)
         if self.max_tokens is not None and snapshot.tokens > self.max_tokens:
             raise CacheFull(f"{snapshot.tokens} tokens, {self.max_tokens} allowed")
         if device is None:
             streams = [layer.k for layer in self._layers]
             device = next((s.tail.device for s in streams if s is not None), "cpu")
         built = [
-            restored_layer(layer.empty(), snapshot.layer(index), torch.device(device), shared=False)
-            for index, layer in enumerate(self._layers)
+            restored_layer(place, snapshot.layer(index), torch.device(device), shared=False)
+            for index, place in enumerate(places)
         ]
         for layer, new in zip(self._layers, built, strict=True):
-            layer.restore(new.k, new.v, new.padding, new._held.seen)
+            layer.ladder = new.ladder
+            held = new._held
+            layer.restore(new.k, new.v, new.padding, held.seen, 0, held.rung, held.ahead)
+
+    def _places(self, snapshot: Snapshot) -> list[CacheLayer]:
+        """Return empty layers to restore a snapshot into, with a budget each on its rung."""
+        places = [layer.empty() for layer in self._layers]
+        entries = snapshot.manifest.layers if isinstance(snapshot, Snapshot) else []
+        if self.budget is None or len(entries) != len(places) or not snapshot.tokens:
+            return places
+        dtype = next(entry.dtype for entry in entries if entry.dtype is not None)
+        schedule = self.budget.schedule(self.geometry, snapshot.manifest.batch, dtype)
+        schedule.check_call(0, snapshot.tokens)
+        put_on_rungs(places, schedule.layers, entries)
+        self._schedule = schedule
+        return places
 
     @detached
     def fork(self) -> Self:
@@ -309,6 +347,12 @@ class ContiguousCache(BatchRows):
 
     @detached
     def _keep_rows(self, indices: Tensor) -> None:
+        schedule = self._schedule
+        if schedule is not None and len(indices) > schedule.batch:
+            raise BudgetExceeded(
+                f"the budget was planned for {schedule.batch} rows, not {len(indices)}: give the "
+                "first call as many rows as there are going to be"
+            )
         for layer in self._layers:
             layer.select(indices)
 
@@ -330,4 +374,8 @@ class ContiguousCache(BatchRows):
 
     def stats(self) -> dict[str, Any]:
         """Return what the cache holds, where its bytes go and what computes (see `cache.stats`)."""
-        return cache_stats(self._layers, self.layout, self.compute)
+        stats = cache_stats(self._layers, self.layout, self.compute)
+        if self.budget is not None:
+            schedule, whole = self._schedule, {"bytes": self.budget.bytes}
+            stats["budget"] = (schedule.stats(stats["tokens"]) if schedule else {}) | whole
+        return stats

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, cache_specs
 from kvpact.cache.contiguous import ContiguousCache
+from kvpact.cache.ladder import budget_of, ladder_of
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.errors import GeometryError, SpecError
@@ -25,6 +28,8 @@ def create_cache(
     page_size: int | None = None,
     calibration: Calibration | None = None,
     key_offsets: KeyOffsets | None = None,
+    budget: int | str | None = None,
+    rungs: Sequence[SpecLike] | None = None,
 ) -> ContiguousCache | PagedView:
     """Make a compressed KV cache.
 
@@ -62,6 +67,15 @@ def create_cache(
         again, so that a large bias costs no precision. The numbers are the model's: they are
         counted in no cache's bytes. Exact methods (``none``) have no use for it.
 
+    budget : int or str, optional
+        Bytes (``"200MB"``) that the cache never exceeds, of a contiguous one. It begins with
+        `spec`. Where that would take more, the K or the V of a layer, one after the other, is
+        compressed again by a next rung, in the same call (see `kvpact.cache.ladder`). At the last
+        rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens.
+    rungs : sequence of specs, optional
+        The ladder, from the most bytes to the fewest, in place of `spec` and of ``trellis`` with 4,
+        3 and 2 bits where these are fewer.
+
     Returns
     -------
     ContiguousCache or PagedView
@@ -76,13 +90,19 @@ def create_cache(
         the cache's.
     BackendUnavailable
         The backend asked for can't run here, or does not cover the spec's methods.
+    BudgetExceeded
+        A few tokens would take more (where the batch is not known before, raised by a call).
     """
     compute = choose(backend, check)
     if layout not in ("contiguous", "paged"):
         raise SpecError(f"layout {layout!r} is not known; there are 'contiguous' and 'paged'")
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, 1)
+    if rungs is not None and budget is None:
+        raise SpecError("rungs go with a budget")
     if layout == "paged":
+        if budget is not None:
+            raise SpecError("a budget is for contiguous caches; a pool has num_pages")
         if num_pages is None or max_tokens is not None:
             raise GeometryError("layout 'paged' takes num_pages (and page_size), not max_tokens")
         return PagedKVCache(
@@ -97,6 +117,11 @@ def create_cache(
         ).view()
     if num_pages is not None or page_size is not None:
         raise GeometryError("num_pages and page_size go with layout='paged'")
-    return ContiguousCache(
-        cache_specs(spec, geometry), geometry, max_tokens, calibration, compute, key_offsets
-    )
+    specs, given = cache_specs(spec, geometry), None
+    if budget is not None:
+        given = budget_of(budget, ladder_of(specs, rungs, geometry.num_layers))
+        given.refuse(calibration=calibration)
+        given = given.for_geometry(geometry)
+        specs = list(given.rungs[0])
+    offsets = key_offsets
+    return ContiguousCache(specs, geometry, max_tokens, calibration, compute, offsets, given)

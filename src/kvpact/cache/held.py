@@ -31,6 +31,8 @@ class Held(NamedTuple):
       `Stream.learning` on, while the codec of K is to learn from them.
     - `runner`: carries out the next step at once, if that is like those before.
     - `begin`: tokens in front that were let go of; all others are counted from there.
+    - `rung`: how many changes of its ladder the layer has made (see `CacheLayer`).
+    - `ahead`: an empty stream of the rung whose codec of K is to learn, while that of now does not.
     """
 
     k: Stream | None
@@ -42,6 +44,8 @@ class Held(NamedTuple):
     seen: Tensor | None = None
     runner: StepRunner | None = None
     begin: int = 0
+    rung: int = 0
+    ahead: Stream | None = None
 
     @property
     def length(self) -> int:
@@ -64,10 +68,10 @@ class LayerPlan(NamedTuple):
 
 
 def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor | None:
-    """Return `Held.seen` with what new queries `[B, H_q, new, D]` add to it."""
+    """Return `Held.seen` with what new queries `[B, H_q, new, D]` add to it, for a stream."""
     if stream.codec.ready or not stream.codec.learns_from:
         return None
-    seen, length, (first, last) = held.seen, stream.length, stream.learning
+    seen, length, (first, last) = held.seen, held.length, stream.learning
     known = 0 if seen is None else seen.shape[2]
     start, end = max(first - length, 0), last - length
     # A call without queries ends what is seen.
@@ -87,6 +91,13 @@ def next_padding(held: Held, config: AttendConfig, batch: int) -> Tensor | None:
     open_rows = known >= held.length
     merged = torch.where(open_rows, torch.maximum(given, known), known)
     return merged if merged.any() else None
+
+
+def placed(stream: Stream, held: Held, config: AttendConfig, padding: Tensor | None) -> Stream:
+    """Return a stream of keys whose offset has what `config` or padding says of new rows."""
+    if stream.offset is None:
+        return stream
+    return stream._replace(offset=next_offset(stream.offset, held, config, padding))
 
 
 def next_offset(

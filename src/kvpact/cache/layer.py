@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
-from math import lcm
+from math import inf, lcm
 from typing import Any
 
 from torch import Tensor
 
 from kvpact.cache.codecs import codec_of
-from kvpact.cache.held import Held, LayerPlan, Sizes, next_offset, next_padding, next_seen
+from kvpact.cache.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
+from kvpact.cache.rungs import climbed, to_learn
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
@@ -41,7 +42,11 @@ class CacheLayer:
     - `latent`: K and V are MLA latents and rotated keys.
     - `lock`: the layer's, where several sequences have a layer each; one of its own if omitted.
     - `offset`: what is taken off keys before they are encoded; nothing is if the codec is exact.
+    - `ladder`: lengths behind which the layer has another spec, by which it compresses again what
+      it holds; after a rollback it keeps that.
     """
+
+    ladder: Sequence[tuple[int, Spec]] = ()
 
     def __init__(
         self,
@@ -53,13 +58,29 @@ class CacheLayer:
         lock: AbstractContextManager[Any] | None = None,
         offset: KeyOffset | None = None,
     ) -> None:
-        self.spec, self._make_store, self.codecs = spec, make_store, codecs
+        self._spec, self._make_store, self.codecs = spec, make_store, codecs
         self.lock, self._latent = lock or threading.RLock(), latent
         self.compute, self.offset = compute or Compute(), offset
         self._held = Held(None, None, None, 0)
         # Whether slots of tokens that are not held are zero; False before any is written.
         self.clean = True
         self._moved = 0  # how often slots came to lie elsewhere; changed under a pool's lock
+
+    @property
+    def spec(self) -> Spec:
+        """The spec by which tokens are stored now."""
+        rung = self._held.rung
+        return self.ladder[rung - 1][1] if rung else self._spec
+
+    @property
+    def until(self) -> float:
+        """Tokens up to which steps may be taken that only store them."""
+        held = self._held
+        end: float = self.ladder[held.rung][0] if held.rung < len(self.ladder) else inf
+        if held.ahead is not None:
+            first, last = held.ahead.learning  # queries are to be seen
+            end = min(end, first) if held.length < last else end
+        return end
 
     @property
     def k(self) -> Stream | None:
@@ -112,23 +133,35 @@ class CacheLayer:
         held = self._held
         padding = next_padding(held, config, k.shape[0])
         k_stream, v_stream = held.k or self.new_stream(k, True), held.v or self.new_stream(v, False)
-        if k_stream.offset is not None:
-            offset = next_offset(k_stream.offset, held, config, padding)
-            k_stream = k_stream._replace(offset=offset)
-        seen = next_seen(held, k_stream, k, q)
+        k_stream = placed(k_stream, held, config, padding)
+        given, rung, ahead = (k, v), held.rung, held.ahead
+        if self.ladder:
+            ahead = held.ahead or to_learn(self.ladder[rung:], k_stream, self.new_stream)
+            ahead = None if ahead is None else placed(ahead, held, config, padding)
+        seen = next_seen(held, ahead or k_stream, k, q)
+        if rung < len(self.ladder) and held.length + k.shape[2] > self.ladder[rung][0]:
+            self.clean, sizes = False, None
+            ends = len([x for x in self.ladder if x[0] < held.length + k.shape[2]])
+            steps = [(0, self.spec), *self.ladder[rung:ends]]
+            pair = k_stream, v_stream
+            (k_stream, v_stream), given = climbed(
+                steps, pair, given, (padding, seen, ahead), self.new_stream
+            )
+            rung, ahead = ends, None if k_stream.codec.learns_from else ahead
         k_size, v_size = (None, None) if sizes is None else sizes[:2]
-        k_plan = k_stream.prepare(k, padding, seen, k_size)
-        v_plan = v_stream.prepare(v, padding, None, v_size)
+        k_plan = k_stream.prepare(given[0], padding, seen, k_size)
+        v_plan = v_stream.prepare(given[1], padding, None, v_size)
         plan, plans = held.plan, (k_plan.after.plan, v_plan.after.plan)
         if plan is None or (plan.k, plan.v) != plans:
-            plan = self.compute.plan(*plans, k_stream.offset is not None, self._latent)
+            offset = k_plan.after.offset is not None
+            plan = self.compute.plan(*plans, offset, self._latent)
         good = held.good
         if self.compute.deferred:
             new = collected()
             good = new if good is None or new is None else good & new
-        seen = None if seen is None or k_plan.after.codec.ready else seen
-        k_after, v_after, begin = k_plan.after, v_plan.after, held.begin
-        after = Held(k_after, v_after, padding, held.version, plan, good, seen, None, begin)
+        seen = None if seen is None or (ahead or k_plan.after).codec.ready else seen
+        k_after, v_after, more = k_plan.after, v_plan.after, (held.begin, rung, ahead)
+        after = Held(k_after, v_after, padding, held.version, plan, good, seen, None, *more)
         past = self._view(held, padding)
         step = Step(past, k, v, padding, self.lock, plan, self._latent)
         return LayerPlan(held, after, [k_plan, v_plan], step, config.exact_new)
@@ -170,15 +203,21 @@ class CacheLayer:
         padding: Tensor | None,
         seen: Tensor | None = None,
         begin: int = 0,
+        rung: int = 0,
+        ahead: Stream | None = None,
     ) -> None:
         """Hold other streams from now on, whose slots are clean, and what else is in `Held`."""
         with self.lock:
-            self._held = Held(k, v, padding, self._held.version + 1, seen=seen, begin=begin)
+            known = None, None, seen, None, begin, rung, ahead
+            self._held = Held(k, v, padding, self._held.version + 1, *known)
             self.clean = True
 
-    def new_stream(self, x: Tensor, key: bool, codec: Codec | None = None) -> Stream:
-        """Return an empty stream for K or V like `x`, not yet the layer's own."""
-        method, (batch, heads, _, dim) = self.spec.key if key else self.spec.value, x.shape
+    def new_stream(
+        self, x: Tensor, key: bool, codec: Codec | None = None, spec: Spec | None = None
+    ) -> Stream:
+        """Return an empty stream for K or V like `x`, by the layer's spec, not yet its own."""
+        spec = spec or self.spec
+        method, (batch, heads, _, dim) = spec.key if key else spec.value, x.shape
         if codec is None and self.codecs is not None:
             codec = self.codecs[0 if key else 1]
         codec, known = codec or codec_of(method, key, dim, x.dtype), self.compute.empty
@@ -197,8 +236,10 @@ class CacheLayer:
 
     def empty(self) -> CacheLayer:
         """Return a layer like this one that holds nothing."""
-        kept = self.spec, self._make_store, self.codecs, self._latent, self.compute
-        return CacheLayer(*kept, offset=self.offset)
+        kept = self._spec, self._make_store, self.codecs, self._latent, self.compute
+        other = CacheLayer(*kept, offset=self.offset)
+        other.ladder = self.ladder
+        return other
 
     def _view(self, held: Held, padding: Tensor | None) -> LayerView | None:
         if held.k is None or held.v is None:
@@ -240,13 +281,7 @@ class CacheLayer:
             if stream is None:
                 raise GeometryError("the layer holds no tokens yet")
             self.verify()
-            view = stream.view(self._held.padding, lambda: None)
-            batch, heads, _, dim = view.tail.shape
-            whole, begin = view.tail.new_empty(batch, heads, view.length, dim), view.exact_from
-            if begin:
-                stream.plan.decode(view, 0, begin, whole[:, :, :begin])
-            whole[:, :, begin:] = view.tail
-            return whole
+            return stream.decoded(0, stream.length, self._held.padding)
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on; nothing if there are no more than that."""
@@ -264,9 +299,10 @@ class CacheLayer:
         k = held.k.truncate(length, held.padding)
         v = held.v.truncate(length, held.padding)
         padding = held.padding if length else None
-        seen, last = held.seen, max(length - k.learning[0], 0)
+        ahead = held.ahead if length else None
+        seen, last = held.seen, max(length - (ahead or k).learning[0], 0)
         seen = None if seen is None else seen[:, :, :last].clone()
-        known = held.plan, held.good, seen, None, held.begin if length else 0
+        known = held.plan, held.good, seen, None, held.begin if length else 0, held.rung, ahead
         return Held(k, v, padding, held.version + 1, *known)
 
     def let_go(self, kept: int) -> None:
@@ -319,8 +355,9 @@ class CacheLayer:
             self.clean = False
             seen = held.seen
             seen = None if seen is None else seen.index_select(0, indices.to(seen.device))
-            known = held.plan, held.good, seen, None, held.begin
-            self._held = Held(k, v, padding, held.version + 1, *known)
+            known = held.plan, held.good, seen, None, held.begin, held.rung
+            ahead = held.ahead and held.ahead.select(indices)
+            self._held = Held(k, v, padding, held.version + 1, *known, ahead)
             self.settle()  # What forks share may not have been clean.
 
     def streams(self) -> list[Stream]:

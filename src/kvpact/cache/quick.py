@@ -61,6 +61,8 @@ def quick_attend(
 def _run_step(
     layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
+    if layer.ladder and layer.length + k.shape[2] > layer.until:
+        return None
     step, plan = quick_step(layer, k, v, q, config), layer._held.plan
     if step is None or plan is None:
         return None
@@ -92,7 +94,7 @@ def quick_step(
 
     `index`: the layer's row, where it is one of many; `stay`: slots lie where they lay.
     """
-    k_before, v_before, padding, version, plan, good, seen, runner, begin = layer._held
+    k_before, v_before, padding, version, plan, good, seen, runner, *more = layer._held
     if k_before is None or v_before is None or runner is None:
         return None
     held, new = k_before.length, k.shape[2]
@@ -118,13 +120,15 @@ def quick_step(
             return None
     if runner.good is not None:
         good = runner.good
-    after = _new(Held, (k_after, v_after, padding, version, plan, good, seen, runner, begin))
+    after = _new(Held, (k_after, v_after, padding, version, plan, good, seen, runner, *more))
     return after, _new(StepRow, (runner, held, k_tokens, v_tokens))
 
 
 def counted(layer: CacheLayer, new: int) -> Held | None:
     """Return what a layer holds after a step by a device; None where it packs, or has no room."""
     held, streams = layer._held, []
+    if layer.ladder and held.length + new > layer.until:
+        return None
     for stream in held.streams():
         length = stream.length + new
         packed = max(out_of_window(stream.codec.group, stream.window, length), stream.packed)

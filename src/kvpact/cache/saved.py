@@ -18,8 +18,10 @@ from kvpact.cache.checks import known_snapshot
 from kvpact.cache.codecs import Calibration, codec_of
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.parts import E5M2
+from kvpact.cache.rungs import to_learn
 from kvpact.cache.stream import Stream
 from kvpact.errors import (
+    BudgetExceeded,
     DtypeError,
     FormatError,
     GeometryError,
@@ -35,6 +37,7 @@ from kvpact.key_offset import same_offset
 from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.snapshot import FieldInfo, Identity, LayerState, RecordState, Snapshot, StreamState
+from kvpact.snapshot.manifest import LayerEntry
 from kvpact.spec import Spec
 from kvpact.units import out_of_window
 
@@ -144,6 +147,26 @@ def check_fits(
             raise DtypeError(f"the snapshot's tokens are {entry.dtype}, the cache's {dtype}")
 
 
+def put_on_rungs(
+    layers: Sequence[CacheLayer],
+    ladders: Sequence[Sequence[tuple[int, Spec]]],
+    entries: Sequence[LayerEntry],
+) -> None:
+    """Put empty layers with ladders on the rungs of a snapshot. Raises `BudgetExceeded`."""
+    for index, (layer, changes, entry) in enumerate(zip(layers, ladders, entries, strict=True)):
+        layer.ladder = changes[1:]
+        rungs = [i for i, (_, spec) in enumerate(changes) if spec.to_json() == entry.spec]
+        least = sum(tokens < entry.tokens for tokens, _ in layer.ladder)
+        if not rungs or rungs[0] < least:
+            held, wanted = Spec.from_json(entry.spec), changes[least][1]
+            raise BudgetExceeded(
+                f"layer {index} of the snapshot holds {entry.tokens:,} tokens by {str(held)!r}, "
+                f"and the budget has {str(wanted)!r} for so many: restore it into a cache with "
+                "the budget that it was made with"
+            )
+        layer._held = layer._held._replace(rung=rungs[0])
+
+
 def restored_layer(
     empty: CacheLayer, state: LayerState, device: torch.device, shared: bool
 ) -> CacheLayer:
@@ -181,8 +204,12 @@ def restored_layer(
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
     told = state.padding
     padding = None if told is None else torch.tensor(told, dtype=torch.int64, device="cpu")
-    seen = _seen(streams[0], state.streams[0], device)
-    empty.restore(streams[0], streams[1], padding, seen)
+    rung = empty._held.rung
+    ahead = to_learn(empty.ladder[rung:], streams[0], empty.new_stream)
+    if ahead is not None and ahead.offset is not None:
+        ahead = ahead.from_origin(state.padding)
+    seen = _seen(ahead or streams[0], state.streams[0], device)
+    empty.restore(streams[0], streams[1], padding, seen, 0, rung, ahead)
     return empty
 
 

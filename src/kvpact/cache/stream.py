@@ -149,6 +149,19 @@ class Stream(NamedTuple):
         )
         return AppendPlan(after, pieces)
 
+    def decoded(self, start: int, end: int, padding: Tensor | None) -> Tensor:
+        """Return tokens `start <= t < end`, decompressed."""
+        view = self.view(padding, lambda: None)
+        batch, heads, _, dim = view.tail.shape
+        whole, exact = view.tail.new_empty(batch, heads, end - start, dim), view.exact_from
+        if start < exact:
+            stop = min(end, exact)
+            self.plan.decode(view, start, stop, whole[:, :, : stop - start])
+        if end > exact:
+            first = max(start, exact)
+            whole[:, :, first - start :] = view.tail[:, :, first - exact : end - exact]
+        return whole
+
     def sealed(self, tokens: int, padding: Tensor | None) -> AppendPlan:
         """Pack tokens up to a whole group, `tokens`, although the tail has them, and keeps them."""
         none, context = self.memory.tensor[:, :, :0], Context(padding, self.num_sinks)

@@ -14,7 +14,7 @@ from kvpact.cache.codecs import Calibration, layer_codecs
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.paged_sequences import PagedSequences
 from kvpact.cache.recode import recoded
-from kvpact.errors import DtypeError, GeometryError
+from kvpact.errors import DtypeError, GeometryError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Codec
 from kvpact.prefixes.checkpoints import RecordShape
@@ -73,6 +73,8 @@ class _Contiguous:
     def __init__(self, cache: ContiguousCache, device: torch.device | str) -> None:
         if cache.geometry.dtype is None:
             raise DtypeError("make the cache with a geometry that has a dtype: keys depend on it")
+        if cache.budget is not None:
+            raise SpecError("a budget can't go with stored prefixes: leave one of them out")
         self._cache, self._device = cache, device
         self.specs, self.geometry = cache.specs, cache.geometry
         self.key_offsets: KeyOffsets = cache.key_offsets

@@ -10,6 +10,7 @@ import torch
 
 from kvpact.cache import planned_bytes
 from kvpact.errors import SpecError
+from kvpact.files import bytes_of
 from kvpact.geometry import CacheGeometry
 from kvpact.recommend.base import SIDES, RecommendationError, Sizes, Slot
 from kvpact.spec import Spec, parse_spec
@@ -17,9 +18,7 @@ from kvpact.spec import Spec, parse_spec
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.record import Seen, SeenLayer
 
-_THOUSANDS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-UNITS = {**_THOUSANDS, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_BUDGET = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(%|[a-zA-Z]*)")
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 _ITEM = 2  # bytes of an exact number
 
 
@@ -28,17 +27,16 @@ def budget_bytes(text: str, exact: int) -> int:
 
     `text`: a share of it (``25%``) or bytes (``4GB``, ``300MB``, ``1.5GiB``, ``1000000``).
     """
-    found = _BUDGET.fullmatch(text.strip())
-    unit = found[2].upper() if found else ""
-    if found is None or (unit != "%" and unit not in UNITS):
+    found, text = _SHARE.fullmatch(text.strip()), text.strip()
+    if found is None and not bytes_of(text) and not re.match(r"0+(\.0*)?\s*[a-zA-Z]*$", text):
         raise RecommendationError(
             f"budget {text!r} is neither a share such as 25%, nor bytes such as 4GB, nor a spec"
         )
-    number = float(found[1])
+    number = float(found[1]) if found else bytes_of(text)
     if number <= 0:
         raise RecommendationError(f"budget {text!r} leaves no room; give more than 0")
-    if unit != "%":
-        return int(number * UNITS[unit])
+    if found is None:
+        return int(number)
     if number > 100:
         raise RecommendationError(f"budget {text!r} is more than all; take 100% at most")
     return int(number / 100 * exact)

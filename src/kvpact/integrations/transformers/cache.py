@@ -13,18 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
-from kvpact.cache import ContiguousCache, check_layer
+from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import known_snapshot
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
 from kvpact.errors import (
     BackendUnavailable,
-    DtypeError,
     GeometryError,
     KVPactError,
     SnapshotError,
     SpecError,
 )
+from kvpact.integrations.transformers.budget import model_budget
 from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
 from kvpact.integrations.transformers.facts import (
@@ -42,7 +42,7 @@ from kvpact.integrations.transformers.made_keys import (
     check_positions,
     key_makers,
 )
-from kvpact.integrations.transformers.offsets import key_offsets
+from kvpact.integrations.transformers.offsets import offsets_of
 from kvpact.integrations.transformers.packed_rings import restored_rings, ring_spec
 from kvpact.integrations.transformers.records import (
     checked,
@@ -57,24 +57,6 @@ from kvpact.key_offset import KeyOffset
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.snapshot import Identity, RecordState, Snapshot
 from kvpact.spec import DEFAULT_SPEC, Spec
-
-
-def _offsets(
-    model: Any, layers: int, compressed: Sequence[int], given: Mapping[int, KeyOffset] | str | None
-) -> dict[int, KeyOffset] | None:
-    """Return the offsets by compressed layer; None where nobody was asked for any."""
-    if given == "auto":
-        if isinstance(model, PreTrainedConfig):
-            return None
-        found = key_offsets(model)  # of more layers than one that exits early runs
-        return {i: found[x] for i, x in enumerate(compressed) if x in found}
-    if not isinstance(given, Mapping | None):
-        raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
-    for layer, offset in (given or {}).items():
-        check_layer(layer, layers)
-        if not isinstance(offset, KeyOffset):
-            raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
-    return {i: given[x] for i, x in enumerate(compressed) if given and x in given}
 
 
 class _NoMaximum(KVPactError, AttributeError):
@@ -133,6 +115,12 @@ class CompressedCache(EngineCache):
         Pack layers with sliding attention, too, by this spec, without sinks; what methods learn of
         them they learn from the first tokens. They let go of tokens that no query will see. If
         omitted, they stay as transformers caches them, exact.
+    budget : int or str, optional
+        Bytes (``"200MB"``) that the cache never exceeds, all layers together. It begins exact, or
+        with a spec that is not the default, and takes fewer bits, layer by layer, as the context
+        grows (see `create_cache`).
+    rungs : sequence of specs, optional
+        The ladder of a budget, from the most bytes to the fewest.
 
     Raises
     ------
@@ -157,6 +145,8 @@ class CompressedCache(EngineCache):
         calibration: Calibration | str | PathLike[str] | None = None,
         k_eq_v: bool = False,
         sliding: str | Spec | None = None,
+        budget: int | str | None = None,
+        rungs: Sequence[SpecLike] | None = None,
         **bits: Any,
     ) -> None:
         model = bits.pop("config", model) if model is None else model
@@ -166,14 +156,20 @@ class CompressedCache(EngineCache):
         facts = layer_facts(decoder)
         specs, compressed = layer_specs(spec, len(facts.types)), facts.compressed()
         kept = [specs[layer] for layer in compressed]
-        offsets = _offsets(model, len(specs), compressed, key_offsets)
+        offsets = offsets_of(model, len(specs), compressed, key_offsets)
         if not isinstance(calibration, Calibration | None):
             calibration = Calibration.load(calibration)
         if calibration is not None:
             calibration = calibration.select(compressed).needed(kept)
             calibration = calibration.to(getattr(model, "device", "cpu"))
-        compute = choose(backend, check)
-        shared = SharedState(decoder, exact_new, kept, compute, offsets, calibration)
+        compute, given = choose(backend, check), None
+        if budget is not None or rungs is not None:
+            given = model_budget(
+                config, facts, budget, None if spec == DEFAULT_SPEC else spec, rungs
+            )
+            given.refuse(calibration=calibration, k_eq_v=k_eq_v, sliding=sliding)
+            kept = list(given.rungs[0])
+        shared = SharedState(decoder, exact_new, kept, compute, offsets, calibration, budget=given)
         if type(k_eq_v) is not bool:
             raise SpecError(f"k_eq_v should be True or False, not {k_eq_v!r}")
         full = [i for i in compressed if facts.types[i] == "full_attention"]
@@ -182,7 +178,7 @@ class CompressedCache(EngineCache):
             raise BackendUnavailable("keys made of values are torch's to multiply: use 'auto'")
         crosses = may_cross_attend(config, decoder)
         slide = [layer for layer, kind in enumerate(facts.types) if kind == SLIDING]
-        offsets = _offsets(model, len(specs), slide, None if sliding is None else key_offsets)
+        offsets = offsets_of(model, len(specs), slide, None if sliding is None else key_offsets)
         rings = rings_of(sliding, shared, facts, crosses, offsets)
         indices, ring = count(), count()
         layers: list[Any] = []

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from transformers import PreTrainedConfig
 
+from kvpact.cache import check_layer
+from kvpact.errors import DtypeError, SpecError
 from kvpact.integrations.transformers.fallback import say_once
 from kvpact.key_offset import DTYPES, LEAVE, KeyOffset, Layout
 
@@ -227,3 +230,21 @@ def tell_of_bias(attention: Any) -> None:
             "PagedKVCache(…, key_offsets=key_offsets(model)), so that the bias is stored apart; "
             "CompressedCache(…, key_offsets=None) says that it should not be",
         )
+
+
+def offsets_of(
+    model: Any, layers: int, compressed: Sequence[int], given: Mapping[int, KeyOffset] | str | None
+) -> dict[int, KeyOffset] | None:
+    """Return the offsets by compressed layer; None where nobody was asked for any."""
+    if given == "auto":
+        if isinstance(model, PreTrainedConfig):
+            return None
+        found = key_offsets(model)  # of more layers than one that exits early runs
+        return {i: found[x] for i, x in enumerate(compressed) if x in found}
+    if not isinstance(given, Mapping | None):
+        raise SpecError(f"key_offsets should be 'auto', layer -> KeyOffset or None, not {given!r}")
+    for layer, offset in (given or {}).items():
+        check_layer(layer, layers)
+        if not isinstance(offset, KeyOffset):
+            raise DtypeError(f"the key offset of layer {layer} is no KeyOffset: {offset!r}")
+    return {i: given[x] for i, x in enumerate(compressed) if given and x in given}

@@ -11,7 +11,7 @@ import torch
 
 from kvpact.cache.codecs import Calibration
 from kvpact.cache.layer import CacheLayer
-from kvpact.errors import GeometryError, SnapshotError
+from kvpact.errors import GeometryError, SnapshotError, SpecError
 from kvpact.integrations.fingerprint import model_fingerprint, require_adapter_name
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import ENTRIES, layer_facts
@@ -138,6 +138,8 @@ class _PrefixSource:
     """The one sequence of a `CompressedCache`, see `kvpact.prefixes.PrefixSource`."""
 
     def __init__(self, cache: CompressedCache, model: Any) -> None:
+        if cache._shared.budget is not None:
+            raise SpecError("a budget can't go with stored prefixes: leave one of them out")
         self._cache, self._device = cache, model.device
         probe = _probed(cache, model)
         held = probe.held()

@@ -9,10 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvpact.cache import ContiguousCache, cache_specs
+from kvpact.cache.ladder import Budget
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.room import Wait
 from kvpact.calibration import Calibration
 from kvpact.contract import AttendConfig
+from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import INDEXED, layer_facts
 from kvpact.kernels import Compute
@@ -60,7 +62,9 @@ class SharedState:
         key_offsets: dict[int, KeyOffset] | None = None,
         calibration: Calibration | None = None,
         window: int | None = None,
+        budget: Budget | None = None,
     ) -> None:
+        self.budget = budget
         self.window, self.recording = window, False
         self.key_offsets, self.calibration = key_offsets, calibration
         self.config, self.exact_new, self.specs, self.compute = config, exact_new, specs, compute
@@ -87,7 +91,7 @@ class SharedState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedState:
         given = self.config, self.exact_new, self.specs, self.compute, self.key_offsets
-        other = SharedState(*given, self.calibration, self.window)
+        other = SharedState(*given, self.calibration, self.window, self.budget)
         forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
         other.recording = self.recording
@@ -164,10 +168,16 @@ class SharedState:
         """Return an empty cache of all layers."""
         one = replace(geometry, num_layers=1)
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
-        offsets = None if geometry.latent else self.key_offsets
-        return ContiguousCache(
-            specs, geometry, calibration=self.calibration, compute=self.compute, key_offsets=offsets
-        )
+        offsets, budget = None if geometry.latent else self.key_offsets, self.budget
+        if budget is not None:
+            if self.caches():
+                raise GeometryError(
+                    "layers have K and V of unlike shapes: a budget is for layers that are alike"
+                )
+            rungs = [[cache_specs(spec, one)[0] for spec in rung] for rung in budget.rungs]
+            budget = replace(budget, rungs=tuple(map(tuple, rungs)))
+        given = None, self.calibration, self.compute, offsets, budget
+        return ContiguousCache(specs, geometry, *given)
 
 
 def remove_last(view: PagedView, tokens: int) -> None:

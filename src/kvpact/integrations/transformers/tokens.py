@@ -339,7 +339,8 @@ class NewTokens:
             paged = self._cache.cache
             specs, known = paged.specs, bool(paged.key_offsets)
         else:
-            specs, known = self.shared.specs, self.shared.key_offsets is not None
+            budget, known = self.shared.budget, self.shared.key_offsets is not None
+            specs = self.shared.specs if budget is None else list(budget.rungs[-1])
         if not known and specs[self._layer].key.name != "none":
             tell_of_bias(attention)
 

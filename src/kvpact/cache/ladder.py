@@ -1,0 +1,382 @@
+"""A budget of bytes: how many tokens the K and the V of each layer hold by which spec.
+
+A cache with a budget begins on the first *rung* of a ladder of specs. Where all would not fit any
+more, the K or the V of a layer takes the next rung: what it holds is decompressed and compressed
+again, in the same call. A schedule says at which lengths; it follows from the budget, the cache's
+shape and an order alone, so that the same tokens have the same bytes in whatever pieces they come.
+
+The next one to take a rung is where a byte saved costs least: its *sensitivity* times the rise of
+the distortion of its codes, per byte. A bit less makes the distortion of codes 3.65 times as large
+(measured on `trellis`); numbers that are kept have none. Without known sensitivities all are alike,
+and of equals those go first that lie farthest from those that have gone, V before K.
+
+All layers but one may be a call behind: so the plan leaves room for `AHEAD` tokens that some layers
+have already, and for what a layer takes while it is compressed again, beside what it held before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from math import inf
+from typing import Any, NamedTuple
+
+import torch
+
+from kvpact.cache.codecs import cache_specs
+from kvpact.cache.parts import SLACK
+from kvpact.cache.rungs import PIECE
+from kvpact.cache.stats import stream_facts
+from kvpact.errors import BudgetExceeded, SpecError
+from kvpact.files import bytes_of, size_text
+from kvpact.geometry import CacheGeometry
+from kvpact.recipe import SpecLike, layer_specs
+from kvpact.spec import Spec, parse_spec
+from kvpact.units import QUERIES, StreamFacts
+
+DEFAULT_RUNGS = ("none", "trellis:bits=4", "trellis:bits=3", "trellis:bits=2")
+PER_BIT = 3.65
+AHEAD = 64
+STEP = 64
+"""Tokens between two lengths at which a rung may be taken; later ones are at 1/64 of the length."""
+MOST_TOKENS = 1 << 24
+
+Part = tuple[int, int]
+"""A layer, and 0 for its K or 1 for its V."""
+
+
+class Change(NamedTuple):
+    """From more than `tokens` tokens on a layer has another spec."""
+
+    tokens: int
+    spec: Spec
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which spec each layer has at which length.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes of the whole cache.
+    batch : int
+        Rows that it was made for.
+    layers : tuple of tuple of Change
+        Of each layer, by length; the first one is at 0 tokens.
+    max_tokens : int
+        Tokens that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.
+    facts : mapping
+        Spec -> what the bytes of its K and V depend on.
+    heads, itemsize : int
+        KV heads, and bytes of an exact number.
+    """
+
+    budget: int
+    batch: int
+    layers: tuple[tuple[Change, ...], ...]
+    max_tokens: int
+    facts: Mapping[Spec, tuple[StreamFacts, StreamFacts]]
+    heads: int
+    itemsize: int
+
+    def spec(self, layer: int, tokens: int) -> Spec:
+        """Return the spec of a layer at a length."""
+        changes = [x for x in self.layers[layer] if x.tokens < tokens]
+        return (changes or self.layers[layer][:1])[-1].spec
+
+    def layer_bytes(self, layer: int, tokens: int) -> int:
+        """Return the most bytes that a layer holds of so many tokens."""
+        if not tokens:
+            return 0
+        shape = self.batch, self.heads, self.itemsize
+        return sum(_most(facts, tokens, *shape) for facts in self.facts[self.spec(layer, tokens)])
+
+    def bits(self, tokens: int) -> float:
+        """Return the mean bits per number of K and V in slots, of all layers, at a length."""
+        found = [self.facts[self.spec(layer, tokens)] for layer in range(len(self.layers))]
+        flat = [facts for pair in found for facts in pair]
+        return 8 * sum(x.slot for x in flat) / max(sum(x.width for x in flat), 1)
+
+    def lengths(self) -> list[int]:
+        """Return the lengths behind which a layer has another spec."""
+        return sorted({x.tokens for layer in self.layers for x in layer if x.tokens})
+
+    def check_call(self, held: int, new: int) -> None:
+        """Raise `BudgetExceeded` if a call could need more bytes while layers are a call apart."""
+        total = held + new
+        if total > self.max_tokens:
+            raise BudgetExceeded(
+                f"{total:,} tokens do not fit into {size_text(self.budget)}: at the lowest rungs "
+                f"{self.max_tokens:,} do; truncate, or make a cache with a larger budget or with "
+                "rungs of fewer bits"
+            )
+        if not held or new <= AHEAD:
+            return
+        layers = range(len(self.layers))
+        most = sum(max(self.layer_bytes(i, n) for n in (held, total)) for i in layers)
+        if most > self.budget:
+            raise BudgetExceeded(
+                f"{new:,} tokens behind {held:,} could take {size_text(most)} until all layers "
+                f"have them, of {size_text(self.budget)}; give them in pieces of {AHEAD} "
+                "(transformers: prefill_chunk_size)"
+            )
+
+    def stats(self, tokens: int) -> dict[str, Any]:
+        """Return what became of the budget at a length: `ContiguousCache.stats`."""
+        later = [x for x in self.lengths() if x >= tokens]
+        specs = Counter(str(self.spec(layer, tokens)) for layer in range(len(self.layers)))
+        return {
+            "bytes": self.budget,
+            "max_tokens": self.max_tokens,
+            "bits": self.bits(tokens),
+            "next": later[0] if later else None,
+            "specs": dict(specs),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the schedule in plain types."""
+        layers = [[[x.tokens, str(x.spec)] for x in layer] for layer in self.layers]
+        return {"budget": self.budget, "max_tokens": self.max_tokens, "layers": layers}
+
+
+@lru_cache(maxsize=1 << 14)
+def _most(facts: StreamFacts, tokens: int, batch: int, heads: int, itemsize: int) -> int:
+    """Return the most bytes of a stream of up to so many tokens, with what a tail leaves room."""
+    unit = max(facts.group, 32) if facts.window else facts.group
+    whole = tokens // unit * unit
+    ends = [x + facts.window % unit for x in (whole - 1, whole - unit - 1)] + [whole - 1]
+    counts = {tokens, *(x for x in ends if 0 < x < tokens)}
+    held = max(sum(facts.held(x, batch, heads, itemsize).values()) for x in counts)
+    seen = QUERIES if facts.slot >= 2 * facts.width else 0  # until a later rung learns of them
+    return held + batch * heads * facts.width * (SLACK * itemsize + seen)
+
+
+def plan(
+    geometry: CacheGeometry,
+    rungs: Sequence[Sequence[Spec]],
+    budget: int,
+    batch: int,
+    dtype: torch.dtype,
+    sensitivity: Mapping[Part, float] | None = None,
+) -> Schedule:
+    """Return the schedule of a cache.
+
+    Parameters
+    ----------
+    geometry : CacheGeometry
+        Shape of the cache.
+    rungs : sequence of sequence of Spec
+        Specs from the most bytes to the fewest; each of them one spec per layer.
+    budget : int
+        Bytes.
+    batch : int
+        Rows.
+    dtype : torch.dtype
+        Of exact tokens.
+    sensitivity : mapping, optional
+        (Layer, 0 for K or 1 for V) -> what a distortion there costs; alike if omitted.
+
+    Raises
+    ------
+    BudgetExceeded
+        Not even a few tokens fit at the lowest rungs.
+    """
+    return _Planner(geometry, rungs, budget, batch, dtype, sensitivity or {}).plan()
+
+
+class _Planner:
+    """Grows a cache that does not exist, and takes rungs where it has to."""
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        rungs: Sequence[Sequence[Spec]],
+        budget: int,
+        batch: int,
+        dtype: torch.dtype,
+        sensitivity: Mapping[Part, float],
+    ) -> None:
+        self.rungs, self.budget = rungs, budget
+        self.shape = batch, geometry.num_kv_heads, dtype.itemsize
+        self.layers = geometry.num_layers
+        one = CacheGeometry(
+            1, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim, dtype, geometry.latent
+        )
+        known = {spec: (*stream_facts(spec, one),) for rung in rungs for spec in rung}
+        self.known: dict[Spec, tuple[StreamFacts, StreamFacts]] = {
+            spec: (pair[0], pair[1]) for spec, pair in known.items()
+        }
+        self.parts = [(layer, side) for layer in range(self.layers) for side in (0, 1)]
+        self.sensitivity = {part: sensitivity.get(part, 1.0) for part in self.parts}
+        order = _spread(self.layers)
+        self.turn = {part: (order[part[0]], 1 - part[1]) for part in self.parts}
+        self.at = dict.fromkeys(self.parts, 0)
+
+    def facts(self, part: Part, rung: int) -> StreamFacts:
+        """Return what the bytes of a part depend on at a rung."""
+        return self.known[self.rungs[rung][part[0]]][part[1]]
+
+    def need(self, tokens: int) -> int:
+        """Return the bytes that have to be there for all tokens, and to take a next rung."""
+        held = sum(_most(self.facts(p, self.at[p]), tokens, *self.shape) for p in self.parts)
+        return held + self.transient(tokens)
+
+    def transient(self, tokens: int) -> int:
+        """Return what a layer takes at most while it is compressed again."""
+        most, last = 0, len(self.rungs) - 1
+        for layer in range(self.layers):
+            found = [(p, self.at[p] + 1) for p in ((layer, 0), (layer, 1)) if self.at[p] < last]
+            bytes_ = sum(_most(self.facts(p, rung), tokens, *self.shape) for p, rung in found)
+            batch, heads, _ = self.shape
+            widths = [self.facts(p, rung).width for p, rung in found]
+            most = max(most, bytes_ + 3 * PIECE * batch * heads * 4 * max(widths, default=0))
+        return most
+
+    def step(self, tokens: int) -> Part | None:
+        """Return the part whose next rung costs least per byte; None where all are at the last."""
+        best: tuple[float, Any] = (inf, None)
+        chosen = None
+        for part in self.parts:
+            rung = self.at[part]
+            if rung + 1 == len(self.rungs):
+                continue
+            now, then = self.facts(part, rung), self.facts(part, rung + 1)
+            saved = _most(now, tokens, *self.shape) - _most(then, tokens, *self.shape)
+            cost = self.sensitivity[part] * (_distortion(then) - _distortion(now))
+            worth = (cost / saved if saved > 0 else inf), self.turn[part]
+            if chosen is None or worth < best:
+                best, chosen = worth, part
+        return chosen
+
+    def plan(self) -> Schedule:
+        """Return the schedule."""
+        changes: list[list[Change]] = [[Change(0, spec)] for spec in self.rungs[0]]
+        tokens = 0
+        while tokens < MOST_TOKENS:
+            end = tokens + max(STEP, tokens // STEP // STEP * STEP)
+            before = dict(self.at)
+            while self.need(end + AHEAD) > self.budget:
+                part = self.step(end)
+                if part is None:
+                    break
+                self.at[part] += 1
+            else:
+                for layer in range(self.layers):
+                    pair = [self.at[layer, side] for side in (0, 1)]
+                    if pair != [before[layer, side] for side in (0, 1)]:
+                        k, v = (self.rungs[rung][layer] for rung in pair)
+                        spec = k if pair[0] == pair[1] else Spec(k.key, v.value)
+                        if changes[layer][-1].tokens == tokens:
+                            changes[layer].pop()
+                        changes[layer].append(Change(tokens, spec))
+                        self.known.setdefault(spec, (self.known[k][0], self.known[v][1]))
+                tokens = end
+                continue
+            self.at = before
+            break
+        batch, heads, itemsize = self.shape
+        if not tokens:
+            least = self.least()
+            raise BudgetExceeded(
+                f"a budget of {size_text(self.budget)} has no room for {STEP} tokens of {batch} "
+                f"row{'s' * (batch != 1)}; the least one is {size_text(least)}"
+            )
+        layers = tuple(map(tuple, changes))
+        return Schedule(self.budget, batch, layers, tokens, self.known, heads, itemsize)
+
+    def least(self) -> int:
+        """Return the bytes of a few tokens at the lowest rungs."""
+        self.at = dict.fromkeys(self.parts, len(self.rungs) - 1)
+        return self.need(STEP + AHEAD)
+
+
+def _distortion(facts: StreamFacts) -> float:
+    """Return the distortion of codes, where that of 4 bits is 1."""
+    bits = 8 * facts.slot / facts.width if facts.width else 16
+    return 0.0 if bits >= 16 else float(PER_BIT ** (4.2 - bits))
+
+
+@lru_cache(maxsize=16)
+def _spread(layers: int) -> tuple[int, ...]:
+    """Return the turn of each layer: the first half of the turns are spread over all layers."""
+    width = max(layers - 1, 1).bit_length()
+    by_turn = sorted(range(layers), key=lambda i: int(f"{i:0{width}b}"[::-1], 2))
+    turn = [0] * layers
+    for place, layer in enumerate(by_turn):
+        turn[layer] = place
+    return tuple(turn)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a cache was given: bytes, a ladder and an order; see `plan`.
+
+    `rungs`: one spec per layer each; `beside`: bytes of a row that the cache does not hold itself.
+    """
+
+    bytes: int
+    rungs: tuple[tuple[Spec, ...], ...]
+    sensitivity: Mapping[Part, float] | None = None
+    beside: int = 0
+
+    def refuse(self, **others: object) -> None:
+        """Raise `SpecError` where an option is used that does not go with a budget."""
+        used = [name for name, value in others.items() if value is not None and value is not False]
+        if used:
+            raise SpecError(f"{' and '.join(used)} can't go with a budget: leave one of them out")
+
+    def for_geometry(self, geometry: CacheGeometry) -> Budget:
+        """Return the budget of a cache of such a shape: specs completed for latents."""
+        rungs = tuple(tuple(cache_specs(rung, geometry)) for rung in self.rungs)
+        return replace(self, rungs=rungs)
+
+    def schedule(self, geometry: CacheGeometry, batch: int, dtype: torch.dtype) -> Schedule:
+        """Return the schedule of a cache of so many rows. Raises `BudgetExceeded`."""
+        own = self.bytes - batch * self.beside
+        return plan(geometry, self.rungs, own, batch, dtype, self.sensitivity)
+
+
+def ladder_of(
+    first: Sequence[Spec] | None, rungs: Sequence[SpecLike] | None, layers: int
+) -> tuple[tuple[Spec, ...], ...]:
+    """Return the rungs of a ladder, one spec per layer each, checked.
+
+    `first`: what a cache begins with, in front of the default rungs of fewer bits; exact if
+    omitted. `rungs`: a ladder of its own instead.
+
+    Raises `SpecError`.
+    """
+    if rungs is not None:
+        if isinstance(rungs, str | Spec | Mapping) or not rungs:
+            raise SpecError("rungs is a sequence of specs, from the most bytes to the fewest")
+        found = [tuple(layer_specs(rung, layers)) for rung in rungs]
+    else:
+        found = [(parse_spec(rung),) * layers for rung in DEFAULT_RUNGS]
+        if first is not None:
+            least = min(map(_bits, first))
+            found = [tuple(first), *(rung for rung in found if _bits(rung[0]) < least)]
+    for before, after in pairwise(found):
+        if any(_bits(x) < _bits(y) for x, y in zip(before, after, strict=True)):
+            raise SpecError("each of the rungs has to take fewer bits than the one before")
+    methods = [x for rung in found for spec in rung for x in (spec.key, spec.value)]
+    if len({(x.sinks, x.window) for x in methods if x.name != "none"}) > 1:
+        raise SpecError("all rungs of a budget want the same sinks= and window=")
+    return tuple(found)
+
+
+def _bits(spec: Spec) -> float:
+    """Return the bits per number of slots, of K and V together, of heads of 64 channels."""
+    shape = CacheGeometry(1, 1, 64, 64, torch.bfloat16)
+    return 8 * sum(facts.slot for facts in stream_facts(spec, shape)) / 128
+
+
+def budget_of(amount: int | str, rungs: tuple[tuple[Spec, ...], ...]) -> Budget:
+    """Return a budget such as ``200MB`` or 200000000. Raises `SpecError`."""
+    count = 0 if isinstance(amount, bool) else bytes_of(str(amount))
+    if not count:
+        raise SpecError(f"budget {amount!r} is no number of bytes such as '200MB' or '1.5GiB'")
+    return Budget(count, rungs)

@@ -1,0 +1,55 @@
+"""A budget of bytes for a model's cache: what its compressed layers may take of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transformers import PreTrainedConfig
+
+from kvpact.cache.ladder import Budget, budget_of, ladder_of
+from kvpact.errors import SpecError
+from kvpact.integrations.sizes import layers_of
+from kvpact.integrations.transformers.facts import LayerFacts
+from kvpact.recipe import SpecLike, layer_specs
+
+_LONG = 1 << 22
+"""Tokens after which a window has long been full."""
+
+
+def model_budget(
+    config: PreTrainedConfig,
+    facts: LayerFacts,
+    amount: int | str | None,
+    spec: SpecLike | None,
+    rungs: Sequence[SpecLike] | None,
+) -> Budget:
+    """Return the budget of a model's compressed layers; see `create_cache`.
+
+    `spec`: what the cache begins with; exact if omitted. What windows and states of other layers
+    take, once they are full, is set aside.
+
+    Raises `SpecError`.
+    """
+    if amount is None:
+        raise SpecError("rungs go with a budget")
+    layers, compressed = len(facts.types), facts.compressed()
+    first = None if spec is None else layer_specs(spec, layers)
+    whole = budget_of(amount, ladder_of(first, rungs, layers))
+    chosen = tuple(tuple(rung[layer] for layer in compressed) for rung in whole.rungs)
+    return replace(whole, rungs=chosen, beside=_beside(config) if len(compressed) < layers else 0)
+
+
+def _beside(config: PreTrainedConfig) -> int:
+    """Return the bytes of a row that layers hold beside compressed K and V."""
+    held = layers_of(config)
+    sizes = [
+        sum(shape.own_bytes(tokens, 1, held.itemsize) for shape in held.shapes)
+        for tokens in (_LONG, 2 * _LONG)
+    ]
+    if sizes[0] != sizes[1]:
+        raise SpecError(
+            "layers of this model hold more with every token beside what is compressed (the keys "
+            "of an index): a budget is not for it"
+        )
+    return sizes[0]
