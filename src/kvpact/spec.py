@@ -65,6 +65,12 @@ class Spec:
         key, value = (_replace(method, options) for method in (self.key, self.value))
         return Spec(key, value, self.slashed)
 
+    def apart(self) -> Spec:
+        """Return this spec with a method for V that has no option for K, as in one with a slash."""
+        given = _options(type(self.value))
+        value = _replace(self.value, {name: given[name] for name in self.value.key_only})
+        return self if value == self.value else Spec(self.key, value, self.slashed)
+
     def codecs(self, dim: int, v_dim: int, dtype: Any) -> tuple[Any, Any]:
         """Return new codecs for K and for V, of these widths and this dtype."""
         return self.key.key_codec(dim, dtype), self.value.value_codec(v_dim, dtype)

@@ -113,10 +113,10 @@ class ContiguousCache(BatchRows):
         if schedule is None or (schedule.batch != k.shape[0] and self.batch_size is None):
             assert self.budget is not None
             schedule = self.budget.schedule(self.geometry, k.shape[0], k.dtype)
-            for entry, changes in zip(self._layers, schedule.layers, strict=True):
-                entry.ladder = changes[1:]
             self._schedule = schedule
         schedule.check_call(held, k.shape[2])
+        if self._layers[layer].k is None:
+            self._layers[layer].planned = schedule.layers[layer]
 
     def attend(
         self, layer: int, *, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig | None = None
@@ -317,20 +317,19 @@ class ContiguousCache(BatchRows):
             for index, place in enumerate(places)
         ]
         for layer, new in zip(self._layers, built, strict=True):
-            layer.ladder = new.ladder
             held = new._held
-            layer.restore(new.k, new.v, new.padding, held.seen, 0, held.rung, held.ahead)
+            layer.restore(new.k, new.v, new.padding, held.seen, 0, held.rungs, held.ahead)
 
     def _places(self, snapshot: Snapshot) -> list[CacheLayer]:
         """Return empty layers to restore a snapshot into, with a budget each on its rung."""
         places = [layer.empty() for layer in self._layers]
         entries = snapshot.manifest.layers if isinstance(snapshot, Snapshot) else []
-        if self.budget is None or len(entries) != len(places) or not snapshot.tokens:
+        dtype = next((entry.dtype for entry in entries if entry.dtype is not None), None)
+        if self.budget is None or len(entries) != len(places) or dtype is None:
             return places
-        dtype = next(entry.dtype for entry in entries if entry.dtype is not None)
         schedule = self.budget.schedule(self.geometry, snapshot.manifest.batch, dtype)
         schedule.check_call(0, snapshot.tokens)
-        put_on_rungs(places, schedule.layers, entries)
+        put_on_rungs(places, self.budget.rungs, schedule.layers, entries)
         self._schedule = schedule
         return places
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.parts import energies
+from kvpact.cache.rungs import Rungs
 from kvpact.cache.step import Step
 from kvpact.cache.stream import AppendPlan, Stream
 from kvpact.contract import AttendConfig
@@ -31,7 +32,8 @@ class Held(NamedTuple):
       `Stream.learning` on, while the codec of K is to learn from them.
     - `runner`: carries out the next step at once, if that is like those before.
     - `begin`: tokens in front that were let go of; all others are counted from there.
-    - `rung`: how many changes of its ladder the layer has made (see `CacheLayer`).
+    - `rungs`: the spec of now and those to come, each from more than so many tokens on; none where
+      the layer has one spec for all lengths. A rollback leaves them as they are.
     - `ahead`: an empty stream of the rung whose codec of K is to learn, while that of now does not.
     """
 
@@ -44,7 +46,7 @@ class Held(NamedTuple):
     seen: Tensor | None = None
     runner: StepRunner | None = None
     begin: int = 0
-    rung: int = 0
+    rungs: Rungs = ()
     ahead: Stream | None = None
 
     @property

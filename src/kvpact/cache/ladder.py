@@ -114,16 +114,20 @@ class Schedule:
                 f"{self.max_tokens:,} do; truncate, or make a cache with a larger budget or with "
                 "rungs of fewer bits"
             )
-        if not held or new <= AHEAD:
+        if not held or new <= AHEAD or (most := self._apart(held, total)) <= self.budget:
             return
+        pieces = range(new // AHEAD * AHEAD, 0, -AHEAD)
+        fit = next(n for n in pieces if n <= AHEAD or self._apart(held, held + n) <= self.budget)
+        raise BudgetExceeded(
+            f"{new:,} tokens behind {held:,} could take {size_text(most)} until all layers have "
+            f"them, of {size_text(self.budget)}; give {fit} first; pieces of {AHEAD} always "
+            "fit (transformers: prefill_chunk_size)"
+        )
+
+    def _apart(self, held: int, total: int) -> int:
+        """Return the most bytes while some layers hold `total` tokens and the others `held`."""
         layers = range(len(self.layers))
-        most = sum(max(self.layer_bytes(i, n) for n in (held, total)) for i in layers)
-        if most > self.budget:
-            raise BudgetExceeded(
-                f"{new:,} tokens behind {held:,} could take {size_text(most)} until all layers "
-                f"have them, of {size_text(self.budget)}; give them in pieces of {AHEAD} "
-                "(transformers: prefill_chunk_size)"
-            )
+        return sum(max(self.layer_bytes(i, n) for n in (held, total)) for i in layers)
 
     def stats(self, tokens: int) -> dict[str, Any]:
         """Return what became of the budget at a length: `ContiguousCache.stats`."""
@@ -359,6 +363,7 @@ def ladder_of(
         if first is not None:
             least = min(map(_bits, first))
             found = [tuple(first), *(rung for rung in found if _bits(rung[0]) < least)]
+    found = [tuple(spec.apart() for spec in rung) for rung in found]
     for before, after in pairwise(found):
         if any(_bits(x) < _bits(y) for x, y in zip(before, after, strict=True)):
             raise SpecError("each of the rungs has to take fewer bits than the one before")

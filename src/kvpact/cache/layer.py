@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpact.cache.codecs import codec_of
 from kvpact.cache.held import Held, LayerPlan, Sizes, next_padding, next_seen, placed
-from kvpact.cache.rungs import climbed, to_learn
+from kvpact.cache.rungs import Rungs, climbed, to_learn
 from kvpact.cache.segments import MakeStore, SegmentList
 from kvpact.cache.step import Step
 from kvpact.cache.stream import Stream
@@ -42,11 +42,10 @@ class CacheLayer:
     - `latent`: K and V are MLA latents and rotated keys.
     - `lock`: the layer's, where several sequences have a layer each; one of its own if omitted.
     - `offset`: what is taken off keys before they are encoded; nothing is if the codec is exact.
-    - `ladder`: lengths behind which the layer has another spec, by which it compresses again what
-      it holds; after a rollback it keeps that.
+    - `planned`: specs that the layer's first tokens begin with, see `Held.rungs`.
     """
 
-    ladder: Sequence[tuple[int, Spec]] = ()
+    planned: Rungs = ()
 
     def __init__(
         self,
@@ -69,14 +68,13 @@ class CacheLayer:
     @property
     def spec(self) -> Spec:
         """The spec by which tokens are stored now."""
-        rung = self._held.rung
-        return self.ladder[rung - 1][1] if rung else self._spec
+        return self._held.rungs[0][1] if self._held.rungs else self._spec
 
     @property
     def until(self) -> float:
         """Tokens up to which steps may be taken that only store them."""
         held = self._held
-        end: float = self.ladder[held.rung][0] if held.rung < len(self.ladder) else inf
+        end: float = held.rungs[1][0] if len(held.rungs) > 1 else inf
         if held.ahead is not None:
             first, last = held.ahead.learning  # queries are to be seen
             end = min(end, first) if held.length < last else end
@@ -132,22 +130,23 @@ class CacheLayer:
             self.settle()
         held = self._held
         padding = next_padding(held, config, k.shape[0])
-        k_stream, v_stream = held.k or self.new_stream(k, True), held.v or self.new_stream(v, False)
+        rungs = held.rungs or self.planned
+        spec = rungs[0][1] if rungs else self._spec
+        k_stream = held.k or self.new_stream(k, True, spec=spec)
+        v_stream = held.v or self.new_stream(v, False, spec=spec)
         k_stream = placed(k_stream, held, config, padding)
-        given, rung, ahead = (k, v), held.rung, held.ahead
-        if self.ladder:
-            ahead = held.ahead or to_learn(self.ladder[rung:], k_stream, self.new_stream)
+        given, ahead, total = (k, v), held.ahead, held.length + k.shape[2]
+        if rungs:
+            ahead = ahead or to_learn(rungs[1:], k_stream, self.new_stream)
             ahead = None if ahead is None else placed(ahead, held, config, padding)
         seen = next_seen(held, ahead or k_stream, k, q)
-        if rung < len(self.ladder) and held.length + k.shape[2] > self.ladder[rung][0]:
+        if len(rungs) > 1 and total > rungs[1][0]:
             self.clean, sizes = False, None
-            ends = len([x for x in self.ladder if x[0] < held.length + k.shape[2]])
-            steps = [(0, self.spec), *self.ladder[rung:ends]]
-            pair = k_stream, v_stream
-            (k_stream, v_stream), given = climbed(
-                steps, pair, given, (padding, seen, ahead), self.new_stream
-            )
-            rung, ahead = ends, None if k_stream.codec.learns_from else ahead
+            last = len([length for length, _ in rungs[1:] if length < total])
+            known, pair = (padding, seen, ahead), (k_stream, v_stream)
+            pair, given = climbed(rungs[: last + 1], pair, given, known, self.new_stream)
+            (k_stream, v_stream), rungs = pair, rungs[last:]
+            ahead = None if k_stream.codec.learns_from else ahead
         k_size, v_size = (None, None) if sizes is None else sizes[:2]
         k_plan = k_stream.prepare(given[0], padding, seen, k_size)
         v_plan = v_stream.prepare(given[1], padding, None, v_size)
@@ -160,7 +159,7 @@ class CacheLayer:
             new = collected()
             good = new if good is None or new is None else good & new
         seen = None if seen is None or (ahead or k_plan.after).codec.ready else seen
-        k_after, v_after, more = k_plan.after, v_plan.after, (held.begin, rung, ahead)
+        k_after, v_after, more = k_plan.after, v_plan.after, (held.begin, rungs, ahead)
         after = Held(k_after, v_after, padding, held.version, plan, good, seen, None, *more)
         past = self._view(held, padding)
         step = Step(past, k, v, padding, self.lock, plan, self._latent)
@@ -203,12 +202,12 @@ class CacheLayer:
         padding: Tensor | None,
         seen: Tensor | None = None,
         begin: int = 0,
-        rung: int = 0,
+        rungs: Rungs = (),
         ahead: Stream | None = None,
     ) -> None:
         """Hold other streams from now on, whose slots are clean, and what else is in `Held`."""
         with self.lock:
-            known = None, None, seen, None, begin, rung, ahead
+            known = None, None, seen, None, begin, rungs, ahead
             self._held = Held(k, v, padding, self._held.version + 1, *known)
             self.clean = True
 
@@ -238,7 +237,7 @@ class CacheLayer:
         """Return a layer like this one that holds nothing."""
         kept = self._spec, self._make_store, self.codecs, self._latent, self.compute
         other = CacheLayer(*kept, offset=self.offset)
-        other.ladder = self.ladder
+        other.planned = self.planned
         return other
 
     def _view(self, held: Held, padding: Tensor | None) -> LayerView | None:
@@ -302,7 +301,7 @@ class CacheLayer:
         ahead = held.ahead if length else None
         seen, last = held.seen, max(length - (ahead or k).learning[0], 0)
         seen = None if seen is None else seen[:, :, :last].clone()
-        known = held.plan, held.good, seen, None, held.begin if length else 0, held.rung, ahead
+        known = held.plan, held.good, seen, None, held.begin if length else 0, held.rungs, ahead
         return Held(k, v, padding, held.version + 1, *known)
 
     def let_go(self, kept: int) -> None:
@@ -355,7 +354,7 @@ class CacheLayer:
             self.clean = False
             seen = held.seen
             seen = None if seen is None else seen.index_select(0, indices.to(seen.device))
-            known = held.plan, held.good, seen, None, held.begin, held.rung
+            known = held.plan, held.good, seen, None, held.begin, held.rungs
             ahead = held.ahead and held.ahead.select(indices)
             self._held = Held(k, v, padding, held.version + 1, *known, ahead)
             self.settle()  # What forks share may not have been clean.

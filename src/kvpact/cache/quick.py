@@ -61,7 +61,7 @@ def quick_attend(
 def _run_step(
     layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
-    if layer.ladder and layer.length + k.shape[2] > layer.until:
+    if layer._held.rungs and layer.length + k.shape[2] > layer.until:
         return None
     step, plan = quick_step(layer, k, v, q, config), layer._held.plan
     if step is None or plan is None:
@@ -127,7 +127,7 @@ def quick_step(
 def counted(layer: CacheLayer, new: int) -> Held | None:
     """Return what a layer holds after a step by a device; None where it packs, or has no room."""
     held, streams = layer._held, []
-    if layer.ladder and held.length + new > layer.until:
+    if held.rungs and held.length + new > layer.until:
         return None
     for stream in held.streams():
         length = stream.length + new

@@ -17,7 +17,7 @@ from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 
-PIECE = 256
+PIECE = 128
 """Tokens that are decompressed at a time."""
 
 Rungs = Sequence[tuple[int, Spec]]

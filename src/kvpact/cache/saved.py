@@ -149,22 +149,34 @@ def check_fits(
 
 def put_on_rungs(
     layers: Sequence[CacheLayer],
+    rungs: Sequence[Sequence[Spec]],
     ladders: Sequence[Sequence[tuple[int, Spec]]],
     entries: Sequence[LayerEntry],
 ) -> None:
-    """Put empty layers with ladders on the rungs of a snapshot. Raises `BudgetExceeded`."""
+    """Put empty layers on the rungs of a snapshot, those of `ladders` or lower ones.
+
+    Raises `BudgetExceeded`.
+    """
     for index, (layer, changes, entry) in enumerate(zip(layers, ladders, entries, strict=True)):
-        layer.ladder = changes[1:]
-        rungs = [i for i, (_, spec) in enumerate(changes) if spec.to_json() == entry.spec]
-        least = sum(tokens < entry.tokens for tokens, _ in layer.ladder)
-        if not rungs or rungs[0] < least:
-            held, wanted = Spec.from_json(entry.spec), changes[least][1]
+        if entry.streams is None:
+            continue
+        keys, values = ([getattr(x[index], y) for x in rungs] for y in ("key", "value"))
+        held, count = Spec.from_json(entry.spec), entry.tokens
+        wanted = [spec for tokens, spec in changes if tokens < count or not tokens][-1]
+        k, v = keys.index(wanted.key), values.index(wanted.value)
+        if held.key not in keys[k:] or held.value not in values[v:]:
             raise BudgetExceeded(
-                f"layer {index} of the snapshot holds {entry.tokens:,} tokens by {str(held)!r}, "
-                f"and the budget has {str(wanted)!r} for so many: restore it into a cache with "
-                "the budget that it was made with"
+                f"layer {index} of the snapshot holds {count:,} tokens by {str(held)!r}, and the "
+                f"budget has {str(wanted)!r} for so many: restore it into a cache with the budget "
+                "that it was made with"
             )
-        layer._held = layer._held._replace(rung=rungs[0])
+        k, v, ladder = keys.index(held.key), values.index(held.value), [(0, held)]
+        for tokens, spec in changes:
+            k, v = max(k, keys.index(spec.key)), max(v, values.index(spec.value))
+            made = Spec(keys[k], values[v])
+            if tokens >= count and made != ladder[-1][1]:
+                ladder.append((tokens, made))
+        layer._held = layer._held._replace(rungs=ladder)
 
 
 def restored_layer(
@@ -204,12 +216,12 @@ def restored_layer(
         streams.append(stream.restore(held.packed, held.start, tail, exact, held.slots))
     told = state.padding
     padding = None if told is None else torch.tensor(told, dtype=torch.int64, device="cpu")
-    rung = empty._held.rung
-    ahead = to_learn(empty.ladder[rung:], streams[0], empty.new_stream)
+    rungs = empty._held.rungs
+    ahead = to_learn(rungs[1:], streams[0], empty.new_stream)
     if ahead is not None and ahead.offset is not None:
         ahead = ahead.from_origin(state.padding)
     seen = _seen(ahead or streams[0], state.streams[0], device)
-    empty.restore(streams[0], streams[1], padding, seen, 0, rung, ahead)
+    empty.restore(streams[0], streams[1], padding, seen, 0, rungs, ahead)
     return empty
 
 
