@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import hypothesis.strategies as st
 import pytest
@@ -10,11 +11,13 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 from tests.cache.test_state_machine import DIM, HEADS, SETTINGS, V_DIM, Histories, examples
+from tests.helpers.faults import same_state
 
 import kvpact
 from kvpact.cache.ladder import Budget, ladder_of
-from kvpact.errors import BudgetExceeded
-from kvpact.testing import LayerOracle, StreamOracle, random_offset
+from kvpact.cache.saved import layer_state
+from kvpact.errors import BudgetExceeded, SpecError
+from kvpact.testing import LayerOracle, StreamOracle, held_bytes, random_offset, random_tokens
 
 PLAIN = "weights=false,blocks=false"
 LADDERS = {
@@ -148,3 +151,144 @@ def run(rungs, examples, offset=None):
     case = type("Machine", (BudgetHistories,), members).TestCase
     case.settings = settings(SETTINGS, max_examples=examples)
     case("runTest").runTest()
+
+
+SHAPE = kvpact.CacheGeometry(4, 2, 32, dtype=torch.bfloat16)
+BYTES = 500_000
+
+
+def grown(pieces, total=1400, budget=BYTES, **options):
+    """Return a cache of four layers with tokens that came in pieces; it never had more bytes."""
+    cache = kvpact.create_cache("none", SHAPE, budget=budget, **options)
+    given = [
+        random_tokens(1, heads, total, 32, seed=seed, dtype=torch.bfloat16)
+        for seed, heads in enumerate((2, 2, 4) * 4)
+    ]
+    start, sizes = 0, iter(pieces)
+    while start < total:
+        part = slice(start, min(start + next(sizes), total))
+        for layer in range(4):
+            k, v, q = (x[:, :, part] for x in given[3 * layer : 3 * layer + 3])
+            output = cache.attend(layer, k=k, v=v, q=q)
+            assert output.isfinite().all()
+            assert cache.memory_usage() == held_bytes(cache) <= budget
+        start = part.stop
+    return cache
+
+
+def states(cache):
+    return [layer_state(cache.entry(layer)) for layer in range(4)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_bytes_are_the_same_in_whatever_pieces(backend):
+    whole = grown([1400], backend=backend)
+    assert {str(spec) for spec in whole.specs} >= {
+        "trellis:bits=2/trellis:bits=3",
+        "trellis:bits=2",
+    }
+    generator = random.Random(0)
+    pieces = {
+        "steps": [64] * 8 + [1] * 200 + [64] * 11,
+        "pieces": [64] * 22,
+        "some": [generator.choice((1, 3, 33, 64)) for _ in range(1400)],
+    }
+    for name, sizes in pieces.items():
+        if name == "steps" and backend == "torch":
+            continue  # takes long
+        found = grown(sizes, backend=backend)
+        assert all(map(same_state, states(found), states(whole))), name
+
+
+def test_what_it_tells():
+    cache = kvpact.create_cache("none", SHAPE, budget="500kB")
+    assert cache.stats()["budget"] == {"bytes": BYTES}
+    cache = grown([64] * 22)
+    told = cache.stats()["budget"]
+    assert told["bytes"] == BYTES and told["max_tokens"] >= 1400 and 2 < told["bits"] < 3.4
+    assert sum(told["specs"].values()) == 4 and cache.spec == "mixed"
+    schedule = cache._schedule
+    lengths = [0, *schedule.lengths(), schedule.max_tokens]
+    bits = [schedule.bits(length) for length in lengths]
+    assert bits == sorted(bits, reverse=True) and bits[0] == 16
+    assert told["next"] in (None, *lengths)
+    assert all(
+        sum(schedule.layer_bytes(i, n) for i in range(4)) <= BYTES for n in lengths if n <= 1400
+    )
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_written():
+    with pytest.raises(BudgetExceeded, match=r"no room for 64 tokens of 1 row; the least one is"):
+        grown([64] * 22, budget=20_000)
+    cache = grown([64] * 22)
+    most, before = cache.stats()["budget"]["max_tokens"], states(cache)
+    k = torch.zeros(1, 2, most - 1400 + 1, 32, dtype=torch.bfloat16)
+    with pytest.raises(BudgetExceeded, match=f"at the lowest rungs {most:,} do"):
+        cache.store(0, k=k, v=k)
+    assert all(map(same_state, states(cache), before))
+    with pytest.raises(BudgetExceeded, match="planned for 1 rows, not 2"):
+        cache.repeat(2)
+    assert all(map(same_state, states(cache), before))
+
+
+def test_a_long_piece_that_layers_can_t_take_one_after_the_other_is_refused():
+    shape = kvpact.CacheGeometry(30, 3, 64, dtype=torch.float32)
+    schedule = Budget(24 << 20, ladder_of(None, None, 30)).schedule(shape, 1, torch.float32)
+    with pytest.raises(BudgetExceeded, match=r"give 128 first; pieces of 64 always fit"):
+        schedule.check_call(1024, 256)
+    schedule.check_call(1024, 128)
+    schedule.check_call(0, 4096)
+
+
+@pytest.mark.parametrize("total", [100, 300, 1400])
+def test_snapshots_go_on_as_the_cache_does(total):
+    cache = grown([64] * 22, total=total)
+    other = kvpact.create_cache("none", SHAPE, budget=BYTES)
+    other.restore(cache.snapshot())
+    assert all(map(same_state, states(other), states(cache)))
+    if total == 1400:
+        smaller = kvpact.create_cache("none", SHAPE, budget=BYTES * 9 // 10)
+        with pytest.raises(BudgetExceeded, match="restore it into a cache with the budget"):
+            smaller.restore(cache.snapshot())
+        assert smaller.seq_len(0) == 0
+    for step in range(200):
+        k, v, q = (
+            random_tokens(1, heads, 1, 32, seed=step, dtype=torch.bfloat16) for heads in (2, 2, 4)
+        )
+        for layer in range(4):
+            outputs = [x.attend(layer, k=k, v=v, q=q) for x in (cache, other)]
+            assert torch.equal(*outputs)
+    assert all(map(same_state, states(other), states(cache)))
+
+
+def test_a_reset_begins_anew():
+    cache, fresh = grown([64] * 22), grown([64] * 22, total=200)
+    cache.reset()
+    given = [
+        random_tokens(1, heads, 1400, 32, seed=seed, dtype=torch.bfloat16)[:, :, :200]
+        for seed, heads in enumerate((2, 2, 4) * 4)
+    ]
+    for layer in range(4):
+        k, v, q = given[3 * layer : 3 * layer + 3]
+        cache.attend(layer, k=k, v=v, q=q)
+    grown_at_once = states(cache)
+    assert {str(spec) for spec in cache.specs} == {str(spec) for spec in fresh.specs}
+    assert [x.streams[0].packed for x in grown_at_once] == [
+        x.streams[0].packed for x in states(fresh)
+    ]
+
+
+def test_what_can_t_go_with_a_budget():
+    for options, message in (
+        ({"budget": "much"}, "no number of bytes"),
+        ({"budget": True}, "no number of bytes"),
+        ({"budget": 0}, "no number of bytes"),
+        ({"rungs": ["none"]}, "rungs go with a budget"),
+        ({"budget": BYTES, "rungs": "none"}, "a sequence of specs"),
+        ({"budget": BYTES, "rungs": ["trellis:bits=2", "trellis:bits=3"]}, "fewer bits"),
+        ({"budget": BYTES, "rungs": ["int:bits=8", "int:bits=4,sinks=0"]}, "the same sinks="),
+        ({"budget": BYTES, "calibration": {}}, "calibration can't go with a budget"),
+        ({"budget": BYTES, "layout": "paged", "num_pages": 4}, "for contiguous caches"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            kvpact.create_cache("none", SHAPE, **options)

@@ -376,5 +376,7 @@ class ContiguousCache(BatchRows):
         stats = cache_stats(self._layers, self.layout, self.compute)
         if self.budget is not None:
             schedule, whole = self._schedule, {"bytes": self.budget.bytes}
-            stats["budget"] = (schedule.stats(stats["tokens"]) if schedule else {}) | whole
+            stats["budget"] = whole | (
+                schedule.stats(stats["tokens"], self.specs) if schedule else {}
+            )
         return stats

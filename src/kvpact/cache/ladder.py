@@ -33,6 +33,7 @@ from kvpact.cache.stats import stream_facts
 from kvpact.errors import BudgetExceeded, SpecError
 from kvpact.files import bytes_of, size_text
 from kvpact.geometry import CacheGeometry
+from kvpact.methods import Method
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import Spec, parse_spec
 from kvpact.units import QUERIES, StreamFacts
@@ -70,7 +71,7 @@ class Schedule:
     max_tokens : int
         Tokens that fit at the lowest rungs; as many as `MOST_TOKENS` count as no limit.
     facts : mapping
-        Spec -> what the bytes of its K and V depend on.
+        A method, and 0 for K or 1 for V -> what the bytes of a stream depend on.
     heads, itemsize : int
         KV heads, and bytes of an exact number.
     """
@@ -79,7 +80,7 @@ class Schedule:
     batch: int
     layers: tuple[tuple[Change, ...], ...]
     max_tokens: int
-    facts: Mapping[Spec, tuple[StreamFacts, StreamFacts]]
+    facts: Mapping[tuple[Method, int], StreamFacts]
     heads: int
     itemsize: int
 
@@ -93,12 +94,17 @@ class Schedule:
         if not tokens:
             return 0
         shape = self.batch, self.heads, self.itemsize
-        return sum(_most(facts, tokens, *shape) for facts in self.facts[self.spec(layer, tokens)])
+        spec = self.spec(layer, tokens)
+        pair = self.facts[spec.key, 0], self.facts[spec.value, 1]
+        return sum(_most(facts, tokens, *shape) for facts in pair)
 
     def bits(self, tokens: int) -> float:
         """Return the mean bits per number of K and V in slots, of all layers, at a length."""
-        found = [self.facts[self.spec(layer, tokens)] for layer in range(len(self.layers))]
-        flat = [facts for pair in found for facts in pair]
+        return self._mean_bits([self.spec(layer, tokens) for layer in range(len(self.layers))])
+
+    def _mean_bits(self, specs: Sequence[Spec]) -> float:
+        keys, values = ([spec.key for spec in specs], [spec.value for spec in specs])
+        flat = [self.facts[x, 0] for x in keys] + [self.facts[x, 1] for x in values]
         return 8 * sum(x.slot for x in flat) / max(sum(x.width for x in flat), 1)
 
     def lengths(self) -> list[int]:
@@ -129,16 +135,14 @@ class Schedule:
         layers = range(len(self.layers))
         return sum(max(self.layer_bytes(i, n) for n in (held, total)) for i in layers)
 
-    def stats(self, tokens: int) -> dict[str, Any]:
-        """Return what became of the budget at a length: `ContiguousCache.stats`."""
+    def stats(self, tokens: int, specs: Sequence[Spec]) -> dict[str, Any]:
+        """Return what became of the budget, with the specs of now: `ContiguousCache.stats`."""
         later = [x for x in self.lengths() if x >= tokens]
-        specs = Counter(str(self.spec(layer, tokens)) for layer in range(len(self.layers)))
         return {
-            "bytes": self.budget,
             "max_tokens": self.max_tokens,
-            "bits": self.bits(tokens),
+            "bits": self._mean_bits(specs),
             "next": later[0] if later else None,
-            "specs": dict(specs),
+            "specs": dict(Counter(map(str, specs))),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -210,10 +214,9 @@ class _Planner:
         one = CacheGeometry(
             1, geometry.num_kv_heads, geometry.head_dim, geometry.value_dim, dtype, geometry.latent
         )
-        known = {spec: (*stream_facts(spec, one),) for rung in rungs for spec in rung}
-        self.known: dict[Spec, tuple[StreamFacts, StreamFacts]] = {
-            spec: (pair[0], pair[1]) for spec, pair in known.items()
-        }
+        self.known: dict[tuple[Method, int], StreamFacts] = {}
+        for spec in dict.fromkeys(spec for rung in rungs for spec in rung):
+            self.known[spec.key, 0], self.known[spec.value, 1] = stream_facts(spec, one)
         self.parts = [(layer, side) for layer in range(self.layers) for side in (0, 1)]
         self.sensitivity = {part: sensitivity.get(part, 1.0) for part in self.parts}
         order = _spread(self.layers)
@@ -222,7 +225,9 @@ class _Planner:
 
     def facts(self, part: Part, rung: int) -> StreamFacts:
         """Return what the bytes of a part depend on at a rung."""
-        return self.known[self.rungs[rung][part[0]]][part[1]]
+        layer, side = part
+        spec = self.rungs[rung][layer]
+        return self.known[spec.value if side else spec.key, side]
 
     def need(self, tokens: int) -> int:
         """Return the bytes that have to be there for all tokens, and to take a next rung."""
@@ -277,7 +282,6 @@ class _Planner:
                         if changes[layer][-1].tokens == tokens:
                             changes[layer].pop()
                         changes[layer].append(Change(tokens, spec))
-                        self.known.setdefault(spec, (self.known[k][0], self.known[v][1]))
                 tokens = end
                 continue
             self.at = before
@@ -319,13 +323,14 @@ def _spread(layers: int) -> tuple[int, ...]:
 class Budget:
     """What a cache was given: bytes, a ladder and an order; see `plan`.
 
-    `rungs`: one spec per layer each; `beside`: bytes of a row that the cache does not hold itself.
+    `rungs`: one spec per layer each; `beside`: bytes of a row that the cache does not hold itself,
+    by the bytes of an exact number.
     """
 
     bytes: int
     rungs: tuple[tuple[Spec, ...], ...]
     sensitivity: Mapping[Part, float] | None = None
-    beside: int = 0
+    beside: Mapping[int, int] | None = None
 
     def refuse(self, **others: object) -> None:
         """Raise `SpecError` where an option is used that does not go with a budget."""
@@ -340,7 +345,7 @@ class Budget:
 
     def schedule(self, geometry: CacheGeometry, batch: int, dtype: torch.dtype) -> Schedule:
         """Return the schedule of a cache of so many rows. Raises `BudgetExceeded`."""
-        own = self.bytes - batch * self.beside
+        own = self.bytes - batch * (self.beside or {}).get(dtype.itemsize, 0)
         return plan(geometry, self.rungs, own, batch, dtype, self.sensitivity)
 
 

@@ -37,12 +37,15 @@ def model_budget(
     first = None if spec is None else layer_specs(spec, layers)
     whole = budget_of(amount, ladder_of(first, rungs, layers))
     chosen = tuple(tuple(rung[layer] for layer in compressed) for rung in whole.rungs)
-    return replace(whole, rungs=chosen, beside=_beside(config) if len(compressed) < layers else 0)
+    if len(compressed) == layers:
+        return replace(whole, rungs=chosen)
+    beside = {2: _beside(config, "bfloat16"), 4: _beside(config, "float32")}
+    return replace(whole, rungs=chosen, beside=beside)
 
 
-def _beside(config: PreTrainedConfig) -> int:
+def _beside(config: PreTrainedConfig, dtype: str) -> int:
     """Return the bytes of a row that layers hold beside compressed K and V."""
-    held = layers_of(config)
+    held = layers_of(config, dtype)
     sizes = [
         sum(shape.own_bytes(tokens, 1, held.itemsize) for shape in held.shapes)
         for tokens in (_LONG, 2 * _LONG)

@@ -386,6 +386,9 @@ class CompressedCache(EngineCache):
         compressed = len(held)
         counts = {"compressed": compressed, "native": len(self.layers) - compressed}
         stats = cache_stats(layers, ContiguousCache.layout, self._shared.compute or Compute())
-        own = {"own_bytes": self._own_bytes(), "layers": counts}
+        own: dict[str, Any] = {"own_bytes": self._own_bytes(), "layers": counts}
+        if self._shared.budget is not None:
+            known = [x.stats()["budget"] for x in self._caches()]
+            own["budget"] = known[0] if known else {"bytes": self._shared.budget.bytes}
         told = self._summary()
         return {**stats, "spec": told.spec, "tokens": told.tokens, **own}

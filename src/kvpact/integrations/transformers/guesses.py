@@ -22,6 +22,8 @@ _OPTIONS = (
     "calibration",
     "k_eq_v",
     "sliding",
+    "budget",
+    "rungs",
 )
 _MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "window"}
 

@@ -1,0 +1,86 @@
+"""`CompressedCache(…, budget=)`: a model's cache that holds no more than it was given."""
+
+import copy
+
+import pytest
+import torch
+from tests.helpers.tiny_llama import tiny_llama
+from tiny_configs import SIZES, gemma3
+from transformers import DynamicCache
+
+import kvpact
+from kvpact.errors import BudgetExceeded, SpecError
+from kvpact.integrations.transformers import CompressedCache, prefix_cache
+from kvpact.stores import MemoryStore
+
+IDS = torch.randint(3, 128, (1, 900), generator=torch.Generator().manual_seed(5))
+BYTES = 420_000
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(1024)
+
+
+def run(model, cache, ids, size=64):
+    found = []
+    for part in ids.split(size, dim=1):
+        found.append(model(input_ids=part, past_key_values=cache, use_cache=True).logits)
+        if isinstance(cache, CompressedCache):
+            assert cache.memory_usage() <= BYTES
+    return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def test_a_model_stays_within_its_budget_and_is_exact_while_all_fits(model):
+    cache = CompressedCache(model, budget=BYTES)
+    wanted, found = (run(model, x, IDS) for x in (DynamicCache(config=model.config), cache))
+    first = cache.stats()["budget"]
+    exact = cache._shared.caches()[0]._schedule.lengths()[0]
+    torch.testing.assert_close(found[:, :exact], wanted[:, :exact], atol=1e-4, rtol=1e-4)
+    divergence = torch.nn.functional.kl_div(
+        found.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none"
+    ).sum(-1)
+    assert 1e-6 < divergence[:, exact:].mean() < 0.5
+    assert 2 < first["bits"] < 4.5 and first["bytes"] == BYTES
+    copied = copy.deepcopy(cache)
+    cache.crop(-300)
+    assert cache.get_seq_length() == 600 and cache.stats()["budget"]["specs"] == first["specs"]
+    again = run(model, copied, IDS[:, :5], 1)
+    assert again.isfinite().all()
+    other = CompressedCache(model, budget=BYTES)
+    other.restore(copied.snapshot())
+    assert torch.equal(run(model, other, IDS[:, 5:9], 1), run(model, copied, IDS[:, 5:9], 1))
+
+
+@torch.no_grad()
+def test_windows_of_other_layers_are_set_aside(make_model):
+    model = make_model(gemma3(dict(SIZES), "sliding", "full", sliding_window=64))
+    cache = CompressedCache(model, budget=BYTES)
+    run(model, cache, IDS)
+    told = cache.stats()
+    assert told["own_bytes"] > 0
+    assert cache._shared.budget.beside[4] >= told["own_bytes"]
+    assert told["budget"]["bytes"] == BYTES
+    with pytest.raises(BudgetExceeded, match="rows"):
+        cache.batch_repeat_interleave(2)
+    with pytest.raises(BudgetExceeded, match="no room for 64 tokens"):
+        small = CompressedCache(model, budget="20kB")
+        model(input_ids=IDS[:, :8], past_key_values=small, use_cache=True)
+
+
+def test_what_can_t_go_with_a_budget(model):
+    for options in ({"rungs": ["none"]}, {"budget": BYTES, "sliding": "int:bits=8"}):
+        with pytest.raises(SpecError, match="budget"):
+            CompressedCache(model, **options)
+    with pytest.raises(SpecError, match="budget can't go with stored prefixes"):
+        prefix_cache(MemoryStore(), model, CompressedCache(model, budget=BYTES))
+
+
+@torch.no_grad()
+def test_enable_takes_a_budget(model):
+    with kvpact.enable(model, budget=BYTES):
+        found = model.generate(
+            IDS[:, :100], max_new_tokens=5, do_sample=False, return_dict_in_generate=True
+        )
+    assert found.past_key_values.stats()["budget"]["bytes"] == BYTES
