@@ -86,6 +86,7 @@ class BudgetHistories(Histories):
 
     rungs: tuple[str, ...] = ()
     budget = 0
+    most = 430  # and 70 more fit
 
     def __init__(self):
         super().__init__()

@@ -54,6 +54,7 @@ class Histories(RuleBasedStateMachine):
     spec = "none"
     dtype = torch.float32
     offset = None
+    most = 500
 
     def __init__(self):
         super().__init__()
@@ -99,7 +100,7 @@ class Histories(RuleBasedStateMachine):
         padded=st.booleans(),
     )
     def append(self, count, how, rows, padded):
-        if self.oracle.length > 500:
+        if self.oracle.length > self.most:
             return
         # What a row begins with is said with its first tokens.
         padding = rows if padded and self.oracle.length == 0 else None
@@ -187,7 +188,7 @@ class Histories(RuleBasedStateMachine):
     def disturb(self, call, fault, where, count):
         """Let a call fail at one of its lines or operations, then find out which state it left."""
         batch, length = self.oracle.batch or 2, self.oracle.length
-        if length > 500 or (call == "select" and not length):
+        if length > self.most or (call == "select" and not length):
             return
         k, v, q = self._tokens(batch, count)
         kept, rows = max(length - count, 0), [batch - 1, 0][:batch]
