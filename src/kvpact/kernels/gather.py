@@ -82,8 +82,10 @@ def _over(
     own = slice(heads.start * groups, heads.stop * groups)
     mask, sinks = config.mask, config.sink_logits
     mask = mask[row % mask.shape[0] :][:1, own if mask.shape[1] > 1 else slice(None)]
-    mask = mask.index_select(3, tokens.to(mask.device))
-    plain = bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
+    plain = mask.dtype == torch.bool and mask.shape[1:3] == (1, 1)  # tokens are what it has
+    if not plain:
+        mask = mask.index_select(3, tokens.to(mask.device))
+        plain = bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
     config = replace(
         config,
         mask=None if plain else mask,
@@ -102,7 +104,7 @@ def _stream(
 ) -> StreamView | None:
     """Return a stream of some tokens alone; None where their slots can't be copied."""
     begin, size, fields = view.exact_from, TILE, view.codec.fields
-    count = int((tokens < begin).sum())
+    count = int(torch.searchsorted(tokens, begin))  # they ascend
     packed, exact = tokens[:count], tokens[count:] - begin
     segments: tuple[dict[str, Tensor], ...] = ()
     if count:
@@ -122,15 +124,18 @@ def _stream(
             segment[field.name] = pick.new(view.tail.device)
             copy(view.source, pick, segment[field.name])
         segments, size = (segment,), -(-count // size) * size
-    tail = view.tail[row : row + 1, heads]
+    held = int(torch.searchsorted(exact, view.tail.shape[2]))
+    tail = view.tail[row : row + 1, heads].index_select(2, exact[:held])
     if new is not None:
-        tail = torch.cat([tail, new[row : row + 1, heads].to(tail.dtype)], 2)
-    tail = tail.index_select(2, exact)
+        last = new[row : row + 1, heads].index_select(2, exact[held:] - view.tail.shape[2])
+        tail = torch.cat([tail, last.to(tail.dtype)], 2)
     source = ListSource(segments, size)
     found = view._replace(source=source, exact_from=count, tail=tail, sinks=None, sink_end=0)
     if view.sinks is None or view.sink_positions is None:
         return found
     first = packed[: view.sink_end]  # no later one is a sink token
+    if not len(first) or int(first[0]) >= view.sink_end:
+        return found
     slot, place = (view.sink_positions[row].to(first.device)[:, None] == first).nonzero().T
     sinks = view.sinks[row : row + 1, heads].index_select(2, slot)
     end = int(place.max()) + 1 if len(place) else 0
