@@ -1,0 +1,17 @@
+// What is found in the libraries that are loaded: ggml's functions, and OpenMP's threads.
+#pragma once
+#include "ggml/ggml_abi.h"
+
+struct Ggml {
+    const char *(*version)(void) = nullptr;
+    ggml_abi::BufferType *(*cpu_buffer_type)(void) = nullptr;
+    int (*nodes)(void *graph) = nullptr;
+    ggml_abi::Tensor *(*node)(void *graph, int) = nullptr;
+
+    Ggml();
+};
+const Ggml &ggml();
+
+// Calls work(context, i) for 0 <= i < count on at most `threads` threads: those of the OpenMP library that ggml uses,
+// which wait for it between operations; else kvpact's own. False if any call returned false.
+bool on_threads(int64_t threads, int64_t count, bool (*work)(void *, int64_t), void *context);
