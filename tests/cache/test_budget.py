@@ -293,3 +293,5 @@ def test_what_can_t_go_with_a_budget():
     ):
         with pytest.raises(SpecError, match=message):
             kvpact.create_cache("none", SHAPE, **options)
+    with pytest.raises(SpecError, match="reserve can't go with a budget"):
+        grown([100], total=100).reserve(8)

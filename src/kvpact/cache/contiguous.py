@@ -238,8 +238,12 @@ class ContiguousCache(BatchRows):
             More than `max_tokens` would be held, or there is no memory for them.
         GeometryError
             Not such a number.
+        SpecError
+            The cache has a budget.
         """
         check_count("tokens", tokens)
+        if self.budget is not None:
+            self.budget.refuse(reserve=tokens)
         longest = max((entry.length for entry in self._layers), default=0)
         if self.max_tokens is not None and longest + tokens > self.max_tokens:
             raise CacheFull(

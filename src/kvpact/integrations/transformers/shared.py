@@ -159,8 +159,13 @@ class SharedState:
         if self.latest is None or self.latest[0] != shape:
             latent = k.shape[1] == 1 and k.shape[3] in self.latent_widths
             geometry = CacheGeometry(len(self.specs), *shape, latent)
-            alike = (x for x in self.caches() if x.geometry == geometry)
-            self.latest = shape, next(alike, None) or self.new_cache(geometry)
+            known = self.caches()
+            alike = next((x for x in known if x.geometry == geometry), None)
+            if self.budget is not None and known and alike is None:
+                raise GeometryError(
+                    "layers have K and V of unlike shapes: a budget is for layers that are alike"
+                )
+            self.latest = shape, alike or self.new_cache(geometry)
         cache = self.held[layer] = self.latest[1]
         return cache
 
@@ -170,10 +175,6 @@ class SharedState:
         specs = [cache_specs(spec, one)[0] for spec in self.specs]
         offsets, budget = None if geometry.latent else self.key_offsets, self.budget
         if budget is not None:
-            if self.caches():
-                raise GeometryError(
-                    "layers have K and V of unlike shapes: a budget is for layers that are alike"
-                )
             rungs = [[cache_specs(spec, one)[0] for spec in rung] for rung in budget.rungs]
             budget = replace(budget, rungs=tuple(map(tuple, rungs)))
         given = None, self.calibration, self.compute, offsets, budget
