@@ -1,5 +1,5 @@
 // Attention over ggml's KV cache: a tile of tokens of a KV head is decoded once for all of its query rows.
-#include "ggml/codes.h"
+#include "ggml/digits.h"
 
 #include "attend/product.h"
 #include "scratch.h"
@@ -8,6 +8,7 @@ namespace KVP_NS {
 namespace {
 
 constexpr float LOG2_E = 1.44269504f;
+constexpr int64_t FEW = 12; // rows whose weights become whole numbers rather than that values become fp32
 constexpr uint16_t HIDDEN = 0xfc00; // -inf in the mask
 alignas(64) const char nothing[MOST_WIDTH * 4] = {};
 
@@ -227,9 +228,17 @@ struct Task {
         bool any = false;
         for (int64_t r = 0; r < count; r++) any |= weigh(rows, low + r, from, n, score + r * TOKENS, sums);
         if (!any) return;
-        for (int64_t t = 0; t < n; t++) token[t] = some[t] ? job.value(rows.stream, rows.head, from + t) : nothing;
-        with_blocks(job.v->type, [&](auto read) { read_values(token, n, read); });
+        for (int64_t t = 0; t < TOKENS; t++) token[t] = some[t] ? job.value(rows.stream, rows.head, from + t) : nothing;
         const int64_t row = padded(job.v_dim);
+#if defined(KVP_AVX512)
+        if (!is_number(job.v->type) && count <= FEW) {
+            fetch(next_v, 0, share_v);
+            return with_blocks(job.v->type, [&](auto read) {
+                if constexpr (!read.NUMBERS) add_values<read.KIND>(token, job.v_dim / BLOCK, score, count, sums.acc + low * row, row);
+            });
+        }
+#endif
+        with_blocks(job.v->type, [&](auto read) { read_values(token, n, read); });
         product({count, n, score, TOKENS, values, sums.acc + low * row, row, true}, (job.v_dim + W - 1) / W, TOKENS * PANEL);
     }
 };

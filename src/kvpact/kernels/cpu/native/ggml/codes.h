@@ -77,23 +77,28 @@ template <int COUNT> INLINE void transposed_words(const char *const *token, int6
 
 INLINE vf halves_of(__m512i words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
 
+// Four bytes of each of W tokens.
+INLINE __m512i gathered(const char *const *token, int64_t at) {
+    const auto some = [&](int i) {
+        return _mm512_i64gather_epi32(_mm512_add_epi64(_mm512_loadu_si512(token + i), _mm512_set1_epi64(at)), nullptr, 1);
+    };
+    return _mm512_inserti64x4(_mm512_castsi256_si512(some(0)), some(8), 1);
+}
+// The levels of IQ4_NL, above zero.
+INLINE ByteLookup<4> iq4_bytes() {
+    uint8_t table[16];
+    for (int i = 0; i < 16; i++) table[i] = (uint8_t)((int)IQ4_LEVELS[i] + 128);
+    return ByteLookup<4>(table);
+}
+
 // W tokens, of which each has `blocks` blocks.
 template <int TYPE> INLINE void code_tokens(const char *const *token, int64_t blocks, int64_t group, const CodePanel &to) {
     constexpr int64_t SIZE = (int64_t)block_size(TYPE);
     constexpr int CODES = Blocks<TYPE>::CODES;
-    const ByteLookup<4> levels = [] {
-        uint8_t table[16];
-        for (int i = 0; i < 16; i++) table[i] = (uint8_t)((int)IQ4_LEVELS[i] + 128);
-        return ByteLookup<4>(table);
-    }();
-    const __m512i low[2] = {_mm512_loadu_si512(token), _mm512_loadu_si512(token + 8)};
-    const auto gathered = [&](int64_t at) {
-        const auto some = [&](int i) { return _mm512_i64gather_epi32(_mm512_add_epi64(low[i], _mm512_set1_epi64(at)), nullptr, 1); };
-        return _mm512_inserti64x4(_mm512_castsi256_si512(some(0)), some(1), 1);
-    };
+    const ByteLookup<4> levels = iq4_bytes();
     for (int64_t b = 0; b < blocks; b++) {
         __m512i word[8];
-        const __m512i head = gathered(b * SIZE);
+        const __m512i head = gathered(token, b * SIZE);
         store(to.unit + (group * blocks + b) * W, halves_of(head));
         if constexpr (has_least(TYPE)) store(to.least + (group * blocks + b) * W, halves_of(_mm512_srli_epi32(head, 16)));
         if constexpr (TYPE == ggml_abi::Q8_0) {
@@ -108,7 +113,7 @@ template <int TYPE> INLINE void code_tokens(const char *const *token, int64_t bl
             if constexpr (TYPE == ggml_abi::IQ4_NL)
                 for (int w = 0; w < 8; w++) word[w] = levels(word[w]);
             if constexpr (Blocks<TYPE>::FIVE) {
-                __m512i fifth = gathered(b * SIZE + CODES - 4);
+                __m512i fifth = gathered(token, b * SIZE + CODES - 4);
                 for (int w = 0; w < 8; w++) { // bit i of four to byte i
                     const __m512i spread = _mm512_mullo_epi32(and_(fifth, 15), _mm512_set1_epi32(0x00204081));
                     word[w] = _mm512_or_si512(word[w], _mm512_slli_epi32(and_(spread, 0x01010101), 4));
