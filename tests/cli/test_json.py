@@ -7,6 +7,7 @@ import json
 
 import pytest
 from commands import invoke, passed
+from fake_llama import write
 
 from kvpact.cli.commands import COMMANDS
 from kvpact.data import book_path
@@ -77,6 +78,13 @@ DOCUMENTS = {
         }],
         "packages": [{"extra": str, "package": str, "version": (str, NONE), "install": str}],
         "models": ({"folder": str, "converted": [str]}, NONE),
+    },
+    "llama-cpp": {"environment": {"*": str}},
+    "llama-cpp check": {
+        "library": str, "programs": {"*": str}, "depth": int, "threads": int,
+        "operations": ({"passed": int, "failed": int, "left": int}, NONE),
+        "times": [{"cache": str, "ms": float, "kvpact_ms": float, "splits": (int, NONE),
+                   "kvpact_splits": (int, NONE), "used": bool}],
     },
     "snapshot save": {"file": str, "tokens": int, "bytes": int, "exact_bytes_fp16": int},
     "snapshot show": {"identity": dict, "layers": [ANY], "...": ANY},
@@ -165,6 +173,17 @@ def test_methods_and_doctor():
     assert document("recipes", names[0])["recipes"][0]["name"] == names[0]
     found = document("doctor")
     assert found["system"]["python"] and found["devices"][0]["name"] == "cpu"
+
+
+def test_llama_cpp(tmp_path, monkeypatch):
+    model = tmp_path / "model.gguf"
+    model.touch()
+    monkeypatch.setenv("KVPACT_GGML_LIBRARY", str(model))
+    assert document("llama-cpp")["environment"]["GGML_BACKEND_PATH"] == str(model)
+    found = document("llama-cpp check", write(tmp_path / "bin"), "--model", model)
+    assert len(found["times"]) == 1 and found["operations"]["passed"] == 2
+    bare = write(tmp_path / "bare", ["llama-server"])
+    assert document("llama-cpp check", bare)["operations"] is None
 
 
 def test_eval_recommend_and_demo(model_folder, text, tmp_path):

@@ -22,15 +22,14 @@ class Deferred(TyperCommand):
         self._entry = entry
 
     def load(self) -> Any:
-        """Return the command itself."""
-        module, _, function = self._entry.target.partition(":")
-        lines = "".join(f"\n  {line}" for line in self._entry.examples)
-        title = "Example" if len(self._entry.examples) == 1 else "Examples"
+        """Return the command itself, with those below it, of which there may be none."""
         one = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
         )
-        body = getattr(import_module(f"kvpact.cli.{module}"), function)
-        one.command(self.name, short_help=self.short_help, epilog=f"\b\n{title}:{lines}")(body)
+        if below := _below(str(self.name)):
+            one.callback(invoke_without_command=True, epilog=_told(self._entry))(_body(self._entry))
+        for word, entry in (below or {str(self.name): self._entry}).items():
+            one.command(word, short_help=entry.summary, epilog=_told(entry))(_body(entry))
         return typer.main.get_command(one)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
@@ -38,13 +37,28 @@ class Deferred(TyperCommand):
         return self.load().make_context(*args, **extra)
 
 
+def _body(entry: CommandEntry) -> Any:
+    module, _, function = entry.target.partition(":")
+    return getattr(import_module(f"kvpact.cli.{module}"), function)
+
+
+def _told(entry: CommandEntry) -> str:
+    """Return what stands at the end of a command's help: its examples."""
+    title = "Example" if len(entry.examples) == 1 else "Examples"
+    return f"\b\n{title}:" + "".join(f"\n  {line}" for line in entry.examples)
+
+
+def _below(name: str) -> dict[str, CommandEntry]:
+    """Return the commands below one, by their last words."""
+    return {words.split()[-1]: x for words, x in COMMANDS.items() if words.startswith(f"{name} ")}
+
+
 def _group(name: str) -> TyperGroup:
     """Return a group with its commands."""
-    below = {words.split()[-1]: x for words, x in COMMANDS.items() if words.startswith(f"{name} ")}
     return TyperGroup(
         name=name,
         help=COMMANDS[name].summary,
-        commands={word: Deferred(word, entry) for word, entry in below.items()},
+        commands={word: Deferred(word, entry) for word, entry in _below(name).items()},
         no_args_is_help=True,
         rich_markup_mode=None,
     )

@@ -65,6 +65,16 @@ COMMANDS = {
         "doctor:doctor",
         ("kvpact doctor --json",),
     ),
+    "llama-cpp": CommandEntry(
+        "Print the line that loads kvpact into llama.cpp's programs.",
+        "llama_cpp:line",
+        ("kvpact llama-cpp", "kvpact llama-cpp check path/to/build"),
+    ),
+    "llama-cpp check": CommandEntry(
+        "Load kvpact into a build of llama.cpp: what loads it, whether it is right, what it saves.",
+        "llama_cpp:check",
+        ("kvpact llama-cpp check llama.cpp/build --model model.gguf",),
+    ),
     "calibrate": CommandEntry(
         "Calibrate methods to a model, for prefixes, pages and pca.",
         "calibrate:calibrate_command",

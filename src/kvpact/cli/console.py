@@ -134,8 +134,11 @@ def print_document(command: str, **fields: object) -> None:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[float, float, str], None]]:
-    """Yield ``report(done, total, what)``: a bar that goes away again; only on a terminal."""
+def progress(title: str) -> Iterator[Callable[[float, float | None, str], None]]:
+    """Yield ``report(done, total, what)``: a bar that goes away again; only on a terminal.
+
+    A total of None is one that is not known.
+    """
     console = error_console()
     if not console.is_terminal:
         yield lambda done, total, what: None

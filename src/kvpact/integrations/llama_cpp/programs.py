@@ -1,0 +1,208 @@
+"""Programs of somebody's own build of llama.cpp, run with the backend and without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from kvpact.errors import BackendUnavailable, KVPactError
+from kvpact.integrations.llama_cpp.backend import DEVICE, environment, library
+
+LOADERS = ("llama-server", "llama-cli", "llama-completion", "llama-perplexity")
+"""Programs that may or may not read ``GGML_BACKEND_PATH`` when they start."""
+PROGRAMS = ("llama-bench", "test-backend-ops", *LOADERS)
+F16 = {"KVPACT_GGML_F16": "1"}
+"""Has the backend take caches of f16, too, which is for programs with ``-fa on`` alone."""
+ALL_CASES = {"KVPACT_GGML_ALL": "1", **F16}
+"""Has it take whatever it can compute, not what it makes quicker alone."""
+LINKER = {"LD_DEBUG": "files", "DYLD_PRINT_LIBRARIES": "1"}
+"""Has the dynamic linkers of Linux and of macOS print the libraries that a program loads."""
+RESULT = re.compile(r"(OK|FAIL|not supported)\b")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+Report = Callable[[float, float | None, str], None]
+
+
+class Ops(NamedTuple):
+    """Operations that were compared with those of ggml's own backend for CPUs."""
+
+    passed: int
+    failed: int
+    left: int  # to ggml, because the backend does not support them
+
+
+class Timing(NamedTuple):
+    """A measurement of ``llama-bench``, with the backend or without it."""
+
+    ms: float  # per token
+    splits: int | None  # of the graph: each part goes to one backend
+    loaded: bool
+
+
+def programs(path: Path) -> dict[str, Path]:
+    """Return the programs of a build by name; `path` is one of them, or a folder of the build.
+
+    Raises
+    ------
+    BackendUnavailable
+        There are none.
+    """
+    folder = path if path.is_dir() else path.parent
+    for place in (folder, folder / "bin", folder / "build" / "bin"):
+        if found := {name: place / name for name in PROGRAMS if (place / name).is_file()}:
+            return found
+    raise BackendUnavailable(
+        f"{path} has none of {', '.join(PROGRAMS)}: name a program of llama.cpp or the folder of a "
+        "build; kvpact.integrations.llama_cpp.enable() is for llama-cpp-python"
+    )
+
+
+def run(program: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with no more backends than `variables` name."""
+    return subprocess.run(
+        [str(program), *map(str, words)], env=clean(variables), capture_output=True,
+        encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def clean(variables: dict[str, str]) -> dict[str, str]:
+    """Return this process's environment without a backend, and with `variables`."""
+    ours = ("GGML_BACKEND_PATH", *environment(), *ALL_CASES)
+    return {name: x for name, x in os.environ.items() if name not in ours} | variables
+
+
+def listed(text: str) -> list[str]:
+    """Return the devices that ``--list-devices`` prints."""
+    lines = text.partition("Available devices:")[2].splitlines()
+    return [found[1] for line in lines if (found := re.match(r"  (\w\S*): ", line))]
+
+
+def check_loads(build: dict[str, Path]) -> None:
+    """Raise `BackendUnavailable`, with the reason, where a build refuses the backend."""
+    program = next(build[name] for name in PROGRAMS if name in build and "ops" not in name)
+    done = run(program, "--list-devices", **environment())
+    if DEVICE in listed(done.stdout):
+        return
+    told = [line for line in (done.stderr + done.stdout).splitlines() if "kvpact" in line]
+    reason = _refusal(program.parent) or "; ".join(told) or "it says nothing of it"
+    raise BackendUnavailable(f"{program} does not load {library()}: {reason}")
+
+
+def _refusal(folder: Path) -> str:
+    """Return why the backend refuses the libraries of a build, asked in a process of its own."""
+    places = (folder, folder.parent / "lib")
+    names = ("libggml-base", "libggml-cpu", "libggml")
+    kinds = ("so", "dylib")
+    every = (p / f"{n}.{kind}" for p in places for n in names for kind in kinds)
+    code = (
+        "import ctypes, sys; from pathlib import Path\n"
+        "from kvpact.integrations.llama_cpp.backend import refusal\n"
+        "for one in sys.argv[2:]: ctypes.CDLL(one, ctypes.RTLD_GLOBAL)\n"
+        "print(refusal(Path(sys.argv[1])))"
+    )
+    words = ("-c", code, library(), *filter(Path.is_file, every))
+    return run(Path(sys.executable), *words).stdout.strip()
+
+
+def readers(build: dict[str, Path]) -> dict[str, str]:
+    """Return what each program needs to load the backend: the path alone, an option, too, or "?".
+
+    They are started with a model that is not there: what they load comes before. Not all of them
+    say in their log what they load, but the dynamic linker does (not that of musl, hence "?").
+    """
+    found = {}
+    for name in (name for name in LOADERS if name in build):
+        found[name] = "?"
+        for every, way in (
+            (False, "GGML_BACKEND_PATH"),
+            (True, "GGML_BACKEND_PATH and -ot none=CPU"),
+        ):
+            variables = environment(every_program=every) | LINKER
+            done = run(build[name], "-m", os.devnull, **variables)
+            if str(library()) in done.stdout + done.stderr:
+                found[name] = way
+                break
+    return found
+
+
+def operations(program: Path, cases: str, report: Report) -> Ops:
+    """Have ``test-backend-ops`` compare attention with that of ggml's backend for CPUs.
+
+    `cases` is a regular expression of what it prints of a case. Raises `KVPactError` where it ends
+    without having compared any.
+    """
+    words = [str(program), "test", "-o", "FLASH_ATTN_EXT", "-b", DEVICE, "-p", cases]
+    count: Counter[str] = Counter()
+    with subprocess.Popen(
+        words, env=clean(environment() | ALL_CASES), stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            plain = COLOUR.sub("", line)
+            if plain.startswith("  FLASH_ATTN_EXT(") and (result := RESULT.search(plain)):
+                count[result[1]] += 1
+                report(count.total(), None, f"{count.total()} cases")
+    ops = Ops(count["OK"], count["FAIL"], count["not supported"])
+    if (process.returncode and not ops.failed) or not ops.passed + ops.failed:
+        raise KVPactError(f"{program} ended with {process.returncode} after {ops}")
+    return ops
+
+
+def timing(program: Path, words: Iterable[object], variables: dict[str, str]) -> Timing:
+    """Run one test of ``llama-bench`` once and return what a token took.
+
+    Raises
+    ------
+    KVPactError
+        It failed; its last line is told, or the signal that ended it.
+    """
+    done = run(program, *words, "-r", 1, "-o", "json", "-v", **variables)
+    try:
+        (row,) = json.loads(done.stdout)
+    except ValueError:
+        why = (done.stderr.strip() or "no output").splitlines()[-1]
+        if done.returncode < 0:  # its last line says nothing of it then
+            why = signal.strsignal(-done.returncode) or why
+        raise KVPactError(f"{program} ended with {done.returncode}: {why}") from None
+    splits = re.findall(r"splits = (\d+)", done.stderr)
+    tokens = row["n_prompt"] + row["n_gen"]
+    names = str(row["backends"]).lower().split(",")
+    return Timing(
+        row["avg_ns"] / tokens / 1e6, max(map(int, splits), default=None), "kvpact" in names
+    )
+
+
+def pair(
+    program: Path, words: list[object], rounds: int, step: Callable[[], Any] = lambda: None
+) -> dict[str, Any]:
+    """Run a test of ``llama-bench`` with the backend and without it in turns; medians.
+
+    The backend takes f16, too: `words` have flash attention on. Raises `KVPactError` where it was
+    not loaded in its turn, or was in the other one.
+    """
+    runs: dict[bool, list[Timing]] = {False: [], True: []}
+    for turn in range(2 * rounds):
+        ours = turn % 2 == 1
+        found = timing(program, words, environment() | F16 if ours else {})
+        if found.loaded != ours:
+            raise KVPactError(f"{program} {'did not load' if ours else 'loaded'} the backend")
+        runs[ours].append(found)
+        step()
+    before, after = (runs[ours][0].splits for ours in (False, True))
+    return {
+        "ms": median(x.ms for x in runs[False]),
+        "kvpact_ms": median(x.ms for x in runs[True]),
+        "splits": before,
+        "kvpact_splits": after,
+        "used": before != after,
+    }
