@@ -3,7 +3,7 @@
     python benchmarks/llama_cpp.py BUILD [--model GGUF …] [--cache q8_0 q4_0 f16] [--threads 1 2]
         [--depths 0 2048 6144] [--prompts 2048 4096] [--rounds 3] [--out DIR]
 
-BUILD is a build of llama.cpp that knows nothing of kvpact (`make test-llama` makes one). Tokens are
+BUILD is a build of llama.cpp, which need know nothing of kvpact. Tokens are
 16 after each depth, prompts 512 tokens after those of --prompts: medians of llama-bench.
 """
 

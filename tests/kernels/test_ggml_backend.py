@@ -1,6 +1,7 @@
 """The library for llama.cpp refuses what was not tried, and exports three functions.
 
-What it computes is compared with ggml's own operations by ggml's own tests (`make test-llama`).
+What it computes is compared with ggml's own operations by ggml's own test-backend-ops, which
+`kvpact llama-cpp check` runs.
 """
 
 from __future__ import annotations
