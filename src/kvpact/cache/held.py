@@ -73,7 +73,8 @@ def next_seen(held: Held, stream: Stream, k: Tensor, q: Tensor | None) -> Tensor
     """Return `Held.seen` with what new queries `[B, H_q, new, D]` add to it, for a stream."""
     if stream.codec.ready or not stream.codec.learns_from:
         return None
-    seen, length, (first, last) = held.seen, held.length, stream.learning
+    seen, (first, last) = held.seen, stream.learning
+    length = 0 if held.k is None else held.k.length  # `stream` may be one that is still to come
     known = 0 if seen is None else seen.shape[2]
     start, end = max(first - length, 0), last - length
     # A call without queries ends what is seen.

@@ -134,7 +134,8 @@ class CacheLayer:
         spec = rungs[0][1] if rungs else self._spec
         k_stream = held.k or self.new_stream(k, True, spec=spec)
         v_stream = held.v or self.new_stream(v, False, spec=spec)
-        k_stream = placed(k_stream, held, config, padding)
+        if k_stream.offset is not None:
+            k_stream = placed(k_stream, held, config, padding)
         given, ahead, total = (k, v), held.ahead, held.length + k.shape[2]
         if rungs:
             ahead = ahead or to_learn(rungs[1:], k_stream, self.new_stream)
