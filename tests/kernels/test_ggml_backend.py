@@ -17,7 +17,7 @@ import pytest
 
 import kvpact.integrations
 
-NAME = "libggml-kvpact" + (".dylib" if sys.platform == "darwin" else ".so")
+NAME = "libggml-kvpact.so"  # on every system: so ggml names backends, and CMake modules
 NAMED = os.environ.get("KVPACT_GGML_LIBRARY")
 FOLDERS = [Path(folder) / "llama_cpp" for folder in kvpact.integrations.__path__]
 FOUND = [Path(NAMED)] if NAMED else [f / NAME for f in FOLDERS if (f / NAME).is_file()]
@@ -39,18 +39,27 @@ FAKE = """
 const char *ggml_version(void) { return "%s"; }
 void *ggml_backend_cpu_buffer_type(void) { return 0; }
 int ggml_graph_n_nodes(void *graph) { return 0; }
-void *ggml_graph_node(void *graph, int i) { return 0; }
+void *ggml_graph_node(void *graph, int i) { return graph; }
+void *load(void *(*init)(void)) { void *volatile made = init(); return made; }
 """
 
 
-def answer(*libraries: Path, **environment: str) -> str:
-    """Return the score, whether it would register, and the reason, in a process of its own."""
-    command = [sys.executable, "-c", LOAD, str(FOUND[0]), *map(str, libraries)]
+def run(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the library in a process of its own."""
+    command = [sys.executable, "-c", code, str(FOUND[0]), *map(str, arguments)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVPACT_GGML")}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=clean | environment
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+def answer(*libraries: Path, **environment: str) -> str:
+    """Return the score, whether it would register, and the reason."""
+    done = run(LOAD, *libraries, **environment)
+    why = done.stdout.split(maxsplit=2)[2]
+    assert done.stderr == ("" if why == "None\n" else f"kvpact: {why}")
     return done.stdout.strip()
 
 
@@ -62,7 +71,7 @@ def ggml(tmp_path):
         pytest.skip("no C compiler")
 
     def make(version: str) -> Path:
-        source, library = tmp_path / "fake.c", tmp_path / "libggml-base.so"
+        source, library = tmp_path / "fake.c", tmp_path / f"libggml-base-{version}.so"
         source.write_text(FAKE % version)
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
         return library
@@ -81,6 +90,24 @@ def test_a_version_that_was_tried_is_registered(ggml):
 def test_another_version_is_refused_by_name(ggml):
     line = "0 False ggml 0.99.0 was not tried with this version of kvpact, only 0.25.3"
     assert answer(ggml("0.99.0")) == line
+
+
+def test_of_two_ggmls_the_one_that_loads_counts(ggml):
+    tried, other = map(str, (ggml("0.25.3"), ggml("0.99.0")))
+    code = (
+        LOAD
+        + """
+for path in sys.argv[2:]:
+    load = ctypes.CDLL(path).load
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    print(load(loaded.ggml_backend_init) is not None)
+"""
+    )
+    for libraries, found in (
+        ([tried, other], ["True", "False"]),
+        ([other, tried], ["False", "True"]),
+    ):
+        assert run(code, *libraries).stdout.split()[-2:] == found
 
 
 def test_an_instruction_set_that_does_not_exist_is_refused_by_name(ggml):

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <dlfcn.h>
 #include <string.h>
+#include <string>
+#include <vector>
 #if !defined(__APPLE__)
 #include <link.h>
 #endif
@@ -11,33 +13,45 @@
 
 namespace {
 
-// Python loads ggml for itself, so that it is no part of the program's scope: look in the libraries of ggml, and in
-// those that they are linked with.
-void *find(const char *name) {
-    void *found = nullptr;
-#if !defined(__APPLE__)
-    struct Search {
-        const char *name;
-        void *found;
-    } search = {name, nullptr};
-    dl_iterate_phdr(
-        [](dl_phdr_info *info, size_t, void *data) -> int {
-            Search &s = *(Search *)data;
-            const char *file = info->dlpi_name ? strrchr(info->dlpi_name, '/') : nullptr;
-            if (!file || strncmp(file, "/libggml", 8) != 0) return 0;
-            void *library = dlopen(info->dlpi_name, RTLD_NOW | RTLD_NOLOAD);
-            if (!library) return 0;
-            s.found = dlsym(library, s.name);
-            dlclose(library);
-            return s.found != nullptr;
-        },
-        &search);
-    found = search.found;
-#endif
-    return found ? found : dlsym(RTLD_DEFAULT, name);
-}
+const void *loader = nullptr; // an address in the ggml that loads us
 
-template <class F> void find(F &function, const char *name) { function = (F)find(name); }
+// Where ggml's functions are looked for: in the library that calls us, then in those of ggml's name, which Python loads
+// for itself, so that they are no part of the program's scope; and in those that these are linked with.
+class Libraries {
+    std::vector<void *> all;
+
+  public:
+    explicit Libraries(const void *caller) {
+        std::vector<std::string> files;
+        Dl_info info;
+        if (dladdr(caller, &info) && info.dli_fname) files.push_back(info.dli_fname);
+#if !defined(__APPLE__)
+        // Opened afterwards: the loader may be locked by then in the other order, by a thread that opens another one.
+        dl_iterate_phdr(
+            [](dl_phdr_info *one, size_t, void *data) -> int {
+                const char *file = one->dlpi_name ? strrchr(one->dlpi_name, '/') : nullptr;
+                if (file && strncmp(file, "/libggml", 8) == 0) ((std::vector<std::string> *)data)->push_back(one->dlpi_name);
+                return 0;
+            },
+            &files);
+#endif
+        for (size_t i = 0; i < files.size(); i++) {
+            void *library = dlopen(files[i].c_str(), RTLD_NOW | RTLD_NOLOAD);
+            if (!library && i == 0) library = dlopen(nullptr, RTLD_NOW); // the program itself
+            if (library) all.push_back(library);
+        }
+    }
+    Libraries(const Libraries &) = delete;
+    ~Libraries() {
+        for (void *library : all) dlclose(library);
+    }
+    void *find(const char *name) const {
+        for (void *library : all)
+            if (void *found = dlsym(library, name)) return found;
+        return nullptr;
+    }
+    template <class F> void find(F &function, const char *name) const { function = (F)find(name); }
+};
 
 struct Share {
     std::atomic<int64_t> next{0};
@@ -49,21 +63,25 @@ struct Share {
 
 } // namespace
 
-Ggml::Ggml() {
-    find(version, "ggml_version");
-    find(cpu_buffer_type, "ggml_backend_cpu_buffer_type");
-    find(nodes, "ggml_graph_n_nodes");
-    find(node, "ggml_graph_node");
+Ggml::Ggml(const void *caller) {
+    const Libraries libraries(caller);
+    libraries.find(version, "ggml_version");
+    libraries.find(cpu_buffer_type, "ggml_backend_cpu_buffer_type");
+    libraries.find(nodes, "ggml_graph_n_nodes");
+    libraries.find(node, "ggml_graph_node");
 }
 
-const Ggml &ggml() {
-    static const Ggml found;
+const Ggml &ggml(const void *caller) {
+    static const Ggml found = [&] {
+        loader = caller;
+        return Ggml(caller);
+    }();
     return found;
 }
 
 bool on_threads(int64_t threads, int64_t count, bool (*work)(void *, int64_t), void *context) {
     typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
-    static const Parallel parallel = (Parallel)find("GOMP_parallel");
+    static const Parallel parallel = (Parallel)Libraries(loader).find("GOMP_parallel");
     if (threads > count) threads = count;
     if (threads <= 1 || !parallel) return kvp_parallel(threads, count, work, context);
     Share share;

@@ -8,9 +8,11 @@ struct Ggml {
     int (*nodes)(void *graph) = nullptr;
     ggml_abi::Tensor *(*node)(void *graph, int) = nullptr;
 
-    Ggml();
+    // That of the library in which `caller` lies, or else one of the process.
+    explicit Ggml(const void *caller);
 };
-const Ggml &ggml();
+// The ggml that loaded this library: the one that the first call found.
+const Ggml &ggml(const void *caller = nullptr);
 
 // Calls work(context, i) for 0 <= i < count on at most `threads` threads: those of the OpenMP library that ggml uses,
 // which wait for it between operations; else kvpact's own. False if any call returned false.

@@ -107,10 +107,7 @@ bool many(const Job &job, const GgmlKernels &use, int64_t threads) {
 
 } // namespace
 
-const GgmlKernels *kernels(const char **why) {
-    const char *named = getenv("KVPACT_GGML_SIMD");
-    const char *const cap = named && *named ? named : "avx512";
-    *why = nullptr;
+static const GgmlKernels *chosen(const char *cap) {
 #if defined(KVP_X86)
     static const Processor processor;
     static const GgmlKernels avx2 = kvp_avx2::ggml_kernels(), avx512 = kvp_avx512::ggml_kernels();
@@ -124,8 +121,13 @@ const GgmlKernels *kernels(const char **why) {
     static const GgmlKernels base = kvp_base::ggml_kernels();
     for (const char *level : {"none", "neon", "avx2", "avx512", "avx512vbmi"})
         if (strcmp(cap, level) == 0) return &base;
-    *why = "KVPACT_GGML_SIMD is not one of none, neon, avx2, avx512, avx512vbmi";
     return nullptr;
+}
+
+const GgmlKernels *kernels() {
+    static const char *const named = getenv("KVPACT_GGML_SIMD");
+    static const GgmlKernels *const use = chosen(named && *named ? named : "avx512");
+    return use;
 }
 
 bool covers(const ggml_abi::Tensor &op) {
@@ -163,8 +165,7 @@ float *Parts::get(size_t count) {
 }
 
 bool attend(ggml_abi::Tensor &op, int threads, Parts &parts) {
-    const char *why;
     const Job job = read(op);
-    const GgmlKernels &use = *kernels(&why);
+    const GgmlKernels &use = *kernels();
     return job.queries * job.groups <= FEW_ROWS ? few(job, use, threads, parts) : many(job, use, threads);
 }

@@ -4,8 +4,8 @@
 
 #include "ggml/ggml_abi.h"
 
-// The kernels for this processor, up to KVPACT_GGML_SIMD; NULL, and one line why: there are none of that name.
-const struct GgmlKernels *kernels(const char **why);
+// The kernels for this processor, up to KVPACT_GGML_SIMD when it was loaded; NULL: there are none of that name.
+const struct GgmlKernels *kernels();
 
 // Whether the operation can be computed here, and whether that would be quicker.
 bool covers(const ggml_abi::Tensor &op);

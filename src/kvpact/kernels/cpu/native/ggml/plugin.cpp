@@ -97,17 +97,10 @@ void *address(Registry *, const char *name) {
     return strcmp(name, "ggml_backend_set_n_threads") == 0 ? (void *)set_threads : nullptr;
 }
 
-} // namespace
-
-extern "C" {
-#define EXPORT __attribute__((visibility("default")))
-
-// NULL; or one line: why the ggml of this process is refused.
-EXPORT const char *kvpact_ggml_refused(void) {
+// NULL; or one line: why the ggml that calls is refused.
+const char *refused(const Ggml &found) {
     static thread_local char line[256];
-    const Ggml found;
-    const char *why;
-    if (!kernels(&why)) return why;
+    if (!kernels()) return "KVPACT_GGML_SIMD is not one of none, neon, avx2, avx512, avx512vbmi";
     if (!found.version && !found.cpu_buffer_type) return "no ggml that shows its functions is loaded in this process";
     if (!found.version || !found.cpu_buffer_type || !found.nodes || !found.node)
         return "the ggml of this process lacks functions that kvpact needs: it is another version than those tried";
@@ -118,10 +111,28 @@ EXPORT const char *kvpact_ggml_refused(void) {
     return line;
 }
 
-EXPORT int ggml_backend_score(void) { return kvpact_ggml_refused() ? 0 : 1; }
+} // namespace
+
+extern "C" {
+#define EXPORT __attribute__((visibility("default")))
+
+// NULL; or one line: why a ggml of this process is refused.
+EXPORT const char *kvpact_ggml_refused(void) { return refused(Ggml(__builtin_return_address(0))); }
+
+EXPORT int ggml_backend_score(void) {
+    const char *why = refused(Ggml(__builtin_return_address(0)));
+    if (why) fprintf(stderr, "kvpact: %s\n", why);
+    return why ? 0 : 1;
+}
 
 EXPORT Registry *ggml_backend_init(void) {
-    if (kvpact_ggml_refused()) return nullptr;
+    const void *caller = __builtin_return_address(0);
+    const Ggml found(caller);
+    if (refused(found)) return nullptr;
+    if (found.node != ggml(caller).node) {
+        fprintf(stderr, "kvpact: another ggml of this process has loaded this library\n");
+        return nullptr;
+    }
     static Registry registry = {API_VERSION,
                                 [](Registry *) { return "kvpact"; },
                                 [](Registry *) -> size_t { return 1; },
