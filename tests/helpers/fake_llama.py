@@ -5,11 +5,13 @@ from textwrap import dedent
 
 NAMES = ("llama-bench", "llama-cli", "llama-perplexity", "llama-server", "test-backend-ops")
 SOURCE = """\
-    import json, os, sys
+    import json, os, signal, sys
     name, path = os.path.basename(sys.argv[0]), os.environ.get("GGML_BACKEND_PATH")
     parsed = os.environ.get("LLAMA_ARG_OVERRIDE_TENSOR") == "none=CPU"
     good = path is not None and "refused" not in path
-    if "--list-devices" in sys.argv:
+    if "endless" in sys.argv:
+        signal.pause()
+    elif "--list-devices" in sys.argv:
         print("noise: KVPACT\\nAvailable devices:")
         print("  KVPACT: attention (0 MiB, 0 MiB free)" if good else "  (none)")
         if not good:

@@ -63,6 +63,7 @@ def check(
         ["q8_0"], help="Type of K and V in the cache; several may be given."
     ),
     every: bool = typer.Option(False, "--all", help="Compare all operations, not those most used."),
+    limit: float = typer.Option(1800.0, min=1, help="Seconds that one run of a program may take."),
     as_json: bool = options.JSON,
 ) -> None:
     """Load kvpact into a build of llama.cpp: what loads it, whether it is right, what it saves."""
@@ -75,7 +76,7 @@ def check(
     ways, ops = programs.readers(found), None
     if tests := found.get("test-backend-ops"):
         with progress("comparing operations") as report:
-            ops = programs.operations(tests, "" if every else QUICK, report)
+            ops = programs.operations(tests, "" if every else QUICK, report, limit)
     times: list[dict[str, Any]] = []
     if model is not None:
         with progress("timing tokens") as report:
@@ -83,7 +84,8 @@ def check(
                 report(number, len(cache), kind)
                 words = ["-m", model, "-fa", 1, "-ctk", kind, "-ctv", kind, "-t", threads,
                          "-p", 0, "-n", NEW, "-d", depth]  # fmt: skip
-                times.append({"cache": kind, **programs.pair(found["llama-bench"], words, ROUNDS)})
+                pair = programs.pair(found["llama-bench"], words, ROUNDS, limit)
+                times.append({"cache": kind, **pair})
     if as_json:
         print_document(
             "llama-cpp check", library=str(library()), programs=ways,

@@ -91,6 +91,15 @@ def test_an_error_of_a_program_is_told(build):
         programs.timing(bench, ["-m", "broken.gguf"], {})
 
 
+def test_a_program_that_does_not_end_is_ended(build):
+    found = programs.programs(build)
+    late = "was ended, because it took over 0.5 seconds; --limit allows it more"
+    with pytest.raises(KVPactError, match=f"llama-bench {late}"):
+        programs.timing(found["llama-bench"], ["endless"], {}, 0.5)
+    with pytest.raises(KVPactError, match=f"test-backend-ops {late}"):
+        programs.operations(found["test-backend-ops"], "endless", lambda *_: None, 0.5)
+
+
 def test_devices_are_read():
     text = "x\nAvailable devices:\n  CUDA0: RTX (1 MiB, 1 MiB free)\n  KVPACT: a: b (0 MiB)\n"
     assert programs.listed(text) == ["CUDA0", "KVPACT"]

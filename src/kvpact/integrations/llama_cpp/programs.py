@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
+from threading import Timer
 from typing import Any, NamedTuple
 
 from kvpact.errors import BackendUnavailable, KVPactError
@@ -28,6 +29,9 @@ LINKER = {"LD_DEBUG": "files", "DYLD_PRINT_LIBRARIES": "1"}
 """Has the dynamic linkers of Linux and of macOS print the libraries that a program loads."""
 RESULT = re.compile(r"(OK|FAIL|not supported)\b")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+START, LIMIT = 120.0, 1800.0
+"""Seconds that a program may take to say what it loads, and to measure something."""
 
 Report = Callable[[float, float | None, str], None]
 
@@ -66,12 +70,25 @@ def programs(path: Path) -> dict[str, Path]:
     )
 
 
-def run(program: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, with no more backends than `variables` name."""
-    return subprocess.run(
-        [str(program), *map(str, words)], env=clean(variables), capture_output=True,
-        encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+def run(
+    program: Path, words: Iterable[object], variables: dict[str, str], limit: float = START
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with no more backends than `variables` name.
+
+    Raises `KVPactError`, and ends it, where it takes more than `limit` seconds.
+    """
+    try:
+        return subprocess.run(
+            [str(program), *map(str, words)], env=clean(variables), capture_output=True,
+            encoding="utf-8", errors="replace", stdin=subprocess.DEVNULL, timeout=limit,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _late(program, limit) from None
+
+
+def _late(program: Path, limit: float) -> KVPactError:
+    more = "" if limit == START else "; --limit allows it more"
+    return KVPactError(f"{program} was ended, because it took over {limit:g} seconds{more}")
 
 
 def clean(variables: dict[str, str]) -> dict[str, str]:
@@ -89,7 +106,7 @@ def listed(text: str) -> list[str]:
 def check_loads(build: dict[str, Path]) -> None:
     """Raise `BackendUnavailable`, with the reason, where a build refuses the backend."""
     program = next(build[name] for name in PROGRAMS if name in build and "ops" not in name)
-    done = run(program, "--list-devices", **environment())
+    done = run(program, ["--list-devices"], environment())
     if DEVICE in listed(done.stdout):
         return
     told = [line for line in (done.stderr + done.stdout).splitlines() if "kvpact" in line]
@@ -110,7 +127,7 @@ def _refusal(folder: Path) -> str:
         "print(refusal(Path(sys.argv[1])))"
     )
     words = ("-c", code, library(), *filter(Path.is_file, every))
-    return run(Path(sys.executable), *words).stdout.strip()
+    return run(Path(sys.executable), words, {}).stdout.strip()
 
 
 def readers(build: dict[str, Path]) -> dict[str, str]:
@@ -127,14 +144,14 @@ def readers(build: dict[str, Path]) -> dict[str, str]:
             (True, "GGML_BACKEND_PATH and -ot none=CPU"),
         ):
             variables = environment(every_program=every) | LINKER
-            done = run(build[name], "-m", os.devnull, **variables)
+            done = run(build[name], ["-m", os.devnull], variables)
             if str(library()) in done.stdout + done.stderr:
                 found[name] = way
                 break
     return found
 
 
-def operations(program: Path, cases: str, report: Report) -> Ops:
+def operations(program: Path, cases: str, report: Report, limit: float = LIMIT) -> Ops:
     """Have ``test-backend-ops`` compare attention with that of ggml's backend for CPUs.
 
     `cases` is a regular expression of what it prints of a case. Raises `KVPactError` where it ends
@@ -147,18 +164,26 @@ def operations(program: Path, cases: str, report: Report) -> Ops:
         stderr=subprocess.DEVNULL, errors="replace",
     ) as process:  # fmt: skip
         assert process.stdout is not None
+        timer = Timer(limit, process.kill)
+        timer.start()
         for line in process.stdout:
             plain = COLOUR.sub("", line)
             if plain.startswith("  FLASH_ATTN_EXT(") and (result := RESULT.search(plain)):
                 count[result[1]] += 1
                 report(count.total(), None, f"{count.total()} cases")
+        late = timer.finished.is_set()
+        timer.cancel()
+    if late:
+        raise _late(program, limit)
     ops = Ops(count["OK"], count["FAIL"], count["not supported"])
     if (process.returncode and not ops.failed) or not ops.passed + ops.failed:
         raise KVPactError(f"{program} ended with {process.returncode} after {ops}")
     return ops
 
 
-def timing(program: Path, words: Iterable[object], variables: dict[str, str]) -> Timing:
+def timing(
+    program: Path, words: Iterable[object], variables: dict[str, str], limit: float = LIMIT
+) -> Timing:
     """Run one test of ``llama-bench`` once and return what a token took.
 
     Raises
@@ -166,7 +191,7 @@ def timing(program: Path, words: Iterable[object], variables: dict[str, str]) ->
     KVPactError
         It failed; its last line is told, or the signal that ended it.
     """
-    done = run(program, *words, "-r", 1, "-o", "json", "-v", **variables)
+    done = run(program, [*words, "-r", 1, "-o", "json", "-v"], variables, limit)
     try:
         (row,) = json.loads(done.stdout)
     except ValueError:
@@ -182,9 +207,7 @@ def timing(program: Path, words: Iterable[object], variables: dict[str, str]) ->
     )
 
 
-def pair(
-    program: Path, words: list[object], rounds: int, step: Callable[[], Any] = lambda: None
-) -> dict[str, Any]:
+def pair(program: Path, words: list[object], rounds: int, limit: float = LIMIT) -> dict[str, Any]:
     """Run a test of ``llama-bench`` with the backend and without it in turns; medians.
 
     The backend takes f16, too: `words` have flash attention on. Raises `KVPactError` where it was
@@ -193,11 +216,10 @@ def pair(
     runs: dict[bool, list[Timing]] = {False: [], True: []}
     for turn in range(2 * rounds):
         ours = turn % 2 == 1
-        found = timing(program, words, environment() | F16 if ours else {})
+        found = timing(program, words, environment() | F16 if ours else {}, limit)
         if found.loaded != ours:
             raise KVPactError(f"{program} {'did not load' if ours else 'loaded'} the backend")
         runs[ours].append(found)
-        step()
     before, after = (runs[ours][0].splits for ours in (False, True))
     return {
         "ms": median(x.ms for x in runs[False]),
