@@ -26,7 +26,10 @@ ROW = {
     "spec": str, "packed_only": bool, "tokens": int, "chunk": int, "model": str, "text": str,
     "kl_mean": FLOAT, "perplexity": float, "bits_per_value": FLOAT, "bytes": int, "...": ANY,
 }  # fmt: skip
-REPORT = {"rows": [ROW], "summary": [ANY], "free_running": [ANY], "tasks": [ANY], "files": [str]}
+REPORT = {
+    "rows": [ROW], "summary": [ANY], "free_running": [ANY], "tasks": [ANY], "files": [str],
+    "growth": [{"model": str, "rows": [{"name": str, "points": [ANY], "kl": [float]}], "...": ANY}],
+}  # fmt: skip
 DOCUMENTS = {
     "size": {
         "model": (str, NONE), "positions": (int, NONE), "dtype": str, "batch": int,

@@ -43,6 +43,7 @@ COMMANDS = {
         (
             "kvpact eval trellis:bits=4 int:bits=8 --model smollm2 --tokens 2048",
             "kvpact eval kivi:bits=2 --text notes.txt --out results",
+            "kvpact eval --budget 24MB,12MB --tokens 6144",
         ),
     ),
     "generate": CommandEntry(

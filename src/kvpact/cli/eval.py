@@ -13,14 +13,17 @@ from kvpact.cli.inputs import InputError, texts_of
 
 def evaluate_command(
     specs: list[str] = typer.Argument(
-        ...,
+        [],
         metavar="SPEC...",
         help="Specs such as turboquant:bits=4, or recipes (.toml, .json, recipe:NAME).",
+        show_default=False,
         autocompletion=options.complete_spec,
     ),
     text: list[Path] = options.TEXTS,
     tokens: int = typer.Option(2048, help="Tokens of each text to use."),
-    chunk: int = typer.Option(256, help="Tokens fed at a time; the first chunk is not scored."),
+    chunk: int | None = options.optional(
+        "Tokens fed at a time, 256 if omitted, 64 with --budget; the first chunk is not scored."
+    ),
     model: list[str] = options.MODELS,
     out: Path | None = options.optional("Folder for eval.json, eval.md and plots."),
     against: str | None = options.optional(
@@ -36,8 +39,13 @@ def evaluate_command(
     tasks: bool = typer.Option(
         False, "--tasks", help="Also score retrieval tasks made from each text."
     ),
-    task_samples: int = typer.Option(2, min=1, help="Contexts per task, with --tasks."),
-    seed: int = typer.Option(0, help="Seed of the tasks, with --tasks."),
+    task_samples: int = typer.Option(2, min=1, help="Contexts per task, with --tasks or --budget."),
+    seed: int = typer.Option(0, help="Seed of the tasks, with --tasks or --budget."),
+    budget: str | None = options.optional(
+        metavar="BYTES[,BYTES...]",
+        help="Measure caches with these budgets of bytes (24MB,12MB) over the length, beside what "
+        "else fits them.",
+    ),
     packed_only: bool = typer.Option(
         False,
         "--packed-only",
@@ -62,6 +70,29 @@ def evaluate_command(
     from kvpact.cli.eval_run import RunPlan, candidates_of, run
     from kvpact.evaluate.files import report_data
 
+    models = list(dict.fromkeys(model))
+    if budget is not None:
+        others: dict[str, object] = {
+            "--against": against,
+            "--free-running": free_running_steps,
+            "--tasks": tasks,
+        }
+        others |= {"--packed-only": packed_only, "--ablation": ablation}
+        others |= {"--calibration": calibration, "--sliding": sliding}
+        if used := [name for name, value in others.items() if value]:
+            raise InputError(f"{' and '.join(used)} can't go with --budget: leave it out")
+        from kvpact.cli.eval_growth import GrowthPlan, run_growth
+
+        budgets = list(dict.fromkeys(budget.split(",")))
+        growth = GrowthPlan(
+            budgets, list(dict.fromkeys(specs)), texts_of(text), tokens, chunk, task_samples, seed,
+            out, as_json, verbose,
+        )  # fmt: skip
+        run_growth(growth, models, dtype, threads)
+        return
+    if not specs:
+        raise InputError("there is nothing to evaluate; give a SPEC, or --budget")
+    chunk = 256 if chunk is None else chunk
     candidates = candidates_of(specs, sliding, packed_only=packed_only, ablation=ablation)
     if sliding is not None and against in specs:
         against = f"{against} sliding={sliding}"  # as its row is called
@@ -86,9 +117,9 @@ def evaluate_command(
         tables=not as_json,
         verbose=verbose,
     )
-    results, files = run(plan, list(dict.fromkeys(model)), dtype, threads)
+    results, files = run(plan, models, dtype, threads)
     if as_json:
         data = report_data(results, against)
-        print_document("eval", **data, files=[str(path) for path in files])
+        print_document("eval", **data, growth=[], files=[str(path) for path in files])
         return
     show_files(files)

@@ -7,6 +7,7 @@ from kvpact.evaluate.contender import Contender
 from kvpact.evaluate.feed import compressed_cache
 from kvpact.evaluate.files import write_report
 from kvpact.evaluate.free_running import FreeRunningResult, FreeRunningRow, free_running
+from kvpact.evaluate.growth import GrowthResult, grow
 from kvpact.evaluate.metrics import MetricAccumulator, TokenScores, score_tokens
 from kvpact.evaluate.plot import save_plot
 from kvpact.evaluate.report import markdown_table
@@ -26,6 +27,7 @@ __all__ = [
     "EvaluationError",
     "FreeRunningResult",
     "FreeRunningRow",
+    "GrowthResult",
     "MetricAccumulator",
     "Question",
     "SummaryRow",
@@ -39,6 +41,7 @@ __all__ = [
     "evaluate",
     "evaluate_text",
     "free_running",
+    "grow",
     "make_cases",
     "markdown_table",
     "save_plot",

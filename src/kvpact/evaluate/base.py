@@ -34,12 +34,15 @@ class Candidate:
         What methods that learn learnt of the model; without it they learn from the text.
     sliding : str or Spec, optional
         What layers with sliding attention are packed by; they stay exact if omitted.
+    budget : str, optional
+        What the cache may take (see `CompressedCache`); `source` is what it begins with.
     """
 
     source: SpecLike
     packed_only: bool = False
     calibration: Calibration | None = field(default=None, compare=False, repr=False)
     sliding: str | Spec | None = None
+    budget: str | None = None
 
     @property
     def is_recipe(self) -> bool:
@@ -53,6 +56,8 @@ class Candidate:
             return "recipe"
         text = str(self.source).strip()
         text = PurePath(text).name if self.is_recipe else text
+        if self.budget is not None:
+            text = f"{text} " * (text != "none") + f"budget={self.budget}"
         return text if self.sliding is None else f"{text} sliding={self.sliding}"
 
     def layers(self, num_layers: int) -> list[Spec]:

@@ -46,6 +46,7 @@ def compressed_cache(model: PreTrainedModel, candidate: Candidate, offsets: bool
         key_offsets="auto" if offsets else None,
         calibration=candidate.calibration,
         sliding=candidate.sliding_spec(),
+        budget=candidate.budget,
     )
 
 

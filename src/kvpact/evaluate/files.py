@@ -13,6 +13,7 @@ from typing import Any
 from kvpact.evaluate import report
 from kvpact.evaluate.base import row_name, run_name
 from kvpact.evaluate.compare import baseline_index, differences, summarize
+from kvpact.evaluate.growth import GrowthResult
 from kvpact.evaluate.plot import save_panels, save_plot, save_summary_plot
 from kvpact.evaluate.result import PROBES, EvalResult
 from kvpact.files import json_ready
@@ -82,6 +83,20 @@ def write_report(
             written.append(write_json(folder / f"{name}.json", data[name]))
             written.append(folder / f"{name}.png")
             save_panels(panels, written[-1])
+    return written
+
+
+def write_growth(runs: Sequence[GrowthResult], directory: str | PathLike[str]) -> list[Path]:
+    """Write ``growth.json`` and ``growth.png``; return their paths.
+
+    `runs`: what `grow` returned, one for each model and text; `directory`: made where missing. The
+    JSON file is written without matplotlib, too, of which `BackendUnavailable` tells.
+    """
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [write_json(folder / "growth.json", [run.data() for run in runs])]
+    written.append(folder / "growth.png")
+    save_panels([panel for run in runs for panel in run.panels()], written[-1])
     return written
 
 

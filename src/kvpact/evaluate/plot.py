@@ -19,6 +19,7 @@ from kvpact.evaluate.canvas import (
     plain_axes,
 )
 from kvpact.evaluate.free_running import FreeRunningResult
+from kvpact.evaluate.growth import GrowthPanel
 from kvpact.evaluate.task_scores import TaskResult
 
 Probe = FreeRunningResult | TaskResult
@@ -116,7 +117,9 @@ def save_summary_plot(runs: Sequence[Any], path: str | PathLike[str]) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
-def save_panels(panels: Sequence[tuple[str, Probe]], path: str | PathLike[str]) -> None:
+def save_panels(
+    panels: Sequence[tuple[str, Probe | GrowthPanel]], path: str | PathLike[str]
+) -> None:
     """Draw what a probe found in each run, by the runs' names, one panel above the other."""
     first = panels[0][1]
     figure = new_figure((10, first.margin + sum(probe.height for _, probe in panels)))

@@ -224,12 +224,12 @@ def score_tasks(
     from transformers import DynamicCache
 
     entries = entries_of(candidates, packed_only)
-    prepared = [_prepare(tokenizer, case) for case in cases]
-    _check(prepared, chunk, positions(model))
+    ready = [prepared(tokenizer, case) for case in cases]
+    _check(ready, chunk, positions(model))
     steps = Steps(progress, len(cases) * (1 + len(entries)))
     scores: list[TaskScore] = []
     with torch.inference_mode():
-        for case, (context, asked) in zip(cases, prepared, strict=True):
+        for case, (context, asked) in zip(cases, ready, strict=True):
             cache = DynamicCache(config=model.config)
             exact = _answers(model, cache, context, asked, chunk)
             steps.done(f"{case.task}: exact reference")
@@ -244,13 +244,15 @@ def score_tasks(
                     )
                     for question, mine, reference in zip(case.questions, found, exact, strict=True)
                 ]  # fmt: skip
-    return TaskResult(scores, max(len(context) for context, _ in prepared), seed)
+    return TaskResult(scores, max(len(context) for context, _ in ready), seed)
 
 
 Asked = list[tuple[Tensor, int]]  # ids of a question with its answer, and tokens of the answer
 
 
-def _prepare(tokenizer: PreTrainedTokenizerBase, case: TaskCase) -> tuple[Tensor, Asked]:
+def prepared(tokenizer: PreTrainedTokenizerBase, case: TaskCase) -> tuple[Tensor, Asked]:
+    """Return the ids of a case's context, and of its questions."""
+
     def ids(text: str, **options: Any) -> Tensor:
         found = list(tokenizer(text, **options)["input_ids"])
         return torch.tensor(found, dtype=torch.int64, device="cpu")
@@ -262,12 +264,12 @@ def _prepare(tokenizer: PreTrainedTokenizerBase, case: TaskCase) -> tuple[Tensor
     return ids(case.context), asked
 
 
-def _check(prepared: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) -> None:
-    if not prepared:
+def _check(ready: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) -> None:
+    if not ready:
         raise EvaluationError("there is no task to score; give cases of make_cases")
     if chunk < 1:
         raise EvaluationError(f"chunk {chunk} is not possible; take 1 or more, 256 is usual")
-    longest = max(len(context) + len(ids) for context, asked in prepared for ids, _ in asked)
+    longest = max(len(context) + len(ids) for context, asked in ready for ids, _ in asked)
     if limit is not None and longest > limit:
         raise EvaluationError(
             f"a context with its question has {longest} tokens, the model {limit} positions; "
@@ -278,12 +280,25 @@ def _check(prepared: list[tuple[Tensor, Asked]], chunk: int, limit: int | None) 
 def _answers(
     model: PreTrainedModel, cache: Any, context: Tensor, asked: Asked, chunk: int
 ) -> list[tuple[float, bool]]:
-    """Return for each question the log-probability of its answer, and whether it is the choice."""
+    """Feed a context; return what `answers` returns behind it."""
     feed(model, context.to(model.device), cache, chunk)
+    return answers(model, cache, asked)
+
+
+def answers(
+    model: PreTrainedModel, cache: Any, asked: Asked, chunk: int | None = None
+) -> list[tuple[float, bool]]:
+    """Return for each question the log-probability of its answer, and whether it is the choice.
+
+    Each is fed to a copy of the cache, in one piece if no `chunk` is given.
+    """
     found = []
     for question, length in asked:
-        ids = question.to(model.device)
-        log_p = forward(model, ids, deepcopy(cache))[-length - 1 : -1].double().log_softmax(-1)
+        ids, copied = question.to(model.device), deepcopy(cache)
+        begin = 0 if chunk is None else len(ids) - length - 1
+        if begin:
+            feed(model, ids[:begin], copied, chunk or begin)
+        log_p = forward(model, ids[begin:], copied)[-length - 1 : -1].double().log_softmax(-1)
         answer = ids[-length:]
         chosen = log_p.gather(-1, answer[:, None]).sum().item()
         found.append((chosen, bool((log_p.argmax(-1) == answer).all())))

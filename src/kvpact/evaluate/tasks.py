@@ -97,8 +97,9 @@ def make_cases(
     depths: Sequence[float] = DEPTHS,
     samples: int = 2,
     seed: int = 0,
+    tasks: Sequence[str] = (),
 ) -> list[TaskCase]:
-    """Make contexts and questions of all tasks, task by task.
+    """Make contexts and questions, task by task.
 
     Parameters
     ----------
@@ -114,6 +115,8 @@ def make_cases(
         Contexts of each task.
     seed : int
         Same seed, text and tokenizer, same cases.
+    tasks : sequence of str
+        Names of tasks; all of them if empty.
 
     Raises
     ------
@@ -131,7 +134,8 @@ def make_cases(
             f"{needed}; give a longer text"
         )
     cases = []
-    for task, make in TASKS.items():
+    for task in tasks or TASKS:
+        make = TASKS[task]
         for sample in range(samples):
             source = _TaskSource(
                 sentences, words, count_tokens, tokens, Random(f"{seed}/{task}/{sample}")
