@@ -25,9 +25,9 @@ def llama(named, monkeypatch):
     def function(call):
         return type("Function", (), {"__call__": call})()
 
-    package, ggml = ModuleType("llama_cpp"), ModuleType("llama_cpp._ggml")
+    package, ggml = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_cpp")
     package.Llama, package.loads = type("Llama", (), {}), True
-    ggml.libggml = SimpleNamespace(
+    ggml._lib = SimpleNamespace(
         ggml_backend_dev_by_name=function(lambda _, name: int(name in devices)),
         ggml_backend_load=function(lambda _, path: package.loads and devices.append(b"KVPACT")),
         ggml_backend_reg_count=function(lambda _: len(devices)),
@@ -35,7 +35,7 @@ def llama(named, monkeypatch):
     )
     package.devices = devices
     monkeypatch.setitem(sys.modules, "llama_cpp", package)
-    monkeypatch.setitem(sys.modules, "llama_cpp._ggml", ggml)
+    monkeypatch.setitem(sys.modules, "llama_cpp.llama_cpp", ggml)
     monkeypatch.setattr(backend, "find_spec", lambda name: name == "llama_cpp")
     monkeypatch.setattr(backend, "version", lambda name: "1.2.3")
     monkeypatch.setattr(backend, "refusal", lambda path: "")

@@ -85,7 +85,9 @@ def enable() -> None:
         raise BackendUnavailable("llama-cpp-python is not installed: pip install llama-cpp-python")
     path = library()
     llama = import_module("llama_cpp").Llama
-    ggml = import_module("llama_cpp._ggml").libggml
+    # By llama.cpp's own library, which looks up functions of its ggml: llama_cpp._ggml has another
+    # copy where wheels hold copies in place of links, with a registry of its own.
+    ggml = import_module("llama_cpp.llama_cpp")._lib
     for name in ("ggml_backend_dev_by_name", "ggml_backend_load"):
         getattr(ggml, name).restype = ctypes.c_void_p
     if ggml.ggml_backend_dev_by_name(DEVICE.encode()):
