@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from math import lcm
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +75,11 @@ def _over(
     assert view is not None and config.mask is not None
     if not 0 < 2 * len(tokens) <= call.held + call.new:
         return None
-    k = _stream(view.k, call.k, copy, tokens, row, heads)
-    v = None if k is None else _stream(view.v, call.v, copy, tokens, row, heads)
+    split = _Split.of(tokens, view.k)
+    k = _stream(view.k, call.k, copy, split, row, heads)
+    if (view.v.exact_from, view.v.tail.shape[2]) != (view.k.exact_from, view.k.tail.shape[2]):
+        split = _Split.of(tokens, view.v)
+    v = None if k is None else _stream(view.v, call.v, copy, split, row, heads)
     if k is None or v is None:
         return None
     groups = call.q.shape[1] // call.kv_heads
@@ -99,13 +103,29 @@ def _over(
     return AttendCall(LayerView(k, v, None), None, None, q, config, None, call.latent)
 
 
+class _Split(NamedTuple):
+    """Ascending tokens: those that are packed, and where others are in the tail and the call."""
+
+    packed: Tensor
+    held: Tensor
+    new: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, view: StreamView) -> _Split:
+        """Split tokens as a stream does."""
+        start = view.exact_from
+        ends = start, start + view.tail.shape[2]
+        first, second = (int(torch.searchsorted(tokens, end)) for end in ends)
+        held, new = tokens[first:second] - ends[0], tokens[second:] - ends[1]
+        return cls(tokens[:first], held, new)
+
+
 def _stream(
-    view: StreamView, new: Tensor | None, copy: Copy, tokens: Tensor, row: int, heads: slice
+    view: StreamView, new: Tensor | None, copy: Copy, split: _Split, row: int, heads: slice
 ) -> StreamView | None:
     """Return a stream of some tokens alone; None where their slots can't be copied."""
-    begin, size, fields = view.exact_from, TILE, view.codec.fields
-    count = int(torch.searchsorted(tokens, begin))  # they ascend
-    packed, exact = tokens[:count], tokens[count:] - begin
+    begin, size, fields, packed = view.exact_from, TILE, view.codec.fields, split.packed
+    count = len(packed)
     segments: tuple[dict[str, Tensor], ...] = ()
     if count:
         units = any(field.places is None for field in fields)
@@ -124,10 +144,9 @@ def _stream(
             segment[field.name] = pick.new(view.tail.device)
             copy(view.source, pick, segment[field.name])
         segments, size = (segment,), -(-count // size) * size
-    held = int(torch.searchsorted(exact, view.tail.shape[2]))
-    tail = view.tail[row : row + 1, heads].index_select(2, exact[:held])
-    if new is not None:
-        last = new[row : row + 1, heads].index_select(2, exact[held:] - view.tail.shape[2])
+    tail = view.tail[row : row + 1, heads].index_select(2, split.held)
+    if new is not None and len(split.new):
+        last = new[row : row + 1, heads].index_select(2, split.new)
         tail = torch.cat([tail, last.to(tail.dtype)], 2)
     source = ListSource(segments, size)
     found = view._replace(source=source, exact_from=count, tail=tail, sinks=None, sink_end=0)

@@ -120,7 +120,8 @@ class Pick:
         if self.inside * self.places.pieces * self.places.size < self.unit:
             return torch.zeros(shape, dtype=self.field.dtype, device=device)
         made = torch.empty(shape, dtype=self.field.dtype, device=device)
-        made[:, :, units:] = 0
+        if rest:
+            made[:, :, units:] = 0
         return made
 
 

@@ -20,22 +20,13 @@ bool run_task(void *context, int64_t index) {
     return scan->table->scan_span(*scan->args, Span{index / scan->parts, begin, end < scan->args->tokens ? end : scan->args->tokens});
 }
 
-template <int64_t SIZE> void copy(char *to, const char *from, const char *next, const kvp_gather_args &a) {
+// Copies a run of items of one unit piece by piece, so that a unit's cache lines are read in order, and each once.
+template <int64_t SIZE> void copy(const kvp_gather_args &a, char *const *to, const char *const *from, int64_t count, const char *next) {
     for (int64_t i = 0; i < a.pieces; i++) {
         __builtin_prefetch(next + i * a.step);
-        memcpy(to + i * a.step, from + i * a.step, SIZE ? SIZE : a.size);
+        for (int64_t k = 0; k < count; k++) memcpy(to[k] + i * a.step, from[k] + i * a.step, SIZE ? SIZE : a.size);
     }
 }
-
-struct Gather {
-    const kvp_gather_args &a;
-    int64_t head;
-    const char *operator()(int64_t i) const {
-        const uint32_t item = (uint32_t)a.items[i], unit = item / (uint32_t)a.inside, segment = unit / (uint32_t)a.segment_units;
-        return a.from.base[segment] + a.row * a.from.row + head * a.from.head +
-               (unit - segment * a.segment_units) * a.unit + a.places[item - unit * a.inside];
-    }
-};
 
 } // namespace
 
@@ -51,16 +42,30 @@ int kvp_scan(int level, const kvp_scan_args *args) {
 
 int kvp_gather(const kvp_gather_args *args) {
     const kvp_gather_args &a = *args;
-    constexpr int64_t AHEAD = 2; // items: processors do not guess where the next one lies
+    constexpr int64_t MOST = TILE; // items of a run
+    if (!a.count) return 0;
+    const char *from[MOST];
+    char *to[MOST];
+    const auto unit = [&](int64_t h, uint32_t unit) { // where a unit lies
+        const uint32_t segment = unit / (uint32_t)a.segment_units;
+        return a.from.base[segment] + a.row * a.from.row + h * a.from.head + (unit - segment * a.segment_units) * a.unit;
+    };
     for (int64_t h = 0; h < a.heads; h++) {
-        const Gather from{a, a.head + h};
-        for (int64_t i = 0; i < a.count; i++) {
-            const char *next = from(i + AHEAD < a.count ? i + AHEAD : i);
-            char *to = a.out + h * a.out_head + i / a.inside * a.unit + a.places[i % a.inside];
-            if (a.size == 4) copy<4>(to, from(i), next, a);
-            else if (a.size == 2) copy<2>(to, from(i), next, a);
-            else if (a.size == 1) copy<1>(to, from(i), next, a);
-            else copy<0>(to, from(i), next, a);
+        char *out = a.out + h * a.out_head;
+        const char *next = unit(a.head + h, (uint32_t)a.items[0] / (uint32_t)a.inside);
+        for (int64_t first = 0, end, place = 0; first < a.count; first = end) {
+            const char *base = next;
+            const int64_t begin = (uint32_t)a.items[first] / (uint32_t)a.inside * a.inside;
+            for (end = first; end < a.count && end - first < MOST && a.items[end] < begin + a.inside; end++) {
+                from[end - first] = base + a.places[a.items[end] - begin];
+                to[end - first] = out + a.places[place];
+                if (++place == a.inside) out += a.unit, place = 0;
+            }
+            if (end < a.count) next = unit(a.head + h, (uint32_t)a.items[end] / (uint32_t)a.inside);
+            if (a.size == 4) copy<4>(a, to, from, end - first, next);
+            else if (a.size == 2) copy<2>(a, to, from, end - first, next);
+            else if (a.size == 1) copy<1>(a, to, from, end - first, next);
+            else copy<0>(a, to, from, end - first, next);
         }
     }
     return 0;

@@ -19,18 +19,19 @@ constexpr int GROUP = KVP_INDEX_GROUP;
 #if defined(KVP_AMX)
 constexpr int HEADS = 16; // at once
 constexpr int FLIP = 0;   // of keys' bits: tiles multiply signed bytes
+constexpr int64_t WHOLE = 64; // channels
 
 // How the calling thread's tiles are shaped: 0 to 3 sums, 4 and 5 factors, 6 and 7 keys.
 struct Tiles {
-    explicit Tiles(int step) {
+    Tiles() {
         struct {
             uint8_t palette = 1, start = 0, unused[14] = {};
             uint16_t bytes[16] = {};
             uint8_t rows[16] = {};
         } shape;
         for (int i = 0; i < 8; i++) {
-            shape.bytes[i] = i == 4 || i == 5 ? step : 64;
-            shape.rows[i] = i > 5 ? step / 4 : 16;
+            shape.bytes[i] = 64;
+            shape.rows[i] = 16;
         }
         _tile_loadconfig(&shape);
     }
@@ -40,13 +41,21 @@ struct Tiles {
 constexpr int HEADS = 2;
 constexpr int VECTORS_AT_ONCE = W == 16 ? 4 : 2; // whose sums stay in registers
 constexpr int FLIP = 0x80808080;
+constexpr int64_t WHOLE = 1;
 #endif
+constexpr int64_t width(int64_t dim) { return (dim + WHOLE - 1) / WHOLE * WHOLE; } // of a row of queries
 
 struct ScanScratch {
     alignas(64) uint32_t keys[MOST_DIM / 4 * GROUP]; // [channels / 4][token]: four levels each
-    alignas(64) float most[MOST_DIM];
+    alignas(64) float most[MOST_DIM], scale[MOST_DIM];
     alignas(64) char factors[2 * HEADS * MOST_DIM];
-    const float *scale;
+
+#if defined(KVP_AMX)
+    // Where keys have one of 16 words of four channels, as instructions that pack leave factors.
+    static constexpr int64_t place(int64_t word) { return (word & ~15) + word % 4 * 4 + word % 16 / 4; }
+#else
+    static constexpr int64_t place(int64_t word) { return word; }
+#endif
 
     // Makes the greatest whole numbers of a head's channels, times the scales of any group, just fit; returns the unit.
     float prepare(float *to, const float *q, int64_t dim) const {
@@ -55,10 +64,12 @@ struct ScanScratch {
         const float top = highest(high), greatest = most_whole(dim);
         const vf inverse = set1(top > 1e-30f ? greatest / top : 0);
         for (int64_t c = 0; c < dim; c += W) store(to + c, mul(load(q + c), inverse));
+        for (int64_t c = dim; c < width(dim); c += W) store(to + c, zero());
         return top / greatest;
     }
     void read(const int8_t *codes, const float *scales, int64_t dim) {
-        scale = scales;
+        memcpy(scale, scales, sizeof(float) * dim);
+        memset(scale + dim, 0, sizeof(float) * (width(dim) - dim));
         for (int64_t at = 0; at < GROUP * dim; at += 64) prefetch(codes + GROUP * dim + at);
         for (int64_t t = 0; t < GROUP; t += W)
             for (int64_t c = 0; c < dim / 4; c += W) {
@@ -69,34 +80,34 @@ struct ScanScratch {
                     r[i] = some == W ? load(from) : load_first(from, (int)some);
                 }
                 transpose(r);
-                for (int64_t i = 0; i < some; i++) store((float *)keys + (c + i) * GROUP + t, (vf)((Ints)r[i] ^ FLIP));
+                for (int64_t i = 0; i < some; i++) store((float *)keys + place(c + i) * GROUP + t, (vf)((Ints)r[i] ^ FLIP));
             }
     }
-    // The positive scores of some heads, times their weights, are added to `out`; without weights, scores are written.
+    // Scores are times `gain`; the positive ones of some heads are added to `out`, or all are written.
 #if defined(KVP_AMX)
     alignas(64) int32_t sums[4][HEADS * 16]; // of high digits, then of low ones: [head][token] of 16 tokens, then of 16 more
 
-    void products(const float *q, const float *unit, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
-        alignas(64) static constexpr uint8_t PLACES[64] = {0, 4, 8,  12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60,
-                                                           1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61};
+    void products(const float *q, const float *gain, int64_t heads, int64_t dim, bool summed, float *out, int64_t row) {
         char *low = factors, *high = factors + HEADS * MOST_DIM;
+        const int64_t step = width(dim);
         for (int64_t h = 0; h < heads; h++)
-            for (int64_t c = 0; c < dim; c += W) {
-                const vi numbers = _mm512_cvtps_epi32(mul(load(q + h * dim + c), load(scale + c)));
-                const vi bytes = _mm512_permutexvar_epi8(_mm512_load_si512(PLACES), numbers);
-                _mm_store_si128((__m128i *)(low + h * dim + c), _mm512_castsi512_si128(bytes));
-                _mm_store_si128((__m128i *)(high + h * dim + c), _mm512_extracti32x4_epi32(bytes, 1));
+            for (int64_t c = 0; c < step; c += 64) {
+                const float *from = q + h * step + c;
+                vi x[4];
+                for (int k = 0; k < 4; k++) x[k] = _mm512_cvtps_epi32(mul(load(from + k * W), load(scale + c + k * W)));
+                const vi a = _mm512_packs_epi32(x[0], x[1]), b = _mm512_packs_epi32(x[2], x[3]), last = _mm512_set1_epi16(255);
+                _mm512_store_si512(low + h * step + c, _mm512_packus_epi16(a & last, b & last));
+                _mm512_store_si512(high + h * step + c, _mm512_packs_epi16(_mm512_srai_epi16(a, 8), _mm512_srai_epi16(b, 8)));
             }
         asm volatile("" ::: "memory"); // GCC does not know that tiles are read from it
-        const int64_t step = dim % 64 ? 32 : 64;
         for (int64_t t = 0; t < GROUP; t += 32) {
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
-            for (int64_t c = 0; c < dim; c += step) {
-                _tile_loadd(4, high + c, dim);
-                _tile_loadd(5, low + c, dim);
+            for (int64_t c = 0; c < step; c += 64) {
+                _tile_loadd(4, high + c, step);
+                _tile_loadd(5, low + c, step);
                 _tile_loadd(6, keys + c / 4 * GROUP + t, 4 * GROUP);
                 _tile_loadd(7, keys + c / 4 * GROUP + t + 16, 4 * GROUP);
                 _tile_dpbssd(0, 4, 6);
@@ -108,26 +119,24 @@ struct ScanScratch {
             _tile_stored(1, sums[1], 64);
             _tile_stored(2, sums[2], 64);
             _tile_stored(3, sums[3], 64);
-            for (int k = 0; k < 2; k++) {
-                float *to = out + t + k * W;
-                vf all = weight ? load(to) : zero();
-                for (int64_t h = 0; h < heads; h++) {
+            float *to = out + t;
+            vf all[2] = {summed ? load(to) : zero(), summed ? load(to + W) : zero()};
+            for (int64_t h = 0; h < heads; h++)
+                for (int k = 0; k < 2; k++) {
                     const WholeSum sum{_mm512_load_si512(sums[k] + h * W), _mm512_load_si512(sums[2 + k] + h * W)};
-                    if (weight) all = fma(max(sum.value(), zero()), set1(unit[h] * weight[h]), all); // units are positive
-                    else store(to + h * row, mul(sum.value(), set1(unit[h])));
+                    if (summed) all[k] = fma(max(sum.value(), zero()), set1(gain[h]), all[k]);
+                    else store(to + h * row + k * W, mul(sum.value(), set1(gain[h])));
                 }
-                if (weight) store(to, all);
-            }
+            for (int k = 0; summed && k < 2; k++) store(to + k * W, all[k]);
         }
     }
-    void scores(const float *q, const float *unit, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
+    void scores(const float *q, const float *gain, int64_t heads, int64_t dim, bool summed, float *out, int64_t row) {
         for (int64_t h = 0; h < heads; h += HEADS)
-            products(q + h * dim, unit + h, heads - h < HEADS ? heads - h : HEADS, dim, weight ? weight + h : nullptr,
-                     weight ? out : out + h * row, row);
+            products(q + h * width(dim), gain + h, heads - h < HEADS ? heads - h : HEADS, dim, summed, summed ? out : out + h * row, row);
     }
 #else
     template <int N>
-    void products(const float *q, const float *unit, int64_t dim, const float *weight, float *out, int64_t row) {
+    void products(const float *q, const float *gain, int64_t dim, bool summed, float *out, int64_t row) {
         constexpr int V = VECTORS_AT_ONCE;
         int32_t offset[N];
         for (int h = 0; h < N; h++) {
@@ -150,19 +159,18 @@ struct ScanScratch {
             }
             for (int k = 0; k < V; k++)
                 for (int h = 0; h < N; h++) {
-                    const vf x = mul(sums[k][h].value(), set1(unit[h]));
+                    const vf x = sums[k][h].value();
                     float *to = out + t + k * W;
-                    if (weight) store(to, fma(max(x, zero()), set1(weight[h]), load(to)));
-                    else store(to + h * row, x);
+                    if (summed) store(to, fma(max(x, zero()), set1(gain[h]), load(to)));
+                    else store(to + h * row, mul(x, set1(gain[h])));
                 }
         }
     }
-    void scores(const float *q, const float *unit, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
+    void scores(const float *q, const float *gain, int64_t heads, int64_t dim, bool summed, float *out, int64_t row) {
         for (int64_t h = 0; h < heads; h += 2) {
-            const float *own = weight ? weight + h : nullptr;
-            float *to = weight ? out : out + h * row;
-            if (h + 1 < heads) products<2>(q + h * dim, unit + h, dim, own, to, row);
-            else products<1>(q + h * dim, unit + h, dim, own, to, row);
+            float *to = summed ? out : out + h * row;
+            if (h + 1 < heads) products<2>(q + h * dim, gain + h, dim, summed, to, row);
+            else products<1>(q + h * dim, gain + h, dim, summed, to, row);
         }
     }
 #endif
@@ -170,6 +178,7 @@ struct ScanScratch {
 
 #else
 constexpr int HEADS = 8; // at once
+constexpr int64_t width(int64_t dim) { return dim; } // of a row of queries
 
 struct ScanScratch {
     alignas(64) float keys[MOST_DIM * GROUP]; // panels [dim][PANEL]
@@ -184,15 +193,15 @@ struct ScanScratch {
             for (int64_t c = 0; c < dim; c++)
                 keys[(t / PANEL * dim + c) * PANEL + t % PANEL] = (float)codes[t * dim + c] * scales[c];
     }
-    void scores(const float *q, const float *, int64_t heads, int64_t dim, const float *weight, float *out, int64_t row) {
+    void scores(const float *q, const float *gain, int64_t heads, int64_t dim, bool summed, float *out, int64_t row) {
         for (int64_t first = 0; first < heads; first += HEADS) {
             const int64_t some = heads - first < HEADS ? heads - first : HEADS;
             product({some, dim, q + first * dim, dim, keys, score, GROUP, false}, GROUP / W, dim * PANEL);
             for (int64_t h = 0; h < some; h++) {
-                float *to = out + (weight ? 0 : (first + h) * row);
+                float *to = out + (summed ? 0 : (first + h) * row);
                 for (int j = 0; j < GROUP; j += W) {
                     const vf x = load(score + h * GROUP + j);
-                    store(to + j, weight ? fma(max(x, zero()), set1(weight[first + h]), load(to + j)) : x);
+                    store(to + j, summed ? fma(max(x, zero()), set1(gain[first + h]), load(to + j)) : x);
                 }
             }
         }
@@ -204,27 +213,26 @@ struct ScanScratch {
 
 static bool scan_span(const kvp_scan_args &a, Span span) {
     static thread_local Scratch numbers;
-    const int64_t first = span.pair * a.queries * a.heads, rows = a.queries * a.heads;
+    const int64_t first = span.pair * a.queries * a.heads, rows = a.queries * a.heads, width = KVP_NS::width(a.dim);
     ScanScratch *own = own_scratch<ScanScratch>();
-    float *q = numbers.floats((size_t)(rows * (a.dim + 1))), *unit = q + rows * a.dim;
+    float *q = numbers.floats((size_t)(rows * (width + 1))), *gain = q + rows * width;
     if (!own || !q) return false;
     ScanScratch &s = *own;
 #if defined(KVP_AMX)
-    const Tiles tiles(a.dim % 64 ? 32 : 64);
+    const Tiles tiles;
 #endif
     const int8_t *codes = a.codes + span.pair * a.tokens * a.dim;
     const float *scale = a.scale + span.pair * (a.tokens / GROUP) * a.dim;
     memset(s.most, 0, sizeof s.most);
     for (int64_t g = span.begin / GROUP; g < span.end / GROUP; g++)
         for (int64_t c = 0; c < a.dim; c += W) store(s.most + c, max(load(s.most + c), load(scale + g * a.dim + c)));
-    for (int64_t i = 0; i < rows; i++) unit[i] = s.prepare(q + i * a.dim, a.q + (first + i) * a.dim, a.dim);
+    for (int64_t i = 0; i < rows; i++) gain[i] = s.prepare(q + i * width, a.q + (first + i) * a.dim, a.dim) * (a.weight ? a.weight[first + i] : 1);
     for (int64_t t = span.begin; t < span.end; t += GROUP) {
         s.read(codes + t * a.dim, scale + t / GROUP * a.dim, a.dim);
         for (int64_t i = 0; i < rows; i += a.heads) {
-            const float *weight = a.weight ? a.weight + first + i : nullptr;
-            float *out = a.out + (weight ? (first + i) / a.heads : first + i) * a.out_row + t;
-            if (weight) memset(out, 0, sizeof(float) * GROUP);
-            s.scores(q + i * a.dim, unit + i, a.heads, a.dim, weight, out, a.out_row);
+            float *out = a.out + (a.weight ? (first + i) / a.heads : first + i) * a.out_row + t;
+            if (a.weight) memset(out, 0, sizeof(float) * GROUP);
+            s.scores(q + i * width, gain + i, a.heads, a.dim, a.weight, out, a.out_row);
         }
     }
     return true;
