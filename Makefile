@@ -33,7 +33,7 @@ MOONCAKE := .venv-mooncake
 # What builds and inspects wheels, and nothing of what kvpact needs to run.
 WHEELS := .venv-wheels
 
-.PHONY: help demo test test-slow test-engines test-mooncake bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard-run fuzz sanitize neon gpu gpu-aot callgrind docs linkcheck notebooks wheels wheel-check clean
+.PHONY: help demo test test-slow test-engines test-mooncake test-llama bench-mooncake gemma lint faults check bench bench-quanto bench-anchors leaderboard-run fuzz sanitize neon gpu gpu-aot callgrind docs linkcheck notebooks wheels wheel-check clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -60,6 +60,10 @@ test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs
 
 test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
 	@OMP_NUM_THREADS=1 $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)
+
+test-llama: $(BUILT) ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
+	@$(PY) tools/llama_builds.py build/llama --jobs $(JOBS)
+	@$(PY) -m pytest -m llama -rs -s tests/integrations/llama_cpp
 
 bench-mooncake: $(MOONCAKE)/.installed ## stores between two processes: a Mooncake cluster, redis and a directory
 	@$(MOONCAKE)/bin/python benchmarks/shared_store.py

@@ -1,0 +1,156 @@
+"""Unmodified builds of llama.cpp with kvpact's backend; `make test-llama` makes them and runs this.
+
+What it compares with llama.cpp's own is as near as llama.cpp is to itself with another order of
+sums. ``-s`` shows the figures.
+"""
+
+import re
+import subprocess
+from importlib.util import find_spec
+from math import hypot
+from pathlib import Path
+
+import pytest
+from llama_server import Server
+
+from kvpact.data import book_path
+from kvpact.errors import BackendUnavailable
+from kvpact.integrations.llama_cpp import environment, programs
+from kvpact.integrations.models import GEMMA3, SMOLLM2, _joined
+
+pytestmark = [pytest.mark.llama, pytest.mark.timeout(4 * 3600)]
+
+ROOT = Path(__file__).parents[3]
+NATIVE = ROOT / "src" / "kvpact" / "kernels" / "cpu" / "native"
+BUILDS = ROOT / "build" / "llama"
+TRIED = re.findall(r'"([\d.]+)"', (NATIVE / "ggml" / "ggml_abi.h").read_text())
+FOUND = {"/".join(path.parts[-3:-1]): path for path in sorted(BUILDS.glob("*/*/bin/llama-bench"))}
+MODELS = [
+    pytest.param(x, marks=pytest.mark.skipif(find_spec(x.parts[0][0]) is None, reason=x.install))
+    for x in (SMOLLM2, GEMMA3)
+]
+
+
+def ggml(source):
+    """Return the version of the ggml in a source of llama.cpp."""
+    text = (source / "vendor" / "llama.cpp" / "ggml" / "CMakeLists.txt").read_text()
+    return ".".join(re.findall(r"set\(GGML_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)\)", text))
+
+
+@pytest.fixture(scope="module", params=FOUND or ["none"])
+def build(request):
+    """Programs of a build whose ggml was tried."""
+    assert FOUND, "`make test-llama` builds llama.cpp"
+    folder = FOUND[request.param].parent
+    found, version = programs.programs(folder), ggml(folder.parents[1] / "source")
+    if version not in TRIED:
+        with pytest.raises(BackendUnavailable, match=f"ggml {version} was not tried"):
+            programs.check_loads(found)
+        pytest.skip(f"ggml {version} was refused by name")
+    return found
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda model: model.name)
+def model(request, tmp_path_factory):
+    return _joined(request.param, request.param.files(), tmp_path_factory.mktemp("model"))
+
+
+def test_declarations_are_those_of_ggmls_headers():
+    sources = [path for path in BUILDS.glob("*/source") if ggml(path) in TRIED]
+    assert sources
+    for source in sources:
+        own = source / "vendor" / "llama.cpp" / "ggml"
+        words = ["c++", "-std=c++17", "-fsyntax-only", f"-I{own / 'include'}", f"-I{own / 'src'}",
+                 f"-I{NATIVE}", ROOT / "tests" / "kernels" / "ggml_abi.cpp"]  # fmt: skip
+        subprocess.run(words, check=True)
+
+
+def test_an_older_ggml_is_refused_by_name():
+    why = programs._refusal(BUILDS / "refused" / "bin")
+    assert re.fullmatch(r"ggml 0\.20\.0 was not tried with this version of kvpact, only .*", why)
+
+
+def test_every_program_is_known_to_load_it(build):
+    programs.check_loads(build)
+    ways = programs.readers(build)
+    assert set(ways) == {"llama-server", "llama-perplexity"} and "?" not in ways.values()
+
+
+def test_operations_are_as_ggmls(build):
+    ops = programs.operations(build["test-backend-ops"], "", lambda *_: None, 2 * 3600)
+    print(f"\n{ops}, {(ops.passed + ops.failed) / sum(ops):.1%} supported")
+    assert ops.failed == 0 and ops.passed > 2000
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
+def test_logits_are_as_near_as_llama_cpps_own_are_to_each_other(build, model, kind, tmp_path):
+    base = tmp_path / "base"
+    words = ["-m", model, "-f", book_path(), "-c", 2048, "--chunks", 2, "-fa", "on", "-ctk", kind,
+             "-ctv", kind, "-t", 2, "-lv", 5, "--kl-divergence-base", base]  # fmt: skip
+
+    def run(more, variables):
+        done = programs.run(
+            build["llama-perplexity"], [*words, *more], variables, limit=programs.LIMIT
+        )
+        assert done.returncode == 0, done.stderr[-500:]
+        return done.stdout + done.stderr
+
+    def divergence(parts, micro, variables):
+        log = run(["--kl-divergence", "-ub", micro], variables)
+        assert max(map(int, re.findall(r"splits = (\d+)", log))) >= parts
+        found = re.search(r"Mean +KLD: +([\d.e-]+) ± +([\d.e-]+)", log)
+        return float(found[1]), float(found[2])
+
+    run(["-ub", 512], {})
+    noise, error = divergence(1, 1, {})
+    for micro in (512, 1):
+        ours, own = divergence(2, micro, environment() | programs.ALL_CASES)
+        print(f"\n{model.name} {kind} -ub {micro}: KL {ours:.5f} ± {own:.5f}, llama.cpp's own "
+              f"{noise:.5f} ± {error:.5f}")  # fmt: skip
+        assert ours <= noise + 3 * hypot(error, own)
+
+
+def test_a_server_of_eight_sequences(build):
+    text = book_path().read_text("utf-8")
+    program, model = build["llama-server"], SMOLLM2.files()[0]
+    margins = []
+    with Server(program, model, **environment()) as server:
+        ids = server.ask("/tokenize", content=text)["tokens"]
+        prompts = [ids[i * 500 : (i + 1) * 500] for i in range(32)]
+        ours, resident = [], []
+        for i in range(0, 32, 8):  # 20,000 tokens in all
+            ours += server.complete(prompts[i : i + 8], 125)
+            resident.append(server.resident())
+        print(f"\nresident: {[x >> 10 for x in resident]} KiB, splits: {server.splits()}")
+        assert server.splits() > 1
+        assert resident[-1] - resident[0] < 8 << 20
+    with Server(program, model) as server:
+        theirs = server.complete(prompts[:8], 125)
+        assert server.splits() == 1
+        for prompt, one, other in zip(prompts, ours[:8], theirs, strict=False):
+            at = next((i for i in range(len(one)) if one[i] != other[i]), None)
+            if at is not None:
+                margins.append((at, server.margin(prompt + other[:at], one[at], other[at])))
+    print("where texts part, and by how much the token of the other is likelier, in nats:", margins)
+    assert max((abs(margin) for _, margin in margins), default=0) < 0.5
+
+
+def test_llama_cpp_python(tmp_path):
+    python = next(BUILDS.glob("*/venv/bin/python"))
+    code = """
+import sys
+import kvpact.integrations.llama_cpp
+kvpact.integrations.llama_cpp.enable()
+kvpact.integrations.llama_cpp.enable()
+from llama_cpp import Llama
+model = Llama(sys.argv[1], n_ctx=2048, n_threads=2, flash_attn=True, type_k=8, type_v=8)
+print(model(sys.argv[2], max_tokens=16, temperature=0)["choices"][0]["text"])
+"""
+    text = book_path().read_text("utf-8")[:4000]
+    done = subprocess.run(
+        [python, "-c", code, SMOLLM2.files()[0], text], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert max(map(int, re.findall(r"splits = (\d+)", done.stderr))) > 1
+    assert done.stdout.strip()
+    print(done.stdout)
