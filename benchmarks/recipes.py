@@ -18,7 +18,7 @@ from kvpact.evaluate import evaluate
 from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import load_model
 from kvpact.recommend import Plan, plan, survey
-from kvpact.recommend.files import measured_row, recipe_text
+from kvpact.recommend.files import ladder_text, measured_row, recipe_text
 from recommend import text_of
 
 FOLDER = Path(__file__).parents[1] / "src" / "kvpact" / "data" / "recipes"
@@ -52,6 +52,10 @@ def write(model: str, tokens: int, folder: Path) -> None:
     network, tokenizer = load_model(model)
     ids = {text: first_tokens(tokenizer, text_of(text), tokens) for text in TEXTS}
     plans = plans_of(network, ids[TEXTS[0]])
+    made = f"Measured by: python benchmarks/recipes.py --model {model}"
+    head = f"{MODELS.get(model, model)}: exact at first; what goes first within a budget.", made
+    ladder = ladder_text(next(iter(plans.values())), head, model, TEXTS[0])
+    (folder / f"{Path(model).name}-budget.toml").write_text(ladder, "utf-8")
     sources = [source for one in plans.values() for source in (one.recipe, one.uniform)]
     results = {text: evaluate(network, ids[text], sources) for text in TEXTS}
     tables = rows_of(plans, results)

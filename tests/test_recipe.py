@@ -97,6 +97,24 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize(
+    "ladder",
+    [
+        {"key": [1.0] * 5},
+        {"key": [1.0] * 5, "value": [1.0] * 4},
+        {"key": [1.0] * 5, "value": [1.0, 1.0, 1.0, 1.0, -1.0]},
+        {"key": [1.0] * 5, "value": [True] * 5},
+        {"key": [1.0] * 5, "value": [float("nan")] * 5},
+        {"key": [1.0] * 5, "value": "11111"},
+        {"key": [1.0] * 5, "value": [1.0] * 5, "query": [1.0] * 5},
+    ],
+)
+def test_a_ladder_has_two_numbers_for_each_layer(ladder):
+    geometry = kvpact.CacheGeometry(5, 1, 64)
+    with pytest.raises(SpecError, match="'key' and 'value', 5 numbers each"):
+        kvpact.create_cache({"default": "none", "ladder": ladder}, geometry, budget="1MB")
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_recipes_are_refused(name):
     source, message = BAD[name]

@@ -7,18 +7,48 @@ import kvpact
 from kvpact.cache import planned_bytes
 from kvpact.data import recipe_names
 from kvpact.errors import SpecError
-from kvpact.recipe import is_recipe, layer_specs, load_recipe
+from kvpact.recipe import is_recipe, layer_specs, load_recipe, sensitivities
 
 LAYERS = {"smollm2": 30, "gemma3": 18}
 CONTEXT = 32_768
+LADDERS = [name for name in recipe_names() if name.endswith("-budget")]
+SPECS = [name for name in recipe_names() if name not in LADDERS]
 
 
 def test_which_there_are():
     wanted = {"smollm2": ("2.5bit", "3bit", "4bit"), "gemma3": ("3bit", "4bit")}
-    assert set(recipe_names()) == {f"{model}-{size}" for model in wanted for size in wanted[model]}
+    specs = {f"{model}-{size}" for model in wanted for size in wanted[model]}
+    assert set(SPECS) == specs and LADDERS == ["smollm2-budget"]
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", LADDERS)
+def test_a_ladder_has_a_number_for_each_layer(name):
+    model = name.removesuffix("-budget")
+    recipe, layers = load_recipe(f"recipe:{name}"), LAYERS[model]
+    assert recipe["default"] == "none" and recipe["num_layers"] == layers
+    assert recipe["measured"]["model"] == model and recipe["measured"]["text"] == "novel"
+    found = sensitivities(f"recipe:{name}", layers)
+    compressed = {layer for layer, _ in found if found[layer, 0] or found[layer, 1]}
+    assert len(found) == 2 * layers and len(compressed) == {"smollm2": 30, "gemma3": 3}[model]
+    assert sum(found.values()) == pytest.approx(2 * len(compressed), rel=0.01)
+
+
+def test_what_costs_least_goes_first():
+    geometry = kvpact.CacheGeometry(30, 3, 64, dtype=torch.bfloat16)
+    cache = kvpact.create_cache("recipe:smollm2-budget", geometry, budget="24MiB")
+    assert cache.budget.sensitivity == sensitivities("recipe:smollm2-budget", 30)
+    schedule = cache.budget.schedule(geometry, 1, torch.bfloat16)
+    cost, specs = cache.budget.sensitivity, [schedule.spec(i, 5000) for i in range(30)]
+    for side, methods in enumerate(([x.key for x in specs], [x.value for x in specs])):
+        low = [cost[i, side] for i, x in enumerate(methods) if x.bits == 2]
+        high = [cost[i, side] for i, x in enumerate(methods) if x.bits == 4]
+        assert low and (not high or max(low) < min(high))
+    even = kvpact.create_cache("none", geometry, budget="24MiB").budget
+    assert even.sensitivity is None
+    assert even.schedule(geometry, 1, torch.bfloat16).layers != schedule.layers
+
+
+@pytest.mark.parametrize("name", SPECS)
 def test_each_loads_by_name_and_tells_what_was_measured(name):
     model = name.partition("-")[0]
     recipe = load_recipe(f"recipe:{name}")
@@ -36,7 +66,7 @@ def test_each_loads_by_name_and_tells_what_was_measured(name):
         layer_specs(f"recipe:{name}", 7)
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("smollm2")])
+@pytest.mark.parametrize("name", [name for name in SPECS if name.startswith("smollm2")])
 def test_the_share_is_that_of_the_cache(name):
     specs = layer_specs(f"recipe:{name}", 30)
     geometry = kvpact.CacheGeometry(1, 3, 64)

@@ -7,6 +7,9 @@
     [layers]
     0 = "int:bits=8"
     -1 = "int:bits=8"
+    [ladder]  # for caches with a budget: what a distortion costs, by layer
+    key = [1.0, 0.4, …]
+    value = [0.7, 0.5, …]
     [measured]  # what is known of it, for readers
 
 ``recipe:NAME`` stands for a file that kvpact ships (`kvpact.data.recipe_names`).
@@ -18,6 +21,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from importlib.resources.abc import Traversable
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,7 @@ from kvpact.spec import RECIPE_PREFIX, Spec, parse_spec, whole_number
 
 SpecLike = str | Spec | PathLike[str] | Mapping[str, Any]
 _FILES = (".toml", ".json")
-_KEYS = {"default", "layers", "num_layers", "measured"}
+_KEYS = {"default", "layers", "num_layers", "ladder", "measured"}
 
 
 def is_recipe(source: SpecLike) -> bool:
@@ -46,11 +50,12 @@ def load_recipe(source: SpecLike) -> Mapping[str, Any]:
     else:
         name = str(source).strip()
         recipe = _read(_shipped(name) if name.startswith(RECIPE_PREFIX) else Path(name))
-    tables = all(isinstance(recipe.get(key, {}), Mapping) for key in ("layers", "measured"))
+    names = "layers", "ladder", "measured"
+    tables = all(isinstance(recipe.get(key, {}), Mapping) for key in names)
     if set(recipe) - _KEYS or "default" not in recipe or not tables:
         raise SpecError(
             "a recipe has 'default' (a spec) and, if wanted, 'layers' (index -> spec), "
-            "'num_layers' and 'measured' (a table), and nothing else"
+            "'num_layers', 'ladder' and 'measured' (tables), and nothing else"
         )
     return recipe
 
@@ -80,6 +85,26 @@ def layer_specs(source: SpecLike, num_layers: int) -> list[Spec]:
         named.add(index % num_layers)
         specs[index] = parse_spec(text)
     return specs
+
+
+def sensitivities(source: SpecLike, num_layers: int) -> dict[tuple[int, int], float] | None:
+    """Return what a distortion costs, by layer and 0 for K or 1 for V; None where it is not told.
+
+    Raises `SpecError` for a recipe whose ``ladder`` has not one number for K and V of each layer.
+    """
+    ladder = load_recipe(source).get("ladder") if is_recipe(source) else None
+    if ladder is None:
+        return None
+    found: dict[tuple[int, int], float] = {}
+    for side, name in enumerate(("key", "value")):
+        numbers = ladder.get(name)
+        good = isinstance(numbers, list) and len(numbers) == num_layers and len(ladder) == 2
+        if not good or not all(type(x) in (int, float) and 0 <= x < inf for x in numbers):
+            raise SpecError(
+                f"recipe: 'ladder' has 'key' and 'value', {num_layers} numbers each, one a layer"
+            )
+        found |= {(layer, side): float(x) for layer, x in enumerate(numbers)}
+    return found
 
 
 def _shipped(name: str) -> Traversable:

@@ -14,17 +14,17 @@ from tests.cache.test_state_machine import DIM, HEADS, SETTINGS, V_DIM, Historie
 from tests.helpers.faults import same_state
 
 import kvpact
-from kvpact.cache.ladder import Budget, ladder_of
+from kvpact.cache.budgets import Budget, ladder_of
 from kvpact.cache.saved import layer_state
 from kvpact.errors import BudgetExceeded, SpecError
 from kvpact.testing import LayerOracle, StreamOracle, held_bytes, random_offset, random_tokens
 
 PLAIN = "weights=false,blocks=false"
 LADDERS = {
-    ("none", *(f"trellis:bits={bits},{PLAIN}" for bits in (4, 3, 2))): (torch.float32, 105_000),
+    ("none", *(f"trellis:bits={bits},{PLAIN}" for bits in (4, 3, 2))): (torch.float32, 80_000),
     ("int:bits=8,sinks=2,window=9", "turboquant:bits=3,center=64,sinks=2,window=9"): (
         torch.float16,
-        70_000,
+        50_000,
     ),
 }
 
@@ -155,7 +155,7 @@ def run(rungs, examples, offset=None):
 
 
 SHAPE = kvpact.CacheGeometry(4, 2, 32, dtype=torch.bfloat16)
-BYTES = 500_000
+BYTES = 450_000
 
 
 def grown(pieces, total=1400, budget=BYTES, **options):
@@ -198,7 +198,7 @@ def test_bytes_are_the_same_in_whatever_pieces_and_by_whatever_backend():
 
 
 def test_what_it_tells():
-    cache = kvpact.create_cache("none", SHAPE, budget="500kB")
+    cache = kvpact.create_cache("none", SHAPE, budget="450kB")
     assert cache.stats()["budget"] == {"bytes": BYTES}
     cache = grown([64] * 22)
     told = cache.stats()["budget"]

@@ -16,7 +16,7 @@ from kvpact.evaluate import EvaluationError, evaluate
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.record import Seen, SeenLayer
-from kvpact.recipe import layer_specs, load_recipe
+from kvpact.recipe import layer_specs, load_recipe, sensitivities
 from kvpact.recommend import Measured, RecommendationError, plan, survey, verify
 from kvpact.recommend.base import predicted
 from kvpact.recommend.measure import Costs, Survey, measured_of
@@ -220,7 +220,17 @@ def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):
         if row["spec"] != "none":
             assert rows[row["spec"]]["kl"] == pytest.approx(row["kl_mean"], rel=5e-3)
     assert min(row["kl"] for row in rows.values()) == pytest.approx(data["kl_mean"], rel=5e-3)
-    assert out.splitlines()[2].startswith("written: ")
+    assert out.splitlines()[2].startswith("written: ") and "ladder.toml" in out
+    found = sensitivities(tmp_path / "out" / "ladder.toml", 2)
+    costs = next(x for x in data["measured"] if x["spec"] == "trellis:bits=2")
+    told = {(int(i), 0): x for i, x in costs["key"].items()}
+    told |= {
+        (int(i), 1): x + costs["shrunk"][i] * sum(costs["shrunk"].values())
+        for i, x in costs["noise"].items()
+    }
+    mean = sum(told.values()) / 4
+    assert found == pytest.approx({part: x / mean for part, x in told.items()}, rel=0.01)
+    CompressedCache(model, tmp_path / "out" / "ladder.toml", budget="1MB")
     assert data["bytes"] <= data["budget"] == data["exact"]["bytes"] // 4
     assert len(data["measured"]) == 12 and data["measured"][0]["spec"] == "int:bits=8"
     with Image.open(tmp_path / "out" / "recommend.png") as image:

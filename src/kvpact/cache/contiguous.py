@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpact.cache import room
+from kvpact.cache.budgets import Budget
 from kvpact.cache.checks import (
     KeyOffsets,
     check_layer,
@@ -18,7 +19,7 @@ from kvpact.cache.checks import (
     refuse_records,
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
-from kvpact.cache.ladder import Budget, Schedule
+from kvpact.cache.ladder import Schedule
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.quick import attend, quick_attend
@@ -332,7 +333,7 @@ class ContiguousCache(BatchRows):
         if self.budget is None or len(entries) != len(places) or dtype is None:
             return places
         schedule = self.budget.schedule(self.geometry, snapshot.manifest.batch, dtype)
-        schedule.check_call(0, snapshot.tokens)
+        schedule.check_length(snapshot.tokens)
         put_on_rungs(places, self.budget.rungs, schedule.layers, entries)
         self._schedule = schedule
         return places

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpact.cache.budgets import budget_of, ladder_of
 from kvpact.cache.checks import KeyOffsets
 from kvpact.cache.codecs import Calibration, cache_specs
 from kvpact.cache.contiguous import ContiguousCache
-from kvpact.cache.ladder import budget_of, ladder_of
 from kvpact.cache.paged import PagedKVCache
 from kvpact.cache.paged_view import PagedView
 from kvpact.errors import GeometryError, SpecError
 from kvpact.geometry import CacheGeometry, check_count
 from kvpact.kernels import choose
-from kvpact.recipe import SpecLike
+from kvpact.recipe import SpecLike, sensitivities
 
 
 def create_cache(
@@ -71,7 +71,8 @@ def create_cache(
         Bytes (``"200MB"``) that the cache never exceeds, of a contiguous one. It begins with
         `spec`. Where that would take more, the K or the V of a layer, one after the other, is
         compressed again by a next rung, in the same call (see `kvpact.cache.ladder`). At the last
-        rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens.
+        rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens. A recipe
+        with a ``ladder`` says which ones cost least; without one all are taken alike.
     rungs : sequence of specs, optional
         The ladder, from the most bytes to the fewest, in place of `spec` and of ``trellis`` with 4,
         3 and 2 bits where these are fewer.
@@ -119,7 +120,8 @@ def create_cache(
         raise GeometryError("num_pages and page_size go with layout='paged'")
     specs, given = cache_specs(spec, geometry), None
     if budget is not None:
-        given = budget_of(budget, ladder_of(specs, rungs, geometry.num_layers))
+        layers = geometry.num_layers
+        given = budget_of(budget, ladder_of(specs, rungs, layers), sensitivities(spec, layers))
         given.refuse(calibration=calibration)
         given = given.for_geometry(geometry)
         specs = list(given.rungs[0])

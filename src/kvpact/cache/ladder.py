@@ -11,34 +11,32 @@ the distortion of its codes, per byte. A bit less makes the distortion of codes 
 and of equals those go first that lie farthest from those that have gone, V before K.
 
 All layers but one may be a call behind: so the plan leaves room for `AHEAD` tokens that some layers
-have already, and for what a layer takes while it is compressed again, beside what it held before.
+have already, and for what K or V of a layer takes while it is compressed again, beside what it held
+before. Longer calls are checked, and refused where they could need more.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
 import torch
 
-from kvpact.cache.codecs import cache_specs
 from kvpact.cache.parts import SLACK
 from kvpact.cache.rungs import PIECE
 from kvpact.cache.stats import stream_facts
-from kvpact.errors import BudgetExceeded, SpecError
-from kvpact.files import bytes_of, size_text
+from kvpact.errors import BudgetExceeded
+from kvpact.files import size_text
 from kvpact.geometry import CacheGeometry
 from kvpact.methods import Method
-from kvpact.recipe import SpecLike, layer_specs
-from kvpact.spec import Spec, parse_spec
+from kvpact.spec import Spec
 from kvpact.units import QUERIES, StreamFacts
 
-DEFAULT_RUNGS = ("none", "trellis:bits=4", "trellis:bits=3", "trellis:bits=2")
 PER_BIT = 3.65
 AHEAD = 64
 STEP = 64
@@ -93,10 +91,9 @@ class Schedule:
         """Return the most bytes that a layer holds of so many tokens."""
         if not tokens:
             return 0
-        shape = self.batch, self.heads, self.itemsize
         spec = self.spec(layer, tokens)
         pair = self.facts[spec.key, 0], self.facts[spec.value, 1]
-        return sum(_most(facts, tokens, *shape) for facts in pair)
+        return sum(self._bytes(facts, tokens) for facts in pair)
 
     def bits(self, tokens: int) -> float:
         """Return the mean bits per number of K and V in slots, of all layers, at a length."""
@@ -111,16 +108,20 @@ class Schedule:
         """Return the lengths behind which a layer has another spec."""
         return sorted({x.tokens for layer in self.layers for x in layer if x.tokens})
 
-    def check_call(self, held: int, new: int) -> None:
-        """Raise `BudgetExceeded` if a call could need more bytes while layers are a call apart."""
-        total = held + new
+    def check_length(self, total: int) -> None:
+        """Raise `BudgetExceeded` unless so many tokens fit."""
         if total > self.max_tokens:
             raise BudgetExceeded(
                 f"{total:,} tokens do not fit into {size_text(self.budget)}: at the lowest rungs "
                 f"{self.max_tokens:,} do; truncate, or make a cache with a larger budget or with "
                 "rungs of fewer bits"
             )
-        if not held or new <= AHEAD or (most := self._apart(held, total)) <= self.budget:
+
+    def check_call(self, held: int, new: int) -> None:
+        """Raise `BudgetExceeded` if a call could need more bytes while layers are a call apart."""
+        total = held + new
+        self.check_length(total)
+        if new <= AHEAD or (most := self._apart(held, total)) <= self.budget:
             return
         pieces = range(new // AHEAD * AHEAD, 0, -AHEAD)
         fit = next(n for n in pieces if n <= AHEAD or self._apart(held, held + n) <= self.budget)
@@ -131,9 +132,35 @@ class Schedule:
         )
 
     def _apart(self, held: int, total: int) -> int:
-        """Return the most bytes while some layers hold `total` tokens and the others `held`."""
+        """Return the most bytes while layers go from `held` to `total` tokens, in any order."""
         layers = range(len(self.layers))
-        return sum(max(self.layer_bytes(i, n) for n in (held, total)) for i in layers)
+        most = [max(self.layer_bytes(i, n) for n in (held, total)) for i in layers]
+        return sum(most) + max(0, *(self._climbing(i, held, total) - most[i] for i in layers))
+
+    def _climbing(self, layer: int, held: int, total: int) -> int:
+        """Return the most bytes of a layer, old and new, while it takes the rungs of a call."""
+        passed = [x for x in self.layers[layer] if held <= x.tokens < total and x.tokens]
+        before, once, after = self.spec(layer, max(held, 1)), [0], 0
+        for side in (0, 1):
+            last = old = before.value if side else before.key
+            for tokens, spec in passed:
+                new = spec.value if side else spec.key
+                if new != old:
+                    both = [new] if old is last and (held or old.name == "none") else [old, new]
+                    sizes = (self._bytes(self.facts[x, side], tokens) for x in both)
+                    once.append(after + self.pieces + sum(sizes))
+                    old = new
+            after += self._bytes(self.facts[old, side], total)
+        return self.layer_bytes(layer, held) + max(*once, after) if passed else 0
+
+    def _bytes(self, facts: StreamFacts, tokens: int) -> int:
+        return _most(facts, tokens, self.batch, self.heads, self.itemsize)
+
+    @property
+    def pieces(self) -> int:
+        """Bytes of the tokens that are decompressed at a time."""
+        width = max(facts.width for facts in self.facts.values())
+        return 3 * PIECE * self.batch * self.heads * 4 * width
 
     def stats(self, tokens: int, specs: Sequence[Spec]) -> dict[str, Any]:
         """Return what became of the budget, with the specs of now: `ContiguousCache.stats`."""
@@ -170,6 +197,7 @@ def plan(
     batch: int,
     dtype: torch.dtype,
     sensitivity: Mapping[Part, float] | None = None,
+    beside: int = 0,
 ) -> Schedule:
     """Return the schedule of a cache.
 
@@ -187,13 +215,16 @@ def plan(
         Of exact tokens.
     sensitivity : mapping, optional
         (Layer, 0 for K or 1 for V) -> what a distortion there costs; alike if omitted.
+    beside : int
+        Bytes of the budget that others take.
 
     Raises
     ------
     BudgetExceeded
         Not even a few tokens fit at the lowest rungs.
     """
-    return _Planner(geometry, rungs, budget, batch, dtype, sensitivity or {}).plan()
+    own = budget - beside
+    return _Planner(geometry, rungs, own, batch, dtype, sensitivity or {}, beside).plan()
 
 
 class _Planner:
@@ -207,8 +238,9 @@ class _Planner:
         batch: int,
         dtype: torch.dtype,
         sensitivity: Mapping[Part, float],
+        beside: int,
     ) -> None:
-        self.rungs, self.budget = rungs, budget
+        self.rungs, self.budget, self.beside = rungs, budget, beside
         self.shape = batch, geometry.num_kv_heads, dtype.itemsize
         self.layers = geometry.num_layers
         one = CacheGeometry(
@@ -222,6 +254,9 @@ class _Planner:
         order = _spread(self.layers)
         self.turn = {part: (order[part[0]], 1 - part[1]) for part in self.parts}
         self.at = dict.fromkeys(self.parts, 0)
+        self.both, self.peaks = False, dict.fromkeys(self.parts, 0)
+        widths = (facts.width for facts in self.known.values())
+        self.pieces = 3 * PIECE * batch * geometry.num_kv_heads * 4 * max(widths)
 
     def facts(self, part: Part, rung: int) -> StreamFacts:
         """Return what the bytes of a part depend on at a rung."""
@@ -229,32 +264,44 @@ class _Planner:
         spec = self.rungs[rung][layer]
         return self.known[spec.value if side else spec.key, side]
 
+    def most(self, part: Part, tokens: int, rung: int | None = None) -> int:
+        """Return the most bytes of a part of so many tokens, at a rung or where it is."""
+        return _most(self.facts(part, self.at[part] if rung is None else rung), tokens, *self.shape)
+
     def need(self, tokens: int) -> int:
         """Return the bytes that have to be there for all tokens, and to take a next rung."""
-        held = sum(_most(self.facts(p, self.at[p]), tokens, *self.shape) for p in self.parts)
-        return held + self.transient(tokens)
+        held = [self.most(part, tokens) for part in self.parts]
+        # In a first call K takes all its rungs, then V, while all behind them hold nothing.
+        so_far = accumulate(held, initial=0)
+        first = max(a + self.peaks[p] for p, a in zip(self.parts, so_far, strict=False))
+        more = self.transient(tokens)
+        return max(sum(held) + more, first if more else 0)  # at the last rungs in pieces
 
     def transient(self, tokens: int) -> int:
         """Return what a layer takes at most while it is compressed again."""
         most, last = 0, len(self.rungs) - 1
         for layer in range(self.layers):
-            found = [(p, self.at[p] + 1) for p in ((layer, 0), (layer, 1)) if self.at[p] < last]
-            bytes_ = sum(_most(self.facts(p, rung), tokens, *self.shape) for p, rung in found)
-            batch, heads, _ = self.shape
-            widths = [self.facts(p, rung).width for p, rung in found]
-            most = max(most, bytes_ + 3 * PIECE * batch * heads * 4 * max(widths, default=0))
+            parts = [p for p in ((layer, 0), (layer, 1)) if self.at[p] < last]
+            sizes = [self.most(p, tokens, self.at[p] + 1) for p in parts]
+            own = (sum if self.both else max)(sizes or [0])
+            most = max(most, own + self.pieces * bool(parts))
         return most
 
-    def step(self, tokens: int) -> Part | None:
-        """Return the part whose next rung costs least per byte; None where all are at the last."""
+    def step(self, tokens: int, before: Mapping[Part, int]) -> Part | None:
+        """Return the part whose next rung costs least per byte; None where all are at the last.
+
+        Unless there is room for `both`, a layer takes one rung at a time.
+        """
         best: tuple[float, Any] = (inf, None)
         chosen = None
         for part in self.parts:
-            rung = self.at[part]
+            rung, layer = self.at[part], part[0]
             if rung + 1 == len(self.rungs):
                 continue
+            if not self.both and any(self.at[layer, x] != before[layer, x] for x in (0, 1)):
+                continue
             now, then = self.facts(part, rung), self.facts(part, rung + 1)
-            saved = _most(now, tokens, *self.shape) - _most(then, tokens, *self.shape)
+            saved = self.most(part, tokens) - self.most(part, tokens, rung + 1)
             cost = self.sensitivity[part] * (_distortion(then) - _distortion(now))
             worth = (cost / saved if saved > 0 else inf), self.turn[part]
             if chosen is None or worth < best:
@@ -262,42 +309,50 @@ class _Planner:
         return chosen
 
     def plan(self) -> Schedule:
-        """Return the schedule."""
-        changes: list[list[Change]] = [[Change(0, spec)] for spec in self.rungs[0]]
-        tokens = 0
-        while tokens < MOST_TOKENS:
-            end = tokens + max(STEP, tokens // STEP // STEP * STEP)
-            before = dict(self.at)
-            while self.need(end + AHEAD) > self.budget:
-                part = self.step(end)
-                if part is None:
-                    break
-                self.at[part] += 1
-            else:
-                for layer in range(self.layers):
-                    pair = [self.at[layer, side] for side in (0, 1)]
-                    if pair != [before[layer, side] for side in (0, 1)]:
-                        k, v = (self.rungs[rung][layer] for rung in pair)
-                        spec = k if pair[0] == pair[1] else Spec(k.key, v.value)
-                        if changes[layer][-1].tokens == tokens:
-                            changes[layer].pop()
-                        changes[layer].append(Change(tokens, spec))
-                tokens = end
-                continue
-            self.at = before
-            break
+        """Return the schedule: with room for both parts of a layer where that holds more."""
+        one = self.planned()
+        self.both = True
+        changes, tokens = max(one, self.planned(), key=lambda found: found[1])
         batch, heads, itemsize = self.shape
         if not tokens:
-            least = self.least()
             raise BudgetExceeded(
-                f"a budget of {size_text(self.budget)} has no room for {STEP} tokens of {batch} "
-                f"row{'s' * (batch != 1)}; the least one is {size_text(least)}"
+                f"a budget of {size_text(self.budget + self.beside)} has no room for {STEP} tokens "
+                f"of {batch} row{'s' * (batch != 1)}; the least one is "
+                f"{size_text(self.least() + self.beside)}"
             )
         layers = tuple(map(tuple, changes))
         return Schedule(self.budget, batch, layers, tokens, self.known, heads, itemsize)
 
+    def planned(self) -> tuple[list[list[Change]], int]:
+        """Return the changes of each layer, and the tokens that fit."""
+        self.at, self.peaks = (dict.fromkeys(self.parts, 0) for _ in range(2))
+        changes: list[list[Change]] = [[Change(0, spec)] for spec in self.rungs[0]]
+        tokens = 0
+        while tokens < MOST_TOKENS:
+            end = tokens + max(STEP, tokens // STEP // STEP * STEP)
+            before, peaks = dict(self.at), dict(self.peaks)
+            while self.need(end + AHEAD) > self.budget:
+                part = self.step(end, before)
+                if part is None:
+                    return changes, tokens
+                if tokens and _distortion(self.facts(part, self.at[part])):
+                    own = self.most(part, tokens) + self.most(part, tokens, self.at[part] + 1)
+                    self.peaks[part] = max(peaks[part], own + self.pieces)
+                self.at[part] += 1
+            for layer in range(self.layers):
+                rungs = [self.at[layer, side] for side in (0, 1)]
+                if rungs != [before[layer, side] for side in (0, 1)]:
+                    k, v = (self.rungs[rung][layer] for rung in rungs)
+                    spec = k if rungs[0] == rungs[1] else Spec(k.key, v.value)
+                    if changes[layer][-1].tokens == tokens:
+                        changes[layer].pop()
+                    changes[layer].append(Change(tokens, spec))
+            tokens = end
+        return changes, tokens
+
     def least(self) -> int:
         """Return the bytes of a few tokens at the lowest rungs."""
+        self.peaks = dict.fromkeys(self.parts, 0)
         self.at = dict.fromkeys(self.parts, len(self.rungs) - 1)
         return self.need(STEP + AHEAD)
 
@@ -317,76 +372,3 @@ def _spread(layers: int) -> tuple[int, ...]:
     for place, layer in enumerate(by_turn):
         turn[layer] = place
     return tuple(turn)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What a cache was given: bytes, a ladder and an order; see `plan`.
-
-    `rungs`: one spec per layer each; `beside`: bytes of a row that the cache does not hold itself,
-    by the bytes of an exact number.
-    """
-
-    bytes: int
-    rungs: tuple[tuple[Spec, ...], ...]
-    sensitivity: Mapping[Part, float] | None = None
-    beside: Mapping[int, int] | None = None
-
-    def refuse(self, **others: object) -> None:
-        """Raise `SpecError` where an option is used that does not go with a budget."""
-        used = [name for name, value in others.items() if value is not None and value is not False]
-        if used:
-            raise SpecError(f"{' and '.join(used)} can't go with a budget: leave one of them out")
-
-    def for_geometry(self, geometry: CacheGeometry) -> Budget:
-        """Return the budget of a cache of such a shape: specs completed for latents."""
-        rungs = tuple(tuple(cache_specs(rung, geometry)) for rung in self.rungs)
-        return replace(self, rungs=rungs)
-
-    def schedule(self, geometry: CacheGeometry, batch: int, dtype: torch.dtype) -> Schedule:
-        """Return the schedule of a cache of so many rows. Raises `BudgetExceeded`."""
-        own = self.bytes - batch * (self.beside or {}).get(dtype.itemsize, 0)
-        return plan(geometry, self.rungs, own, batch, dtype, self.sensitivity)
-
-
-def ladder_of(
-    first: Sequence[Spec] | None, rungs: Sequence[SpecLike] | None, layers: int
-) -> tuple[tuple[Spec, ...], ...]:
-    """Return the rungs of a ladder, one spec per layer each, checked.
-
-    `first`: what a cache begins with, in front of the default rungs of fewer bits; exact if
-    omitted. `rungs`: a ladder of its own instead.
-
-    Raises `SpecError`.
-    """
-    if rungs is not None:
-        if isinstance(rungs, str | Spec | Mapping) or not rungs:
-            raise SpecError("rungs is a sequence of specs, from the most bytes to the fewest")
-        found = [tuple(layer_specs(rung, layers)) for rung in rungs]
-    else:
-        found = [(parse_spec(rung),) * layers for rung in DEFAULT_RUNGS]
-        if first is not None:
-            least = min(map(_bits, first))
-            found = [tuple(first), *(rung for rung in found if _bits(rung[0]) < least)]
-    found = [tuple(spec.apart() for spec in rung) for rung in found]
-    for before, after in pairwise(found):
-        if any(_bits(x) < _bits(y) for x, y in zip(before, after, strict=True)):
-            raise SpecError("each of the rungs has to take fewer bits than the one before")
-    methods = [x for rung in found for spec in rung for x in (spec.key, spec.value)]
-    if len({(x.sinks, x.window) for x in methods if x.name != "none"}) > 1:
-        raise SpecError("all rungs of a budget want the same sinks= and window=")
-    return tuple(found)
-
-
-def _bits(spec: Spec) -> float:
-    """Return the bits per number of slots, of K and V together, of heads of 64 channels."""
-    shape = CacheGeometry(1, 1, 64, 64, torch.bfloat16)
-    return 8 * sum(facts.slot for facts in stream_facts(spec, shape)) / 128
-
-
-def budget_of(amount: int | str, rungs: tuple[tuple[Spec, ...], ...]) -> Budget:
-    """Return a budget such as ``200MB`` or 200000000. Raises `SpecError`."""
-    count = 0 if isinstance(amount, bool) else bytes_of(str(amount))
-    if not count:
-        raise SpecError(f"budget {amount!r} is no number of bytes such as '200MB' or '1.5GiB'")
-    return Budget(count, rungs)

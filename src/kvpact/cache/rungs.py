@@ -17,7 +17,7 @@ from kvpact.methods import Codec
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 
-PIECE = 128
+PIECE = 64
 """Tokens that are decompressed at a time."""
 
 Rungs = Sequence[tuple[int, Spec]]
@@ -56,21 +56,34 @@ def climbed(
     `steps`: the spec of now, and those to take; `known`: padding, `Held.seen` and `Held.ahead`.
     What is held now stays as it is.
     """
-    (k, v), (padding, seen, ahead), (_, before) = pair, known, steps[0]
-    for length, after in steps[1:]:
-        count = length - k.length
-        if count:
-            k = _with(k, new[0][:, :, :count], padding, seen)
-            v = _with(v, new[1][:, :, :count], padding, None)
-            new = new[0][:, :, count:], new[1][:, :, count:]
-        if before.key != after.key:
-            into = make(k.memory.tensor, True, spec=after)
-            placed = k.offset or (ahead and ahead.offset)
-            k = recoded(k, into.from_origin(placed.origin) if placed else into, padding, seen)
-        if before.value != after.value:
-            v = recoded(v, make(v.memory.tensor, False, spec=after), padding, None)
-        before = after
-    return (k, v), new
+    (padding, seen, ahead), (_, first), left, done = known, steps[0], [], []
+    for side, (stream, x) in enumerate(zip(pair, new, strict=True)):
+        before, queries = (first.value, None) if side else (first.key, seen)
+        for length, spec in steps[1:]:
+            after = spec.value if side else spec.key
+            if after == before:
+                continue
+            fresh = not stream.length and before.name == "none"  # nothing would be decompressed
+            if not fresh and length > stream.length:
+                stream, x = _up_to(length, stream, x, padding, queries)
+            into = make(stream.memory.tensor, not side, spec=spec)
+            placed = None if side else stream.offset or (ahead and ahead.offset)
+            into = into.from_origin(placed.origin) if placed else into
+            stream = into if fresh else recoded(stream, into, padding, queries)
+            before = after
+        if steps[-1][0] > stream.length:
+            stream, x = _up_to(steps[-1][0], stream, x, padding, queries)
+        done.append(stream)
+        left.append(x)
+    return (done[0], done[1]), (left[0], left[1])
+
+
+def _up_to(
+    length: int, stream: Stream, x: Tensor, padding: Tensor | None, seen: Tensor | None
+) -> tuple[Stream, Tensor]:
+    """Return a stream with new tokens up to a length, and the tokens that are left."""
+    count = length - stream.length
+    return _with(stream, x[:, :, :count], padding, seen), x[:, :, count:]
 
 
 def recoded(stream: Stream, into: Stream, padding: Tensor | None, seen: Tensor | None) -> Stream:

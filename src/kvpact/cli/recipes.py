@@ -42,7 +42,10 @@ def _overview(held: dict[str, dict[str, Any]]) -> None:
     columns = "recipe|layers|of exact\n%|text|KL|KL of one\nspec|which"
     lines = []
     for name, recipe in held.items():
-        rows = recipe["measured"]["rows"]
+        rows = recipe["measured"].get("rows", [])
+        if "ladder" in recipe:
+            told = (str(recipe["num_layers"]), "-", recipe["measured"]["text"], "-", "-")
+            lines.append((RECIPE_PREFIX + name, *told, "with --budget"))
         for own, other in zip(rows[::2], rows[1::2], strict=True):
             head = (RECIPE_PREFIX + name, str(recipe["num_layers"]), f"{own['percent']:.1f}")
             kl = (kl_text(own["kl"]), kl_text(other["kl"]))

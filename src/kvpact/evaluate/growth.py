@@ -23,7 +23,7 @@ from kvpact.evaluate.task_scores import Asked, answers, prepared
 from kvpact.evaluate.tasks import TaskCase, make_cases
 from kvpact.evaluate.text import kl_text
 from kvpact.integrations.sizes import size
-from kvpact.recipe import SpecLike
+from kvpact.recipe import SpecLike, sensitivities
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -187,8 +187,11 @@ def contenders(
         if SINKS < most < tokens:
             name = f"exact, last {most:,} tokens ({budget})"
             found[name] = lambda most=most: recent_cache(model.config, most)  # type: ignore[misc]
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for spec in (UNIFORM[-1], *specs):
-        add(Candidate(spec))
+        ladder = sensitivities(spec, layers) is not None
+        for each in budgets if ladder else (None,):
+            add(Candidate(spec, budget=each))
     return found
 
 
@@ -268,7 +271,7 @@ def grow(
     budgets : sequence of str
         Such as ``24MB`` (see `create_cache`).
     specs : sequence of specs
-        Other caches.
+        Other caches; recipes with a ``ladder`` have each of the budgets.
     chunk : int
         Tokens fed at a time; the first chunk is left out of every metric.
     samples : int

@@ -158,6 +158,21 @@ class Plan:
         others = {str(i): spec for i, spec in self.layers.items() if spec != default}
         return {"default": default, "layers": others} if others else default
 
+    @property
+    def ladder(self) -> dict[str, list[float]]:
+        """What a distortion costs in K and V of each layer (see `kvpact.recipe.sensitivities`).
+
+        Read off the smallest spec of a recipe, where it is largest; 1 is the mean.
+        """
+        least = min((x for x in self.measured if "trellis" in x.spec), key=lambda x: x.slot_bits)
+        costs = least.key, least.value
+        mean = sum(map(sum, (x.values() for x in costs))) / (2 * len(least.key)) or 1.0
+        layers = range(self.num_layers)
+        return {
+            side: [float(f"{cost.get(layer, 0.0) / mean:.3g}") for layer in layers]
+            for side, cost in zip(SIDES, costs, strict=True)
+        }
+
     def of(self, spec: str) -> Measured:
         """Return what is known of a measured spec."""
         return next(x for x in self.measured if x.spec == spec)

@@ -13,25 +13,36 @@ from kvpact.evaluate import EvalRow
 from kvpact.evaluate.text import VERDICTS
 from kvpact.recommend.base import Plan, Recommendation
 
-RECIPE = "recipe.toml"
+RECIPE, LADDER = "recipe.toml", "ladder.toml"
 
 
 def write_recommendation(
     recommendation: Recommendation, directory: str | PathLike[str]
 ) -> list[Path]:
-    """Write ``recipe.toml``, ``recommend.json`` and ``recommend.png``, and return their paths.
+    """Write ``recipe.toml``, ``recommend.json``, the plot and ``ladder.toml``; return the paths.
 
     The directory is made where it is missing. ``recipe.toml`` is what was chosen, for
-    `CompressedCache`, with what was measured. Without matplotlib the others are written.
+    `CompressedCache`, with what was measured; ``ladder.toml`` is for one with a budget of bytes.
+    Without matplotlib all but ``recommend.png`` are written.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / name for name in (RECIPE, "recommend.json", "recommend.png")]
+    paths = [folder / name for name in (RECIPE, "recommend.json", "recommend.png", LADDER)]
     paths[0].write_text(_recipe(recommendation), encoding="utf-8")
     data = json.dumps(recommendation_data(recommendation), indent=2) + "\n"
     paths[1].write_text(data, encoding="utf-8")
+    protocol = recommendation.evaluation.protocol
+    head = ("Exact at first; what goes first within a budget.", "Measured by kvpact recommend.")
+    ladder = ladder_text(recommendation.plan, head, protocol.model, protocol.text)
+    paths[3].write_text(ladder, encoding="utf-8")
     recommendation.plot(paths[2])
     return paths
+
+
+def ladder_text(plan: Plan, head: Sequence[str], model: str, text: str) -> str:
+    """Return the TOML of a recipe that begins exact and says what a distortion costs where."""
+    measured = {"model": model, "text": text, "tokens": plan.tokens}
+    return recipe_text("none", plan.num_layers, head, measured, plan.ladder)
 
 
 def _recipe(recommendation: Recommendation) -> str:
@@ -122,12 +133,13 @@ def recipe_text(
     num_layers: int,
     head: Sequence[str],
     measured: Mapping[str, Any],
+    ladder: Mapping[str, Sequence[float]] | None = None,
 ) -> str:
     """Return the TOML of a recipe (see `kvpact.recipe`).
 
     `recipe`: a spec for all layers, or a recipe of `Plan.recipe`'s form. `num_layers`: layers of
     the model; caches of other models refuse it. `measured`: the table ``measured``: texts and
-    numbers, and ``rows`` of them.
+    numbers, and ``rows`` of them, if any. `ladder`: the table of that name.
     """
     whole: Mapping[str, Any]
     whole = {"default": recipe, "layers": {}} if isinstance(recipe, str) else recipe
@@ -136,8 +148,13 @@ def recipe_text(
     if whole["layers"]:
         lines += ["", "[layers]"]
         lines += [f"{layer} = {_value(spec)}" for layer, spec in whole["layers"].items()]
+    if ladder is not None:
+        lines += ["", "[ladder]"]
+        lines += [f"{side} = {json.dumps(costs)}" for side, costs in ladder.items()]
     lines += ["", "[measured]"]
     lines += [f"{name} = {_value(x)}" for name, x in measured.items() if name != "rows"]
+    if "rows" not in measured:
+        return "\n".join(lines) + "\n"
     lines += ["rows = ["]
     for row in measured["rows"]:
         lines.append("    {" + ", ".join(f"{name} = {_value(x)}" for name, x in row.items()) + "},")

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from kvpact.cache.ladder import Budget, budget_of, ladder_of
+from kvpact.cache.budgets import Budget, budget_of, ladder_of
 from kvpact.errors import SpecError
 from kvpact.integrations.sizes import layers_of
 from kvpact.integrations.transformers.facts import LayerFacts
-from kvpact.recipe import SpecLike, layer_specs
+from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
 _LONG = 1 << 22
 """Tokens after which a window has long been full."""
@@ -35,10 +35,14 @@ def model_budget(
         raise SpecError("rungs go with a budget")
     layers, compressed = len(facts.types), facts.compressed()
     first = None if spec is None else layer_specs(spec, layers)
-    whole = budget_of(amount, ladder_of(first, rungs, layers))
-    chosen = tuple(tuple(rung[layer] for layer in compressed) for rung in whole.rungs)
+    order = None if spec is None else sensitivities(spec, layers)
+    whole = budget_of(amount, ladder_of(first, rungs, layers), order)
     if len(compressed) == layers:
-        return replace(whole, rungs=chosen)
+        return whole
+    chosen = tuple(tuple(rung[layer] for layer in compressed) for rung in whole.rungs)
+    if order is not None:
+        own = {(i, side): order[at, side] for i, at in enumerate(compressed) for side in (0, 1)}
+        whole = replace(whole, sensitivity=own)
     beside = {2: _beside(config, "bfloat16"), 4: _beside(config, "float32")}
     return replace(whole, rungs=chosen, beside=beside)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvpact.cache import ContiguousCache, cache_specs
-from kvpact.cache.ladder import Budget
+from kvpact.cache.budgets import Budget
 from kvpact.cache.paged_view import PagedView
 from kvpact.cache.room import Wait
 from kvpact.calibration import Calibration
