@@ -1,12 +1,13 @@
 """The library for llama.cpp refuses what was not tried, and exports three functions.
 
-What it computes is compared with ggml's own operations by ggml's own test-backend-ops, which
-`kvpact llama-cpp check` runs.
+What it computes is compared with numpy here, and with ggml's own operations by ggml's
+test-backend-ops, which `kvpact llama-cpp check` runs.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -38,7 +39,7 @@ print(loaded.ggml_backend_score(), loaded.ggml_backend_init() is not None, line 
 FAKE = """
 const char *ggml_version(void) { return "%s"; }
 void *ggml_backend_cpu_buffer_type(void) { return 0; }
-int ggml_graph_n_nodes(void *graph) { return 0; }
+int ggml_graph_n_nodes(void *graph) { return 1; }
 void *ggml_graph_node(void *graph, int i) { return graph; }
 void *load(void *(*init)(void)) { void *volatile made = init(); return made; }
 """
@@ -51,7 +52,7 @@ def run(code: str, *arguments: object, **environment: str) -> subprocess.Complet
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=clean | environment
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
@@ -119,6 +120,15 @@ def test_the_versions_tried_are_those_of_the_source(ggml):
     (table,) = re.findall(r"TRIED\[\] = \{(.*)\}", (SOURCES / "ggml_abi.h").read_text())
     for version in re.findall(r'"(.*?)"', table):
         assert answer(ggml(version)) == "1 True None"
+
+
+@pytest.mark.parametrize("level", ["none", "neon", "avx2", "avx512"])
+def test_operations_are_those_of_numpy(ggml, level):
+    if level == ("neon" if platform.machine() in ("x86_64", "AMD64") else "avx2"):
+        pytest.skip("for another processor")
+    program = (Path(__file__).parent / "ggml_operations.py").read_text()
+    done = run(program, ggml("0.25.3"), KVPACT_GGML_ALL="1", KVPACT_GGML_SIMD=level)
+    assert done.stdout.endswith("operations 0 wrong\n"), done.stdout
 
 
 @pytest.mark.skipif(sys.platform == "darwin" or not shutil.which("nm"), reason="needs nm of ELF")

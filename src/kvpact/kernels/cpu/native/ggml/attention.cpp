@@ -231,7 +231,7 @@ struct Task {
         for (int64_t t = 0; t < TOKENS; t++) token[t] = some[t] ? job.value(rows.stream, rows.head, from + t) : nothing;
         const int64_t row = padded(job.v_dim);
 #if defined(KVP_AVX512)
-        if (!is_number(job.v->type) && count <= FEW) {
+        if (!is_number(job.v->type) && job.k->type != ggml_abi::F32 && count <= FEW) {
             fetch(next_v, 0, share_v);
             return with_blocks(job.v->type, [&](auto read) {
                 if constexpr (!read.NUMBERS) add_values<read.KIND>(token, job.v_dim / BLOCK, score, count, sums.acc + low * row, row);

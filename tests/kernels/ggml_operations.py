@@ -1,0 +1,371 @@
+"""Compares operations of the library for llama.cpp with numpy in fp64, through ggml's interface.
+
+    python tests/kernels/ggml_operations.py LIBRARY GGML [LIBGGML_CPU]
+
+GGML is a library with the functions of ggml that LIBRARY looks up, in which a graph is its only
+operation (test_ggml_backend.py makes one). Given ggml's own CPU library, the program compares
+errors with those of ggml's operations: they may be 5 percent more, or the rounding of fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK = 32
+BYTES = {
+    "f32": 128,
+    "f16": 64,
+    "bf16": 64,
+    "q8_0": 34,
+    "q4_0": 18,
+    "q4_1": 20,
+    "q5_0": 22,
+    "q5_1": 24,
+    "iq4_nl": 18,
+}
+KINDS = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q5_0": 6,
+    "q5_1": 7,
+    "q8_0": 8,
+    "iq4_nl": 20,
+    "bf16": 30,
+}
+NUMBERS = ("f32", "f16", "bf16")
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+
+
+class Tensor(ctypes.Structure):
+    """ggml's tensor."""
+
+
+Tensor._fields_ = [
+    ("type", ctypes.c_int32),
+    ("buffer", ctypes.c_void_p),
+    ("ne", ctypes.c_int64 * 4),
+    ("nb", ctypes.c_size_t * 4),
+    ("op", ctypes.c_int32),
+    ("params", ctypes.c_float * 16),
+    ("flags", ctypes.c_int32),
+    ("src", ctypes.POINTER(Tensor) * 10),
+    ("view_src", ctypes.c_void_p),
+    ("view_offset", ctypes.c_size_t),
+    ("data", ctypes.c_void_p),
+    ("name", ctypes.c_char * 64),
+    ("extra", ctypes.c_void_p),
+    ("padding", ctypes.c_char * 8),
+]
+
+
+def stored(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return random rows of a type: bytes, of which the last axis is a row."""
+    *rows, dim = shape
+    x = rng.standard_normal(shape).astype(np.float32)
+    if kind in NUMBERS:
+        if kind == "bf16":
+            return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        return x.astype(np.float16 if kind == "f16" else np.float32).view(np.uint8)
+    data = rng.integers(0, 256, (*rows, dim // BLOCK, BYTES[kind]), np.uint8)
+    units = 1 if kind not in ("q4_1", "q5_1") else 2
+    some = rng.uniform(-1, 1, (*rows, dim // BLOCK, units)) / (
+        64 if kind in ("q8_0", "iq4_nl") else 8
+    )
+    data[..., : 2 * units] = some.astype(np.float16).view(np.uint8)
+    return data.reshape(*rows, -1)
+
+
+def numbers(kind: str, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what rows hold: levels times their scale, and what is added to each block's."""
+    data = np.ascontiguousarray(data)
+    if kind in NUMBERS:
+        x = data.view(np.uint16) if kind == "bf16" else data.view("f2" if kind == "f16" else "f4")
+        x = (x.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else x
+        return x.astype(float), np.zeros(x.shape)
+    rows = data.shape[:-1]
+    data = data.reshape(*rows, -1, BYTES[kind])
+    unit = np.ascontiguousarray(data[..., :2]).view(np.float16).astype(float)
+    codes = data[..., -32:].view(np.int8) if kind == "q8_0" else data[..., -16:]
+    if kind != "q8_0":
+        codes = np.concatenate([codes & 15, codes >> 4], -1).astype(int)
+    if kind == "iq4_nl":
+        codes = IQ4[codes]
+    if kind in ("q5_0", "q5_1"):
+        codes += np.unpackbits(data[..., -20:-16], -1, bitorder="little").astype(int) << 4
+    codes = codes - {"q4_0": 8, "q5_0": 16}.get(kind, 0)
+    least = np.zeros_like(unit)
+    if kind in ("q4_1", "q5_1"):
+        least = np.ascontiguousarray(data[..., 2:4]).view(np.float16).astype(float)
+    return (codes * unit).reshape(*rows, -1), np.broadcast_to(least, codes.shape).reshape(*rows, -1)
+
+
+@dataclass
+class Case:
+    """An operation: its types and its shape."""
+
+    k: str
+    v: str
+    dim: int
+    v_dim: int
+    heads: int
+    groups: int
+    tokens: int
+    queries: int
+    streams: int = 1
+    shared: int = 1  # streams to one of K and V
+    mask: bool = True
+    sinks: bool = False
+    bias: float = 0
+    softcap: float = 0
+    inner: bool = True  # a token's heads lie side by side
+    threads: int = 1
+
+
+class Operation:
+    """A case with its data, and its result in fp64."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        c, self.case, self.kept = case, case, []
+        heads = c.heads * c.groups
+        self.scale = c.dim**-0.5
+        self.q = rng.standard_normal((c.streams, heads, c.queries, c.dim)).astype(np.float32) * 2
+        order = (
+            (c.streams // c.shared, c.tokens, c.heads)
+            if c.inner
+            else (c.streams // c.shared, c.heads, c.tokens)
+        )
+        view = lambda x: x.transpose(0, 2, 1, 3) if c.inner else x  # noqa: E731
+        self.keys = view(stored(rng, c.k, (*order, c.dim)))
+        same = c.k == c.v and c.dim == 576  # V is a view of K, as in MLA
+        width = c.v_dim * BYTES[c.v] // BLOCK
+        self.values = self.keys[..., :width] if same else view(stored(rng, c.v, (*order, c.v_dim)))
+        self.seen = rng.standard_normal((c.streams, 1, c.queries, c.tokens)).astype(np.float16)
+        self.seen[rng.random(self.seen.shape) < 0.4] = -np.inf
+        self.seen[..., c.tokens // 2 :][..., : c.tokens // 4] = -np.inf  # whole tiles in long ones
+        if c.queries > 1:
+            self.seen[:, :, c.queries // 2, :] = -np.inf  # a row that sees nothing
+        self.sink = rng.standard_normal(heads).astype(np.float32)
+
+    def expected(self, coded: bool) -> np.ndarray:
+        """Return the result; `coded`: queries are rounded to 8 bits for quantised keys."""
+        c, q = self.case, self.q
+        rounded = q.astype(float)
+        if coded and c.k not in NUMBERS:
+            blocks = q.reshape(*q.shape[:-1], -1, BLOCK)
+            top = np.abs(blocks).max(-1, keepdims=True)
+            codes = np.rint(blocks * (np.float32(127) / top))
+            rounded = (codes.astype(float) * (top.astype(float) / 127)).reshape(q.shape)
+        heads = np.arange(c.heads * c.groups)
+        at = np.ix_(np.arange(c.streams) // c.shared, heads // c.groups)
+        (k, least), (v, added) = numbers(c.k, self.keys), numbers(c.v, self.values)
+        s = rounded @ k[at].swapaxes(-1, -2) + q.astype(float) @ least[at].swapaxes(-1, -2)
+        s *= self.scale
+        if c.softcap:
+            s = c.softcap * np.tanh(s / c.softcap)
+        low = 2 ** int(np.log2(len(heads)))
+        up = np.where(heads < low, heads + 1.0, (2 * (heads - low) + 1) / 2)
+        slope = 2.0 ** (-c.bias / low * up) if c.bias else np.ones(len(heads))
+        if c.mask:
+            s += slope[:, None, None] * self.seen.astype(float)
+        sink = np.broadcast_to(self.sink[:, None, None], (*s.shape[:-1], 1))
+        if not c.sinks:
+            sink = np.full(sink.shape, -np.inf)
+        s = np.concatenate([s, sink], -1)
+        top = s.max(-1, keepdims=True)
+        w = np.exp(s - np.where(np.isinf(top), 0, top))
+        total = w.sum(-1, keepdims=True)
+        w = np.divide(w, total, out=np.zeros_like(w), where=total > 0)[..., :-1]
+        return (w @ (v + added)[at]).swapaxes(1, 2)
+
+    def tensor(self, x: np.ndarray, kind: str, dim: int) -> Tensor:
+        """Return ggml's tensor of an array [stream, head, row, bytes or numbers]."""
+        t = Tensor(type=KINDS[kind], data=x.ctypes.data)
+        t.ne[:] = dim, x.shape[2], x.shape[1], x.shape[0]
+        first = BYTES[kind] // BLOCK if kind in NUMBERS else BYTES[kind]
+        t.nb[:] = first, x.strides[2], x.strides[1], x.strides[0]
+        self.kept.append(t)
+        return t
+
+    def sources(self) -> list[Tensor | None]:
+        """Return Q, K, V, the mask and the sinks."""
+        c = self.case
+        found = [self.tensor(self.q, "f32", c.dim), self.tensor(self.keys, c.k, c.dim)]
+        found += [self.tensor(self.values, c.v, c.v_dim)]
+        found += [self.tensor(self.seen, "f16", c.tokens) if c.mask else None]
+        sinks = Tensor(type=0, data=self.sink.ctypes.data)
+        sinks.ne[:] = len(self.sink), 1, 1, 1
+        sinks.nb[:] = 4, self.sink.nbytes, self.sink.nbytes, self.sink.nbytes
+        return [*found, sinks if c.sinks else None]
+
+    def node(self) -> tuple[Tensor, np.ndarray]:
+        """Return the operation as a tensor, and its output, all NaN."""
+        c = self.case
+        out = np.full((c.streams, c.queries, c.heads * c.groups, c.v_dim), np.nan, np.float32)
+        op = self.tensor(out, "f32", c.v_dim)
+        op.op, op.flags = 74, 16
+        op.params[:3] = self.scale, c.bias, c.softcap
+        for i, source in enumerate(self.sources()):
+            if source is not None:
+                op.src[i] = ctypes.pointer(source)
+        return op, out
+
+
+class Library:
+    """The backend, as ggml calls it."""
+
+    def __init__(self, path: str, ggml: str) -> None:
+        library, load = ctypes.CDLL(path), ctypes.CDLL(ggml).load
+        load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        found = load(library.ggml_backend_init)
+        assert found, "refused"
+        self.device = self.call(found, 3, ctypes.c_void_p, found, ctypes.c_size_t(0))
+        self.backend = self.call(self.device, 5, ctypes.c_void_p, self.device, None)
+        self.set = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int)(
+            self.call(found, 4, ctypes.c_void_p, found, b"ggml_backend_set_n_threads")
+        )
+
+    @staticmethod
+    def call(owner: int, place: int, result: type, *arguments: object) -> object:
+        """Call the function in a place of a structure."""
+        function = ctypes.cast(owner, ctypes.POINTER(ctypes.c_void_p))[place]
+        as_pointer = [ctypes.c_void_p(a) if isinstance(a, int) else a for a in arguments]
+        return ctypes.CFUNCTYPE(result)(function)(*as_pointer)
+
+    def __call__(self, operation: Operation) -> np.ndarray:
+        """Compute an operation."""
+        op, out = operation.node()
+        assert self.call(self.device, 9, ctypes.c_bool, self.device, ctypes.byref(op)), (
+            operation.case
+        )
+        self.set(self.backend, operation.case.threads)
+        assert self.call(self.backend, 13, ctypes.c_int, self.backend, ctypes.byref(op)) == 0
+        return out
+
+
+class Processor:
+    """The same operations by ggml's CPU backend."""
+
+    def __init__(self, path: str) -> None:
+        self.lib = ctypes.CDLL(path)
+        for name in ("ggml_init", "ggml_flash_attn_ext", "ggml_new_graph"):
+            getattr(self.lib, name).restype = ctypes.c_void_p
+
+    def __call__(self, operation: Operation) -> np.ndarray:
+        """Compute an operation."""
+        lib, c, pointer = self.lib, operation.case, ctypes.c_void_p
+
+        class Params(ctypes.Structure):
+            _fields_ = (("size", ctypes.c_size_t), ("buffer", pointer), ("no_alloc", ctypes.c_bool))
+
+        context = pointer(lib.ggml_init(Params(1 << 26, None, False)))
+        sources = [ctypes.byref(s) if s is not None else None for s in operation.sources()]
+        options = [ctypes.c_float(x) for x in (operation.scale, c.bias, c.softcap)]
+        op = pointer(lib.ggml_flash_attn_ext(context, *sources[:4], *options))
+        lib.ggml_flash_attn_ext_add_sinks(op, sources[4])
+        graph = pointer(lib.ggml_new_graph(context))
+        lib.ggml_build_forward_expand(graph, op)
+        assert lib.ggml_graph_compute_with_ctx(context, graph, 1) == 0
+        made = ctypes.cast(op, ctypes.POINTER(Tensor)).contents
+        shape = (c.streams, c.queries, c.heads * c.groups, c.v_dim)
+        count = int(np.prod(shape))
+        out = np.ctypeslib.as_array(
+            ctypes.cast(made.data, ctypes.POINTER(ctypes.c_float)), (count,)
+        )
+        out = out.reshape(shape).copy()
+        lib.ggml_free(context)
+        return out
+
+
+SHAPES = [
+    {"heads": 2, "groups": 3, "tokens": 300, "queries": 1, "threads": 2},
+    {"heads": 1, "groups": 4, "tokens": 17, "queries": 3, "mask": False, "softcap": 2.0},
+    {
+        "heads": 3,
+        "groups": 1,
+        "tokens": 129,
+        "queries": 35,
+        "sinks": True,
+        "inner": False,
+        "threads": 3,
+    },
+    {
+        "heads": 2,
+        "groups": 6,
+        "tokens": 577,
+        "queries": 1,
+        "bias": 8.0,
+        "streams": 2,
+        "shared": 2,
+        "threads": 2,
+    },
+    {
+        "heads": 1,
+        "groups": 20,
+        "tokens": 64,
+        "queries": 6,
+        "bias": 4.0,
+        "sinks": True,
+        "streams": 2,
+    },
+    {"heads": 2, "groups": 1, "tokens": 1, "queries": 2, "mask": False},
+    {"heads": 2, "groups": 2, "tokens": 1024, "queries": 75, "threads": 2},
+]
+WIDTHS = [(64, 64), (96, 32), (32, 160), (256, 128), (576, 512)]
+ODD = [(40, 80), (72, 8), (120, 72)]
+
+
+def cases() -> list[Case]:
+    """Return every pair of types, each with a shape or two; and odd widths of numbers."""
+    pairs = list(itertools.product(KINDS, KINDS))
+    found = [
+        Case(k, v, *WIDTHS[(i + j) % 4], **SHAPES[(i + j) % 6])
+        for i, (k, v) in enumerate(pairs)
+        for j in (i // 9,)
+    ]
+    found += [Case(k, k, *WIDTHS[i % 5], **SHAPES[-1]) for i, k in enumerate(KINDS)]
+    found += [Case(k, k, *WIDTHS[4], **SHAPES[i % 6]) for i, k in enumerate(KINDS)]
+    found += [
+        Case(k, v, *ODD[i % 3], **SHAPES[i % 6])
+        for i, (k, v) in enumerate(itertools.product(NUMBERS, NUMBERS))
+    ]
+    return found
+
+
+def distance(x: np.ndarray, exact: np.ndarray) -> float:
+    """Return the mean square of the error over that of the result."""
+    assert np.isfinite(x).all()
+    return float(((x - exact) ** 2).sum() / (exact**2).sum())
+
+
+def main(library: str, ggml: str, cpu: str | None = None) -> int:
+    """Print each operation that is wrong; return how many are."""
+    ours, theirs, wrong = Library(library, ggml), Processor(cpu) if cpu else None, 0
+    for seed, case in enumerate(cases()):
+        if theirs and case.shared > 1:
+            continue  # ggml's own operation refuses that K has fewer streams
+        operation = Operation(case, seed)
+        result, exact = ours(operation), operation.expected(False)
+        error, most = distance(result, exact), 1e-8
+        if theirs:
+            most = 1.05 * distance(theirs(operation), exact) + 1e-12
+        elif error > most:  # with whole numbers, which is right where they are used
+            error = distance(result, operation.expected(True))
+        if not error <= most:
+            print(f"{error:.3g} > {most:.3g}", case)
+            wrong += 1
+        elif theirs:
+            print(f"{error:.3g} {most:.3g}", case.k, case.v, case.queries, case.tokens)
+    print(len(cases()), "operations", wrong, "wrong")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]) > 0)
