@@ -207,7 +207,10 @@ struct Task {
         visible(rows, from, n, low, high, some);
         if (low == high) return;
         const char *token[TOKENS];
-        for (int64_t t = 0; t < TOKENS; t++) token[t] = some[t] ? job.key(rows.stream, rows.head, from + t) : nothing;
+        const auto point = [&](const char *first, size_t step) {
+            for (int64_t t = 0; t < TOKENS; t++) token[t] = some[t] ? first + t * (int64_t)step : nothing;
+        };
+        point(job.key(rows.stream, rows.head, from), job.k->nb[1]);
         const int64_t groups = (n + W - 1) / W, count = high - low;
         if (coded) {
 #if defined(KVP_AVX512)
@@ -228,7 +231,7 @@ struct Task {
         bool any = false;
         for (int64_t r = 0; r < count; r++) any |= weigh(rows, low + r, from, n, score + r * TOKENS, sums);
         if (!any) return;
-        for (int64_t t = 0; t < TOKENS; t++) token[t] = some[t] ? job.value(rows.stream, rows.head, from + t) : nothing;
+        point(job.value(rows.stream, rows.head, from), job.v->nb[1]);
         const int64_t row = padded(job.v_dim);
 #if defined(KVP_AVX512)
         if (!is_number(job.v->type) && job.k->type != ggml_abi::F32 && count <= FEW) {

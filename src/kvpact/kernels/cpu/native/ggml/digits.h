@@ -25,7 +25,8 @@ template <int TYPE> INLINE __m256i code_bytes(const char *p, const ByteLookup<4>
     return all;
 }
 
-// A row's digits of a tile, 64 bytes each, their unit, and minus the products with the code of zero.
+// A row's digits of a tile, 64 bytes each (tokens 16 j + 4 i to 16 j + 4 i + 3 in word 4 i + j), their unit, and minus
+// the products with the code of zero.
 struct Digits {
     __m512i high, low;
     float unit;
@@ -40,17 +41,18 @@ INLINE Digits digits_of(const float *weight, const vf *scale, int zero) {
     const float most = highest(top);
     const vf per = set1(most > 1e-30f ? 32512 / most : 0);
     Digits to;
-    alignas(64) int8_t high[TOKENS], low[TOKENS];
-    __m512i all = _mm512_setzero_si512();
+    __m512i upper[TOKENS / W], lower[TOKENS / W], all = _mm512_setzero_si512();
     for (int i = 0; i < TOKENS / W; i++) {
         const __m512i whole = _mm512_cvtps_epi32(mul(x[i], per));
         all = _mm512_add_epi32(all, whole);
-        _mm_store_si128((__m128i *)(low + i * W), _mm512_cvtepi32_epi8(whole));
-        const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-        _mm_store_si128((__m128i *)(high + i * W), _mm512_cvtepi32_epi8(upper));
+        upper[i] = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+        lower[i] = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper[i], 8));
     }
-    to.high = _mm512_load_si512(high);
-    to.low = _mm512_load_si512(low);
+    const auto packed = [](const __m512i *y) {
+        return _mm512_packs_epi16(_mm512_packs_epi32(y[0], y[1]), _mm512_packs_epi32(y[2], y[3]));
+    };
+    to.high = packed(upper);
+    to.low = packed(lower);
     to.unit = most / 32512;
     to.middle = -zero * _mm512_reduce_add_epi32(all);
     return to;
@@ -62,8 +64,9 @@ static void add_digits(const char *const *token, int64_t block, const Digits *d,
     __m512i high[R][4], low[R][4];
     for (int i = 0; i < R; i++)
         for (int j = 0; j < 4; j++) high[i][j] = low[i][j] = _mm512_setzero_si512();
-    __m512i pair = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4);
     for (int t = 0; t < TOKENS; t += 8) { // two fours of tokens, one in each half
+        const __m512i pair = _mm512_add_epi32(first, _mm512_set1_epi32(t / 16 + t % 16));
         __m512i x[4], y[4];
         for (int k = 0; k < 4; k++)
             x[k] = _mm512_inserti64x4(_mm512_castsi256_si512(code_bytes<TYPE>(token[t + k] + block, levels)),
@@ -83,7 +86,6 @@ static void add_digits(const char *const *token, int64_t block, const Digits *d,
                 low[i][j] = _mm512_dpbusd_epi32(low[i][j], x[j], l);
             }
         }
-        pair = _mm512_add_epi32(pair, _mm512_set1_epi32(2));
     }
     for (int i = 0; i < R; i++) {
         __m512i z[4], u[4];
