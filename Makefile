@@ -61,7 +61,7 @@ test-engines: $(ENGINES)/.installed ## kvpact inside of vLLM, on a CPU: installs
 test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real master (Debian: libibverbs1, libnuma1): two minutes
 	@OMP_NUM_THREADS=1 $(MOONCAKE)/bin/python -m pytest -rs $(wildcard tests/*/test_mooncake*.py)
 
-test-llama: $(BUILT) ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
+test-llama: $(BUILT) gemma ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
 	@$(PY) tools/llama_builds.py build/llama --jobs $(JOBS)
 	@$(PY) -m pytest -m llama -rs -s tests/integrations/llama_cpp
 

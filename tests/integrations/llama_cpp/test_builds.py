@@ -84,6 +84,8 @@ def test_operations_are_as_ggmls(build):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "f16"])
 def test_logits_are_as_near_as_llama_cpps_own_are_to_each_other(build, model, kind, tmp_path):
+    if model.name.startswith("SmolLM2") and kind != "f16":
+        pytest.skip("llama.cpp has one order of sums")
     base = tmp_path / "base"
     words = ["-m", model, "-f", book_path(), "-c", 2048, "--chunks", 2, "-fa", "on", "-ctk", kind,
              "-ctv", kind, "-t", 2, "-lv", 5, "--kl-divergence-base", base]  # fmt: skip
@@ -95,16 +97,19 @@ def test_logits_are_as_near_as_llama_cpps_own_are_to_each_other(build, model, ki
         assert done.returncode == 0, done.stderr[-500:]
         return done.stdout + done.stderr
 
-    def divergence(parts, micro, variables):
-        log = run(["--kl-divergence", "-ub", micro], variables)
+    def divergence(parts, more, variables):
+        log = run(["--kl-divergence", *more], variables)
         assert max(map(int, re.findall(r"splits = (\d+)", log))) >= parts
         found = re.search(r"Mean +KLD: +([\d.e-]+) ± +([\d.e-]+)", log)
         return float(found[1]), float(found[2])
 
     run(["-ub", 512], {})
-    noise, error = divergence(1, 1, {})
+    # One query over f16 has sums of its own in ggml; over codes the order of the weights' sums is
+    # another one. SmolLM2's weights have one order alone, so that over codes there is no noise.
+    other = ["-ub", 1] if kind == "f16" else ["-ub", 512, "--no-repack"]
+    noise, error = divergence(1, other, {})
     for micro in (512, 1):
-        ours, own = divergence(2, micro, environment() | programs.ALL_CASES)
+        ours, own = divergence(2, ["-ub", micro], environment() | programs.ALL_CASES)
         print(f"\n{model.name} {kind} -ub {micro}: KL {ours:.5f} ± {own:.5f}, llama.cpp's own "
               f"{noise:.5f} ± {error:.5f}")  # fmt: skip
         assert ours <= noise + 3 * hypot(error, own)
