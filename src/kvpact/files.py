@@ -100,6 +100,12 @@ def bytes_of(text: str) -> int:
     return 0 if found is None or unit is None else int(float(found[1]) * unit)
 
 
+def share_of(text: str) -> float | None:
+    """Return the share that a text such as ``25%`` means; None where it is none."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", text.strip())
+    return float(found[1]) / 100 if found else None
+
+
 def size_text(count: float) -> str:
     """Return bytes in the unit that reads best, powers of 1,000 as in the reports."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

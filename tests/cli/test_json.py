@@ -39,6 +39,8 @@ DOCUMENTS = {
             "unused": int, "compressed": int, "own": int, "total": int, "exact": int,
             "bits_per_value": FLOAT,
         }],
+        "schedule": ({"budget": int, "max_tokens": int, "layers": [ANY],
+                      "rows": [{"tokens": int, "bits": float, "bytes": int}]}, NONE),
     },
     "eval": REPORT,
     "demo": {"continuations": [{"cache": str, "text": str, "bytes": int}]},
@@ -60,7 +62,7 @@ DOCUMENTS = {
         "exact_bytes": {"*": int}, "bits_per_value": FLOAT, "slot_bits_per_value": FLOAT,
         "layers": {"compressed": int, "native": int},
         "seconds": {"first_token": float, "prefill": float, "decode": float},
-        "prefix": ({"loaded_tokens": int, "saved_tokens": int}, NONE),
+        "prefix": ({"loaded_tokens": int, "saved_tokens": int}, NONE), "budget": (dict, NONE),
     },
     "methods": {
         "methods": [{"name": str, "summary": str, "options": dict, "paper": (str, NONE),

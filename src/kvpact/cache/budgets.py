@@ -12,7 +12,7 @@ from kvpact.cache.codecs import cache_specs
 from kvpact.cache.ladder import Part, Schedule, plan
 from kvpact.cache.stats import stream_facts
 from kvpact.errors import SpecError
-from kvpact.files import bytes_of
+from kvpact.files import bytes_of, share_of
 from kvpact.geometry import CacheGeometry
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import Spec, parse_spec
@@ -89,9 +89,22 @@ def budget_of(
     amount: int | str,
     rungs: tuple[tuple[Spec, ...], ...],
     sensitivity: Mapping[Part, float] | None = None,
+    exact: int | None = None,
 ) -> Budget:
-    """Return a budget such as ``200MB`` or 200000000. Raises `SpecError`."""
+    """Return a budget such as ``200MB``, 200000000, or ``25%`` of so many `exact` bytes.
+
+    Raises `SpecError`.
+    """
+    share = None if isinstance(amount, bool) else share_of(str(amount))
+    if share is not None and exact is None:
+        raise SpecError(
+            f"budget {amount!r} is a share of the exact cache at a length: add context="
+        )
     count = 0 if isinstance(amount, bool) else bytes_of(str(amount))
+    count = count if share is None else int(share * (exact or 0))
     if not count:
-        raise SpecError(f"budget {amount!r} is no number of bytes such as '200MB' or '1.5GiB'")
+        raise SpecError(
+            f"budget {amount!r} is no number of bytes such as '200MB' or '1.5GiB', and no share "
+            "such as '25%'"
+        )
     return Budget(count, rungs, sensitivity)

@@ -30,6 +30,7 @@ def create_cache(
     key_offsets: KeyOffsets | None = None,
     budget: int | str | None = None,
     rungs: Sequence[SpecLike] | None = None,
+    context: int | None = None,
 ) -> ContiguousCache | PagedView:
     """Make a compressed KV cache.
 
@@ -68,7 +69,8 @@ def create_cache(
         counted in no cache's bytes. Exact methods (``none``) have no use for it.
 
     budget : int or str, optional
-        Bytes (``"200MB"``) that the cache never exceeds, of a contiguous one. It begins with
+        Bytes (``"200MB"``) that the cache never exceeds, of a contiguous one; or a share
+        (``"25%"``) of what one row takes in 16 bits with `context` tokens. It begins with
         `spec`. Where that would take more, the K or the V of a layer, one after the other, is
         compressed again by a next rung, in the same call (see `kvpact.cache.ladder`). At the last
         rung `BudgetExceeded` is raised; ``stats()["budget"]`` tells at how many tokens. A recipe
@@ -76,6 +78,8 @@ def create_cache(
     rungs : sequence of specs, optional
         The ladder, from the most bytes to the fewest, in place of `spec` and of ``trellis`` with 4,
         3 and 2 bits where these are fewer.
+    context : int, optional
+        Tokens at which a budget is a share of the exact cache.
 
     Returns
     -------
@@ -99,8 +103,8 @@ def create_cache(
         raise SpecError(f"layout {layout!r} is not known; there are 'contiguous' and 'paged'")
     if max_tokens is not None:
         check_count("max_tokens", max_tokens, 1)
-    if rungs is not None and budget is None:
-        raise SpecError("rungs go with a budget")
+    if budget is None and (rungs is not None or context is not None):
+        raise SpecError("rungs and context go with a budget")
     if layout == "paged":
         if budget is not None:
             raise SpecError("a budget is for contiguous caches; a pool has num_pages")
@@ -120,8 +124,13 @@ def create_cache(
         raise GeometryError("num_pages and page_size go with layout='paged'")
     specs, given = cache_specs(spec, geometry), None
     if budget is not None:
-        layers = geometry.num_layers
-        given = budget_of(budget, ladder_of(specs, rungs, layers), sensitivities(spec, layers))
+        layers, exact = geometry.num_layers, None
+        if context is not None:
+            check_count("context", context, 1)
+            widths = geometry.head_dim + geometry.value_dim
+            exact = 2 * context * layers * geometry.num_kv_heads * widths
+        order = sensitivities(spec, layers)
+        given = budget_of(budget, ladder_of(specs, rungs, layers), order, exact)
         given.refuse(calibration=calibration)
         given = given.for_geometry(geometry)
         specs = list(given.rungs[0])

@@ -25,6 +25,7 @@ COMMANDS = {
             "kvpact size qwen3-8b",
             "kvpact size path/to/model turboquant:bits=4 --tokens 64k --batch 8",
             "kvpact size none q8_0 --layers 32 --kv-heads 8 --head-dim 128",
+            "kvpact size qwen3-8b --budget 2GB",
         ),
     ),
     "recommend": CommandEntry(

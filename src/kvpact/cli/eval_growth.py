@@ -32,6 +32,8 @@ def run_growth(plan: GrowthPlan, models: list[str], dtype: str, threads: int | N
     """Let every model read every text, print the tables, and write the files of a plan."""
     for spec in plan.specs:
         inputs.candidate_of(spec)
+    for budget in plan.budgets:
+        inputs.candidate_of("none", budget=budget)
     results = []
     with inputs.results_folder(plan.out):
         inputs.check_models(models)

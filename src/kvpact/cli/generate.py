@@ -74,6 +74,7 @@ def generate(
     file: Path | None = options.FILE,
     spec: str = options.SPEC,
     sliding: str | None = options.SLIDING,
+    budget: str | None = options.BUDGET,
     model: str = options.MODEL,
     max_new_tokens: int = options.NEW_TOKENS,
     temperature: float = typer.Option(0.0, min=0.0, help="Sampling temperature; 0 is greedy."),
@@ -104,7 +105,9 @@ def generate(
 
     if storage is not None and prefix_store is None:
         raise InputError("--storage goes with --prefix-store")
-    candidate, text = candidate_of(spec, sliding), prompt_text(file, prompt, "continue")
+    if budget is not None and prefix_store is not None:
+        raise InputError("--prefix-store can't go with --budget: leave one of them out")
+    candidate, text = candidate_of(spec, sliding, budget), prompt_text(file, prompt, "continue")
     if prefix_store is not None and calibration is None:
         _require_shareable(candidate)
     loaded = (model, dtype, threads)
@@ -121,9 +124,9 @@ def generate(
         prefix.save(continued(network, ids, cache, max_new_tokens, **sampling))
     figures = figures_of(cache, stream, ids.shape[1], network.dtype, prefix, started)
     if as_json:
-        print_document("generate", spec=spec, text=stream.text(), **figures)
+        print_document("generate", spec=candidate.label, text=stream.text(), **figures)
     else:
-        show(spec, figures, prefix)
+        show(candidate.label, figures, prefix)
 
 
 def _require_shareable(candidate: Candidate) -> None:
@@ -159,6 +162,7 @@ def figures_of(
             "decode": stream.times[-1] - stream.times[0],
         },
         "prefix": prefix.figures,
+        "budget": stats.get("budget"),
     }
 
 
@@ -185,6 +189,7 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         *exact,
         ("bits per value", f"{figures['bits_per_value']:.2f}" if saves else TOO_SHORT),
         ("bits per value, packed slots", packed),
+        *_budget_rows(figures["budget"]),
         ("layers compressed / native", "{compressed} / {native}".format(**figures["layers"])),
         ("prefill, tokens/s", f"{computed / seconds['prefill']:.1f}"),
         ("decode, tokens/s", f"{(new - 1) / seconds['decode']:.1f}" if new > 1 else "-"),
@@ -192,6 +197,13 @@ def show(spec: str, figures: dict[str, Any], prefix: Prefix) -> None:
         *prefix.rows,
     )
     print_pairs(("cache", spec), rows)
+
+
+def _budget_rows(budget: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if budget is None or "bits" not in budget:
+        return []
+    most = f"{budget['max_tokens']:,}"
+    return [("mean bits within the budget", f"{budget['bits']:.2f}"), ("most tokens in it", most)]
 
 
 class Prefix:

@@ -17,6 +17,7 @@ from kvpact.data import book_path
 from kvpact.errors import BackendUnavailable, KVPactError
 from kvpact.integrations.sizes import dtype_of
 from kvpact.recipe import load_recipe
+from kvpact.spec import DEFAULT_SPEC
 
 if TYPE_CHECKING:
     import torch
@@ -106,11 +107,16 @@ def require(*packages: str, extra: str) -> None:
         raise BackendUnavailable(f"{names} not installed; pip install 'kvpact[{extra}]'")
 
 
-def candidate_of(spec: str, sliding: str | None = None) -> Candidate:
-    """Return a spec or recipe; a bad spec is told now, before a model is loaded."""
+def candidate_of(spec: str, sliding: str | None = None, budget: str | None = None) -> Candidate:
+    """Return a spec or recipe; a bad spec or budget is told now, before a model is loaded."""
     from kvpact.evaluate import Candidate
 
-    candidate = Candidate(spec, sliding=sliding)
+    if budget is not None:
+        from kvpact.cache.budgets import budget_of
+
+        budget_of(budget, ())
+        spec = "none" if spec == DEFAULT_SPEC else spec
+    candidate = Candidate(spec, sliding=sliding, budget=budget)
     candidate.sliding_spec()
     if candidate.is_recipe:
         load_recipe(spec)

@@ -60,6 +60,11 @@ SLIDING = optional(
     help="Pack layers with sliding attention, too, by this spec; they stay exact if omitted.",
     autocompletion=complete_spec,
 )
+BUDGET = optional(
+    metavar="BYTES",
+    help="Never hold more bytes than this, such as 200MB: exact at first, or --spec, then fewer "
+    "bits.",
+)
 STORAGE_SPEC = optional(
     metavar="SPEC",
     help="Store by this spec instead, such as pca:bits=1.5 (with --calibration).",

@@ -28,7 +28,8 @@ def recipes(
     names = recipe_names() if name is None else [name.removeprefix(RECIPE_PREFIX)]
     held = {short: dict(load_recipe(RECIPE_PREFIX + short)) for short in names}
     if as_json:
-        found = [{"name": RECIPE_PREFIX + short, **recipe} for short, recipe in held.items()]
+        named = ((RECIPE_PREFIX + short, recipe) for short, recipe in held.items())
+        found = [{"name": name, "layers": {}, **recipe} for name, recipe in named]
         print_document("recipes", recipes=found)
     elif name is not None:
         typer.echo(recipe_path(names[0]).read_text("utf-8"), nl=False)

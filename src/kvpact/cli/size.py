@@ -50,6 +50,11 @@ def size(
         False, "--k-eq-v", help="Values alone where keys are made of them (Gemma 4's full layers)."
     ),
     sliding: str | None = options.SLIDING,
+    budget: str | None = options.optional(
+        metavar="BYTES",
+        help="Show how a cache with this budget (200MB, or 25% of the 16-bit cache of the most "
+        "--tokens) loses bits as it grows; SPEC is what it begins with, exact if omitted.",
+    ),
     as_json: bool = options.JSON,
 ) -> None:
     """Print the bytes that caches of a model take; no weights are loaded.
@@ -75,11 +80,25 @@ def size(
     shape = (
         CacheGeometry(layers or 0, kv_heads or 0, head_dim or 0, v_head_dim) if by_number else None
     )
-    specs = list(dict.fromkeys(words if shape else words[1:])) or sizes.SPECS
+    named = list(dict.fromkeys(words if shape else words[1:]))
+    specs = named or sizes.SPECS
+    told = None
+    if budget is not None:
+        if k_eq_v or sliding:
+            raise InputError("--budget can't go with --k-eq-v and --sliding")
+        from kvpact.cli.size_budget import schedule_data, schedule_of, show_schedule
+
+        if len(named) > 1:
+            raise InputError("--budget takes one SPEC to begin with, or a recipe; give one at most")
+        specs = named or ["none"]
+        given = {"context": max(lengths), "batch": batch, "dtype": dtype}
+        told = schedule_data(schedule_of(shape or words[0], budget, specs[0], **given))  # type: ignore[arg-type]
     more = {"batch": batch, "dtype": dtype, "k_eq_v": k_eq_v, "sliding": sliding}
     found = sizes.size(shape or words[0], specs, lengths, **more)  # type: ignore[arg-type]
     if as_json:
-        print_document("size", **asdict(found))
+        print_document("size", **asdict(found), schedule=told)
+    elif told is not None:
+        show_schedule(told)
     else:
         show(asdict(found))
 

@@ -29,11 +29,14 @@ def save(
     file: Path | None = options.FILE,
     spec: str = options.SPEC,
     sliding: str | None = options.SLIDING,
+    budget: str | None = options.BUDGET,
     model: str = options.MODEL,
     storage: str | None = options.STORAGE_SPEC,
     calibration: Path | None = options.CALIBRATION,
     dtype: str = options.DTYPE,
-    chunk: int = typer.Option(CHUNK, min=1, help="Tokens per prefill chunk."),
+    chunk: int | None = options.optional(
+        min=1, help=f"Tokens per prefill chunk; {CHUNK} if omitted, all with --budget."
+    ),
     adapter: str | None = _ADAPTER,
     tenant: str | None = _TENANT,
     threads: int | None = options.THREADS,
@@ -45,12 +48,13 @@ def save(
     from kvpact.cache import recode
     from kvpact.integrations.transformers.packed_rings import PACKED_RING
 
-    candidate = inputs.candidate_of(spec, sliding)
+    candidate = inputs.candidate_of(spec, sliding, budget)
     inputs.check_parent(out)
     text = inputs.prompt_text(file, prompt, "hold")
     given = inputs.prompted(candidate, text, (model, dtype, threads), calibration)
     network, _, ids, cache, known = given
     ids, length = ids.to(network.device), ids.shape[1]
+    chunk = chunk or (CHUNK if budget is None else length)
     if cache.stands:  # the last token is left to the restore, which could not take it back
         length = max(length - 1, 1)
     with progress("prefill") as report, torch.no_grad():
@@ -133,6 +137,7 @@ def restore(
     spec: str | None = options.optional(
         "Spec to continue with; the file's own if omitted.", autocompletion=options.complete_spec
     ),
+    budget: str | None = options.BUDGET,
     calibration: Path | None = options.CALIBRATION,
     model: str = options.MODEL,
     max_new_tokens: int = options.NEW_TOKENS,
@@ -161,9 +166,13 @@ def restore(
     offsets = spec is not None or held.manifest.version > 1
     known = inputs.load_calibration(calibration, network)
     rings = ring_spec(held)
-    candidate = Candidate(spec or _recipe(held, network), calibration=known, sliding=rings)
+    if budget is None:
+        source = spec or _recipe(held, network)
+    else:  # its specs are on the way: the budget that the file was made with goes on
+        source = inputs.candidate_of(spec or "none", budget=budget).source
+    candidate = Candidate(source, calibration=known, sliding=rings, budget=budget)
     cache = compressed_cache(network, candidate, offsets)
-    if spec is not None:
+    if spec is not None and budget is None:
         bias, device = key_offsets(network), network.device
         held = recode(held, spec, calibration=known, key_offsets=bias, device=device)
     cache.restore(held, device=network.device)

@@ -80,6 +80,8 @@ class Candidate:
     def spec_for_cache(self, num_layers: int) -> SpecLike:
         """Return what `CompressedCache` is to be built with."""
         specs = self.layers(num_layers)
+        if self.is_recipe and self.budget is not None:
+            return self.source  # with its ladder
         if all(spec == specs[0] for spec in specs):
             return specs[0]
         return {"default": specs[0], "layers": dict(enumerate(specs))}

@@ -10,7 +10,7 @@ import torch
 
 from kvpact.cache import planned_bytes
 from kvpact.errors import SpecError
-from kvpact.files import bytes_of
+from kvpact.files import bytes_of, share_of
 from kvpact.geometry import CacheGeometry
 from kvpact.recommend.base import SIDES, RecommendationError, Sizes, Slot
 from kvpact.spec import Spec, parse_spec
@@ -18,7 +18,6 @@ from kvpact.spec import Spec, parse_spec
 if TYPE_CHECKING:
     from kvpact.integrations.transformers.record import Seen, SeenLayer
 
-_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*%")
 _ITEM = 2  # bytes of an exact number
 
 
@@ -27,19 +26,19 @@ def budget_bytes(text: str, exact: int) -> int:
 
     `text`: a share of it (``25%``) or bytes (``4GB``, ``300MB``, ``1.5GiB``, ``1000000``).
     """
-    found, text = _SHARE.fullmatch(text.strip()), text.strip()
-    if found is None and not bytes_of(text) and not re.match(r"0+(\.0*)?\s*[a-zA-Z]*$", text):
+    share, text = share_of(text), text.strip()
+    if share is None and not bytes_of(text) and not re.match(r"0+(\.0*)?\s*[a-zA-Z]*$", text):
         raise RecommendationError(
             f"budget {text!r} is neither a share such as 25%, nor bytes such as 4GB, nor a spec"
         )
-    number = float(found[1]) if found else bytes_of(text)
+    number = bytes_of(text) if share is None else share
     if number <= 0:
         raise RecommendationError(f"budget {text!r} leaves no room; give more than 0")
-    if found is None:
+    if share is None:
         return int(number)
-    if number > 100:
+    if share > 1:
         raise RecommendationError(f"budget {text!r} is more than all; take 100% at most")
-    return int(number / 100 * exact)
+    return int(share * exact)
 
 
 def is_spec(text: str) -> bool:

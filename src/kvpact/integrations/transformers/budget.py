@@ -9,7 +9,8 @@ from transformers import PreTrainedConfig
 
 from kvpact.cache.budgets import Budget, budget_of, ladder_of
 from kvpact.errors import SpecError
-from kvpact.integrations.sizes import layers_of
+from kvpact.geometry import check_count
+from kvpact.integrations.sizes import layers_of, planned
 from kvpact.integrations.transformers.facts import LayerFacts
 from kvpact.recipe import SpecLike, layer_specs, sensitivities
 
@@ -23,6 +24,7 @@ def model_budget(
     amount: int | str | None,
     spec: SpecLike | None,
     rungs: Sequence[SpecLike] | None,
+    context: int | None = None,
 ) -> Budget:
     """Return the budget of a model's compressed layers; see `create_cache`.
 
@@ -32,11 +34,15 @@ def model_budget(
     Raises `SpecError`.
     """
     if amount is None:
-        raise SpecError("rungs go with a budget")
+        raise SpecError("rungs and context go with a budget")
     layers, compressed = len(facts.types), facts.compressed()
     first = None if spec is None else layer_specs(spec, layers)
     order = None if spec is None else sensitivities(spec, layers)
-    whole = budget_of(amount, ladder_of(first, rungs, layers), order)
+    exact = None
+    if context is not None:
+        check_count("context", context, 1)
+        exact = planned("none", layers_of(config), context, 1)["exact"]
+    whole = budget_of(amount, ladder_of(first, rungs, layers), order, exact)
     if len(compressed) == layers:
         return whole
     chosen = tuple(tuple(rung[layer] for layer in compressed) for rung in whole.rungs)

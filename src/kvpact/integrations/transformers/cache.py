@@ -116,11 +116,14 @@ class CompressedCache(EngineCache):
         them they learn from the first tokens. They let go of tokens that no query will see. If
         omitted, they stay as transformers caches them, exact.
     budget : int or str, optional
-        Bytes (``"200MB"``) that the cache never exceeds, all layers together. It begins exact, or
-        with a spec that is not the default, and takes fewer bits, layer by layer, as the context
-        grows (see `create_cache`).
+        Bytes (``"200MB"``) that the cache never exceeds, all layers together; or a share
+        (``"25%"``) of the 16-bit cache of `context` tokens. It begins exact, or with a spec that is
+        not the default, and takes fewer bits, layer by layer, as the context grows (see
+        `create_cache`).
     rungs : sequence of specs, optional
         The ladder of a budget, from the most bytes to the fewest.
+    context : int, optional
+        Tokens at which a budget is a share of the exact cache.
 
     Raises
     ------
@@ -147,6 +150,7 @@ class CompressedCache(EngineCache):
         sliding: str | Spec | None = None,
         budget: int | str | None = None,
         rungs: Sequence[SpecLike] | None = None,
+        context: int | None = None,
         **bits: Any,
     ) -> None:
         model = bits.pop("config", model) if model is None else model
@@ -163,10 +167,9 @@ class CompressedCache(EngineCache):
             calibration = calibration.select(compressed).needed(kept)
             calibration = calibration.to(getattr(model, "device", "cpu"))
         compute, given = choose(backend, check), None
-        if budget is not None or rungs is not None:
-            given = model_budget(
-                config, facts, budget, None if spec == DEFAULT_SPEC else spec, rungs
-            )
+        if budget is not None or rungs is not None or context is not None:
+            first = None if spec == DEFAULT_SPEC else spec
+            given = model_budget(config, facts, budget, first, rungs, context)
             given.refuse(calibration=calibration, k_eq_v=k_eq_v, sliding=sliding)
             kept = list(given.rungs[0])
         shared = SharedState(decoder, exact_new, kept, compute, offsets, calibration, budget=given)

@@ -20,7 +20,7 @@ from kvpact.errors import EnableError
 from kvpact.integrations.transformers.cache import CompressedCache
 from kvpact.integrations.transformers.facts import layer_facts
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
-from kvpact.recipe import SpecLike, layer_specs
+from kvpact.recipe import SpecLike, is_recipe, layer_specs, load_recipe
 from kvpact.spec import DEFAULT_SPEC
 
 CACHE_NAMES = tuple(ALL_CACHE_NAMES)
@@ -154,6 +154,9 @@ class _CacheMaker(_Hook):
         # Fewer than all where `assistant_early_exit` lets the model's first layers draft.
         count = len(layer_facts(self.model.config.get_text_config(decoder=True)).types)
         recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
+        ladder = load_recipe(self.spec).get("ladder") if is_recipe(self.spec) else None
+        if ladder is not None:
+            recipe["ladder"] = {side: costs[:count] for side, costs in ladder.items()}
         options = dict(self.options)
         if isinstance(given := options.get("key_offsets"), Mapping):
             options["key_offsets"] = {x: given[x] for x in given if x < count}

@@ -24,6 +24,7 @@ _OPTIONS = (
     "sliding",
     "budget",
     "rungs",
+    "context",
 )
 _MEANT = {"q_group_size": "group", "group_size": "group", "residual_length": "window"}
 
