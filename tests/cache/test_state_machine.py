@@ -11,6 +11,7 @@ from tests.helpers.faults import FAULTS, disturbed, is_free, length_of, same_sta
 
 import kvpact
 from kvpact.cache.saved import layer_state
+from kvpact.errors import GeometryError, SpecError
 from kvpact.testing import (
     LayerOracle,
     held_bytes,
@@ -150,6 +151,32 @@ class Histories(RuleBasedStateMachine):
         self.cache.truncate(kept)
         self.oracle.truncate(kept)
 
+    @precondition(lambda self: self.oracle.length)
+    @rule(begin=st.floats(0, 1), share=st.floats(0, 1), heads=st.booleans())
+    def let_go(self, begin, share, heads):
+        """Forget a range; or each head forgets as many of other places."""
+        length = self.oracle.length
+        begin = round(begin * length)
+        end = begin + round(share * (length - begin))
+        kept = [t for t in range(length) if not begin <= t < end]
+        kept = torch.tensor(kept, dtype=torch.int64).expand(self.oracle.batch, HEADS, len(kept))
+        if heads and end < length and begin:
+            kept = kept.clone()
+            kept[:, 1, begin - 1] = end - 1 if end > begin else begin - 1
+
+        def call():
+            if heads:
+                self.cache.compact(kept[None])
+            else:
+                self.cache.evict(begin, end)
+
+        if self.offset is not None or any(self.oracle.padding):
+            with pytest.raises((GeometryError, SpecError), match=r"padded|positions"):
+                call()
+            return
+        call()
+        self.oracle.keep(kept)
+
     @precondition(lambda self: len(self.pairs) < 3)
     @rule(switch=st.booleans())
     def fork(self, switch):
@@ -180,7 +207,9 @@ class Histories(RuleBasedStateMachine):
         self.oracle.select([i for i in range(self.oracle.batch) for _ in range(times)])
 
     @rule(
-        call=st.sampled_from(["attend", "attend", "store", "truncate", "fork", "select", "reset"]),
+        call=st.sampled_from(
+            ["attend", "attend", "store", "truncate", "fork", "select", "reset", "evict"]
+        ),
         fault=st.sampled_from(sorted(FAULTS)),
         where=st.one_of(st.floats(0, 1), st.floats(0.8, 1), st.floats(0.95, 1)),
         count=st.sampled_from([1, 1, 33, 70]),
@@ -188,6 +217,8 @@ class Histories(RuleBasedStateMachine):
     def disturb(self, call, fault, where, count):
         """Let a call fail at one of its lines or operations, then find out which state it left."""
         batch, length = self.oracle.batch or 2, self.oracle.length
+        if call == "evict" and (not length or self.offset is not None or any(self.oracle.padding)):
+            return
         if length > self.most or (call == "select" and not length):
             return
         k, v, q = self._tokens(batch, count)
@@ -199,6 +230,7 @@ class Histories(RuleBasedStateMachine):
             "fork": lambda cache: cache.fork(),
             "select": lambda cache: cache.select(torch.tensor(rows)),
             "reset": lambda cache: cache.reset(),
+            "evict": lambda cache: cache.evict(kept // 2, kept),
         }
         after = self.oracle.fork()
         if call in ("attend", "store"):
@@ -209,6 +241,9 @@ class Histories(RuleBasedStateMachine):
             after.select(rows)
         elif call == "reset":
             after.reset()
+        elif call == "evict":
+            stay = torch.tensor([t for t in range(length) if not kept // 2 <= t < kept])
+            after.keep(stay.expand(batch, HEADS, len(stay)))
         twin = self._new_cache()
         twin.restore(self.cache.snapshot())
         before = layer_state(self.cache.entry(0))

@@ -83,7 +83,7 @@ def _up_to(
 ) -> tuple[Stream, Tensor]:
     """Return a stream with new tokens up to a length, and the tokens that are left."""
     count = length - stream.length
-    return _with(stream, x[:, :, :count], padding, seen), x[:, :, count:]
+    return with_tokens(stream, x[:, :, :count], padding, seen), x[:, :, count:]
 
 
 def recoded(stream: Stream, into: Stream, padding: Tensor | None, seen: Tensor | None) -> Stream:
@@ -95,11 +95,11 @@ def recoded(stream: Stream, into: Stream, padding: Tensor | None, seen: Tensor |
         into = into._replace(codec=codec, plan=plan, store=store)
     for start in range(0, stream.length, PIECE):
         x = stream.decoded(start, min(start + PIECE, stream.length), padding)
-        into = _with(into, x, padding, seen)
+        into = with_tokens(into, x, padding, seen)
     return into
 
 
-def _with(stream: Stream, x: Tensor, padding: Tensor | None, seen: Tensor | None) -> Stream:
+def with_tokens(stream: Stream, x: Tensor, padding: Tensor | None, seen: Tensor | None) -> Stream:
     """Return a stream with new tokens, stored behind all that anybody reads."""
     append = stream.prepare(x, padding, seen)
     append.write()

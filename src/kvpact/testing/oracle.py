@@ -223,6 +223,17 @@ class LayerOracle:
             self.v.truncate(length)
             self.padding = self.padding if length else [0] * len(self.padding)
 
+    def keep(self, index: Tensor) -> None:
+        """Keep some tokens alone, `[B, H, n]`; what is behind a gap is given anew, as it shows."""
+        places = torch.arange(index.shape[2], dtype=torch.int64, device=index.device)
+        first = int((index == places).all(0).all(0).cumprod(0).sum())
+        if index.shape[2] == self.length:
+            return
+        shown = [x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in self.read()]
+        self.truncate(first)
+        if index.shape[2] > first:
+            self.append(shown[0][:, :, first:], shown[1][:, :, first:])
+
     def select(self, indices: Sequence[int]) -> None:
         """Keep some rows, in this order; rows may repeat."""
         self.k.select(indices)

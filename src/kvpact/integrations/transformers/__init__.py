@@ -22,6 +22,7 @@ from kvpact.integrations.transformers.fallback import FallbackWarning
 from kvpact.integrations.transformers.offsets import key_offsets
 from kvpact.integrations.transformers.paged import PagedBatch
 from kvpact.integrations.transformers.prefix import prefix_cache
+from kvpact.integrations.transformers.scored import pressed
 
 __all__ = [
     "ATTENTION",
@@ -35,5 +36,6 @@ __all__ = [
     "enable",
     "key_offsets",
     "prefix_cache",
+    "pressed",
     "register_attention",
 ]

@@ -25,8 +25,9 @@ from kvpact.errors import (
     SpecError,
 )
 from kvpact.integrations.transformers.budget import model_budget
-from kvpact.integrations.transformers.engine_cache import EngineCache, may_cross_attend, tensors_of
+from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
+from kvpact.integrations.transformers.evict import Evicting
 from kvpact.integrations.transformers.facts import (
     COMPRESSED,
     ENTRIES,
@@ -34,6 +35,7 @@ from kvpact.integrations.transformers.facts import (
     SLIDING,
     layer_facts,
 )
+from kvpact.integrations.transformers.gaps import gaps_of
 from kvpact.integrations.transformers.guesses import config_of, meant_spec
 from kvpact.integrations.transformers.indexed import CompressedIndexedLayer
 from kvpact.integrations.transformers.layer import CompressedHybridLayer, CompressedLayer
@@ -63,7 +65,7 @@ class _NoMaximum(KVPactError, AttributeError):
     """`max_cache_len` was asked for: `hasattr` says no, and the message says what to do."""
 
 
-class CompressedCache(EngineCache):
+class CompressedCache(Evicting):
     """A compressed KV cache for `model(…, past_key_values=cache)` and `model.generate`.
 
     Full-attention layers are compressed; all others (sliding, chunked, linear, …) keep
@@ -247,7 +249,9 @@ class CompressedCache(EngineCache):
         SnapshotError
             Layers hold unlike numbers of tokens since a call was interrupted.
         """
-        return saved(self.own_by_index(), self._counts(), whole=whole)
+        found, held = saved(self.own_by_index(), self._counts(), whole=whole), self._caches()
+        batch = held[0].batch_size if held else None
+        return found + self._shared.gaps.record(batch or 1, self.tokens())
 
     def tokens(self) -> int:
         """Return how many tokens all layers hold.
@@ -278,11 +282,12 @@ class CompressedCache(EngineCache):
             mine = replace(held.geometry, dtype=geometry.dtype)
             if mine != geometry:
                 raise GeometryError(f"the snapshot is of {geometry}, the model's cache of {mine}")
-        records, tokens = snapshot.records(), snapshot.tokens
+        tokens = snapshot.tokens
+        gaps, records = gaps_of(snapshot.records(), tokens)
         for layer, entry in zip(self._packed_layers(), snapshot.manifest.layers, strict=True):
             if isinstance(layer, EntriesLayer):
                 layer.check_entries(entry.tokens, tokens)
-            elif records and entry.tokens != tokens:
+            elif (records or gaps.ranges) and entry.tokens != tokens - gaps.gone:
                 raise GeometryError(
                     f"the snapshot's records stand at {tokens} tokens, a layer at {entry.tokens}"
                 )
@@ -301,6 +306,7 @@ class CompressedCache(EngineCache):
         whole.restore_layers(snapshot, device)
         self._order.forget()
         shared.hold(whole if tokens else None, layers)
+        shared.gaps = gaps
         self._rings.hold(rings, len(packed))
         restore_records(own, records)
 

@@ -210,6 +210,7 @@ class EngineCache(Summarized, Cache):
         if count:
             own = [x for x in own if not _counts(x) or _tokens_of(x) > length]
             check_removable([*own, *rings], count)
+            self._shared.gaps.cut(length)
         for ring in rings:
             ring.cut_to(length if count else ring.get_seq_length())
         for layer in own:
@@ -223,6 +224,7 @@ class EngineCache(Summarized, Cache):
     def _take_back(self, first: FirstLayer) -> None:
         """Let a call's first layer hold what it held before, exactly: as if nobody had called."""
         layer, held, moment = first
+        own = self._shared.gaps.held(held)
         if held == 0:
             self.reset()
         elif not isinstance(layer, CompressedLayer):
@@ -233,13 +235,13 @@ class EngineCache(Summarized, Cache):
                     f"{REMEDY}. Here {type(layer).__name__} can't be taken back to what it held "
                     "before: reset the cache and begin again"
                 ) from error
-        elif not layer.cut(held):
+        elif not layer.cut(own):
             if moment is not None:
                 moment.restore()
             elif isinstance(cache := layer.cache, PagedView):  # all rows grow by equally much
-                remove_last(cache, cache.seq_len(0) - held)
+                remove_last(cache, cache.seq_len(0) - own)
             elif cache is not None:
-                cache.truncate(held)
+                cache.truncate(own)
         self._shared.end_call()
 
     def reset(self) -> None:

@@ -126,6 +126,8 @@ class DecodeGraph:
         held = self.cache.held()
         if held is None:
             raise GeometryError("the cache is empty; run the model on a prompt first")
+        if self.cache._shared.gaps.ranges:
+            raise GeometryError("the cache let go of tokens: graphs don't know of their positions")
         return [held.entry(layer) for layer in range(held.geometry.num_layers)]
 
     def _stands(self, layers: list[CacheLayer]) -> bool:

@@ -79,6 +79,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         before = shared.waiting[index]
         if index == 0 or shared.held[index] is None:
             shared.attention = shared.config._attn_implementation
+            shared.gaps.check(shared.attention)
         if before is not None:
             if before.grow(key_states, value_states):
                 return before.k, before.v
@@ -116,16 +117,18 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return cache.batch_size
 
     def get_seq_length(self) -> int:
-        """Tokens held, of the longest row."""
+        """Tokens of the longest row, those that the cache let go of, too."""
         tokens, cache = self._shared.waiting[self._index], self._shared.held[self._index]
         if tokens is not None:
             total: int = tokens.total
-            return total
-        return 0 if cache is None else cache.seq_len(self._index)
+        else:
+            total = 0 if cache is None else cache.seq_len(self._index)
+        return total + self._shared.gaps.gone
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next update returns."""
-        return self.get_seq_length() + query_length, 0
+        gone = self._shared.gaps.gone
+        return self.get_seq_length() - gone + query_length, gone
 
     def get_max_length(self) -> int:
         """No limit (but a pool's)."""

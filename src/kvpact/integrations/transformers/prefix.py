@@ -156,6 +156,8 @@ class _PrefixSource:
 
     def layers(self, seq: int | None) -> list[CacheLayer]:
         held = self._cache.held()
+        if self._cache._shared.gaps.ranges:
+            raise SnapshotError("the cache let go of tokens: it holds no prefix; reset() it")
         return [] if held is None else [held.entry(i) for i in range(len(self.specs))]
 
     def records(self, seq: int | None) -> list[RecordState]:

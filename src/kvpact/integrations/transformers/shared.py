@@ -17,6 +17,7 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers.facts import INDEXED, layer_facts
+from kvpact.integrations.transformers.gaps import Gaps
 from kvpact.kernels import Compute
 from kvpact.key_offset import KeyOffset
 from kvpact.spec import Spec
@@ -51,6 +52,7 @@ class SharedState:
     - `attention`: the implementation that reads what `update` returns; reading a config is slow.
     - `asked`: how the last layer was called; the next ones, mostly, are called alike.
     - `handles`: what the last layer's `update` returned.
+    - `gaps`: tokens that are counted and held no more.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class SharedState:
         self.wait: tuple[Spec, Any, Wait] | None = None
         self.attention: str | None = None
         self.handles: HandlePair | None = None
+        self.gaps = Gaps()
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
         """Let one cache hold the tokens of all layers; those that wait are dropped."""
         self.held, self.waiting = [cache] * layers, [None] * layers
         self.asked = self.handles = self.wait = self.latest = None
+        self.gaps = Gaps()
 
     def caches(self) -> list[BatchCache]:
         """Return every cache once."""
@@ -94,7 +98,7 @@ class SharedState:
         other = SharedState(*given, self.calibration, self.window, self.budget)
         forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
-        other.recording = self.recording
+        other.recording, other.gaps = self.recording, self.gaps
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
         memo[id(self)] = other
         return other
@@ -139,8 +143,9 @@ class SharedState:
     def remove(self, count: int, length: int) -> None:
         """Forget the last `count` tokens of every row; those that wait, exact, are not stored.
 
-        `length`: tokens that are left, of the longest row.
+        `length`: tokens that are left, of the longest row, those in gaps counted.
         """
+        length, gaps = self.gaps.held(length), self.gaps.cut(length)
         for tokens in self.waiting:
             if tokens is not None and not tokens.whole:
                 tokens.store()
@@ -152,6 +157,7 @@ class SharedState:
                 if tokens is not None and held is cache:
                     tokens.cut(length)
             cache.truncate(length)
+        self.gaps = gaps
 
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
         """Return what is to hold a layer's first tokens; made for all layers that are alike."""

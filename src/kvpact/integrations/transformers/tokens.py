@@ -109,6 +109,14 @@ class NewTokens:
         self, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor | None, dict[str, Any]]:
         """Return a mask, and what comes beside it, for all tokens that are held."""
+        if mask is not None and self.shared.gaps.ranges:
+            past = mask[..., : self.total - self.k.shape[2]]
+            seen = past if past.dtype == torch.bool else past > torch.finfo(past.dtype).min / 2
+            if not bool(seen.all()):
+                raise KVPactError(
+                    "a mask hides tokens of a cache that let go of some: leave attention_mask out, "
+                    "or evict what it hides"
+                )
         return mask, kwargs
 
     def cut(self, length: int) -> None:

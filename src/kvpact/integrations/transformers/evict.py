@@ -1,0 +1,120 @@
+"""Tokens that a model's cache lets go of: `CompressedCache.evict` and `compact`.
+
+What is left keeps the positions it was computed with, and the next token takes the position that it
+would have had. So the cache goes on to count the tokens that are gone: as `Gaps` in what is held.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from kvpact.cache import ContiguousCache
+from kvpact.errors import GeometryError, KVPactError
+from kvpact.geometry import check_count
+from kvpact.integrations.transformers.attention import ATTENTION
+from kvpact.integrations.transformers.engine_cache import EngineCache
+from kvpact.integrations.transformers.gaps import Gaps
+from kvpact.integrations.transformers.layer import CompressedLayer
+
+
+class Evicting(EngineCache):
+    """`evict` and `compact` for the layers of a model, whose positions stay as they are."""
+
+    def evict(self, begin: int, end: int) -> None:
+        """Forget the tokens at the positions ``begin <= t < end``, in all rows and layers.
+
+        For agents that drop the output of a tool. Memory is free in the same call. What was
+        computed of these tokens in later ones stays; later tokens keep their positions, and
+        `get_seq_length` goes on to count all. Packed tokens behind the gap are packed a second
+        time. `crop` may go back behind and in front of the gap; snapshots have it, too. If anything
+        is raised, the cache is as before.
+
+        Parameters
+        ----------
+        begin, end : int
+            ``0 <= begin <= end <= get_seq_length()``; tokens that are gone already may be among
+            them.
+
+        Raises
+        ------
+        GeometryError
+            Not such a range; a layer with sliding attention still sees some of the tokens; rows
+            are padded on the left; what `compact` left is touched.
+        KVPactError
+            A layer holds something that can't forget: a state, the keys of an index; another
+            attention than kvpact's reads the cache.
+        """
+        check_count("begin", begin)
+        check_count("end", end)
+        whole, length = self._whole_cache(), self.get_seq_length()
+        if not begin <= end <= length:
+            raise GeometryError(f"positions {begin} to {end} of {length} can't be let go of")
+        for index, layer in enumerate(self.layers):
+            window = getattr(layer, "sliding_window", None)
+            if window is not None and begin < end and end > length - window + 1:
+                raise GeometryError(
+                    f"layer {index} slides, and still sees tokens from {length - window + 1} on: "
+                    f"let go of tokens before that, or later"
+                )
+            if window is None and type(layer) is not CompressedLayer:
+                raise KVPactError(
+                    f"layer {index}, a {type(layer).__name__}, can't forget tokens in the middle: "
+                    "begin again with reset()"
+                )
+        gaps = self._shared.gaps
+        if begin < gaps.firm:
+            raise GeometryError(f"compact() left no places before {gaps.firm} to let go of")
+        if whole is not None and begin < end:
+            whole.evict(gaps.held(begin), gaps.held(end))
+            self._shared.gaps = gaps.opened(begin, end)
+            self._order.forget()
+
+    def compact(self, keep: Tensor) -> None:
+        """Keep some of the tokens held alone, in each compressed layer and head of its own choice.
+
+        What is said at `evict` holds here; layers that transformers caches itself stay as they
+        are. Scores by which to choose come from outside: see `pressed`.
+
+        Parameters
+        ----------
+        keep : Tensor
+            Integers, ascending along the last axis, that count the tokens held now: `[n]`, or
+            `[compressed layers, B, H_kv, n]`.
+
+        Raises
+        ------
+        GeometryError, KVPactError
+            Not such a tensor, or as `evict`.
+        """
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CompressedLayer) and type(layer) is not CompressedLayer:
+                raise KVPactError(
+                    f"layer {index}, a {type(layer).__name__}, can't forget tokens in the middle"
+                )
+        whole, length = self._whole_cache(), self.get_seq_length()
+        if whole is None:
+            raise GeometryError("the cache is empty; run the model first")
+        whole.compact(keep)
+        self._shared.gaps = Gaps(((0, length - whole.seq_len()),), length)
+        self._order.forget()
+
+    def _whole_cache(self) -> ContiguousCache | None:
+        """Return what holds the compressed layers, of which tokens may be let go of."""
+        shared = self._shared
+        if shared.config._attn_implementation != ATTENTION:
+            raise KVPactError(
+                f"attention {shared.config._attn_implementation!r} makes masks for all tokens: let "
+                f"go of tokens with model.set_attn_implementation({ATTENTION!r}) alone"
+            )
+        self.tokens()
+        return self.held()
+
+    @abstractmethod
+    def held(self) -> ContiguousCache | None:
+        """Return the cache of all compressed layers; None while one is empty."""
+
+    @abstractmethod
+    def tokens(self) -> int:
+        """Return how many tokens all layers count; `SnapshotError` where they differ."""
