@@ -306,7 +306,7 @@ class CompressedCache(Evicting):
         whole.restore_layers(snapshot, device)
         self._order.forget()
         shared.hold(whole if tokens else None, layers)
-        shared.gaps = gaps
+        shared.open(gaps)
         self._rings.hold(rings, len(packed))
         restore_records(own, records)
 

@@ -68,7 +68,7 @@ class Evicting(EngineCache):
             raise GeometryError(f"compact() left no places before {gaps.firm} to let go of")
         if whole is not None and begin < end:
             whole.evict(gaps.held(begin), gaps.held(end))
-            self._shared.gaps = gaps.opened(begin, end)
+            self._shared.open(gaps.opened(begin, end))
             self._order.forget()
 
     def compact(self, keep: Tensor) -> None:
@@ -97,7 +97,7 @@ class Evicting(EngineCache):
         if whole is None:
             raise GeometryError("the cache is empty; run the model first")
         whole.compact(keep)
-        self._shared.gaps = Gaps(((0, length - whole.seq_len()),), length)
+        self._shared.open(Gaps(((0, length - whole.seq_len()),), length))
         self._order.forget()
 
     def _whole_cache(self) -> ContiguousCache | None:

@@ -54,7 +54,7 @@ class Gaps(NamedTuple):
 
     def check(self, attention: str | None) -> None:
         """Raise `KVPactError` where an attention does not know of gaps."""
-        if self.ranges and attention != "kvpact":
+        if attention != "kvpact":
             raise KVPactError(
                 f"the cache let go of tokens, which attention {attention!r} does not know: call "
                 "model.set_attn_implementation('kvpact')"

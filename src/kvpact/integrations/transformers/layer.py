@@ -79,7 +79,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         before = shared.waiting[index]
         if index == 0 or shared.held[index] is None:
             shared.attention = shared.config._attn_implementation
-            shared.gaps.check(shared.attention)
+            if shared.gone:
+                shared.gaps.check(shared.attention)
         if before is not None:
             if before.grow(key_states, value_states):
                 return before.k, before.v
@@ -123,11 +124,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             total: int = tokens.total
         else:
             total = 0 if cache is None else cache.seq_len(self._index)
-        return total + self._shared.gaps.gone
+        return total + self._shared.gone
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that the next update returns."""
-        gone = self._shared.gaps.gone
+        gone = self._shared.gone
         return self.get_seq_length() - gone + query_length, gone
 
     def get_max_length(self) -> int:

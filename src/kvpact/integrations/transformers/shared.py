@@ -52,7 +52,7 @@ class SharedState:
     - `attention`: the implementation that reads what `update` returns; reading a config is slow.
     - `asked`: how the last layer was called; the next ones, mostly, are called alike.
     - `handles`: what the last layer's `update` returned.
-    - `gaps`: tokens that are counted and held no more.
+    - `gaps`, `gone`: tokens that are counted and held no more, and how many.
     """
 
     def __init__(
@@ -81,13 +81,17 @@ class SharedState:
         self.wait: tuple[Spec, Any, Wait] | None = None
         self.attention: str | None = None
         self.handles: HandlePair | None = None
-        self.gaps = Gaps()
+        self.open(Gaps())
 
     def hold(self, cache: BatchCache | None, layers: int) -> None:
         """Let one cache hold the tokens of all layers; those that wait are dropped."""
         self.held, self.waiting = [cache] * layers, [None] * layers
         self.asked = self.handles = self.wait = self.latest = None
-        self.gaps = Gaps()
+        self.open(Gaps())
+
+    def open(self, gaps: Gaps) -> None:
+        """Count, from now on, what is in gaps."""
+        self.gaps, self.gone = gaps, gaps.gone
 
     def caches(self) -> list[BatchCache]:
         """Return every cache once."""
@@ -98,7 +102,8 @@ class SharedState:
         other = SharedState(*given, self.calibration, self.window, self.budget)
         forks = {id(cache): cache.fork() for cache in self.stored()}
         other.hold(None, len(self.held))
-        other.recording, other.gaps = self.recording, self.gaps
+        other.recording = self.recording
+        other.open(self.gaps)
         other.held = [None if cache is None else forks[id(cache)] for cache in self.held]
         memo[id(self)] = other
         return other
@@ -157,7 +162,7 @@ class SharedState:
                 if tokens is not None and held is cache:
                     tokens.cut(length)
             cache.truncate(length)
-        self.gaps = gaps
+        self.open(gaps)
 
     def cache_for(self, layer: int, k: Tensor, v: Tensor) -> BatchCache:
         """Return what is to hold a layer's first tokens; made for all layers that are alike."""
