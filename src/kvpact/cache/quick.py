@@ -61,8 +61,12 @@ def quick_attend(
 def _run_step(
     layer: CacheLayer, k: Tensor, v: Tensor, q: Tensor, config: AttendConfig
 ) -> Tensor | None:
-    if layer._held.rungs and layer.length + k.shape[2] > layer.until:
-        return None
+    held = layer._held
+    if len(rungs := held.rungs) > 1 or held.ahead is not None:
+        # Every step comes by here: `until` is asked where there is more to it than a rung.
+        end = rungs[1][0] if held.ahead is None else layer.until
+        if held.length + k.shape[2] > end:
+            return None
     step, plan = quick_step(layer, k, v, q, config), layer._held.plan
     if step is None or plan is None:
         return None
