@@ -85,3 +85,22 @@ def test_enable_takes_a_budget(model):
             IDS[:, :100], max_new_tokens=5, do_sample=False, return_dict_in_generate=True
         )
     assert found.past_key_values.stats()["budget"]["bytes"] == BYTES
+
+
+@torch.no_grad()
+def test_a_ladder_is_kept_and_shares_are_of_the_exact_cache(model):
+    layers = model.config.num_hidden_layers
+    costs = {"key": [float(i) for i in range(layers)], "value": [0.5] * layers}
+    wanted = {(i, side): x for side, own in enumerate(costs.values()) for i, x in enumerate(own)}
+    recipe = {"default": "none", "ladder": costs}
+    with kvpact.enable(model, recipe, budget=BYTES):
+        options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True}
+        found = model.generate(IDS[:, :100], **options)
+    assert found.past_key_values._shared.budget.sensitivity == wanted
+    exact = kvpact.size(model, "none", 900).rows[0].exact
+    cache = CompressedCache(model, budget="50%", context=900)
+    assert cache._shared.budget.bytes == exact // 2
+    with pytest.raises(SpecError, match="add context="):
+        CompressedCache(model, budget="50%")
+    with pytest.raises(SpecError, match="rungs and context go with a budget"):
+        CompressedCache(model, context=900)
