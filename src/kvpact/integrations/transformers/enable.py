@@ -104,12 +104,13 @@ class _CacheMaker(_Hook):
         # One cache is made now, so that what it refuses or warns of is told now.
         layers = len(CompressedCache(model, spec, **self.options).layers)
         self.layers = layer_specs(spec, layers)
+        self.ladder = load_recipe(spec).get("ladder") if is_recipe(spec) else None
 
     def makes_what(self, other: _CacheMaker) -> bool:
         """Whether the caches are those that another one makes."""
         mine, theirs = self.given, other.given
         return (
-            self.layers == other.layers
+            (self.layers, self.ladder) == (other.layers, other.ladder)
             and mine.keys() == theirs.keys()
             and all(
                 value is theirs[name] or (isinstance(value, str | bool) and value == theirs[name])
@@ -154,9 +155,8 @@ class _CacheMaker(_Hook):
         # Fewer than all where `assistant_early_exit` lets the model's first layers draft.
         count = len(layer_facts(self.model.config.get_text_config(decoder=True)).types)
         recipe = {"default": self.layers[0], "layers": dict(enumerate(self.layers[:count]))}
-        ladder = load_recipe(self.spec).get("ladder") if is_recipe(self.spec) else None
-        if ladder is not None:
-            recipe["ladder"] = {side: costs[:count] for side, costs in ladder.items()}
+        if self.ladder is not None:
+            recipe["ladder"] = {side: costs[:count] for side, costs in self.ladder.items()}
         options = dict(self.options)
         if isinstance(given := options.get("key_offsets"), Mapping):
             options["key_offsets"] = {x: given[x] for x in given if x < count}
