@@ -139,6 +139,10 @@ def test_heads_keep_what_a_press_scores_best(llama, ids):
         cache.evict(10, 20)
     cache.crop(-NEW)
     assert_near(llama(ids[:, PAST:], past_key_values=cache).logits, wanted)
+    whole = cached(llama, ids)
+    whole.compact(torch.arange(PAST))  # nothing goes
+    whole.crop(-10)
+    assert whole.get_seq_length() == PAST - 10
     with (
         pytest.raises(KVPactError, match="no call"),
         pressed(llama, CompressedCache(llama, "none"), Norms()),

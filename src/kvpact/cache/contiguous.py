@@ -19,7 +19,7 @@ from kvpact.cache.checks import (
     refuse_records,
 )
 from kvpact.cache.codecs import Calibration, layer_codecs, states_of
-from kvpact.cache.evict import LetsGo
+from kvpact.cache.evict import Evictable
 from kvpact.cache.ladder import Schedule
 from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
@@ -38,7 +38,7 @@ from kvpact.spec import Spec
 _DEFAULT = AttendConfig()
 
 
-class ContiguousCache(LetsGo, BatchRows):
+class ContiguousCache(Evictable, BatchRows):
     """A `CompressedKVCache` for one batch; rows have equal length, shorter ones padded on the left.
 
     Made by `kvpact.create_cache`, whose parameters it has, but for `specs`, one per layer, and

@@ -20,7 +20,7 @@ from kvpact.errors import GeometryError, SpecError, StaleResult
 from kvpact.geometry import check_count
 
 
-class LetsGo:
+class Evictable:
     """`evict` and `compact` for caches of layers that hold one batch."""
 
     _layers: list[CacheLayer]

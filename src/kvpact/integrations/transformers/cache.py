@@ -17,13 +17,7 @@ from kvpact.cache import ContiguousCache
 from kvpact.cache.checks import known_snapshot
 from kvpact.cache.stats import Summary, cache_stats, spec_text
 from kvpact.calibration import Calibration
-from kvpact.errors import (
-    BackendUnavailable,
-    GeometryError,
-    KVPactError,
-    SnapshotError,
-    SpecError,
-)
+from kvpact.errors import BackendUnavailable, GeometryError, KVPactError, SnapshotError, SpecError
 from kvpact.integrations.transformers.budget import model_budget
 from kvpact.integrations.transformers.engine_cache import may_cross_attend, tensors_of
 from kvpact.integrations.transformers.entries import EntriesLayer, entries_class
@@ -46,12 +40,7 @@ from kvpact.integrations.transformers.made_keys import (
 )
 from kvpact.integrations.transformers.offsets import offsets_of
 from kvpact.integrations.transformers.packed_rings import restored_rings, ring_spec
-from kvpact.integrations.transformers.records import (
-    checked,
-    restore_records,
-    saved,
-    tokens_held,
-)
+from kvpact.integrations.transformers.records import checked, restore_records, saved, tokens_held
 from kvpact.integrations.transformers.shared import BatchCache, SharedState
 from kvpact.integrations.transformers.sliding import CompressedSlidingLayer, rings_of
 from kvpact.kernels import Compute, choose
@@ -249,9 +238,8 @@ class CompressedCache(Evicting):
         SnapshotError
             Layers hold unlike numbers of tokens since a call was interrupted.
         """
-        found, held = saved(self.own_by_index(), self._counts(), whole=whole), self._caches()
-        batch = held[0].batch_size if held else None
-        return found + self._shared.gaps.record(batch or 1, self.tokens())
+        found = saved(self.own_by_index(), self._counts(), whole=whole)
+        return found + self._shared.gaps.record(self._caches(), self.tokens())
 
     def tokens(self) -> int:
         """Return how many tokens all layers hold.

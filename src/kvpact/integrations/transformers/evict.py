@@ -96,9 +96,12 @@ class Evicting(EngineCache):
         whole, length = self._whole_cache(), self.get_seq_length()
         if whole is None:
             raise GeometryError("the cache is empty; run the model first")
+        before = whole.seq_len()
+        before = whole.seq_len()
         whole.compact(keep)
-        self._shared.open(Gaps(((0, length - whole.seq_len()),), length))
-        self._order.forget()
+        if whole.seq_len() < before:
+            self._shared.open(Gaps(((0, length - whole.seq_len()),), length))
+            self._order.forget()
 
     def _whole_cache(self) -> ContiguousCache | None:
         """Return what holds the compressed layers, of which tokens may be let go of."""

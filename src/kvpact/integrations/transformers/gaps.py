@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvpact.cache import ContiguousCache
 from kvpact.errors import GeometryError, KVPactError
 from kvpact.snapshot import RecordState
 
@@ -60,10 +61,11 @@ class Gaps(NamedTuple):
                 "model.set_attn_implementation('kvpact')"
             )
 
-    def record(self, batch: int, tokens: int) -> list[RecordState]:
+    def record(self, caches: Sequence[ContiguousCache], tokens: int) -> list[RecordState]:
         """Return what a snapshot keeps of them, nothing where all tokens are held."""
         if not self.ranges:
             return []
+        batch = next((cache.batch_size for cache in caches), None) or 1
         numbers = torch.tensor([*self.ranges, (self.firm, 0)], dtype=torch.int64, device="cpu")
         return [RecordState(0, NAME, numbers.repeat(batch, 1, 1), 0, tokens)]
 
