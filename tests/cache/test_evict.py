@@ -76,6 +76,9 @@ def test_padded_rows_and_positions_are_refused():
     cache.prefill(0, k, k, config=kvpact.AttendConfig(padding=torch.tensor([0, 3])))
     with pytest.raises(GeometryError, match="padded"):
         cache.evict(5, 9)
+    cache.select(torch.tensor([0]))  # the row without padding
+    cache.evict(5, 9)
+    assert torch.equal(cache.dequantize(0, "k"), torch.cat([k[:1, :, :5], k[:1, :, 9:]], 2))
     offsets = {0: random_offset(HEADS, DIM, seed=1)}
     cache = filled("turboquant:bits=4", 100, key_offsets=offsets)
     with pytest.raises(SpecError, match="positions"):

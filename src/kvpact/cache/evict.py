@@ -97,7 +97,7 @@ class Evictable:
                 "before tokens are let go of"
             )
         for layer in self._layers:
-            if layer.padding is not None:
+            if layer.padding is not None and bool(layer.padding.any()):
                 raise GeometryError(
                     "rows that are padded on the left let go of no tokens: give each row a cache"
                 )
