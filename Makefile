@@ -63,7 +63,7 @@ test-mooncake: $(MOONCAKE)/.installed ## stores in a Mooncake cluster, on a real
 
 test-llama: $(BUILT) gemma ## kvpact inside of llama.cpp, which it builds into build/llama: pinned, newest, with dynamic backends; two hours
 	@$(PY) tools/llama_builds.py build/llama --jobs $(JOBS)
-	@$(PY) -m pytest -m llama -rs -s tests/integrations/llama_cpp
+	@$(PY) -m pytest -m llama -rs -s tests/kernels/test_ggml_backend.py tests/integrations/llama_cpp
 
 bench-mooncake: $(MOONCAKE)/.installed ## stores between two processes: a Mooncake cluster, redis and a directory
 	@$(MOONCAKE)/bin/python benchmarks/shared_store.py

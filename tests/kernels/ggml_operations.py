@@ -15,95 +15,59 @@ import sys
 from dataclasses import dataclass
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES, quants
+from gguf import GGMLQuantizationType as Kind
 
 BLOCK = 32
-BYTES = {
-    "f32": 128,
-    "f16": 64,
-    "bf16": 64,
-    "q8_0": 34,
-    "q4_0": 18,
-    "q4_1": 20,
-    "q5_0": 22,
-    "q5_1": 24,
-    "iq4_nl": 18,
-}
-KINDS = {
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q5_0": 6,
-    "q5_1": 7,
-    "q8_0": 8,
-    "iq4_nl": 20,
-    "bf16": 30,
-}
+NAMES = ("f32", "f16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "bf16")
+KINDS = {name: Kind[name.upper()] for name in NAMES}
 NUMBERS = ("f32", "f16", "bf16")
-IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
+LEAST = ("q4_1", "q5_1")
+
+
+def row_bytes(kind: str, dim: int) -> int:
+    """Return the bytes of a row."""
+    block, size = GGML_QUANT_SIZES[KINDS[kind]]
+    return dim // block * size
 
 
 class Tensor(ctypes.Structure):
     """ggml's tensor."""
 
 
+NUMBER, POINTER = ctypes.c_int32, ctypes.c_void_p
 Tensor._fields_ = [
-    ("type", ctypes.c_int32),
-    ("buffer", ctypes.c_void_p),
-    ("ne", ctypes.c_int64 * 4),
-    ("nb", ctypes.c_size_t * 4),
-    ("op", ctypes.c_int32),
-    ("params", ctypes.c_float * 16),
-    ("flags", ctypes.c_int32),
-    ("src", ctypes.POINTER(Tensor) * 10),
-    ("view_src", ctypes.c_void_p),
-    ("view_offset", ctypes.c_size_t),
-    ("data", ctypes.c_void_p),
-    ("name", ctypes.c_char * 64),
-    ("extra", ctypes.c_void_p),
+    ("type", NUMBER), ("buffer", POINTER), ("ne", ctypes.c_int64 * 4), ("nb", ctypes.c_size_t * 4),
+    ("op", NUMBER), ("params", ctypes.c_float * 16), ("flags", NUMBER),
+    ("src", ctypes.POINTER(Tensor) * 10), ("view_src", POINTER), ("view_offset", ctypes.c_size_t),
+    ("data", POINTER), ("name", ctypes.c_char * 64), ("extra", POINTER),
     ("padding", ctypes.c_char * 8),
-]
+]  # fmt: skip
 
 
 def stored(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return random rows of a type: bytes, of which the last axis is a row."""
     *rows, dim = shape
-    x = rng.standard_normal(shape).astype(np.float32)
     if kind in NUMBERS:
-        if kind == "bf16":
-            return (x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        return x.astype(np.float16 if kind == "f16" else np.float32).view(np.uint8)
-    data = rng.integers(0, 256, (*rows, dim // BLOCK, BYTES[kind]), np.uint8)
-    units = 1 if kind not in ("q4_1", "q5_1") else 2
-    some = rng.uniform(-1, 1, (*rows, dim // BLOCK, units)) / (
-        64 if kind in ("q8_0", "iq4_nl") else 8
-    )
-    data[..., : 2 * units] = some.astype(np.float16).view(np.uint8)
+        x = rng.standard_normal(shape).astype(np.float32)
+        return quants.quantize(x, KINDS[kind]).view(np.uint8)
+    blocks = (*rows, dim // BLOCK)
+    data = rng.integers(0, 256, (*blocks, row_bytes(kind, BLOCK)), np.uint8)
+    some = rng.uniform(-1, 1, (*blocks, 2 if kind in LEAST else 1))
+    units = (some / (64 if kind in ("q8_0", "iq4_nl") else 8)).astype(np.float16).view(np.uint8)
+    data[..., : units.shape[-1]] = units
     return data.reshape(*rows, -1)
 
 
 def numbers(kind: str, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what rows hold: levels times their scale, and what is added to each block's."""
+    """Return what rows hold, by the package gguf, and how much of it every code of a block has."""
     data = np.ascontiguousarray(data)
-    if kind in NUMBERS:
-        x = data.view(np.uint16) if kind == "bf16" else data.view("f2" if kind == "f16" else "f4")
-        x = (x.astype(np.uint32) << 16).view(np.float32) if kind == "bf16" else x
-        return x.astype(float), np.zeros(x.shape)
-    rows = data.shape[:-1]
-    data = data.reshape(*rows, -1, BYTES[kind])
-    unit = np.ascontiguousarray(data[..., :2]).view(np.float16).astype(float)
-    codes = data[..., -32:].view(np.int8) if kind == "q8_0" else data[..., -16:]
-    if kind != "q8_0":
-        codes = np.concatenate([codes & 15, codes >> 4], -1).astype(int)
-    if kind == "iq4_nl":
-        codes = IQ4[codes]
-    if kind in ("q5_0", "q5_1"):
-        codes += np.unpackbits(data[..., -20:-16], -1, bitorder="little").astype(int) << 4
-    codes = codes - {"q4_0": 8, "q5_0": 16}.get(kind, 0)
-    least = np.zeros_like(unit)
-    if kind in ("q4_1", "q5_1"):
-        least = np.ascontiguousarray(data[..., 2:4]).view(np.float16).astype(float)
-    return (codes * unit).reshape(*rows, -1), np.broadcast_to(least, codes.shape).reshape(*rows, -1)
+    x = quants.dequantize(data, KINDS[kind]).astype(float)
+    if kind not in LEAST:
+        return x, np.zeros(x.shape)
+    blocks = data.reshape(*data.shape[:-1], -1, row_bytes(kind, BLOCK)).copy()
+    blocks[..., 4:] = 0
+    return x, quants.dequantize(blocks.reshape(data.shape), KINDS[kind]).astype(float)
 
 
 @dataclass
@@ -137,15 +101,11 @@ class Operation:
         heads = c.heads * c.groups
         self.scale = c.dim**-0.5
         self.q = rng.standard_normal((c.streams, heads, c.queries, c.dim)).astype(np.float32) * 2
-        order = (
-            (c.streams // c.shared, c.tokens, c.heads)
-            if c.inner
-            else (c.streams // c.shared, c.heads, c.tokens)
-        )
+        order = c.streams // c.shared, *((c.tokens, c.heads) if c.inner else (c.heads, c.tokens))
         view = lambda x: x.transpose(0, 2, 1, 3) if c.inner else x  # noqa: E731
         self.keys = view(stored(rng, c.k, (*order, c.dim)))
         same = c.k == c.v and c.dim == 576  # V is a view of K, as in MLA
-        width = c.v_dim * BYTES[c.v] // BLOCK
+        width = row_bytes(c.v, c.v_dim)
         self.values = self.keys[..., :width] if same else view(stored(rng, c.v, (*order, c.v_dim)))
         self.seen = rng.standard_normal((c.streams, 1, c.queries, c.tokens)).astype(np.float16)
         self.seen[rng.random(self.seen.shape) < 0.4] = -np.inf
@@ -165,8 +125,10 @@ class Operation:
             rounded = (codes.astype(float) * (top.astype(float) / 127)).reshape(q.shape)
         heads = np.arange(c.heads * c.groups)
         at = np.ix_(np.arange(c.streams) // c.shared, heads // c.groups)
-        (k, least), (v, added) = numbers(c.k, self.keys), numbers(c.v, self.values)
-        s = rounded @ k[at].swapaxes(-1, -2) + q.astype(float) @ least[at].swapaxes(-1, -2)
+        (k, least), (v, _) = numbers(c.k, self.keys), numbers(c.v, self.values)
+        s = rounded @ (k - least)[at].swapaxes(-1, -2) + q.astype(float) @ least[at].swapaxes(
+            -1, -2
+        )
         s *= self.scale
         if c.softcap:
             s = c.softcap * np.tanh(s / c.softcap)
@@ -183,14 +145,13 @@ class Operation:
         w = np.exp(s - np.where(np.isinf(top), 0, top))
         total = w.sum(-1, keepdims=True)
         w = np.divide(w, total, out=np.zeros_like(w), where=total > 0)[..., :-1]
-        return (w @ (v + added)[at]).swapaxes(1, 2)
+        return (w @ v[at]).swapaxes(1, 2)
 
     def tensor(self, x: np.ndarray, kind: str, dim: int) -> Tensor:
         """Return ggml's tensor of an array [stream, head, row, bytes or numbers]."""
         t = Tensor(type=KINDS[kind], data=x.ctypes.data)
         t.ne[:] = dim, x.shape[2], x.shape[1], x.shape[0]
-        first = BYTES[kind] // BLOCK if kind in NUMBERS else BYTES[kind]
-        t.nb[:] = first, x.strides[2], x.strides[1], x.strides[0]
+        t.nb[:] = GGML_QUANT_SIZES[KINDS[kind]][1], x.strides[2], x.strides[1], x.strides[0]
         self.kept.append(t)
         return t
 
@@ -287,55 +248,29 @@ class Processor:
 SHAPES = [
     {"heads": 2, "groups": 3, "tokens": 300, "queries": 1, "threads": 2},
     {"heads": 1, "groups": 4, "tokens": 17, "queries": 3, "mask": False, "softcap": 2.0},
-    {
-        "heads": 3,
-        "groups": 1,
-        "tokens": 129,
-        "queries": 35,
-        "sinks": True,
-        "inner": False,
-        "threads": 3,
-    },
-    {
-        "heads": 2,
-        "groups": 6,
-        "tokens": 577,
-        "queries": 1,
-        "bias": 8.0,
-        "streams": 2,
-        "shared": 2,
-        "threads": 2,
-    },
-    {
-        "heads": 1,
-        "groups": 20,
-        "tokens": 64,
-        "queries": 6,
-        "bias": 4.0,
-        "sinks": True,
-        "streams": 2,
-    },
+    {"heads": 3, "groups": 1, "tokens": 129, "queries": 35, "sinks": True, "inner": False,
+     "threads": 3},
+    {"heads": 2, "groups": 6, "tokens": 577, "queries": 1, "bias": 8.0, "streams": 2, "shared": 2,
+     "threads": 2},
+    {"heads": 1, "groups": 20, "tokens": 64, "queries": 6, "bias": 4.0, "sinks": True,
+     "streams": 2},
     {"heads": 2, "groups": 1, "tokens": 1, "queries": 2, "mask": False},
     {"heads": 2, "groups": 2, "tokens": 1024, "queries": 75, "threads": 2},
-]
+]  # fmt: skip
 WIDTHS = [(64, 64), (96, 32), (32, 160), (256, 128), (576, 512)]
 ODD = [(40, 80), (72, 8), (120, 72)]
 
 
 def cases() -> list[Case]:
     """Return every pair of types, each with a shape or two; and odd widths of numbers."""
-    pairs = list(itertools.product(KINDS, KINDS))
-    found = [
-        Case(k, v, *WIDTHS[(i + j) % 4], **SHAPES[(i + j) % 6])
-        for i, (k, v) in enumerate(pairs)
-        for j in (i // 9,)
-    ]
-    found += [Case(k, k, *WIDTHS[i % 5], **SHAPES[-1]) for i, k in enumerate(KINDS)]
-    found += [Case(k, k, *WIDTHS[4], **SHAPES[i % 6]) for i, k in enumerate(KINDS)]
-    found += [
-        Case(k, v, *ODD[i % 3], **SHAPES[i % 6])
-        for i, (k, v) in enumerate(itertools.product(NUMBERS, NUMBERS))
-    ]
+    found = []
+    for i, (k, v) in enumerate(itertools.product(KINDS, KINDS)):
+        found.append(Case(k, v, *WIDTHS[(i + i // 9) % 4], **SHAPES[(i + i // 9) % 6]))
+    for i, k in enumerate(KINDS):
+        found.append(Case(k, k, *WIDTHS[i % 5], **SHAPES[-1]))
+        found.append(Case(k, k, *WIDTHS[4], **SHAPES[i % 6]))
+    for i, (k, v) in enumerate(itertools.product(NUMBERS, NUMBERS)):
+        found.append(Case(k, v, *ODD[i % 3], **SHAPES[i % 6]))
     return found
 
 

@@ -131,6 +131,15 @@ def test_operations_are_those_of_numpy(ggml, level):
     assert done.stdout.endswith("operations 0 wrong\n"), done.stdout
 
 
+@pytest.mark.llama
+def test_errors_are_those_of_ggmls_operations(ggml):
+    (cpu, *_) = sorted(SOURCES.parents[5].glob("build/llama/*/linked/bin/libggml-cpu.so"))
+    program = (Path(__file__).parent / "ggml_operations.py").read_text()
+    done = run(program, ggml("0.25.3"), cpu, KVPACT_GGML_ALL="1")
+    print(done.stdout)
+    assert done.stdout.endswith("operations 0 wrong\n"), done.stdout
+
+
 @pytest.mark.skipif(sys.platform == "darwin" or not shutil.which("nm"), reason="needs nm of ELF")
 def test_nothing_else_is_exported():
     listed = subprocess.run(
