@@ -201,7 +201,10 @@ def test_bytes_are_the_same_in_whatever_pieces_and_by_whatever_backend():
     }
     for name, sizes in pieces.items():
         assert all(map(same_state, states(grown(sizes)), states(whole))), name
-    assert all(map(same_state, states(grown([64] * 22, backend="torch")), states(whole)))
+    few = {"total": 500, "budget": 250_000}
+    assert {str(spec) for spec in grown([500], **few).specs} == {"trellis:bits=2"}
+    plain = grown([64] * 8, backend="torch", **few)
+    assert all(map(same_state, states(plain), states(grown([500], **few))))
 
 
 def test_what_it_tells():

@@ -23,7 +23,7 @@ from kvpact.cli.inputs import InputError
 if TYPE_CHECKING:
     from kvpact.integrations.llama_cpp.programs import Ops
 
-QUICK = "hsk=(64|128|256),.*kv=(512|1024),.*type_K=(q8_0|q4_0|q4_1|q5_0|q5_1|iq4_nl)"
+QUICK = "hsk=(64|128|256),.*kv=1024,.*type_K=(q8_0|q4_0|q4_1|q5_0|q5_1|iq4_nl)"
 ROUNDS = 2
 NEW = 16
 
