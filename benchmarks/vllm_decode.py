@@ -1,12 +1,14 @@
-"""vLLM's own bf16 cache beside kvpact's pages: prompts and decoding, in turns, in one run.
+"""vLLM's own caches beside kvpact's pages: capacity, prompts and decoding, in turns, in one run.
 
     .venv-vllm/bin/python benchmarks/vllm_decode.py [--first 256 2048 8000] [--tokens 2048 8000]
+        [--spec SPEC ...] [--calibration FILE] [--own fp8 ...]
 
-Two engines live beside each other and work one after the other, round by round. What is compared
-are the times of one round: the first token of a prompt that is in no cache (of short ones, the
-median of some); and a step of the whole batch, the median of `--steps`, over prompts that are in
-the prefix cache and share no page. `--threads` are each engine's. On a machine that others use,
-too, `--clock cpu` counts an engine's own processor time, which with one thread is less disturbed.
+All engines live beside each other and work one after the other, round by round. What is compared,
+with vLLM's own bf16 cache, are the tokens that fit into the same memory, and the times of one
+round: the first token of a prompt that is in no cache (of short ones, the median of some); and a
+step of the whole batch, the median of `--steps`, over prompts that are in the prefix cache and
+share no page. `--threads` are each engine's. On a machine that others use, too, `--clock cpu`
+counts an engine's own processor time, which with one thread is less disturbed.
 
 Without --model it is a random Llama of two layers with the heads of Llama 3.2 1B (32 query heads
 over 8 KV heads of width 64) and little else: nearly all of a step is attention.
@@ -29,7 +31,7 @@ SHORT = 2048
 """Tokens of the prompts of a round, at least."""
 
 
-def engine(spec, options, threads, clock="wall"):
+def engine(settings, options, threads, clock="wall"):
     """Start an engine in a process of its own, which answers a line with a line."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVPACT_VLLM"))}
     env |= {
@@ -41,8 +43,7 @@ def engine(spec, options, threads, clock="wall"):
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
     }
-    if spec:
-        env[SETTING] = spec
+    env |= settings
     command = [sys.executable, __file__, "--clock", clock, "--child", json.dumps(options)]
     return subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -86,9 +87,11 @@ def child(options, clock):
         first, *steps = (after - before for before, after in pairwise(ends))
         return {"first": first, "steps": steps, "cached": sum(started.values())}
 
+    cache = engine.vllm_config.cache_config
     for line in sys.stdin:
         what = json.loads(line)
-        print("answer", json.dumps(generate(what["prompts"], what["tokens"])), flush=True)
+        found = cache.num_gpu_blocks * cache.block_size if "capacity" in what else generate(**what)
+        print("answer", json.dumps(found), flush=True)
 
 
 def little_model():
@@ -119,11 +122,14 @@ def prompts_of(batch, tokens, seed):
 
 
 def compare(rounds):
-    """Cells of a table: medians of both engines in ms, and of their ratio, with its quartiles."""
-    own, mine = (1000 * median(times) for times in zip(*rounds, strict=True))
-    ratios = [mine / own for own, mine in rounds]
-    low, middle, high = quantiles(ratios, n=4, method="inclusive")
-    return f"{own:.1f} | {mine:.1f} | {middle:.2f} ({low:.2f} to {high:.2f})"
+    """Cells of a table: each engine's median in ms, and that of its ratio to the first's."""
+    own, *others = zip(*rounds, strict=True)
+    cells = [f"{1000 * median(own):.1f}"]
+    for times in others:
+        ratios = [mine / first for first, mine in zip(own, times, strict=True)]
+        low, middle, high = quantiles(ratios, n=4, method="inclusive")
+        cells.append(f"{1000 * median(times):.1f} | {middle:.2f} ({low:.2f} to {high:.2f})")
+    return " | ".join(cells)
 
 
 def main():
@@ -136,7 +142,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--spec", default="turboquant:bits=4,sinks=0")
+    parser.add_argument("--spec", nargs="*", default=["turboquant:bits=4,sinks=0"])
+    parser.add_argument("--calibration", help="of the specs that learn")
+    parser.add_argument("--own", nargs="*", default=[], help="--kv-cache-dtype of vLLM's others")
     parser.add_argument("--model", help="folder of a model")
     args = parser.parse_args()
     if args.child:
@@ -150,12 +158,20 @@ def main():
         "max_num_seqs": args.batch,
         "kv_cache_memory_bytes": 5 << 29,
     }
-    engines = [engine(spec, options, args.threads, args.clock) for spec in (None, args.spec)]
-    print(
-        f"{args.spec}; {args.model or 'two layers'}; {args.threads} threads, {args.rounds} rounds"
-    )
-    print("| | own ms | kvpact ms | times as long (quartiles) |")
-    print("|---|---:|---:|---:|")
+    kinds = {"bf16": ({}, {})} | {own: ({}, {"kv_cache_dtype": own}) for own in args.own}
+    for spec in args.spec:
+        kinds[spec] = {SETTING: spec}, {}
+    engines = [
+        engine(settings, options | more, args.threads, args.clock)
+        for settings, more in kinds.values()
+    ]
+    print(f"{args.model or 'two layers'}; {args.threads} threads, {args.rounds} rounds")
+    own, *others = kinds
+    print(f"| | {own} ms |", *(f"{other} ms | times as long (quartiles) |" for other in others))
+    print("|---|" + "---:|" * (2 * len(kinds) - 1))
+    held = [ask(one, capacity=True) for one in engines]
+    print(f"| tokens of {options['kv_cache_memory_bytes'] >> 20:,} MiB | {held[0]:,} |",
+          *(f"{n:,} | {n / held[0]:.2f} |" for n in held[1:]))  # fmt: skip
     seeds = count()
     for tokens in args.first:
         rounds = []
