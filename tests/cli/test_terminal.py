@@ -8,9 +8,12 @@ import struct
 import subprocess
 import sys
 import termios
+from types import SimpleNamespace
 
 import pytest
 from commands import invoke
+
+from kvpact.cli.console import progress
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|4[0-7]|9[0-7]|38;[0-9;]+)m")
 
@@ -119,7 +122,16 @@ def test_a_pipe_gets_whole_lines_without_colours_or_progress():
     assert len(row) > 250
 
 
-def test_progress_is_not_told_to_a_pipe(model_folder, tmp_path):
+def test_a_log_gets_a_line_a_minute(monkeypatch, capsys):
+    clock = SimpleNamespace(monotonic=iter([0, 10, 60, 90, 125]).__next__)
+    monkeypatch.setattr("kvpact.cli.console.time", clock)
+    with progress("counting") as report:
+        for number in range(1, 5):
+            report(number, 4, "eggs")
+    assert capsys.readouterr().err == "counting: 50%, eggs, 1 min\ncounting: 100%, eggs, 2 min\n"
+
+
+def test_short_work_tells_a_pipe_no_progress(model_folder, tmp_path):
     result = invoke("snapshot", "save", tmp_path / "a", "Once", "--model", model_folder)
     assert result.exit_code == 0
     assert result.stderr == f"loading model {model_folder}\n"

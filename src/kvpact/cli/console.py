@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -30,6 +31,7 @@ from kvpact.files import json_ready
 from kvpact.files import size_text as size_text
 
 _TEXT = 12  # columns that text has at least
+MINUTE = 60.0
 PIPE_WIDTH = 160  # no terminal, no width: tables in files and pipes are not squeezed into 80
 
 
@@ -133,15 +135,29 @@ def print_document(command: str, **fields: object) -> None:
     typer.echo(json.dumps(json_ready(document), indent=2, allow_nan=False, ensure_ascii=False))
 
 
+def _by_the_minute(title: str) -> Callable[[float, float | None, str], None]:
+    """Return a report that is a line of a log, of work that takes over a minute."""
+    begin = last = time.monotonic()
+
+    def report(done: float, total: float | None, what: str) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= MINUTE:
+            last = now
+            share = f"{done / total:.0%}, " if total else ""
+            note(f"{title}: {share}{what}, {(now - begin) / 60:.0f} min")
+
+    return report
+
+
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[float, float | None, str], None]]:
-    """Yield ``report(done, total, what)``: a bar that goes away again; only on a terminal.
+    """Yield ``report(done, total, what)``: a bar that goes away again, elsewhere a line a minute.
 
     A total of None is one that is not known.
     """
     console = error_console()
     if not console.is_terminal:
-        yield lambda done, total, what: None
+        yield _by_the_minute(title)
         return
     columns = (
         TextColumn(printable(title).replace("{", "{{").replace("}", "}}"), markup=False),
