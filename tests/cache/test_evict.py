@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.helpers.faults import disturbed, is_free, length_of
 
 import kvpact
 from kvpact.errors import GeometryError, SpecError
@@ -103,3 +104,14 @@ def test_a_failure_leaves_all_layers_as_they_were(monkeypatch):
     monkeypatch.undo()
     assert cache.seq_len(0) == cache.seq_len(1) == 300
     assert torch.equal(cache.dequantize(0, "k"), before)
+
+
+def test_an_interrupt_leaves_all_layers_as_before_or_all_as_after():
+    seen, twin = set(), filled("none", 12)
+    lines = length_of(lambda: twin.evict(5, 9), "interrupt")
+    for n in (1, *range(lines - 30, lines + 1)):
+        cache = filled("none", 12)
+        disturbed(lambda cache=cache: cache.evict(5, 9), "interrupt", n)
+        assert all(is_free(cache.entry(layer).lock) for layer in (0, 1))
+        seen.add((cache.seq_len(0), cache.seq_len(1)))
+    assert seen == {(12, 12), (8, 8)}

@@ -8,12 +8,13 @@ lie, exact tokens stay exact, and all others are compressed a second time.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kvpact.cache.held import Held
-from kvpact.cache.layer import CacheLayer
+from kvpact.cache.layer import CacheLayer, exchange
 from kvpact.cache.rungs import PIECE, with_tokens
 from kvpact.cache.stream import Stream
 from kvpact.errors import GeometryError, SpecError, StaleResult
@@ -112,12 +113,24 @@ class Evictable:
     def _keep(self, kept: list[Tensor]) -> None:
         """Let each layer hold the tokens `[n]` or `[B, H, n]`, or none where that raises."""
         made = [_kept(layer, index) for layer, index in zip(self._layers, kept, strict=True)]
-        for layer, (before, _) in zip(self._layers, made, strict=True):
-            if layer._held is not before:
-                raise StaleResult("the cache was written to while it let go of tokens; try again")
-        for layer, (_, after) in zip(self._layers, made, strict=True):
-            with layer.lock:
-                layer._held = after
+
+        def exchanged() -> None:
+            for layer, (before, _) in zip(self._layers, made, strict=True):
+                if layer._held is not before:
+                    raise StaleResult(
+                        "the cache was written to while it let go of tokens; try again"
+                    )
+            exchange(self._layers, [after for _, after in made])
+
+        _locked(self._layers, exchanged)
+
+
+def _locked(layers: Sequence[CacheLayer], call: Callable[[], None]) -> None:
+    """Call something while nobody else writes to any of the layers."""
+    if not layers:
+        return call()
+    with layers[0].lock:
+        return _locked(layers[1:], call)
 
 
 def _know_positions(layer: CacheLayer) -> bool:
