@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tests.helpers.faults import disturbed, length_of
 from transformers import (
     DynamicCache,
     Gemma3ForCausalLM,
@@ -63,6 +64,21 @@ def cached(model, ids, spec="none"):
 
 def assert_near(found, wanted, bound=1e-5):
     assert (found - wanted).abs().max() <= bound * wanted.abs().max()
+
+
+@pytest.mark.parametrize("call", ["evict", "compact"])
+def test_an_interrupt_leaves_what_is_held_and_what_is_counted_alike(llama, ids, call):
+    def let_go(cache):
+        cache.evict(40, 100) if call == "evict" else cache.compact(torch.arange(60, PAST))
+
+    whole, seen = cached(llama, ids), set()
+    twin = copy.deepcopy(whole)
+    lines = length_of(lambda: let_go(twin), "interrupt")
+    for n in range(lines - 40, lines + 1):
+        cache = copy.deepcopy(whole)
+        disturbed(lambda cache=cache: let_go(cache), "interrupt", n)
+        seen.add((cache.held().seq_len(), cache._shared.gaps.gone, cache.get_seq_length()))
+    assert seen == {(PAST, 0, PAST), (PAST - 60, 60, PAST)}
 
 
 def test_logits_are_those_of_a_cache_without_the_tokens(llama, ids):

@@ -2,7 +2,7 @@
 //
 //     driver FILE [--level none|neon|avx2|avx512|avx512vbmi] [--case I] [--run compare|once|steps]
 //
-// FILE is written by record.py, which documents the layout. Every case is run at every level that
+// FILE is written by record.py; recorder.py documents the layout. Every case is run at every level that
 // was compiled in and that the processor has (or at the one named). `compare`: results are compared,
 // and a JSON line is printed per level. `once`: nothing is compared, for profilers. `steps`: a line
 // per case with its instructions, counted by stepping through them.
@@ -166,6 +166,8 @@ struct Case {
             status = kvp_step(level, (const kvp_step_args *)args, blocks[0].contents.size() / sizeof(kvp_step_args));
         if (operation == "learn") status = kvp_learn(level, (const kvp_learn_args *)args);
         if (operation == "decode") status = kvp_decode(level, (const kvp_decode_args *)args);
+        if (operation == "scan") status = kvp_scan(level, (const kvp_scan_args *)args);
+        if (operation == "gather") status = kvp_gather((const kvp_gather_args *)args);
         if (status) fail(operation + " of " + label + " returned " + std::to_string(status));
     }
     // The largest error; infinity where a guard was overwritten.

@@ -13,7 +13,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from record import CHECKS, Recorder, record_all
+from record import record_all
+from recorder import CHECKS, Recorder
 
 from kvpact.kernels.cpu.library import _load
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from kvpact.cache.held import Held
-from kvpact.cache.layer import CacheLayer, exchange
+from kvpact.cache.held import Also, Held, exchange
+from kvpact.cache.layer import CacheLayer
 from kvpact.cache.rungs import PIECE, with_tokens
 from kvpact.cache.stream import Stream
 from kvpact.errors import GeometryError, SpecError, StaleResult
@@ -47,6 +47,10 @@ class Evictable:
         SpecError
             Something that depends on positions is taken off keys before they are stored.
         """
+        self.let_go(begin, end)
+
+    def let_go(self, begin: int, end: int, also: Sequence[Also] = ()) -> None:
+        """Do what `evict` does, and set attributes of others at once with it."""
         check_count("begin", begin)
         check_count("end", end)
         length = self._length()
@@ -54,7 +58,7 @@ class Evictable:
             raise GeometryError(f"tokens {begin} to {end} of {length} can't be let go of")
         kept = torch.arange(length - (end - begin), dtype=torch.int64, device="cpu")
         kept[begin:] += end - begin
-        self._keep([kept] * len(self._layers))
+        self._keep([kept] * len(self._layers), also)
 
     def compact(self, keep: Tensor) -> None:
         """Keep some tokens alone, in each layer and head as many of its own choice.
@@ -72,6 +76,10 @@ class Evictable:
         GeometryError, SpecError
             Not such a tensor, or as `evict`.
         """
+        self.let_go_but(keep)
+
+    def let_go_but(self, keep: Tensor, also: Sequence[Also] = ()) -> None:
+        """Do what `compact` does, and set attributes of others at once with it."""
         length, layers = self._length(), len(self._layers)
         first = next((layer.k for layer in self._layers if layer.k is not None), None)
         shape = (0, 0) if first is None else first.memory.tensor.shape[:2]
@@ -87,7 +95,7 @@ class Evictable:
         rising = bool((keep.diff(dim=-1) > 0).all())
         if keep.numel() and (not rising or int(keep.min()) < 0 or int(keep.max()) >= length):
             raise GeometryError(f"keep should be ascending along the last axis, within {length}")
-        self._keep([keep] * layers if keep.dim() == 1 else list(keep))
+        self._keep([keep] * layers if keep.dim() == 1 else list(keep), also)
 
     def _length(self) -> int:
         """Return the tokens of all layers, which may let go of some."""
@@ -110,7 +118,7 @@ class Evictable:
                 )
         return lengths.pop()
 
-    def _keep(self, kept: list[Tensor]) -> None:
+    def _keep(self, kept: list[Tensor], also: Sequence[Also]) -> None:
         """Let each layer hold the tokens `[n]` or `[B, H, n]`, or none where that raises."""
         made = [_kept(layer, index) for layer, index in zip(self._layers, kept, strict=True)]
 
@@ -120,7 +128,7 @@ class Evictable:
                     raise StaleResult(
                         "the cache was written to while it let go of tokens; try again"
                     )
-            exchange(self._layers, [after for _, after in made])
+            exchange(self._layers, [after for _, after in made], also)
 
         _locked(self._layers, exchanged)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -118,3 +119,25 @@ def next_offset(
         filled = (held.padding < held.length).tolist()
         origin = tuple(b if f else a for f, b, a in zip(filled, before, after, strict=True))
     return offset.begun_at(origin if origin and any(origin) else None)
+
+
+class Holder(Protocol):
+    """A layer."""
+
+    _held: Held
+
+
+Also = tuple[Any, str, Any]
+"""An object, the name of an attribute, and its value."""
+
+
+def exchange(layers: Sequence[Holder], states: Sequence[Held], also: Sequence[Also] = ()) -> None:
+    """Let all layers hold their states, or none: in one call of C no interrupt is delivered."""
+    if len(layers) == 1 and not also:
+        layers[0]._held = states[0]
+        return
+    held = ((layer, "_held", state) for layer, state in zip(layers, states, strict=True))
+    owners, names, values = zip(*held, *also, strict=True)
+    old = [layer._held for layer in layers]
+    deque(map(setattr, owners, names, values), maxlen=0)
+    del old

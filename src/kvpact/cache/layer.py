@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
 from math import inf, lcm
 from typing import Any
 
@@ -388,13 +385,3 @@ class CacheLayer:
                 + self.waiting_state()
                 + ([] if self._held.padding is None else [self._held.padding])
             )
-
-
-def exchange(layers: Sequence[CacheLayer], states: Sequence[Held]) -> None:
-    """Let all layers hold their states, or none: in one call of C no interrupt is delivered."""
-    if len(layers) == 1:
-        layers[0]._held = states[0]
-        return
-    old = [layer._held for layer in layers]
-    deque(map(setattr, layers, repeat("_held"), states), maxlen=0)
-    del old

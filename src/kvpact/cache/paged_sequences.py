@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpact.cache.checks import check_layer, check_tokens, refuse_records
-from kvpact.cache.held import LayerPlan
-from kvpact.cache.layer import CacheLayer, exchange
+from kvpact.cache.held import LayerPlan, exchange
+from kvpact.cache.layer import CacheLayer
 from kvpact.cache.modes import detached
 from kvpact.cache.paged_step import store_rows
 from kvpact.cache.prefixes import SharedPage, page_keys

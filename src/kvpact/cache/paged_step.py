@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvpact.cache.held import LayerPlan
-from kvpact.cache.layer import exchange
+from kvpact.cache.held import LayerPlan, exchange
 from kvpact.cache.quick import encodes, make_runner, quick_step
 from kvpact.cache.sequence_pages import SequencePages
 from kvpact.cache.sequences import KnownRows, PagedSequence

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvpact.cache.held import Held
-from kvpact.cache.layer import CacheLayer, exchange
+from kvpact.cache.held import Held, exchange
+from kvpact.cache.layer import CacheLayer
 from kvpact.cache.pages import PagePool
 from kvpact.cache.prefixes import SinkPair
 from kvpact.geometry import CacheGeometry

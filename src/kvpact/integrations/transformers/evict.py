@@ -67,8 +67,8 @@ class Evicting(EngineCache):
         if begin < gaps.firm:
             raise GeometryError(f"compact() left no places before {gaps.firm} to let go of")
         if whole is not None and begin < end:
-            whole.evict(gaps.held(begin), gaps.held(end))
-            self._shared.open(gaps.opened(begin, end))
+            also = self._shared.opening(gaps.opened(begin, end))
+            whole.let_go(gaps.held(begin), gaps.held(end), also)
             self._order.forget()
 
     def compact(self, keep: Tensor) -> None:
@@ -96,12 +96,10 @@ class Evicting(EngineCache):
         whole, length = self._whole_cache(), self.get_seq_length()
         if whole is None:
             raise GeometryError("the cache is empty; run the model first")
-        before = whole.seq_len()
-        before = whole.seq_len()
-        whole.compact(keep)
-        if whole.seq_len() < before:
-            self._shared.open(Gaps(((0, length - whole.seq_len()),), length))
-            self._order.forget()
+        left = keep.shape[-1] if isinstance(keep, Tensor) and keep.dim() else 0
+        also = self._shared.opening(Gaps(((0, length - left),), length))
+        whole.let_go_but(keep, also if left < whole.seq_len() else ())
+        self._order.forget()
 
     def _whole_cache(self) -> ContiguousCache | None:
         """Return what holds the compressed layers, of which tokens may be let go of."""

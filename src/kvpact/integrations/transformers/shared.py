@@ -93,6 +93,10 @@ class SharedState:
         """Count, from now on, what is in gaps."""
         self.gaps, self.gone = gaps, gaps.gone
 
+    def opening(self, gaps: Gaps) -> tuple[tuple[Any, str, Any], ...]:
+        """Return what `open` would set: owners, names and values."""
+        return (self, "gaps", gaps), (self, "gone", gaps.gone)
+
     def caches(self) -> list[BatchCache]:
         """Return every cache once."""
         return list({id(cache): cache for cache in self.held if cache is not None}.values())
