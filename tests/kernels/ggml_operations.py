@@ -59,15 +59,9 @@ def stored(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> np.nd
     return data.reshape(*rows, -1)
 
 
-def numbers(kind: str, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return what rows hold, by the package gguf, and how much of it every code of a block has."""
-    data = np.ascontiguousarray(data)
-    x = quants.dequantize(data, KINDS[kind]).astype(float)
-    if kind not in LEAST:
-        return x, np.zeros(x.shape)
-    blocks = data.reshape(*data.shape[:-1], -1, row_bytes(kind, BLOCK)).copy()
-    blocks[..., 4:] = 0
-    return x, quants.dequantize(blocks.reshape(data.shape), KINDS[kind]).astype(float)
+def numbers(kind: str, data: np.ndarray) -> np.ndarray:
+    """Return what rows hold, by the package gguf."""
+    return quants.dequantize(np.ascontiguousarray(data), KINDS[kind]).astype(float)
 
 
 @dataclass
@@ -125,10 +119,8 @@ class Operation:
             rounded = (codes.astype(float) * (top.astype(float) / 127)).reshape(q.shape)
         heads = np.arange(c.heads * c.groups)
         at = np.ix_(np.arange(c.streams) // c.shared, heads // c.groups)
-        (k, least), (v, _) = numbers(c.k, self.keys), numbers(c.v, self.values)
-        s = rounded @ (k - least)[at].swapaxes(-1, -2) + q.astype(float) @ least[at].swapaxes(
-            -1, -2
-        )
+        k, v = numbers(c.k, self.keys), numbers(c.v, self.values)
+        s = rounded @ k[at].swapaxes(-1, -2)
         s *= self.scale
         if c.softcap:
             s = c.softcap * np.tanh(s / c.softcap)

@@ -35,9 +35,10 @@ static void code_row(const float *q, int64_t dim, float scale, int zero, int64_t
         const int64_t at = row * (dim / BLOCK) + b;
         _mm_storeu_si128((__m128i *)(to.code + at * BLOCK), _mm512_cvtsepi32_epi8(i));
         _mm_storeu_si128((__m128i *)(to.code + at * BLOCK + W), _mm512_cvtsepi32_epi8(j));
+        const int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(i, j));
         to.unit[at] = top / 127 * scale;
-        to.middle[at] = -zero * _mm512_reduce_add_epi32(_mm512_add_epi32(i, j));
-        to.sum[at] = sum(add(x, y)) * scale;
+        to.middle[at] = -zero * total;
+        to.sum[at] = to.unit[at] * (float)total; // rounded alike, so that only what differs in a block counts
     }
 }
 
