@@ -36,7 +36,7 @@ static void code_row(const float *q, int64_t dim, float scale, int zero, int64_t
         _mm_storeu_si128((__m128i *)(to.code + at * BLOCK), _mm512_cvtsepi32_epi8(i));
         _mm_storeu_si128((__m128i *)(to.code + at * BLOCK + W), _mm512_cvtsepi32_epi8(j));
         const int32_t total = _mm512_reduce_add_epi32(_mm512_add_epi32(i, j));
-        to.unit[at] = top / 127 * scale;
+        to.unit[at] = _cvtsh_ss(_cvtss_sh(top / 127, 0)) * scale; // as ggml stores it
         to.middle[at] = -zero * total;
         to.sum[at] = to.unit[at] * (float)total; // rounded alike, so that only what differs in a block counts
     }
