@@ -77,6 +77,7 @@ def run_vllm(start_vllm):
                 "greedy": [engine.ask("greedy", prompts=p, tokens=n) for p, n in greedy],
                 "forced": [engine.ask("forced", prompt=prompt) for prompt in forced],
                 "metrics": engine.ask("metrics"),
+                "scraped": engine.ask("scraped"),
                 "all_free": engine.ask("forget"),
                 "log": engine.log,
             }

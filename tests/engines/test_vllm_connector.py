@@ -30,6 +30,8 @@ def check_shared(run_vllm, spec, prompts, store, **options):
     loading = run_vllm(spec, greedy=others, **options, **store)
     assert saving["greedy"] + loading["greedy"] == without["greedy"]
     assert loading["metrics"]["vllm:kvpact_loaded_tokens"] == SHARED
+    assert 'vllm:kvpact_load_time_seconds_count{engine="0"' in loading["scraped"]
+    assert "vllm:kvpact_save_time_seconds_sum" in saving["scraped"]
     return saving, loading
 
 

@@ -46,12 +46,16 @@ def test_answers_of_others_are_those_of_vllm(run_vllm, spoiled, prompts):
     assert "Requests cut so far: 1" in mine["log"]
 
 
-def test_a_request_that_is_cut_changes_no_other_answer(run_vllm, spoiled, prompts):
+def test_a_request_that_is_cut_changes_no_other_answer(run_vllm, spoiled, prompts, tmp_path):
+    """In processes of their own; the metrics of all of them show the cut requests, and pages."""
     clean, bad = prompts
+    env = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
     mine = run_vllm(
         "turboquant:bits=4,sinks=0",
         model=spoiled,
         greedy=[[clean, 16], [[bad, *clean, bad], 16], [clean, 16]],
+        processes=True,
+        env=env,
         # In one step, so that a prompt's parts are the same whoever is beside it.
         **{**OPTIONS, "max_num_batched_tokens": 4096, "enable_prefix_caching": False},
     )
@@ -60,3 +64,12 @@ def test_a_request_that_is_cut_changes_no_other_answer(run_vllm, spoiled, prompt
     assert "kvpact could not store a token in model.layers.0.self_attn.attn" in mine["log"]
     assert "Requests cut so far: 2" in mine["log"]
     assert mine["all_free"]
+    labels = (
+        f'dtype="float32",engine="0",layers="2",model_name="{spoiled}",'
+        'spec="turboquant:bits=4,sinks=0"'
+    )
+    # Two heads' K and V of 64 numbers in 68 bytes, 32 tokens; fp32 would take 512 bytes a head.
+    for name, value in ("page_bytes", 4352), ("page_tokens", 32), ("capacity_ratio", 512 / 68):
+        assert f"vllm:kvpact_{name}{{{labels}}} {float(value)}\n" in mine["scraped"]
+    corrupted = f'vllm:corrupted_requests_total{{engine="0",model_name="{spoiled}"}} 2.0\n'
+    assert corrupted in mine["scraped"]

@@ -151,7 +151,10 @@ def test_a_flipped_bit_in_a_stored_chunk(redis, records):
     with redis.counting() as counts:
         assert redis.ask(prompt) == answer
     assert (counts["loaded_tokens"], counts["recomputed_tokens"]) == (0, TOKENS)
-    assert counts["gone"] == counts["saved_chunks"] == CHUNKS
+    assert counts["damaged"] == counts["saved_chunks"] == CHUNKS
+    assert counts["gone"] == counts["failures"] == 0
+    (line,) = [x for x in redis.engine.log.splitlines() if "its checksum does not match" in x]
+    assert "RedisStore('127.0.0.1:" in line and "-0of1" in line
     with redis.counting() as counts:
         assert redis.ask(prompt) == answer
     assert counts["loaded_tokens"] == TOKENS

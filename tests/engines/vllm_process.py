@@ -53,6 +53,13 @@ class Asked:
     def metrics(self):
         return {m.name: m.value for m in self.llm.get_metrics() if hasattr(m, "value")}
 
+    def scraped(self):
+        """What a server's page of metrics would have."""
+        from prometheus_client import generate_latest
+        from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+        return generate_latest(get_prometheus_registry()).decode()
+
     def counts(self):
         """What both sides of kvpact's connector have counted until now."""
         sides = [side.counts for side in self._connectors()]

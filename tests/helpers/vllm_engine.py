@@ -25,7 +25,8 @@ def sharing(store, **extra):
 class Engine:
     """Starts at once. kvpact's setting is one of the whole process: `spec`, or vLLM's own cache."""
 
-    def __init__(self, folder, spec=None, *, processes=False, script=PROCESS, **llm):
+    def __init__(self, folder, spec=None, *, processes=False, script=PROCESS, env=None, **llm):
+        more = env or {}
         env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "KVPACT_VLLM"))}
         env |= {
             "VLLM_HOST_IP": "127.0.0.1",
@@ -37,6 +38,7 @@ class Engine:
         }
         if spec is not None:
             env["KVPACT_VLLM_SPEC"] = spec
+        env |= more
         self._log = folder / "log.txt"
         llm = {"block_size": 32, "kv_cache_memory_bytes": 1 << 28, **llm}
         with self._log.open("w") as log:

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
@@ -157,12 +157,18 @@ class BackgroundStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob that waits or is stored; see `Store.get`."""
-        name = check_key(key)
+        return self._found(check_key(key), self._inner.get)
+
+    def fetch(self, key: Key) -> bytes | None:
+        """Return a blob that waits or is stored; see `Store.fetch`."""
+        return self._found(check_key(key), self._inner.fetch)
+
+    def _found(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
         with self._opened():
             if (blob := self._queued(name)) is not None:
                 self._hits += 1
                 return blob
-        return self._inner.get(name)
+        return get(name)
 
     def contains(self, key: Key) -> bool:
         """Tell whether an entry waits or is stored; see `Store.contains`."""

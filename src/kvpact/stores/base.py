@@ -107,6 +107,20 @@ class Store(ABC):
         A damaged entry and a server that can't be reached are misses with a `StoreWarning`.
         """
 
+    def fetch(self, key: Key) -> bytes | None:
+        """Return the blob under `key`, verified, or None; tell damage and outages from misses.
+
+        A store that can't tell them apart, as this one, answers as `get` does.
+
+        Raises
+        ------
+        IntegrityError
+            The entry failed its checksum, and was removed.
+        StoreError
+            The store can't be read.
+        """
+        return self.get(key)
+
     @abstractmethod
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; its bytes are not read. A dead server is a False."""

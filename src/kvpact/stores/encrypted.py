@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from importlib import import_module
 from typing import Any, Literal
 
-from kvpact.errors import StoreError
+from kvpact.errors import IntegrityError, StoreError
 from kvpact.stores.base import (
     Blob,
     GCReport,
@@ -89,13 +89,26 @@ class EncryptedStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob, authenticated; see `Store.get`."""
-        name = check_key(key)
-        sealed = self._inner.get(name)
+        try:
+            return self._opened(check_key(key), self._inner.get)
+        except IntegrityError as error:
+            warnings.warn(str(error), StoreWarning, stacklevel=2)
+            return None
+
+    def fetch(self, key: Key) -> bytes | None:
+        """Return a blob, authenticated; see `Store.fetch`."""
+        return self._opened(check_key(key), self._inner.fetch)
+
+    def _opened(self, name: str, get: Callable[[str], bytes | None]) -> bytes | None:
+        sealed = get(name)
         if sealed is None:
             return None
-        blob = self._open(name, sealed)
-        with self._lock:
-            self._missed += blob is None
+        blob = None
+        try:
+            blob = self._open(name, sealed)
+        finally:
+            with self._lock:
+                self._missed += blob is None
         return blob
 
     def _open(self, name: str, sealed: bytes) -> bytes | None:
@@ -107,13 +120,13 @@ class EncryptedStore(Store):
             nonce, rest = sealed[_HEAD : _HEAD + _NONCE], memoryview(sealed)[_HEAD + _NONCE :]
             blob: bytes = self._cipher.decrypt(nonce, rest, self._head + name.encode())
             return blob
-        except (self._refused, ValueError):
+        except (self._refused, ValueError) as error:
             with self._lock:
                 self._damaged += 1
             self._inner.delete(name)
-            message = f"{self!r}: {name} was forged: it fails its authentication; removed"
-            warnings.warn(message, StoreWarning, stacklevel=3)
-            return None
+            raise IntegrityError(
+                f"{self!r}: {name} was forged: it fails its authentication; removed"
+            ) from error
 
     def contains(self, key: Key) -> bool:
         """Tell whether there is an entry; see `Store.contains`."""

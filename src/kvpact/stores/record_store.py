@@ -100,15 +100,28 @@ class RecordStore(Store):
 
     def get(self, key: Key) -> bytes | None:
         """Return a blob; see `Store.get`."""
-        name = check_key(key)
+        check_key(key)
+        self._check_open()
+        try:
+            return self.fetch(key)
+        except IntegrityError as error:
+            warnings.warn(str(error), StoreWarning, stacklevel=2)
+        except StoreError as error:
+            warnings.warn(f"{error}; taken as a miss", StoreWarning, stacklevel=2)
+        return None
+
+    def fetch(self, key: Key) -> bytes | None:
+        """Return a blob; see `Store.fetch`."""
+        name, entry = check_key(key), None
         self._check_open()
         try:
             found = self._read(name)
             entry = None if found is None else self._verified(name, *found)
-        except StoreError as error:
-            self._failed(error)
-            entry = None
-        self._count("misses" if entry is None else "hits")
+        except StoreError:
+            self._count("errors")
+            raise
+        finally:
+            self._count("misses" if entry is None else "hits")
         return None if entry is None else entry.blob
 
     def contains(self, key: Key) -> bool:
@@ -189,8 +202,7 @@ class RecordStore(Store):
         except IntegrityError as error:
             self._count("damaged")
             self._discard(name, token)
-            warnings.warn(f"{self!r}: {error}; removed", StoreWarning, stacklevel=3)
-            return None
+            raise IntegrityError(f"{self!r}: {error}; removed") from error
         if self._expired(entry.created):
             self._count("evictions")
             self._discard(name, token)

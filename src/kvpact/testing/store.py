@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from kvpact.errors import DtypeError, StoreError, StoreFull, StoreKeyError
+from kvpact.errors import DtypeError, IntegrityError, StoreError, StoreFull, StoreKeyError
 from kvpact.stores.base import Store, StoreWarning
 from kvpact.testing.store_base import BAD_KEYS, KEYS, Clock, StoreKit, random_bytes
 
@@ -180,6 +180,11 @@ class DamageChecks(StoreKit):
             assert (stats.hits, stats.misses, stats.damaged) == (0, 1, 1)
             assert "a" not in store and list(store) == ["b"]
             assert store.get("b") == SMALL
+            if type(store).fetch is not Store.fetch:
+                self.tamper(store, "b", edit)
+                with pytest.raises(IntegrityError, match="b"):
+                    store.fetch("b")
+                assert store.stats().damaged == 2 and "b" not in store
             store.put("a", b"new")
             assert store.get("a") == b"new"
 

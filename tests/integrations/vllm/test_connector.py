@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.helpers.connector_engine import PAGE, Engine, request
 
-from kvpact.errors import GeometryError, StoreFull
+from kvpact.errors import GeometryError, StoreFull, StoreUnavailable
 from kvpact.stores import MemoryStore
 
 CHUNK = 64
@@ -207,7 +207,7 @@ def test_a_flipped_bit_is_computed_again_and_saved_anew():
     assert same(engine.rows(OTHERS[:2]), first.rows(PAGES[:2]))
     assert not store.contains(name)
     count = engine.counts.total()
-    assert (count["damaged"], count["gone"], count["recomputed_tokens"]) == (1, 1, 2 * CHUNK)
+    assert (count["damaged"], count["gone"], count["recomputed_tokens"]) == (1, 0, 2 * CHUNK)
     # vLLM asks again where nothing was loaded, and computes from the first page that failed.
     assert engine.matched(one) == 0
     for layer, right in zip(engine.memory.values(), first.memory.values(), strict=True):
@@ -215,6 +215,48 @@ def test_a_flipped_bit_is_computed_again_and_saved_anew():
     engine.step([(one, OTHERS, CHUNK, len(IDS) - CHUNK)])
     all_saved(engine)
     assert store.get(name) == whole
+
+
+def test_an_entry_that_its_store_finds_damaged_is_counted_as_such_by_name(store, caplog):
+    engine = Engine(store, seed=1)
+    name = second_key(store, engine)
+    record, created = store._records[name]
+    store._records[name] = record[:-9] + bytes([record[-9] ^ 4]) + record[-8:], created
+    assert engine.load(request("second", IDS), OTHERS) == (3 * CHUNK, set(OTHERS[2:6]))
+    count = engine.counts.total()
+    assert (count["damaged"], count["gone"], count["failures"]) == (1, 0, 0)
+    assert store.stats().damaged == 1 and not store.contains(name)
+    (said,) = [x for x in caplog.messages if "can't be used" in x]
+    assert name in said and "MemoryStore()" in said and "checksum" in said
+
+
+def test_what_a_store_forgot_and_what_it_can_not_give_are_counted_apart(store, monkeypatch):
+    engine, one = Engine(store, seed=1), request("second", IDS)
+    assert engine.matched(one) == 3 * CHUNK
+    store.delete(second_key(store, engine))
+    engine.load(one, OTHERS)
+    count = engine.counts.total()
+    assert (count["gone"], count["damaged"], count["failures"]) == (1, 0, 0)
+
+    def away(name, use=True):
+        raise StoreUnavailable("nobody answers")
+
+    engine = Engine(store, seed=1)
+    monkeypatch.setattr(store, "_read", away)
+    assert engine.load(request("third", IDS), OTHERS)[0] == CHUNK
+    count = engine.counts.total()
+    assert (count["gone"], count["damaged"], count["failures"]) == (0, 0, 1)
+
+
+def test_times_and_the_queue_are_noted(store):
+    first, second = saved(MemoryStore()), Engine(store, seed=1)
+    assert second.load(request("second", IDS), OTHERS) == (3 * CHUNK, set())
+    all_saved(first)
+    noted, loaded = first.counts.take(), second.counts.take()
+    assert len(noted["save_time_seconds"]) == 3 and min(noted["save_time_seconds"]) > 0
+    assert noted["waiting_chunks"] == [3]
+    assert len(loaded["load_time_seconds"]) == 1 and loaded["load_time_seconds"][0] > 0
+    assert first.counts.take() == second.counts.take() == {}
 
 
 class Frozen(MemoryStore):
@@ -229,9 +271,9 @@ class Frozen(MemoryStore):
         self.thaw.wait()
         return super().contains(key)
 
-    def get(self, key):
+    def fetch(self, key):
         self.thaw.wait()
-        return super().get(key)
+        return super().fetch(key)
 
 
 def test_a_lookup_that_gets_no_answer_ends_with_the_timeout():
@@ -281,9 +323,9 @@ class Failing(MemoryStore):
         self._check()
         super().put(key, blob)
 
-    def get(self, key):
+    def fetch(self, key):
         self._check()
-        return super().get(key)
+        return super().fetch(key)
 
 
 def test_a_store_that_raises_is_counted_and_nobody_else_is_told():

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvpact.integrations.vllm.metrics import show_pages
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.setting import codecs, native_plan, refuse
 from kvpact.integrations.vllm.window import SLACK, Row, waves
@@ -170,6 +171,18 @@ def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch
         plain / content,
         _pages(spec, sliding, config),
         plan,
+    )
+    show_pages(
+        {
+            "model_name": config.model_config.served_model_name,
+            "engine": str(config.parallel_config.data_parallel_index),
+            "spec": str(stored),
+            "layers": str(len(names)),
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        page_bytes=spec.page_size_bytes,
+        page_tokens=spec.block_size,
+        capacity_ratio=plain / content,
     )
     if sliding:
         logger.info(

@@ -22,6 +22,7 @@ from kvpact.integrations.vllm.connector_setup import (
 )
 from kvpact.integrations.vllm.connector_store import (
     COUNTED,
+    NOTED,
     ConnectorCounts,
     ConnectorOptions,
     logger,
@@ -45,12 +46,12 @@ class ConnectorStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add what another rank, or another step, counted."""
         for name, count in other.data.items():
-            self.data[name] = self.data.get(name, 0) + count
+            self.data[name] = self.data[name] + count if name in self.data else count
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM logs."""
-        return dict(self.data)
+        """Return what vLLM logs: of what was noted, the mean."""
+        return {k: sum(x) / len(x) if k in NOTED else x for k, x in self.data.items()}
 
     def is_empty(self) -> bool:
         """Tell whether nothing was counted."""
@@ -58,7 +59,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """Prometheus counters named ``vllm:kvpact_…``; parameters as of vLLM's class."""
+    """Prometheus counters and histograms named ``vllm:kvpact_…``; parameters as of vLLM's class."""
 
     def __init__(
         self,
@@ -68,19 +69,29 @@ class ConnectorMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {}
-        for name, what in COUNTED.items():
-            counter = self._counter_cls(
-                name=f"vllm:kvpact_{name}", documentation=what, labelnames=labelnames
+        self._metrics: dict[str, dict[int, Any]] = {}
+        metrics: dict[str, tuple[Any, str, dict[str, Any]]] = {
+            name: (self._counter_cls, what, {}) for name, what in COUNTED.items()
+        }
+        for name, (what, bounds) in NOTED.items():
+            metrics[name] = self._histogram_cls, what, {"buckets": bounds}
+        for name, (make, what, more) in metrics.items():
+            metric = make(
+                name=f"vllm:kvpact_{name}", documentation=what, labelnames=labelnames, **more
             )
-            self._counters[name] = {
-                engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()
+            self._metrics[name] = {
+                engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()
             }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add what vLLM collected."""
         for name, count in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(count)
+            metric = self._metrics[name][engine_idx]
+            if name in NOTED:
+                for value in count:
+                    metric.observe(value)
+            else:
+                metric.inc(count)
 
 
 class KVPactConnector(KVConnectorBase_V1):

@@ -193,7 +193,7 @@ class PrefixScheduler:
     def _looked_up(self, one: _Tracked) -> int | None:
         if one.lookup is None:
             if self._lane.stuck(self._options.timeout):
-                self._counts.say("timeouts", "a lookup waits for the store without end")
+                self._counts.say("timeouts", f"a lookup waits for {self._store!r} without end")
                 return 0
             names = self._names(one, (one.request.num_tokens - 1) // self.chunk)
             names = self._trusted(names)
@@ -202,12 +202,14 @@ class PrefixScheduler:
             wait([one.lookup], min(AT_ONCE, self._options.timeout))
         if one.lookup.done():
             if (error := one.lookup.exception()) is not None:
-                self._counts.say("failures", f"a lookup failed ({error})")
+                self._counts.say("failures", f"a lookup in {self._store!r} failed ({error})")
         elif time.monotonic() < one.deadline:
             return None
         else:
             one.lookup.stopped = True
-            self._counts.say("timeouts", f"a lookup took {self._options.timeout} s")
+            self._counts.say(
+                "timeouts", f"a lookup in {self._store!r} took {self._options.timeout} s"
+            )
         return one.lookup.progress
 
     def _trusted(self, names: Sequence[str]) -> list[str]:

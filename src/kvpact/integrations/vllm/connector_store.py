@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
@@ -106,7 +106,7 @@ COUNTED = {
     "saved_chunks": "Chunks that were written to the store.",
     "saved_bytes": "Bytes of these.",
     "misses": "Chunks of prompts that the store was asked for and does not hold.",
-    "gone": "Chunks that the store holds and did not give: evicted meanwhile, damaged, or away.",
+    "gone": "Chunks that the store held when it was asked and did not give: evicted meanwhile.",
     "damaged": "Chunks that failed a checksum, or are not what their key says.",
     "timeouts": "Lookups and loads that took longer than the timeout.",
     "dropped": "Chunks that were not saved: the queue or the store was full.",
@@ -114,6 +114,13 @@ COUNTED = {
     "recomputed_tokens": "Tokens whose load failed; vLLM computes them.",
 }
 """Names of the counters, and what they count."""
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+NOTED: dict[str, tuple[str, Sequence[float]]] = {
+    "load_time_seconds": ("Seconds from the plan of a load to its tokens in pages.", _SECONDS),
+    "save_time_seconds": ("Seconds to pack a chunk and to write it to the store.", _SECONDS),
+    "waiting_chunks": ("Chunks that wait to be saved, when some join them.", (1, 4, 16, 64, 256)),
+}
+"""Names of the histograms, what is noted for them, and the bounds of their buckets."""
 
 
 class ConnectorCounts:
@@ -123,6 +130,7 @@ class ConnectorCounts:
         self._lock = threading.Lock()
         self._total = dict.fromkeys(COUNTED, 0)
         self._taken = dict(self._total)
+        self._noted: dict[str, list[float]] = {}
         self._said: set[str] = set()
 
     def add(self, name: str, by: int = 1) -> None:
@@ -130,26 +138,32 @@ class ConnectorCounts:
         with self._lock:
             self._total[name] += by
 
+    def note(self, name: str, value: float) -> None:
+        """Note a value of a histogram."""
+        with self._lock:
+            self._noted.setdefault(name, []).append(value)
+
     def total(self) -> dict[str, int]:
         """Return all counters since the start."""
         with self._lock:
             return dict(self._total)
 
-    def take(self) -> dict[str, int]:
-        """Return what was counted since the last call, without zeros."""
+    def take(self) -> dict[str, int | list[float]]:
+        """Return what was counted and noted since the last call, without zeros."""
         with self._lock:
             new = {name: n - self._taken[name] for name, n in self._total.items()}
             self._taken = dict(self._total)
-        return {name: n for name, n in new.items() if n}
+            noted, self._noted = self._noted, {}
+        return {name: n for name, n in new.items() if n} | noted
 
     def say(self, name: str, message: str, by: int = 1) -> None:
-        """Count a failure, and log it if it is the first of its name."""
+        """Count a failure, and warn of it if it is the first of its name."""
         self.add(name, by)
         with self._lock:
             first = name not in self._said
             self._said.add(name)
-        if first:
-            logger.warning("kvpact's connector: %s. Later ones are counted (%s).", message, name)
+        level = logging.WARNING if first else logging.DEBUG
+        logger.log(level, "kvpact's connector: %s. Later ones are counted (%s).", message, name)
 
 
 IDLE = 0.01

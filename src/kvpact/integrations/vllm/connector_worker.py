@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreFull
+from kvpact.errors import FormatError, IntegrityError, KVPactError, StoreError, StoreFull
 from kvpact.integrations.vllm.connector_form import (
     ChunkPiece,
     Load,
@@ -81,12 +82,12 @@ class PrefixWorker:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin to read what is to be loaded."""
-        deadline = time.monotonic() + self._options.timeout
+        begin = time.monotonic()
         for load in plan.loads:
             if self._loads_lane.stuck(self._options.timeout):
-                deadline = 0.0  # nobody would come to it
+                begin = -math.inf  # nobody would come to it
             job = self._loads_lane.submit(partial(self._fetch, load))
-            self._running[load.request] = load, job, deadline
+            self._running[load.request] = load, job, begin
 
     def save_layer(self, name: str) -> None:
         """Copy the pages of a layer that a step wrote."""
@@ -104,6 +105,7 @@ class PrefixWorker:
             missing = [name for name in self._pages if name not in layers]
             if all(self._copied(save, layers, name) for name in missing):
                 self._saves_lane.submit(partial(self._put, save, layers))
+                self._counts.note("waiting_chunks", self.waiting)
 
     def loaded(self, plan: StepPlan) -> set[str]:
         """Return the requests whose loads have ended; what failed is in `failed_pages`."""
@@ -111,8 +113,10 @@ class PrefixWorker:
             self._loads_lane.wait()
         ready = self._ready()
         for name in ready:
-            load, job, _ = self._running.pop(name)
+            load, job, begin = self._running.pop(name)
             usable = self._take(load, job)
+            if usable:
+                self._counts.note("load_time_seconds", time.monotonic() - begin)
             self._failed.update(load.pages[usable:])
             self._counts.add("loaded_tokens", usable * self._form.page)
             lost = (len(load.pages) - usable) * self._form.page
@@ -152,18 +156,19 @@ class PrefixWorker:
         now = time.monotonic()
         return [
             name
-            for name, (_, job, deadline) in self._running.items()
-            if job.done() or now > deadline
+            for name, (_, job, begin) in self._running.items()
+            if job.done() or now > begin + self._options.timeout
         ]
 
     def _take(self, load: Load, job: Job) -> int:
         """Write what a load brought, and return how many of its pages hold tokens now."""
         if not job.done():
             job.stopped = True
-            self._counts.say("timeouts", f"a load took {self._options.timeout} s")
+            what = f"{self._entry(load.pieces[0])} and what follows from {self._store!r}"
+            self._counts.say("timeouts", f"to load {what} took over {self._options.timeout} s")
             return 0
         if (error := job.exception()) is not None or job.result() is None:
-            self._counts.say("failures", f"a load failed ({error})")
+            self._counts.say("failures", f"a load from {self._store!r} failed ({error})")
             return 0
         loaded: _Loaded = job.result()
         count = min(max(loaded.chunks * self._each - load.skip, 0), len(load.pages))
@@ -191,28 +196,33 @@ class PrefixWorker:
         for piece in reversed(load.pieces):
             if job.stopped:
                 return None
-            blob = self._store.get(self._entry(piece))
-            chunk = None if blob is None else self._opened(kind, piece, blob)
-            if chunk is None or blob is None:
+            read = self._read(kind, piece)
+            if read is None:
                 self._unreadable.add(self._entry(piece))
-                self._counts.say("gone", "the store holds a chunk and does not give it")
                 found, size = [], 0  # what follows is of no use without it
             else:
-                found.append(chunk.slots)
-                size += len(blob)
+                found.append(read[0].slots)
+                size += read[1]
         if not found:
             return _Loaded([], 0, 0)
         slots = torch.stack(found[::-1])
         layers = zip(self._pages.values(), torch.split(slots, kind.slot_bytes, dim=1), strict=True)
         return _Loaded([x.unpack(part, self._each) for x, part in layers], len(found), size)
 
-    def _opened(self, kind: ChunkKind, piece: ChunkPiece, blob: bytes) -> Chunk | None:
+    def _read(self, kind: ChunkKind, piece: ChunkPiece) -> tuple[Chunk, int] | None:
+        """Return a chunk and its bytes in the store; count why there is none."""
+        name = self._entry(piece)
         try:
-            return kind.unpack(blob, piece.index, piece.tokens)
+            blob = self._store.fetch(name)
+            if blob is not None:
+                return kind.unpack(blob, piece.index, piece.tokens), len(blob)
+            self._counts.say("gone", f"{self._store!r} held {name} and does not give it")
         except (FormatError, IntegrityError) as error:
-            self._counts.say("damaged", f"a chunk can't be used ({error})")
-            self._store.delete(self._entry(piece))
-            return None
+            self._counts.say("damaged", f"{name} of {self._store!r} can't be used ({error})")
+            self._store.delete(name)
+        except StoreError as error:
+            self._counts.say("failures", f"{name} was not loaded ({error})")
+        return None
 
     def _accepted(self, save: Save) -> Save:
         """Return a save without those chunks that wait already, or find no room in the queue."""
@@ -251,7 +261,7 @@ class PrefixWorker:
                 self._queued.pop(self._entry(piece), None)
 
     def _put_one(self, kind: ChunkKind, piece: ChunkPiece, chunk: Chunk) -> None:
-        name = self._entry(piece)
+        name, begin = self._entry(piece), time.monotonic()
         try:
             if name in self._unreadable or not self._store.contains(name):
                 blob = kind.seal(chunk, piece.index, piece.tokens)
@@ -259,7 +269,8 @@ class PrefixWorker:
                 self._unreadable.discard(name)
                 self._counts.add("saved_chunks")
                 self._counts.add("saved_bytes", len(blob))
+                self._counts.note("save_time_seconds", time.monotonic() - begin)
         except StoreFull as error:
-            self._counts.say("dropped", f"the store is full ({error})")
+            self._counts.say("dropped", f"{name} was not saved ({error})")
         except Exception as error:  # a third party's store may raise anything
-            self._counts.say("failures", f"a chunk was not saved ({error})")
+            self._counts.say("failures", f"{name} was not saved in {self._store!r} ({error})")
