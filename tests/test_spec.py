@@ -222,6 +222,8 @@ REFUSED = {
     "int:zero=maybe": "should be of type bool",
     "turboquant:bits": "'bits' is no key=value",
     "turboquant:bits=4,": "'' is no key=value",
+    "none,window=0": "options follow a colon, write 'none:window=0'",
+    "int,bits=8/fp8": "write 'int:bits=8'",
     "turboquant:": "after the colon come options such as bits",
     "turboquant:bits=9": "bits=9 should be one of 1, 2, 3, 4, 5, 6, 7, 8",
     "turboquant:bits=0": "bits=0 should be one of",

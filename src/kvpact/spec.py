@@ -154,6 +154,8 @@ def _parse_side(text: str) -> tuple[Any, Any]:
     name, colon, rest = _spelt_out(text.strip()).partition(":")
     if _EXACT.fullmatch(name) and name not in known_names():
         raise SpecError(f"unknown method {name!r}; the exact cache is 'none', in any dtype")
+    if "," in name and name.partition(",")[0] in known_names():
+        raise SpecError(f"{text!r}: options follow a colon, write {text.replace(',', ':', 1)!r}")
     entry = find_method(name)
     if isinstance(entry, Foreign):
         raise SpecError(f"{name!r} is not offered: {entry.difference}; nearest: {entry.nearest!r}")

@@ -290,3 +290,22 @@ def test_without_accelerator_what_lies_in_chunks_has_to_be_said(lmcache, monkeyp
         lmcache.factories["kvpact"](dict(OPTIONS))
     serde, *_ = lmcache.factories["kvpact"]({**OPTIONS, "cpu_block_size": 0})
     assert serde.chunks.layout.pages is None
+
+
+@pytest.mark.parametrize(("told", "refused"), [({"head_dim": 32}, False), ({}, True)])
+def test_widths_that_are_not_the_models_are_refused(serde, x, tmp_path, caplog, told, refused):
+    """They divide the chunk, so its shape alone does not tell; without `head_dim` they are 64."""
+    sizes = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {**sizes, "num_key_value_heads": 2, "hidden_size": 256, **told}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    key = SimpleNamespace(**{**vars(KEY), "model_name": str(tmp_path)})
+    if not refused:
+        serde.deserialize(stored(serde, x, key), Buffer(x.clone()), key)
+        return
+    for _ in range(2):
+        with pytest.raises(GeometryError, match="have the widths 64 and 64: set these"):
+            stored(serde, x, key)
+    assert serde.stats()["not_stored"] == 2
+    assert caplog.text.count("kvpact stores nothing of this engine") == 1
+    with pytest.raises(GeometryError):
+        serde.deserialize(stored(serde, x), Buffer(x.clone()), key)

@@ -12,14 +12,17 @@ then V of all tokens, each in an order that its instructions like. So its pages 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kvpact.errors import BackendUnavailable, GeometryError
+from kvpact.geometry import CacheGeometry
 
 Shape = tuple[int, ...]
 
@@ -52,6 +55,18 @@ class ChunkLayout:
             raise GeometryError(
                 f"head_dim={self.head_dim} and value_dim={self.value_dim}: K and V have one width "
                 "in vLLM's CPU worker"
+            )
+
+    def check_model(self, name: str) -> None:
+        """Raise `GeometryError` where these are not the widths in a model's config.
+
+        Chunks do not tell their widths; a config that is not on this machine, neither.
+        """
+        right = _model_widths(name)
+        if right is not None and right != (self.head_dim, self.value_dim):
+            raise GeometryError(
+                f"head_dim={self.head_dim} and value_dim={self.value_dim}, but the heads of {name} "
+                f"have the widths {right[0]} and {right[1]}: set these"
             )
 
     def shapes(self, shape: Sequence[int]) -> tuple[Shape, Shape]:
@@ -123,6 +138,22 @@ class ChunkLayout:
         shape = (*chunk.shape[-3:-2], -1, self.pages.tokens, heads, 2 * self.head_dim)
         pages = chunk.reshape(shape).transpose(2, 3)
         return pages.reshape(*pages.shape[:3], 2, -1).clone()
+
+
+@cache
+def _model_widths(name: str) -> tuple[int, int] | None:
+    """Return the widths of K and V in a model's folder, or in the cache of Hugging Face."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        path = Path(name, "config.json")
+        found = path if path.is_file() else try_to_load_from_cache(name, path.name)
+        if not isinstance(found, str | Path):
+            return None
+        shape = CacheGeometry.from_config(json.loads(Path(found).read_text("utf-8")))
+    except (OSError, ValueError):  # there is none, or it tells no widths that all layers have
+        return None
+    return shape.head_dim, shape.value_dim
 
 
 def cpu_pages(tokens: int, dim: int) -> CPUPages:

@@ -183,19 +183,25 @@ class KVPactSerde:
         try:
             return self.chunks.nbytes(zip(layout_desc.shapes, layout_desc.dtypes, strict=True))
         except KVPactError as error:
-            with self._lock:
-                known = str(error) in self._refused
-                self._refused.add(str(error))
-            if not known:
-                logger.error("kvpact stores nothing of this engine: %s", error)
+            self._refuse(error)
             return 1
+
+    def _refuse(self, error: KVPactError) -> None:
+        with self._lock:
+            known = str(error) in self._refused
+            self._refused.add(str(error))
+        if not known:
+            logger.error("kvpact stores nothing of this engine: %s", error)
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:
         """Write a chunk's bytes into a buffer, and return how many. Raises `KVPactError`."""
         try:
+            self.chunks.layout.check_model(key.model_name)
             data = self.chunks.pack(_tensors(src), key_hash(key))
-        except KVPactError:
+        except KVPactError as error:
             self._count(not_stored=1)
+            if isinstance(error, GeometryError):
+                self._refuse(error)
             raise
         memoryview(dst.byte_array).cast("B")[: len(data)] = data
         self._count(stored=1, stored_bytes=len(data), given_bytes=src.get_size())
@@ -204,6 +210,7 @@ class KVPactSerde:
     def deserialize(self, src: Any, dst: Any, key: Any) -> None:
         """Read a chunk, or raise; what can't be served is counted, told and removed."""
         try:
+            self.chunks.layout.check_model(key.model_name)
             self.chunks.unpack(bytes(src.byte_array), key_hash(key), _tensors(dst))
         except KVPactError as error:
             self._count(**{"damaged" if isinstance(error, IntegrityError) else "mismatched": 1})
