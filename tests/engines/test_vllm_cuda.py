@@ -73,6 +73,17 @@ def test_a_backend_named_by_the_user_is_kvpact_too(on_cuda):
     assert choose(kv_cache_dtype="auto").__name__ == "CudaBackend"
 
 
+@pytest.mark.parametrize("name", ["FLASH_ATTN_DIFFKV", "B12X", "MINIMAX_M3_SPARSE"])
+def test_a_backend_that_is_no_plain_decoders_is_refused(on_cuda, name):
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    get_current_vllm_config().attention_config.backend = AttentionBackendEnum[name]
+    with pytest.raises(BackendUnavailable, match="does not cover this --attention-backend"):
+        choose(kv_cache_dtype="auto")
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [

@@ -9,6 +9,7 @@ backend that vLLM's own registry lets a plug-in replace.
 from __future__ import annotations
 
 from kvpact.errors import BackendUnavailable
+from kvpact.integrations.vllm.needs import NEEDS, ON_CPU, check_needs
 from kvpact.integrations.vllm.setting import SETTING, served, served_specs
 from kvpact.recipe import is_recipe
 
@@ -24,7 +25,7 @@ _ON_CUDA = (
     "TRITON_FLASHINFER",
     "TURBOQUANT",
 )
-"""What vLLM may choose for a decoder on a CUDA device, by itself or by ``--attention-backend``."""
+"""What vLLM may choose for a decoder on a CUDA device; others, newer ones too, are refused."""
 
 
 def register() -> None:
@@ -37,7 +38,8 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if current_platform.is_cpu():
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
         taken = {"CPU_ATTN": "backend.KVPactBackend", "AMX_MLA": "latents.LatentBackend"}
     elif current_platform.is_cuda():
         taken = dict.fromkeys(_ON_CUDA, "cuda.CudaBackend")
@@ -46,8 +48,11 @@ def register() -> None:
             f"vLLM runs on {current_platform.device_name or 'an unknown device'}, kvpact's plug-in "
             f"on CPUs and CUDA devices; unset {SETTING} to run with vLLM's own cache"
         )
+    check_needs({**NEEDS, **ON_CPU} if on_cpu else NEEDS)
     for name, member in AttentionBackendEnum.__members__.items():
         if name in taken:
             register_backend(member, f"{__name__}.{taken[name]}")
         elif "MLA" in name:
             register_backend(member, f"{__name__}.latents.OtherLatentBackend")
+        elif member.value and name != "NO_ATTENTION" and not on_cpu:
+            register_backend(member, f"{__name__}.cuda.OtherBackend")

@@ -123,6 +123,8 @@ def _shared_scratch(
 def _check(config: Any, latent: bool) -> None:
     """Refuse what was never run, or could not be right."""
     parallel = config.parallel_config
+    if getattr(config, "use_v2_model_runner", False):
+        refuse("Model Runner V2, which it was never run with: VLLM_USE_V2_MODEL_RUNNER=0 takes V1")
     for there, what in (
         (config.model_config.is_hybrid, "hybrid models"),
         (config.speculative_config is not None, "speculative decoding"),

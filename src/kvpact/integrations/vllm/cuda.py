@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from kvpact.integrations.vllm.backend import KVPactBackend, KVPactImpl, logger
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
 from kvpact.integrations.vllm.damage import watch_of
+from kvpact.integrations.vllm.latents import OtherLatentBackend
 from kvpact.integrations.vllm.setting import refuse
 
 
@@ -68,3 +69,14 @@ class CudaBackend(KVPactBackend):
         if reasons := super().validate_configuration(*given, **named):
             refuse(f"this model on a GPU ({'; '.join(reasons)})")
         return []
+
+
+class OtherBackend(OtherLatentBackend):
+    """Refuses in the places whose attention is no plain decoder's, or is not known here."""
+
+    @staticmethod
+    def get_name() -> NoReturn:
+        """Refuse."""
+        refuse("this --attention-backend, or a model whose layers ask for one of their own")
+
+    get_impl_cls = get_builder_cls = get_name

@@ -1,0 +1,80 @@
+"""The vLLM that is installed has what the plug-in uses; without one name of it, all is refused."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvpact.errors import BackendUnavailable
+from kvpact.integrations.vllm import register
+from kvpact.integrations.vllm.needs import NEEDS, ON_CPU, check_needs
+
+ALL = [(module, name) for module, names in {**NEEDS, **ON_CPU}.items() for name in names.split()]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    monkeypatch.setenv("KVPACT_VLLM_SPEC", "turboquant:bits=4,sinks=0")
+    yield
+    for member in AttentionBackendEnum.__members__.values():
+        member.clear_override()
+
+
+def test_nothing_is_missing():
+    check_needs({**NEEDS, **ON_CPU})
+
+
+def test_a_private_name_that_went_is_named_at_the_start(started, monkeypatch):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    for module, name in ALL:
+        with monkeypatch.context() as gone:
+            gone.delattr(importlib.import_module(module), name)
+            with pytest.raises(BackendUnavailable, match=rf"lacks .*: {module}\.{name}\. "):
+                register()
+    assert not any(one.is_overridden() for one in AttentionBackendEnum.__members__.values())
+    register()
+    assert AttentionBackendEnum.CPU_ATTN.is_overridden()
+
+
+def test_operations_take_the_arguments_that_are_given():
+    from vllm import _custom_ops
+
+    import kvpact.integrations.vllm.cpu_attention as module
+
+    calls = {
+        node.func.attr: {word.arg for word in node.keywords}
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "").startswith("cpu_att")
+    }
+    assert len(calls) == 3
+    for name, words in calls.items():
+        assert words <= set(inspect.signature(getattr(_custom_ops, name)).parameters), name
+
+
+def test_the_second_model_runner_is_refused_by_name(monkeypatch):
+    from vllm.config import VllmConfig
+
+    from kvpact.integrations.vllm.builder import _check
+
+    config = VllmConfig()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(BackendUnavailable, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        _check(config, False)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert not config.use_v2_model_runner
+    covered = SimpleNamespace(is_hybrid=False)
+    _check(
+        SimpleNamespace(
+            **{name: getattr(config, name) for name in ("parallel_config", "speculative_config")},
+            kv_transfer_config=None,
+            model_config=covered,
+            use_v2_model_runner=config.use_v2_model_runner,
+        ),
+        False,
+    )
