@@ -37,6 +37,8 @@ CHUNK = 64
 UNIFORM = ("none", "int:bits=8", *(f"trellis:bits={bits}" for bits in (6, 5, 4, 3, 2)))
 """Specs for all layers, from the most bytes to the fewest, one of which may fit a budget."""
 EXACT = "exact cache"
+EXACT_KL = 1e-6
+"""Nats; what is less is the rounding of other sums, and no plot shows it."""
 
 Make = Callable[[], Any]
 
@@ -159,6 +161,8 @@ class GrowthPanel:
             style = {"color": COLOURS[index % len(COLOURS)], "lw": 1.8, "label": row.name}
             axes.plot(x, y, "o-", ms=5, **style)
         axes.set_xlim(left=0)
+        if kl and axes.get_ylim()[0] < EXACT_KL:
+            axes.set_ylim(bottom=EXACT_KL)
         legend(axes, labelcolor=MUTED)
 
 
