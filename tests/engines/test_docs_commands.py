@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvpact.calibration import Calibration, LayerCalibration
+from kvpact.integrations.vllm.calibrated import CALIBRATION
 from kvpact.integrations.vllm.setting import SETTING, served_specs
 
 ROOT = Path(__file__).parents[2]
@@ -42,11 +44,15 @@ ALL = [(page, words) for page in PAGES for words in commands(page)]
 @pytest.mark.parametrize(
     ("page", "words"), ALL, ids=[f"{page}-{i}-{words[0]}" for i, (page, words) in enumerate(ALL)]
 )
-def test_a_command_of_the_page_is_taken(page, words, monkeypatch):
+def test_a_command_of_the_page_is_taken(page, words, monkeypatch, tmp_path):
     if words[0] == "export":
         name, _, value = words[1].partition("=")
+        if value.startswith("trellis"):  # it learns
+            Calibration({0: LayerCalibration(1, 64, 64)}).save(tmp_path / "model.kvcal")
+            monkeypatch.setenv(CALIBRATION, str(tmp_path / "model.kvcal"))
         monkeypatch.setenv(name, value)
-        assert (name == SETTING and served_specs(30)) or name == "VLLM_USE_V2_MODEL_RUNNER"
+        others = CALIBRATION, "VLLM_USE_V2_MODEL_RUNNER"
+        assert (name == SETTING and served_specs(30)) or name in others
     elif words[:3] == API_SERVER:
         check_vllm(words[3:])
     elif words[:3] == LMCACHE:

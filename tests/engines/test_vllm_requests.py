@@ -1,31 +1,11 @@
 """200 random requests, aborts in the middle, over a pool so small that sequences are preempted."""
 
-import random
-
 import pytest
 import vllm_prompts
 from vllm_engine import sharing
+from vllm_prompts import random_requests
 
 SMALL = vllm_prompts.SMALL | {"max_num_seqs": 8, "kv_cache_memory_bytes": 30 * 32 * 2048}
-
-
-def random_requests(seed, count=200):
-    """Prompts of unlike length, many with a common beginning, some that go on where one ended."""
-    draw = random.Random(seed)
-
-    def words(least, most):
-        return [draw.randrange(3, 512) for _ in range(draw.randint(least, most))]
-
-    shared, requests, step = [words(n, n) for n in (40, 100, 200)], [], 0
-    for _ in range(count):
-        begin = draw.choice([[], *shared, *(one["prompt"] for one in requests[-4:])])
-        prompt = begin[: draw.randint(0, 250)] + words(1, 90)
-        # Not all of an aborted one's tokens can be there when it is aborted.
-        aborted = step + draw.randint(0, 30) if draw.random() < 0.25 else None
-        tokens = draw.randint(1, 40) if aborted is None else 60
-        requests.append({"prompt": prompt, "tokens": tokens, "comes": step, "aborted": aborted})
-        step += draw.choice((0, 1, 1, 2, 6))
-    return requests
 
 
 def run(start_vllm, toy, requests, spec="none", **options):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.calibrated import NOTHING
 from kvpact.integrations.vllm.connector_form import StoredForm
 from kvpact.integrations.vllm.connector_pages import PackedPages
 from kvpact.integrations.vllm.connector_scheduler import PrefixScheduler
@@ -42,11 +43,12 @@ class Engine:
         ranks=1,
         seed=0,
         roles=(True, True),
+        learnt=NOTHING,
         **extra,
     ):
         spec = parse_spec(spec)
         geometry = CacheGeometry(len(LAYERS), HEADS, DIM, dtype=torch.bfloat16)
-        form = StoredForm(LAYERS, (spec,) * len(LAYERS), geometry, PAGE, rank, ranks)
+        form = StoredForm(LAYERS, (spec,) * len(LAYERS), geometry, PAGE, rank, ranks, (learnt,) * 2)
         options = options_of({"store": "memory://", "timeout": 5, **extra})
         page = PageForm(*form.codecs[0], PAGE)
         generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ def sharing(store, **extra):
 
 
 class Engine:
-    """Starts at once. kvpact's setting is one of the whole process: `spec`, or vLLM's own cache."""
+    """Starts at once. kvpact's settings are of the whole process: `spec`, or vLLM's own cache."""
 
     def __init__(self, folder, spec=None, *, processes=False, script=PROCESS, env=None, **llm):
         more = env or {}

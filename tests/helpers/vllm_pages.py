@@ -6,6 +6,7 @@ import torch
 
 from kvpact import create_cache
 from kvpact.cache.codecs import latent_spec
+from kvpact.integrations.vllm.calibrated import NOTHING
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import codecs, native_plan
@@ -16,15 +17,26 @@ from kvpact.spec import parse_spec
 TOKENS = 32
 
 
-def make_layer(text, heads, dim, dtype=torch.float32, pages=80, sequences=8, fill=0, rope=None):
+def make_layer(
+    text,
+    heads,
+    dim,
+    dtype=torch.float32,
+    pages=80,
+    sequences=8,
+    fill=0,
+    rope=None,
+    learnt=NOTHING,
+    tokens=TOKENS,
+):
     """A layer over pages that are full of some byte; with `rope`, of latents and keys so wide."""
     latent = rope is not None
     spec = latent_spec(parse_spec(text)) if latent else parse_spec(text)
     shapes = ((heads, dim), (heads, rope if latent else dim))
-    pair = codecs(spec, shapes[0][1], shapes[1][1], dtype)
-    form = PageForm(*pair, TOKENS)
-    memory = torch.full((pages, heads, TOKENS, form.content), fill, dtype=torch.uint8)
-    windows = WindowPool(spec.key.window, sequences, TOKENS, shapes, dtype)
+    pair = codecs(spec, shapes[0][1], shapes[1][1], dtype, learnt)
+    form = PageForm(*pair, tokens)
+    memory = torch.full((pages, heads, tokens, form.content), fill, dtype=torch.uint8)
+    windows = WindowPool(spec.key.window, sequences, tokens, shapes, dtype)
     plan = native_plan(*pair, dtype, latent=latent)
     return PagedLayer(form, plan, memory, windows, latent=latent)
 

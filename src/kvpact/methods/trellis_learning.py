@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kvpact.arithmetic import divide, square_root, tree_sum
 from kvpact.errors import NonFiniteError
-from kvpact.methods.bases import first_key
+from kvpact.methods.bases import Bases, first_key
 from kvpact.methods.context import Context, mean_over_tokens
 from kvpact.methods.fitted import Calibrating, KeysThatLearn
+from kvpact.methods.trellis_codec import TrellisVectors
 from kvpact.methods.trellis_keys import TreatedKeys
 from kvpact.quantizers.checks import require
 from kvpact.quantizers.numbers import half
@@ -46,6 +47,25 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         shown = known.query_energy[:, :, :whole]
         context = context._replace(query_energy=mean_over_tokens(shown, context.counted(shown)))
         return fitted.with_state(self._learn(x.to(torch.float32), context))
+
+    @property
+    def has_single(self) -> bool:
+        """Whether there is a codec of single tokens: slots have a flag of bases without means."""
+        return self._first or not self._center
+
+    def singly(self) -> TrellisKeyCodec:
+        """Return a codec that encodes tokens one by one, into slots that this one reads, too.
+
+        What was learnt is common to both. No base is a mean then, whatever that of the tile is.
+        """
+        assert self.has_single
+        other = self.with_state(self._state)
+        vectors, other._center, other.group = self._vectors, 0, 1
+        seed = vectors.rotations[0].seed
+        other._vectors = TrellisVectors(self.blocks, vectors.states, "token", seed)
+        other._bases, other.form = Bases(self._dim, 0, self._first), other._vectors.form
+        other.fields = (*other._vectors.fields, *other._bases.fields)
+        return other
 
     def _learn(self, x: Tensor, context: Context | None = None) -> dict[str, Tensor]:
         context = context or Context()

@@ -1,12 +1,16 @@
 """The environment variable, and what it refuses."""
 
+import re
 import sys
 
 import pytest
 import torch
 
+from kvpact.calibration import Calibration, LayerCalibration
 from kvpact.errors import BackendUnavailable, SpecError
-from kvpact.integrations.vllm import SETTING, register, served_specs
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm import CALIBRATION, SETTING, register, served_specs
+from kvpact.integrations.vllm.calibrated import learnt_of
 from kvpact.integrations.vllm.setting import codecs, native_plan
 from kvpact.spec import parse_spec
 
@@ -79,6 +83,93 @@ def test_what_pages_can_not_hold_in_one_layer_is_refused(monkeypatch, tmp_path, 
 def test_what_pages_can_not_hold_is_refused(monkeypatch, text, reason):
     monkeypatch.setenv(SETTING, text)
     with pytest.raises(SpecError, match=reason.replace(".", r"\.")):
+        register()
+
+
+@pytest.fixture
+def calibrated(monkeypatch, tmp_path):
+    """Return a function that sets both variables, to a file of some layers of the spec."""
+
+    def run(text, layers=2, heads=2, learns="trellis:bits=4"):
+        method = parse_spec(learns).key
+        given = torch.randn(1, heads, 128, 64, generator=torch.Generator().manual_seed(1))
+        state = method.key_codec(64, torch.float32).fit(given).state()
+        one = LayerCalibration(heads, 64, 64, {method.learnt_name(): state})
+        path = tmp_path / f"{layers}-{heads}-{len(learns)}.kvcal"
+        Calibration(dict.fromkeys(range(layers), one), tokens=128).save(path)
+        monkeypatch.setenv(SETTING, text)
+        monkeypatch.setenv(CALIBRATION, str(path))
+        return state
+
+    return run
+
+
+@pytest.mark.parametrize("text", ["trellis:bits=4,sinks=0", "trellis:bits=3,sinks=0/fp8:sinks=0"])
+def test_what_codecs_learnt_is_that_of_their_layers(calibrated, text):
+    state = calibrated(text)
+    specs = served_specs(2)
+    found = learnt_of([1], specs[:1], CacheGeometry(1, 2, 64), 2)
+    assert found[0][0].keys() == state.keys() and found[0][1] == {}
+    k, _ = codecs(specs[1], 64, 64, torch.float32, found[0])
+    assert k.ready and k.group == 64
+    assert all(torch.equal(k.state()[name], state[name]) for name in state)
+
+
+def test_without_means_keys_are_packed_one_by_one(calibrated):
+    text = "trellis:bits=4,center=0,sinks=0,window=0"
+    calibrated(text, learns="trellis:bits=4,center=0")
+    (spec,) = served_specs(1)
+    (learnt,) = learnt_of([0], [spec], CacheGeometry(1, 2, 64), 2)
+    assert codecs(spec, 64, 64, torch.float32, learnt)[0].group == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("turboquant:bits=4,sinks=0", "learns nothing"),
+        (
+            "trellis:bits=4,sinks=0,window=32",
+            "window, which is smaller; write 'trellis:bits=4,sinks=0'",
+        ),
+        ("trellis:bits=4,sinks=0,first=false", "packs 64 tokens together"),
+        ("trellis:bits=4", "write 'trellis:bits=4,sinks=0'"),
+        ("vq:sinks=0", "learns from its tokens"),
+    ],
+)
+def test_specs_that_a_calibration_does_not_help_are_refused(calibrated, text, reason):
+    calibrated(text)
+    with pytest.raises(SpecError, match=reason):
+        register()
+
+
+@pytest.mark.parametrize(
+    ("geometry", "numbers", "total", "spec", "reason"),
+    [
+        ((1, 3, 64), [0], 2, "trellis:bits=4", "the model has (3, 64, 64) KV heads"),
+        ((1, 2, 32), [0], 2, "trellis:bits=4", "the model has (2, 32, 32) KV heads"),
+        ((1, 2, 64), [2], 3, "trellis:bits=4", "has of layer 2 nothing"),
+        ((1, 2, 64), [0], 1, "trellis:bits=4", "is of 2 layers, the model has 1"),
+        ((1, 2, 64), [0], 2, "trellis:bits=4,weights=false", "run kvpact calibrate with --spec"),
+    ],
+)
+def test_a_calibration_of_another_model_is_refused(
+    calibrated, geometry, numbers, total, spec, reason
+):
+    calibrated(f"{spec},sinks=0")
+    with pytest.raises(SpecError, match=re.escape(reason)):
+        learnt_of(numbers, [parse_spec(spec)], CacheGeometry(*geometry), total)
+
+
+def test_a_calibration_that_is_missing_or_stands_alone_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv(CALIBRATION, str(tmp_path / "gone"))
+    monkeypatch.delenv(SETTING, raising=False)
+    with pytest.raises(SpecError, match="KVPACT_VLLM_SPEC is not"):
+        register()
+    monkeypatch.setenv(SETTING, "trellis:bits=4,sinks=0")
+    with pytest.raises(SpecError, match="can't be read"):
+        register()
+    monkeypatch.delenv(CALIBRATION)
+    with pytest.raises(SpecError, match="set KVPACT_VLLM_CALIBRATION"):
         register()
 
 

@@ -8,12 +8,13 @@ backend that vLLM's own registry lets a plug-in replace.
 
 from __future__ import annotations
 
-from kvpact.errors import BackendUnavailable
+from kvpact.errors import BackendUnavailable, SpecError
+from kvpact.integrations.vllm.calibrated import CALIBRATION, calibration_file
 from kvpact.integrations.vllm.needs import NEEDS, ON_CPU, check_needs
-from kvpact.integrations.vllm.setting import SETTING, served, served_specs
+from kvpact.integrations.vllm.setting import SETTING, refuse, served, served_specs
 from kvpact.recipe import is_recipe
 
-__all__ = ["SETTING", "register", "served_specs"]
+__all__ = ["CALIBRATION", "SETTING", "register", "served_specs"]
 
 
 _ON_CUDA = (
@@ -32,6 +33,10 @@ def register() -> None:
     """Make vLLM's attention that of kvpact, where ``KVPACT_VLLM_SPEC`` is set."""
     text = served()
     if text is None:
+        if calibration_file() is not None:
+            raise SpecError(
+                f"{CALIBRATION} is set, and {SETTING} is not: set it to 'trellis:bits=4,sinks=0'"
+            )
         return
     if not is_recipe(text):
         served_specs(1)
@@ -42,6 +47,8 @@ def register() -> None:
     if on_cpu:
         taken = {"CPU_ATTN": "backend.KVPactBackend", "AMX_MLA": "latents.LatentBackend"}
     elif current_platform.is_cuda():
+        if calibration_file() is not None:
+            refuse(f"{CALIBRATION} on a GPU")
         taken = dict.fromkeys(_ON_CUDA, "cuda.CudaBackend")
     else:
         raise BackendUnavailable(

@@ -27,17 +27,20 @@ from kvpact.contract import AttendConfig
 from kvpact.errors import NonFiniteError
 from kvpact.formats import TILE
 from kvpact.integrations.vllm.builder import KVPactBuilder, KVPactMetadata
+from kvpact.integrations.vllm.calibrated import NOTHING, Learnt
 from kvpact.integrations.vllm.damage import watch_of
 from kvpact.integrations.vllm.layer import PagedLayer
 from kvpact.integrations.vllm.page import PageForm
 from kvpact.integrations.vllm.setting import (
     codecs,
     give_backends,
+    hand_over,
     native_plan,
     refuse,
     served_specs,
 )
 from kvpact.integrations.vllm.window import WindowPool
+from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 
 # vLLM configures loggers below "vllm" alone.
@@ -136,9 +139,13 @@ def _sliding_backend(full: int) -> type[AttentionBackend]:
 
 
 class KVPactImpl(AttentionImpl[KVPactMetadata]):
-    """Attention of one layer, as of vLLM's `AttentionImpl`; `cut`: this process's cut requests."""
+    """Attention of one layer, as of vLLM's `AttentionImpl`.
+
+    `cut`: this process's cut requests; `learnt`: what the layer's codecs learnt.
+    """
 
     cut: ClassVar[int] = 0
+    learnt: Learnt = NOTHING
 
     def __init__(
         self,
@@ -173,6 +180,7 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
             softmax_scale=self.scale, softcap=logits_soft_cap if logits_soft_cap else None
         )
         config = get_current_vllm_config()
+        self._vllm_config = config
         self._sequences: int = config.scheduler_config.max_num_seqs
         self._cache_config = config.cache_config
         self._windows: WindowPool | None = None
@@ -183,7 +191,8 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Give all layers of the model, which are there now, the backend of their kind."""
         specs = served_specs(self._model.get_total_num_hidden_layers())
-        give_backends(self._layers, KVPactBackend, specs, stored_backend, _sliding_backend)
+        names = give_backends(self._layers, KVPactBackend, specs, stored_backend, _sliding_backend)
+        hand_over(self._layers, names, self._vllm_config)
 
     def forward(
         self,
@@ -242,7 +251,9 @@ class KVPactImpl(AttentionImpl[KVPactMetadata]):
     def _paged(
         self, backend: Any, key: Tensor, value: Tensor, pages: Tensor, windows: WindowPool
     ) -> PagedLayer:
-        k, v = codecs(backend.stored, key.shape[2], value.shape[2], key.dtype)
+        k, v = codecs(backend.stored, key.shape[2], value.shape[2], key.dtype, self.learnt)
+        if isinstance(k, FittedCodec):
+            k.check_heads(key.shape[1])
         plan = native_plan(k, v, key.dtype, key.device, backend.latent)
         watch = watch_of(key.device.type)
         good = None if watch is None else watch.flags(len(pages))

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata as Batch
 from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvpact.integrations.vllm.calibrated import calibration, calibration_file
 from kvpact.integrations.vllm.metrics import show_pages
 from kvpact.integrations.vllm.prompt import FEW, Run, Scratch
 from kvpact.integrations.vllm.setting import codecs, native_plan, refuse
@@ -186,6 +187,13 @@ def _log_start(spec: AttentionSpec, names: list[str], config: Any, device: torch
         page_tokens=spec.block_size,
         capacity_ratio=plain / content,
     )
+    if (known := calibration()) is not None and pair[0].learns_from:
+        logger.info(
+            "kvpact's codecs of K learnt from %d tokens (%s); whether of this model can be checked "
+            "of its layers, heads and widths alone",
+            known.tokens,
+            calibration_file(),
+        )
     if sliding:
         logger.info(
             "kvpact leaves %d layers with a sliding window to vLLM's own attention, in %s",

@@ -11,6 +11,7 @@ from math import lcm
 from kvpact.cache.saved import PAGE_TOKENS
 from kvpact.errors import GeometryError
 from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.calibrated import Learnt
 from kvpact.integrations.vllm.setting import codecs
 from kvpact.methods import Codec
 from kvpact.prefixes.chunks import ChunkKind
@@ -23,7 +24,8 @@ class StoredForm:
     """Layers of one rank in the order of the model, and how their tokens are stored.
 
     `geometry`: the rank's heads, with the model's dtype; `page`: tokens of one of vLLM's pages;
-    `rank`, `ranks`: which of how many ranks: each has other heads.
+    `rank`, `ranks`: which of how many ranks: each has other heads; `learnt`: what the codecs of
+    each layer learnt, of all ranks' heads, so that it is part of all keys.
     """
 
     layers: tuple[str, ...]
@@ -32,6 +34,7 @@ class StoredForm:
     page: int
     rank: int
     ranks: int
+    learnt: tuple[Learnt, ...] = field(compare=False, repr=False)
 
     @cached_property
     def codecs(self) -> tuple[tuple[Codec, Codec], ...]:
@@ -39,7 +42,8 @@ class StoredForm:
         geometry = self.geometry
         assert geometry.dtype is not None
         kind = geometry.head_dim, geometry.value_dim, geometry.dtype
-        return tuple(codecs(spec, *kind) for spec in self.specs)
+        both = zip(self.specs, self.learnt, strict=True)
+        return tuple(codecs(spec, *kind, learnt) for spec, learnt in both)
 
     def chunk(self, wanted: int | None) -> int:
         """Return the tokens of a chunk. Raises `GeometryError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,8 +14,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpec
 from kvpact.errors import BackendUnavailable, MismatchError, SpecError
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.fingerprint import files_fingerprint
+from kvpact.integrations.vllm.calibrated import NOTHING, calibration, learnt_of
 from kvpact.integrations.vllm.connector_form import StoredForm, in_order
-from kvpact.integrations.vllm.setting import SETTING, check_serves, served, served_specs, specs_of
+from kvpact.integrations.vllm.setting import (
+    SETTING,
+    check_serves,
+    layer_number,
+    served,
+    served_specs,
+    specs_of,
+)
 from kvpact.spec import Spec, parse_spec
 
 
@@ -52,8 +61,16 @@ def form_of(config: Any, kv_cache_config: Any, storage: str | None) -> StoredFor
         config.model_config.dtype,
     )
     ranks = parallel.tensor_parallel_size
-    specs = _specs(storage, layers, config.model_config.get_total_num_hidden_layers())
-    return StoredForm(layers, specs, geometry, pages.block_size, parallel.rank % ranks, ranks)
+    total = config.model_config.get_total_num_hidden_layers()
+    specs = _specs(storage, layers, total)
+    learnt = (NOTHING,) * len(layers)
+    if storage is None and calibration() is not None:
+        numbers = [layer_number(name, total) for name in layers]
+        heads = config.model_config.get_total_num_kv_heads()
+        whole = replace(geometry, num_kv_heads=heads)
+        learnt = tuple(learnt_of(numbers, specs, whole, total))
+    place = pages.block_size, parallel.rank % ranks, ranks
+    return StoredForm(layers, specs, geometry, *place, learnt)
 
 
 def _specs(storage: str | None, layers: Sequence[str], total: int) -> tuple[Spec, ...]:

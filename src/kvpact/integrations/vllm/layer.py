@@ -28,13 +28,15 @@ from kvpact.kernels import (
     StreamPlan,
     StreamView,
     all_finite,
+    check_arrival,
 )
 from kvpact.kernels.triton.forms import sent
+from kvpact.methods.trellis_learning import TrellisKeyCodec
 from kvpact.quantizers.checks import collected, deferred, require_finite
 
 _Part = tuple[Row, Window]
 _Writers = list[tuple[Encoder, Any]]
-"""What writes a row's K and V, and what it writes."""
+"""What writes a row's K and V, and what it writes; None for keys that wait for their group."""
 
 
 class _Batch(NamedTuple):
@@ -84,6 +86,14 @@ class PagedLayer:
         # they are, and slots are written by OR. -1: not known.
         self._filled = [-1] * len(pages)
         self.damage = Damage(form.tokens)
+        # Of keys in groups, those of one that is not whole wait in the window. Where it is lost, or
+        # another took it, they are packed one by one, which the same codec reads.
+        self._group, self._singly = 1, plan.k
+        if isinstance(plan.k.codec, TrellisKeyCodec) and plan.k.codec.group > 1:
+            self._group = plan.k.codec.group
+            codec = plan.k.codec.singly()
+            self._singly = plan.compute.stream(codec, plan.k.device, plan.k.dtype)
+            windows.lost = self._pack_lost
 
     def step(
         self,
@@ -154,9 +164,10 @@ class PagedLayer:
         self._windows.make_room(windows)
         made, keep, filled = [], self._windows.width > 0, self._filled
         exact_from = self._windows.exact_from(windows)
+        at_once = int(self._group == 1)
         for (row, window), runner, exact in zip(parts, runners, exact_from, strict=True):
             k_memory, v_memory = window.memories
-            k_new = StepTokens(exact, k_memory, keep, row.held, 1, False)
+            k_new = StepTokens(exact, k_memory, keep, row.held, at_once, False)
             v_new = StepTokens(exact, v_memory, keep, row.held, 1, False)
             made.append(StepRow(runner, row.held, k_new, v_new))
             index, inside = divmod(row.held, self._tokens)
@@ -167,8 +178,9 @@ class PagedLayer:
         output = made[0].runner.run(made, k, v, q)
         if output is None:
             return False
-        for window in windows:
+        for row, window in parts:
             window.end += 1
+            self._pack(row, window)
         batch.out[tokens] = output.squeeze(2)
         return True
 
@@ -265,8 +277,38 @@ class PagedLayer:
         for (row, window), writers in ready:
             self._clear(row)
             for (encoder, what), source in zip(writers, self._sources[row.pages], strict=True):
-                encoder.write(what, source, row.held)
-            self._windows.append(window, batch.of(row)[1:])
+                if what is not None:
+                    encoder.write(what, source, row.held)
+            _, k, v = batch.of(row)
+            self._pack(row, window, k)
+            self._windows.append(window, (k, v))
+
+    def _pack(self, row: Row, window: Window, new: Tensor | None = None) -> None:
+        """Pack keys up to the end of the last group that is whole; others wait in the window.
+
+        `new`: the row's new keys, where they are not in the window.
+        """
+        start, end = window.packed, row.length - row.length % self._group
+        if start < end and self._group > 1:
+            x = window.memories[0].tokens(start, end if new is None else row.held)
+            x = x if new is None else torch.cat([x, new], 2)[:, :, : end - start]
+            source, alone = self._sources[row.pages][0], -start % self._group
+            for plan, first, last in (
+                (self._singly, 0, alone),
+                (self._plan.k, alone, end - start),
+            ):
+                if first < last:
+                    encoder, what = plan.prepare(x[:, :, first:last])
+                    encoder.write(what, source, start + first)
+        window.packed = max(start, end)
+
+    def _pack_lost(self, page: int, window: Window) -> None:
+        """Pack keys that wait in a window which gives way to another's, one by one."""
+        if window.packed < window.end:
+            x = window.memories[0].tokens(window.packed, window.end)
+            encoder, what = self._singly.prepare(x)
+            source = PageSource(self._fields[0], (page,), self._tokens)
+            encoder.write(what, source, window.packed % self._tokens)
 
     def _clear(self, row: Row) -> None:
         """Clear what a row's pages hold behind the place where its new tokens go."""
@@ -292,6 +334,9 @@ def _places(tokens: list[int], device: torch.device) -> slice | Tensor:
 
 def _prepared(side: StreamPlan, x: Tensor, good: Tensor | None) -> tuple[Encoder, Any]:
     """Do all that can refuse tokens; where checks are deferred, `good` gets to know."""
+    if side.codec.group > 1:
+        check_arrival(side, x, 0, None)
+        return side.encoder, None
     if good is None:
         return side.prepare(x)
     with deferred():

@@ -8,7 +8,7 @@ it where it lies.
 
 from __future__ import annotations
 
-from math import ceil, prod
+from math import ceil, lcm, prod
 
 import torch
 from torch import Tensor
@@ -20,15 +20,16 @@ from kvpact.methods import Codec
 
 
 class PageForm:
-    """Where the fields of K and V, of groups of one token, lie in a head's part of a page.
+    """Where the fields of K and V lie in a head's part of a page.
 
     `content`: bytes of one token and head, K and V together: the C of vLLM's pages.
     """
 
     def __init__(self, k: Codec, v: Codec, tokens: int) -> None:
-        if tokens < 1 or tokens % TILE:
+        least = page_unit(k, v)
+        if tokens < 1 or tokens % least:
             raise GeometryError(
-                f"vLLM's pages have {tokens} tokens; kvpact needs a multiple of {TILE}: "
+                f"vLLM's pages have {tokens} tokens; kvpact needs a multiple of {least}: "
                 "start vLLM with --block-size 128"
             )
         self.tokens = tokens
@@ -38,6 +39,7 @@ class PageForm:
             places = []
             for field in codec.fields:
                 size = tokens // field.tokens * prod(field.shape) * field.dtype.itemsize
+                end += -end % field.dtype.itemsize
                 places.append((field, end, size))
                 end += size
             self._places.append(places)
@@ -69,3 +71,8 @@ class PageForm:
             for places in self._places
         )
         return k, v
+
+
+def page_unit(k: Codec, v: Codec) -> int:
+    """Return the tokens of which a page has a multiple: those of a tile, or of a group."""
+    return lcm(TILE, *(field.tokens for codec in (k, v) for field in codec.fields))

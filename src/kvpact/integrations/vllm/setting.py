@@ -1,4 +1,4 @@
-"""The one setting of the plug-in, an environment variable: a spec or the path of a recipe.
+"""The first setting of the plug-in, an environment variable: a spec or the path of a recipe.
 
 Each spec of a recipe has a backend class of its own, and layers with a sliding window have vLLM's.
 """
@@ -14,9 +14,20 @@ import torch
 from kvpact.cache.codecs import codec_of
 from kvpact.errors import BackendUnavailable, SpecError
 from kvpact.formats import TILE
-from kvpact.integrations.vllm.page import PageForm
+from kvpact.geometry import CacheGeometry
+from kvpact.integrations.vllm.calibrated import (
+    CALIBRATION,
+    NOTHING,
+    Learnt,
+    calibration,
+    calibration_file,
+    learnt_of,
+    of_rank,
+)
+from kvpact.integrations.vllm.page import PageForm, page_unit
 from kvpact.kernels import Compute, Plan, choose
 from kvpact.methods import Codec
+from kvpact.methods.trellis_learning import TrellisKeyCodec
 from kvpact.recipe import layer_specs
 from kvpact.spec import Spec
 
@@ -35,26 +46,47 @@ def served_specs(num_layers: int) -> list[Spec]:
     if text is None:
         raise SpecError(f"{SETTING} is not set: name a spec or a recipe")
     specs = layer_specs(text, num_layers)
+    known, learns = calibration() is not None, False
     for spec in dict.fromkeys(specs):
-        check_serves(spec)
+        check_serves(spec, calibrated=known)
+        learns |= bool(codecs(spec, 64, 64, torch.float32)[0].learns_from)
+    if known and not learns:
+        raise SpecError(
+            f"{CALIBRATION}={calibration_file()!r} is set, and {SETTING}={text!r} learns nothing: "
+            f"unset {CALIBRATION}, or take 'trellis:bits=4,sinks=0'"
+        )
     return specs
 
 
-def check_serves(spec: Spec, setting: str = SETTING) -> None:
-    """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share."""
+def check_serves(spec: Spec, setting: str = SETTING, calibrated: bool = False) -> None:
+    """Raise `SpecError` where a spec's tokens can't all lie in pages that sequences share.
+
+    `calibrated`: whether there is a file of what codecs learnt.
+    """
+    ways = (
+        "take 'turboquant', 'int', 'fp8', 'none' or "
+        "'trellis:center=0,first=false,weights=false,blocks=false', with sinks=0"
+    )
     for side, codec in zip("KV", codecs(spec, 64, 64, torch.float32), strict=True):
-        reason = ""
-        if codec.learns_from or not codec.ready:
+        reason, learnt = "", codec if isinstance(codec, TrellisKeyCodec) else None
+        if (codec.learns_from or not codec.ready) and not (learnt and calibrated):
             reason = "learns from its tokens"
+            if learnt and setting == SETTING:
+                ways = f"set {CALIBRATION} to a file that `kvpact calibrate` wrote, or {ways}"
         elif codec.joint or codec.rotation is not None or codec.has_bias:
             reason = "stores more than slots of one head"
-        elif codec.group > 1:
+        elif codec.group > 1 and not (learnt and learnt.has_single):
             reason = f"packs {codec.group} tokens together"
         if reason:
             raise SpecError(
                 f"{setting}={str(spec)!r}: the method of {side} {reason}, which vLLM's pages can't "
-                "hold; take 'turboquant', 'int', 'fp8', 'none' or "
-                "'trellis:center=0,first=false,weights=false,blocks=false', with sinks=0"
+                f"hold; {ways}"
+            )
+        if learnt and learnt.form.center > spec.key.window:
+            raise SpecError(
+                f"{setting}={str(spec)!r}: keys of a group of {codec.group} wait in the window, "
+                f"which is smaller; write {str(spec.with_options(window=codec.group))!r}, or take "
+                "center=0, which packs them one by one"
             )
     if spec.key.sinks or spec.value.sinks:
         raise SpecError(
@@ -68,9 +100,15 @@ def check_serves(spec: Spec, setting: str = SETTING) -> None:
         )
 
 
-def codecs(spec: Spec, dim: int, v_dim: int, dtype: torch.dtype) -> tuple[Codec, Codec]:
-    """Return the codecs for keys and values `dim` and `v_dim` wide."""
-    return codec_of(spec.key, True, dim, dtype), codec_of(spec.value, False, v_dim, dtype)
+def codecs(
+    spec: Spec, dim: int, v_dim: int, dtype: torch.dtype, learnt: Learnt = NOTHING
+) -> tuple[Codec, Codec]:
+    """Return the codecs for keys and values `dim` and `v_dim` wide; `learnt`: of the layer."""
+    k, v = codec_of(spec.key, True, dim, dtype), codec_of(spec.value, False, v_dim, dtype)
+    if learnt[0] and isinstance(k, TrellisKeyCodec):
+        k = k.restore(learnt[0])
+        k = k if k.form.center else k.singly()
+    return k, v
 
 
 def native_plan(
@@ -97,8 +135,10 @@ def give_backends(
     specs: Sequence[Spec],
     stored: Callable[[type, Spec], type],
     sliding: Callable[[int], type],
-) -> None:
+) -> list[str]:
     """Give each attention layer of a model that is of the `plain` backend that of its kind.
+
+    Returns the names of those that store by a spec.
 
     `stored`: makes the class of layers that store by a spec; `sliding`: that of layers with a
     sliding window, of the bytes of a token in the largest of the others.
@@ -114,9 +154,25 @@ def give_backends(
     for layer, spec in zip(full.values(), specs_of(tuple(full), specs), strict=True):
         layer.attn_backend = stored(layer.attn_backend, spec)
         pair = codecs(spec, layer.head_size, layer.head_size_v, layer.kv_cache_torch_dtype)
-        most = max(most, layer.num_kv_heads * PageForm(*pair, TILE).content)
+        most = max(most, layer.num_kv_heads * PageForm(*pair, page_unit(*pair)).content)
     for name in plains.keys() - full.keys():
         layers[name].attn_backend = sliding(most)
+    return list(full)
+
+
+def hand_over(layers: Mapping[str, Any], names: Sequence[str], config: Any) -> None:
+    """Give attention layers of vLLM, by name, what their codecs learnt, from its configuration."""
+    if calibration() is None:
+        return
+    model, parallel = config.model_config, config.parallel_config
+    total, heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
+    ranks, rank = parallel.tensor_parallel_size, parallel.rank % parallel.tensor_parallel_size
+    for name in names:
+        layer = layers[name]
+        shape = heads, layer.head_size, layer.head_size_v, layer.kv_cache_torch_dtype
+        of = CacheGeometry(1, *shape)
+        (learnt,) = learnt_of((layer_number(name, total),), (layer.attn_backend.stored,), of, total)
+        layer.impl.learnt = of_rank(learnt, layer.num_kv_heads, rank, ranks)
 
 
 def specs_of(names: Sequence[str], specs: Sequence[Spec]) -> tuple[Spec, ...]:
@@ -131,8 +187,8 @@ def layer_number(name: str, count: int) -> int:
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1 or numbers[0] >= count:
         raise SpecError(
-            f"{SETTING} names a recipe by layer, and {name!r} is not the name of one of {count} "
-            "layers; name one spec for all layers"
+            f"{name!r} is not the name of one of {count} layers, which a recipe and {CALIBRATION} "
+            "tell apart by their numbers; name one spec for all layers, which learns nothing"
         )
     return numbers[0]
 

@@ -6,7 +6,7 @@ who finds that page in vLLM's prefix cache has the same tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,21 +56,25 @@ def waves(rows: Sequence[Row], page_tokens: int) -> list[list[Row]]:
 class Window:
     """Exact copies of a sequence's last tokens in one layer.
 
-    `slot`: where in the pool, or -1; `memories`: of K and V, which begin at the same token.
+    `slot`: where in the pool, or -1; `memories`: of K and V, which begin at the same token;
+    `packed`: keys from here on have no slots yet, where groups of them are packed together.
     """
 
-    __slots__ = ("end", "first", "memories", "slot")
+    __slots__ = ("end", "first", "memories", "packed", "slot")
 
     def __init__(self, slot: int, held: int, memories: tuple[TokenMemory, TokenMemory]) -> None:
         self.slot, self.memories = slot, memories
-        self.first = self.end = held
+        self.first = self.end = self.packed = held
 
 
 class WindowPool:
     """Windows of one layer, `width` tokens each (0 for none): of `sequences`, those used last.
 
-    `shapes`: heads and width of K and of V.
+    `shapes`: heads and width of K and of V. `lost`: told of a window that gives way to another, and
+    of the page by which it is known; of no other that is forgotten somebody reads the page.
     """
+
+    lost: Callable[[int, Window], None] | None = None
 
     def __init__(
         self,
@@ -97,12 +101,16 @@ class WindowPool:
         """Return the window of each row, which is nobody else's until `keep`."""
         if not self.width:
             return [Window(-1, row.held, self._none) for row in rows]
-        known, found = self._at, []
+        known = self._at
+        found: list[Window | None] = []
         for row in rows:
             page = row.pages[(row.held - 1) // self.page_tokens] if row.held else -1
             window = known.get(page)
-            whole = window is not None and window.end == row.held
-            found.append(known.pop(page) if whole else None)
+            if window is not None and window.packed <= row.held <= window.end:
+                window.end = row.held  # later ones are written again
+                found.append(known.pop(page))
+            else:
+                found.append(None)
         return [window or self._new(row.held) for row, window in zip(rows, found, strict=True)]
 
     def keep(self, rows: Sequence[Row], windows: Sequence[Window]) -> None:
@@ -143,7 +151,11 @@ class WindowPool:
 
     def _new(self, held: int) -> Window:
         if not self._free:
-            self._free.append(self._at.pop(next(iter(self._at))).slot)
+            page = next(iter(self._at))
+            window = self._at.pop(page)
+            if self.lost is not None:
+                self.lost(page, window)
+            self._free.append(window.slot)
         slot = self._free.pop()
         return Window(slot, held, self._memories(slot, held))
 

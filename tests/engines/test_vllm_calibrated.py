@@ -1,0 +1,150 @@
+"""A calibrated `trellis` in real engines: capacity, answers, prefixes in Redis, refusals."""
+
+from urllib.parse import quote
+
+import pytest
+import torch
+from vllm_engine import sharing
+from vllm_prompts import ids, random_requests
+
+from kvpact.calibration import Calibration
+from kvpact.integrations.transformers import calibrate
+from kvpact.spec import parse_spec
+
+SPEC = "trellis:bits=4,sinks=0"
+ALONE = "trellis:bits=4,center=0,sinks=0"
+OPTIONS = {"dtype": "bfloat16", "max_model_len": 512, "block_size": 128}
+
+
+def named(path):
+    return {"KVPACT_VLLM_CALIBRATION": str(path)}
+
+
+@pytest.fixture(scope="session")
+def calibrated(tmp_path_factory):
+    """Return a function that calibrates a toy as `kvpact calibrate` does; the file's path."""
+
+    def run(folder, seed=0, specs=(SPEC, ALONE)):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        generator = torch.Generator().manual_seed(seed)
+        texts = [torch.randint(3, 512, (512,), generator=generator) for _ in range(2)]
+        path = tmp_path_factory.mktemp("calibration") / "toy.kvcal"
+        calibrate(model, texts, list(map(parse_spec, specs))).save(path)
+        return path
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def known(calibrated, toy):
+    return calibrated(toy)
+
+
+@pytest.mark.parametrize("spec", [SPEC, ALONE])
+def test_it_holds_so_many_times_the_tokens_of_bfloat16(run_vllm, toy, known, spec):
+    options = {"model": toy, **OPTIONS}
+    own, mine = run_vllm(**options), run_vllm(spec, env=named(known), **options)
+    assert mine["capacity"] >= 3.7 * own["capacity"]
+    assert f"as {spec}: " in mine["log"]
+    assert f"learnt from 1024 tokens ({known})" in mine["log"]
+
+
+def answers(start_vllm, requests, spec, options, **more):
+    with start_vllm(spec, **options, **more) as engine:
+        found = engine.ask("sequence", requests=requests)
+        metrics = engine.ask("metrics")
+        assert engine.ask("forget")  # no page is held any more
+    return found, metrics
+
+
+@pytest.mark.parametrize("spec", [SPEC, ALONE])
+def test_random_requests_together_answer_as_one_by_one(start_vllm, toy, known, spec):
+    """No prompt is cut and no prefix shared, so nothing depends on who else is there."""
+    requests = random_requests(seed=3)
+    alone = [one | {"comes": 70 * i, "aborted": None} for i, one in enumerate(requests)]
+    options = {
+        "model": toy,
+        **OPTIONS,
+        "dtype": "float32",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 4096,
+        "enable_prefix_caching": False,
+        "env": named(known),
+    }
+    mine, _ = answers(start_vllm, requests, spec, options)
+    right, _ = answers(start_vllm, alone, spec, options)
+    assert sum(one is None for one in mine) == sum(one["aborted"] is not None for one in requests)
+    assert mine == [
+        None if one["aborted"] is not None else answer
+        for one, answer in zip(requests, right, strict=True)
+    ]
+
+
+def test_sequences_that_are_preempted_and_share_prefixes_leave_all_pages_free(
+    start_vllm, toy, known
+):
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 192, "kv_cache_memory_bytes": 9 * 40_000}
+    options = {"model": toy, **OPTIONS, **small, "env": named(known)}
+    found, metrics = answers(start_vllm, random_requests(seed=3), SPEC, options)
+    assert metrics["vllm:num_preemptions"] > 0
+    assert metrics["vllm:prefix_cache_hits"] > 0
+    assert any(one is not None for one in found)
+
+
+@pytest.fixture
+def redis(start_server, tmp_path):
+    server = start_server(tmp_path)
+    yield f"redis://:{quote(server.password)}@127.0.0.1:{server.port}"
+    server.kill()
+
+
+def test_engines_share_prefixes_of_the_same_calibration_alone(
+    start_vllm, toy, known, calibrated, redis
+):
+    options = {"model": toy, **OPTIONS, **sharing(redis)}
+    prompt = ids(450, seed=2)
+
+    def serve(calibration, saves=False):
+        with start_vllm(SPEC, env=named(calibration), **options) as engine:
+            found = engine.ask("greedy", prompts=[prompt], tokens=24)
+            engine.ask("saved")
+            if saves:  # its prefix comes from its own pages
+                found = engine.ask("greedy", prompts=[prompt], tokens=24)
+            return found, engine.ask("counts")
+
+    right, first = serve(known, saves=True)
+    assert first["saved_chunks"] == 3 and first["loaded_tokens"] == 0
+    _, other = serve(calibrated(toy, seed=1))
+    assert other["loaded_tokens"] == 0 and other["misses"] > 0 and other["damaged"] == 0
+    found, same = serve(known)
+    assert same["loaded_tokens"] == 3 * 128
+    assert found == right
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "reason"),
+    [
+        (SPEC, "gone", "can't be read"),
+        ("turboquant:bits=4,sinks=0", "", "learns nothing"),
+        (f"{SPEC},first=false", "", "packs 64 tokens together"),
+        ("trellis:bits=4,weights=false,sinks=0", "", "run kvpact calibrate with --spec"),
+        (SPEC, "heads", "it was made of another model"),
+        (SPEC, "layers", "the model has 2: it was made of another model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_when_vllm_starts(
+    run_vllm, toy, known, tmp_path, spec, change, reason
+):
+    path, held = tmp_path / "other.kvcal", Calibration.load(known)
+    if change == "layers":
+        held = Calibration({**held.layers, 2: held.layers[0]})
+    if change == "heads":
+        from dataclasses import replace
+
+        held = Calibration({i: replace(x, heads=3) for i, x in held.layers.items()})
+    if change != "gone":
+        held.save(path)
+    answer = run_vllm(spec, env=named(path), fails=True, model=toy, **OPTIONS)
+    assert reason in answer["log"]
