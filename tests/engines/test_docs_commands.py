@@ -79,13 +79,12 @@ def check_kvpact(words):
 
 def check_vllm(words):
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from kvpact.integrations.vllm.builder import CONNECTOR
     from kvpact.integrations.vllm.connector_store import options_of
 
-    given = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    given = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words)
     transfer = AsyncEngineArgs.from_cli_args(given).kv_transfer_config
     assert given.model == "MODEL" and given.block_size % 32 == 0
     if transfer is not None:

@@ -57,7 +57,7 @@ def test_operations_take_the_arguments_that_are_given():
         assert words <= set(inspect.signature(getattr(_custom_ops, name)).parameters), name
 
 
-def test_the_second_model_runner_is_refused_by_name(monkeypatch):
+def test_the_second_model_runner_and_sleep_mode_are_refused_by_name(monkeypatch):
     from vllm.config import VllmConfig
 
     from kvpact.integrations.vllm.builder import _check
@@ -68,13 +68,15 @@ def test_the_second_model_runner_is_refused_by_name(monkeypatch):
         _check(config, False)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert not config.use_v2_model_runner
-    covered = SimpleNamespace(is_hybrid=False)
-    _check(
-        SimpleNamespace(
-            **{name: getattr(config, name) for name in ("parallel_config", "speculative_config")},
-            kv_transfer_config=None,
-            model_config=covered,
-            use_v2_model_runner=config.use_v2_model_runner,
-        ),
-        False,
+    covered = SimpleNamespace(is_hybrid=False, enable_sleep_mode=False)
+    given = SimpleNamespace(
+        parallel_config=config.parallel_config,
+        speculative_config=None,
+        kv_transfer_config=None,
+        model_config=covered,
+        use_v2_model_runner=config.use_v2_model_runner,
     )
+    _check(given, False)
+    covered.enable_sleep_mode = True
+    with pytest.raises(BackendUnavailable, match="does not cover sleep mode"):
+        _check(given, False)

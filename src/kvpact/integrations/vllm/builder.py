@@ -128,6 +128,7 @@ def _check(config: Any, latent: bool) -> None:
         refuse("Model Runner V2, which it was never run with: VLLM_USE_V2_MODEL_RUNNER=0 takes V1")
     for there, what in (
         (config.model_config.is_hybrid, "hybrid models"),
+        (config.model_config.enable_sleep_mode, "sleep mode"),
         (config.speculative_config is not None, "speculative decoding"),
         (_foreign_connector(config.kv_transfer_config), "KV connectors but KVPactConnector"),
         (parallel.decode_context_parallel_size > 1, "context parallelism"),
