@@ -88,7 +88,8 @@ def test_eval_free_running(model_folder, tmp_path):
 
 def test_eval_tasks(model_folder, tmp_path):
     out = good(
-        "eval", "int:bits=2", "--tokens", 900, "--chunk", 256, "--tasks", "--task-samples", 1,
+        "eval", "int:bits=2", "--tokens", 900, "--chunk", 256, "--tasks",
+        "needle,variables,common words,key-value", "--task-samples", 1,
         "--seed", 4, "--model", model_folder, "--out", tmp_path,
     )  # fmt: skip
     for words in (

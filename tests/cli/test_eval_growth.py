@@ -42,7 +42,7 @@ def test_growth_has_tables_numbers_and_a_plot(model_folder, tmp_path):
 
 
 def test_what_can_t_go_with_a_budget(model_folder):
-    assert "--tasks can't go with --budget" in bad("eval", "--budget", "1MB", "--tasks")
+    assert "--tasks can't go with --budget" in bad("eval", "--budget", "1MB", "--tasks", "all")
     assert "give a SPEC, or --budget" in bad("eval")
     args = ("--model", model_folder, "--tokens", 600)
     assert "'much' is no number of bytes" in bad("eval", "--budget", "much", *args)

@@ -47,7 +47,7 @@ DOCUMENTS = {
     "recommend": {
         "chosen": (str, dict), "bytes": int, "verdict": str, "budget": int, "kl_mean": float,
         "measured": [{"spec": str, "bytes": int, "predicted": float, "...": ANY}],
-        "verified": [ANY], "files": [str], "...": ANY,
+        "verified": [ANY], "tools": (str, dict), "files": [str], "...": ANY,
     },
     "recipes": {
         "recipes": [{"name": str, "default": str, "layers": {"*": str}, "measured": dict,

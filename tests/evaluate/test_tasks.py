@@ -24,7 +24,7 @@ from kvpact.evaluate import (
 )
 from kvpact.evaluate.tasks import DEPTHS
 
-TASKS = ["needle", "variables", "common words", "key-value"]
+TASKS = ["needle", "variables", "common words", "key-value", "tools"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,8 @@ def by_task(cases, task):
 def test_there_is_a_question_for_each_task_sample_and_depth(cases):
     assert [(case.task, case.sample) for case in cases] == [(t, i) for t in TASKS for i in (0, 1)]
     for case in cases:
-        assert tuple(question.depth for question in case.questions) == DEPTHS
+        each = 9 if case.task == "tools" else 1
+        assert [q.depth for q in case.questions] == [x for x in DEPTHS for _ in range(each)]
         assert 11_000 < len(case.context) <= 12_000
 
 
@@ -107,12 +108,33 @@ def test_keys_stand_at_their_depths_with_their_values(cases):
             assert index == round(question.depth * (len(lines) - 1))
 
 
+def test_arguments_of_tool_calls_are_copied_from_the_first_three_quarters(cases):
+    for case in by_task(cases, "tools"):
+        listed = [line for line in case.context.splitlines() if line.startswith('{"file"')]
+        files = {file["file"]: file for file in map(json.loads, listed)}
+        assert len(files) == len(listed) == 20
+        shown = case.context.rpartition("\n\nUser: ")[0].count("\n\nUser: ") + 1
+        assert shown == 5 and case.context.rstrip().endswith("}}")
+        for i, question in enumerate(case.questions):
+            name = question.prompt.partition("Archive the file ")[2].partition(".")[0]
+            argument = ("id", "path", "bytes")[i % 3]
+            assert question.prompt.endswith(f'"{argument}":')
+            assert json.dumps(files[name][argument]).rstrip('"') == question.answer[1:]
+            called = {"name": "archive_file", "arguments": files[name]}
+            whole = f"\nUser: Archive the file {name}.\nAssistant: {json.dumps(called)}\n"
+            assert whole.startswith(question.prompt + question.answer)
+            assert whole not in case.context
+            found = place(case.context, json.dumps(files[name]))
+            assert found == pytest.approx(0.75 * question.depth, abs=0.12)
+
+
 def test_sentences_end_behind_quotes_and_not_after_titles():
     words = [f"{a}{b}word" for a in "abcdefgh" for b in "xyz"]
     text = " ".join(f'Then Mr. {word} said "Go!" and "Why?"' for word in words)
     seen = set()
     for seed in range(40):
-        case, *_ = make_cases(text, len, tokens=350 + seed, depths=[0.5], samples=1, seed=seed)
+        chosen = {"depths": [0.5], "samples": 1, "seed": seed, "tasks": ["needle"]}
+        (case,) = make_cases(text, len, tokens=350 + seed, **chosen)
         before = case.context.partition(" The secret")[0]
         seen.add(before.rpartition(" ")[2])
     assert seen == {'"Go!"', '"Why?"'}, "never the title"
@@ -125,6 +147,8 @@ def test_sentences_end_behind_quotes_and_not_after_titles():
         ({"depths": []}, "depths"),
         ({"depths": [0.5, 1.1]}, "from 0 to 1"),
         ({"tokens": 100}, "100 tokens are too few"),
+        ({"tokens": 2500, "tasks": ["tools"]}, "2500 tokens are too few"),
+        ({"tasks": ["tools", "hay"]}, "hay is no task; take all, needle"),
         ({"tokens": 10**6}, "too short for tasks of 1000000"),
     ],
 )
@@ -230,6 +254,12 @@ def test_means_by_hand(result):
     assert (whole.correct, whole.exact_correct) == (0, 100)
     assert rows["a", "y", None].difference == -2.5
     assert math.isnan(rows["a", "y", 0.0].difference_se)
+    assert whole.right == ("0.0 ± 0.0", "-100.0 ± 0.0")
+    half = [replace(score, correct=i % 2 == 0) for i, score in enumerate(result.scores[:4])]
+    row = TaskResult(half, 900, 3).rows()[-1]
+    error = 100 * math.sqrt(1 / 3) / 2
+    assert (row.correct, row.exact_correct_se) == (50, 0)
+    assert row.correct_se == pytest.approx(error) and row.change_se == pytest.approx(error)
 
 
 def test_report_has_tables_numbers_and_a_plot(tiny, result, tmp_path):

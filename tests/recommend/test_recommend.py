@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 import kvpact
 from kvpact.cache import planned_bytes
-from kvpact.evaluate import EvaluationError, evaluate
+from kvpact.evaluate import EvaluationError, Question, TaskCase, TaskResult, TaskScore, evaluate
 from kvpact.geometry import CacheGeometry
 from kvpact.integrations.transformers import CompressedCache
 from kvpact.integrations.transformers.record import Seen, SeenLayer
 from kvpact.recipe import layer_specs, load_recipe, sensitivities
-from kvpact.recommend import Measured, RecommendationError, plan, survey, verify
+from kvpact.recommend import Measured, RecommendationError, plan, run, survey, verify
 from kvpact.recommend.base import predicted
 from kvpact.recommend.measure import Costs, Survey, measured_of
 from kvpact.recommend.run import outlier_notes
@@ -183,6 +183,7 @@ def test_a_call_answers_prints_and_plots(model_folder, tmp_path):
         progress=lambda done, total, what: told.append(done / total),
     )  # fmt: skip
     answer, line, _, head, *rows = repr(found).splitlines()
+    assert ", tool calls not measured (300 tokens are too few for" in answer
     assert answer.startswith(f"{found.verdict}: KL ") and " of 2.10 MB at 4,096 tokens" in answer
     assert line == f"CompressedCache(model, {found.chosen!r})"
     assert (
@@ -197,6 +198,33 @@ def test_a_call_answers_prints_and_plots(model_folder, tmp_path):
         found.plot(tmp_path / name)
     drawn = (tmp_path / "a.svg").read_text("utf-8")
     assert drawn.count("<!-- trellis:bits=2 -->") == 2 and "<!-- predicted KL, nats" in drawn
+
+
+def test_a_verdict_includes_the_arguments_of_tool_calls(model_folder, monkeypatch):
+    asked = tuple(Question(0.5, " what?", x) for x in (" 12", " 34"))
+    case = TaskCase("tools", 0, "abcdefgh" * 20, asked)
+    monkeypatch.setattr(run, "_tool_cases", lambda *args: [case])
+    told = []
+    found = kvpact.recommend(
+        model_folder, tokens=300, chunk=128, budget=0.9, context=4096,
+        progress=lambda done, total, what: told.append(done / total),
+    )  # fmt: skip
+    assert found.tools.scores[0].task == "tools" and found.kept.questions == 2
+    assert found.tools.scores[0].spec == found.row.spec
+    assert told == sorted(told) and told[-1] == pytest.approx(1)
+    assert ", 0 % of the arguments of tool calls right (exact cache: 0 %), " in found.answer
+    verdicts = []
+    for lost in (0, 3, 5):
+        scores = [
+            TaskScore("a", False, "tools", 0, 0.5, -1.0, -1.0, i >= lost, True) for i in range(60)
+        ]
+        row = replace(found.row, kl_mean=0.0004)
+        tools = TaskResult(scores, 900, 0)
+        evaluation = replace(found.evaluation, rows=[row])
+        verdicts.append(replace(found, evaluation=evaluation, tools=tools).verdict)
+    assert verdicts == ["lossless", "lossless", "visible"]
+    broken = replace(found.evaluation, rows=[replace(found.row, kl_mean=1.0)])
+    assert replace(found, evaluation=broken, tools=tools).verdict == "broken"
 
 
 def test_the_command_writes_a_recipe_that_loads(model_folder, model, tmp_path):

@@ -36,8 +36,9 @@ def evaluate_command(
         help="Also read this many tokens of the exact cache's greedy continuation, one by one.",
         show_default=False,
     ),
-    tasks: bool = typer.Option(
-        False, "--tasks", help="Also score retrieval tasks made from each text."
+    tasks: str | None = options.optional(
+        metavar="NAMES",
+        help="Also score tasks made from each text: all, or names such as needle,tools.",
     ),
     task_samples: int = typer.Option(2, min=1, help="Contexts per task, with --tasks or --budget."),
     seed: int = typer.Option(0, help="Seed of the tasks, with --tasks or --budget."),
@@ -69,6 +70,7 @@ def evaluate_command(
     """
     from kvpact.cli.eval_run import RunPlan, candidates_of, run
     from kvpact.evaluate.files import report_data
+    from kvpact.evaluate.tasks import task_names
 
     models = list(dict.fromkeys(model))
     if budget is not None:
@@ -110,7 +112,8 @@ def evaluate_command(
         against,
         out,
         free_running_steps,
-        task_samples if tasks else 0,
+        [] if tasks is None else task_names(tasks.split(",")),
+        task_samples,
         seed,
         told=tuple(dict.fromkeys(specs)),
         calibration=calibration,

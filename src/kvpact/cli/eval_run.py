@@ -26,7 +26,7 @@ from kvpact.evaluate import (
     write_report,
 )
 from kvpact.evaluate.base import row_name, run_name, whole_share
-from kvpact.evaluate.feed import check_sizes, first_tokens, positions
+from kvpact.evaluate.feed import check_sizes, first_tokens, positions, token_counter
 from kvpact.evaluate.free_running import check_steps
 from kvpact.evaluate.text import kl_text, verdict_of
 from kvpact.methods.cautions import KEY_NORM, cautions
@@ -37,7 +37,7 @@ from kvpact.spec import parse_spec
 class RunPlan:
     """What is to be evaluated: candidates, texts by name, sizes, the baseline, and where to.
 
-    No step means no free running, and no task sample means no tasks. `told` are specs and recipes
+    No step means no free running, and no name of a task no tasks. `told` are specs and recipes
     of which it is told what is known to do badly about them. Without `tables` nothing is printed,
     and with `verbose` how it was measured, too.
     """
@@ -49,7 +49,8 @@ class RunPlan:
     against: str | None = None
     out: Path | None = None
     free_running: int = 0
-    task_samples: int = 0
+    tasks: Sequence[str] = ()
+    task_samples: int = 2
     seed: int = 0
     told: tuple[str, ...] = ()
     calibration: Path | None = None
@@ -161,13 +162,11 @@ def _run_free(plan: RunPlan, network: Any, tokenizer: Any, text: str) -> FreeRun
 
 
 def _cases(plan: RunPlan, tokenizer: Any, text: str) -> list[TaskCase]:
-    if not plan.task_samples:
+    if not plan.tasks:
         return []
-
-    def count(part: str) -> int:
-        return len(tokenizer(part, add_special_tokens=False)["input_ids"])
-
-    return make_cases(text, count, tokens=plan.tokens, samples=plan.task_samples, seed=plan.seed)
+    count = token_counter(tokenizer)
+    chosen: dict[str, Any] = {"samples": plan.task_samples, "seed": plan.seed, "tasks": plan.tasks}
+    return make_cases(text, count, tokens=plan.tokens, **chosen)
 
 
 MORE = ("MB", "KL\np99", "time\ns")  # for which a narrow terminal has no room

@@ -14,7 +14,8 @@ from kvpact.evaluate.report import markdown_table
 from kvpact.evaluate.result import EvalResult
 from kvpact.evaluate.runner import evaluate, evaluate_text
 from kvpact.evaluate.task_scores import TaskResult, TaskRow, TaskScore, score_tasks
-from kvpact.evaluate.tasks import Question, TaskCase, make_cases
+from kvpact.evaluate.task_source import Question
+from kvpact.evaluate.tasks import TaskCase, make_cases
 from kvpact.evaluate.text import verdict_of
 
 __all__ = [

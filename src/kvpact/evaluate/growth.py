@@ -17,7 +17,15 @@ from torch import Tensor
 from kvpact.errors import BudgetExceeded
 from kvpact.evaluate.base import Candidate, EvaluationError
 from kvpact.evaluate.canvas import COLOURS, INK, MUTED, legend, log_ticks
-from kvpact.evaluate.feed import Steps, chunks, compressed_cache, first_tokens, forward, positions
+from kvpact.evaluate.feed import (
+    Steps,
+    chunks,
+    compressed_cache,
+    first_tokens,
+    forward,
+    positions,
+    token_counter,
+)
 from kvpact.evaluate.metrics import mean_and_error, score_tokens
 from kvpact.evaluate.task_scores import Asked, answers, prepared
 from kvpact.evaluate.tasks import TaskCase, make_cases
@@ -301,14 +309,14 @@ def grow(
     parts = min(STRETCHES, -(-len(ids) // chunk) // FEWEST)
     ends = _ends(len(ids), chunk, parts)
     depths = [(i + 0.5) / len(ends) for i in range(len(ends))]
-
-    def count(part: str) -> int:
-        return len(tokenizer(part, add_special_tokens=False)["input_ids"])
-
     room = min(tokens, (limit or tokens) - CHUNK)  # for a question behind
-    cases = make_cases(
-        text, count, tokens=room, depths=depths, samples=samples, seed=seed, tasks=("needle",)
-    )
+    drawn: dict[str, Any] = {
+        "depths": depths,
+        "samples": samples,
+        "seed": seed,
+        "tasks": ("needle",),
+    }
+    cases = make_cases(text, token_counter(tokenizer), tokens=room, **drawn)
     steps = Steps(progress, (1 + samples) * (1 + len(makers)) * -(-len(ids) // chunk))
     with torch.inference_mode():
         runs = _start(model, makers)

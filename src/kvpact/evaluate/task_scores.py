@@ -76,7 +76,9 @@ class TaskRow(CacheScore):
         Mean of this cache's log-probability less the exact one's, below zero where the cache lost
         something, and its standard error: questions are the pairs. NaN for fewer than two.
     correct, exact_correct : float
-        Percent of questions answered right.
+        Percent of questions answered right: of ``tools`` the share of arguments that are kept.
+    correct_se, exact_correct_se, change_se : float
+        Standard errors of both, and of their difference, questions paired.
     """
 
     task: str | None
@@ -88,11 +90,23 @@ class TaskRow(CacheScore):
     difference_se: float
     correct: float
     exact_correct: float
+    correct_se: float
+    exact_correct_se: float
+    change_se: float
 
     @property
     def text(self) -> str:
         """The difference and its standard error."""
         return f"{self.difference:+.3f} ± {self.difference_se:.3f}"
+
+    @property
+    def right(self) -> tuple[str, str]:
+        """Percent answered right, and the change from the exact cache, with their errors."""
+        change = self.correct - self.exact_correct
+        return (
+            f"{self.correct:.1f} ± {self.correct_se:.1f}",
+            f"{change:+.1f} ± {self.change_se:.1f}",
+        )
 
 
 @dataclass(frozen=True)
@@ -140,16 +154,17 @@ class TaskResult:
     def columns(self) -> list[str]:
         """Return the columns: the spec, each task, all tasks, and answers that are right."""
         tasks = dict.fromkeys(score.task for score in self.scores)
-        return ["spec", *tasks, "all tasks", "right %"]
+        return ["spec", *tasks, "all tasks", "right %", "change"]
 
     def lines(self, quote: str = "") -> list[list[str]]:
         """Return the exact cache's log-probabilities, then each cache's differences from them."""
         caches = self._by_cache()
         first = next(iter(caches.values()))
         exact = [f"{row.exact_logprob:.3f}" for row in first]
-        lines = [["exact: log-probability", *exact, f"{first[-1].exact_correct:.0f}"]]
+        right = f"{first[-1].exact_correct:.1f} ± {first[-1].exact_correct_se:.1f}"
+        lines = [["exact: log-probability", *exact, right, ""]]
         for name, rows in caches.items():
-            lines.append([name, *(row.text for row in rows), f"{rows[-1].correct:.0f}"])
+            lines.append([name, *(row.text for row in rows), *rows[-1].right])
         return lines
 
     def tables(self) -> list[str]:
@@ -170,7 +185,7 @@ class TaskResult:
             f"{self.context_tokens} tokens made of the text with seed {self.seed}; log-probability "
             "of the whole answer, teacher-forced, in nats: that under this cache less that under "
             "the exact one, and its standard error, questions paired. right: every token of the "
-            "answer is the likeliest."
+            "answer is the likeliest; change: from the exact cache."
         )
 
     def data(self) -> dict[str, Any]:
@@ -183,7 +198,7 @@ class TaskResult:
         axes.set_title(f"{run}: tasks", loc="left", fontsize=11, color=INK)
         axes.axvline(0, color=INK, lw=0.8)
         series = []
-        for task, *rows in zip(self.columns()[1:-2], *caches.values(), strict=False):
+        for task, *rows in zip(self.columns()[1:-3], *caches.values(), strict=False):
             points = enumerate((row.difference, 2 * row.difference_se) for row in rows)
             series.append((task, [(i, middle, bar, bar) for i, (middle, bar) in points]))
         error_bars(axes, list(caches), series, 6)
@@ -306,20 +321,26 @@ def answers(
 
 
 def _row(scores: list[TaskScore], task: str | None, depth: float | None) -> TaskRow:
-    count = len(scores)
-    mine = torch.tensor([score.logprob for score in scores], dtype=torch.float64, device="cpu")
-    exact = mine.new_tensor([score.exact_logprob for score in scores])
+    values = torch.tensor(
+        [(x.logprob, x.exact_logprob, 100 * x.correct, 100 * x.exact_correct) for x in scores],
+        dtype=torch.float64, device="cpu",
+    )  # fmt: skip
+    mine, exact, right, exact_right = values.unbind(1)
     difference, error = mean_and_error(mine - exact)
+    (kept, kept_error), (own, own_error) = mean_and_error(right), mean_and_error(exact_right)
     return TaskRow(
         spec=scores[0].spec,
         packed_only=scores[0].packed_only,
         task=task,
         depth=depth,
-        questions=count,
+        questions=len(scores),
         logprob=mine.mean().item(),
         exact_logprob=exact.mean().item(),
         difference=difference,
         difference_se=error,
-        correct=100 * sum(score.correct for score in scores) / count,
-        exact_correct=100 * sum(score.exact_correct for score in scores) / count,
+        correct=kept,
+        exact_correct=own,
+        correct_se=kept_error,
+        exact_correct_se=own_error,
+        change_se=mean_and_error(right - exact_right)[1],
     )

@@ -7,6 +7,7 @@ context are asked for separately, after the same context.
 - ``variables``: chains of three assignments (``VAR B = VAR A.``), asked for at their ends.
 - ``common words``: lists of words, among the text's sentences; which word is the most common one?
 - ``key-value``: nothing but lines of keys (words of the text) and numbers.
+- ``tools``: calls of tools, whose arguments stand in what tools returned long before.
 """
 
 from __future__ import annotations
@@ -17,30 +18,17 @@ from dataclasses import dataclass
 from random import Random
 
 from kvpact.evaluate.base import EvaluationError
+from kvpact.evaluate.task_source import CountTokens, Made, Question, TaskSource, too_short, woven
+from kvpact.evaluate.tool_calls import tool_calls
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 CHAIN = 3  # variables of a chain
-APART = 3  # sentences between two of them
 COMMON, OTHERS = 8, 10  # how often the common word stands in a list, and words that stand once
 
 # After a stop, with or without a closing quotation mark; not after a title.
 _SENTENCE_END = re.compile(
     r"(?:(?<=[.!?])|(?<=[.!?][\"\u201d\u2019]))(?<!Mr\.)(?<!Mrs\.)(?<!Dr\.)\s+"
 )
-
-CountTokens = Callable[[str], int]
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked after a context: `prompt`, and the `answer` that has to follow it.
-
-    `depth` is where it is to be found, 0 at the beginning of the context and 1 at its end.
-    """
-
-    depth: float
-    prompt: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -51,42 +39,6 @@ class TaskCase:
     sample: int
     context: str
     questions: tuple[Question, ...]
-
-
-@dataclass
-class _TaskSource:
-    """A text's sentences and words, and what is drawn from them."""
-
-    sentences: list[str]
-    words: list[str]
-    count: CountTokens
-    tokens: int
-    random: Random
-
-    def filler(self, inserted: Sequence[str]) -> tuple[list[str], list[int]]:
-        """Return sentences that fill the context up, and the tokens before each and after all."""
-        room = self.tokens - sum(self.count(text) for text in inserted)
-        start = self.random.randrange(len(self.sentences))
-        found: list[str] = []
-        before = [0]
-        for i in range(len(self.sentences)):
-            sentence = self.sentences[(start + i) % len(self.sentences)]
-            end = before[-1] + self.count(sentence + " ")
-            if end > room:
-                return found, before
-            found.append(sentence)
-            before.append(end)
-        raise EvaluationError(
-            f"the text is too short for tasks of {self.tokens} tokens; give a longer one, or fewer "
-            "tokens"
-        )
-
-    def number(self) -> str:
-        return str(self.random.randrange(10_000, 100_000))
-
-    def draw(self, count: int) -> list[str]:
-        """Return different words of the text."""
-        return self.random.sample(self.words, count)
 
 
 def make_cases(
@@ -116,12 +68,13 @@ def make_cases(
     seed : int
         Same seed, text and tokenizer, same cases.
     tasks : sequence of str
-        Names of tasks; all of them if empty.
+        See `task_names`.
 
     Raises
     ------
     EvaluationError
-        The text has too few sentences or words, the context no room for its parts; wrong numbers.
+        The text has too few sentences or words, the context no room for its parts; wrong numbers
+        or names.
     """
     if samples < 1 or not depths or not all(0 <= depth <= 1 for depth in depths):
         raise EvaluationError("tasks need 1 or more samples, and depths from 0 to 1")
@@ -134,10 +87,10 @@ def make_cases(
             f"{needed}; give a longer text"
         )
     cases = []
-    for task in tasks or TASKS:
+    for task in task_names(tasks):
         make = TASKS[task]
         for sample in range(samples):
-            source = _TaskSource(
+            source = TaskSource(
                 sentences, words, count_tokens, tokens, Random(f"{seed}/{task}/{sample}")
             )
             context, questions = make(source, sorted(depths))
@@ -145,24 +98,21 @@ def make_cases(
     return cases
 
 
-Made = tuple[str, list[Question]]
-
-
 def _question(depth: float, asked: str, begin: str, answer: str, gap: str = "\n\n") -> Question:
     return Question(depth, f"{gap}Question: {asked}\nAnswer: {begin}", f" {answer}")
 
 
-def _needles(source: _TaskSource, depths: list[float]) -> Made:
+def _needles(source: TaskSource, depths: list[float]) -> Made:
     names, numbers = source.draw(len(depths)), [source.number() for _ in depths]
     needles, questions = [], []
     for depth, name, number in zip(depths, names, numbers, strict=True):
         what = f"secret number of the {name}"
         needles.append([f"The {what} is {number}."])
         questions.append(_question(depth, f"What is the {what}?", f"The {what} is", number))
-    return _woven(source, depths, needles), questions
+    return woven(source, depths, needles), questions
 
 
-def _variables(source: _TaskSource, depths: list[float]) -> Made:
+def _variables(source: TaskSource, depths: list[float]) -> Made:
     letters = [a + b for a in "ABCDEFGHJK" for b in "LMNPQRSTUV"]
     names = source.random.sample(letters, CHAIN * len(depths))
     chains, questions = [], []
@@ -172,10 +122,10 @@ def _variables(source: _TaskSource, depths: list[float]) -> Made:
         chains.append([f"VAR {chain[0]} = {number}.", *(f"VAR {b} = VAR {a}." for b, a in steps)])
         last = f"VAR {chain[-1]}"
         questions.append(_question(depth, f"What is the value of {last}?", f"{last} =", number))
-    return _woven(source, depths, chains), questions
+    return woven(source, depths, chains), questions
 
 
-def _common_words(source: _TaskSource, depths: list[float]) -> Made:
+def _common_words(source: TaskSource, depths: list[float]) -> Made:
     lists, questions = [], []
     for i, depth in enumerate(depths):
         common, *others = source.draw(OTHERS + 1)
@@ -185,10 +135,10 @@ def _common_words(source: _TaskSource, depths: list[float]) -> Made:
         asked = f"Which word is the most common one in list {i + 1}?"
         begin = f"The most common word in list {i + 1} is"
         questions.append(_question(depth, asked, begin, common))
-    return _woven(source, depths, lists), questions
+    return woven(source, depths, lists), questions
 
 
-def _key_value(source: _TaskSource, depths: list[float]) -> Made:
+def _key_value(source: TaskSource, depths: list[float]) -> Made:
     lines: dict[str, str] = {}
     room = source.tokens
     while True:
@@ -199,7 +149,7 @@ def _key_value(source: _TaskSource, depths: list[float]) -> Made:
             break
         lines.setdefault(key, number)
     if len(lines) < len(depths):
-        raise _too_short(source, depths)
+        raise too_short(source)
     keys = list(lines)
     questions = []
     for depth in depths:
@@ -210,33 +160,17 @@ def _key_value(source: _TaskSource, depths: list[float]) -> Made:
     return "".join(f"{key}: {number}\n" for key, number in lines.items()), questions
 
 
-TASKS: dict[str, Callable[[_TaskSource, list[float]], Made]] = {
+TASKS: dict[str, Callable[[TaskSource, list[float]], Made]] = {
     "needle": _needles,
     "variables": _variables,
     "common words": _common_words,
     "key-value": _key_value,
+    "tools": tool_calls,
 }
 
 
-def _woven(source: _TaskSource, depths: list[float], groups: list[list[str]]) -> str:
-    """Return a context: sentences, and at each depth a group of inserts, some sentences apart."""
-    filler, before = source.filler([f"{text} " for group in groups for text in group])
-    if len(filler) < len(depths):
-        raise _too_short(source, depths)
-    places: dict[int, list[str]] = {}
-    for depth, group in zip(depths, groups, strict=True):
-        # A group ends at the end of the context at the latest.
-        near = min(range(len(before)), key=lambda i: abs(before[i] - depth * before[-1]))
-        start = min(near, max(len(filler) - APART * (len(group) - 1), 0))
-        for i, text in enumerate(group):
-            places.setdefault(min(start + APART * i, len(filler)), []).append(text)
-    woven = []
-    for i, sentence in enumerate([*filler, ""]):
-        woven += [*places.get(i, []), sentence]
-    return " ".join(woven).rstrip()
-
-
-def _too_short(source: _TaskSource, depths: list[float]) -> EvaluationError:
-    return EvaluationError(
-        f"{source.tokens} tokens are too few for tasks at {len(depths)} depths; take more"
-    )
+def task_names(names: Sequence[str] = ()) -> list[str]:
+    """Return names of tasks as they are, and all for none or ``all``; another one is refused."""
+    if unknown := [name for name in names if name not in (*TASKS, "all")]:
+        raise EvaluationError(f"{', '.join(unknown)} is no task; take all, {', '.join(TASKS)}")
+    return list(TASKS) if not names or "all" in names else list(dict.fromkeys(names))

@@ -15,7 +15,7 @@ VERDICTS = (("lossless", 0.0005), ("near-lossless", 0.002), ("visible", 0.02))
 - ``broken``: the model is another one.
 
 They are conventions, read off teacher-forced runs of small models. A KL is a mean over tokens of
-one text; ``kvpact eval --tasks`` tells whether a task of yours is hurt.
+one text; ``kvpact eval --tasks all`` tells whether a task of yours is hurt.
 """
 
 

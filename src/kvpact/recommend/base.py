@@ -9,7 +9,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from kvpact.errors import KVPactError
-from kvpact.evaluate import Difference, EvalResult, EvalRow, differences
+from kvpact.evaluate import Difference, EvalResult, EvalRow, TaskResult, TaskRow, differences
 from kvpact.evaluate.canvas import INK, new_figure
 from kvpact.evaluate.text import kl_text, verdict_of
 from kvpact.files import aligned, size_text
@@ -197,23 +197,33 @@ class Recommendation:
         layers.
     growth : SizeResult, optional
         Bytes of an exact cache and of what was chosen, as a text grows.
+    tools : TaskResult or str
+        Calls of tools with what was chosen, whose arguments are copied from earlier tokens; or why
+        they were not measured.
     """
 
     plan: Plan
     evaluation: EvalResult
     growth: SizeResult | None = None
+    tools: TaskResult | str = "not asked for"
 
     def __repr__(self) -> str:
         return f"{self.answer}\n{self.line()}\n\n{self.table}"
 
     @property
     def answer(self) -> str:
-        """The verdict, the measured KL, and the bytes at the context."""
+        """The verdict, the measured KL, the calls of tools, and the bytes at the context."""
         size, exact = size_text(self.bytes), self.plan.sizes.exact
+        tools = f"tool calls not measured ({self.tools})"
+        if (kept := self.kept) is not None:
+            tools = (
+                f"{kept.correct:.0f} % of the arguments of tool calls right (exact cache: "
+                f"{kept.exact_correct:.0f} %)"
+            )
         return (
-            f"{self.verdict}: KL {kl_text(self.row.kl_mean)}, {size} of {size_text(exact)} at "
-            f"{self.plan.sizes.context:,} tokens ({100 * self.bytes / exact:.1f} % of an exact "
-            "cache)"
+            f"{self.verdict}: KL {kl_text(self.row.kl_mean)}, {tools}, {size} of "
+            f"{size_text(exact)} at {self.plan.sizes.context:,} tokens "
+            f"({100 * self.bytes / exact:.1f} % of an exact cache)"
         )
 
     def line(self, recipe: PathLike[str] | None = None) -> str:
@@ -290,9 +300,19 @@ class Recommendation:
         return next(x for x in found if x.spec == "recipe")
 
     @property
+    def kept(self) -> TaskRow | None:
+        """What is right of the arguments of tool calls; None if that was not measured."""
+        return None if isinstance(self.tools, str) else self.tools.rows()[-1]
+
+    @property
     def verdict(self) -> str:
-        """``lossless``, ``near-lossless``, ``visible`` or ``broken`` (see `verdict_of`)."""
-        return verdict_of(self.row.kl_mean)
+        """``lossless``, ``near-lossless``, ``visible`` or ``broken`` (see `verdict_of`).
+
+        ``visible`` at best where arguments of tool calls are lost: more than two standard errors.
+        """
+        kept, told = self.kept, verdict_of(self.row.kl_mean)
+        lost = kept is not None and kept.exact_correct - kept.correct > 2 * kept.change_se
+        return "visible" if lost and told != "broken" else told
 
 
 def _save_heat_map(

@@ -67,7 +67,7 @@ def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
     """Return what ``recommend.json`` holds."""
     plan = recommendation.plan
     rows = [asdict(row) for row in recommendation.evaluation.rows]
-    difference = recommendation.against_uniform
+    difference, tools = recommendation.against_uniform, recommendation.tools
     return {
         "chosen": recommendation.chosen,
         "bytes": recommendation.bytes,
@@ -96,6 +96,7 @@ def recommendation_data(recommendation: Recommendation) -> dict[str, Any]:
             for x in plan.measured
         ],
         "verified": rows,
+        "tools": tools if isinstance(tools, str) else tools.data(),
         "protocol": asdict(recommendation.evaluation.protocol),
     }
 

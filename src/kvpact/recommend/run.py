@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kvpact.data import book_path
-from kvpact.evaluate import evaluate
-from kvpact.evaluate.base import Progress
-from kvpact.evaluate.feed import Steps, check_sizes, first_tokens, part, positions
+from kvpact.evaluate import TaskCase, evaluate, make_cases, score_tasks
+from kvpact.evaluate.base import EvaluationError, Progress
+from kvpact.evaluate.feed import Steps, check_sizes, first_tokens, part, positions, token_counter
 from kvpact.integrations.models import opened
 from kvpact.integrations.sizes import size
 from kvpact.key_offset import KeyOffset
@@ -43,6 +43,8 @@ _DRAWS = 24  # of all layers together: the fewer layers, the more a few tokens d
 CODING = 0.7
 """Time in which all candidates code a chunk in all layers, in forward passes over it."""
 
+CALLS, QUESTION = 10, 256
+"""Time that questions after a context take, in forward passes; tokens that one has at most."""
 
 OUTLIER = 50.0
 """A channel is an outlier if its energy is so many times the median channel's of its head."""
@@ -99,20 +101,40 @@ def recommend(
         budget_bytes(budget, 0)  # a misspelt one is told before anything is read
     network, tokenizer = opened(model, tokenizer)
     check_sizes(tokens, chunk, positions(network))
-    ids = first_tokens(tokenizer, book_path().read_text("utf-8") if text is None else text, tokens)
+    text = book_path().read_text("utf-8") if text is None else text
+    ids = first_tokens(tokenizer, text, tokens)
     chunks, draws = -(-len(ids) // chunk), _draws(network)
+    cases = _tool_cases(network, tokenizer, text, len(ids))
     passes = sensitivity_steps(len(ids), chunk, draws) + CODING * chunks
-    share = passes / (passes + 3.3 * chunks)  # the exact cache and two others, which code
-    found = survey(network, ids, chunk=chunk, progress=part(progress, 0, share))
-    return verify(
+    checks = 3.3 * chunks  # the exact cache and two others, which code
+    whole = passes + checks + (0.0 if isinstance(cases, str) else 2.3 * (chunks + CALLS))
+    begin, end = passes / whole, (passes + checks) / whole
+    seen = survey(network, ids, chunk=chunk, progress=part(progress, 0, begin))
+    found = verify(
         network,
         ids,
-        plan(found, context=context, budget=budget),
+        plan(seen, context=context, budget=budget),
         chunk=chunk,
-        progress=part(progress, share, 1),
+        progress=part(progress, begin, end),
         model_name=model_name,
         text_name=text_name,
     )
+    if isinstance(cases, str):
+        return replace(found, tools=cases)
+    run: dict[str, Any] = {"chunk": chunk, "progress": part(progress, end, 1)}
+    return replace(found, tools=score_tasks(network, tokenizer, cases, [found.chosen], **run))
+
+
+def _tool_cases(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, tokens: int
+) -> list[TaskCase] | str:
+    """Return a context with calls of tools, or why there is none."""
+    room = min(tokens, (positions(model) or tokens + QUESTION) - QUESTION)
+    drawn: dict[str, Any] = {"depths": (0.0, 0.5, 1.0), "samples": 1, "tasks": ("tools",)}
+    try:
+        return make_cases(text, token_counter(tokenizer), tokens=room, **drawn)
+    except EvaluationError as error:
+        return str(error)
 
 
 def survey(
