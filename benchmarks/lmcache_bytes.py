@@ -9,8 +9,8 @@ import argparse
 
 import torch
 
+from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout
-from kvpact.integrations.lmcache.serde import ChunkFormat
 
 SPECS = [
     "none",

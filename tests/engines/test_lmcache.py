@@ -11,8 +11,9 @@ from lmcache_server import CHUNK, LMCacheServer
 from mooncake_cluster import why_not
 from vllm_prompts import ids
 
+from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
-from kvpact.integrations.lmcache.serde import ChunkFormat, key_hash
+from kvpact.integrations.lmcache.serde import key_hash
 
 UNABLE = why_not() if find_spec("mooncake") else None
 pytestmark = [

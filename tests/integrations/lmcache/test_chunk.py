@@ -16,8 +16,9 @@ from kvpact.errors import (
     NonFiniteError,
     SpecError,
 )
+from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout, CPUPages
-from kvpact.integrations.lmcache.serde import ChunkFormat, key_hash
+from kvpact.integrations.lmcache.serde import key_hash
 from kvpact.stores.records import seal, unseal
 from kvpact.testing.held import same_bytes
 

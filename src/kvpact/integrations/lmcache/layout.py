@@ -23,8 +23,7 @@ from torch import Tensor
 
 from kvpact.errors import BackendUnavailable, GeometryError
 from kvpact.geometry import CacheGeometry
-
-Shape = tuple[int, ...]
+from kvpact.integrations.chunks import Shape
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,10 @@ class ChunkLayout:
                 f"head_dim={self.head_dim} and value_dim={self.value_dim}: K and V have one width "
                 "in vLLM's CPU worker"
             )
+
+    def __str__(self) -> str:
+        pages = "" if self.pages is None else f", pages of {self.pages.tokens} tokens"
+        return f"heads of width {self.head_dim} and {self.value_dim}{pages}"
 
     def check_model(self, name: str) -> None:
         """Raise `GeometryError` where these are not the widths in a model's config.

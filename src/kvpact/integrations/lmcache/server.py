@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvpact.errors import BackendUnavailable, SpecError
+from kvpact.integrations.chunks import ChunkFormat
 from kvpact.integrations.lmcache.layout import ChunkLayout, cpu_pages
-from kvpact.integrations.lmcache.serde import ChunkFormat, KVPactSerde
+from kvpact.integrations.lmcache.serde import KVPactSerde
 
 SERDE = "kvpact"
 """The name by which LMCache's configuration asks for it."""

@@ -1,0 +1,148 @@
+"""Chunks of an engine's tokens as packed slots under a checksum: what LMCache and SGLang share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvpact.cache.checks import DTYPES
+from kvpact.compressor import CompressedKV, KVCacheCompressor
+from kvpact.errors import DtypeError, GeometryError, MismatchError, SpecError
+from kvpact.spec import Spec, parse_spec
+from kvpact.stores.records import HEADER, seal, unseal
+
+_NAME = 64
+"""Characters of a record's key: a BLAKE2b-256 in hexadecimal."""
+Shape = tuple[int, ...]
+Form = tuple[Sequence[int], torch.dtype]
+
+
+class Layout(Protocol):
+    """Where K and V, `[L, H, T, D]`, lie in an engine's chunk."""
+
+    @property
+    def head_dim(self) -> int:
+        """The width of K's heads."""
+
+    @property
+    def value_dim(self) -> int:
+        """The width of V's heads."""
+
+    def shapes(self, shape: Sequence[int]) -> tuple[Shape, Shape]:
+        """Return the shapes of K and V in a chunk of that shape. Raises `GeometryError`."""
+
+    def split(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V."""
+
+    def join(self, k: Tensor, v: Tensor, chunk: Tensor) -> None:
+        """Write K and V into a chunk."""
+
+
+Where = TypeVar("Where", bound=Layout)
+
+
+class ChunkFormat(Generic[Where]):
+    """Makes chunks to bytes and back; every token is packed: `spec` has no sinks and no window.
+
+    A chunk is a record of kvpact's stores, with a checksum over everything and the hash of the key,
+    around files of `CompressedKV`, whose batch are the chunk's layers.
+    """
+
+    def __init__(self, spec: str | Spec, layout: Where) -> None:
+        if isinstance(spec, str) and spec.strip().endswith((".toml", ".json")):
+            raise SpecError(f"spec={spec!r}: a recipe by layer is not covered, name one spec")
+        named = parse_spec(spec)
+        self.spec = named.with_options(sinks=0, window=0)
+        self.layout = layout
+        self._compressor = KVCacheCompressor(self.spec, measure=False)
+        self._sizes: dict[tuple[Shape, torch.dtype], int] = {}
+        self._groups = self._checked_groups(str(named))
+
+    def __str__(self) -> str:
+        return f"{self.spec}, {self.layout}"
+
+    def _checked_groups(self, text: str) -> list[tuple[str, int]]:
+        """Return the tokens that K and V pack together."""
+        widths = self.layout.head_dim, self.layout.value_dim
+        codecs = self.spec.codecs(*widths, torch.float32)
+        for side, codec in zip("KV", codecs, strict=True):
+            reason = ""
+            if codec.learns_from or not codec.ready:
+                reason = "learns from its tokens, so its bytes are not known before"
+            elif codec.joint or codec.rotation is not None or codec.has_bias:
+                reason = "stores more than slots of one head"
+            if reason:
+                raise SpecError(
+                    f"spec={text!r}: the method of {side} {reason}; take 'turboquant', "
+                    "'int', 'fp8', 'kivi', 'kvarn', 'none' or "
+                    "'trellis:center=0,first=false,weights=false,blocks=false'"
+                )
+        return [(side, codec.group) for side, codec in zip("KV", codecs, strict=True)]
+
+    def nbytes(self, forms: Iterable[Form]) -> int:
+        """Return the bytes that a chunk takes, to the byte."""
+        return HEADER + _NAME + sum(self._file_bytes(tuple(shape), kind) for shape, kind in forms)
+
+    def _file_bytes(self, shape: Shape, dtype: torch.dtype) -> int:
+        size = self._sizes.get((shape, dtype))
+        if size is None:
+            k, v = self.layout.shapes(shape)
+            if dtype not in DTYPES:
+                raise DtypeError(
+                    f"the engine's chunks are {dtype}; fp32, fp16 and bf16 can be packed: leave "
+                    "its own cache in the model's dtype"
+                )
+            for side, group in self._groups:
+                if k[2] % group:
+                    raise GeometryError(
+                        f"a chunk has {k[2]} tokens, and {str(self.spec)!r} packs {group} of "
+                        f"{side} together: start LMCache with a --chunk-size, or SGLang with a "
+                        "--page-size, that is a multiple"
+                    )
+            size = self._sizes[shape, dtype] = self._compressor.file_bytes(k, v, dtype)
+        return size
+
+    def pack(self, tensors: Sequence[Tensor], name: str) -> bytes:
+        """Return a chunk's bytes. Raises `GeometryError`, `DtypeError`, `NonFiniteError`."""
+        files = []
+        for x in tensors:
+            size = self._file_bytes(tuple(x.shape), x.dtype)
+            data = self._compressor.compress_kv(*self.layout.split(x)).to_bytes()
+            assert len(data) == size, "the shapes don't decide the bytes"
+            files.append(data)
+        header, blob = seal(name, memoryview(b"".join(files)), time.time())
+        return header + blob
+
+    def unpack(self, data: bytes, name: str, out: Sequence[Tensor]) -> None:
+        """Write what `pack` was given into a chunk's tensors, when every byte is checked."""
+        # What can't be packed is no reason to call the bytes damaged.
+        sizes = [self._file_bytes(tuple(x.shape), x.dtype) for x in out]
+        files = self._files(memoryview(unseal(name, data).blob), sizes)
+        held = [self._read(part, x) for part, x in zip(files, out, strict=True)]
+        for one, x in zip(held, out, strict=True):
+            self.layout.join(*self._compressor.decompress_kv(one), x)
+
+    def _files(self, blob: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+        if sum(sizes) != len(blob):
+            raise MismatchError(
+                f"{len(blob):,} bytes of K and V where {str(self.spec)!r} has {sum(sizes):,}: they "
+                "are of another spec or model; give each its own place"
+            )
+        start = 0
+        for size in sizes:
+            yield blob[start : start + size]
+            start += size
+
+    def _read(self, data: memoryview, x: Tensor) -> CompressedKV:
+        held, wanted = CompressedKV.from_bytes(data), self.layout.shapes(x.shape)
+        found = (held.spec, held.dtype, held.k_shape, held.v_shape)
+        if found != (self.spec, x.dtype, *wanted):
+            raise MismatchError(
+                f"K and V of {str(held.spec)!r}, {held.dtype} {held.k_shape} and {held.v_shape}, "
+                f"where {str(self.spec)!r}, {x.dtype} {wanted[0]} and {wanted[1]} is wanted"
+            )
+        return held
