@@ -24,7 +24,7 @@ import time
 from itertools import count, pairwise
 from statistics import median, quantiles
 
-from kvpact.integrations.vllm import SETTING
+from kvpact.integrations.vllm import CALIBRATION, SETTING
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SHORT = 2048
@@ -141,9 +141,10 @@ def main():
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory", type=int, default=2560, help="MiB of each engine's cache")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--spec", nargs="*", default=["turboquant:bits=4,sinks=0"])
-    parser.add_argument("--calibration", help="of the specs that learn")
+    parser.add_argument("--calibration", help="file of what trellis learnt of the model")
     parser.add_argument("--own", nargs="*", default=[], help="--kv-cache-dtype of vLLM's others")
     parser.add_argument("--model", help="folder of a model")
     args = parser.parse_args()
@@ -156,11 +157,12 @@ def main():
         "block_size": 128,
         "max_model_len": max(args.first + args.tokens) + args.steps + 64,
         "max_num_seqs": args.batch,
-        "kv_cache_memory_bytes": 5 << 29,
+        "kv_cache_memory_bytes": args.memory << 20,
     }
     kinds = {"bf16": ({}, {})} | {own: ({}, {"kv_cache_dtype": own}) for own in args.own}
     for spec in args.spec:
-        kinds[spec] = {SETTING: spec}, {}
+        learns = {CALIBRATION: args.calibration} if "trellis" in spec and args.calibration else {}
+        kinds[spec] = {SETTING: spec, **learns}, {}
     engines = [
         engine(settings, options | more, args.threads, args.clock)
         for settings, more in kinds.values()
@@ -170,7 +172,7 @@ def main():
     print(f"| | {own} ms |", *(f"{other} ms | times as long (quartiles) |" for other in others))
     print("|---|" + "---:|" * (2 * len(kinds) - 1))
     held = [ask(one, capacity=True) for one in engines]
-    print(f"| tokens of {options['kv_cache_memory_bytes'] >> 20:,} MiB | {held[0]:,} |",
+    print(f"| tokens of {args.memory:,} MiB | {held[0]:,} |",
           *(f"{n:,} | {n / held[0]:.2f} |" for n in held[1:]))  # fmt: skip
     seeds = count()
     for tokens in args.first:
