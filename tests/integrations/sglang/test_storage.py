@@ -1,6 +1,10 @@
-"""The HiCache storage backend, over a stand-in of SGLang's interface and of its host pools."""
+"""The HiCache storage backend, over a stand-in of SGLang's interface and of its host pools.
+
+With ``-m engine``, where SGLang is installed, over its own interface, made by its own factory.
+"""
 
 import importlib
+import inspect
 import sys
 import types
 from abc import ABC, abstractmethod
@@ -45,11 +49,19 @@ class Interface(ABC):
     def exists(self, key): ...
 
 
-@pytest.fixture(scope="module")
-def storage():
-    """The module that SGLang loads, over the stand-in."""
+@pytest.fixture(
+    scope="module", params=["stand-in", pytest.param("sglang", marks=pytest.mark.engine)]
+)
+def storage(request):
+    """The module that SGLang loads, over the stand-in or over SGLang itself."""
     path = "kvpact.integrations.sglang.storage"
     with pytest.MonkeyPatch.context() as patch:
+        if request.param == "sglang":
+            pytest.importorskip(NAME)
+            patch.delitem(sys.modules, path, raising=False)
+            yield importlib.import_module(path)
+            sys.modules.pop(path)
+            return
         parts = NAME.split(".")
         for i in range(1, len(parts) + 1):
             patch.setitem(sys.modules, ".".join(parts[:i]), types.ModuleType(".".join(parts[:i])))
@@ -87,6 +99,33 @@ def x():
 
 def flat(x, layout="layer_first"):
     return x.permute(0, *(1 + "LHTD".index(axis) for axis in ORDERS[layout])).flatten()
+
+
+@pytest.mark.engine
+def test_the_stand_in_has_the_signatures_of_sglang():
+    theirs = pytest.importorskip(NAME).HiCacheStorage
+    assert theirs.__abstractmethods__ == Interface.__abstractmethods__
+    for name in (*theirs.__abstractmethods__, "register_mem_pool_host", "batch_exists"):
+        mine, its = (inspect.signature(getattr(x, name)).parameters for x in (Interface, theirs))
+        assert [(p.name, p.default) for p in mine.values()] == [
+            (p.name, p.default) for p in its.values()
+        ]
+
+
+@pytest.mark.engine
+def test_sglang_s_factory_makes_the_backend_by_its_path(x):
+    module = pytest.importorskip(NAME)
+    factory = importlib.import_module("sglang.srt.mem_cache.storage").StorageBackendFactory
+    path = "kvpact.integrations.sglang.storage"
+    given = config(backend_name="kvpact", module_path=path, class_name="KVPactStorage")
+    told = {**vars(given), "enable_storage_metrics": False, "is_page_first_layout": False}
+    one = factory.create_backend("dynamic", module.HiCacheStorageConfig(**told), pool())
+    one.register_mem_pool_host(pool())
+    one.on_host_pools_registered()
+    assert one.batch_set(["a"], [flat(x)]) and one.batch_exists(["a", "b"]) == 1
+    with pytest.raises(SpecError, match="lacks spec or store"):
+        told["extra_config"].pop("kvpact")
+        factory.create_backend("dynamic", module.HiCacheStorageConfig(**told), pool())
 
 
 @pytest.mark.parametrize("layout", sorted(ORDERS))
