@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from kvpact.data import book_path
-from kvpact.evaluate import evaluate
+from kvpact.evaluate import Candidate, evaluate
 from kvpact.evaluate.feed import first_tokens
 from kvpact.integrations.models import SMOLLM2, load_model, packaged_folder
+from kvpact.integrations.transformers import calibrate
+from kvpact.spec import parse_spec
 
 SPECS = ("int:bits=8,sinks=0,window=0", "turboquant:bits=4,sinks=0", "recipe.toml")
+CALIBRATED = "trellis:bits=4,sinks=0"
 RECIPE = """
 default = "int:bits=8,sinks=0,window=0"
 [layers]
@@ -37,12 +40,19 @@ def expected(folder):
     """What `kvpact eval` gives: the text, and by spec each token's gain in log-probability."""
     model, tokenizer = load_model(SMOLLM2.name)
     ids = first_tokens(tokenizer, book_path().read_text("utf-8"), TOKENS)
-    result = evaluate(model, ids, [in_folder(folder, spec) for spec in SPECS], chunk=CHUNK)
-    scores = dict(zip(("none", *SPECS), result.scores, strict=True))
-    return ids.tolist(), {spec: scores[spec].ref_nll - scores[spec].nll for spec in SPECS}
+    later = first_tokens(tokenizer, book_path().read_text("utf-8"), TOKENS + 2048)[TOKENS:]
+    learnt = calibrate(model, [later], [parse_spec(CALIBRATED)])
+    learnt.save(folder / "model.kvcal")
+    specs = [
+        *(in_folder(folder, spec) for spec in SPECS),
+        Candidate(CALIBRATED, calibration=learnt),
+    ]
+    result = evaluate(model, ids, specs, chunk=CHUNK)
+    scores = dict(zip(("none", *SPECS, CALIBRATED), result.scores, strict=True))
+    return ids.tolist(), {name: one.ref_nll - one.nll for name, one in scores.items()}
 
 
-def run(run_vllm, expected, spec=None, processes=False):
+def run(run_vllm, expected, spec=None, processes=False, **more):
     ids, _ = expected
     prompts = [ids[start : start + 40 + start] for start in range(0, 80, 10)]
     return run_vllm(
@@ -52,6 +62,7 @@ def run(run_vllm, expected, spec=None, processes=False):
         forced=[ids],
         greedy=[[prompts, 24]],
         **OPTIONS,
+        **more,
     )
 
 
@@ -69,9 +80,13 @@ def test_with_none_a_real_model_gives_the_tokens_of_vllm(run_vllm, expected, own
     )
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, CALIBRATED])
 def test_log_probabilities_change_by_what_eval_gives(run_vllm, expected, own, folder, spec):
-    mine = run(run_vllm, expected, in_folder(folder, spec))
+    more = {}
+    if spec == CALIBRATED:
+        env = {"KVPACT_VLLM_CALIBRATION": str(folder / "model.kvcal")}
+        more = {"env": env, "block_size": 64}
+    mine = run(run_vllm, expected, in_folder(folder, spec), **more)
     change = torch.tensor(mine["forced"][0], dtype=torch.float64) - torch.tensor(own["forced"][0])
     change, right = change[-CHUNK:], expected[1][spec]
     assert len(change) == len(right) == CHUNK
