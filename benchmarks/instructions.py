@@ -28,7 +28,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
 
-from record import CHECKS, Recorder, record_attend, record_encode
+from record import record_attend, record_encode
+from recorder import CHECKS, Recorder
 
 from kvpact.kernels.cpu import library
 
