@@ -117,6 +117,22 @@ def storage() -> str:
     return table(["spec", *columns], rows)
 
 
+def tool_calls() -> str:
+    """Return the share of arguments of tool calls that each cache keeps, beside the exact one's."""
+    cells = []
+    (data,) = load("tools/tasks.json")
+    rows = [row for row in data["rows"] if row["task"] is None]
+    shares = [("exact", "exact_correct", "exact_correct_se", "exact_logprob", rows[0])]
+    shares += [(code(row["spec"]), "correct", "correct_se", "logprob", row) for row in rows]
+    for name, share, error, logprob, row in shares:
+        change = row["correct"] - row["exact_correct"]
+        told = f"{change:+.1f}{NARROW}±{NARROW}{row['change_se']:.1f}" if share == "correct" else ""
+        kept = f"{row[share]:.1f}{NARROW}±{NARROW}{row[error]:.1f}"
+        cells.append([name, kept, told, f"{row[logprob]:.3f}"])
+    columns = ("cache", "arguments kept, %", "less the exact cache's", "mean log-probability")
+    return table(columns, cells)
+
+
 def learnt() -> str:
     """Return the table of methods that learn from the first tokens."""
     rows = sorted((row for row in load("fitted/eval.json") if row["spec"] != "none"), key=_kl)
@@ -204,6 +220,7 @@ BLOCKS = {
     "quality-novel": novel,
     "quality-exact": exact_tokens,
     "quality-storage": storage,
+    "quality-tools": tool_calls,
     "quality-learnt": learnt,
     "quality-recommend": recommended,
     "quality-recipes": shipped,
