@@ -119,18 +119,23 @@ def storage() -> str:
 
 def tool_calls() -> str:
     """Return the share of arguments of tool calls that each cache keeps, beside the exact one's."""
-    cells = []
-    (data,) = load("tools/tasks.json")
-    rows = [row for row in data["rows"] if row["task"] is None]
-    shares = [("exact", "exact_correct", "exact_correct_se", "exact_logprob", rows[0])]
-    shares += [(code(row["spec"]), "correct", "correct_se", "logprob", row) for row in rows]
-    for name, share, error, logprob, row in shares:
-        change = row["correct"] - row["exact_correct"]
-        told = f"{change:+.1f}{NARROW}±{NARROW}{row['change_se']:.1f}" if share == "correct" else ""
-        kept = f"{row[share]:.1f}{NARROW}±{NARROW}{row[error]:.1f}"
-        cells.append([name, kept, told, f"{row[logprob]:.3f}"])
-    columns = ("cache", "arguments kept, %", "less the exact cache's", "mean log-probability")
-    return table(columns, cells)
+    cells: dict[str, list[str]] = {}
+    for name in MODELS:
+        (data,) = load(f"tools/{name}/tasks.json")
+        rows = [row for row in data["rows"] if row["task"] is None]
+        exact = _with_error(rows[0], "exact_correct")
+        cells.setdefault("exact", []).extend((exact, "", f"{rows[0]['exact_logprob']:.3f}"))
+        for row in rows:
+            change = f"{row['correct'] - row['exact_correct']:+.1f}"
+            told = f"{change}{NARROW}±{NARROW}{row['change_se']:.1f}"
+            own = (_with_error(row, "correct"), told, f"{row['logprob']:.3f}")
+            cells.setdefault(code(row["spec"]), []).extend(own)
+    columns = (cell for name in MODELS.values() for cell in (f"{name}: kept, %", "change", "log-p"))
+    return table(("cache", *columns), [[name, *told] for name, told in cells.items()])
+
+
+def _with_error(row: dict[str, Any], what: str) -> str:
+    return f"{row[what]:.1f}{NARROW}±{NARROW}{row[what + '_se']:.1f}"
 
 
 def learnt() -> str:
