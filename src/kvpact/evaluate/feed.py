@@ -112,11 +112,6 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> 
     return torch.tensor(ids, dtype=torch.int64, device="cpu")
 
 
-def token_counter(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
-    """Return what counts the tokens of a part of a text."""
-    return lambda part: len(tokenizer(part, add_special_tokens=False)["input_ids"])
-
-
 def feed(model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int) -> Tensor:
     """Feed tokens, int64 ``[N]``, in chunks; return the logits after the last one, ``[V]``."""
     for _, part, _ in chunks(ids, chunk):

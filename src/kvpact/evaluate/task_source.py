@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 from kvpact.evaluate.base import EvaluationError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 APART = 3  # sentences between two inserts of a group
 
 CountTokens = Callable[[str], int]
+
+
+def token_counter(tokenizer: PreTrainedTokenizerBase) -> CountTokens:
+    """Return what counts the tokens of a part of a text."""
+    return lambda part: len(tokenizer(part, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from tests.helpers.connector_engine import Engine, request
 from vllm_pages import make_layer
 
 from kvpact.cache.pages import PageSource
@@ -14,6 +15,7 @@ from kvpact.integrations.vllm.setting import codecs
 from kvpact.integrations.vllm.window import Row
 from kvpact.kernels.torch.slots import TorchEncoder
 from kvpact.spec import parse_spec
+from kvpact.stores import MemoryStore
 
 HEADS, DIM, PAGE = 2, 64, 128
 SCALE = AttendConfig(softmax_scale=0.125)
@@ -203,3 +205,14 @@ def test_a_rank_has_what_was_learnt_of_its_heads():
     two = {"first": state["first"][:2]}
     found = [of_rank((two, {}), 1, rank, 4)[0]["first"].flatten().tolist() for rank in range(4)]
     assert found == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_what_codecs_learnt_is_in_the_connector_s_keys():
+    store, ids = MemoryStore(), list(range(202))
+    first, same, other = (
+        Engine(store, spec=ALONE, learnt=learnt(ALONE, seed)) for seed in (1, 1, 2)
+    )
+    first.serve(request("first", ids), [7, 3, 11, 2, 9, 4, 30])
+    assert same.matched(request("second", ids)) == 192
+    assert other.matched(request("second", ids)) == 0
+    assert other.counts.total()["misses"] == 3

@@ -8,7 +8,6 @@ import torch
 from tests.helpers.connector_engine import PAGE, Engine, request
 
 from kvpact.errors import GeometryError, StoreFull, StoreUnavailable
-from kvpact.spec import parse_spec
 from kvpact.stores import MemoryStore
 
 CHUNK = 64
@@ -149,20 +148,6 @@ def test_a_request_without_a_key_is_computed_and_counted():
 )
 def test_what_differs_has_other_keys(other, store):
     assert Engine(store, **other).matched(request("second", IDS)) == 0
-
-
-def test_what_codecs_learnt_is_in_the_key():
-    def learnt(seed):
-        draw = torch.Generator().manual_seed(seed)
-        codec = parse_spec(spec).key.key_codec(64, torch.bfloat16)
-        return codec.fit(torch.randn(1, 2, 128, 64, generator=draw)).state(), {}
-
-    spec, store = "trellis:bits=4,center=0,sinks=0", MemoryStore()
-    saved(store, spec=spec, learnt=learnt(1))
-    same, other = (Engine(store, spec=spec, learnt=learnt(seed)) for seed in (1, 2))
-    assert same.matched(request("second", IDS)) == 3 * CHUNK
-    assert other.matched(request("second", IDS)) == 0
-    assert other.counts.total()["misses"] == 3
 
 
 def picture(name, offset):
