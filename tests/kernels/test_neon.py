@@ -68,7 +68,9 @@ def test_neon_and_the_base_level_agree_with_torch(driver, recorder, tmp_path):
 
 @pytest.mark.parametrize("operation", CHECKS)
 def test_the_driver_finds_one_bit_that_differs(driver, recorder, tmp_path, operation):
-    case = copy.deepcopy(next(one for one in recorder.cases if one.operation == operation))
+    # Not a score that is zero: what a bit of the mantissa adds to it is within the bound.
+    recorded = (one for one in recorder.cases if one.operation == operation)
+    case = copy.deepcopy(next(one for one in recorded if any(one.written()[0].expected[:4])))
     block = case.written()[0]
     block.expected = bytes([*block.expected[:2], block.expected[2] ^ 0x40, *block.expected[3:]])
     Recorder([case]).write(tmp_path / "changed")
