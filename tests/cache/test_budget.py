@@ -207,6 +207,31 @@ def test_bytes_are_the_same_in_whatever_pieces_and_by_whatever_backend():
     assert all(map(same_state, states(plain), states(grown([500], **few))))
 
 
+def test_keys_take_over_what_they_learnt_with_other_blocks():
+    """At 6 bits K has one block of channels, at 4 bits three, with deviations that are learnt."""
+    shape = kvpact.CacheGeometry(1, 2, 64, dtype=torch.float32)
+    k, v, q = (random_tokens(1, 2, 640, 64, seed=seed, offset=1) for seed in (1, 2, 3))
+    found = []
+    for size in (64, 640):
+        rungs = [f"trellis:bits={bits}" for bits in (6, 4, 2)]
+        cache, states = kvpact.create_cache(rungs[0], shape, budget=360_000, rungs=rungs), {}
+        for parts in zip(*(x.split(size, 2) for x in (k, v, q)), strict=True):
+            cache.attend(0, k=parts[0], v=parts[1], q=parts[2])
+            states[cache.specs[0].key.bits] = cache.entry(0).k.codec.state()
+        found.append(layer_state(cache.entry(0)))
+        if size == 64:
+            one, three = states[6], states[4]
+    assert same_state(*found)
+    direct = kvpact.create_cache("trellis:bits=4", shape)
+    direct.attend(0, k=k, v=v, q=q)
+    wanted = direct.entry(0).k.codec.state()
+    for name in ("first", "weight", "order"):
+        assert torch.equal(one[name], three[name]), name
+    assert one["deviation"].eq(1).all() and three["deviation"].shape == (2, 3)
+    torch.testing.assert_close(three["deviation"], wanted["deviation"], atol=0.01, rtol=0)
+    assert wanted["deviation"].amax() > 1.1
+
+
 def test_what_it_tells():
     cache = kvpact.create_cache("none", SHAPE, budget="450kB")
     assert cache.stats()["budget"] == {"bytes": BYTES}
@@ -296,6 +321,7 @@ def test_what_can_t_go_with_a_budget():
         ({"budget": BYTES, "rungs": "none"}, "a sequence of specs"),
         ({"budget": BYTES, "rungs": ["trellis:bits=2", "trellis:bits=3"]}, "fewer bits"),
         ({"budget": BYTES, "rungs": ["int:bits=8", "int:bits=4,sinks=0"]}, "the same sinks="),
+        ({"budget": BYTES, "rungs": ["vq:dims=2", "vq"]}, "rungs that learn unlike things"),
         ({"budget": BYTES, "calibration": {}}, "calibration can't go with a budget"),
         ({"budget": BYTES, "layout": "paged", "num_pages": 4}, "for contiguous caches"),
     ):

@@ -14,7 +14,7 @@ from kvpact.integrations.transformers import CompressedCache, prefix_cache
 from kvpact.stores import MemoryStore
 
 IDS = torch.randint(3, 128, (1, 900), generator=torch.Generator().manual_seed(5))
-BYTES = 420_000
+BYTES = 360_000
 
 
 @pytest.fixture(scope="module")

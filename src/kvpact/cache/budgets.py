@@ -14,10 +14,11 @@ from kvpact.cache.stats import stream_facts
 from kvpact.errors import SpecError
 from kvpact.files import bytes_of, share_of
 from kvpact.geometry import CacheGeometry
+from kvpact.methods.fitted import FittedCodec
 from kvpact.recipe import SpecLike, layer_specs
 from kvpact.spec import Spec, parse_spec
 
-DEFAULT_RUNGS = ("none", "trellis:bits=4", "trellis:bits=3", "trellis:bits=2")
+DEFAULT_RUNGS = ("none", *(f"trellis:bits={bits}" for bits in (6, 4, 3, 2)))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,20 @@ def ladder_of(
     methods = [x for rung in found for spec in rung for x in (spec.key, spec.value)]
     if len({(x.sinks, x.window) for x in methods if x.name != "none"}) > 1:
         raise SpecError("all rungs of a budget want the same sinks= and window=")
+    for ladder in dict.fromkeys(zip(*found, strict=True)):
+        for names in map(set, zip(*map(_learnt, ladder), strict=True)):
+            if len(names - {""}) > 1:
+                raise SpecError(
+                    f"rungs that learn unlike things, {' and '.join(sorted(names - {''}))}, can't "
+                    "take over what one another learnt: give rungs of one of them"
+                )
     return tuple(found)
+
+
+def _learnt(spec: Spec) -> tuple[str, ...]:
+    """Return the names of what the codecs of K and of V learn; empty where they learn nothing."""
+    pairs = zip((spec.key, spec.value), spec.codecs(64, 64, torch.bfloat16), strict=True)
+    return tuple(x.learnt_name() * isinstance(codec, FittedCodec) for x, codec in pairs)
 
 
 def _bits(spec: Spec) -> float:

@@ -2,7 +2,8 @@
 
 The result is defined by this: a stream on a rung is what an empty one of that rung's spec becomes
 when it is given all tokens held, decompressed; what its codec learns it takes over from a codec
-like its own that has learnt before. A call that passes a rung is cut there.
+like its own that has learnt before (`FittedCodec.succeeding`). A call that passes a rung is cut
+there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from kvpact.cache.stream import Stream
 from kvpact.methods import Codec
+from kvpact.methods.context import Context
 from kvpact.methods.fitted import FittedCodec
 from kvpact.spec import Spec
 
@@ -88,9 +90,14 @@ def _up_to(
 
 def recoded(stream: Stream, into: Stream, padding: Tensor | None, seen: Tensor | None) -> Stream:
     """Return an empty stream once it was given what another one holds, decompressed."""
-    state = stream.codec.state()
-    if state and isinstance(into.codec, FittedCodec) and not into.codec.ready:
-        codec = into.codec.restore(state)
+    state, codec = stream.codec.state(), into.codec
+    if state and isinstance(codec, FittedCodec) and not codec.ready:
+
+        def first() -> Tensor:
+            x = stream.decoded(0, into.codec.learns_from, padding)
+            return x if into.offset is None else into.coded(x, 0)
+
+        codec = codec.succeeding(state, first, Context(padding, into.num_sinks))
         store, plan = into.store.made_for(codec), into.plan.for_codec(codec)
         into = into._replace(codec=codec, plan=plan, store=store)
     for start in range(0, stream.length, PIECE):

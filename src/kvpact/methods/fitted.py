@@ -9,7 +9,7 @@ on how many came first.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Self
 
 import torch
@@ -114,6 +114,15 @@ class FittedCodec(Codec):
         """
         self._check_state(state)
         return self.with_state(state)
+
+    def succeeding(
+        self, state: Mapping[str, Tensor], first: Callable[[], Tensor], context: Context
+    ) -> Self:
+        """Return a codec with what one of the same `Method.learnt_name` learnt.
+
+        `first`, `context`: returns the first tokens as decoded; what is known of them.
+        """
+        return self.restore(state)
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
         """Return a codec with a state that one like this has just learnt: it is not checked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -47,6 +47,18 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         shown = known.query_energy[:, :, :whole]
         context = context._replace(query_energy=mean_over_tokens(shown, context.counted(shown)))
         return fitted.with_state(self._learn(x.to(torch.float32), context))
+
+    def succeeding(
+        self, state: Mapping[str, Tensor], first: Callable[[], Tensor], context: Context
+    ) -> TrellisKeyCodec:
+        """Return a codec with what one of other bits learnt; new blocks have new deviations."""
+        if "order" not in state or state["deviation"].shape[1] == len(self.blocks):
+            return self.restore(state)
+        x = context.ordinary(first().to(torch.float32), self.group)
+        weight, base = state["weight"].to(torch.float32), self.with_state(state)._first_key(x)
+        energy = self._residual_energy(x, context.counted(x), base, weight)
+        order = state["order"].to(torch.int64)
+        return self.restore({**state, **self._channels(weight, order, energy)})
 
     @property
     def has_single(self) -> bool:
@@ -103,6 +115,10 @@ class TrellisKeyCodec(TreatedKeys, KeysThatLearn):
         if self.sorted:
             importance = energy_q * energy_k
             order = importance.sort(dim=-1, descending=True, stable=True).indices
+        return self._channels(weight, order, energy_k)
+
+    def _channels(self, weight: Tensor, order: Tensor, energy_k: Tensor) -> dict[str, Tensor]:
+        """Return what is stored of weights and an order, and deviations of blocks by energies."""
         spread = (weight.square() * energy_k).gather(-1, order)
         deviation = [
             square_root(divide(tree_sum(part), float(part.shape[-1])))
